@@ -1,0 +1,643 @@
+"""Config: the one frozen object that says what to run; YAML 1.2 both ways, a fingerprint, and the schema of every form.
+
+Each field is declared once, with type, default, unit, bounds and a sentence. Form labels, tooltips, YAML comments and
+error texts are all drawn from that declaration (`Config.fields()`), so they cannot disagree. Nothing here looks at the
+machine: `auto` stays `auto` until a plan or a trial resolves it and says why. Secrets are never fields; `credentials`
+names where one is found.
+
+Relative paths in a config start at the project folder (see `project_folder`), wherever the notebook sits.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, PydanticUndefined
+
+from kit.errors import ConfigError, Problem
+from kit.units import format_bytes, parse_bytes
+
+_LARGEST_YAML_BYTES = 1 << 20
+_DEEPEST_YAML = 20
+
+
+class FrozenMapping(dict[str, Any]):
+    """A dict that refuses change, so that a frozen config is frozen all the way down."""
+
+    def _refuse(self, *_: object, **__: object) -> typing.NoReturn:
+        raise TypeError("a Config is frozen; use config.replace({'section.field': value}) for a changed copy")
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse
+
+    def __reduce__(self) -> tuple[type[FrozenMapping], tuple[dict[str, Any]]]:
+        return FrozenMapping, (dict(self),)
+
+
+def _bytes(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _freeze(value: object) -> Any:
+    """Plain YAML values only, made immutable; anything else has no place in a file."""
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise ValueError("keys must be text")
+        return FrozenMapping({key: _freeze(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(item) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"{type(value).__name__} cannot be written to YAML; use numbers, text, lists and mappings")
+
+
+def _from_list(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Sizes = Annotated[dict[str, Annotated[int, Field(ge=1)]], AfterValidator(FrozenMapping)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(_freeze), AfterValidator(FrozenMapping)]
+Bytes = Annotated[int, BeforeValidator(_bytes)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_from_list)]
+Indices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_from_list), Field(min_length=1)]
+
+
+def setting(default: Any, description: str, *, unit: str = "", suggestions: Sequence[str] = (), **bounds: Any) -> Any:
+    """Declare one field: default, sentence, unit, bounds, and words to suggest where others are accepted too."""
+    extra: dict[str, Any] = {"unit": unit, "suggestions": list(suggestions)}
+    make: dict[str, Any] = {"default_factory": default} if isinstance(default, type) else {"default": default}
+    return Field(description=description, json_schema_extra=extra, **make, **bounds)
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict about types, closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class Hardware(Section):
+    """Which devices, how they share the work, and in which numbers."""
+
+    accelerator: Literal["auto", "cpu", "gpu"] = setting(
+        "auto", "Where to train; auto is a GPU when there is one. The CPU suits smoke tests and teaching."
+    )
+    devices: Literal["auto"] | Annotated[int, Field(ge=-1)] | Indices = setting(
+        "auto",
+        "auto takes the one least-occupied GPU (the CPU if none); a number takes that many; a list names GPUs; "
+        "-1 takes all, which may run out of memory.",
+    )
+    strategy: Annotated[str, Field(pattern=r"^(none|ddp|fsdp|fsdp:[1-9]\d*:[1-9]\d*)$")] = setting(
+        "none",
+        "none: one device. ddp: each device holds the whole model and takes a slice of the data. fsdp: the model is "
+        "sharded over all devices. fsdp:R:S: R replicas, each sharded over S devices.",
+        suggestions=("none", "ddp", "fsdp"),
+    )
+    precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true"] = setting(
+        "auto", "Number format of the computation; auto is bf16-mixed or 16-mixed by GPU capability, 32-true on CPU."
+    )
+    threads_per_rank: int = setting(
+        0, "CPU threads each rank computes with; 0 shares the cores evenly among the ranks.", unit="threads", ge=0
+    )
+
+    @property
+    def shards(self) -> tuple[int, int] | None:
+        """(replicas, shard size) of an `fsdp:R:S` strategy, else None."""
+        match = re.fullmatch(r"fsdp:(\d+):(\d+)", self.strategy)
+        return (int(match[1]), int(match[2])) if match else None
+
+
+class Training(Section):
+    """What the optimizer sees: nothing here depends on the machine."""
+
+    seed: int = setting(13, "Seed of weights, sample order and loader workers.", ge=0, le=2**32 - 1)
+    max_epochs: int = setting(1, "Epochs of the committed run; a trial stops earlier, at trial.max_steps.", ge=1)
+    gradient_clip_norm: float | None = setting(
+        None, "Largest gradient norm before it is scaled down; empty for no clipping.", gt=0
+    )
+
+
+class Loader(Section):
+    """How batches are read ahead of the model."""
+
+    batch_size: int = setting(16, "Samples per batch on each device.", unit="samples", ge=1)
+    num_workers: int = setting(
+        0, "Loader processes per rank; 0 streams in threads, which is enough unless a transform is heavy.",
+        unit="processes", ge=0, le=256,
+    )  # fmt: skip
+    prefetch_factor: int = setting(2, "Batches each loader process keeps ready.", unit="batches", ge=1, le=64)
+    batches_ahead: int = setting(
+        2, "Batches the streaming engine reads before they are asked for.", unit="batches", ge=0, le=256
+    )
+    requests_in_flight: int = setting(
+        32, "Requests the engine keeps open at once: latency is bought with these.", unit="requests", ge=1, le=1024
+    )
+    decode_threads: int = setting(2, "Threads that decompress chunks.", unit="threads", ge=1, le=64)
+    pin_memory: bool = setting(False, "Copy batches to pinned memory first: faster transfers to a GPU.")
+    shuffle: bool = setting(True, "Draw samples in a new order each epoch.")
+    drop_last: bool = setting(False, "Leave out the samples that do not fill the last global batch.")
+
+
+class Levers(Section):
+    """Switches that trade time for memory."""
+
+    accumulate_grad_batches: int = setting(
+        1, "Micro-batches per optimizer step: a larger global batch without its memory.", unit="micro-batches", ge=1
+    )
+    gradient_checkpointing: bool = setting(
+        False, "Forget the activations of repeated blocks and compute them again in the backward pass."
+    )
+
+
+class Data(Section):
+    """What is stored where, and what one sample is."""
+
+    source: str | None = setting(
+        None, "What builds the store: an import path such as datasets/ocean/source.py:Ocean; empty to only read."
+    )
+    arguments: Arguments = setting(dict, "Keyword arguments of the source, such as its size and seed.")
+    url: str = setting(
+        "data/dataset.zarr", "Where the Zarr store is: a path, or file://, gs://, s3://, http(s)://, memory://."
+    )
+    credentials: Annotated[str, Field(pattern=r"^(default|anonymous|env:[A-Za-z_][A-Za-z0-9_]*)$")] = setting(
+        "default",
+        "Where the key to the store is found: default, anonymous, or env:NAME. Never the key itself.",
+        suggestions=("default", "anonymous"),
+    )
+    variables: Names = setting((), "Variables stacked as channels, in this order; empty for all of one shape.")
+    patch: Sizes = setting(
+        dict, "Size of one sample along each named dimension; a dimension left out has size 1.", unit="elements"
+    )
+    order: Literal["random", "grid"] = setting(
+        "random", "random draws offsets anywhere; grid visits every stride-th offset once an epoch."
+    )
+    stride: Sizes = setting(
+        dict, "Distance between grid samples along each dimension; empty for the patch size.", unit="elements"
+    )
+    samples_per_epoch: int = setting(
+        1024, "Random samples that make one epoch (grid order counts its own).", unit="samples", ge=1
+    )
+    standardize: bool = setting(True, "Shift and scale each variable by the mean and deviation found while building.")
+
+
+class Chunking(Section):
+    """How the store is cut: the chunk is what a reader fetches, the shard is what a writer writes."""
+
+    chunk: Literal["auto"] | Sizes = setting(
+        "auto", "Size of a chunk along each dimension; auto is chosen from the patch, with its reasons.",
+        unit="elements",
+    )  # fmt: skip
+    shard: Literal["auto", "none"] | Sizes = setting(
+        "auto", "Size of a shard, a multiple of the chunk; auto fills target_shard_bytes; none makes each chunk "
+        "an object.", unit="elements",
+    )  # fmt: skip
+    target_shard_bytes: Bytes = setting(
+        "64 MiB", "Uncompressed size an automatic shard stays below.", unit="bytes", ge=1024, le=1 << 40
+    )
+    compression_level: int = setting(3, "zstd level: higher is smaller and slower to write.", ge=0, le=19)
+    latency_seconds: float = setting(
+        0.03, "Time to the first byte of a request, for the plan.", unit="seconds", ge=0, le=60
+    )
+    bandwidth_bytes_per_second: Bytes = setting(
+        "80 MB", "Bytes per second of one connection, for the plan.", unit="bytes/s", ge=1
+    )
+
+
+class Model(Section):
+    """What is trained."""
+
+    target: str = setting(
+        "kit.models:UNet", "Import path of a LightningModule, as package.module:Name or path/to/file.py:Name."
+    )
+    arguments: Arguments = setting(dict, "Keyword arguments the module is made with.")
+
+
+class Trial(Section):
+    """How a short run is started, bounded and kept."""
+
+    max_steps: int = setting(40, "Optimizer steps of a trial.", unit="steps", ge=1)
+    warmup_steps: int = setting(5, "First steps left out of every throughput figure.", unit="steps", ge=0)
+    folder: str = setting("runs", "Where run directories are kept.")
+    start: Literal["warm", "cold"] = setting(
+        "warm", "warm forks ranks from a process that has already imported torch; cold starts fresh interpreters."
+    )
+    timeout_seconds: float = setting(3600.0, "A trial still running after this long is ended.", unit="seconds", gt=0)
+    stall_seconds: float = setting(
+        300.0, "A trial silent for this long is ended, with the stack of every thread in its log.",
+        unit="seconds", gt=0,
+    )  # fmt: skip
+    grace_seconds: float = setting(
+        5.0, "How long ranks get to finish their step after Stop before they are killed.", unit="seconds", gt=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FieldInfo:
+    """One field as a form, a YAML comment or an error needs it."""
+
+    path: str
+    default: Any
+    description: str
+    unit: str
+    choices: tuple[str, ...]
+    """Words to offer: all that are accepted for kind `choice`, some of them otherwise."""
+    bounds: dict[str, float]
+    """Any of `ge`, `gt`, `le`, `lt`."""
+    kind: Literal["bool", "int", "float", "choice", "text", "sizes", "arguments", "names", "devices", "layout"]
+
+    @property
+    def section(self) -> str:
+        return self.path.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def help(self) -> str:
+        """The sentence with unit and bounds, as tooltips and comments show it."""
+        words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+        notes = [self.unit] if self.unit else []
+        notes += [f"{words[key]} {_show(bound, self.unit)}" for key, bound in self.bounds.items()]
+        notes += ["one of " + ", ".join(self.choices)] if self.choices and self.kind == "choice" else []
+        return self.description + (f" [{'; '.join(notes)}]" if notes else "")
+
+
+class Config(Section):
+    """Everything one run depends on. Frozen: `replace` makes a changed copy, `diff` names what changed."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")] = setting(
+        "experiment", "Name of this experiment: lower-case letters, digits, dot, dash, underscore."
+    )
+    hardware: Hardware = setting(Hardware, "Devices, strategy and precision.")
+    training: Training = setting(Training, "Seed, length and clipping.")
+    loader: Loader = setting(Loader, "Batches and how they are read ahead.")
+    levers: Levers = setting(Levers, "Switches that trade time for memory.")
+    data: Data = setting(Data, "The store and what one sample is.")
+    chunking: Chunking = setting(Chunking, "Chunks and shards of the store.")
+    model: Model = setting(Model, "What is trained.")
+    trial: Trial = setting(Trial, "How a short run is started, bounded and kept.")
+
+    # -- making one
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any], where: str = "") -> Config:
+        """A validated Config from nested plain values.
+
+        Raises:
+            ConfigError: naming every unknown key, wrong type and broken bound by its dotted path.
+        """
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ConfigError(_problems(error), where) from None
+
+    @classmethod
+    def from_yaml(cls, text: str, where: str = "") -> Config:
+        """The Config a YAML 1.2 text describes; missing fields take their defaults.
+
+        Raises:
+            ConfigError: with line and column for broken YAML and duplicate keys, with the dotted path otherwise.
+        """
+        return cls.make(_load_yaml(text, where), where)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Config:
+        """The Config in a YAML file; a relative path is looked up from the working directory, then the project folder.
+
+        Raises:
+            ConfigError: when the file cannot be read or does not describe a Config.
+        """
+        file = resolve_path(path)
+        try:
+            text = file.read_bytes().decode("utf-8-sig")
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        return cls.from_yaml(text, where=str(path))
+
+    # -- writing one
+
+    def values(self) -> dict[str, Any]:
+        """Nested plain values: what YAML and JSON hold."""
+        return typing.cast(dict[str, Any], _thaw(self.model_dump()))
+
+    def to_yaml(self, comments: bool = True) -> str:
+        """YAML 1.2 that reads back as an equal Config; comments say what each field means."""
+        return _dump_yaml(self.values(), {info.path: info.help for info in self.fields()} if comments else {})
+
+    def save(self, path: str | Path) -> Path:
+        """Write `to_yaml()`; the file is replaced in one move, never left half-written."""
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_name(file.name + ".tmp")
+        draft.write_text(self.to_yaml(), encoding="utf-8")
+        return draft.replace(file)
+
+    # -- comparing and changing
+
+    def get(self, path: str) -> Any:
+        """The value at a dotted path, such as `loader.batch_size`."""
+        value: Any = self
+        for part in path.split("."):
+            if not isinstance(value, BaseModel) or part not in type(value).model_fields:
+                raise ConfigError([Problem(path, "no such field" + _did_you_mean(path))])
+            value = getattr(value, part)
+        return value
+
+    def replace(self, changes: Mapping[str, Any]) -> Config:
+        """A copy with `{"section.field": value}` changed, validated as a whole.
+
+        Raises:
+            ConfigError: for an unknown path or a value that breaks a bound; this Config stays as it is.
+        """
+        values = self.values()
+        for path, value in changes.items():
+            self.get(path)
+            *parents, last = path.split(".")
+            target = values
+            for part in parents:
+                target = target[part]
+            target[last] = value.values() if isinstance(value, Config) else _thaw(value)
+        return Config.make(values)
+
+    def diff(self, other: Config) -> dict[str, tuple[Any, Any]]:
+        """`{path: (mine, theirs)}` for every field that differs."""
+        pairs = ((info.path, self.get(info.path), other.get(info.path)) for info in self.fields())
+        return {path: (mine, theirs) for path, mine, theirs in pairs if mine != theirs}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Twelve hex digits of the content: equal configs share it, in any key order, on any machine."""
+        canonical = json.dumps(self.values(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+    def as_code(self, against: Config | None = None) -> str:
+        """The expression that makes this Config from `against` (by default, from nothing)."""
+        changes = (against or Config()).diff(self)
+        base = "config" if against is not None else "kit.Config()"
+        body = ", ".join(f'"{path}": {_thaw(theirs)!r}' for path, (_, theirs) in changes.items())
+        return f"{base}.replace({{{body}}})" if changes else base
+
+    @classmethod
+    def fields(cls) -> tuple[FieldInfo, ...]:
+        """Every field, in file order: the one schema that forms, comments and errors are drawn from."""
+        return _schema()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for path, message in _disagreements(self):
+            raise PydanticCustomError("disagreement", "{message}", {"message": message, "path": path})
+        return self
+
+    def __str__(self) -> str:
+        return self.to_yaml(comments=False)
+
+    def __repr__(self) -> str:
+        changed = Config().diff(self)
+        lines = [f"  {path}: {_thaw(theirs)!r}" for path, (_, theirs) in changed.items()]
+        head = f"Config {self.name} ({self.fingerprint}), {len(changed)} settings off their default"
+        return "\n".join([head, *lines])
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+
+def project_folder(start: Path | None = None) -> Path:
+    """The folder that relative paths in a config start from.
+
+    The nearest folder, from the working directory upwards, that holds a `pyproject.toml` or a `.git`; else the working
+    directory itself. So a notebook in `notebooks/` and a script beside it mean the same `data/ocean.zarr`.
+    """
+    here = (start or Path.cwd()).resolve()
+    marks = ("pyproject.toml", ".git")
+    return next((folder for folder in (here, *here.parents) if any((folder / mark).exists() for mark in marks)), here)
+
+
+def resolve_path(path: str | Path) -> Path:
+    """An absolute path: as given, else below the working directory, else below the project folder."""
+    given = Path(path).expanduser()
+    if given.is_absolute() or given.exists():
+        return given.absolute()
+    return project_folder() / given
+
+
+def _disagreements(config: Config) -> Iterator[tuple[str, str]]:
+    """Fields that are each fine and do not fit together."""
+    yield from _device_disagreements(config.hardware)
+    for dimension in config.data.stride:
+        if dimension not in config.data.patch:
+            known = ", ".join(config.data.patch) or "empty"
+            yield "data.stride", f"dimension {dimension!r} is not in data.patch ({known})"
+    if config.trial.warmup_steps >= config.trial.max_steps:
+        yield (
+            "trial.warmup_steps",
+            f"{config.trial.warmup_steps} warm-up steps leave nothing to measure in {config.trial.max_steps} steps",
+        )
+
+
+def _device_disagreements(hardware: Hardware) -> Iterator[tuple[str, str]]:
+    devices = hardware.devices
+    count = len(devices) if isinstance(devices, tuple) else None if devices in ("auto", -1) else int(devices)
+    if devices == 0:
+        yield "hardware.devices", "0 devices cannot train; use auto, a number from 1, a list, or -1 for all"
+    if isinstance(devices, tuple) and len(set(devices)) < len(devices):
+        yield "hardware.devices", f"{list(devices)} names a device twice"
+    if isinstance(devices, tuple) and hardware.accelerator == "cpu":
+        yield "hardware.devices", f"{list(devices)} names GPUs, but accelerator is cpu; give a number of ranks"
+    if hardware.strategy == "none" and count is not None and count > 1:
+        yield "hardware.strategy", f"none uses one device, but devices asks for {count}; use ddp or fsdp"
+    if hardware.strategy in ("ddp", "fsdp") and count is None and devices != -1:
+        yield "hardware.strategy", f"{hardware.strategy} needs at least 2 devices, but devices is auto (one device)"
+    if hardware.strategy in ("ddp", "fsdp") and count == 1:
+        yield "hardware.strategy", f"{hardware.strategy} needs at least 2 devices, but devices asks for 1; use none"
+    if hardware.shards:
+        replicas, size = hardware.shards
+        product = f"{replicas} replicas × {size} devices each = {replicas * size}"
+        if count is not None and replicas * size != count:
+            yield "hardware.strategy", f"{hardware.strategy} needs {product} devices, but devices asks for {count}"
+        if count is None and devices != -1:
+            yield "hardware.strategy", f"{hardware.strategy} needs {product} devices, but devices is auto (one device)"
+    if hardware.accelerator == "cpu" and hardware.precision == "16-mixed":
+        yield "hardware.precision", "16-mixed needs a GPU; on the CPU use bf16-mixed or 32-true"
+
+
+# -- schema
+
+
+@functools.cache
+def _schema() -> tuple[FieldInfo, ...]:
+    return tuple(_fields(Config, ""))
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[FieldInfo]:
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from _fields(annotation, f"{prefix}{name}.")
+            continue
+        default = field.get_default(call_default_factory=True)
+        assert default is not PydanticUndefined, f"{prefix}{name} has no default"
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        keys = ("ge", "gt", "le", "lt")
+        yield FieldInfo(
+            path=prefix + name,
+            default=getattr(model(), name),
+            description=field.description or "",
+            unit=str(extra.get("unit", "")),
+            choices=_choices(annotation) or tuple(typing.cast(list[str], extra.get("suggestions", []))),
+            bounds={key: getattr(item, key) for item in field.metadata for key in keys if hasattr(item, key)},
+            kind=_kind(name, annotation),
+        )
+
+
+def _kind(name: str, annotation: Any) -> Any:
+    if name in ("devices",):
+        return "devices"
+    if name in ("chunk", "shard"):
+        return "layout"
+    if typing.get_origin(annotation) is Literal:
+        return "choice"
+    parts = set(typing.get_args(annotation)) - {type(None)} if isinstance(annotation, types.UnionType) else {annotation}
+    for kind, python in (("bool", bool), ("int", int), ("float", float), ("text", str)):
+        if python in parts:
+            return kind
+    if typing.get_origin(annotation) is tuple:
+        return "names"
+    return "arguments" if name == "arguments" else "sizes"
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    if typing.get_origin(annotation) is Literal:
+        return tuple(typing.get_args(annotation))
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return tuple(choice for part in typing.get_args(annotation) for choice in _choices(part))
+    return ()
+
+
+def _show(value: float, unit: str) -> str:
+    return format_bytes(value) if unit == "bytes" else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _thaw(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _thaw(item) for key, item in value.items()}
+    return [_thaw(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# -- errors
+
+
+def _problems(error: ValidationError) -> list[Problem]:
+    found: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        path = ".".join(map(str, detail["loc"])) or str(detail.get("ctx", {}).get("path", ""))
+        info = next((info for info in Config.fields() if path == info.path or path.startswith(info.path + ".")), None)
+        if info and info.kind in ("devices", "layout"):
+            # pydantic reports every branch of a union; one sentence about the field says more
+            path = info.path
+        found.setdefault(path, Problem(path, _message(path, info, dict(detail))))
+    return list(found.values())
+
+
+def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any]) -> str:
+    kind, value = detail["type"], detail.get("input")
+    if kind == "extra_forbidden":
+        return "unknown key" + _did_you_mean(path)
+    if kind == "disagreement":
+        return str(detail["ctx"]["message"])
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    text = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if info is None:
+        return f"{text}, got {shown}" + (" (this section takes a mapping of fields)" if kind == "model_type" else "")
+    if info.kind in ("choice", "devices", "layout") or kind == "string_pattern_mismatch":
+        close = difflib.get_close_matches(value, info.choices, n=1) if isinstance(value, str) else []
+        return f"{shown} is not accepted" + (f"; did you mean {close[0]!r}?" if close else f". {info.help}")
+    return f"{text}, got {shown}. {info.help}"
+
+
+def _did_you_mean(path: str) -> str:
+    paths = [info.path for info in Config.fields()]
+    leaf = {known: known.rpartition(".")[2] for known in paths}
+    name = path.rpartition(".")[2]
+    close = [known for known in paths if leaf[known] == name]
+    close = close or difflib.get_close_matches(path, [*paths, *Config.model_fields], n=1, cutoff=0.75)
+    names = difflib.get_close_matches(name, leaf.values(), n=1, cutoff=0.7)
+    close = close or [known for known in paths if [leaf[known]] == names]
+    return f"; did you mean {close[0]}?" if close else f"; the sections are {', '.join(Config.model_fields)}"
+
+
+# -- YAML
+
+
+def _load_yaml(text: str, where: str) -> dict[str, Any]:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        if len(text.encode()) > _LARGEST_YAML_BYTES:
+            raise ConfigError(f"larger than {format_bytes(_LARGEST_YAML_BYTES)}; a config is a page of text", where)
+        _refuse_bombs(yaml.parse(text), where)
+        values = yaml.load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        problem = (error.problem or error.context or "not YAML").splitlines()[0]
+        raise ConfigError(f"{place}{problem}", where) from None
+    except (YAMLError, ValueError, TypeError, RecursionError, UnicodeError, AttributeError, IndexError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"not YAML 1.2: {reason}", where) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError("a config is a mapping of sections, such as 'loader:'", where)
+    return values
+
+
+def _refuse_bombs(events: Iterator[Any], where: str) -> None:
+    """Refuse aliases and deep nesting before anything is constructed: both can exhaust memory from a small text."""
+    from ruamel.yaml import events as kinds
+
+    depth = 0
+    for event in events:
+        if isinstance(event, kinds.AliasEvent):
+            raise ConfigError(f"line {event.start_mark.line + 1}: YAML aliases (*name) are not accepted", where)
+        depth += isinstance(event, kinds.CollectionStartEvent) - isinstance(event, kinds.CollectionEndEvent)
+        if depth > _DEEPEST_YAML:
+            raise ConfigError(f"line {event.start_mark.line + 1}: nested deeper than {_DEEPEST_YAML} levels", where)
+
+
+def _dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    import io
+
+    from ruamel.yaml import YAML
+    from ruamel.yaml.comments import CommentedMap
+
+    def commented(mapping: Mapping[str, Any], prefix: str, indent: int) -> CommentedMap:
+        result = CommentedMap()
+        for key, value in mapping.items():
+            path = f"{prefix}{key}"
+            is_section = path in Config.model_fields and isinstance(value, Mapping)
+            result[key] = commented(value, path + ".", indent + 2) if is_section else value
+            if path in comments:
+                result.yaml_set_comment_before_after_key(key, before=comments[path], indent=indent)
+        return result
+
+    yaml = YAML()
+    yaml.width = 10_000
+    null = "tag:yaml.org,2002:null"  # written out: an empty value reads as a slip
+    yaml.representer.add_representer(type(None), lambda dumper, _: dumper.represent_scalar(null, "null"))
+    stream = io.StringIO()
+    yaml.dump(commented(values, "", 0), stream)
+    return stream.getvalue()

@@ -1,0 +1,83 @@
+"""The error tree: every error says what, value, bound, where and the way out, and refines a built-in.
+
+Callers who do not know kit can catch the built-in (`ValueError`, `OSError`, ...); callers who do can catch
+`KitError`. Errors about a config carry one `Problem` per field, so that a form can show each beside its control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class KitError(Exception):
+    """Root of everything kit raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with one field."""
+
+    path: str
+    """Dotted path of the field, such as `loader.batch_size`; empty when it concerns the whole text."""
+    message: str
+    """What is wrong and the way out, without the path."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class ConfigError(KitError, ValueError):
+    """A config that cannot be used; `problems` names every field at fault."""
+
+    def __init__(self, problems: Sequence[Problem] | str, where: str = "") -> None:
+        if isinstance(problems, str):
+            problems = [Problem("", problems)]
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        self.where = where
+        lines = [str(problem) for problem in self.problems]
+        head = f"{where}: " if where else ""
+        super().__init__(head + (lines[0] if len(lines) == 1 else "\n  " + "\n  ".join(lines)))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], str]]:
+        return type(self), (self.problems, self.where)
+
+
+class TargetError(ConfigError, ImportError):
+    """A model, data module or source that cannot be found under the name given."""
+
+
+class PlanError(KitError, ValueError):
+    """A plan that cannot hold: a patch larger than its array, a chunk of no elements."""
+
+
+class HardwareError(KitError, RuntimeError):
+    """Devices asked for that this machine does not have or cannot join."""
+
+
+class StoreError(KitError, OSError):
+    """A store that cannot be reached, opened or understood."""
+
+
+class UnfinishedStoreError(StoreError):
+    """A store whose build has not finished: opening it would read zeros for data."""
+
+
+class MissingChunkError(StoreError, LookupError):
+    """An object that the store's metadata promises is not there."""
+
+
+class CorruptChunkError(StoreError, ValueError):
+    """Bytes that fail their checksum or do not decode to the promised shape."""
+
+
+class BuildError(KitError, RuntimeError):
+    """A dataset that could not be built; nothing half-made is published."""
+
+
+class TrialError(KitError, RuntimeError):
+    """A trial that failed; the message leads with the root cause."""
+
+
+class EventLogError(KitError, ValueError):
+    """An event file damaged in the middle (a torn last line is not damage)."""

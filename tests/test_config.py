@@ -1,0 +1,207 @@
+"""Config: strict, frozen, and the same after a journey through YAML."""
+
+import contextlib
+import json
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit.config import Config, project_folder, resolve_path
+from kit.errors import ConfigError
+
+PLAIN = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
+TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20)
+NESTED = st.recursive(
+    PLAIN | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.text(string.ascii_lowercase, min_size=1, max_size=8)
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "loader.batch_size": st.integers(1, 10**6),
+        "training.gradient_clip_norm": st.none() | st.floats(1e-12, 1e12),
+        "training.seed": st.integers(0, 2**32 - 1),
+        "data.url": TEXT,
+        "data.source": st.none() | TEXT,
+        "data.variables": st.lists(NAMES, max_size=4),
+        "data.patch": st.dictionaries(NAMES, st.integers(1, 10**6), max_size=4),
+        "data.arguments": st.dictionaries(TEXT, NESTED, max_size=4),
+        "model.arguments": st.dictionaries(TEXT, NESTED, max_size=4),
+        "chunking.chunk": st.just("auto") | st.dictionaries(NAMES, st.integers(1, 10**6), min_size=1, max_size=3),
+        "chunking.latency_seconds": st.floats(0, 60),
+        "loader.shuffle": st.booleans(),
+        "trial.start": st.sampled_from(["warm", "cold"]),
+    },
+)
+
+
+@given(CHANGES)
+def test_a_config_survives_yaml_unchanged_with_and_without_comments(changes):
+    config = Config().replace(changes)
+    for comments in (True, False):
+        again = Config.from_yaml(config.to_yaml(comments=comments))
+        assert again == config
+        assert again.fingerprint == config.fingerprint
+
+
+@given(CHANGES, st.randoms())
+def test_the_fingerprint_ignores_the_order_of_keys_and_sees_every_change(changes, random):
+    config = Config().replace(changes)
+    items = list(config.values().items())
+    random.shuffle(items)
+    assert Config.make(dict(items)).fingerprint == config.fingerprint
+    other = config.replace({"loader.batch_size": config.loader.batch_size + 1})
+    assert other.fingerprint != config.fingerprint
+    assert config.diff(other) == {"loader.batch_size": (config.loader.batch_size, config.loader.batch_size + 1)}
+
+
+@given(CHANGES)
+def test_the_code_shown_for_a_config_makes_an_equal_config(changes):
+    import kit
+
+    config = Config().replace(changes)
+    assert eval(config.as_code(), {"kit": kit}) == config  # the text a reader would paste into a cell
+
+
+@given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: data.decode("latin-1")))
+def test_any_text_is_a_config_or_one_clear_error(text):
+    with contextlib.suppress(ConfigError):
+        Config.from_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "words"),
+    [
+        ("loader: {batchsize: 3}", "loader.batchsize", "did you mean loader.batch_size"),
+        ("batch_size: 3", "batch_size", "did you mean loader.batch_size"),
+        ("wibble: 3", "wibble", "the sections are name, hardware"),
+        ("loader: {batch_size: 0}", "loader.batch_size", "greater than or equal to 1, got 0"),
+        ("loader: {batch_size: '3'}", "loader.batch_size", "integer, got '3'"),
+        ("loader: {batch_size: true}", "loader.batch_size", "integer, got True"),
+        ("loader: {pin_memory: NO}", "loader.pin_memory", "got 'NO'"),
+        ("loader: 3", "loader", "mapping of fields"),
+        ("name: 017", "name", "got 17"),
+        ("name: ../x", "name", "lower-case letters"),
+        ("hardware: {strategy: dpp}", "hardware.strategy", "did you mean 'ddp'"),
+        ("hardware: {precision: bf16}", "hardware.precision", "did you mean 'bf16-true'"),
+        ("hardware: {devices: foo}", "hardware.devices", "'foo' is not accepted"),
+        ("hardware: {devices: 0}", "hardware.devices", "0 devices"),
+        ("hardware: {devices: [0, 0], strategy: ddp}", "hardware.devices", "twice"),
+        ("hardware: {devices: 2}", "hardware.strategy", "use ddp or fsdp"),
+        ("hardware: {strategy: ddp}", "hardware.strategy", "at least 2 devices, but devices is auto"),
+        ("hardware: {strategy: fsdp, devices: 1}", "hardware.strategy", "at least 2 devices"),
+        ("hardware: {strategy: 'fsdp:2:4', devices: 4}", "hardware.strategy", "2 replicas × 4 devices each = 8"),
+        ("hardware: {strategy: 'fsdp:2:0', devices: 2}", "hardware.strategy", "'fsdp:2:0' is not accepted"),
+        ("hardware: {accelerator: cpu, precision: 16-mixed}", "hardware.precision", "bf16-mixed or 32-true"),
+        ("chunking: {chunk: {lat: 0}}", "chunking.chunk", "{'lat': 0} is not accepted"),
+        ("chunking: {target_shard_bytes: 5 parsecs}", "chunking.target_shard_bytes", "'5 parsecs' is not a size"),
+        ("training: {gradient_clip_norm: .nan}", "training.gradient_clip_norm", "finite"),
+        ("data: {patch: {lat: x}}", "data.patch.lat", "integer, got 'x'"),
+        ("data: {stride: {lat: 2}, patch: {time: 1}}", "data.stride", "'lat' is not in data.patch (time)"),
+        ("trial: {max_steps: 3}", "trial.warmup_steps", "leave nothing to measure"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_path_with_the_way_out(text, path, words):
+    with pytest.raises(ConfigError) as caught:
+        Config.from_yaml(text)
+    (problem,) = caught.value.problems
+    assert problem.path == path
+    assert words in problem.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: 1\na: 2", "line 2, column 1: found duplicate key"),
+        ("loader: {batch_size: 1, batch_size: 2}", "duplicate key"),
+        ("x: [", "line 1, column"),
+        ("[" * 3000, "nested deeper than 20"),
+        ("a: &x [1]\nb: *x", "aliases"),
+        ("loader: !!python/object/apply:os.system ['true']", "line 1"),
+        ("- 1", "mapping of sections"),
+        ("a" * (1 << 21), "larger than 1 MiB"),
+    ],
+)
+def test_broken_yaml_is_refused_with_its_place(text, words):
+    with pytest.raises(ConfigError, match=r"config\.yaml") as caught:
+        Config.from_yaml(text, where="config.yaml")
+    assert words in str(caught.value)
+
+
+def test_yaml_1_2_reads_numbers_and_words_as_written():
+    config = Config.from_yaml(
+        "training: {gradient_clip_norm: 1e-3}\ndata: {arguments: {country: NO, time: '12:30:00'}}"
+    )
+    assert config.training.gradient_clip_norm == 0.001
+    assert config.data.arguments == {"country": "NO", "time": "12:30:00"}
+
+
+def test_sizes_are_read_from_text_and_kept_as_bytes():
+    assert Config.from_yaml("chunking: {target_shard_bytes: 5 MB}").chunking.target_shard_bytes == 5_000_000
+
+
+def test_every_mistake_is_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        Config.from_yaml("loader: {batch_size: 0, nope: 1}\ntraining: {seed: -1}")
+    assert {problem.path for problem in caught.value.problems} == {"loader.batch_size", "loader.nope", "training.seed"}
+
+
+def test_nothing_in_a_config_can_be_changed():
+    config = Config().replace({"data.patch": {"lat": 4}, "data.arguments": {"sizes": [1, 2]}})
+    with pytest.raises(ValueError, match="frozen"):
+        config.loader.batch_size = 3
+    with pytest.raises(TypeError, match="replace"):
+        config.data.patch["lat"] = 5
+    assert config.data.arguments["sizes"] == (1, 2)
+
+
+def test_replace_refuses_an_unknown_path_and_leaves_the_config_alone():
+    config = Config()
+    with pytest.raises(ConfigError, match=r"did you mean loader\.batch_size"):
+        config.replace({"loader.batchsize": 3})
+    assert config == Config()
+
+
+def test_every_field_has_a_sentence_and_its_bounds_are_shown():
+    fields = {info.path: info for info in Config.fields()}
+    assert all(info.description.endswith(".") for info in fields.values())
+    assert len(fields) == len(Config.fields())
+    help_text = fields["loader.num_workers"].help
+    assert "processes" in help_text
+    assert "at most 256" in help_text
+    assert fields["hardware.precision"].choices[0] == "auto"
+    yaml = Config().to_yaml()
+    assert all(info.description in yaml for info in fields.values())
+
+
+def test_no_field_is_named_like_a_secret():
+    assert not [f.path for f in Config.fields() if any(w in f.path for w in ("token", "password", "secret", "_key"))]
+
+
+def test_saving_replaces_the_file_in_one_move(tmp_path):
+    file = tmp_path / "deep" / "config.yaml"
+    config = Config().replace({"name": "mine"})
+    config.save(file)
+    assert Config.load(file) == config
+    assert [path.name for path in file.parent.iterdir()] == ["config.yaml"]
+
+
+def test_a_missing_file_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        Config.load(tmp_path / "nothing.yaml")
+
+
+def test_relative_paths_start_at_the_project_folder(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert project_folder() == tmp_path
+    assert resolve_path("data/x.zarr") == tmp_path / "data/x.zarr"
+
+
+def test_a_config_is_json_too():
+    assert Config.make(json.loads(json.dumps(Config().values()))) == Config()

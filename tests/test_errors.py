@@ -1,0 +1,29 @@
+"""Errors: each refines a built-in and survives the way to another process."""
+
+import pickle
+
+import pytest
+
+from kit import errors
+
+
+def _all(kind):
+    return [kind, *(found for child in kind.__subclasses__() for found in _all(child))]
+
+
+@pytest.mark.parametrize("kind", _all(errors.KitError)[1:], ids=lambda kind: kind.__name__)
+def test_every_error_refines_a_built_in_and_says_what_it_is_for(kind):
+    assert [
+        base
+        for base in kind.__mro__
+        if base.__module__ == "builtins" and base not in (Exception, BaseException, object)
+    ]
+    assert kind.__doc__
+
+
+def test_a_config_error_keeps_its_problems_through_pickle():
+    error = errors.ConfigError([errors.Problem("loader.batch_size", "too large"), errors.Problem("", "x")], "a.yaml")
+    again = pickle.loads(pickle.dumps(error))
+    assert again.problems == error.problems
+    assert str(again) == str(error)
+    assert "loader.batch_size: too large" in str(error)

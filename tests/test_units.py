@@ -1,0 +1,45 @@
+"""Units: what people write and what people read."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kit.units import format_bytes, format_count, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "number_of_bytes"),
+    [("64 MiB", 64 << 20), ("5 GB", 5 * 10**9), ("512", 512), ("1.5kib", 1536), (7, 7), ("0 B", 0)],
+)
+def test_sizes_are_parsed_as_written(text, number_of_bytes):
+    assert parse_bytes(text) == number_of_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-3 MiB", "5 parsecs", "1e3", True, None, 2.5])
+def test_what_is_no_size_is_refused_with_the_units(text):
+    with pytest.raises(ValueError, match="MiB"):
+        parse_bytes(text)
+
+
+@given(st.integers(0, 1 << 59))
+def test_a_formatted_size_reads_back_within_its_three_digits(number_of_bytes):
+    assert parse_bytes(format_bytes(number_of_bytes)) == pytest.approx(number_of_bytes, rel=0.005, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 µs"), (0.00123, "1.23 ms"), (12.345, "12.3 s"), (75, "1 min 15 s"), (59.9, "1 min"), (4000, "1 h 7 min")],
+)
+def test_durations_read_as_people_say_them(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(9999, "9999"), (0.5, "0.5"), (1234567, "1.23 M"), (3e12, "3 T")])
+def test_counts_are_short(count, text):
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize("formatter", [format_bytes, format_seconds, format_count])
+def test_what_is_not_finite_is_said_so(formatter):
+    assert formatter(float("nan")) == "nan"
+    assert formatter(float("inf")) == "inf"
