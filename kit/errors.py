@@ -76,8 +76,29 @@ class BuildError(KitError, RuntimeError):
 
 
 class TrialError(KitError, RuntimeError):
-    """A trial that failed; the message leads with the root cause."""
+    """A trial that failed; the message leads with the root cause, `details` hold the user's traceback and the log."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        self.details = details
+        super().__init__(message)
+        if details:
+            self.add_note(details)
+
+    def __reduce__(self) -> tuple[type[TrialError], tuple[str, str]]:
+        return type(self), (str(self), self.details)
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the cause in one line, then details; kit's own frames explain nothing."""
+        return [f"{type(self).__name__}: {self}", *self.details.splitlines()]
+
+
+class TrialStopped(TrialError):
+    """A trial ended by an interrupt while it was being waited for; what it measured until then is kept."""
 
 
 class EventLogError(KitError, ValueError):
     """An event file damaged in the middle (a torn last line is not damage)."""
+
+
+class KitWarning(UserWarning):
+    """Something asked for that could not be done, while the run goes on without it; the message names the way out."""

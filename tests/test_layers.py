@@ -13,8 +13,8 @@ ROOT = Path(kit.__file__).parent
 
 # From the ground up. A room may import from its own row and from the rows above it in this table.
 LAYERS = [
-    {"errors", "units"},
-    {"config", "events", "targets"},
+    {"errors", "units", "tables"},
+    {"config", "events", "targets", "cgroup", "nvml"},
     {"hardware"},
     {"plan"},
     {"data"},

@@ -1,0 +1,41 @@
+"""How a benchmark is told: one table on screen, and with `--record` one JSON line in benchmarks/results.jsonl.
+
+Only ratios between things measured in the same run mean anything across machines; seconds are shown to make sense of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results.jsonl")
+
+
+def publish(benchmark: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
+    """Print `rows` (same keys each) under the benchmark's name; record them when the command line says so."""
+    parser = argparse.ArgumentParser(description=benchmark)
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results.jsonl")
+    record = parser.parse_args().record
+    texts = [[_text(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(list(rows[0]), *texts, strict=True)]
+    print(f"\n{benchmark}")
+    for line in (list(rows[0]), *texts):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for name, value in facts.items():
+        print(f"  {name}: {value}")
+    if record:
+        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        line = {"benchmark": benchmark, "time": when, "machine": machine, "rows": list(rows), **facts}
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

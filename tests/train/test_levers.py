@@ -1,0 +1,185 @@
+import warnings
+
+import pytest
+import torch
+import train_parts
+from torch import nn
+
+from kit.config import Config
+from kit.errors import ConfigError, KitWarning
+from kit.models import UNet
+from kit.train import GradientCheckpointing, make_trainer
+from kit.train.blocks import holds_its_parameters_alone, outermost, repeated_blocks
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def fit(module, *levers, loader=None, steps=4):
+    losses = train_parts.Losses()
+    config = Config.make({"trial": {"max_steps": steps, "warmup_steps": 0}})
+    trainer = make_trainer(
+        config, accelerator="cpu", world_size=1, precision="32-true", module=module, callbacks=[*levers, losses]
+    )
+    trainer.fit(module, loader or train_parts.regression(8))
+    return losses.values
+
+
+def gradients_and_saved_bytes(module, lever):
+    """Gradients of one step, and the bytes autograd kept for it, each storage counted once."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    if lever is not None:
+        lever.setup(None, module, "fit")
+    batch = next(iter(train_parts.regression(64)))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = module.training_step(batch, 0)
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in module.parameters()]
+    if lever is not None:
+        lever.teardown(None, module, "fit")
+    return gradients, sum(kept.values())
+
+
+def test_checkpointing_keeps_fewer_bytes_and_gives_equal_gradients():
+    torch.manual_seed(0)
+    module = train_parts.Net(layers=6)
+    plain, plain_bytes = gradients_and_saved_bytes(module, None)
+    module.zero_grad()
+    checkpointed, checkpointed_bytes = gradients_and_saved_bytes(module, GradientCheckpointing())
+    assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
+    assert checkpointed_bytes < 0.5 * plain_bytes
+
+
+def test_a_fit_with_the_lever_learns_exactly_as_without():
+    losses = []
+    for levers in ([], [GradientCheckpointing()], [GradientCheckpointing(["Layer"])]):
+        torch.manual_seed(0)
+        losses.append(fit(train_parts.Net(), *levers))
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_dropout_is_drawn_the_same_again():
+    losses = []
+    for levers in ([], [GradientCheckpointing()]):
+        torch.manual_seed(0)
+        module = train_parts.Net()
+        for layer in module.layers:
+            layer.body.append(nn.Dropout(0.5))
+        losses.append(fit(module, *levers))
+    assert losses[0] == losses[1]
+
+
+def test_names_classes_and_keys_stay_and_forward_comes_back_after_the_fit():
+    module = train_parts.Net()
+    names = [name for name, _ in module.named_parameters()]
+    forwards = []
+
+    class Look(train_parts.Losses):
+        def on_train_start(self, trainer, pl_module):
+            forwards.extend("forward" in vars(layer) for layer in pl_module.layers)
+            assert [name for name, _ in pl_module.named_parameters()] == names
+            assert all(type(layer) is train_parts.Layer for layer in pl_module.layers)
+
+    lever = GradientCheckpointing()
+    fit(module, lever, Look())
+    assert forwards == [True] * 3
+    assert lever.count == 0
+    assert not any("forward" in vars(layer) for layer in module.layers)
+
+
+def test_a_block_is_not_checkpointed_twice():
+    losses = []
+    for levers in ([GradientCheckpointing()], [GradientCheckpointing(), GradientCheckpointing()]):
+        torch.manual_seed(0)
+        losses.append(fit(train_parts.Net(), *levers))
+    assert losses[0] == losses[1]
+    first, second = GradientCheckpointing(), GradientCheckpointing()
+    module = train_parts.Net()
+    for lever in (first, second):
+        lever.setup(None, module, "fit")
+    assert (first.count, second.count) == (3, 0)
+
+
+def test_batch_norm_blocks_are_left_alone_and_named():
+    losses = []
+    for levers in ([], [GradientCheckpointing()]):
+        torch.manual_seed(0)
+        module = train_parts.BatchNormNet()
+        if levers:
+            with pytest.warns(KitWarning, match=r"3 of 3 blocks \(BatchNormLayer\) are not checkpointed"):
+                losses.append(fit(module, *levers))
+        else:
+            losses.append(fit(module))
+        assert int(module.layers[0].body[1].num_batches_tracked) == 4
+    assert losses[0] == losses[1]
+
+
+def test_a_module_without_blocks_says_that_the_lever_does_nothing():
+    with pytest.warns(KitWarning, match="Net has no repeated blocks"):
+        fit(train_parts.Net(layers=0), GradientCheckpointing(), steps=1)
+
+
+def test_a_class_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(ConfigError, match=r"Transformer: Net holds no module of that class; it has .*Layer"):
+        fit(train_parts.Net(), GradientCheckpointing(["Transformer"]))
+
+
+def test_layers_made_in_configure_model_are_found():
+    counts = []
+
+    class Late(train_parts.Net):
+        def configure_model(self):
+            self.layers = nn.ModuleList(train_parts.Layer() for _ in range(2))
+
+    class Count(train_parts.Losses):
+        def on_train_start(self, trainer, pl_module):
+            counts.append(sum("forward" in vars(layer) for layer in pl_module.layers))
+
+    fit(Late(), GradientCheckpointing(), Count(), steps=1)
+    assert counts == [2]
+
+
+def test_every_block_of_the_unet_is_found_and_learns_the_same():
+    losses = []
+    for levers in ([], [GradientCheckpointing()]):
+        torch.manual_seed(0)
+        module = UNet(variables=2, width=8, depth=2)
+        losses.append(fit(module, *levers, loader=train_parts.fields(8)))
+    assert losses[0] == losses[1]
+    assert len(repeated_blocks(module)) == 5
+
+
+def test_bare_layers_lists_and_lone_blocks_are_no_blocks():
+    class Lone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linears = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+            self.lists = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2)]) for _ in range(3))
+            self.one = nn.ModuleList([train_parts.Layer()])
+            self.mixed = nn.Sequential(train_parts.Layer(), train_parts.BatchNormLayer())
+
+    assert repeated_blocks(Lone()) == []
+
+
+def test_outer_blocks_are_taken_for_those_inside_them():
+    module = nn.Sequential(*(nn.Sequential(train_parts.Layer(), train_parts.Layer()) for _ in range(2)))
+    assert len(repeated_blocks(module)) == 6
+    assert outermost(repeated_blocks(module)) == list(module)
+
+
+def test_a_block_with_a_weight_tied_to_the_outside_is_told_from_the_others():
+    module = train_parts.TiedNet()
+    assert [holds_its_parameters_alone(layer, module) for layer in module.layers] == [True, False, True]
+
+
+def test_the_lever_emits_no_warning_of_its_own_when_all_is_well():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KitWarning)
+        fit(train_parts.Net(), GradientCheckpointing(), steps=1)

@@ -1,0 +1,192 @@
+"""Small modules and data that the tests of kit.train fit, here and in child processes."""
+
+import os
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+SIDE = 16
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(SIDE)
+        self.body = nn.Sequential(nn.Linear(SIDE, 4 * SIDE), nn.GELU(), nn.Linear(4 * SIDE, SIDE))
+
+    def forward(self, values):
+        return values + self.body(self.norm(values))
+
+
+class Net(LightningModule):
+    """Never calls itself, has a loose parameter, and ties the weight of two layers."""
+
+    def __init__(self, layers: int = 3):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(SIDE))
+        self.first = nn.Linear(SIDE, SIDE)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.last = nn.Linear(SIDE, SIDE)
+        self.last.weight = self.first.weight
+
+    def training_step(self, batch, batch_idx):
+        values, target = batch
+        values = self.first(values) * self.scale
+        for layer in self.layers:
+            values = layer(values)
+        return functional.mse_loss(self.last(values), target)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class TiedNet(Net):
+    """Ties a weight inside one block to a weight outside all blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4 * SIDE, SIDE)
+        self.first = nn.Linear(4 * SIDE, SIDE)
+        self.first.weight = self.layers[1].body[2].weight
+        self.last = nn.Linear(SIDE, SIDE)
+
+    def training_step(self, batch, batch_idx):
+        values, target = batch
+        return super().training_step((values.repeat(1, 4), target), batch_idx)
+
+
+class Manual(LightningModule):
+    """Two nets, two optimizers, and the backward inside training_step."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.one = nn.Sequential(Layer(), Layer(), nn.Linear(SIDE, SIDE))
+        self.two = nn.Linear(SIDE, SIDE)
+
+    def training_step(self, batch, batch_idx):
+        values, target = batch
+        for optimizer in self.optimizers():
+            loss = functional.mse_loss(self.two(self.one(values)), target)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(net.parameters(), lr=0.05) for net in (self.one, self.two)]
+
+
+class ManualByMethod(Manual):
+    """Calls a method of its own that is not `forward`; it says so."""
+
+    fsdp_forward_methods = ("chain",)
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(SIDE))
+
+    def chain(self, values):
+        return self.two(self.one(values) * self.scale)
+
+    def training_step(self, batch, batch_idx):
+        values, target = batch
+        optimizer = self.optimizers()
+        loss = functional.mse_loss(self.chain(values), target)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class ManualByForward(ManualByMethod):
+    """Holds a loose parameter and calls itself."""
+
+    fsdp_forward_methods = ()
+
+    def forward(self, values):
+        return super().chain(values)
+
+    def chain(self, values):
+        return self(values)
+
+
+class Lazy(Net):
+    """Makes its last layer in configure_model and shards nothing."""
+
+    def configure_model(self):
+        pass
+
+
+class SelfSharded(Net):
+    """Shards itself, as Lightning's documentation has it."""
+
+    def configure_model(self):
+        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+        if not isinstance(self, FSDPModule):
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+            register_fsdp_forward_method(self, "training_step")
+
+
+class BatchNormLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(SIDE, SIDE), nn.BatchNorm1d(SIDE), nn.ReLU())
+
+    def forward(self, values):
+        return self.body(values)
+
+
+class BatchNormNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(BatchNormLayer() for _ in range(3))
+
+
+class Losses(Callback):
+    """Keeps the loss of every batch and the number of parameters this rank holds while it trains."""
+
+    def __init__(self):
+        self.values = []
+        self.held = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.values.append(float(loss))
+        self.held = sum(getattr(p, "_local_tensor", p).numel() for p in pl_module.parameters())
+
+
+def regression(batch_size: int, samples: int = 64) -> DataLoader:
+    """(batch, feature) inputs and targets, always in the same order."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(samples, SIDE, generator=generator)
+    return _loader(TensorDataset(values, values.roll(1, dims=1) ** 2), batch_size)
+
+
+def fields(batch_size: int, samples: int = 32) -> DataLoader:
+    """Patches of a pattern that moves east, every element valid."""
+    generator = torch.Generator().manual_seed(0)
+    now = torch.randn(samples, 2, 1, 6, 10, generator=generator)
+    values = torch.cat([now, now.roll(1, dims=-1)], dim=2)
+    return _loader(
+        [{"values": value, "valid": torch.ones(value.shape, dtype=torch.bool)} for value in values], batch_size
+    )
+
+
+def _loader(dataset, batch_size: int) -> DataLoader:
+    """A slice of every global batch for this rank, unshuffled (Lightning's own sampler would shuffle)."""
+    replicas, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    sampler = DistributedSampler(dataset, num_replicas=replicas, rank=rank, shuffle=False)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+
+
+def plain(batch_size: int) -> DataLoader:
+    """A loader that knows nothing of ranks."""
+    return DataLoader(regression(batch_size).dataset, batch_size=batch_size)

@@ -1,0 +1,123 @@
+"""Runs fits in real ranks: one child process per rank, joined by gloo, ended by its id when it does not end itself."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import train_parts
+
+from kit.config import Config
+
+
+def fit(case: dict, world_size: int) -> dict:
+    """The fits of this rank; `case` names the module, the loader, the settings and how often to fit."""
+    import torch
+
+    from kit.models import UNet
+
+    torch.set_num_threads(1)
+    # Ranks differ in their seeds: the strategies have to agree on the weights of rank 0.
+    torch.manual_seed(int(os.environ.get("RANK", 0)))
+    module = UNet(variables=2, width=8, depth=2) if case["module"] == "UNet" else getattr(train_parts, case["module"])()
+    losses = train_parts.Losses()
+    make_loader = getattr(train_parts, case["loader"])
+    for _ in range(case.get("fits", 1)):
+        trainer = make_rank_trainer(case, world_size, module, losses)
+        trainer.fit(module, make_loader(case["global_batch"] // world_size))
+    if case.get("checkpoint"):
+        trainer.save_checkpoint(case["checkpoint"])
+    return {
+        "losses": losses.values,
+        "held": losses.held,
+        "steps": trainer.global_step,
+        "batches_per_epoch": trainer.num_training_batches,
+        "strategy": type(trainer.strategy).__name__,
+        "children": len(psutil.Process().children()),
+        "precision": trainer.precision,
+    }
+
+
+def make_rank_trainer(case: dict, world_size: int, module, losses):
+    from kit.train import make_trainer
+
+    hardware = {"strategy": case["strategy"], "devices": world_size, "accelerator": "cpu"}
+    return make_trainer(
+        Config.make({"hardware": hardware, **case.get("settings", {})}),
+        accelerator="cpu",
+        world_size=world_size,
+        precision=case.get("precision", "32-true"),
+        module=module,
+        callbacks=[losses],
+        max_steps=5,
+    )
+
+
+def fit_or_report(case: dict, world_size: int) -> dict:
+    try:
+        return fit(case, world_size)
+    except Exception as error:
+        if not case.get("fails"):
+            raise
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def run_ranks(cases: dict, world_size: int, folder: Path, timeout_seconds: float = 150) -> dict:
+    """Fits every case in `world_size` ranks; name of the case to a list of what each rank said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    ranks = [_start(rank, world_size, port, folder) for rank in range(world_size)]
+    _wait(ranks, folder, time.monotonic() + timeout_seconds)
+    answers = [json.loads((folder / f"answer.{rank}.json").read_text()) for rank in range(world_size)]
+    return {name: [answer[name] for answer in answers] for name in cases}
+
+
+def _start(rank: int, world_size: int, port: int, folder: Path) -> subprocess.Popen:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        # A notebook inside a SLURM allocation sees these; they must not matter.
+        "SLURM_NTASKS": "7",
+        "SLURM_JOB_NAME": "notebook",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
+    with (folder / f"log.{rank}.txt").open("wb") as log:
+        command = [sys.executable, __file__, str(folder)]
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _wait(ranks: list[subprocess.Popen], folder: Path, deadline: float) -> None:
+    try:
+        codes = [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        codes = None
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    if codes != [0] * len(ranks):
+        logs = "\n".join((folder / f"log.{rank}.txt").read_text()[-3000:] for rank in range(len(ranks)))
+        raise AssertionError(f"ranks ended with {codes}\n{logs}")
+
+
+def main(folder: Path) -> None:
+    world_size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
+    cases = json.loads((folder / "cases.json").read_text())
+    answers = {name: fit_or_report(case, world_size) for name, case in cases.items()}
+    (folder / f"answer.{rank}.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
