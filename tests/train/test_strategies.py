@@ -174,6 +174,7 @@ model:
 """
 
 
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's own call
 def test_an_exported_yaml_can_name_the_strategy_the_lever_and_the_model(tmp_path, monkeypatch):
     from lightning.pytorch.cli import LightningCLI
 

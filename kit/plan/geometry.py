@@ -1,0 +1,183 @@
+"""How many chunks a patch touches: the least, the most, on average, and together with the rest of its batch. Exact.
+
+A patch of `size` elements at `offset` along one dimension touches the chunks `offset // chunk` to
+`(offset + size - 1) // chunk`. Dimensions are independent, so along several of them counts multiply. Offsets are the
+multiples of `stride` from 0 to `extent - size`, all equally likely: stride 1 is random order, a larger one is a grid.
+Everything is counted in elements and chunks; what a chunk costs is `kit.plan.cost`.
+
+The one invariant: chunks alike are counted once and multiplied, so that an array of a million chunks costs no more than
+an array of ten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kit.errors import PlanError
+
+
+def fewest_chunks(size: int, chunk: int) -> int:
+    """Chunks a patch touches when it starts at a chunk's edge: `ceil(size / chunk)`."""
+    return -(-size // chunk)
+
+
+def most_chunks(size: int, chunk: int) -> int:
+    """Chunks a patch touches at the worst offset: `ceil((size - 1) / chunk) + 1`."""
+    return -(-(size - 1) // chunk) + 1
+
+
+def mean_chunks(size: int, chunk: int) -> float:
+    """Chunks touched on average when every offset within a chunk is equally likely: `1 + (size - 1) / chunk`."""
+    return 1 + (size - 1) / chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of an array: its extent, the patch along it, its chunk, and the distance between offsets."""
+
+    extent: int
+    size: int
+    chunk: int
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("extent", "size", "chunk", "stride"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if self.size > self.extent:
+            raise PlanError(f"a patch of {self.size} does not fit an array of {self.extent}; take a smaller patch")
+
+    @property
+    def positions(self) -> int:
+        """Offsets a patch may take."""
+        return (self.extent - self.size) // self.stride + 1
+
+    @property
+    def chunks(self) -> int:
+        """Chunks along the dimension, the last perhaps reaching over the edge."""
+        return -(-self.extent // self.chunk)
+
+    @property
+    def fewest(self) -> int:
+        """Fewest chunks a patch touches; offset 0 is always allowed and always best."""
+        return fewest_chunks(self.size, self.chunk)
+
+    @property
+    def most(self) -> int:
+        """Most chunks a patch touches at an offset that exists.
+
+        Offsets leave the remainders 0, g, 2g, ... in a chunk, g = gcd(stride, chunk), and a larger remainder never
+        touches fewer chunks; so the largest remainder that occurs decides.
+        """
+        common = math.gcd(self.stride, self.chunk)
+        period = self.chunk // common
+        if self.positions >= period:
+            remainder = self.chunk - common
+        else:
+            remainder = max(position * self.stride % self.chunk for position in range(self.positions))
+        return (remainder + self.size - 1) // self.chunk + 1
+
+    @property
+    def mean(self) -> float:
+        """Chunks a patch touches on average over all its offsets."""
+        return sum(count * times for count, times in self.touches().items()) / self.positions
+
+    def touches(self) -> Counter[int]:
+        """`{number of offsets that touch a chunk: number of such chunks}`.
+
+        Away from both edges the number repeats every `stride / gcd(stride, chunk)` chunks, so one period is counted.
+        """
+        first, last = min(self._first_inner, self.chunks), self._last_inner
+        inner = max(0, last - first + 1)
+        period = self.stride // math.gcd(self.stride, self.chunk)
+        counts: Counter[int] = Counter()
+        for index in (*range(first), *range(first + inner, self.chunks)):
+            counts[self._offsets_touching(index)] += 1
+        for step in range(min(period, inner)):
+            counts[self._offsets_touching(first + step)] += (inner - step - 1) // period + 1
+        return counts
+
+    @property
+    def _first_inner(self) -> int:
+        """The first chunk that no allowed offset misses for want of negative offsets."""
+        return -(-(self.size - 1) // self.chunk)
+
+    @property
+    def _last_inner(self) -> int:
+        """The last chunk whose touching offsets all lie before the last position."""
+        return (self.positions - 1) * self.stride // self.chunk - 1
+
+    def _offsets_touching(self, index: int) -> int:
+        low = max(0, index * self.chunk - self.size + 1)
+        high = min((self.positions - 1) * self.stride, (index + 1) * self.chunk - 1)
+        return max(0, high // self.stride - (low - 1) // self.stride)
+
+
+def axes_of(
+    shape: Sequence[int], chunk: Sequence[int], patch: Sequence[int], stride: Sequence[int]
+) -> tuple[Axis, ...]:
+    """One `Axis` per dimension.
+
+    Raises:
+        PlanError: when the lengths differ, a size is below 1 or a patch is larger than its array.
+    """
+    if len({len(shape), len(chunk), len(patch), len(stride)}) != 1:
+        raise PlanError(
+            f"shape {tuple(shape)}, chunk {tuple(chunk)}, patch {tuple(patch)} and stride {tuple(stride)} differ in "
+            "length; give one number per dimension to each"
+        )
+    return tuple(Axis(*sizes) for sizes in zip(shape, patch, chunk, stride, strict=True))
+
+
+def distinct_chunks(axes: Sequence[Axis], samples: int, *, replacement: bool) -> float:
+    """Expected number of different chunks that `samples` patches touch between them.
+
+    By linearity it is the sum over chunks of the probability that at least one patch touches the chunk. With
+    replacement (random order) that is `1 - (1 - p)^samples`; without (a shuffled grid, each position once) it is
+    hypergeometric. Exact for both; patches of an unshuffled grid are neighbours and share more than this says.
+    """
+    positions = math.prod(axis.positions for axis in axes)
+    drawn = samples if replacement else min(samples, positions)
+    return math.fsum(
+        times * _touched_at_least_once(count, positions, drawn, replacement) for count, times in _products(axes)
+    )
+
+
+def expected_distinct_chunks(shape: Sequence[int], chunk: Sequence[int], patch: Sequence[int], samples: int) -> float:
+    """Expected size of the union of the chunks of `samples` patches at uniformly random offsets; exact.
+
+    `shape`, `chunk` and `patch` hold one number per dimension. Millions of chunks cost nothing.
+
+    Raises:
+        PlanError: for a patch larger than its array, sizes below 1, or a negative number of samples.
+    """
+    if samples < 0:
+        raise PlanError(f"samples is {samples}, but must be at least 0")
+    return distinct_chunks(axes_of(shape, chunk, patch, [1] * len(shape)), samples, replacement=True)
+
+
+def _products(axes: Sequence[Axis]) -> Iterator[tuple[int, int]]:
+    """`(offsets that touch it, number of such chunks)` over all dimensions, equal counts merged."""
+    total: Counter[int] = Counter({1: 1})
+    for axis in axes:
+        merged: Counter[int] = Counter()
+        for count, times in axis.touches().items():
+            for other, other_times in total.items():
+                merged[count * other] += times * other_times
+        total = merged
+    return iter(total.items())
+
+
+def _touched_at_least_once(count: int, positions: int, samples: int, replacement: bool) -> float:
+    """Probability that one of `samples` draws from `positions` falls on one of `count`."""
+    if samples == 0 or count == 0:
+        return 0.0
+    if count + (0 if replacement else samples - 1) >= positions:
+        return 1.0
+    if replacement:
+        return -math.expm1(samples * math.log1p(-count / positions))
+    few, many = sorted((samples, count))  # C(positions - many, few) / C(positions, few), the shorter product of the two
+    return -math.expm1(math.fsum(math.log1p(-many / (positions - step)) for step in range(few)))

@@ -1,0 +1,160 @@
+"""One look for every chart, as text that follows the reader's theme (SVG) or as a picture that stands alone (PNG).
+
+A chart is a private `matplotlib.figure.Figure`: never pyplot, no window, no current figure. Make axes and artists
+inside `with drawing():`, which lends matplotlib the house style and takes it back; later only change their data
+(`line.set_data`, `text.set_text`) and call `svg` again. Sizes are inches, at 100 pixels an inch: 6.4 is 640 pixels.
+
+The one invariant: whatever is drawn in `INK` becomes the page's text colour and whatever is drawn in `PAPER` becomes
+its background, so one SVG reads well on light and dark. Matplotlib shares caches and settings between figures, so all
+of it runs under one lock; saving borrows only the settings of the SVG writer, so that a live chart drawn from a thread
+cannot restyle a figure the user is making meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import io
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PIXELS_PER_INCH = 100
+
+INK = "#123456"
+"""Drawn where the page's text colour is meant; dark enough to stay readable in a PNG."""
+PAPER = "#fefdfe"
+"""Drawn where the page's background is meant, such as the rim of a marker."""
+
+BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ORANGE, SKY, YELLOW = "#E69F00", "#56B4E9", "#F0E442"
+COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+"""Okabe and Ito's palette, told apart by colour-blind readers; yellow is left out, too faint for lines on white."""
+DASHES = ("-", "--", "-.", ":")
+"""Line styles to pair with `COLOURS`, so that no line is told by colour alone."""
+
+_LOCK = threading.RLock()
+_FONTS: Any = {"font.family": ["sans-serif"], "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"]}
+_STYLE: Any = {
+    **_FONTS,
+    "font.size": 9.0,
+    "text.color": INK,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8.0,
+    "axes.labelsize": 9.0,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.handlelength": 2.4,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+}
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Lend matplotlib the house style while artists are made; every other chart waits its turn."""
+    import matplotlib as mpl
+
+    with _LOCK, mpl.rc_context():
+        mpl.rcdefaults()  # a style sheet the user has switched on is for the user's own figures
+        mpl.rcParams.update(_STYLE)
+        yield
+
+
+def figure(width_inches: float, height_inches: float) -> Figure:
+    """An empty transparent figure of this size, known to no window and no pyplot."""
+    from matplotlib.figure import Figure
+
+    with drawing():
+        return Figure(figsize=(width_inches, height_inches), dpi=PIXELS_PER_INCH)
+
+
+def add_axes(
+    figure: Figure,
+    rectangle: tuple[float, float, float, float],
+    *,
+    title: str = "",
+    x: str = "",
+    y: str = "",
+    grid: str = "y",
+) -> Axes:
+    """Axes in a fixed rectangle `(left, bottom, width, height)`, in fractions of the figure.
+
+    A fixed rectangle costs no layout pass and does not jump when tick labels change; leave 4 % at the right, where the
+    last tick label overhangs. `grid` is "x", "y", "both" or "" for none.
+    """
+    with drawing():
+        axes = figure.add_axes(rectangle)
+        axes.set(title=title, xlabel=x, ylabel=y)
+        # Ticks are made when they are first drawn, outside this style: what they need is handed to them here.
+        axes.tick_params(
+            which="both", color=INK, labelcolor=INK, labelsize=8.5, width=0.8, grid_color=INK, grid_alpha=0.15,
+            grid_linewidth=0.6, grid_linestyle="-",
+        )  # fmt: skip
+        axes.tick_params(which="major", length=3.5)
+        axes.tick_params(which="minor", length=2.0)
+        if grid:
+            axes.grid(visible=True, which="major", axis=grid)  # type: ignore[arg-type]
+    return axes
+
+
+def svg(figure: Figure, label: str) -> str:
+    """The figure as one inline `<svg>` that takes its colours from the page.
+
+    `label` says in words what the chart shows, for readers who hear the page; it also keeps the ids of two charts on
+    one page apart. The same figure and label give the same text.
+    """
+    import matplotlib as mpl
+
+    stream = io.StringIO()
+    salt = hashlib.sha256(label.encode()).hexdigest()
+    with _LOCK, mpl.rc_context({**_FONTS, "svg.fonttype": "none", "svg.hashsalt": salt}):
+        figure.savefig(stream, format="svg", transparent=True)
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(
+        r"\s*<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.DOTALL
+    )  # would style the page
+    text = re.sub(r' id="[a-z0-9.]+_\d+"', "", text)  # matplotlib numbers groups per figure: two charts would share ids
+    text = text.replace(INK, "currentColor").replace(PAPER, "var(--jp-layout-color0, #fff)")
+    return re.sub(r"<svg [^>]*>", lambda _: _root(figure, label), text, count=1).strip()
+
+
+def png(figure: Figure, pixels_per_inch: int = PIXELS_PER_INCH) -> bytes:
+    """The figure as a PNG on white, for readers without inline SVG."""
+    import matplotlib as mpl
+
+    stream = io.BytesIO()
+    with _LOCK, mpl.rc_context(_FONTS):
+        figure.savefig(stream, format="png", dpi=pixels_per_inch, facecolor="white", metadata={"Software": None})
+    return stream.getvalue()
+
+
+def _root(figure: Figure, label: str) -> str:
+    """The opening tag: 100 pixels an inch, shrinking with its column."""
+    width, height = (float(inches) for inches in figure.get_size_inches())
+    style = "color: var(--jp-ui-font-color1, #222); max-width: 100%; height: auto; stroke-linejoin: round"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
+        f'aria-label="{html.escape(label)}" width="{width * PIXELS_PER_INCH:g}" height="{height * PIXELS_PER_INCH:g}" '
+        f'viewBox="0 0 {width * 72:g} {height * 72:g}" style="{style}">'
+    )
