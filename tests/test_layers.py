@@ -15,7 +15,7 @@ ROOT = Path(kit.__file__).parent
 LAYERS = [
     {"errors", "units", "tables"},
     {"config", "events", "targets", "cgroup", "nvml"},
-    {"hardware"},
+    {"machine"},
     {"plan"},
     {"data"},
     {"train", "models"},
@@ -81,3 +81,8 @@ def test_the_source_never_takes_a_dangerous_short_cut():
     forbidden = ("yaml.load(", "eval(", "shell=True", "weights_only=False", "os.system", "allow_pickle=True")
     found = [(path.name, word) for path in MODULES for word in forbidden if word in path.read_text()]
     assert not [pair for pair in found if pair != ("config.py", "yaml.load(")]  # ruamel's safe loader, not PyYAML's
+
+
+def test_no_public_name_is_hidden_by_a_module_of_that_name():
+    # importing kit.x binds the name x in the package, over anything loaded lazily
+    assert not set(kit.__all__) & {path.stem for path in ROOT.iterdir()}

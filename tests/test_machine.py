@@ -13,7 +13,7 @@ import kit.nvml
 from kit.cgroup import Share, core_quota, memory_limit, share
 from kit.config import Config
 from kit.errors import HardwareError
-from kit.hardware import Machine, hardware, resolve_devices
+from kit.machine import Machine, hardware, resolve_devices
 from kit.nvml import Gpu, GpuTable, parse_smi, read_nvml, visible
 
 GIB = 1 << 30
@@ -405,7 +405,7 @@ def test_names_from_the_driver_cannot_inject_markup():
 
 def test_looking_needs_neither_torch_nor_an_open_device():
     code = (
-        "import os, sys; from kit.hardware import hardware; print(hardware())\n"
+        "import os, sys; from kit.machine import hardware; print(hardware())\n"
         "assert not {'torch', 'lightning', 'matplotlib'} & set(sys.modules)\n"
         "fds = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') "
         "if os.path.exists(f'/proc/self/fd/{fd}')]\n"
