@@ -1,6 +1,7 @@
 """How a benchmark is told: one table on screen, and with `--record` one JSON line in benchmarks/results.jsonl.
 
-Only ratios between things measured in the same run mean anything across machines; seconds are shown to make sense of them.
+Only ratios between things measured in the same run mean anything across machines; seconds are there to make sense of
+them.
 """
 
 from __future__ import annotations

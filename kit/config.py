@@ -210,6 +210,10 @@ class Chunking(Section):
     bandwidth_bytes_per_second: Bytes = setting(
         "80 MB", "Bytes per second of one connection, for the plan.", unit="bytes/s", ge=1
     )
+    total_bandwidth_bytes_per_second: Bytes = setting(
+        "400 MB", "Bytes per second that all connections and the decoding carry together, for the plan.",
+        unit="bytes/s", ge=1,
+    )  # fmt: skip
 
 
 class Model(Section):

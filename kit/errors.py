@@ -92,7 +92,7 @@ class TrialError(KitError, RuntimeError):
         return [f"{type(self).__name__}: {self}", *self.details.splitlines()]
 
 
-class TrialStopped(TrialError):
+class TrialStopped(TrialError):  # noqa: N818 - an end that was asked for
     """A trial ended by an interrupt while it was being waited for; what it measured until then is kept."""
 
 

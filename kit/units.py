@@ -69,11 +69,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`1234567` -> `"1.23 M"`; whole numbers below ten thousand stay whole."""
+    """`1234567` -> `"1.23 M"`, `1718.2` -> `"1720"`; whole numbers below ten thousand stay whole."""
     if not math.isfinite(count):
         return str(count)
     if abs(count) < 10_000:
-        return f"{count:.0f}" if float(count).is_integer() else f"{count:.3g}"
+        return f"{count:.0f}" if float(count).is_integer() else f"{float(f'{count:.3g}'):g}"
     for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= factor:
             return f"{count / factor:.3g} {unit}"

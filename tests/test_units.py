@@ -34,7 +34,9 @@ def test_durations_read_as_people_say_them(seconds, text):
     assert format_seconds(seconds) == text
 
 
-@pytest.mark.parametrize(("count", "text"), [(9999, "9999"), (0.5, "0.5"), (1234567, "1.23 M"), (3e12, "3 T")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(9999, "9999"), (0.5, "0.5"), (1234567, "1.23 M"), (3e12, "3 T"), (1718.2, "1720")]
+)
 def test_counts_are_short(count, text):
     assert format_count(count) == text
 

@@ -89,8 +89,9 @@ class ChunkPlan:
     @property
     def _headline(self) -> str:
         shard = "no shards" if self.shard is None else f"shard {named(self.dims, self.shard)}"
+        rate = format_count(self.samples_per_second)
         return (
-            f"{self.samples_per_second:.3g} samples/s predicted: chunk {named(self.dims, self.chunk)}, {shard}, "
+            f"{rate} samples/s predicted: chunk {named(self.dims, self.chunk)}, {shard}, "
             f"{format_count(self.object_count)} object{'' if self.object_count == 1 else 's'}"
         )
 
@@ -116,5 +117,5 @@ def _row(cost: LayoutCost) -> list[str]:
         format_bytes(cost.bytes_per_sample),
         f"{cost.amplification:.3g}",
         format_seconds(cost.seconds_per_batch),
-        format_count(float(f"{cost.samples_per_second:.3g}")),
+        format_count(cost.samples_per_second),
     ]

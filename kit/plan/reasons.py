@@ -74,7 +74,7 @@ def _choice(case: Case) -> Iterator[str]:
         return
     yield (
         f"given by hand; {named(case.dims, best.chunk)} is predicted {gain:.2g} × as fast "
-        f"({_short(best.samples_per_second)} samples/s), with {plural(best.requests_per_sample, 'request')} and "
+        f"({format_count(best.samples_per_second)} samples/s), with {plural(best.requests_per_sample, 'request')} and "
         f"{format_bytes(best.bytes_per_sample)} per sample"
     )
 
@@ -127,14 +127,14 @@ def _idle(case: Case) -> Iterator[str]:
     if case.access.free_dimensions and open_at_once < case.network.requests_in_flight / _NOTABLE:
         yield (
             f"a batch has too few requests for {case.network.requests_in_flight} in flight: about "
-            f"{_short(open_at_once)} are open; a larger batch, or more batches ahead, would use the rest"
+            f"{format_count(open_at_once)} are open; a larger batch, or more batches ahead, would use the rest"
         )
 
 
 def _sharing(case: Case) -> Iterator[str]:
     alone, together = case.chosen.requests_per_sample * case.access.batch_size, case.chosen.requests_per_batch
     if alone > together * _NOTABLE:
-        yield f"samples of a batch share chunks: {plural(together, 'request')} instead of {_short(alone)}"
+        yield f"samples of a batch share chunks: {plural(together, 'request')} instead of {format_count(alone)}"
 
 
 def _padding(case: Case) -> Iterator[str]:
@@ -173,9 +173,5 @@ def _ratio(slower: LayoutCost, faster: LayoutCost) -> float:
 
 def plural(count: float, noun: str) -> str:
     """`1 request`, `3.94 requests`."""
-    text = _short(count)
+    text = format_count(count)
     return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
-
-
-def _short(count: float) -> str:
-    return format_count(float(f"{count:.3g}"))

@@ -1,0 +1,311 @@
+"""What a store holds, as its reader needs it: arrays with chunks, packing and statistics, and kit's manifest.
+
+A Dataset is a description and holds no handle: it pickles, and every process opens its own store. Sizes are elements.
+A store that kit is still building is refused, since a shard not yet written reads as fill values. Any other Zarr group
+(version 2 or 3) opens too, without statistics and without a manifest.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.config import Config
+from kit.data import manifest as records
+from kit.data.manifest import BuildRecord, Manifest
+from kit.data.stores import list_objects, open_store, read_object, redact, resolve_url, store_error
+from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, Problem, StoreError, UnfinishedStoreError
+from kit.units import format_bytes
+
+if TYPE_CHECKING:
+    import zarr
+    from zarr.abc.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayInfo:
+    """One array; decoded value = packed value × scale_factor + add_offset."""
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    dtype: np.dtype[Any]
+    chunk: tuple[int, ...]
+    """What one request reads and one decoding yields."""
+    shard: tuple[int, ...] | None
+    """What one object holds; None when each chunk is an object."""
+    scale_factor: float = 1.0
+    add_offset: float = 0.0
+    missing: float | int | None = None
+    """The packed value that stands for a missing one; NaN in a float array is missing besides."""
+    mean: float | None = None
+    """Of the decoded valid values; None when unknown."""
+    deviation: float | None = None
+    units: str = ""
+    long_name: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Uncompressed size."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        dims = ", ".join(f"{name} {size}" for name, size in zip(self.dims, self.shape, strict=True))
+        cut = f"chunk {_by(self.chunk)}" + (f" in shards of {_by(self.shard)}" if self.shard else "")
+        return f"{self.name} ({dims}) {self.dtype}, {format_bytes(self.nbytes)}, {cut}" + (
+            f", {self.long_name} [{self.units}]" if self.long_name or self.units else ""
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """A store that can be read; `arrays` are the data variables, without the coordinates."""
+
+    url: str
+    credentials: str
+    arrays: Mapping[str, ArrayInfo]
+    coordinates: Mapping[str, ArrayInfo] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    """None for a Zarr store that kit did not build."""
+
+    def open_store(self) -> Store:
+        """A fresh read-only handle, bound to no event loop until its first read."""
+        return open_store(self.url, self.credentials)
+
+    def open_array(self, name: str) -> zarr.Array[Any]:
+        """A variable or coordinate as zarr sees it: packed values, missing objects read as fill values."""
+        return _open_group(self.open_store(), self.url)[name]  # type: ignore[return-value]
+
+    def coordinate(self, name: str) -> NDArray[Any]:
+        """The values along one dimension; its index where the store has no coordinate for it."""
+        if name in self.coordinates:
+            return np.asarray(self.open_array(name)[...])
+        sizes = {dim: size for info in self.arrays.values() for dim, size in zip(info.dims, info.shape, strict=True)}
+        if name not in sizes:
+            raise KeyError(f"{name!r} is no dimension of {redact(self.url)}; it has {', '.join(sizes)}")
+        return np.arange(sizes[name])
+
+    def select(self, variables: Sequence[str] = ()) -> list[ArrayInfo]:
+        """The arrays named, in that order; for no names, all that share the shape of highest rank and size.
+
+        Raises:
+            ConfigError: for a name the store does not have, or arrays of different shape or dimensions.
+        """
+        chosen = [self._array(name) for name in variables] or self._main_arrays()
+        first = chosen[0]
+        for info in chosen[1:]:
+            if (info.shape, info.dims) != (first.shape, first.dims):
+                raise _variables_error(
+                    f"{first.name} has {dict(zip(first.dims, first.shape, strict=True))} but {info.name} has "
+                    f"{dict(zip(info.dims, info.shape, strict=True))}; choose variables of one shape"
+                )
+        return chosen
+
+    def _array(self, name: str) -> ArrayInfo:
+        if name not in self.arrays:
+            close = difflib.get_close_matches(name, self.arrays, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(self.arrays) or 'no arrays'}"
+            raise _variables_error(f"no variable {name!r} in {redact(self.url)}; {hint}")
+        return self.arrays[name]
+
+    def _main_arrays(self) -> list[ArrayInfo]:
+        if not self.arrays:
+            raise _variables_error(f"{redact(self.url)} holds no data variables")
+        first = max(self.arrays.values(), key=lambda info: (len(info.shape), prod(info.shape)))
+        return [info for info in self.arrays.values() if (info.shape, info.dims) == (first.shape, first.dims)]
+
+    def __str__(self) -> str:
+        return "\n".join([self._headline(), *(f"  {info}" for info in self.arrays.values())])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        rows = "".join(f"<li>{escape(str(info))}</li>" for info in self.arrays.values())
+        return f"<div><b>{escape(self._headline())}</b><ul>{rows}</ul></div>"
+
+    def _headline(self) -> str:
+        size = format_bytes(sum(info.nbytes for info in self.arrays.values()))
+        stored = f", {format_bytes(self.manifest.stored_bytes)} stored" if self.manifest else ""
+        return f"Dataset {redact(self.url)}: {len(self.arrays)} variables, {size}{stored}"
+
+
+def _by(sizes: tuple[int, ...]) -> str:
+    return " × ".join(str(size) for size in sizes)
+
+
+def _variables_error(message: str) -> ConfigError:
+    return ConfigError([Problem("data.variables", message)])
+
+
+# -- opening
+
+
+def open_dataset(config_or_url: Config | str, credentials: str = "default") -> Dataset:
+    """What the store of a config, or at a URL, holds.
+
+    Raises:
+        StoreError: when there is no store, or it cannot be reached or understood.
+        UnfinishedStoreError: when its build has not finished, with how far it got.
+        CorruptChunkError: when the manifest or an array's metadata is not what was published.
+    """
+    if isinstance(config_or_url, Config):
+        return open_dataset(config_or_url.data.url, config_or_url.data.credentials)
+    url = resolve_url(config_or_url)
+    store = open_store(url, credentials)
+    found = read_manifest(store, url)
+    if found is None:
+        refuse_unfinished(store, url)
+    else:
+        _check_metadata(store, url, found)
+    group = _open_group(store, url)
+    arrays = _open_arrays(group, url, found)
+    infos = {name: _array_info(name, array, found) for name, array in sorted(arrays.items())}
+    order = [*found.arrays] if found else [*infos]
+    return Dataset(
+        url=url,
+        credentials=credentials,
+        arrays={name: infos[name] for name in order if not _is_coordinate(infos[name])},
+        coordinates={name: info for name, info in infos.items() if _is_coordinate(info)},
+        attributes=dict(group.attrs),
+        manifest=found,
+    )
+
+
+def read_manifest(store: Store, url: str) -> Manifest | None:
+    """The manifest of a finished store, else None."""
+    data = read_object(store, records.MANIFEST_KEY, url)
+    return None if data is None else Manifest.load(data, redact(url))
+
+
+def read_build(store: Store, url: str) -> BuildRecord | None:
+    """The build that a store belongs to, finished or not; None when kit did not begin it."""
+    data = read_object(store, records.BUILD_KEY, url)
+    return None if data is None else BuildRecord.load(data, f"{redact(url)}/{records.BUILD_KEY}")
+
+
+def read_journals(store: Store, url: str) -> dict[str, records.ObjectRecord]:
+    """Every shard that the journals of an unfinished build list, by key."""
+    finished: dict[str, records.ObjectRecord] = {}
+    for key in list_objects(store, records.FOLDER, url):
+        if key.startswith(records.JOURNAL_PREFIX) and key.endswith(".jsonl"):
+            data = read_object(store, key, url)
+            finished |= {item.key: item for item in records.load_journal(data or b"", f"{redact(url)}/{key}")}
+    return finished
+
+
+def refuse_unfinished(store: Store, url: str) -> None:
+    """Raises: UnfinishedStoreError: when a build has begun here and not been published."""
+    build = read_build(store, url)
+    if build is not None:
+        done = len(read_journals(store, url))
+        raise UnfinishedStoreError(
+            f"{redact(url)}: {done} of {build.shards} shards are written; run kit.build(config) again to finish it"
+        )
+
+
+def _open_group(store: Store, url: str) -> zarr.Group:
+    import zarr
+
+    try:
+        return zarr.open_group(store, mode="r")
+    except FileNotFoundError:
+        raise StoreError(
+            f"{redact(url)}: no Zarr group there; build it with kit.build(config), or correct data.url"
+        ) from None
+    except Exception as error:
+        raise store_error(url, error) from None
+
+
+def _open_arrays(group: zarr.Group, url: str, found: Manifest | None) -> dict[str, zarr.Array[Any]]:
+    try:
+        if found is None:
+            return dict(group.arrays())
+        names = dict.fromkeys(item.array for item in found.objects if item.array)
+        return {name: group[name] for name in names}  # type: ignore[misc]
+    except Exception as error:
+        raise store_error(url, error) from None
+
+
+def _check_metadata(store: Store, url: str, found: Manifest) -> None:
+    """A flipped bit in metadata can change shape or fill value and still parse, so it is compared with the manifest."""
+    for item in found.objects:
+        if item.key.endswith("zarr.json"):
+            data = read_object(store, item.key, url)
+            if data is None:
+                raise MissingChunkError(f"{redact(url)}: {item.key} is gone; verify, then rebuild")
+            if records.crc32c(data) != item.crc32c:
+                raise CorruptChunkError(f"{redact(url)}: {item.key} is not what was published; verify, then rebuild")
+
+
+def _is_coordinate(info: ArrayInfo) -> bool:
+    return info.dims == (info.name,) or len(info.shape) == 0
+
+
+def _array_info(name: str, array: zarr.Array[Any], found: Manifest | None) -> ArrayInfo:
+    attributes = dict(array.attrs)
+    statistics = found.arrays.get(name) if found else None
+    return ArrayInfo(
+        name=name,
+        shape=array.shape,
+        dims=_dims(array, attributes),
+        dtype=np.dtype(array.dtype),
+        chunk=array.chunks,
+        shard=array.shards,
+        scale_factor=float(attributes.get("scale_factor", 1.0)),  # type: ignore[arg-type]
+        add_offset=float(attributes.get("add_offset", 0.0)),  # type: ignore[arg-type]
+        missing=_missing(array, attributes),
+        mean=statistics.mean if statistics else None,
+        deviation=statistics.deviation if statistics else None,
+        units=str(attributes.get("units", "")),
+        long_name=str(attributes.get("long_name", "")),
+    )
+
+
+def _dims(array: zarr.Array[Any], attributes: Mapping[str, Any]) -> tuple[str, ...]:
+    named = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS") or ()
+    names = [*named] if len(named) == array.ndim else [None] * array.ndim
+    return tuple(name or f"dim_{index}" for index, name in enumerate(names))
+
+
+def _missing(array: zarr.Array[Any], attributes: Mapping[str, Any]) -> float | int | None:
+    """The packed missing value: an attribute in Zarr version 3, the fill value in version 2."""
+    value = attributes.get("_FillValue", attributes.get("missing_value"))
+    if value is None and array.metadata.zarr_format == 2:
+        value = array.fill_value
+    kind = np.dtype(array.dtype).kind
+    if value is None or kind not in "iuf":
+        return None
+    if kind in "iu":
+        return int(value)
+    number = decode_float(value) if isinstance(value, str) else float(value)
+    return None if np.isnan(number) else number
+
+
+def encode_float(value: float) -> str:
+    """A float `_FillValue` as xarray writes it to JSON: base64 of eight little-endian bytes."""
+    return base64.standard_b64encode(struct.pack("<d", value)).decode()
+
+
+def decode_float(text: str) -> float:
+    """The inverse of `encode_float`; words such as `NaN` are read too."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return float(struct.unpack("<d", base64.standard_b64decode(text))[0])
+    except (binascii.Error, struct.error):
+        raise StoreError(f"_FillValue {text!r} is neither a number nor an encoded one") from None

@@ -1,0 +1,129 @@
+"""What a dataset is built from: variables on common dimensions, any block of which can be computed or fetched alone.
+
+A source promises that `read` depends on its arguments only: the same region gives the same values whatever was read
+before and however the array is cut. That makes a build resumable and its shards independent. Values are packed, in the
+dtype that is stored; CF attributes (`scale_factor`, `add_offset`, `_FillValue`, `units`, ...) say how they decode.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.config import Config
+from kit.errors import ConfigError, Problem
+from kit.targets import load_target
+
+Region = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VariableSpec:
+    """How one variable is stored."""
+
+    dtype: np.dtype[Any]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """CF attributes; `_FillValue` is the packed missing value, absent when nothing is missing."""
+
+    @property
+    def missing(self) -> float | int | None:
+        value = self.attributes.get("_FillValue")
+        return None if value is None else value.item() if isinstance(value, np.generic) else value
+
+    @property
+    def scale_factor(self) -> float:
+        return float(self.attributes.get("scale_factor", 1.0))
+
+    @property
+    def add_offset(self) -> float:
+        return float(self.attributes.get("add_offset", 0.0))
+
+
+class Source(Protocol):
+    """Anything with these six members can be built; no base class is needed."""
+
+    dims: tuple[str, ...]
+    """Names of the dimensions all variables share, such as `("time", "lat", "lon")`."""
+    shape: tuple[int, ...]
+    """Their sizes, in elements."""
+    variables: Mapping[str, VariableSpec]
+    coordinates: Mapping[str, NDArray[Any]]
+    """Values along some or all dimensions, one-dimensional; `datetime64` is stored as CF time."""
+    attributes: Mapping[str, Any]
+    """Of the whole dataset; JSON values."""
+
+    def read(self, name: str, region: Region) -> NDArray[Any]:
+        """Packed values of one variable, shape of `region` (one slice with start and stop per dimension)."""
+        ...
+
+
+def load_source(config: Config) -> Source:
+    """The source a config names, made with its arguments.
+
+    Raises:
+        TargetError: when `data.source` cannot be found.
+        ConfigError: when it is empty, its arguments do not fit, or what it makes is no source.
+    """
+    if config.data.source is None:
+        raise _error("source", "empty, so there is nothing to build from; give path/to/file.py:Name")
+    make = load_target(config.data.source)
+    arguments = config.data.arguments
+    _check_arguments(make, arguments)
+    try:
+        source = make(**arguments)
+    except Exception as error:
+        raise _error("arguments", f"{config.data.source} refused them: {type(error).__name__}: {error}") from error
+    check_source(source)
+    return source  # type: ignore[no-any-return]
+
+
+def _check_arguments(make: Any, arguments: Mapping[str, Any]) -> None:
+    try:
+        known = inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known) or 'none'}"
+            raise _error("arguments", f"the source takes no argument {name!r}; {hint}")
+
+
+def check_source(source: Any) -> None:
+    """Raises: ConfigError: naming the first thing that keeps `source` from being one."""
+    lacking = [n for n in ("dims", "shape", "variables", "coordinates", "attributes", "read") if not hasattr(source, n)]
+    if lacking:
+        raise _error("source", f"{type(source).__name__} has no {', '.join(lacking)}; see kit.data.source.Source")
+    dims, shape = tuple(source.dims), tuple(source.shape)
+    if len(dims) != len(shape) or len(set(dims)) != len(dims) or not dims:
+        raise _error("source", f"dims {dims} and shape {shape} must be as long as each other, and dims distinct")
+    if prod(shape) == 0 or any(size < 0 for size in shape):
+        raise _error("source", f"shape {shape} holds no elements; every size must be at least 1")
+    if not source.variables:
+        raise _error("source", f"{type(source).__name__} has no variables")
+    for name, spec in source.variables.items():
+        _check_name(name, dims)
+        if np.dtype(spec.dtype).kind not in "iuf":
+            raise _error("source", f"variable {name} has dtype {spec.dtype}; kit stores integers and floats")
+    for dim, values in source.coordinates.items():
+        if dim not in dims or np.shape(values) != (shape[dims.index(dim)],):
+            sizes = dict(zip(dims, shape, strict=True))
+            raise _error("source", f"coordinate {dim} has shape {np.shape(values)}; the dimensions are {sizes}")
+
+
+def _check_name(name: str, dims: tuple[str, ...]) -> None:
+    if not name or name in dims or "/" in name or name.startswith((".", "__")) or not name.isprintable():
+        raise _error("source", f"variable name {name!r} is empty, a dimension's, or no plain name")
+
+
+def _error(field_name: str, message: str) -> ConfigError:
+    return ConfigError([Problem(f"data.{field_name}", message)])

@@ -1,0 +1,257 @@
+"""Import paths: `package.module:Name` or `path/to/file.py:Name`, checked without importing, or loaded.
+
+`find_target` reads source text only, so a notebook kernel can refuse a misspelt model without importing torch. It is
+exact for what a module binds at its top level (definitions, assignments, re-exports, a lazy `__getattr__` over a
+table); where reading cannot decide (star imports from elsewhere, a computed `__getattr__`) it accepts, and
+`load_target` has the last word. Relative files start at the project folder; so do packages that are not installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kit.config import project_folder, resolve_path
+from kit.errors import TargetError
+
+_FORM = re.compile(r"(?P<place>[^:\s][^:]*|[A-Za-z]:[^:]+):(?P<name>[A-Za-z_]\w*)")
+_DEEPEST_STAR = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a name was found."""
+
+    text: str
+    name: str
+    module: str
+    """Dotted module; empty for a file."""
+    file: Path | None
+    """Source file; None for a module without one."""
+
+
+def find_target(text: str) -> Target:
+    """Where `text` points, found by reading source, never by running it.
+
+    Raises:
+        TargetError: when the form is wrong, the module or file does not exist, or it has no such name.
+    """
+    place, name = _split(text)
+    if place.endswith(".py"):
+        file: Path | None = _file(text, place)
+        module = ""
+    else:
+        module, file = place, _module_file(text, place)
+    names = _names(file) if file is not None else None
+    if names is not None and name not in names:
+        raise TargetError(f"{text}: {place} has no {name!r}{_hint(name, names)}")
+    return Target(text=text, name=name, module=module, file=file)
+
+
+def load_target(text: str) -> Any:
+    """The object `text` points to; its module is imported, and a file is read again when it has changed.
+
+    Raises:
+        TargetError: when it cannot be found, or its module fails to import (with the cause).
+    """
+    target = find_target(text)
+    try:
+        module = _load_file(target.file) if not target.module and target.file else _load_module(target.module)
+    except Exception as error:
+        raise TargetError(f"{text}: importing it failed: {type(error).__name__}: {error}") from error
+    try:
+        return getattr(module, target.name)
+    except AttributeError:
+        names = [name for name in dir(module) if not name.startswith("_")]
+        place = target.module or str(target.file)
+        raise TargetError(f"{text}: {place} has no {target.name!r}{_hint(target.name, names)}") from None
+
+
+def _split(text: str) -> tuple[str, str]:
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
+        raise TargetError(f"{text!r} is no import path; write package.module:Name or path/to/file.py:Name")
+    return match["place"], match["name"]
+
+
+def _hint(name: str, names: list[str] | set[str]) -> str:
+    public = sorted(known for known in names if not known.startswith("_"))
+    close = difflib.get_close_matches(name, public, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; it has {', '.join(public[:12])}{' and more' if len(public) > 12 else ''}" if public else "; it is empty"
+
+
+# -- finding
+
+
+def _file(text: str, place: str) -> Path:
+    file = resolve_path(place)
+    if not file.is_file():
+        near = [item.name for item in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        close = difflib.get_close_matches(file.name, near, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"relative files start at {project_folder()}"
+        raise TargetError(f"{text}: there is no file {file}; {hint}")
+    return file
+
+
+def _module_file(text: str, module: str) -> Path | None:
+    """The source of a module, found part by part: importlib's own `find_spec` would import the parent packages."""
+    parts = module.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise TargetError(f"{text!r} is no import path; write package.module:Name or path/to/file.py:Name")
+    loaded = sys.modules.get(module)
+    if loaded is not None and loaded.__spec__ is not None:
+        return _python(loaded.__spec__)
+    spec = _top_spec(parts[0])
+    if spec is None:
+        close = difflib.get_close_matches(parts[0], _top_names(), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "install it, or give a file such as path/to/file.py:Name"
+        raise TargetError(f"{text}: there is no package {parts[0]!r}; {hint}")
+    for index in range(1, len(parts)):
+        parent, child = ".".join(parts[:index]), parts[index]
+        folders = list(spec.submodule_search_locations or ())
+        found = importlib.machinery.PathFinder.find_spec(f"{parent}.{child}", folders) if folders else None
+        if found is None:
+            raise TargetError(f"{text}: {parent} has no module {child!r}{_hint(child, _children(folders))}")
+        spec = found
+    return _python(spec)
+
+
+def _python(spec: importlib.machinery.ModuleSpec) -> Path | None:
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def _top_spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    loaded = sys.modules.get(name)
+    found = loaded.__spec__ if loaded is not None else importlib.util.find_spec(name)
+    return found or importlib.machinery.PathFinder.find_spec(name, [str(project_folder())])
+
+
+def _top_names() -> list[str]:
+    return sorted({*_children([str(project_folder())]), *sys.modules, *sys.stdlib_module_names})
+
+
+def _children(folders: list[str]) -> set[str]:
+    items = [item for folder in folders if Path(folder).is_dir() for item in Path(folder).iterdir()]
+    return {item.stem for item in items if item.suffix == ".py" or (item / "__init__.py").is_file()}
+
+
+# -- reading
+
+
+def _names(file: Path, depth: int = 0) -> set[str] | None:
+    """Every name a module has after import; None when reading cannot tell."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError as error:
+        raise TargetError(f"{file}, line {error.lineno}: {error.msg}; correct it first") from None
+    names: set[str] = set()
+    for node in _top_level(tree.body):
+        found = _star(node, file, depth) if _is_star(node) else set(_bound(node))
+        if found is None:
+            return None
+        names |= found
+    if "__getattr__" in names:
+        lazy = _lazy_names(tree)
+        return None if lazy is None else names | lazy
+    return names
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when the module does, inside `if`, `try`, `with` and loops too."""
+    for node in body:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            for field in ("body", "orelse", "finalbody"):
+                yield from _top_level(getattr(node, field, []))
+            for part in (*getattr(node, "handlers", []), *getattr(node, "cases", [])):
+                yield from _top_level(part.body)
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    else:
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        for item in (part for target in targets if target is not None for part in ast.walk(target)):
+            if isinstance(item, ast.Name):
+                yield item.id
+
+
+def _is_star(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+
+
+def _star(node: ast.stmt, file: Path, depth: int) -> set[str] | None:
+    assert isinstance(node, ast.ImportFrom)
+    if depth >= _DEEPEST_STAR or not node.level:
+        return None
+    folder = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+    for source in (folder.with_suffix(".py"), folder / "__init__.py"):
+        if source.is_file():
+            return _names(source, depth + 1)
+    return None
+
+
+def _lazy_names(tree: ast.Module) -> set[str] | None:
+    """The keys of the literal tables that a module's `__getattr__` looks names up in."""
+    tables = {
+        target.id: {
+            key.value for key in node.value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
+        }
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    function = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "__getattr__"), None)
+    used = {item.id for item in ast.walk(function) if isinstance(item, ast.Name)} if function else set()
+    keys = [names for table, names in tables.items() if table in used]
+    return set().union(*keys) if keys else None
+
+
+# -- loading
+
+
+def _load_module(name: str) -> ModuleType:
+    top = name.partition(".")[0]
+    folder = str(project_folder())
+    if top not in sys.modules and importlib.util.find_spec(top) is None and folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
+
+
+def _load_file(file: Path) -> ModuleType:
+    """The module of a file, under a name made from its path; loaded again when the file has changed."""
+    state = (file.stat().st_mtime_ns, file.stat().st_size)
+    digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
+    name = "_".join(["kit_target", digest, re.sub(r"\W", "_", file.stem)])
+    module = sys.modules.get(name)
+    if module is not None and getattr(module, "__kit_state__", None) == state:
+        return module
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    module.__dict__["__kit_state__"] = state
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module

@@ -1,0 +1,150 @@
+"""URLs, credentials and errors of stores."""
+
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+from zarr.storage import FsspecStore, LocalStore
+
+from kit.data.dataset import open_dataset
+from kit.data.stores import (
+    delete_object,
+    is_shared,
+    list_objects,
+    open_store,
+    read_object,
+    redact,
+    resolve_url,
+    store_error,
+    write_object,
+)
+from kit.errors import StoreError
+
+CANARY = "canary-7f3a9b2c"
+
+
+def test_a_relative_path_starts_at_the_project_folder(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert resolve_url("data/x.zarr") == str(tmp_path / "data" / "x.zarr")
+    assert resolve_url(f"file://{tmp_path}/y.zarr") == str(tmp_path / "y.zarr")
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("", "names no store"),
+        ("a\0b", "names no store"),
+        ("simplecache::gs://bucket/x", "chained"),
+        ("reference://x", "wraps another"),
+        ("simplecache://x", "wraps another"),
+        ("gss://bucket/x", "did you mean"),
+        ("wibble://bucket/x", "unknown scheme"),
+        ("gs://", "no bucket"),
+        (f"https://user:{CANARY}@host/x.zarr", "credentials"),
+        (f"https://host/x.zarr?sig={CANARY}", "query"),
+    ],
+)
+def test_a_url_that_names_no_store_is_refused_without_showing_secrets(url, text):
+    with pytest.raises(StoreError, match=text) as caught:
+        open_store(url)
+    assert CANARY not in str(caught.value)
+
+
+def test_redaction_keeps_the_place_and_drops_the_secrets():
+    assert redact(f"https://user:{CANARY}@host:8080/a/b?token={CANARY}#f") == "https://host:8080/a/b"
+    assert redact("gs://bucket/x.zarr") == "gs://bucket/x.zarr"
+    assert redact("/data/x.zarr") == "/data/x.zarr"
+
+
+def test_only_memory_is_not_shared():
+    assert not is_shared("memory://x")
+    assert all(is_shared(url) for url in ("/data/x.zarr", "gs://bucket/x", "https://host/x"))
+
+
+def test_objects_come_back_as_written_and_are_listed(place):
+    store = open_store(place, read_only=False)
+    assert read_object(store, "a/b", place) is None
+    write_object(store, "a/b", b"12345", place)
+    write_object(store, "c", b"", place)
+    assert read_object(store, "a/b", place) == b"12345"
+    assert list_objects(store, "", place) == ["a/b", "c"]
+    assert list_objects(store, "a", place) == ["a/b"]
+    delete_object(store, "a/b", place)
+    assert read_object(store, "a/b", place) is None
+    delete_object(store, "a/b", place)
+
+
+def test_a_read_only_store_refuses_writes(place):
+    write_object(open_store(place, read_only=False), "a", b"1", place)
+    with pytest.raises(StoreError):
+        write_object(open_store(place), "a", b"2", place)
+    assert read_object(open_store(place), "a", place) == b"1"
+
+
+def test_folders_and_urls_open_as_the_store_that_fits(tmp_path):
+    assert isinstance(open_store(str(tmp_path)), LocalStore)
+    assert isinstance(open_store("memory://x"), FsspecStore)
+
+
+def test_a_folder_that_is_not_there_and_a_file_in_its_place_say_so(tmp_path):
+    with pytest.raises(StoreError, match=r"does not exist; build it with kit\.build"):
+        open_store(str(tmp_path / "none.zarr"))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="is a file"):
+        open_store(str(tmp_path / "file"))
+
+
+def test_a_host_that_does_not_answer_is_refused_within_seconds(monkeypatch):
+    for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
+    began = time.monotonic()
+    for url in ("gs://bucket/x.zarr", "http://127.0.0.1:9/x.zarr"):
+        with pytest.raises(StoreError, match=r"no connection to 127\.0\.0\.1:9"):
+            open_store(url)
+    assert time.monotonic() - began < 10
+
+
+def test_credentials_that_are_not_set_name_the_variable(monkeypatch):
+    monkeypatch.delenv("OCEAN_KEY", raising=False)
+    with pytest.raises(StoreError, match="environment variable OCEAN_KEY, which is not set"):
+        open_store("https://example.invalid/x.zarr", "env:OCEAN_KEY")
+
+
+def test_a_secret_never_reaches_reprs_errors_or_pickles(gcs, tiny_config, monkeypatch):
+    from kit.data.build import build
+
+    monkeypatch.setenv("OCEAN_CREDENTIAL", CANARY)
+    dataset = build(tiny_config(f"{gcs}/x.zarr", data__credentials="env:OCEAN_CREDENTIAL"), progress=False)
+    store = dataset.open_store()
+    shown = [repr(store), str(store), repr(dataset), str(dataset), dataset._repr_html_()]
+    assert all(CANARY not in text for text in shown)
+    assert CANARY.encode() not in pickle.dumps(dataset)
+    with pytest.raises(StoreError) as caught:
+        open_dataset(f"{gcs}/none.zarr", "env:OCEAN_CREDENTIAL")
+    assert CANARY not in str(caught.value)
+
+
+def test_an_error_from_below_is_scrubbed(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", CANARY)
+    monkeypatch.setenv("PLAIN", "wordless")
+    url = "https://host/x.zarr"
+    for text in (
+        f"403 for https://u:{CANARY}@host/x",
+        f"GET https://host/x?X-Goog-Signature={CANARY}&a=1 failed",
+        f"Bearer {CANARY} refused",
+        f"something with {CANARY} inside",
+    ):
+        error = store_error(url, OSError(text))
+        assert CANARY not in str(error)
+        assert "https://host/x.zarr" in str(error)
+    assert "credentials" in str(store_error(url, PermissionError("403 Forbidden")))
+
+
+def test_a_store_url_may_hold_spaces_and_letters_of_any_language(tmp_path):
+    folder = str(tmp_path / "Größe und Zahl.zarr")
+    write_object(open_store(folder, read_only=False), "a", b"1", folder)
+    assert (Path(folder) / "a").read_bytes() == b"1"
