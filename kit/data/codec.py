@@ -1,0 +1,243 @@
+"""Codec: where the chunks of one stored array are, and how their bytes become numbers.
+
+Two ways give the same numbers. The chain that kit writes (`bytes`, then zstd and crc32c, plain or inside
+`sharding_indexed`) is decoded here, synchronously and mostly without the GIL, so that threads decode in parallel; any
+other chain goes through zarr's own pipeline. Sizes are elements unless a name says bytes. Decoding never yields fewer
+elements than a chunk has: it raises instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numcodecs import zstd
+from numpy.typing import NDArray
+from zarr.abc.codec import Codec, CodecPipeline
+from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.api.asynchronous import open_array
+from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec, ZstdCodec
+from zarr.core.array_spec import ArraySpec
+from zarr.core.buffer import Buffer, default_buffer_prototype
+from zarr.core.metadata.v3 import ArrayV3Metadata
+
+from kit.data.stores import redact
+from kit.errors import CorruptChunkError
+
+ABSENT = np.uint64(2**64 - 1)
+"""Offset and length of an inner chunk that a shard does not hold."""
+_CHECKSUM_BYTES = 4
+_ENTRY_BYTES = 16
+
+Index = NDArray[np.uint64]
+"""A shard's index `(*inner chunk, 2)`: first byte and number of bytes of each inner chunk."""
+Octets = NDArray[np.uint8]
+Step = Callable[[Octets], Octets]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredArray:
+    """One array as its bytes lie in a store."""
+
+    name: str
+    chunk: tuple[int, ...]
+    """What one request reads."""
+    per_shard: tuple[int, ...] | None
+    """Inner chunks of a shard along each dimension; None when each chunk is an object."""
+    fill_value: Any
+    index_at_end: bool
+    index_checked: bool
+    key_of: Callable[[tuple[int, ...]], str]
+    steps: tuple[Step, ...] | None
+    """From stored bytes to plain bytes; None when zarr's pipeline decodes."""
+    dtype: np.dtype[Any]
+    """Type and byte order of the plain bytes."""
+    pipeline: CodecPipeline
+    spec: ArraySpec
+
+    @classmethod
+    async def open(cls, store: Store, name: str) -> StoredArray:
+        """Read the array's metadata from `store`, on the running loop."""
+        array = await open_array(store=store, path=name, mode="r")
+        metadata = array.metadata
+        spec = metadata.get_chunk_spec((0,) * array.ndim, array.config, default_buffer_prototype())
+        codecs = metadata.codecs if isinstance(metadata, ArrayV3Metadata) else ()
+        sharding = _plain_sharding(codecs)
+        inner = sharding.codecs if sharding else codecs
+        inner_spec = _inner_spec(spec, sharding) if sharding else spec
+        return cls(
+            name=name,
+            chunk=inner_spec.shape,
+            per_shard=_ratio(spec.shape, inner_spec.shape) if sharding else None,
+            fill_value=_fill_value(spec),
+            index_at_end=sharding is None or sharding.index_location.value == "end",
+            index_checked=sharding is not None and len(sharding.index_codecs) > 1,
+            key_of=metadata.encode_chunk_key,
+            steps=_steps(inner),
+            dtype=_stored_dtype(inner_spec, inner),
+            pipeline=sharding.codec_pipeline if sharding else array.codec_pipeline,
+            spec=inner_spec,
+        )
+
+    # -- objects and the index of a shard
+
+    def object_of(self, coords: tuple[int, ...]) -> tuple[int, ...]:
+        """Coordinates of the object that holds a chunk."""
+        if self.per_shard is None:
+            return coords
+        return tuple(place // count for place, count in zip(coords, self.per_shard, strict=True))
+
+    def object_key(self, outer: tuple[int, ...]) -> str:
+        """Key of an object, from the root of the store."""
+        return f"{self.name}/{self.key_of(outer)}"
+
+    @property
+    def index_bytes(self) -> int:
+        assert self.per_shard is not None
+        return prod(self.per_shard) * _ENTRY_BYTES + _CHECKSUM_BYTES * self.index_checked
+
+    @property
+    def index_range(self) -> ByteRequest:
+        """Which bytes of a shard hold its index."""
+        return SuffixByteRequest(self.index_bytes) if self.index_at_end else RangeByteRequest(0, self.index_bytes)
+
+    def decode_index(self, data: Octets) -> Index:
+        """The index in its stored bytes.
+
+        Raises:
+            ValueError: when bytes are missing or fail their checksum.
+        """
+        assert self.per_shard is not None
+        if len(data) != self.index_bytes:
+            raise ValueError(f"the shard's index is {len(data)} bytes instead of {self.index_bytes}")
+        plain = _check_crc32c(data) if self.index_checked else data
+        return plain.view("<u8").astype(np.uint64).reshape(*self.per_shard, 2)
+
+    def locate(self, index: Index, coords: tuple[int, ...]) -> tuple[int, int] | None:
+        """(first byte, one past the last) of an inner chunk in its shard; None when the shard does not hold it."""
+        assert self.per_shard is not None
+        entry = index[tuple(place % count for place, count in zip(coords, self.per_shard, strict=True))]
+        if entry[0] == ABSENT and entry[1] == ABSENT:
+            return None
+        first, count = entry.tolist()
+        return first, first + count
+
+    # -- chunks
+
+    def decode(self, data: Octets) -> NDArray[Any]:
+        """The elements of a chunk, shape `chunk`, from its stored bytes.
+
+        Raises:
+            ValueError, RuntimeError: when the bytes fail a checksum or are not this chunk's size.
+        """
+        assert self.steps is not None
+        for step in self.steps:
+            data = step(data)
+        size_bytes = prod(self.chunk) * self.dtype.itemsize
+        if data.nbytes != size_bytes:
+            raise ValueError(f"{data.nbytes} bytes decoded instead of {size_bytes}")
+        return data.view(self.dtype).reshape(self.chunk)
+
+    async def decode_by_zarr(self, data: Buffer) -> NDArray[Any]:
+        """As `decode`, for any chain of codecs, through zarr's own pipeline on the running loop."""
+        (decoded,) = await self.pipeline.decode([(data, self.spec)])
+        if decoded is None or decoded.shape != self.chunk:
+            raise ValueError(f"decoded to {getattr(decoded, 'shape', None)} instead of {self.chunk}")
+        return np.asarray(decoded.as_numpy_array())
+
+
+class Damage:
+    """A context in which whatever goes wrong with bytes becomes a CorruptChunkError that says `what` is damaged.
+
+    Running out of memory is not damage.
+    """
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, MemoryError):
+            message = f"{self._what} is damaged: {error}; verify the store, then build it anew"
+            raise CorruptChunkError(message) from error
+
+
+def decode_index(stored: StoredArray, key: str, data: Octets, url: str) -> Index:
+    """The index of the shard `key` of the store at `url`.
+
+    Raises:
+        CorruptChunkError: when bytes are missing or fail their checksum.
+    """
+    with Damage(f"{redact(url)}: shard {key} of {stored.name}"):
+        return stored.decode_index(data)
+
+
+def octets(data: bytes) -> Octets:
+    """Bytes as an array, without a copy."""
+    return np.frombuffer(data, np.uint8)
+
+
+def _plain_sharding(codecs: Sequence[Codec]) -> ShardingCodec | None:
+    """The sharding whose inner chunks can be read one by one here; anything stranger is read as whole objects."""
+    if len(codecs) != 1 or not isinstance(codecs[0], ShardingCodec):
+        return None
+    serializer, *rest = codecs[0].index_codecs
+    little = (
+        isinstance(serializer, BytesCodec) and serializer.endian is not None and serializer.endian.value == "little"
+    )
+    plain = little and (not rest or (len(rest) == 1 and isinstance(rest[0], Crc32cCodec)))
+    return codecs[0] if plain else None
+
+
+def _inner_spec(spec: ArraySpec, sharding: ShardingCodec) -> ArraySpec:
+    return ArraySpec(
+        shape=sharding.chunk_shape,
+        dtype=spec.dtype,
+        fill_value=spec.fill_value,
+        config=spec.config,
+        prototype=spec.prototype,
+    )
+
+
+def _fill_value(spec: ArraySpec) -> Any:
+    return spec.dtype.default_scalar() if spec.fill_value is None else spec.fill_value
+
+
+def _ratio(outer: Iterable[int], inner: Iterable[int]) -> tuple[int, ...]:
+    return tuple(whole // part for whole, part in zip(outer, inner, strict=True))
+
+
+def _steps(codecs: Sequence[Codec]) -> tuple[Step, ...] | None:
+    """How to undo a chain after its serializer, last codec first; None for a chain not known here."""
+    undo: dict[type, Step] = {ZstdCodec: _decompress_zstd, Crc32cCodec: _check_crc32c}
+    serializer, *rest = codecs or (None,)
+    if not isinstance(serializer, BytesCodec) or any(type(codec) not in undo for codec in rest):
+        return None
+    return tuple(undo[type(codec)] for codec in reversed(rest))
+
+
+def _stored_dtype(spec: ArraySpec, codecs: Sequence[Codec]) -> np.dtype[Any]:
+    dtype = np.dtype(spec.dtype.to_native_dtype())
+    serializer = codecs[0] if codecs else None
+    big = isinstance(serializer, BytesCodec) and serializer.endian is not None and serializer.endian.value == "big"
+    return dtype.newbyteorder(">" if big else "<")
+
+
+def _decompress_zstd(data: Octets) -> Octets:
+    """Verifies the frame's own checksum, where it has one; the size is the frame's, to be compared by the caller."""
+    return octets(zstd.decompress(data))
+
+
+def _check_crc32c(data: Octets) -> Octets:
+    body, stored = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    if google_crc32c.value(body) != int.from_bytes(stored.tobytes(), "little") or len(stored) < _CHECKSUM_BYTES:
+        raise ValueError("the stored checksum (crc32c) is not that of the bytes")
+    return body

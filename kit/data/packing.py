@@ -1,0 +1,88 @@
+"""Packing: from stored numbers to float32 values and a mask, by the CF conventions, once per batch.
+
+    value = packed × scale_factor + add_offset,   standardised = (value - mean) / deviation
+
+Both together are packed × a + b, with a and b computed in float64. Types that float32 holds exactly (float32, integers
+of 16 bits and less) are computed in float32: the error is at most (2·|packed·a| + |b| + |result|) × 2^-24. Wider types
+are computed in float64 and rounded once. A missing element (the packed missing value; NaN in float data) is 0 and not
+valid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.data.dataset import ArrayInfo
+from kit.errors import ConfigError, Problem
+
+NUMBERS = "biuf"
+"""Kinds of numpy type that can be a channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How one variable's packed numbers become values."""
+
+    factor: float
+    shift: float
+    missing: float | int | None
+    exact_in_float32: bool
+
+    @classmethod
+    def of(cls, info: ArrayInfo, standardize: bool) -> Packing:
+        """The packing of a variable, with its standardisation folded in.
+
+        Raises:
+            ConfigError: when the variable is not numeric, or is to be standardised without known statistics.
+        """
+        if info.dtype.kind not in NUMBERS:
+            raise ConfigError([Problem("data.variables", f"{info.name} holds {info.dtype}, which is no number")])
+        mean, deviation = _statistics(info) if standardize else (0.0, 1.0)
+        return cls(
+            factor=info.scale_factor / deviation,
+            shift=(info.add_offset - mean) / deviation,
+            missing=info.missing,
+            exact_in_float32=info.dtype.itemsize <= 2 or info.dtype == np.dtype(np.float32),
+        )
+
+    def unpack(self, packed: NDArray[Any], values: NDArray[np.float32], valid: NDArray[np.bool_]) -> None:
+        """Write `values` and `valid`, both of the shape of `packed`."""
+        self._mark(packed, valid)
+        work: type[np.floating[Any]] = np.float32 if self.exact_in_float32 else np.float64
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self.exact_in_float32:
+                np.multiply(packed, work(self.factor), out=values, dtype=work, casting="unsafe")
+                values += work(self.shift)
+            else:
+                values[...] = packed.astype(work) * self.factor + self.shift
+        if not valid.all():
+            values[~valid] = 0
+
+    def _mark(self, packed: NDArray[Any], valid: NDArray[np.bool_]) -> None:
+        if packed.dtype.kind == "f":
+            np.logical_not(np.isnan(packed), out=valid)
+        else:
+            valid[...] = True
+        if self.missing is not None:
+            valid &= packed != self._missing_as(packed.dtype)
+
+    def _missing_as(self, dtype: np.dtype[Any]) -> Any:
+        """A float32 array holds the missing value rounded to float32: compare with that."""
+        return dtype.type(self.missing) if dtype.kind == "f" else self.missing
+
+
+def _statistics(info: ArrayInfo) -> tuple[float, float]:
+    if info.mean is None or info.deviation is None:
+        raise ConfigError(
+            [
+                Problem(
+                    "data.standardize",
+                    f"{info.name} has no known mean and deviation, since kit did not build its store; set it to false",
+                )
+            ]
+        )
+    return info.mean, info.deviation or 1.0

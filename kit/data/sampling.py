@@ -1,0 +1,260 @@
+"""Sampling: which samples an epoch has, and which batch of which rank each belongs to. Pure numpy, no store.
+
+A sample is the offset of a patch, in elements, one number per dimension. Nothing is kept per sample: the offsets of a
+batch are computed when it is asked for, so an epoch of 1e8 samples costs no memory.
+
+The invariant: a step's global batch is a run of consecutive positions of the epoch, cut into one run per rank. So every
+sample comes exactly once per epoch over all ranks, every rank takes the same number of steps, no rank ever gets an
+empty batch, and 1 rank × 2B sees the same global batches as 2 ranks × B. A remainder smaller than the world size cannot
+be given to every rank; it joins the last batch, which then holds one sample more on some ranks.
+
+Random order: position i of epoch e has an offset that is a pure function of (seed, e, i), drawn from a counter-based
+generator (Philox 4x64, Salmon et al. 2011), uniform over all valid offsets. The remainder of a 64-bit draw by n is
+biased by less than n / 2^64. Grid order: all stride-th offsets once each; shuffled by a true permutation up to
+`LARGEST_PERMUTATION` samples (8 bytes each, kept for one epoch), beyond that by a keyed bijection: a Feistel network
+with cycle walking (Black and Rogaway 2002), which is not uniform over all permutations but needs no memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from kit.config import Config
+    from kit.data.dataset import ArrayInfo, Dataset
+
+Offsets = NDArray[np.int64]
+"""Offsets of samples `(sample, dimension)`, in elements."""
+
+LARGEST_PERMUTATION = 10_000_000
+_FEISTEL_ROUNDS = 8
+_WORDS_PER_BLOCK = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePlan:
+    """The samples of every epoch and their batches; equal on every rank."""
+
+    shape: tuple[int, ...]
+    patch: tuple[int, ...]
+    order: Literal["random", "grid"]
+    stride: tuple[int, ...]
+    """Distance between grid samples; unused in random order."""
+    samples_per_epoch: int
+    """Samples of an epoch in random order; grid order counts its own (see `samples`)."""
+    batch_size: int
+    """Samples per batch on each rank."""
+    world_size: int
+    seed: int
+    shuffle: bool
+    """Whether each epoch has its own order (grid) or its own offsets (random); else all are like epoch 0."""
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        problems = list(_problems(self))
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of grid offsets along each dimension."""
+        sides = zip(self.shape, self.patch, self.stride, strict=True)
+        return tuple((size - patch) // stride + 1 for size, patch, stride in sides)
+
+    @property
+    def samples(self) -> int:
+        """Samples that exist in an epoch; with drop_last, those past the last full global batch are not delivered."""
+        return self.samples_per_epoch if self.order == "random" else prod(self.grid)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.world_size
+
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        """Steps of an epoch, the same on every rank."""
+        full, rest = divmod(self.samples, self.global_batch_size)
+        return full + (rest >= self.world_size and not self.drop_last)
+
+    def positions(self, step: int, rank: int) -> range:
+        """The run of positions in the epoch that `rank` reads at `step`."""
+        if not 0 <= step < self.batches_per_epoch or not 0 <= rank < self.world_size:
+            raise IndexError(
+                f"step {step} of {self.batches_per_epoch}, rank {rank} of {self.world_size}: no such batch"
+            )
+        first = step * self.global_batch_size
+        last_step = step == self.batches_per_epoch - 1
+        end = self.samples if last_step and not self.drop_last else first + self.global_batch_size
+        cuts = [first + (end - first) * part // self.world_size for part in (rank, rank + 1)]
+        return range(*cuts)
+
+    def batch(self, epoch: int, step: int, rank: int) -> Offsets:
+        """Offsets `(sample, dimension)` of the batch that `rank` reads at `step` of `epoch`, in elements.
+
+        Raises:
+            IndexError: for a step or rank that the plan does not have.
+        """
+        run = self.positions(step, rank)
+        shown = epoch if self.shuffle else 0
+        return self._random(shown, run) if self.order == "random" else self._grid(shown, run)
+
+    def _random(self, epoch: int, run: range) -> Offsets:
+        choices = np.array(self.shape, np.uint64) - np.array(self.patch, np.uint64) + np.uint64(1)
+        blocks = -(-len(choices) // _WORDS_PER_BLOCK)
+        generator = np.random.Philox(key=_key(self.seed, epoch), counter=run.start * blocks)
+        words = generator.random_raw(len(run) * blocks * _WORDS_PER_BLOCK).reshape(len(run), -1)
+        offsets: Offsets = (words[:, : len(choices)] % choices).astype(np.int64)
+        return offsets
+
+    def _grid(self, epoch: int, run: range) -> Offsets:
+        index = np.arange(run.start, run.stop, dtype=np.int64)
+        if self.shuffle:
+            index = _shuffled(self.samples, self.seed, epoch, index)
+        cells = np.stack(np.unravel_index(index, self.grid), axis=1)
+        return cells.astype(np.int64) * np.array(self.stride, np.int64)
+
+
+def sample_plan(config: Config, dataset: Dataset, world_size: int) -> SamplePlan:
+    """The samples that `config` asks of `dataset`, for `world_size` ranks. Opens nothing.
+
+    Raises:
+        ConfigError: for an unknown variable or dimension, a patch larger than its array, or a global batch larger
+            than an epoch, each under the dotted path of its field.
+    """
+    return plan_samples(config, dataset.select(config.data.variables)[0], world_size)
+
+
+def plan_samples(config: Config, array: ArrayInfo, world_size: int) -> SamplePlan:
+    """As `sample_plan`, for an array whose shape and dimension names are known.
+
+    Raises:
+        ConfigError: see `sample_plan`.
+    """
+    data = config.data
+    unknown = [
+        *_unknown("data.patch", data.patch, array.dims),
+        *_unknown("data.stride", data.stride, array.dims),
+    ]
+    if unknown:
+        raise ConfigError(unknown)
+    patch = tuple(data.patch.get(name, 1) for name in array.dims)
+    too_large = list(_too_large(array, patch))
+    if too_large:
+        raise ConfigError(too_large)
+    return SamplePlan(
+        shape=tuple(array.shape),
+        patch=patch,
+        order=data.order,
+        stride=tuple(data.stride.get(name, side) for name, side in zip(array.dims, patch, strict=True)),
+        samples_per_epoch=data.samples_per_epoch,
+        batch_size=config.loader.batch_size,
+        world_size=world_size,
+        seed=config.training.seed,
+        shuffle=config.loader.shuffle,
+        drop_last=config.loader.drop_last,
+    )
+
+
+def _unknown(path: str, sizes: Mapping[str, int], dims: Sequence[str]) -> Iterator[Problem]:
+    for name in sizes:
+        if name not in dims:
+            close = difflib.get_close_matches(name, dims, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            yield Problem(path, f"unknown dimension {name!r}{hint} The array has {', '.join(dims)}.")
+
+
+def _too_large(array: ArrayInfo, patch: tuple[int, ...]) -> Iterator[Problem]:
+    for name, side, size in zip(array.dims, patch, array.shape, strict=True):
+        if side > size:
+            yield Problem(
+                "data.patch",
+                f"{side} elements along {name!r}, but {array.name} has {size}; use at most {size}",
+            )
+
+
+def _problems(plan: SamplePlan) -> Iterator[Problem]:
+    """Why a plan cannot hold; the fields are named as in a config."""
+    if plan.world_size < 1:
+        yield Problem("hardware.devices", f"{plan.world_size} ranks cannot train; use at least 1")
+        return
+    if any(side > size or side < 1 for side, size in zip(plan.patch, plan.shape, strict=True)):
+        yield Problem("data.patch", f"a patch of {plan.patch} does not fit an array of {plan.shape}")
+        return
+    if any(step < 1 for step in plan.stride):
+        yield Problem("data.stride", f"{plan.stride} must be at least 1 along every dimension")
+        return
+    if plan.global_batch_size > plan.samples:
+        yield _batch_too_large(plan)
+
+
+def _batch_too_large(plan: SamplePlan) -> Problem:
+    most = plan.samples // plan.world_size
+    more = "raise data.samples_per_epoch" if plan.order == "random" else "take a smaller data.stride"
+    less = f"use at most {most}" if most else f"use at most {plan.samples} ranks"
+    return Problem(
+        "loader.batch_size",
+        f"a batch that does not fit the data: {plan.batch_size} samples × {plan.world_size} ranks = "
+        f"{plan.global_batch_size}, but an epoch has {plan.samples} samples; {less}, or {more}",
+    )
+
+
+# -- pseudo-random numbers
+
+
+@lru_cache(maxsize=16)
+def _key(seed: int, epoch: int) -> int:
+    """A 128-bit Philox key of (seed, epoch); numpy guarantees the words of a SeedSequence."""
+    low, high = np.random.SeedSequence([seed, epoch]).generate_state(2, np.uint64)
+    return int(low) | int(high) << 64
+
+
+def _shuffled(samples: int, seed: int, epoch: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    if samples <= LARGEST_PERMUTATION:
+        return _permutation(samples, seed, epoch)[index]
+    return bijection(samples, _key(seed, epoch), index)
+
+
+@lru_cache(maxsize=1)
+def _permutation(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.Generator(np.random.Philox(key=_key(seed, epoch))).permutation(samples)
+
+
+def bijection(size: int, key: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The images of `index` under a pseudo-random bijection of `range(size)` that `key` names.
+
+    A balanced Feistel network permutes the smallest even-bit power of two that holds `size` (less than 4 × size);
+    images outside are permuted again until they fall inside, which keeps the map one-to-one.
+    """
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    keys = np.random.Philox(key=key).random_raw(_FEISTEL_ROUNDS)
+    image = _feistel(index.astype(np.uint64), half, keys)
+    outside = np.flatnonzero(image >= size)
+    while outside.size:
+        image[outside] = _feistel(image[outside], half, keys)
+        outside = outside[image[outside] >= size]
+    return image.astype(np.int64)
+
+
+def _feistel(value: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = value >> bits, value & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + key) & mask)
+    return left << bits | right
+
+
+def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele et al. 2014): every input bit reaches every output bit."""
+    word = (word ^ word >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ word >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return word ^ word >> np.uint64(31)

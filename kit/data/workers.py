@@ -1,0 +1,94 @@
+"""Workers: threads that run jobs in the order given, and the batch that each job belongs to.
+
+A chunk costs tens of microseconds to decode, so a job carries no future of its own: its batch counts jobs down and
+settles once, with the result of the last one or the first failure. The invariant: every batch settles exactly once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Batch(Generic[Result]):
+    """Work in parts: `finish` is called after the last part, and gives the result."""
+
+    def __init__(self) -> None:
+        self.future: Future[Result] = Future()
+        self._lock = threading.Lock()
+        self._settled = False
+        self._left = 0
+        self._finish: Callable[[], Result] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Settled or cancelled: jobs still queued for it need not run."""
+        return self._settled or self.future.cancelled()
+
+    def expect(self, parts: int, finish: Callable[[], Result]) -> None:
+        """Say how many parts there are, before the first of them can end."""
+        self._left, self._finish = parts, finish
+
+    def part_done(self) -> None:
+        """One part has ended well; the thread that ends the last one finishes the batch."""
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last and not self.over and self._finish is not None:
+            result = self._finish()
+            if self._claim():
+                self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """End the batch with an error; the first one counts."""
+        if self._claim():
+            self.future.set_exception(error)
+
+    def _claim(self) -> bool:
+        """Whether this call may settle the future: once, and not after a cancel."""
+        with self._lock:
+            first, self._settled = not self._settled, True
+        return first and self.future.set_running_or_notify_cancel()
+
+
+class Workers:
+    """Daemon threads on one queue; a job that raises fails its batch."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Batch[Any], Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
+        self._closed = False
+        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, batch: Batch[Any], job: Callable[..., None], *arguments: Any) -> None:
+        """Queue a job of `batch`; it is skipped if the batch is over by then."""
+        self._jobs.put((batch, job, arguments))
+
+    def close(self) -> None:
+        """End the threads after the jobs they are at; what is queued is dropped."""
+        self._closed = True
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the threads to end, each at most this long."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(seconds)
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            batch, job, arguments = item
+            if self._closed or batch.over:
+                continue
+            try:
+                job(*arguments)
+            except BaseException as error:
+                batch.fail(error)
+            del item, batch, job, arguments  # an idle thread must not keep a batch alive
