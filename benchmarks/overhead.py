@@ -1,0 +1,131 @@
+"""What being inside a trial costs a step: samples per second of the same Lightning fit inside kit and without it.
+
+    python benchmarks/overhead.py [--record]
+
+A small convolutional network whose step takes at least 20 ms on one thread; the first steps are dropped; the two are
+run in turn, and the ratio is the median over pairs. The C allocator is told not to return memory to the system between
+steps: whether it does depends on the layout of the heap, and changes a step by a factor of two with or without kit.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from publish import publish
+from torch.utils.data import DataLoader, TensorDataset
+
+from kit.config import Config
+from kit.run.trial import fit
+
+REPETITIONS = 30
+STEPS, DROPPED = 40, 10
+ANSWER = "samples/s"
+BATCH_SIZE = 8
+
+
+class Convolutions(LightningModule):
+    """Down, across and up again, as a UNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 16, 3, stride=2, padding=1),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            torch.nn.ReLU(),
+            torch.nn.ConvTranspose2d(32, 16, 2, stride=2),
+            torch.nn.ReLU(),
+            torch.nn.ConvTranspose2d(16, 3, 2, stride=2),
+        )
+
+    def training_step(self, batch: Sequence[torch.Tensor], _: int) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def loader() -> DataLoader[tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(TensorDataset(torch.randn(128, 3, 208, 208, generator=generator)), batch_size=BATCH_SIZE)
+
+
+class Clock(Callback):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.times.append(time.perf_counter())
+
+
+def serve() -> None:
+    """Fits without kit, one for each line on stdin, in an interpreter of its own; prints samples per second."""
+    torch.set_num_threads(1)
+    for _ in sys.stdin:
+        clock = Clock()
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=STEPS,
+            max_epochs=-1,
+            callbacks=[clock],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Convolutions(), loader())
+        print(ANSWER, (STEPS - DROPPED) * BATCH_SIZE / (clock.times[-1] - clock.times[DROPPED - 1]), flush=True)
+
+
+def without_kit(server: subprocess.Popen[str]) -> float:
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(file=server.stdin, flush=True)
+    return next(float(line.split()[1]) for line in server.stdout if line.startswith(ANSWER))
+
+
+def inside_kit(folder: str) -> float:
+    hardware = {"accelerator": "cpu", "devices": 1, "threads_per_rank": 1}
+    config = Config.make({"hardware": hardware, "trial": {"max_steps": STEPS, "folder": folder}})
+    steps = fit(Convolutions, loader, config).wait().steps[DROPPED:]
+    return sum(step["samples"] for step in steps) / sum(step["step_seconds"] for step in steps)
+
+
+def main() -> None:
+    os.environ.update(MALLOC_MMAP_THRESHOLD_=str(1 << 30), MALLOC_TRIM_THRESHOLD_=str(1 << 34))
+    command = [sys.executable, __file__, "serve"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as server,
+    ):
+        pair(server, folder)
+        pairs = [pair(server, folder) for _ in range(REPETITIONS)]
+    ratios = [inside / without for without, inside in pairs]
+    lightning, kit = (statistics.median(column) for column in zip(*pairs, strict=True))
+    rows = [
+        {"way": way, "samples/s": speed, "ms a step": 1000 * BATCH_SIZE / speed, "ratio": ratio}
+        for way, speed, ratio in (("Lightning alone", lightning, 1.0), ("inside kit", kit, statistics.median(ratios)))
+    ]
+    low, _, high = statistics.quantiles(ratios)
+    publish("samples per second of one fit", rows, repetitions=REPETITIONS, middle_half=f"{low:.3f} to {high:.3f}")
+
+
+def pair(server: subprocess.Popen[str], folder: str) -> tuple[float, float]:
+    """(samples per second without kit, and inside it), one after the other."""
+    return without_kit(server), inside_kit(folder)
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["serve"] else main()

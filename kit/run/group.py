@@ -1,0 +1,217 @@
+"""One trial's ranks under supervision: started together, watched, ended together, judged.
+
+All ranks are in one process group, which also holds whatever they fork. A rank that has ended is not reaped until the
+whole group has been signalled for the last time: its process id, which names the group, cannot be reused before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kit.events import SUPERVISOR, EventWriter
+from kit.run.control import KILL, Control
+from kit.run.launch import Launch, fork_rank, free_port, launch_variables, spawn_rank
+from kit.run.paths import RunPaths
+from kit.run.processes import identify
+from kit.run.verdict import Killing, Limits, RankEnd, Verdict, host_out_of_memory_count, judge, said_fit_ended
+
+SIBLING_SECONDS = 1.0
+STACK_SECONDS = 1.0
+LOG_BYTES = 10_000_000
+LOG_KEPT_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A trial to start, as the kernel asked for it."""
+
+    paths: RunPaths
+    world_size: int
+    devices: tuple[str, ...]
+    variables: dict[str, str]
+    limits: Limits
+
+    @classmethod
+    def from_command(cls, command: dict[str, Any]) -> Order:
+        return cls(
+            RunPaths(Path(command["run_directory"])),
+            int(command["world_size"]),
+            tuple(command["devices"]),
+            dict(command["variables"]),
+            Limits(**command["limits"]),
+        )
+
+
+class Group:
+    """The running ranks of one trial."""
+
+    def __init__(self, order: Order, cold_reason: str | None) -> None:
+        """Start the ranks.
+
+        Args:
+            order: What to start.
+            cold_reason: Why the ranks are fresh interpreters; None forks them.
+        """
+        self.paths, self.limits = order.paths, order.limits
+        self.writer = EventWriter(order.paths.supervisor_events, SUPERVISOR)
+        self.control = Control(order.paths.control)
+        self.lifeline, self._held = os.pipe()
+        self._out_of_memory_count = host_out_of_memory_count()
+        self.pids: list[int] = []
+        self.ends: dict[int, RankEnd] = {}
+        self.killing: Killing | None = None
+        self._began = self._grew = time.monotonic()
+        self._event_bytes = 0
+        self._due: tuple[float, Killing] | None = None
+        try:
+            self._start(order, cold_reason)
+        except OSError as error:
+            self._signal(signal.SIGKILL)
+            self._end(Verdict("FAILED", f"the ranks could not be started: {error.strerror or error}", "error"))
+            raise
+
+    def _start(self, order: Order, cold_reason: str | None) -> None:
+        port = free_port()
+        variables = launch_variables(order.variables, order.world_size, order.devices, port)
+        launch = Launch(order.paths, order.world_size, variables, port, self.lifeline)
+        for rank in range(order.world_size):
+            group = self.pids[0] if self.pids else 0
+            start = fork_rank if cold_reason is None else spawn_rank
+            self.pids.append(start(launch, rank, group))
+        self.writer.write(
+            "trial_started",
+            processes=[identify(os.getpid()), *(identify(pid) for pid in self.pids)],
+            start="warm" if cold_reason is None else "cold",
+            reason=cold_reason or "",
+            port=port,
+        )
+
+    # -- watching
+
+    def look(self) -> bool:
+        """One look at everything; True when the trial has ended and been judged.
+
+        Raises:
+            OSError: when the run directory can no longer be used; see `abandon`.
+        """
+        now = time.monotonic()
+        self.paths.marker.stat()
+        self._find_ended(now)
+        if len(self.ends) == len(self.pids):
+            self._signal(signal.SIGKILL)  # whatever the ranks have left behind
+            self._reap()
+            self._cap_logs()
+            self._end(self._judge())
+            return True
+        self._look_for_requests(now)
+        self._look_at_clock(now)
+        if self._due is not None and now >= self._due[0]:
+            self.kill(self._due[1])
+        self._cap_logs()
+        return False
+
+    def _find_ended(self, now: float) -> None:
+        for rank, pid in enumerate(self.pids):
+            if rank in self.ends:
+                continue
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None:
+                continue
+            code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            ours = self.killing is not None and code == -signal.SIGKILL
+            self.ends[rank] = RankEnd(rank, code, time.time(), ours)
+            if code != 0 or not said_fit_ended(self.paths, rank):
+                self._plan(now + SIBLING_SECONDS, "sibling")
+
+    def _plan(self, when: float, why: Killing) -> None:
+        """Kill at `when`, unless something is due earlier."""
+        if self._due is None or when < self._due[0]:
+            self._due = (when, why)
+
+    def _look_for_requests(self, now: float) -> None:
+        level = self.control.requested
+        if level >= KILL:
+            self.kill("kill")
+        elif level and self._due is None:
+            self._plan(now + self.limits.grace_seconds, "stop")
+
+    def _look_at_clock(self, now: float) -> None:
+        size = sum(path.stat().st_size for path in self.paths.event_files())
+        if size != self._event_bytes:
+            self._event_bytes, self._grew = size, now
+        if now - self._began > self.limits.timeout_seconds:
+            self.kill("timeout")
+        elif now - self._grew > self.limits.stall_seconds and self._due is None:
+            self._signal(signal.SIGUSR1)  # every rank writes the stacks of its threads to its log
+            self._plan(now + STACK_SECONDS, "stalled")
+
+    def _cap_logs(self) -> None:
+        for path in self.paths.logs():
+            size = path.stat().st_size
+            if size <= LOG_BYTES:
+                continue
+            with path.open("r+b") as log:  # ranks append, so they go on at the new end
+                log.seek(size - LOG_KEPT_BYTES)
+                kept = log.read(LOG_KEPT_BYTES)
+                log.truncate(0)
+            with path.open("ab") as log:
+                log.write(f"[kit: {size - len(kept)} bytes of log were dropped here]\n".encode() + kept)
+
+    # -- ending
+
+    def kill(self, why: Killing) -> None:
+        """SIGKILL to the whole group; the first reason is the one that is told."""
+        self.killing = self.killing or why
+        self._due = None
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pids[0], number)
+
+    def _reap(self) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+    def abandon(self) -> None:
+        """End the ranks when the run directory cannot be used; there is nowhere to say so."""
+        self._signal(signal.SIGKILL)
+        self._reap()
+        self._close()
+
+    def _judge(self) -> Verdict:
+        out_of_memory = host_out_of_memory_count() > self._out_of_memory_count
+        ends = [self.ends[rank] for rank in sorted(self.ends)]
+        return judge(self.paths, ends, self.killing, self.limits, out_of_memory)
+
+    def _end(self, verdict: Verdict) -> None:
+        self._write_end(verdict)
+        self._close()
+
+    def _close(self) -> None:
+        self.writer.close()
+        self.control.close()
+        os.close(self.lifeline)
+        os.close(self._held)
+
+    def _write_end(self, verdict: Verdict) -> None:
+        fields: dict[str, Any] = {
+            "state": verdict.state,
+            "cause": verdict.cause,
+            "message": verdict.message,
+            "failed_rank": verdict.failed_rank,
+            "exit_codes": {str(rank): end.exit_code for rank, end in sorted(self.ends.items())},
+        }
+        try:
+            self.writer.write("trial_ended", **fields)
+        except OSError:  # a full disk: the payload has served its purpose, and its room is enough for one line
+            self.paths.payload.unlink(missing_ok=True)
+            self.writer.write("trial_ended", **fields)

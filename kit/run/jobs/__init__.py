@@ -1,0 +1,1 @@
+"""What a rank can be asked to do; one module a job."""

@@ -1,0 +1,108 @@
+"""Processes: who they are, whether they live, and how none outlives its parent.
+
+A process id is reused after its process ends, so a process is named by its id and its start time, and nothing is
+signalled or believed alive on the id alone. On Linux both come from /proc; elsewhere from psutil.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+LINUX = sys.platform == "linux"
+
+
+def identify(pid: int) -> dict[str, Any]:
+    """`{"pid", "started"}`; `started` is None when the process is gone (or a zombie, which only awaits its parent)."""
+    return {"pid": pid, "started": _started(pid)}
+
+
+def alive(identity: dict[str, Any]) -> bool:
+    """Whether the process first identified so still runs; a zombie does not."""
+    started = _started(int(identity["pid"]))
+    return started is not None and started == identity["started"]
+
+
+def _started(pid: int) -> float | None:
+    if not LINUX:
+        return _started_by_psutil(pid)
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else float(fields[19])
+
+
+def _started_by_psutil(pid: int) -> float | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.Error:
+        return None
+
+
+def machine() -> dict[str, str]:
+    """What tells this boot of this machine from others: process ids mean nothing elsewhere."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return {"host": platform.node(), "boot": boot}
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the operating system for SIGKILL when `parent` ends; end at once when it already has.
+
+    Only Linux can be asked; elsewhere the lifeline (see `watch_lifeline`) does it alone. The request belongs to the
+    thread that forked, so call this only in a process forked by a main thread.
+    """
+    if LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(113)
+
+
+def watch_lifeline(descriptor: int, whole_group: bool = True) -> None:
+    """Kill this process group (or only this process) when the other end of a pipe closes, whatever Python is doing."""
+
+    def wait() -> None:
+        while True:
+            try:
+                if not os.read(descriptor, 4096):
+                    break
+            except InterruptedError:
+                continue
+            except OSError:
+                break
+        if whole_group:
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="kit-lifeline", daemon=True).start()
+
+
+def guard_forks(lifeline: int) -> None:
+    """Make every process this one forks from now on (loader workers) die with it as well."""
+    forking = threading.local()
+
+    def before() -> None:
+        forking.parent = os.getpid()
+        forking.by_main_thread = threading.current_thread() is threading.main_thread()
+
+    def in_child() -> None:
+        if forking.by_main_thread:
+            die_with_parent(forking.parent)
+        else:  # the forking thread may end long before its process does
+            watch_lifeline(lifeline, whole_group=False)
+
+    os.register_at_fork(before=before, after_in_child=in_child)

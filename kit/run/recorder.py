@@ -1,0 +1,186 @@
+"""The callback that says what a fit does: one `step` event a batch, and when to leave.
+
+On the CPU an event is written at once. On a GPU reading the loss would make the host wait for the device at every step,
+so events are kept and written together every half second, with one wait for all their losses. A loss that is not
+finite ends the fit at that point, with the step and the last finite loss. Leaving on request goes by an exception that
+is no `Exception`, which skips Lightning's validation at stop time (see `kit.run.control` for when).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+import psutil
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from kit.run.failure import DivergedError
+from kit.run.jobs.context import Context
+from kit.run.timing import StepClock
+
+_FLUSH_SECONDS = 0.5
+_PAGE_BYTES = resource.getpagesize()
+
+
+class Leave(BaseException):
+    """Leaves the fit because it was asked to."""
+
+
+class Recorder(Callback):
+    """Writes the events of one rank's fit."""
+
+    def __init__(self, context: Context, clock: StepClock) -> None:
+        self.context = context
+        self.clock = clock
+        self.left = False
+        self.loader: object = None
+        self._batches = self._steps_done = 0
+        self._kept: list[tuple[dict[str, Any], torch.Tensor | None]] = []
+        self._flushed = time.perf_counter()
+        self._last_finite: float | None = None
+        self._residence = _Residence()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.loader = trainer.train_dataloader
+        device = trainer.strategy.root_device
+        batches = trainer.num_training_batches
+        self.context.writer.write(
+            "fit_started",
+            strategy=self.context.config.hardware.strategy,
+            strategy_class=type(trainer.strategy).__name__,
+            accelerator="gpu" if device.type == "cuda" else device.type,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            precision=str(trainer.precision),
+            world_size=trainer.world_size,
+            batches_per_epoch=int(batches) if math.isfinite(batches) else None,
+            max_steps=trainer.max_steps,
+            parameters=sum(parameter.numel() for parameter in pl_module.parameters()),
+        )
+        self.clock.take()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        seconds = self.clock.take()
+        self._batches += 1
+        done = trainer.global_step
+        stepped = done > self._steps_done
+        samples = batch_size(batch)
+        fields = {
+            "step": done if stepped else done + 1,
+            "batch": self._batches,
+            "loss": None,
+            **seconds,
+            "samples": samples,
+            "samples_per_second": samples / seconds["step_seconds"] if seconds["step_seconds"] > 0 else None,
+            "host_rss_bytes": self._residence.host_rss_bytes(),
+            **_device_bytes(pl_module.device),
+        }
+        self._steps_done = done
+        self._kept.append((fields, _loss(outputs, trainer)))
+        now = time.perf_counter()
+        if pl_module.device.type != "cuda" or now - self._flushed >= _FLUSH_SECONDS:
+            self.flush()
+            self._flushed = now
+        if stepped and self.context.control.should_leave(done, self.context.rank, self.context.world_size):
+            self.left = True
+            raise Leave
+
+    def flush(self) -> None:
+        """Write what is kept, waiting once for all losses.
+
+        Raises:
+            DivergedError: at the first loss that is not finite.
+        """
+        kept, self._kept = self._kept, []
+        tensors = [loss.float() for _, loss in kept if loss is not None]
+        losses = iter(torch.stack(tensors).tolist() if tensors else [])
+        diverged: DivergedError | None = None
+        for fields, tensor in kept:
+            if tensor is not None:
+                fields["loss"] = next(losses)
+                diverged = diverged or self._check(fields["loss"], int(fields["step"]))
+            self.context.writer.write("step", **fields)
+        if diverged is not None:
+            raise diverged
+
+    def save(self) -> None:
+        """Write what is kept of a fit that has failed, if the device still answers."""
+        with contextlib.suppress(Exception):
+            self.flush()
+
+    def _check(self, loss: float, step: int) -> DivergedError | None:
+        if math.isfinite(loss):
+            self._last_finite = loss
+            return None
+        before = self._last_finite
+        last = "there was no finite one before" if before is None else f"the last finite one was {before:.6g}"
+        return DivergedError(
+            f"the loss is {loss} at step {step}; {last}. Lower the learning rate or clip the gradients"
+        )
+
+    def end(self, steps: int) -> None:
+        """Say that the fit has ended."""
+        self.flush()
+        counters = getattr(self.loader, "counters", None)
+        unit_bytes = 1 if sys.platform == "darwin" else 1024
+        self.context.writer.write(
+            "fit_ended",
+            steps=steps,
+            stopped=self.left,
+            counters=counters() if callable(counters) else {},
+            peak_host_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes,
+        )
+
+
+def _loss(outputs: Any, trainer: Trainer) -> torch.Tensor | None:
+    """The loss of one micro-batch, without the division by accumulation that Lightning has applied."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        return None
+    automatic = trainer.lightning_module.automatic_optimization
+    scale = trainer.accumulate_grad_batches if automatic else 1
+    return loss.detach().reshape(()) * scale
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the length of the first tensor found in it."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 1
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    sizes = (batch_size(item) for item in items if isinstance(item, torch.Tensor | dict | list | tuple))
+    return next(sizes, 1)
+
+
+class _Residence:
+    """Resident memory of this process, read at every step and so from a file kept open."""
+
+    def __init__(self) -> None:
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else None
+
+    def host_rss_bytes(self) -> int:
+        if self._statm is not None:
+            return int(os.pread(self._statm, 128, 0).split()[1]) * _PAGE_BYTES
+        return int(psutil.Process().memory_info().rss)
+
+
+def _device_bytes(device: torch.device) -> dict[str, int | None]:
+    """The caching allocator's peaks so far: what the model needed, and what was taken from the device for it."""
+    if device.type != "cuda":
+        return {"device_allocated_bytes": None, "device_reserved_bytes": None}
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    return {
+        "device_allocated_bytes": int(stats["allocated_bytes"]["all"]["peak"]),
+        "device_reserved_bytes": int(stats["reserved_bytes"]["all"]["peak"]),
+    }

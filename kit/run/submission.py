@@ -1,0 +1,133 @@
+"""From what the caller gave to a run directory that a supervisor can start: every check comes before any process.
+
+Refused here, each in one sentence: a model that cannot be found or made, devices that are not there, a store that the
+ranks could not read, a batch larger than the data, an object that cannot be pickled.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from kit.config import Config
+from kit.errors import ConfigError, KitWarning, Problem
+from kit.events import SUPERVISOR, EventWriter
+from kit.run.control import Control
+from kit.run.paths import RunPaths
+from kit.run.payload import LARGE_BYTES, Part, check_parts, pack
+from kit.run.processes import machine
+from kit.units import format_bytes
+
+if TYPE_CHECKING:
+    from kit.machine import Resolved
+
+_PACKAGES = ("kit", "torch", "lightning", "zarr", "fsspec", "gcsfs", "numpy", "pydantic", "cloudpickle")
+
+
+def prepare(module: object, data: object, config: object) -> RunPaths:
+    """A complete run directory for this trial.
+
+    Raises:
+        ConfigError, HardwareError, StoreError: see the module's first lines.
+    """
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"fit takes a Config, got {type(config).__name__}; call fit(config) or fit(module, data, config)"
+        )
+    module_part, data_part = Part.of(module), Part.of(data)
+    _check_targets(module_part, data_part, config)
+    check_parts(module_part, data_part, config.model.arguments)
+    resolved = _resolve(config)
+    if data_part.kind == "default":
+        _check_own_data(config, resolved.world_size)
+    payload = pack(module_part, data_part)
+    paths = RunPaths.create(config)
+    _write(paths, config, payload, _environment(resolved, len(payload)))
+    _warn_if_large(paths, len(payload))
+    return paths
+
+
+def _check_targets(module: Part, data: Part, config: Config) -> None:
+    from kit.targets import find_target
+
+    if module.kind in ("default", "path"):
+        find_target(config.model.target if module.kind == "default" else module.value)
+    if data.kind == "path":
+        find_target(data.value)
+
+
+def _resolve(config: Config) -> Resolved:
+    from kit.machine import hardware, resolve_devices
+
+    return resolve_devices(config, hardware())
+
+
+def _check_own_data(config: Config, world_size: int) -> None:
+    """The ranks are other processes: they must be able to open the store, and each batch must fit it."""
+    from kit.data.dataset import open_dataset
+    from kit.data.engine import Engine
+    from kit.data.sampling import sample_plan
+    from kit.data.stores import is_shared
+
+    if not is_shared(config.data.url):
+        message = (
+            f"{config.data.url} lives in this process only, and a trial runs in others; build to a folder or a bucket"
+        )
+        raise ConfigError([Problem("data.url", message)])
+    dataset = open_dataset(config)
+    sample_plan(config, dataset, world_size)
+    Engine(dataset, config.data.variables, standardize=config.data.standardize)  # opens nothing, refuses what it cannot
+
+
+def _environment(resolved: Resolved, payload_bytes: int) -> dict[str, Any]:
+    return {
+        "versions": {"python": platform.python_version(), **_versions()},
+        "platform": platform.platform(),
+        "machine": machine(),
+        "folder": os.getcwd(),  # noqa: PTH109 - text, as the ranks need it
+        "sys_path": [os.path.abspath(entry) for entry in sys.path],  # noqa: PTH100 - an empty entry is the folder
+        "devices": list(resolved.devices),
+        "world_size": resolved.world_size,
+        "accelerator": resolved.accelerator,
+        "precision": resolved.precision,
+        "reasons": list(resolved.reasons),
+        "threads_per_rank": resolved.threads_per_rank,
+        "payload_bytes": payload_bytes,
+    }
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _write(paths: RunPaths, config: Config, payload: bytes, environment: dict[str, Any]) -> None:
+    paths.config.write_text(config.to_yaml(), encoding="utf-8")
+    paths.payload.write_bytes(payload)
+    paths.environment.write_text(json.dumps(environment, indent=2))
+    Control.create(paths.control)
+
+
+def _warn_if_large(paths: RunPaths, payload_bytes: int) -> None:
+    if payload_bytes <= LARGE_BYTES:
+        return
+    message = (
+        f"module and data are {format_bytes(payload_bytes)} when sent to the ranks, probably weights or an array they "
+        "hold; give a class or a function that makes them, so that they are made in the ranks"
+    )
+    writer = EventWriter(paths.supervisor_events, SUPERVISOR)
+    writer.write("warned", message=message, payload_bytes=payload_bytes)
+    writer.close()
+    warnings.warn(message, KitWarning, stacklevel=4)

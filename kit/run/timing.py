@@ -1,0 +1,91 @@
+"""Where the seconds of a step go: waiting for data, transfer, forward, backward, optimizer, and the rest.
+
+Lightning tells a profiler when each of its actions begins and ends. This one keeps a stack and charges every moment to
+the innermost action that has a name here, so the parts never overlap and sum to the wall time, with accumulation and
+nesting included (Lightning's own `optimizer_step` contains forward and backward; here it does not). Nothing is
+synchronised: on a GPU a part is the time the host spent in it, and what the host waits for shows where it waits.
+In ddp, backward includes the wait for the other ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from lightning.pytorch.profilers import Profiler
+
+PARTS = ("wait", "transfer", "forward", "backward", "optimizer")
+_REST, _INHERITED = "other", "inherited"
+_MARKS = {
+    "train_dataloader_next": "wait",
+    "batch_to_device": "transfer",
+    "batch_transfer": "transfer",
+    "transfer_batch_to_device": "transfer",
+    "training_step": "forward",
+    "backward": "backward",
+    "optimizer_step": "optimizer",
+    "zero_grad": "optimizer",
+    "gradient_clipping": "optimizer",
+    "lr_scheduler_step": "optimizer",
+}
+
+
+class StepClock(Profiler):
+    """Exclusive seconds by part since `take` was last called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: tuple[BaseException, str] | None = None
+        """The last exception seen to leave an action, and the innermost action that it left."""
+        self._parts: dict[str, str] = {}
+        self._stack: list[tuple[str, str]] = []
+        self._seconds = dict.fromkeys((*PARTS, _REST), 0.0)
+        self._since = self._taken = time.perf_counter()
+
+    def start(self, action_name: str) -> None:
+        self._charge()
+        part = self._parts.get(action_name) or self._part(action_name)
+        if part is _INHERITED:
+            part = self._stack[-1][1] if self._stack else _REST
+        self._stack.append((action_name, part))
+
+    def stop(self, action_name: str) -> None:
+        self._charge()
+        stack = self._stack
+        if stack and stack[-1][0] == action_name:
+            stack.pop()
+        elif any(action == action_name for action, _ in stack):  # something inside was started and never stopped
+            while stack.pop()[0] != action_name:
+                continue
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._note(error, action_name)
+
+    def _note(self, error: BaseException, action: str) -> None:
+        known = self.failed is not None and self.failed[0] is error
+        if not known and not isinstance(error, StopIteration):
+            self.failed = (error, action)
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self._stack:
+            self._seconds[self._stack[-1][1]] += now - self._since
+        self._since = now
+
+    def _part(self, action: str) -> str:
+        """The part an action belongs to; callbacks belong to whatever calls them."""
+        hook = action.rpartition(".")[2]
+        found = (part for mark, part in _MARKS.items() if hook.endswith(mark))
+        self._parts[action] = _INHERITED if action.startswith("[Callback]") else next(found, _INHERITED)
+        return self._parts[action]
+
+    def take(self) -> dict[str, float]:
+        """`{part}_seconds`, `other_seconds` and their sum, `step_seconds`: the wall time since the last call."""
+        self._charge()
+        wall = self._since - self._taken
+        parts = {part: self._seconds[part] for part in PARTS}
+        self._taken = self._since
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        other = max(0.0, wall - sum(parts.values()))
+        fields = {f"{part}_seconds": seconds for part, seconds in parts.items()}
+        return {**fields, "other_seconds": other, "step_seconds": wall}

@@ -1,0 +1,364 @@
+"""Trials: one config run briefly in processes of its own, while the notebook stays free.
+
+`fit` checks everything that can be checked, makes a run directory, asks the supervisor for ranks and returns at once. A
+`Trial` is a view of that directory: all it knows it reads from files, so that it can be opened again after a kernel
+restart, and no thread of the kernel matters. The kernel never imports torch for it.
+
+States: WAITING (asked for), RUNNING, then one of COMPLETE, FAILED (with a cause), STOPPED (by request; what was
+measured is kept) and LOST (what supervised it went away, and with it every rank).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import html
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, Literal, Self, overload
+
+from kit.config import Config
+from kit.errors import TrialError, TrialStopped
+from kit.events import Event, EventReader
+from kit.run import client
+from kit.run.control import KILL, STOP, Control
+from kit.run.liveness import why_lifeless
+from kit.run.paths import EVENT_FILES, RunPaths
+from kit.run.submission import prepare
+from kit.run.watch import watch
+
+State = Literal["WAITING", "RUNNING", "COMPLETE", "FAILED", "STOPPED", "LOST"]
+Cause = Literal["error", "device_oom", "host_oom", "killed", "diverged", "timeout", "stalled", "data"]
+ENDED: tuple[State, ...] = ("COMPLETE", "FAILED", "STOPPED", "LOST")
+
+_TICK_SECONDS = 0.03
+_ASYNC_TICK_SECONDS = 0.1
+_LIFE_CHECK_SECONDS = 1.0
+_INTERRUPT_SECONDS = 10.0
+
+
+@overload
+def fit(config: Config, /) -> Trial: ...
+@overload
+def fit(module: Any, data: Any, config: Config) -> Trial: ...
+def fit(module: Any, data: Any = None, config: Config | None = None) -> Trial:
+    """Start a trial and return at once.
+
+    Args:
+        module: What is trained: a LightningModule class (made with `model.arguments`), an import path, a function
+            without arguments that makes one, or an instance. None takes `model.target`.
+        data: What it is trained on: a LightningDataModule class (made without arguments), an import path, a function
+            without arguments, an instance, a DataLoader or a Dataset. None takes the config's own data.
+        config: What to run. `fit(config)` alone takes module and data from it.
+
+    Raises:
+        ConfigError: for what cannot run as configured, found before any process is started.
+        HardwareError: for devices that are not there.
+        StoreError: for a store that cannot be read by the ranks.
+    """
+    if config is None and isinstance(module, Config):
+        module, config = None, module
+    paths = prepare(module, data, config)
+    trial = Trial(paths)
+    trial._submit()
+    return trial
+
+
+def warm_up() -> None:
+    """Start the warm process in the background (it imports torch for about two seconds). Returns at once."""
+    client.supervisor("warm")
+
+
+class Trial:
+    """One run directory, watched."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.run_directory: Path = paths.directory
+        self.paths = paths
+        self.config: Config = Config.load(paths.config)
+        self.environment: dict[str, Any] = json.loads(paths.environment.read_bytes())
+        self.state: State = "WAITING"
+        self.cause: Cause | None = None
+        self.message: str = ""
+        """How the trial ended, in one line; the root cause first."""
+        self.steps: list[Event] = []
+        """Every `step` event of every rank, in order of time."""
+        self.events: list[Event] = []
+        """Every other event, in order of time."""
+        self._reader = EventReader(paths.directory, EVENT_FILES)
+        self._lock = threading.RLock()
+        self._callbacks: list[Callable[[Trial], object]] = []
+        self._notifying = threading.Lock()
+        self._news = False
+        self._supervisor: client.Supervisor | None = None
+        self._life_checked = 0.0
+        self._resubmitted = False
+
+    @classmethod
+    def open(cls, run_directory: str | Path) -> Self:
+        """A trial from its run directory, whoever started it and whether or not it still runs.
+
+        Raises:
+            TrialError: when the directory is not a run.
+            EventLogError: when an event file is damaged.
+        """
+        paths = RunPaths.open(run_directory)
+        try:
+            trial = cls(paths)
+        except (OSError, ValueError) as error:
+            raise TrialError(f"{paths.directory} is an incomplete run: {error}") from error
+        trial.poll()
+        return trial
+
+    # -- what is known
+
+    @property
+    def name(self) -> str:
+        return self.run_directory.name
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def error(self) -> str | None:
+        """The root cause of a trial that FAILED or is LOST, in one line."""
+        return self.message if self.state in ("FAILED", "LOST") else None
+
+    @property
+    def traceback(self) -> str:
+        """The traceback of the first rank that failed; empty when none left one."""
+        failed = self.event("trial_ended", "failed_rank")
+        mine = [event for event in self.events if event["kind"] == "failed" and event["rank"] == failed]
+        return str(mine[0].get("traceback", "")) if mine else ""
+
+    def event(self, kind: str, field: str | None = None) -> Any:
+        """The first event of that kind (rank 0 first), or one of its fields; None when there is none yet."""
+        found = sorted((event for event in self.events if event["kind"] == kind), key=lambda event: event["rank"])
+        if not found:
+            return None
+        return found[0] if field is None else found[0].get(field)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the ranks and the submission warned of, each once."""
+        return list(dict.fromkeys(str(event["message"]) for event in self.events if event["kind"] == "warned"))
+
+    def poll(self) -> State:
+        """Read what is new in the files; the state afterwards."""
+        with self._lock:
+            if not self.ended:
+                lifeless = self._seems_lifeless()
+                self._take(self._reader.read())
+                if lifeless and not self.ended:
+                    self._end_lifeless(lifeless)
+        self._notify()
+        return self.state
+
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            (self.steps if event["kind"] == "step" else self.events).append(event)
+            if event["kind"] == "trial_started":
+                self.state = "RUNNING"
+            elif event["kind"] == "trial_ended":
+                self.state, self.cause, self.message = event["state"], event.get("cause"), event["message"]
+        self._news = self._news or bool(events)
+
+    # -- life and death
+
+    def _seems_lifeless(self) -> str:
+        """Why nothing more will come from this trial, if so; looked at before the files are, so that none is missed."""
+        now = time.monotonic()
+        if now - self._life_checked < _LIFE_CHECK_SECONDS:
+            return ""
+        self._life_checked = now
+        if not self.run_directory.exists():
+            return "its run directory was removed"
+        if self._supervisor is not None:
+            return "" if self._supervisor.alive else f"its supervisor went away ({self._supervisor.last_words()})"
+        patience_seconds = self.config.trial.stall_seconds + self.config.trial.grace_seconds
+        started = self.event("trial_started", "processes") or []
+        return why_lifeless(self.paths, self.environment, started, patience_seconds)
+
+    def _end_lifeless(self, reason: str) -> None:
+        supervisor_died = self._supervisor is not None and not self._supervisor.alive
+        if supervisor_died and self.state == "WAITING" and not self._resubmitted and self.run_directory.exists():
+            self._resubmitted = True
+            self._submit("cold", f"the warm process could not be used: {reason}")
+            return
+        self.state, self.message, self._news = "LOST", reason, True
+
+    def _submit(self, start: Literal["warm", "cold"] | None = None, reason: str = "") -> None:
+        """Hand the run to a supervisor; `reason` says why it is not the one that was asked for."""
+        asked: Literal["warm", "cold"] = start or self.config.trial.start
+        for _ in range(2):
+            self._supervisor = client.supervisor(asked)
+            self._note_supervisor(self._supervisor)
+            if self._supervisor.send(self._start_command(reason)):
+                return
+        raise TrialError(f"no process to run trials in could be started: {client.supervisor(asked).last_words()}")
+
+    def _start_command(self, reason: str) -> dict[str, Any]:
+        """The environment goes down the pipe and never into a file, as it may hold keys."""
+        trial = self.config.trial
+        return {
+            "command": "start",
+            "run_directory": str(self.run_directory),
+            "world_size": self.environment["world_size"],
+            "devices": self.environment["devices"],
+            "limits": {name: getattr(trial, name) for name in ("timeout_seconds", "stall_seconds", "grace_seconds")},
+            "variables": dict(os.environ),
+            "reason": reason,
+        }
+
+    def _note_supervisor(self, supervisor: client.Supervisor) -> None:
+        self.environment["supervisor"] = supervisor.identity
+        draft = self.paths.environment.with_suffix(".tmp")
+        draft.write_text(json.dumps(self.environment, indent=2))
+        draft.replace(self.paths.environment)
+
+    # -- ending it
+
+    def stop(self) -> None:
+        """Ask all ranks to leave after the same step; those that do not within `grace_seconds` are killed.
+
+        Returns at once; works on a trial started elsewhere too.
+        """
+        self._request(STOP)
+
+    def kill(self) -> None:
+        """End all ranks now. Returns at once; what was measured is kept."""
+        self._request(KILL)
+
+    def _request(self, level: int) -> None:
+        if self.poll() in ENDED:
+            return
+        control = Control(self.paths.control)
+        control.request(level)
+        control.close()
+        if self._supervisor is not None:
+            self._supervisor.send({"command": "look"})
+
+    # -- waiting for it
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Return when the trial is COMPLETE or STOPPED. An interrupt stops the trial and keeps what it measured.
+
+        Raises:
+            TrialError: when it FAILED or is LOST; the root cause first.
+            TrialStopped: after an interrupt.
+            TimeoutError: after `timeout` seconds; the trial goes on.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while self.poll() not in ENDED:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"{self.name} is still {self.state} after {timeout} s; it goes on")
+                time.sleep(_TICK_SECONDS)
+        except KeyboardInterrupt:
+            self._end_interrupted()
+            raise self._interrupted() from None
+        return self._result()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> Self:
+        try:
+            while self.poll() not in ENDED:
+                await asyncio.sleep(_ASYNC_TICK_SECONDS)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self._end_interrupted()
+            raise self._interrupted() from None
+        return self._result()
+
+    def _end_interrupted(self) -> None:
+        """Stop and see it end; a second interrupt kills."""
+        self.stop()
+        deadline = time.monotonic() + self.config.trial.grace_seconds + _INTERRUPT_SECONDS
+        while self.poll() not in ENDED and time.monotonic() < deadline:
+            try:
+                time.sleep(_TICK_SECONDS)
+            except KeyboardInterrupt:
+                self.kill()
+
+    def _interrupted(self) -> TrialStopped:
+        done = max((int(event["step"]) for event in self.steps), default=0)
+        return TrialStopped(f"interrupted after {done} steps; they are kept in {self.run_directory}")
+
+    def _result(self) -> Self:
+        if self.state in ("FAILED", "LOST"):
+            raise self._failure()
+        return self
+
+    def _failure(self) -> TrialError:
+        rank = self.event("trial_ended", "failed_rank") or 0
+        log = self.paths.log(rank)
+        details = "\n".join(part for part in (self.traceback.rstrip(), f"Log: {log}" if log.exists() else "") if part)
+        word = self.cause or self.state.lower()
+        return TrialError(f"{self.message} [{word}]", details)
+
+    # -- displays
+
+    @property
+    def has_callbacks(self) -> bool:
+        return bool(self._callbacks)
+
+    def on_change(self, callback: Callable[[Trial], object]) -> Callable[[], None]:
+        """Call `callback(trial)` when there is news, at most ten times a second, until the trial has ended.
+
+        Calls come from a background thread (or from `wait()`); one that raises is reported and not called again.
+
+        Returns:
+            A function that ends the calls.
+        """
+        with self._lock:
+            self._callbacks.append(callback)
+            self._news = True
+        watch(self)
+
+        return lambda: self._forget(callback)
+
+    def _notify(self) -> None:
+        """Call back outside the lock, one thread at a time; the other one's news is told at the next look."""
+        if not (self._news and self._callbacks and self._notifying.acquire(blocking=False)):
+            return
+        try:
+            self._news = False
+            for callback in list(self._callbacks):
+                self._call(callback)
+        finally:
+            self._notifying.release()
+
+    def _call(self, callback: Callable[[Trial], object]) -> None:
+        try:
+            callback(self)
+        except Exception as error:
+            self._forget(callback)
+            sys.excepthook(type(error), error, error.__traceback__)
+
+    def _forget(self, callback: Callable[[Trial], object]) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._callbacks.remove(callback)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+    def _ipython_display_(self) -> None:
+        """Live where widgets are installed, else the text."""
+        try:
+            importlib.import_module("kit.widgets.trial_view").display(self)
+        except ImportError:
+            sys.stdout.write(f"{self!r}\n")
+
+    def __repr__(self) -> str:
+        done = max((int(event["step"]) for event in self.steps), default=0)
+        lines = [f"Trial {self.name}: {self.state}, step {done} of {self.config.trial.max_steps}"]
+        lines += [f"  {self.cause or self.state.lower()}: {self.message}"] if self.message else []
+        return "\n".join([*lines, f"  {self.run_directory}"])

@@ -1,0 +1,3 @@
+from trial_fixtures import config, no_survivors
+
+__all__ = ["config", "no_survivors"]

@@ -1,0 +1,79 @@
+import functools
+import threading
+
+import pytest
+
+from kit.errors import ConfigError
+from kit.run.payload import Part, check_parts, pack
+
+
+class Held:
+    def __init__(self):
+        self.name = "data"
+        self.guard = threading.Lock()
+
+    def train_dataloader(self):
+        return None
+
+    def __call__(self):
+        return None
+
+
+class Model:
+    def __init__(self, width, depth=2):
+        self.width = width
+
+
+def made(width):
+    return Model(width)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (None, "default"),
+        ("kit.models:UNet", "path"),
+        (Model, "class"),
+        (lambda: Model(1), "factory"),
+        (functools.partial(made, 3), "factory"),
+        (Held(), "instance"),
+        ([1, 2], "instance"),
+    ],
+)
+def test_what_was_given_is_recognised(value, kind):
+    assert Part.of(value).kind == kind
+
+
+def test_arguments_that_do_not_fit_the_class_are_refused_with_what_it_takes():
+    with pytest.raises(ConfigError, match=r"model\.arguments: class Model cannot be made: .*'hidth'; it takes \(width"):
+        check_parts(Part.of(Model), Part.of(None), {"width": 3, "hidth": 3})
+    check_parts(Part.of(Model), Part.of(None), {"width": 3})
+
+
+def test_a_factory_that_needs_arguments_is_refused():
+    with pytest.raises(ConfigError, match=r"data: factory made cannot be made: missing a required argument: 'width'"):
+        check_parts(Part.of(None), Part.of(made), {})
+
+
+@pytest.mark.parametrize(
+    ("data", "culprit"),
+    [
+        (Held(), r"attribute guard \(lock\) cannot be pickled"),
+        (functools.partial(made, threading.Lock()), r"argument 0 \(lock\) cannot be pickled"),
+    ],
+)
+def test_an_object_that_cannot_be_sent_is_named(data, culprit):
+    with pytest.raises(ConfigError, match=rf"data: .* cannot be sent to the ranks: {culprit}; make it inside"):
+        pack(Part.of(None), Part.of(data))
+
+
+def test_a_captured_variable_that_cannot_be_sent_is_named():
+    guard = threading.Lock()
+
+    def factory():
+        return guard
+
+    with pytest.raises(
+        ConfigError, match=r"module: factory .*factory cannot be sent to the ranks: variable guard \(lock\)"
+    ):
+        pack(Part.of(factory), Part.of(None))

@@ -1,0 +1,367 @@
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+
+import pytest
+from trial_fixtures import steps_taken, wait_until
+
+from kit.config import Config
+from kit.errors import ConfigError, EventLogError, HardwareError, KitWarning, StoreError, TargetError, TrialError
+from kit.run.paths import RunPaths, find_runs
+from kit.run.timing import PARTS
+from kit.run.trial import Trial, fit, warm_up
+from kit.testing import FaultyModule, TinyData, TinyModule
+
+SECONDS = 60.0
+LONG = 1_000_000
+MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
+
+
+# -- what comes out
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "none"), (2, "ddp"), (2, "fsdp")])
+def test_a_trial_runs_to_its_end_and_says_so(config, ranks, strategy):
+    trial = fit(MODULE, DATA, config(ranks, strategy)).wait(SECONDS)
+    assert (trial.state, trial.cause, trial.message, trial.error) == ("COMPLETE", None, "8 steps", None)
+    for rank in range(ranks):
+        assert [e["step"] for e in trial.steps if e["rank"] == rank] == list(range(1, 9))
+    started = trial.event("fit_started")
+    assert (started["strategy"], started["world_size"], started["accelerator"]) == (strategy, ranks, "cpu")
+    assert (started["precision"], started["max_steps"]) == ("32-true", 8)
+    assert trial.event("fit_ended", "steps") == 8
+    assert trial.event("fit_ended", "peak_host_rss_bytes") > 0
+    assert trial.event("trial_ended", "exit_codes") == {str(rank): 0 for rank in range(ranks)}
+
+
+def test_the_parts_of_a_step_sum_to_its_wall_time(config):
+    trial = fit(lambda: TinyModule(seconds=0.01), DATA, config()).wait(SECONDS)
+    for step in trial.steps:
+        parts = sum(step[f"{part}_seconds"] for part in (*PARTS, "other"))
+        assert parts == pytest.approx(step["step_seconds"], rel=1e-9)
+        assert step["forward_seconds"] >= 0.01
+        assert step["samples_per_second"] == pytest.approx(step["samples"] / step["step_seconds"])
+        assert step["host_rss_bytes"] > 0
+        assert step["device_allocated_bytes"] is step["device_reserved_bytes"] is None
+        assert math.isfinite(step["loss"])
+
+
+def test_time_spent_waiting_for_data_is_called_so(config):
+    trial = fit(MODULE, SlowData, config()).wait(SECONDS)
+    assert all(step["wait_seconds"] >= 0.02 for step in trial.steps)
+    assert all(step["forward_seconds"] < step["wait_seconds"] for step in trial.steps[1:])
+
+
+class SlowData(TinyData):
+    def train_dataloader(self):
+        for batch in super().train_dataloader():
+            time.sleep(0.02)
+            yield batch
+
+
+def test_with_accumulation_there_is_one_event_a_batch_and_the_loss_is_not_divided(config):
+    alone = fit(MODULE, DATA, config()).wait(SECONDS)
+    changed = config().replace({"levers.accumulate_grad_batches": 4, "trial.max_steps": 2})
+    trial = fit(MODULE, DATA, changed).wait(SECONDS)
+    assert [(e["step"], e["batch"]) for e in trial.steps] == [
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (1, 4),
+        (2, 5),
+        (2, 6),
+        (2, 7),
+        (2, 8),
+    ]
+    assert trial.steps[0]["loss"] == pytest.approx(alone.steps[0]["loss"], rel=1e-6)
+
+
+def test_the_same_config_gives_the_same_losses(config):
+    first, second = (fit(MODULE, DATA, config()).wait(SECONDS) for _ in range(2))
+    assert [e["loss"] for e in first.steps] == [e["loss"] for e in second.steps]
+
+
+def test_more_steps_than_an_epoch_has_go_on_in_the_next(config):
+    trial = fit(MODULE, lambda: TinyData(samples=12), config()).wait(SECONDS)
+    assert len(trial.steps) == 8
+    assert trial.event("fit_started", "batches_per_epoch") == 3
+
+
+# -- what goes in
+
+
+def loader():
+    from torch.utils.data import DataLoader
+
+    return DataLoader(dataset(), batch_size=4)
+
+
+def dataset():
+    import torch
+    from torch.utils.data import TensorDataset
+
+    return TensorDataset(torch.zeros(64, 8), torch.zeros(64, 1))
+
+
+@pytest.mark.parametrize(
+    ("module", "data"),
+    [
+        (MODULE, DATA),
+        (TinyModule, TinyData),
+        (lambda: TinyModule(width=8), lambda: TinyData()),
+        (TinyModule(), TinyData()),
+        (TinyModule, loader),
+        (TinyModule, loader()),
+        (TinyModule, dataset()),
+    ],
+    ids=["paths", "classes", "factories", "instances", "loader factory", "loader", "dataset"],
+)
+def test_module_and_data_come_in_many_forms(config, module, data):
+    assert fit(module, data, config()).wait(SECONDS).state == "COMPLETE"
+
+
+def test_a_class_is_made_with_the_arguments_of_the_config(config):
+    changed = config().replace({"model.arguments": {"width": 3}})
+    assert fit(TinyModule, lambda: TinyData(width=3), changed).wait(SECONDS).state == "COMPLETE"
+
+
+def test_the_model_of_the_config_is_taken_when_none_is_given(config):
+    changed = config().replace({"model.target": MODULE, "model.arguments": {"width": 3}})
+    assert fit(None, lambda: TinyData(width=3), changed).wait(SECONDS).state == "COMPLETE"
+
+
+def test_classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_paths(config):
+    """A script stands for a notebook: its classes live in __main__."""
+    code = textwrap.dedent(f"""
+        import sys
+        from kit.config import Config
+        from kit.run.trial import fit
+        config = Config.from_yaml({config().to_yaml(comments=False)!r})
+        assert fit({MODULE!r}, {DATA!r}, config).wait({SECONDS}).state == "COMPLETE"
+        assert "torch" not in sys.modules
+        import torch
+        from kit.testing import TinyModule, TinyData
+        SCALE = 2.0
+        class Base(TinyModule):
+            def __init__(self):
+                super().__init__()
+        class Mine(Base):
+            def training_step(self, batch, batch_idx):
+                return super().training_step(batch, batch_idx) * SCALE
+        class MyData(TinyData):
+            def __init__(self):
+                super().__init__(num_workers=1)
+        print(fit(Mine, MyData, config).wait({SECONDS}).state)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "COMPLETE", done.stderr
+
+
+def test_a_module_beside_the_notebook_is_imported_afresh_by_each_trial(config, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = (
+        "from kit.testing import TinyModule\nclass Edited(TinyModule):\n    def on_train_start(self): print({!r})\n"
+    )
+    for text in ("first", "second"):
+        (tmp_path / "edited_module.py").write_text(source.format(text))
+        trial = fit("edited_module:Edited", DATA, config()).wait(SECONDS)
+        assert text in trial.paths.log(0).read_text().split()
+
+
+# -- what is refused, before anything is started
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "changes", "error", "message"),
+    [
+        ("kit.testing:TinyModul", DATA, {}, TargetError, "did you mean"),
+        (MODULE, "kit.nowhere:Data", {}, TargetError, "kit.nowhere"),
+        (TinyModule, DATA, {"model.arguments": {"hidth": 1}}, ConfigError, r"model\.arguments: class TinyModule"),
+        (lambda: threading.Lock(), threading.Lock(), {}, ConfigError, "data: lock cannot be sent to the ranks"),
+        (MODULE, DATA, {"hardware.accelerator": "gpu"}, HardwareError, "GPU"),
+        (
+            MODULE,
+            None,
+            {"data.url": "memory://here"},
+            ConfigError,
+            r"data\.url: memory://here lives in this process only",
+        ),
+        (MODULE, None, {"data.url": "nowhere/at/all.zarr"}, StoreError, "nowhere"),
+    ],
+)
+def test_what_cannot_run_is_refused_without_a_run_directory(config, module, data, changes, error, message):
+    asked = config().replace(changes)
+    with pytest.raises(error, match=message):
+        fit(module, data, asked)
+    assert list(find_runs(asked.trial.folder)) == []
+
+
+def test_fit_without_a_config_says_what_it_takes():
+    with pytest.raises(ConfigError, match=r"fit takes a Config, got NoneType; call fit\(config\)"):
+        fit(TinyModule, TinyData)
+
+
+def test_something_that_is_no_module_fails_in_one_line(config):
+    trial = fit(lambda: 3, DATA, config())
+    with pytest.raises(TrialError, match="gave int, which is no LightningModule"):
+        trial.wait(SECONDS)
+
+
+def test_a_large_payload_is_warned_of_and_goes_on(config):
+    weights = bytes(11_000_000)
+    with pytest.warns(KitWarning, match=r"module and data are 10\.\d MiB when sent"):
+        trial = fit(lambda: TinyModule(width=8 + 0 * len(weights)), DATA, config())
+    trial.wait(SECONDS)
+    assert "when sent to the ranks" in trial.warnings[0]
+
+
+def test_a_usual_trial_warns_of_nothing(config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trial = fit(MODULE, DATA, config())
+    assert trial.wait(SECONDS).warnings == []
+
+
+# -- waiting and watching
+
+
+def test_fit_and_warm_up_return_at_once(config):
+    began = time.monotonic()
+    warm_up()
+    trial = fit(lambda: TinyModule(seconds=0.1), DATA, config())
+    assert trial.state in ("WAITING", "RUNNING")
+    assert not trial.steps
+    assert time.monotonic() - began < 5
+    trial.wait(SECONDS)
+
+
+def test_waiting_too_long_raises_and_leaves_the_trial_alone(config):
+    trial = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=LONG))
+    with pytest.raises(TimeoutError, match="it goes on"):
+        trial.wait(0.5)
+    wait_until(steps_taken(trial, 1))
+    trial.kill()
+    trial.wait(SECONDS)
+
+
+def test_a_trial_can_be_awaited(config):
+    async def wait():
+        return await fit(MODULE, DATA, config())
+
+    assert asyncio.run(wait()).state == "COMPLETE"
+
+
+def test_callbacks_come_while_it_runs_and_at_its_end(config):
+    seen = []
+    trial = fit(lambda: TinyModule(seconds=0.05), DATA, config(max_steps=20))
+    trial.on_change(lambda changed: seen.append((changed.state, len(changed.steps))))
+    wait_until(lambda: seen and seen[-1][0] == "COMPLETE", SECONDS)
+    assert seen[-1] == ("COMPLETE", 20)
+    assert any(state == "RUNNING" and 0 < steps < 20 for state, steps in seen)
+
+
+def test_a_callback_that_raises_is_reported_once_and_the_others_go_on(config, capsys):
+    trial = fit(MODULE, DATA, config())
+    seen = []
+    trial.on_change(lambda changed: 1 / 0)
+    trial.on_change(lambda changed: seen.append(changed.state))
+    wait_until(lambda: seen and seen[-1] == "COMPLETE", SECONDS)
+    assert capsys.readouterr().err.count("ZeroDivisionError") == 1
+
+
+def test_unsubscribed_callbacks_are_not_called_and_no_thread_stays(config):
+    trial = fit(lambda: TinyModule(seconds=0.02), DATA, config())
+    seen = []
+    unsubscribe = trial.on_change(seen.append)
+    unsubscribe()
+    unsubscribe()
+    count = len(seen)
+    trial.wait(SECONDS)
+    assert len(seen) == count
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "kit-watch"])
+
+
+# -- opening again
+
+
+def test_an_opened_trial_knows_what_the_first_one_knew(config):
+    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    again = Trial.open(trial.run_directory)
+    assert (again.state, again.message, again.config) == (trial.state, trial.message, trial.config)
+    assert (again.steps, again.events) == (trial.steps, trial.events)
+    assert repr(again) == repr(trial)
+
+
+def test_a_run_that_was_never_started_is_lost(config, tmp_path):
+    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    environment = json.loads(trial.paths.environment.read_text())
+    environment.pop("supervisor")
+    trial.paths.environment.write_text(json.dumps(environment))
+    for path in trial.paths.event_files():
+        path.unlink()
+    assert Trial.open(trial.run_directory).state == "LOST"
+
+
+def test_a_process_that_reused_the_id_is_not_taken_for_the_supervisor(config):
+    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    lines = trial.paths.supervisor_events.read_text().splitlines()
+    started = json.loads(lines[0])
+    for process in started["processes"]:
+        process["started"] -= 1
+    trial.paths.supervisor_events.write_text(json.dumps(started) + "\n")
+    environment = json.loads(trial.paths.environment.read_text())
+    environment["supervisor"]["started"] -= 1
+    trial.paths.environment.write_text(json.dumps(environment))
+    assert Trial.open(trial.run_directory).state == "LOST"
+
+
+def test_a_run_from_before_a_restart_of_the_machine_is_lost(config):
+    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    trial.paths.supervisor_events.write_text(trial.paths.supervisor_events.read_text().splitlines()[0] + "\n")
+    environment = json.loads(trial.paths.environment.read_text())
+    environment["machine"]["boot"] = "another"
+    trial.paths.environment.write_text(json.dumps(environment))
+    assert Trial.open(trial.run_directory).error == "the machine was restarted"
+
+
+def test_a_torn_last_line_is_dropped_and_a_damaged_middle_one_is_told(config):
+    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    path = trial.paths.events(0)
+    with path.open("ab") as file:
+        file.write(b'{"kind": "st')
+    assert len(Trial.open(trial.run_directory).steps) == 8
+    with path.open("ab") as file:
+        file.write(b'\n{"kind": "step"}\n')
+    with pytest.raises(EventLogError, match=r"events\.0\.jsonl, line \d+"):
+        Trial.open(trial.run_directory)
+
+
+def test_a_removed_run_directory_ends_its_trial_and_no_other(config):
+    import shutil
+
+    removed = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=LONG))
+    other = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=100))
+    wait_until(steps_taken(removed, 1))
+    shutil.rmtree(removed.run_directory)
+    assert wait_until(lambda: removed.poll() == "LOST" and removed.error) == "its run directory was removed"
+    assert other.wait(SECONDS).state == "COMPLETE"
+
+
+def test_an_incomplete_run_directory_says_so(config):
+    run = RunPaths.create(config())
+    with pytest.raises(TrialError, match="is an incomplete run"):
+        Trial.open(run.directory)
+
+
+def test_the_run_directory_holds_the_config_and_no_secret(config, monkeypatch):
+    monkeypatch.setenv("MY_SECRET_KEY", "hunter2-hunter2")
+    trial = fit(lambda: FaultyModule({}), DATA, config()).wait(SECONDS)
+    assert Config.load(trial.paths.config) == trial.config
+    for path in trial.run_directory.iterdir():
+        assert b"hunter2-hunter2" not in path.read_bytes()

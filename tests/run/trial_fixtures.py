@@ -1,0 +1,91 @@
+"""Fixtures of tests that run trials: one warm supervisor for the whole session, and proof that nothing survives."""
+
+import contextlib
+import time
+
+import psutil
+import pytest
+
+from kit.config import Config
+from kit.run import client
+
+SURVIVAL_SECONDS = 3.0
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Makes the config of a small trial on `ranks` CPU ranks; keywords change `trial`."""
+
+    def make(ranks=1, strategy=None, **trial):
+        hardware = {
+            "accelerator": "cpu",
+            "devices": ranks,
+            "strategy": strategy or ("ddp" if ranks > 1 else "none"),
+            "threads_per_rank": 1,
+        }
+        return Config.make(
+            {
+                "hardware": hardware,
+                "trial": {"max_steps": 8, "warmup_steps": 1, "folder": str(tmp_path / "runs"), **trial},
+            }
+        )
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def no_survivors():
+    """Every rank, and all that it forked, is gone soon after the test."""
+    yield
+    left = ranks_alive()
+    deadline = time.monotonic() + SURVIVAL_SECONDS
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left = ranks_alive()
+    assert not left, f"still alive: {left}"
+
+
+def ranks_alive():
+    """Living descendants of this session's supervisors."""
+    found = []
+    for supervisor in client._supervisors.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += psutil.Process(supervisor.identity["pid"]).children(recursive=True)
+    return [process for process in found if is_alive(process)]
+
+
+def is_alive(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition, seconds=60.0):
+    """Wait for something to become true, and fail when it does not."""
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+    return result
+
+
+def steps_taken(trial, steps):
+    """A condition: the trial has taken so many steps on every rank."""
+
+    def look():
+        trial.poll()
+        assert not trial.ended, trial
+        done = [max((e["step"] for e in trial.steps if e["rank"] == rank), default=0) for rank in range(world(trial))]
+        return min(done) >= steps
+
+    return look
+
+
+def world(trial):
+    return trial.environment["world_size"]
+
+
+def last_steps(trial):
+    """The last step of each rank."""
+    return [max(e["step"] for e in trial.steps if e["rank"] == rank) for rank in range(world(trial))]
