@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kit.errors import KitError as KitError
     from kit.machine import hardware as hardware
     from kit.plan.chunks import chunk_table as chunk_table
+    from kit.report.batch_map import batch_figure as batch_figure
     from kit.report.chunk_chart import chunk_figure as chunk_figure
     from kit.report.results import results as results
     from kit.run.trial import Trial as Trial
@@ -30,6 +31,7 @@ _HOMES = {
     "KitError": "kit.errors",
     "PatchData": "kit.data.module",
     "Trial": "kit.run.trial",
+    "batch_figure": "kit.report.batch_map",
     "build": "kit.data.build",
     "chunk_figure": "kit.report.chunk_chart",
     "chunk_table": "kit.plan.chunks",

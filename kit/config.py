@@ -388,8 +388,8 @@ class Config(Section):
         """The expression that makes this Config from `against` (by default, from nothing)."""
         changes = (against or Config()).diff(self)
         base = "config" if against is not None else "kit.Config()"
-        body = ", ".join(f'"{path}": {_thaw(theirs)!r}' for path, (_, theirs) in changes.items())
-        return f"{base}.replace({{{body}}})" if changes else base
+        values = {path: _thaw(theirs) for path, (_, theirs) in changes.items()}
+        return f"{base}.replace({_literal(values)})" if changes else base
 
     @classmethod
     def fields(cls) -> tuple[FieldInfo, ...]:
@@ -529,6 +529,15 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 def _show(value: float, unit: str) -> str:
     return format_bytes(value) if unit == "bytes" else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _literal(value: Any) -> str:
+    """Python source of a plain value, with double quotes throughout."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    return "[" + ", ".join(map(_literal, value)) + "]" if isinstance(value, list) else repr(value)
 
 
 def _thaw(value: Any) -> Any:

@@ -12,6 +12,7 @@ cannot restyle a figure the user is making meanwhile.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import html
 import io
@@ -80,11 +81,22 @@ def drawing() -> Iterator[None]:
 
 
 def figure(width_inches: float, height_inches: float) -> Figure:
-    """An empty transparent figure of this size, known to no window and no pyplot."""
+    """An empty transparent figure of this size, known to no window and no pyplot; a notebook shows it as a picture."""
+    with drawing():
+        return _shown()(figsize=(width_inches, height_inches), dpi=PIXELS_PER_INCH)
+
+
+@functools.cache
+def _shown() -> type[Figure]:
+    """Figure, with what a notebook asks for: matplotlib itself answers only where pyplot has been set up."""
     from matplotlib.figure import Figure
 
-    with drawing():
-        return Figure(figsize=(width_inches, height_inches), dpi=PIXELS_PER_INCH)
+    class Chart(Figure):
+        def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+            width, height = (round(float(inches) * PIXELS_PER_INCH) for inches in self.get_size_inches())
+            return png(self, 2 * PIXELS_PER_INCH), {"width": width, "height": height}
+
+    return Chart
 
 
 def add_axes(

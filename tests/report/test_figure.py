@@ -112,3 +112,11 @@ def test_charts_drawn_from_many_threads_come_out_whole(chart):
     for thread in threads:
         thread.join()
     assert results == [wanted] * 16
+
+
+def test_a_notebook_shows_a_figure_as_a_sharp_picture():
+    from IPython.core.formatters import DisplayFormatter
+
+    data, metadata = DisplayFormatter().format(figure(4.0, 3.0))
+    assert data["image/png"][:8] == b"\x89PNG\r\n\x1a\n"
+    assert metadata["image/png"] == {"width": 400, "height": 300}

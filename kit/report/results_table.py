@@ -1,0 +1,164 @@
+"""The table of results that people see: fewer columns than the rows hold, formatted, and none that is empty.
+
+What is predicted stands as three columns under one heading: predicted, measured, ratio. Rows that went wrong say why
+below the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from kit.tables import FRAME, text_table
+from kit.units import format_bytes
+
+Row = Mapping[str, Any]
+_MISSING = "–"
+_RULE = "1px solid var(--jp-border-color2, #ccc)"
+
+
+class Column(NamedTuple):
+    """One column: the heading above it (empty for none), its own title, and its cell of a row."""
+
+    group: str
+    title: str
+    text: Callable[[Row], str]
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """The rows as aligned text."""
+    columns, cells = _table(rows)
+    return "\n".join([text_table(_flat(columns), cells), *_troubles(rows)])
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    columns, cells = _table(rows)
+    rule = ["---"] + ["---:"] * (len(columns) - 1)
+    lines = [_flat(columns), rule, *([_markdown_cell(cell) for cell in row] for row in cells)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def as_html(rows: Sequence[Row]) -> str:
+    """The rows as an HTML table with two lines of headings."""
+    columns, cells = _table(rows)
+    caption = f"{len(rows)} {'trial' if len(rows) == 1 else 'trials'}, newest first"
+    groups = [(group, len(list(part))) for group, part in groupby(column.group for column in columns)]
+    first = "".join(_group_html(group, span) for group, span in groups)
+    second = "".join(_heading_html(place, column.title) for place, column in enumerate(columns))
+    body = "".join(f"<tr>{''.join(_cell_html(*cell) for cell in enumerate(row))}</tr>" for row in cells)
+    notes = "".join(f"<li>{escape(trouble)}</li>" for trouble in _troubles(rows))
+    return (
+        f'<div style="{FRAME}; overflow-x: auto; font-size: 0.88em">'
+        '<table style="border-collapse: collapse; margin: 4px 0; font-size: inherit">'
+        f'<caption style="text-align: left; font-weight: bold; padding: 2px 0">{caption}</caption>'
+        f"<thead><tr>{first}</tr><tr>{second}</tr></thead><tbody>{body}</tbody></table>"
+        + (f'<ul style="margin: 4px 0; padding-left: 1.5em">{notes}</ul>' if notes else "")
+        + "</div>"
+    )
+
+
+def _table(rows: Sequence[Row]) -> tuple[list[Column], list[list[str]]]:
+    columns = {column: [column.text(row) for row in rows] for column in _COLUMNS}
+    kept = {
+        column: cells
+        for column, cells in columns.items()
+        if column.title == "trial" or any(cell != _MISSING for cell in cells)
+    }
+    return list(kept), [list(cells) for cells in zip(*kept.values(), strict=True)]
+
+
+def _flat(columns: Sequence[Column]) -> list[str]:
+    """One line of headings: a group is named at its first column."""
+    before, names = "", []
+    for column in columns:
+        names.append(f"{column.group} {column.title}" if column.group not in ("", before) else column.title)
+        before = column.group
+    return names
+
+
+def _troubles(rows: Sequence[Row]) -> list[str]:
+    wrong = (row for row in rows if row["message"] and row["state"] not in ("COMPLETE", "STOPPED"))
+    return [f"{row['run']}: {row['message']}" for row in wrong]
+
+
+# -- HTML
+
+
+def _group_html(group: str, span: int) -> str:
+    rule = f"; border-bottom: {_RULE}" if group else ""
+    style = f"text-align: center; padding: 0 5px; white-space: nowrap{rule}"
+    return f'<th scope="colgroup" colspan="{span}" style="{style}">{escape(group)}</th>'
+
+
+def _heading_html(place: int, title: str) -> str:
+    return f'<th scope="col" style="{_style(place)}; border-bottom: {_RULE}">{escape(title)}</th>'
+
+
+def _cell_html(place: int, cell: str) -> str:
+    return f'<td style="{_style(place)}">{escape(cell)}</td>'
+
+
+def _style(place: int) -> str:
+    return f"text-align: {'right' if place else 'left'}; padding: 2px 5px; white-space: nowrap"
+
+
+def _markdown_cell(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+# -- columns
+
+
+def _text(name: str) -> Callable[[Row], str]:
+    return lambda row: _MISSING if row[name] is None else str(row[name])
+
+
+def _number(name: str, form: str) -> Callable[[Row], str]:
+    return lambda row: _MISSING if row[name] is None else format(row[name], form)
+
+
+def _bytes(name: str) -> Callable[[Row], str]:
+    return lambda row: _MISSING if row[name] is None else format_bytes(row[name])
+
+
+def _trial(row: Row) -> str:
+    """The name of the run directory, less the fingerprint, which time makes superfluous."""
+    return str(row["run"]).removesuffix(f"-{str(row['fingerprint'])[:6]}")
+
+
+def _state(row: Row) -> str:
+    return f"{row['state'].lower()} ({row['cause']})" if row["cause"] else row["state"].lower()
+
+
+def _devices(row: Row) -> str:
+    if row["world_size"] is None:
+        return _MISSING
+    strategy = "" if row["strategy"] == "none" else f"{row['strategy']}, "
+    return f"{strategy}{row['world_size']} × {(row['accelerator'] or 'device').upper()}"
+
+
+def _triple(quantity: str, cell: Callable[[str], Callable[[Row], str]]) -> tuple[Column, ...]:
+    heading = quantity.replace("_per_", "/")
+    return (
+        Column(heading, "predicted", cell(f"{quantity}_predicted")),
+        Column(heading, "measured", cell(f"{quantity}_measured")),
+        Column(heading, "ratio", _number(f"{quantity}_ratio", ".2f")),
+    )
+
+
+_COLUMNS = (
+    Column("", "trial", _trial),
+    Column("", "state", _state),
+    Column("", "devices", _devices),
+    Column("", "precision", _text("precision")),
+    Column("", "batch", _text("batch_size")),
+    Column("", "samples/s", _number("samples_per_second", ".3g")),
+    Column("", "data wait", _number("data_wait_fraction", ".0%")),
+    Column("peak", "host RSS", _bytes("host_rss_peak_bytes")),
+    Column("peak", "device", _bytes("device_allocated_peak_bytes")),
+    *_triple("requests_per_sample", lambda name: _number(name, ".3g")),
+    *_triple("bytes_per_sample", _bytes),
+)

@@ -1,0 +1,173 @@
+"""Controls: one widget per field of a Config, and the two ways between its text and the field's value.
+
+A control is drawn from `FieldInfo` alone: label, tooltip and bounds are the declaration's. Sizes, devices and arguments
+are edited as the short text people write (`time: 2, lat: 64`, `0, 1`, `64 MiB`) and parsed here; a text that does not
+parse raises ConfigError with the field's path. Every text this module shows reads back as the same value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ipywidgets
+
+from kit.config import Config, FieldInfo
+from kit.errors import ConfigError, Problem
+from kit.units import parse_bytes
+
+LABEL_WIDTH = "172px"
+_LARGEST_WHOLE = 2**53 - 1
+_UNITS = ("TiB", "GiB", "MiB", "KiB", "GB", "MB", "KB")
+_SHORT_UNITS = {"seconds": "s"}
+_STRATEGIES = ("none", "ddp", "fsdp")
+
+
+def label(info: FieldInfo) -> str:
+    """`requests_in_flight` -> "requests in flight", `latency_seconds` -> "latency, s"."""
+    for suffix in ("_bytes_per_second", "_bytes", "_seconds"):
+        if info.name.endswith(suffix):
+            unit = "" if suffix == "_bytes" else f", {_SHORT_UNITS.get(info.unit, info.unit)}"
+            return info.name.removesuffix(suffix).replace("_", " ") + unit
+    return info.name.replace("_", " ")
+
+
+def make_control(info: FieldInfo, value: Any) -> Any:
+    """The widget that edits one field, holding `value`."""
+    common = {
+        "description": label(info),
+        "tooltip": info.help,
+        "layout": {"width": "auto", "margin": "1px 0"},
+        "style": {"description_width": LABEL_WIDTH},
+    }
+    if info.kind == "choice":
+        return ipywidgets.Dropdown(options=list(info.choices), value=value, **common)
+    if info.path == "hardware.strategy":
+        return ipywidgets.Dropdown(options=_strategies(value), value=value, **common)
+    if info.kind == "bool":
+        return ipywidgets.Checkbox(value=value, **common)
+    if info.kind == "int" and not info.unit.startswith("bytes"):
+        low, high = int(info.bounds.get("ge", -_LARGEST_WHOLE)), int(info.bounds.get("le", _LARGEST_WHOLE))
+        return ipywidgets.BoundedIntText(value=value, min=low, max=high, **common)
+    text = {"value": show(info, value), "placeholder": _PLACEHOLDERS.get(info.kind, "")}
+    return ipywidgets.Text(**text, continuous_update=False, **common)
+
+
+def read_control(info: FieldInfo, control: Any) -> Any:
+    """The value a control holds.
+
+    Raises:
+        ConfigError: when its text does not parse; whether the value fits the Config is not asked here.
+    """
+    if not isinstance(control, ipywidgets.Text):
+        return control.value
+    try:
+        return _parser(info)(control.value.strip())
+    except ValueError as error:
+        problem = error.problems[0].message if isinstance(error, ConfigError) else str(error)
+        raise ConfigError([Problem(info.path, problem)]) from None
+
+
+def write_control(info: FieldInfo, control: Any, value: Any) -> None:
+    """Let a control show `value`."""
+    if info.path == "hardware.strategy" and value not in control.options:
+        control.options = _strategies(value)
+    control.value = show(info, value) if isinstance(control, ipywidgets.Text) else value
+
+
+def show(info: FieldInfo, value: Any) -> str:
+    """A value as the text its control is edited in."""
+    if value is None:
+        return ""
+    if isinstance(value, Mapping):
+        return json.dumps(_plain(value)) if info.kind == "arguments" and value else _show_sizes(value)
+    if isinstance(value, list | tuple):
+        listed = ", ".join(map(str, value))
+        return f"[{listed}]" if info.kind == "devices" and len(value) == 1 else listed
+    return _show_bytes(value) if info.unit.startswith("bytes") else str(value)
+
+
+_PLACEHOLDERS = {
+    "sizes": "such as time: 2, lat: 64",
+    "layout": "auto, or time: 2, lat: 64",
+    "devices": "auto, 2, or a list: 0, 1",
+    "names": "all, or a list: u, v",
+    "arguments": 'such as {"size": 3}',
+    "float": "none",
+}
+
+
+def _parser(info: FieldInfo) -> Callable[[str], Any]:
+    if info.unit.startswith("bytes"):
+        return parse_bytes
+    special: dict[str, Callable[[str], Any]] = {
+        "sizes": _sizes,
+        "layout": lambda text: text if text in info.choices else _sizes(text),
+        "devices": _devices,
+        "names": _names,
+        "arguments": lambda text: _arguments(info, text),
+        "float": _float,
+    }
+    empty = None if info.default is None else ""
+    return special.get(info.kind, lambda text: text or empty)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.strip("{}").split(","))):
+        name, colon, size = part.partition(":")
+        name, size = name.strip(), size.strip()
+        if not colon or not name or not size.lstrip("-").isdecimal():
+            raise ValueError(f"{part!r} is not a size; write dimensions and whole numbers, such as time: 2, lat: 64")
+        if name in sizes:
+            raise ValueError(f"dimension {name!r} is named twice")
+        sizes[name] = int(size)
+    return sizes
+
+
+def _devices(text: str) -> str | int | list[int]:
+    parts = [part.strip() for part in text.strip("[]").split(",")]
+    if text.lstrip("-").isdecimal():
+        return int(text)
+    if all(part.isdecimal() for part in parts):
+        return [int(part) for part in parts]
+    return text
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in (part.strip() for part in text.split(",")) if name]
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+
+
+def _arguments(info: FieldInfo, text: str) -> Any:
+    """A YAML mapping on one line; JSON is one."""
+    flow = text if text.startswith("{") else f"{{{text}}}"
+    return Config.from_yaml(f"{info.section}:\n  {info.name}: {flow}\n").get(info.path)
+
+
+def _strategies(value: str) -> list[str]:
+    return [*_STRATEGIES, *([value] if value not in _STRATEGIES else [])]
+
+
+def _show_sizes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}: {size}" for name, size in sizes.items())
+
+
+def _show_bytes(count: int) -> str:
+    """The shortest exact text: `64 MiB`, `80 MB`."""
+    sizes = ((parse_bytes(f"1 {unit}"), unit) for unit in _UNITS)
+    exact = [(count // size, unit) for size, unit in sizes if count and count % size == 0]
+    return "{} {}".format(*min(exact)) if exact else str(count)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,279 @@
+"""Panel: everything about one Config in one place: its form, its store, a trial of it, and the same thing in code.
+
+Every control has a method of the same name, so that a notebook and a script do the same. A click returns at once: what
+takes time (looking at the store, building, checking a trial before it starts) runs in a thread, and a trial runs in
+processes of its own. One button fits and stops. Blocking is asked for with `wait()` or `await panel`; an interrupt ends
+the trial, keeps what it measured, and ends Run All. Only widget traits are set from threads, never an Output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import html
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import ipywidgets
+
+from kit.config import Config
+from kit.errors import ConfigError, KitError
+from kit.run.trial import Trial, fit, warm_up
+from kit.widgets.background import Latest
+from kit.widgets.config_form import ConfigForm
+from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
+from kit.widgets.store_view import StoreFacts, StoreView
+from kit.widgets.trial_view import TrialView
+
+_TICK_SECONDS = 0.05
+
+
+def panel(config: Config | None = None, module: Any = None, data: Any = None) -> Panel:
+    """A form, a chunk plan and a live trial for this config (by default, the default one).
+
+    Args:
+        config: what the form starts from; it is not changed, `panel.config` is the edited copy.
+        module: what is trained, as `kit.fit` takes it; None takes `model.target`.
+        data: what it is trained on, as `kit.fit` takes it; None takes the config's own store.
+    """
+    return Panel(config or Config(), module, data)
+
+
+class Panel:
+    """The widgets, and the methods that mirror them."""
+
+    def __init__(self, config: Config, module: Any = None, data: Any = None) -> None:
+        self._base, self._module, self._data = config, module, data
+        self._display: LiveDisplay | None = None
+        self._starting, self._mutex = Latest("kit-fit"), threading.RLock()
+        self.trial: Trial | None = None
+        """The last trial started here."""
+        self.form = ConfigForm(config)
+        self.view = TrialView(config)
+        self._device_hints: dict[str, str] = device_hints(config)
+        self._store_hints: dict[str, str] = {}
+        self._hinting = threading.Lock()
+        self.store = StoreView(config, self._on_facts) if data is None else None
+        self.button = ipywidgets.Button(layout={"width": "90px", "flex": "0 0 auto"})
+        self.code = ipywidgets.HTML(layout={"margin": "6px 0 0", "width": "100%"})
+        self._label(busy=False)
+        self.button.on_click(lambda _: self._clicked())
+        self.form.on_change(self._on_config)
+        self._show_code()
+        self._show_hints()
+        self.ui = self._draw()
+
+    # -- what the controls do
+
+    @property
+    def config(self) -> Config:
+        """The last valid Config of the form; setting it sets every control."""
+        return self.form.config
+
+    @config.setter
+    def config(self, config: Config) -> None:
+        self.form.config = config
+
+    @property
+    def busy(self) -> bool:
+        """Whether a trial is being started or runs."""
+        return self._starting.busy or (self.trial is not None and not self.trial.ended)
+
+    def fit(self) -> Trial:
+        """Start a trial of the config and return it at once; the trial that runs, when there is one.
+
+        Raises:
+            ConfigError: for edits in the form that do not fit, and as `kit.fit` does.
+        """
+        with self._mutex:
+            if self.trial is not None and not self.trial.ended:
+                return self.trial
+            try:
+                self.trial = self._submit(self.config)
+            except Exception as error:
+                self._label(busy=False)
+                self.view.say("not started", 0.0)
+                self.view.show_error(_first_line(error))
+                raise
+            self._label(busy=True)
+            self.view.watch(self.trial)
+            self.trial.on_change(self._on_trial)
+            return self.trial
+
+    def _submit(self, config: Config) -> Trial:
+        if self.form.problems:
+            raise ConfigError(self.form.problems)
+        self.view.reset(config, "checking …")
+        given = self._module is not None or self._data is not None
+        return fit(self._module, self._data, config) if given else fit(config)
+
+    def stop(self) -> None:
+        """Ask the trial to end after its current step; what it measured is kept."""
+        if self.trial is not None and not self.trial.ended:
+            self.view.say("stopping after the current step …", None)
+            self.trial.stop()
+
+    def build(self) -> None:
+        """Build the store, or what is missing of it, in a thread; returns at once."""
+        if self.store is not None:
+            self.store.build()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the trial has ended and the store is looked at and built.
+
+        Raises:
+            TrialError: when the trial FAILED or is LOST.
+            TrialStopped: after an interrupt, which stops the trial and keeps what it measured.
+            TimeoutError: after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._preparing:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"still busy after {timeout} s; it goes on")
+            time.sleep(_TICK_SECONDS)
+        try:
+            if self.trial is not None:
+                self.trial.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        finally:
+            self._settle()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> None:
+        while self._preparing:
+            await asyncio.sleep(_TICK_SECONDS)
+        try:
+            if self.trial is not None:
+                await self.trial
+        finally:
+            self._settle()
+
+    def save(self, path: str | Path) -> Path:
+        """Write the config as YAML, to be committed."""
+        return self.config.save(path)
+
+    @property
+    def _preparing(self) -> bool:
+        return self._starting.busy or (self.store is not None and not self.store.wait(0))
+
+    # -- what happens
+
+    def _clicked(self) -> None:
+        if self.trial is not None and not self.trial.ended:
+            self.stop()
+        elif not self._starting.busy:
+            self._label(busy=True)
+            self.view.say("checking …", None)
+            self._starting.submit(self._start)
+
+    def _start(self) -> None:
+        """What a click on Fit does; what went wrong stands beside the button, and has no place in a log."""
+        with contextlib.suppress(Exception):
+            self.fit()
+
+    def _on_trial(self, trial: Trial) -> None:
+        if trial.ended and trial is self.trial:
+            self._settle()
+
+    def _settle(self) -> None:
+        """The end of a trial, however it came."""
+        if self.trial is not None and self.trial.ended:
+            self.view.show(self.trial)
+            self._label(busy=False)
+        if self._display is not None:
+            self._display.refresh()
+
+    def _on_config(self, config: Config) -> None:
+        self._show_code()
+        self._show_hints(device=device_hints(config))
+        if self.store is not None:
+            self.store.look(config)
+        if not self.busy and self.trial is None:
+            self.view.reset(config)
+
+    def _on_facts(self, facts: StoreFacts) -> None:
+        self._show_hints(store=facts.hints)
+
+    # -- what is shown
+
+    def _label(self, busy: bool) -> None:
+        label, icon, style, tooltip = (
+            ("Stop", "stop", "warning", "end the trial after its current step; what it measured is kept")
+            if busy
+            else ("Fit", "play", "primary", "start a trial: this config, run briefly in processes of its own")
+        )
+        self.button.description, self.button.icon, self.button.button_style = label, icon, style
+        self.button.tooltip = tooltip
+
+    def _show_hints(self, device: dict[str, str] | None = None, store: dict[str, str] | None = None) -> None:
+        with self._hinting:
+            self._device_hints = self._device_hints if device is None else device
+            self._store_hints = self._store_hints if store is None else store
+            self.form.show_hints({**self._device_hints, **self._store_hints})
+
+    def _show_code(self) -> None:
+        config = self.config.as_code(against=self._base)
+        own = {"module": self._module, "data": self._data}
+        parts = [name if part is not None else "None" for name, part in own.items()]
+        given = parts if set(parts) != {"None"} else []
+        call = f"kit.fit({', '.join([*given, config])})"
+        self.code.value = _code_html(call, self.config)
+
+    def _draw(self) -> Any:
+        head = ipywidgets.HBox([self.button, self.view.progress], layout={"align_items": "center", "grid_gap": "12px"})
+        store = [self.store.ui] if self.store is not None else []
+        right = ipywidgets.VBox(
+            [*store, head, self.view.chart, self.view.error, self.code],
+            layout={"flex": "100 1 480px", "min_width": "0"},
+        )
+        columns = ipywidgets.HBox(
+            [self.form.ui, right], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "8px 28px"}
+        )
+        return live_box([columns, *keyboard_guard()])
+
+    def _still(self) -> tuple[str, bytes | None]:
+        return self.view.still
+
+    def __repr__(self) -> str:
+        return f"Panel of {self.config!r}"
+
+    def _ipython_display_(self) -> None:
+        if self.config.trial.start == "warm":
+            warm_up()
+        self._display = LiveDisplay(self.ui, f"{self!r}\nRun this cell again for its controls.", self._still)
+
+
+def device_hints(config: Config) -> dict[str, str]:
+    """What `auto` came to on this machine and why, for the fields it stands in."""
+    from kit.machine import hardware, resolve_devices
+
+    try:
+        resolved = resolve_devices(config, hardware())
+    except KitError as error:
+        return {"hardware.devices": str(error)}
+    precision = [reason for reason in resolved.reasons if reason.startswith(resolved.precision)]
+    devices = [reason for reason in resolved.reasons if reason not in precision]
+    return {"hardware.devices": "; ".join(devices), "hardware.precision": "; ".join(precision)}
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ConfigError):
+        return " ".join(str(problem) for problem in error.problems)
+    if isinstance(error, KitError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _code_html(call: str, config: Config) -> str:
+    font = "font-family:var(--jp-code-font-family, monospace);font-size:.9em"
+    code = f"{font};white-space:pre-wrap;line-height:1.4;margin:2px 0"
+    yaml = html.escape(config.to_yaml(comments=False))
+    return (
+        f"<div style='line-height:1.4'>the same in code: <pre style='{code}'>{html.escape(call)}</pre>"
+        "<details><summary style='cursor:pointer'>config as YAML</summary>"
+        f"<pre style='{code}'>{yaml}</pre></details></div>"
+    )

@@ -1,0 +1,109 @@
+"""Every notebook: short, free of definitions, committed without outputs, and runs unattended from a fresh copy."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import kit
+
+REPOSITORY = Path(__file__).parents[2]
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+MOST_CODE_CELLS = 10
+LIMIT_SECONDS = 170
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def cells(path):
+    return nbformat.read(path, as_version=4).cells
+
+
+def code(cells):
+    return [cell for cell in cells if cell.cell_type == "code"]
+
+
+def trees(cells):
+    return [ast.parse(cell.source) for cell in code(cells)]
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+def test_its_title_is_a_question_and_its_cells_are_few(cells):
+    title = cells[0].source.splitlines()[0]
+    assert title.startswith("# ")
+    assert title.endswith("?")
+    assert len(code(cells)) < MOST_CODE_CELLS
+
+
+def test_it_defines_nothing(cells):
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+    assert not [node for tree in trees(cells) for node in ast.walk(tree) if isinstance(node, definitions)]
+
+
+def test_it_imports_only_kit_and_uses_only_its_public_names(cells):
+    nodes = [node for tree in trees(cells) for node in ast.walk(tree)]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert imported <= {"kit"}
+    assert not [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    used = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kit"
+    }
+    assert used <= set(kit.__all__)
+
+
+def test_it_has_one_cell_of_parameters(cells):
+    assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
+
+
+def test_it_is_committed_without_outputs(path):
+    subprocess.run([sys.executable, "-m", "nbstripout", "--verify", str(path)], check=True, capture_output=True)
+
+
+def test_it_names_the_kernel_that_is_installed_for_it(path):
+    kernel = nbformat.read(path, as_version=4).metadata.kernelspec
+    assert (kernel.name, kernel.display_name) == ("kit", "kit (training experiments)")
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of what a user has: a project folder with notebooks and datasets."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "0"\n')
+    for folder in ("notebooks", "datasets"):
+        shutil.copytree(
+            REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints")
+        )
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_SECONDS + 60)
+def test_it_runs_unattended_and_leaves_pictures_and_text(path, project):
+    notebook = nbformat.read(project / "notebooks" / path.name, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=LIMIT_SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(project / "notebooks")}},
+    )
+    client.execute(env={**os.environ, "KIT_FAST": "1"})
+    outputs = [output for cell in code(notebook.cells) for output in cell.outputs]
+    bundles = [output.data for output in outputs if "data" in output]
+    assert any("image/png" in bundle for bundle in bundles)
+    assert all(bundle.get("text/plain") for bundle in bundles)
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [output for output in outputs if output.get("name") == "stderr"]

@@ -1,0 +1,314 @@
+"""The panel without a kernel or a browser: set a value, click, wait; real stores and real trials."""
+
+import asyncio
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from kit.config import Config
+from kit.errors import ConfigError, TrialError
+from kit.run.client import close_supervisors
+from kit.widgets import panel as panels
+from kit.widgets.background import Latest
+from kit.widgets.panel import Panel, panel
+from kit.widgets.store_view import StoreView
+from kit.widgets.trial_view import TrialView, error_html, progress_html
+
+SOURCE = '''
+import numpy as np
+from kit.data.source import VariableSpec
+
+
+class Waves:
+    """Two variables on a small grid, arithmetic of the indices."""
+
+    dims = ("time", "y", "x")
+    attributes = {}
+
+    def __init__(self, size=32):
+        self.shape = (8, size, size)
+        self.variables = {name: VariableSpec(np.dtype("int16")) for name in ("u", "v")}
+        self.coordinates = {name: np.arange(side) for name, side in zip(self.dims, self.shape)}
+
+    def read(self, name, region):
+        t, y, x = np.meshgrid(*(np.arange(side.start, side.stop) for side in region), indexing="ij")
+        return (t + 2 * y + 3 * x).astype("int16")
+'''
+WAIT = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_supervisor_left():
+    yield
+    close_supervisors()
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "waves.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def config(project):
+    return Config().replace(
+        {
+            "name": "waves",
+            "data.source": "waves.py:Waves",
+            "data.url": "data/waves.zarr",
+            "data.patch": {"time": 2, "y": 8, "x": 8},
+            "model.target": "kit.testing:TinyModule",
+            "loader.batch_size": 4,
+            "trial.max_steps": 8,
+            "trial.warmup_steps": 2,
+            "hardware.accelerator": "cpu",
+            "hardware.threads_per_rank": 1,
+        }
+    )
+
+
+@pytest.fixture
+def quick(config):
+    """A panel whose trial takes a moment."""
+    return Panel(config, data="kit.testing:TinyData")
+
+
+@pytest.fixture
+def endless(config):
+    """A panel whose trial is still running when it is looked at."""
+    slow = config.replace({"trial.max_steps": 2000, "model.arguments": {"seconds": 0.02}})
+    return Panel(slow, data="kit.testing:TinyData")
+
+
+def words(view):
+    return re.search(r"role='status'[^>]*>([^<]*)<", view.progress.value)[1]
+
+
+def wait_for_step(panel):
+    """Until the view shows a step; told by the trait, not by a clock."""
+    shown = threading.Event()
+    panel.view.progress.observe(lambda _: shown.set() if words(panel.view).startswith("step") else None, "value")
+    assert words(panel.view).startswith("step") or shown.wait(WAIT)
+
+
+def test_a_click_on_fit_runs_a_trial_and_shows_its_result(quick):
+    assert words(quick.view) == "ready"
+    quick.button.click()
+    assert quick.button.description == "Stop"
+    quick.wait(WAIT)
+    assert quick.trial.state == "COMPLETE"
+    assert quick.button.description == "Fit"
+    assert re.match(r"complete — [\d.e+]+ samples/s, data wait \d+%, peak \d+ MiB host RSS", words(quick.view))
+    assert "Throughput over 6 steps after warm-up" in quick.view.chart.value
+
+
+def test_a_second_click_stops_and_keeps_what_was_measured(endless):
+    endless.button.click()
+    wait_for_step(endless)
+    endless.button.click()
+    endless.wait(WAIT)
+    assert endless.trial.state == "STOPPED"
+    assert words(endless.view).startswith("stopped after step")
+    assert endless.button.description == "Fit"
+
+
+def test_a_step_says_how_much_time_is_left(endless):
+    endless.fit()
+    left = threading.Event()
+    endless.view.progress.observe(lambda _: left.set() if words(endless.view).endswith("left") else None, "value")
+    assert left.wait(WAIT)
+    assert re.match(r"step \d+/2000 · \d+ s left", words(endless.view))
+    endless.stop()
+    endless.wait(WAIT)
+
+
+def test_methods_mirror_the_controls(quick):
+    trial = quick.fit()
+    assert quick.fit() is trial
+    quick.wait(WAIT)
+    assert quick.trial is trial
+    assert not quick.busy
+
+
+def test_a_panel_can_be_awaited(quick):
+    async def run():
+        quick.fit()
+        await quick
+
+    asyncio.run(run())
+    assert quick.trial.state == "COMPLETE"
+
+
+def test_a_changed_control_reaches_the_trial_and_the_line_of_code(quick):
+    quick.form.controls["trial.max_steps"].value = 5
+    quick.form.controls["hardware.precision"].value = "bf16-mixed"
+    assert "kit.fit(None, data, config.replace({" in quick.code.value
+    assert "&quot;trial.max_steps&quot;: 5" in quick.code.value
+    quick.fit()
+    quick.wait(WAIT)
+    assert quick.trial.config == quick.config
+    assert max(event["step"] for event in quick.trial.steps) == 5
+
+
+def test_what_cannot_start_is_said_beside_the_button(config):
+    broken = Panel(config.replace({"model.target": "kit.testing:TinyModle"}), data="kit.testing:TinyData")
+    broken.button.click()
+    broken.wait(WAIT)
+    assert "TinyModule" in broken.view.error.value
+    assert "role='alert'" in broken.view.error.value
+    assert (words(broken.view), broken.button.description) == ("not started", "Fit")
+    with pytest.raises(ConfigError):
+        broken.fit()
+
+
+def test_edits_that_do_not_fit_refuse_to_start(quick):
+    quick.form.controls["hardware.strategy"].value = "ddp"
+    with pytest.raises(ConfigError, match="at least 2 devices"):
+        quick.fit()
+    assert quick.trial is None
+
+
+def test_a_failed_trial_shows_its_root_cause_and_folds_the_traceback(config):
+    failing = Panel(config.replace({"model.arguments": {"width": 3}}), data="kit.testing:TinyData")
+    failing.button.click()
+    with pytest.raises(TrialError):
+        failing.wait(WAIT)
+    assert words(failing.view).startswith("failed before the first step")
+    shown, _, folded = failing.view.error.value.partition("<details")
+    assert "RuntimeError" in shown
+    assert "Traceback" not in shown
+    assert "Traceback" in folded
+    assert failing.button.description == "Fit"
+
+
+def test_fit_after_a_failure_clears_the_error(config):
+    again = Panel(config.replace({"model.arguments": {"width": 3}}), data="kit.testing:TinyData")
+    again.fit()
+    with pytest.raises(TrialError):
+        again.wait(WAIT)
+    again.form.controls["model.arguments"].value = ""
+    again.fit()
+    again.wait(WAIT)
+    assert again.view.error.value == ""
+    assert again.trial.state == "COMPLETE"
+
+
+def test_the_still_is_a_sentence_and_a_picture(quick):
+    assert quick._still() == ("no trial yet", None)
+    quick.fit()
+    quick.wait(WAIT)
+    sentence, picture = quick._still()
+    assert "complete" in sentence
+    assert picture.startswith(b"\x89PNG")
+
+
+def test_save_writes_the_config_of_the_form(quick, project):
+    quick.form.controls["loader.batch_size"].value = 7
+    path = quick.save(project / "mine.yaml")
+    assert Config.load(path) == quick.config
+
+
+def test_the_store_is_planned_built_and_found(config):
+    mine = Panel(config)
+    mine.wait(WAIT)
+    assert "not built yet" in mine.store.summary.value
+    assert "of data, about" in mine.store.summary.value
+    assert "samples/s predicted" in mine.store.chart.value
+    assert mine.store._row.layout.display is None
+    mine.store.button.click()
+    assert mine.store.button.description == "Stop"
+    mine.wait(WAIT)
+    assert "is built" in mine.store.summary.value
+    assert mine.store._row.layout.display == "none"
+
+
+def test_what_auto_came_to_stands_beside_its_field(config):
+    mine = Panel(config)
+    mine.wait(WAIT)
+    assert "x: " in mine.form._notes["chunking.chunk"].value
+    assert mine.form._notes["hardware.precision"].value != ""
+
+
+def test_another_patch_makes_another_plan(config):
+    mine = Panel(config)
+    mine.wait(WAIT)
+    before = mine.store.facts.plan
+    mine.form.controls["data.patch"].value = "time: 1, y: 16, x: 16"
+    mine.wait(WAIT)
+    assert mine.store.facts.plan.patch == (1, 16, 16)
+    assert before.patch == (2, 8, 8)
+
+
+def test_a_plan_that_cannot_hold_is_explained(config):
+    mine = Panel(config.replace({"data.patch": {"time": 2, "y": 99}}))
+    mine.wait(WAIT)
+    assert "larger than the array" in mine.store.summary.value
+    assert mine.store._row.layout.display == "none"
+
+
+def test_a_stopped_build_resumes(config):
+    small = {"chunking.chunk": {"time": 1, "y": 8, "x": 8}, "chunking.shard": "none"}
+    view = StoreView(config.replace(small))
+    view.wait(WAIT)
+    started = threading.Event()
+
+    def stop(change):
+        if " of " in change["new"]:
+            view.stop()
+            started.set()
+
+    view.progress.observe(stop, "value")
+    view.build()
+    assert started.wait(WAIT)
+    view.wait(WAIT)
+    view.progress.unobserve_all()
+    if view.facts.dataset is None:
+        assert "resumes" in view.progress.value
+    view.build()
+    view.wait(WAIT)
+    assert view.facts.dataset is not None
+    assert np.array_equal(view.facts.dataset.open_array("u")[0, 0], 3 * np.arange(32))
+
+
+def test_a_fresh_panel_starts_from_the_default_config(project):
+    assert panel().config == Config()
+
+
+def test_a_view_of_another_trial_ignores_the_first(quick, config):
+    quick.fit()
+    quick.wait(WAIT)
+    view = TrialView(config)
+    view.show(quick.trial)
+    assert words(view) == "ready"
+
+
+def test_words_that_change_quickly_are_not_spoken():
+    assert "aria-live='off'" in progress_html("step 1/2", 0.5, "part done", spoken=False)
+    assert "aria-live='polite'" in progress_html("complete", 1.0, "part done")
+
+
+def test_errors_are_escaped_and_long_tracebacks_cut():
+    shown = error_html("<b>bad</b>", "\n".join(f"line {n}" for n in range(1000)), [])
+    assert "<b>" not in shown
+    assert "line 999" in shown
+    assert "line 100\n" not in shown
+
+
+def test_the_newest_of_waiting_jobs_runs_and_the_others_do_not():
+    background, first, ran = Latest("test"), threading.Event(), []
+    background.submit(lambda: first.wait(WAIT))
+    for number in range(3):
+        background.submit(lambda number=number: ran.append(number))
+    assert not background.wait(0)
+    first.set()
+    assert background.wait(WAIT)
+    assert ran == [2]
+
+
+def test_device_hints_name_what_is_missing(config):
+    hints = panels.device_hints(config.replace({"hardware.devices": 3, "hardware.strategy": "ddp"}))
+    assert hints["hardware.devices"]
