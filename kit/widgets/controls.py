@@ -21,7 +21,6 @@ LABEL_WIDTH = "172px"
 _LARGEST_WHOLE = 2**53 - 1
 _UNITS = ("TiB", "GiB", "MiB", "KiB", "GB", "MB", "KB")
 _SHORT_UNITS = {"seconds": "s"}
-_STRATEGIES = ("none", "ddp", "fsdp")
 
 
 def label(info: FieldInfo) -> str:
@@ -44,7 +43,7 @@ def make_control(info: FieldInfo, value: Any) -> Any:
     if info.kind == "choice":
         return ipywidgets.Dropdown(options=list(info.choices), value=value, **common)
     if info.path == "hardware.strategy":
-        return ipywidgets.Dropdown(options=_strategies(value), value=value, **common)
+        return ipywidgets.Dropdown(options=_options(info, value), value=value, **common)
     if info.kind == "bool":
         return ipywidgets.Checkbox(value=value, **common)
     if info.kind == "int" and not info.unit.startswith("bytes"):
@@ -72,7 +71,7 @@ def read_control(info: FieldInfo, control: Any) -> Any:
 def write_control(info: FieldInfo, control: Any, value: Any) -> None:
     """Let a control show `value`."""
     if info.path == "hardware.strategy" and value not in control.options:
-        control.options = _strategies(value)
+        control.options = _options(info, value)
     control.value = show(info, value) if isinstance(control, ipywidgets.Text) else value
 
 
@@ -152,8 +151,9 @@ def _arguments(info: FieldInfo, text: str) -> Any:
     return Config.from_yaml(f"{info.section}:\n  {info.name}: {flow}\n").get(info.path)
 
 
-def _strategies(value: str) -> list[str]:
-    return [*_STRATEGIES, *([value] if value not in _STRATEGIES else [])]
+def _options(info: FieldInfo, value: str) -> list[str]:
+    """The words offered, and the value itself: `fsdp:2:4` is one of many."""
+    return list(dict.fromkeys([*info.choices, value]))
 
 
 def _show_sizes(sizes: Mapping[str, int]) -> str:

@@ -201,6 +201,3 @@ def display(trial: Trial) -> None:
     sentence = f"{trial!r}\nRun this cell again to see it live."
     outputs = LiveDisplay(shown.ui, sentence, lambda: shown.view.still)
     trial.on_change(lambda trial: shown.ended(trial, outputs))
-
-
-show = display

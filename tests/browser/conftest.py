@@ -37,7 +37,7 @@ _CONNECTED = """() => {
 }"""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A copy of what a user has: a project folder with notebooks and datasets."""
     root = tmp_path_factory.mktemp("project")
@@ -47,7 +47,7 @@ def project(tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(project, tmp_path_factory):
     """A JupyterLab server on a free port of this machine, with settings and state of its own."""
     state = tmp_path_factory.mktemp("state")
@@ -105,7 +105,7 @@ def _wait_for(url, server, log):
             time.sleep(0.1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
     if not Path(CHROMIUM).exists():
         reason = f"no Chromium at {CHROMIUM}; install it or set CHROMIUM to its path"
@@ -167,7 +167,7 @@ def notebook(lab, chromium):
         urllib.request.urlopen(request).close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def artifacts():
     """Where screenshots are left to be looked at; not compared with anything."""
     folder = REPOSITORY / "artifacts"

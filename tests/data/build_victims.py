@@ -4,6 +4,7 @@ Run as `python build_victims.py CONFIG FOLDER`; prints a line of JSON per kill u
 {"k", "killed", "published", "opens", "journalled", "rewritten"}. It never opens a store itself, so that it may fork.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -32,11 +33,10 @@ def in_child(work):
 
 def build_watched(config, log, kill_at=0.0):
     """Build, noting every object written; SIGKILL before the k-th is moved into place, or after it (k + 0.5)."""
-    count = 0
+    numbers = itertools.count(1)
 
     def move(draft, target):
-        nonlocal count
-        count += 1
+        count = next(numbers)  # in one step: two threads move objects
         if count == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         moved = MOVE(draft, target)
