@@ -40,20 +40,6 @@ def plan_chunks(config: Config) -> ChunkPlan:
     return _plan(config, _source_geometry(config, load_source(config)))
 
 
-def price_stored(config: Config, dataset: Dataset) -> ChunkPlan:
-    """What reading `dataset` costs with the chunks it has, whatever the config would choose.
-
-    Raises:
-        PlanError: for a patch that does not fit the data.
-        ConfigError: for variables that do not exist.
-    """
-    first = dataset.select(config.data.variables)[0]
-    chunks = dict(zip(first.dims, first.chunk, strict=True))
-    shards = dict(zip(first.dims, first.shard, strict=True)) if first.shard else "none"
-    as_stored = config.replace({"chunking.chunk": chunks, "chunking.shard": shards})
-    return _plan(as_stored, _stored_geometry(config, dataset))
-
-
 def _plan(config: Config, geometry: _Geometry) -> ChunkPlan:
     data, chunking = config.data, config.chunking
     return plan_layout(

@@ -21,7 +21,6 @@ from typing import Any, overload
 from kit.errors import KitError
 from kit.events import Event
 from kit.report import results_table
-from kit.report.predictions import Predictions
 from kit.report.trace import trace_of
 from kit.run.paths import RunPaths, find_runs, runs_folder
 from kit.run.trial import Trial
@@ -42,8 +41,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 def results(folder: str | Path = "runs") -> Results:
     """One row per run directory in `folder`, newest first; a relative folder starts at the project folder."""
-    predictions = Predictions()
-    rows = [_row(paths, predictions) for paths in find_runs(folder)]
+    rows = [_row(paths) for paths in find_runs(folder)]
     return Results(reversed(rows), where=str(runs_folder(folder)))
 
 
@@ -101,13 +99,13 @@ class Results(Sequence[Row]):
 # -- rows
 
 
-def _row(paths: RunPaths, predictions: Predictions) -> Row:
+def _row(paths: RunPaths) -> Row:
     row: Row = {**dict.fromkeys(COLUMNS), "run": paths.directory.name, "run_directory": str(paths.directory)}
     try:
         trial = Trial.open(paths.directory)
         row.update(_facts(trial))
         row.update(_measured(trial))
-        row.update(_compared(predictions, trial))
+        row.update(_compared(trial))
     except (KitError, OSError, ValueError, KeyError, TypeError) as error:
         row.update(state="UNREADABLE", message=f"{type(error).__name__}: {error}".splitlines()[0])
     return {name: _plain(value) for name, value in row.items()}
@@ -156,11 +154,10 @@ def _per_sample(events: Iterable[Event]) -> dict[str, float]:
     return {quantity: sum(count.get(name, 0) for count in counts) / samples for quantity, name in names.items()}
 
 
-def _compared(predictions: Predictions, trial: Trial) -> Row:
-    """Predictions beside measurements; none for a fit that did not read the config's store through kit's own loader."""
+def _compared(trial: Trial) -> Row:
+    """What was predicted when the trial was submitted, beside what its loaders measured."""
     measured = _per_sample(trial.events)
-    counted = bool(measured) or trial.event("fit_ended") is None
-    predicted = predictions.of(trial.config) if counted else {}
+    predicted = trial.environment.get("predicted") or {}
     row: Row = {}
     for quantity in PREDICTED:
         foreseen, found = predicted.get(quantity), measured.get(quantity)

@@ -44,11 +44,11 @@ def prepare(module: object, data: object, config: object) -> RunPaths:
     _check_targets(module_part, data_part, config)
     check_parts(module_part, data_part, config.model.arguments)
     resolved = _resolve(config)
-    if data_part.kind == "default":
-        _check_own_data(config, resolved.world_size)
+    predicted = _check_own_data(config, resolved.world_size) if data_part.kind == "default" else {}
     payload = pack(module_part, data_part)
     paths = RunPaths.create(config)
-    _write(paths, config, payload, _environment(resolved, len(payload)))
+    environment = {**_environment(resolved), "payload_bytes": len(payload), "predicted": predicted}
+    _write(paths, config, payload, environment)
     _warn_if_large(paths, len(payload))
     return paths
 
@@ -68,10 +68,15 @@ def _resolve(config: Config) -> Resolved:
     return resolve_devices(config, hardware())
 
 
-def _check_own_data(config: Config, world_size: int) -> None:
-    """The ranks are other processes: they must be able to open the store, and each batch must fit it."""
+def _check_own_data(config: Config, world_size: int) -> dict[str, float]:
+    """The ranks are other processes: they must be able to open the store, and each batch must fit it.
+
+    Returns:
+        What reading it should cost, kept with the run before it is measured.
+    """
     from kit.data.dataset import open_dataset
     from kit.data.engine import Engine
+    from kit.data.reading import predict_reading
     from kit.data.sampling import sample_plan
     from kit.data.stores import is_shared
 
@@ -83,9 +88,10 @@ def _check_own_data(config: Config, world_size: int) -> None:
     dataset = open_dataset(config)
     sample_plan(config, dataset, world_size)
     Engine(dataset, config.data.variables, standardize=config.data.standardize)  # opens nothing, refuses what it cannot
+    return predict_reading(config, dataset)
 
 
-def _environment(resolved: Resolved, payload_bytes: int) -> dict[str, Any]:
+def _environment(resolved: Resolved) -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version(), **_versions()},
         "platform": platform.platform(),
@@ -98,7 +104,6 @@ def _environment(resolved: Resolved, payload_bytes: int) -> dict[str, Any]:
         "precision": resolved.precision,
         "reasons": list(resolved.reasons),
         "threads_per_rank": resolved.threads_per_rank,
-        "payload_bytes": payload_bytes,
     }
 
 

@@ -1,4 +1,7 @@
-"""Real JupyterLab in real Chromium: one server and one browser a session, one clean tab and fresh kernel a test."""
+"""Real JupyterLab in real Chromium: one server and one browser a module, one clean tab and fresh kernel a test.
+
+Not one a session: playwright keeps an event loop running in this thread, in which `asyncio.run` of later tests fails.
+"""
 
 import json
 import os
