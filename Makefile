@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+SUDO   := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 ROOT   := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 
 .PHONY: lab test check lint types notebooks bench clean
@@ -29,13 +30,14 @@ notebooks: $(READY)
 	$(BIN)/nbstripout --verify notebooks/*.ipynb
 
 bench: $(READY)
-	for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --record || exit 1; done
+	for script in $(filter-out benchmarks/publish.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script --record || exit 1; done
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "kit needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) \
-		|| { echo "Debian and Ubuntu keep venv in a package of its own: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { \
+		echo "Debian and Ubuntu keep venv in a package of its own, python3-venv: installing it"; rm -rf $(VENV); \
+		$(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq python3-venv && $(PYTHON) -m venv $(VENV); }
 	$(BIN)/pip install --quiet --upgrade 'pip>=24'
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m ipykernel install --prefix $(VENV) --name kit --display-name 'kit (training experiments)' >/dev/null

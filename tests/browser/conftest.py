@@ -144,6 +144,7 @@ class Notebook:
     def use_theme(self, name):
         self.command("apputils:change-theme", theme=name)
         self.page.wait_for_function("(name) => document.body.dataset.jpThemeName === name", arg=name)
+        self.page.locator("#jupyterlab-splash").wait_for(state="detached")
 
     def errors(self):
         output = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
