@@ -62,7 +62,7 @@ class Ocean:
         }  # fmt: skip
         self.attributes: Mapping[str, Any] = {
             "title": "Synthetic ocean surface", "source": "computed; no observation or model output", "seed": seed,
-            "license": "MIT", "Conventions": "CF-1.11",
+            "license": "CC0-1.0", "Conventions": "CF-1.11",
         }  # fmt: skip
         self._maps = _planet(seed)
         self._eddies = _Eddies(seed)
