@@ -1,7 +1,36 @@
-"""How a module is trained: the Trainer, the strategies and the memory levers, all importable by an exported config."""
+"""How a module is trained: the Trainer, the strategies and the memory levers, all importable by an exported config.
 
-from kit.train.levers import GradientCheckpointing as GradientCheckpointing
-from kit.train.shard import SelfShardedStrategy as SelfShardedStrategy
-from kit.train.shard import ShardStrategy as ShardStrategy
-from kit.train.strategies import make_strategy as make_strategy
-from kit.train.trainer import make_trainer as make_trainer
+Names are loaded when first used, so that naming this package loads neither torch nor lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kit.train.levers import GradientCheckpointing as GradientCheckpointing
+    from kit.train.shard import SelfShardedStrategy as SelfShardedStrategy
+    from kit.train.shard import ShardStrategy as ShardStrategy
+    from kit.train.strategies import make_strategy as make_strategy
+    from kit.train.trainer import make_trainer as make_trainer
+
+_HOMES = {
+    "GradientCheckpointing": "kit.train.levers",
+    "SelfShardedStrategy": "kit.train.shard",
+    "ShardStrategy": "kit.train.shard",
+    "make_strategy": "kit.train.strategies",
+    "make_trainer": "kit.train.trainer",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kit.train' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
