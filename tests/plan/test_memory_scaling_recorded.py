@@ -1,0 +1,106 @@
+"""Scaling on recordings of real modules: what two dry runs foretell is what a third one records, to the byte."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from kit.memory.recorder import Recorder
+from kit.plan.memory.cards import target_of
+from kit.plan.memory.estimate import estimate
+from kit.plan.memory.scaling import BatchScaling, ScalingError
+
+
+class Pairs(nn.Module):
+    """Compares every sample with every other one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, samples):
+        features = self.layer(samples)
+        return features @ features.T
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(24, 96), nn.GELU(), nn.Linear(96, 24)) for _ in range(3))
+
+    def forward(self, samples):
+        for part in self.parts:
+            samples = checkpoint(part, samples, use_reentrant=False)
+        return samples
+
+
+class Uneven(nn.Module):
+    """Runs one more operator when the batch is odd."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, samples):
+        out = self.layer(samples)
+        return out.relu() if len(samples) % 2 else out
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2), nn.Flatten(), nn.Linear(448, 5)
+    )
+
+
+def attention():
+    return nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.1)
+
+
+MODULES = {
+    "convolutions": (convolutions, (3, 17, 19)),
+    "attention": (attention, (13, 32)),
+    "checkpointed": (Checkpointed, (24,)),
+}
+
+
+def recorded(make, shape, batch_size, autocast=False):
+    with FakeTensorMode(), Recorder() as recorder:
+        module = make()
+        recorder.track(module)
+        optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
+        for _ in range(2):
+            batch = torch.zeros(batch_size, *shape)
+            recorder.begin_batch()
+            recorder.note(batch, "inputs")
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = module(batch).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            del loss
+        return recorder.recording(batch_size, 512, {"device_kind": "cuda"})
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", MODULES)
+def test_real_modules_scale_exactly(name, autocast):
+    make, shape = MODULES[name]
+    scaling = BatchScaling(*(recorded(make, shape, batch, autocast) for batch in (2, 3)))
+    target = target_of("T4-16GB")
+    for batch in (5, 64):
+        truth = recorded(make, shape, batch, autocast)
+        assert scaling.differs_from(truth) == ""
+        ours, theirs = estimate(scaling.at(batch), target), estimate(truth, target)
+        assert ours.device_allocated_bytes == theirs.device_allocated_bytes > 0
+        assert ours.device_reserved_bytes == theirs.device_reserved_bytes
+        assert ours.breakdown == theirs.breakdown
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "message"),
+    [(Pairs, (16,), "faster than the batch"), (Uneven, (8,), "number of operators")],
+)
+def test_modules_that_do_not_scale_are_refused(make, shape, message):
+    with pytest.raises(ScalingError, match=message):
+        BatchScaling(recorded(make, shape, 2), recorded(make, shape, 3))
