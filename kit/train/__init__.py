@@ -9,14 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kit.train.attention import AttentionKernel as AttentionKernel
     from kit.train.levers import GradientCheckpointing as GradientCheckpointing
+    from kit.train.optimizers import OptimizerChoice as OptimizerChoice
     from kit.train.shard import SelfShardedStrategy as SelfShardedStrategy
     from kit.train.shard import ShardStrategy as ShardStrategy
     from kit.train.strategies import make_strategy as make_strategy
     from kit.train.trainer import make_trainer as make_trainer
 
 _HOMES = {
+    "AttentionKernel": "kit.train.attention",
     "GradientCheckpointing": "kit.train.levers",
+    "OptimizerChoice": "kit.train.optimizers",
     "SelfShardedStrategy": "kit.train.shard",
     "ShardStrategy": "kit.train.shard",
     "make_strategy": "kit.train.strategies",

@@ -21,7 +21,9 @@ from typing_extensions import override
 
 from kit.config import Config
 from kit.errors import KitWarning
+from kit.train.attention import AttentionKernel
 from kit.train.blocks import class_name, find_blocks, outermost
+from kit.train.optimizers import OptimizerChoice
 
 
 class GradientCheckpointing(Callback):
@@ -91,6 +93,12 @@ def _warn_of_the_rest(module: nn.Module, found: Sequence[nn.Module], able: Seque
     warnings.warn(message, KitWarning, stacklevel=2)
 
 
-def lever_callbacks(config: Config) -> list[Callback]:
-    """Callbacks for the levers that `config` switches on."""
-    return [GradientCheckpointing()] if config.levers.gradient_checkpointing else []
+def lever_callbacks(config: Config, stands_in: bool = False) -> list[Callback]:
+    """Callbacks for the levers that `config` switches on; with `stands_in`, the CPU plays the part of a GPU."""
+    levers = config.levers
+    callbacks: list[Callback] = [GradientCheckpointing()] if levers.gradient_checkpointing else []
+    if levers.optimizer != "module":
+        callbacks.append(OptimizerChoice(levers.optimizer))
+    if levers.attention != "auto":
+        callbacks.append(AttentionKernel(levers.attention, stands_in))
+    return callbacks

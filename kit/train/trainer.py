@@ -40,6 +40,7 @@ def make_trainer(
     profiler: Profiler | None = None,
     max_steps: int | None = None,
     default_root_dir: str | Path | None = None,
+    stands_in: bool = False,
 ) -> Trainer:
     """The Trainer of this rank.
 
@@ -54,6 +55,7 @@ def make_trainer(
         profiler: Lightning profiler, or none.
         max_steps: Optimizer steps, instead of `trial.max_steps`.
         default_root_dir: Where Lightning or the user's own callbacks write; the current folder by default.
+        stands_in: The CPU plays the part of a GPU (a dry run): `16-mixed` stays, with its gradient scaler.
 
     Raises:
         ConfigError: when the strategy does not fit `world_size`.
@@ -67,7 +69,7 @@ def make_trainer(
         strategy=strategy,
         max_steps=config.trial.max_steps if max_steps is None else max_steps,
         max_epochs=-1,
-        callbacks=[*lever_callbacks(config), *callbacks],
+        callbacks=[*lever_callbacks(config, stands_in), *callbacks],
         profiler=profiler,
         default_root_dir=default_root_dir,
         logger=False,
@@ -77,7 +79,9 @@ def make_trainer(
         num_sanity_val_steps=0,
         limit_val_batches=0,
         **_optimization(config, module),
-        **_precision(precision, accelerator, isinstance(strategy, ModelParallelStrategy), _environment(world_size)),
+        **_precision(
+            precision, accelerator, isinstance(strategy, ModelParallelStrategy), _environment(world_size), stands_in
+        ),
     )
 
 
@@ -116,7 +120,11 @@ def _warn_of_manual_optimization(name: str, clip: float | None, accumulate: int)
         )
 
 
-def _precision(precision: str, accelerator: str, sharded: bool, environment: ClusterEnvironment) -> dict[str, Any]:
+def _precision(
+    precision: str, accelerator: str, sharded: bool, environment: ClusterEnvironment, stands_in: bool
+) -> dict[str, Any]:
+    if precision == "16-mixed" and accelerator == "cpu" and stands_in:
+        return {"plugins": [environment, MixedPrecision("16-mixed", "cpu")]}
     if precision == "16-mixed" and accelerator == "cpu":
         warnings.warn("16-mixed needs a GPU; on the CPU bf16-mixed is used", KitWarning, stacklevel=3)
         precision = "bf16-mixed"

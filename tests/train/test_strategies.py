@@ -15,7 +15,7 @@ ACCUMULATED = {"levers": {"accumulate_grad_batches": 2}}
 
 
 def case(module, strategy, settings=None, **more):
-    loader = "fields" if module == "UNet" else "regression"
+    loader = {"UNet": "fields", "SmallGPT": "tokens"}.get(module, "regression")
     common = {"module": module, "strategy": strategy, "settings": settings or {}, "loader": loader, "global_batch": 8}
     return {**common, **more}
 
@@ -37,6 +37,7 @@ PAIRS = {
     "fsdp, manual, fitted twice": case("Manual", "fsdp", fits=2),
     "ddp, UNet": case("UNet", "ddp"),
     "fsdp, UNet": case("UNet", "fsdp", CHECKPOINTED),
+    "fsdp, GPT": case("SmallGPT", "fsdp", CHECKPOINTED),
 }
 OTHERS = {
     "bf16-mixed": case("Net", "fsdp", precision="bf16-mixed"),
@@ -78,7 +79,7 @@ def test_a_trainer_never_launches_ranks_of_its_own_even_inside_slurm(two_ranks, 
     assert [answer["children"] for answer in two_ranks[1][name]] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp, checkpointed", "fsdp, manual", "fsdp, UNet"])
+@pytest.mark.parametrize("name", ["fsdp", "fsdp, checkpointed", "fsdp, manual", "fsdp, UNet", "fsdp, GPT"])
 def test_sharding_halves_what_each_of_two_ranks_holds(two_ranks, name):
     whole = alone(PAIRS[name])["held"]
     held = [answer["held"] for answer in two_ranks[1][name]]

@@ -141,3 +141,12 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are():
 
     with pytest.raises(AttributeError, match="ShardStrategy"):
         _ = kit.train.Sharding
+
+
+def test_a_cpu_that_stands_in_for_a_gpu_keeps_16_mixed_and_its_scaler():
+    losses = train_parts.Losses()
+    trainer = trainer_for(config(), precision="16-mixed", stands_in=True, callbacks=[losses])
+    trainer.fit(train_parts.Net(), train_parts.regression(32))
+    assert trainer.precision == "16-mixed"
+    assert trainer.precision_plugin.scaler is not None
+    assert len(losses.values) == 6

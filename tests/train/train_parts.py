@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from kit.models import GPT, Tokens
+
 SIDE = 16
 
 
@@ -150,6 +152,11 @@ class BatchNormNet(Net):
         self.layers = nn.ModuleList(BatchNormLayer() for _ in range(3))
 
 
+class SmallGPT(GPT):
+    def __init__(self):
+        super().__init__(vocabulary=32, width=16, heads=2, layers=2, context=8)
+
+
 class Losses(Callback):
     """Keeps the loss of every batch and the number of parameters this rank holds while it trains."""
 
@@ -178,6 +185,11 @@ def fields(batch_size: int, samples: int = 32) -> DataLoader:
     return _loader(
         [{"values": value, "valid": torch.ones(value.shape, dtype=torch.bool)} for value in values], batch_size
     )
+
+
+def tokens(batch_size: int) -> DataLoader:
+    """Sequences of random tokens, always in the same order."""
+    return _loader(Tokens(vocabulary=32, context=8, sequences=64).dataset, batch_size)
 
 
 def _loader(dataset, batch_size: int) -> DataLoader:
