@@ -1,0 +1,143 @@
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from kit.config import Config
+from kit.errors import ConfigError
+from kit.models import GPT, Tokens
+from kit.models.gpt import DecoderBlock
+from kit.train import GradientCheckpointing, make_trainer
+from kit.train.blocks import repeated_blocks
+
+SMALL = {"vocabulary": 32, "width": 16, "heads": 2, "layers": 2, "context": 8}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def small_tokens(**changes):
+    return Tokens(**{"vocabulary": 32, "context": 8, "batch_size": 16, "sequences": 16, **changes})
+
+
+def only_batch(data):
+    (batch,) = data.train_dataloader()
+    return batch
+
+
+def fit(model, steps, callbacks=(), **settings):
+    config = Config.make(
+        {"trial": {"max_steps": steps, "warmup_steps": 0}, "training": {"max_epochs": steps}, **settings}
+    )
+    trainer = make_trainer(
+        config, accelerator="cpu", world_size=1, precision="32-true", module=model, callbacks=list(callbacks)
+    )
+    trainer.fit(model, datamodule=small_tokens())
+    return model
+
+
+def test_at_its_defaults_it_is_gpt_2_small():
+    with torch.device("meta"):
+        model = GPT()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_475_904
+
+
+def test_the_embedding_is_the_output_layer_and_is_counted_once():
+    model = GPT(**SMALL)
+    assert model.head.weight is model.tokens.weight
+    names = [name for name, _ in model.named_parameters()]
+    assert "tokens.weight" in names
+    assert "head.weight" not in names
+
+
+def test_an_untrained_gpt_finds_every_token_about_as_likely():
+    loss = GPT(**SMALL).loss(only_batch(small_tokens()))
+    assert loss.item() == pytest.approx(math.log(32), rel=0.02)
+
+
+def test_it_learns_the_sequences_it_sees_again():
+    model = GPT(**SMALL, learning_rate=1e-2)
+    batch = only_batch(small_tokens())
+    before = model.loss(batch).item()
+    assert fit(model, 60).loss(batch).item() < 0.3 * before
+
+
+def test_no_token_sees_the_ones_after_it():
+    model = GPT(**SMALL)
+    tokens = only_batch(small_tokens())[:, :-1]
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 32
+    one, other = model(tokens), model(changed)
+    torch.testing.assert_close(one[:, :5], other[:, :5])
+    assert not torch.isclose(one[:, 5:], other[:, 5:]).all(dim=-1).any()
+
+
+def test_the_loss_is_the_cross_entropy_of_the_next_token():
+    model = GPT(**SMALL)
+    batch = only_batch(small_tokens())
+    odds = model(batch[:, :-1]).log_softmax(dim=-1)
+    expected = -odds.gather(-1, batch[:, 1:, None]).mean()
+    torch.testing.assert_close(model.loss(batch), expected)
+
+
+class CountedBlocks(Callback):
+    def __init__(self, lever):
+        self.lever, self.count = lever, 0
+
+    def on_train_start(self, *_):
+        self.count = self.lever.count
+
+
+def test_its_layers_are_the_blocks_that_kit_shards_and_checkpoints():
+    model = GPT(**SMALL)
+    assert repeated_blocks(model) == list(model.blocks)
+    lever = GradientCheckpointing()
+    counted = CountedBlocks(lever)
+    fit(model, 1, [lever, counted])
+    assert counted.count == 2
+
+
+def test_checkpointing_its_layers_changes_no_weight():
+    models = [GPT(**SMALL) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    fit(models[0], 3)
+    fit(models[1], 3, levers={"gradient_checkpointing": True})
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_sequence_may_be_shorter_than_the_context():
+    assert GPT(**SMALL)(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 32)
+
+
+def test_a_sequence_longer_than_the_context_names_the_argument_to_set():
+    with pytest.raises(ConfigError, match=r"made for 8 tokens, a sequence has 9; set model\.arguments\.context: 9"):
+        GPT(**SMALL)(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_a_width_its_heads_cannot_share_is_refused():
+    with pytest.raises(ConfigError, match="width 16 cannot be shared by 3 heads"):
+        GPT(**{**SMALL, "heads": 3})
+
+
+def test_tokens_are_the_same_for_the_same_seed_and_no_others():
+    batches = [only_batch(small_tokens(seed=seed)) for seed in (4, 4, 5)]
+    assert batches[0].shape == (16, 9)
+    assert torch.equal(batches[0], batches[1])
+    assert not torch.equal(batches[0], batches[2])
+    assert len({tuple(sequence.tolist()) for batch in batches[1:] for sequence in batch}) == 32
+    assert batches[0].min() >= 0
+    assert batches[0].max() < 32
+
+
+def test_its_arguments_are_kept_with_its_checkpoint():
+    assert dict(GPT(**SMALL).hparams) == {**SMALL, "learning_rate": 3e-4}
+
+
+def test_a_block_keeps_the_shape_of_what_it_is_given():
+    values = torch.randn(2, 5, 16)
+    assert DecoderBlock(16, 4)(values).shape == values.shape
