@@ -1,0 +1,345 @@
+"""Which attention kernel CUDA takes for a call, by torch's own rules, and the call as that kernel allocates.
+
+The rules are those of torch 2.13 (`native/transformers/cuda/sdp_utils.cpp`), for dense tensors and the kernels that
+ship with torch: the first kernel in torch's order of priority that no rule refuses. Torch's switches (`sdpa_kernel`,
+`enable_flash_sdp`, ...) are obeyed. cuDNN comes first on capability 9 and 10, as with cuDNN above 9.15; an older one
+gives flash, which keeps the same tensors.
+
+The math path is written out here because on fake tensors torch adds a mask out of place, which a real run does not.
+
+Private parts of torch used here, all tested on its upgrade: `_get_sdp_priority_order`,
+`_get_math_sdp_allow_fp16_bf16_reduction`, and the operators of each kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PRIORITY = ("flash", "efficient", "math", "cudnn")
+"""Torch's order when nobody has set one."""
+
+_BY_NUMBER = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+_HALF = (torch.float16, torch.bfloat16)
+_FUSED_RANGE = ((8, 0), (12, 1))
+_LARGEST_HEAD = 256
+_LARGEST_CUDNN_HEAD = 128
+_LARGEST_CUDNN_SIZE = 65535
+
+aten = torch.ops.aten
+_private: Any = torch._C
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `scaled_dot_product_attention`: query, key and value of shape (batch, heads, length, head size)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    grouped: bool
+    capability: tuple[int, int]
+
+    @property
+    def head(self) -> int:
+        return self.query.shape[-1]
+
+    @property
+    def is_half(self) -> bool:
+        return self.query.dtype in _HALF
+
+    @property
+    def needs_gradient(self) -> bool:
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
+
+
+def choose_kernel(call: Call) -> tuple[str, dict[str, str]]:
+    """The kernel CUDA takes, and why each one before it in the order was refused.
+
+    Raises:
+        RuntimeError: when every kernel is refused, as torch does.
+    """
+    refused: dict[str, str] = {}
+    for name in _order(call.capability):
+        reason = refusal(name, call)
+        if not reason:
+            return name, refused
+        refused[name] = reason
+    told = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    raise RuntimeError(f"no attention kernel takes this call ({told}); allow the math kernel")
+
+
+def refusal(name: str, call: Call) -> str:
+    """Why kernel `name` cannot take `call`; empty when it can."""
+    if not _ENABLED[name]():
+        return "switched off"
+    return next((reason for rule in _RULES[name] if (reason := rule(call))), "")
+
+
+def run_kernel(name: str, call: Call) -> Tensor:
+    """The output, shape (batch, heads, length, head size), allocating what kernel `name` would."""
+    return _RUN[name](call)
+
+
+def _order(capability: tuple[int, int]) -> tuple[str, ...]:
+    order = tuple(_BY_NUMBER[number] for number in _private._get_sdp_priority_order() if number in _BY_NUMBER)
+    if order == PRIORITY and capability[0] in (9, 10):
+        return ("cudnn", "flash", "efficient", "math")
+    return order
+
+
+_ENABLED: dict[str, Callable[[], bool]] = {
+    "math": torch.backends.cuda.math_sdp_enabled,
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+}
+
+
+# -- rules: each gives the reason for which it refuses a call, or an empty text
+
+
+def _four_dimensions(call: Call) -> str:
+    return "" if call.query.dim() == call.key.dim() == call.value.dim() == 4 else "needs 4 dimensions"
+
+
+def _same_batch_and_heads(call: Call) -> str:
+    query, key, value = (tensor.shape[:2] for tensor in (call.query, call.key, call.value))
+    if not query[0] == key[0] == value[0]:
+        return "needs one batch size"
+    if query[1] == key[1] == value[1]:
+        return ""
+    groups = call.grouped and key[1] == value[1] and key[1] > 0 and query[1] % key[1] == 0
+    return "" if groups else "needs one number of heads"
+
+
+def _some_length(call: Call) -> str:
+    return "" if call.query.shape[2] and call.key.shape[2] else "needs a length above 0"
+
+
+def _last_stride_is_one(call: Call) -> str:
+    tensors = [call.query, call.key, call.value, *([] if call.mask is None else [call.mask])]
+    return "" if all(tensor.stride(-1) == 1 for tensor in tensors) else "needs a last stride of 1"
+
+
+def _no_mask(call: Call) -> str:
+    return "" if call.mask is None else "takes no mask"
+
+
+def _half_type(call: Call) -> str:
+    allowed = _HALF if call.capability >= (8, 0) else _HALF[:1]
+    same = call.query.dtype == call.key.dtype == call.value.dtype
+    return "" if same and call.query.dtype in allowed else f"does not take {_name(call.query.dtype)}"
+
+
+def _efficient_type(call: Call) -> str:
+    allowed = (*_HALF, torch.float32) if call.capability >= (8, 0) else (torch.float16, torch.float32)
+    same = call.query.dtype == call.key.dtype == call.value.dtype
+    return "" if same and call.query.dtype in allowed else f"does not take {_name(call.query.dtype)}"
+
+
+def _new_enough(call: Call) -> str:
+    low, high = _FUSED_RANGE
+    return "" if low <= call.capability <= high else "needs capability 8.0 to 12.1"
+
+
+def _efficient_card(call: Call) -> str:
+    return "" if (5, 0) <= call.capability <= _FUSED_RANGE[1] else "needs capability 5.0 to 12.1"
+
+
+def _flash_head(call: Call) -> str:
+    same = call.head == call.key.shape[-1] == call.value.shape[-1]
+    return "" if same and call.head <= _LARGEST_HEAD else f"needs one head size up to {_LARGEST_HEAD}"
+
+
+def _flash_training_head(call: Call) -> str:
+    """Cards with little shared memory cannot go backward through large heads."""
+    small = (8, 6) <= call.capability <= (8, 9) or (12, 0) <= call.capability <= (12, 1)
+    fits = call.head <= 192 or (call.dropout == 0 and call.head > 224)
+    return "" if not (small and call.needs_gradient) or fits else f"cannot train head size {call.head} on this card"
+
+
+def _square_if_causal(call: Call) -> str:
+    square = not call.causal or call.query.shape[-2] == call.key.shape[-2]
+    return "" if square else "needs equal lengths when causal"
+
+
+def _alignment(call: Call) -> int:
+    """Elements that a matrix product of this type wants a head size to be a multiple of."""
+    least = 4 if call.capability >= (8, 0) else 1
+    tensor_cores = call.capability >= (8, 0) or (call.capability >= (7, 0) and call.is_half)
+    return max(least, 8 if call.is_half else 4) if tensor_cores else least
+
+
+def _efficient_head(call: Call) -> str:
+    unit = _alignment(call)
+    heads = (call.head, call.key.shape[-1], call.value.shape[-1])
+    fits = heads[0] == heads[1] and all(head > 0 and head % unit == 0 for head in heads)
+    return "" if fits else f"needs a head size that is a multiple of {unit}"
+
+
+def _efficient_offset(call: Call) -> str:
+    if call.capability < (8, 0):
+        return ""
+    unit = _alignment(call)
+    aligned = all(tensor.storage_offset() % unit == 0 for tensor in (call.query, call.key, call.value))
+    return "" if aligned else "needs aligned storage"
+
+
+def _cudnn_dropout(call: Call) -> str:
+    return "" if (call.dropout * 16).is_integer() else "needs a dropout that is a multiple of 1/16"
+
+
+def _cudnn_shape(call: Call) -> str:
+    (batch, heads, length, head), value_head = call.query.shape, call.value.shape[-1]
+    if max(batch, heads) > _LARGEST_CUDNN_SIZE:
+        return f"takes no batch or heads above {_LARGEST_CUDNN_SIZE}"
+    wide = call.capability[0] in (9, 10) and (head, value_head) == (192, 128)
+    if not wide and max(head, value_head) > _LARGEST_CUDNN_HEAD:
+        return f"needs a head size up to {_LARGEST_CUDNN_HEAD}"
+    if head % 8 or value_head % 8:
+        return "needs a head size that is a multiple of 8"
+    single = call.key.shape[2] == 1 or (call.dropout > 0 and length == 1)
+    return "needs more than one position" if single else ""
+
+
+def _cudnn_is_random(_: Call) -> str:
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return "is not deterministic" if strict else ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DENSE = (_same_batch_and_heads, _some_length, _last_stride_is_one)
+_RULES: dict[str, tuple[Callable[[Call], str], ...]] = {
+    "math": (),
+    "flash": (
+        _four_dimensions, _no_mask, _flash_head, _new_enough, _flash_training_head, _square_if_causal, _half_type,
+        *_DENSE,
+    ),
+    "efficient": (_efficient_card, _four_dimensions, _efficient_head, _efficient_offset, *_DENSE, _efficient_type),
+    "cudnn": (_four_dimensions, _cudnn_is_random, _half_type, _new_enough, _cudnn_dropout, *_DENSE, _cudnn_shape),
+}  # fmt: skip
+
+
+# -- the kernels, as they allocate
+
+
+def _flash(call: Call) -> Tensor:
+    scale = call.scale if call.scale is not None else 1 / math.sqrt(call.head)
+    query, key, value = (_pad(tensor) for tensor in (call.query, call.key, call.value))
+    output: Tensor = aten._scaled_dot_product_flash_attention(
+        query, key, value, call.dropout, call.causal, False, scale=scale
+    )[0]
+    return output[..., : call.head] if query.shape[-1] != call.head else output
+
+
+def _pad(tensor: Tensor) -> Tensor:
+    """Head size rounded up to a multiple of 8, a copy when it was none."""
+    missing = -tensor.shape[-1] % 8
+    return functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _efficient(call: Call) -> Tensor:
+    output: Tensor = aten._scaled_dot_product_efficient_attention(
+        call.query, *_repeated(call), _bias(call), call.needs_gradient, call.dropout, call.causal, scale=call.scale
+    )[0]
+    return output
+
+
+def _cudnn(call: Call) -> Tensor:
+    mask = _additive(call.mask, call.query.dtype)
+    output: Tensor = aten._scaled_dot_product_cudnn_attention(
+        call.query, call.key, call.value, mask, call.needs_gradient, call.dropout, call.causal, False, scale=call.scale
+    )[0]
+    return output
+
+
+def _repeated(call: Call) -> tuple[Tensor, Tensor]:
+    """Key and value once for each head of the query: the fake kernel, unlike the real one, does not group heads."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    if groups == 1:
+        return call.key, call.value
+    batch, heads, length, _ = call.key.shape
+    key, value = (
+        tensor.unsqueeze(2).expand(batch, heads, groups, length, tensor.shape[-1]).flatten(1, 2)
+        for tensor in (call.key, call.value)
+    )
+    return key, value
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zero, never = (torch.full((), value, dtype=dtype, device=mask.device) for value in (0.0, -math.inf))
+    return torch.where(mask.logical_not(), never, zero)
+
+
+def _bias(call: Call) -> Tensor | None:
+    """The mask as a bias over (batch, heads, length, key length), its rows padded to multiples of 8."""
+    bias = _additive(call.mask, call.query.dtype)
+    if bias is None:
+        return None
+    if any(bias.stride(axis) % 8 for axis in range(bias.dim() - 1)) or bias.stride(-1) != 1:
+        length = bias.shape[-1]
+        bias = functional.pad(bias, (0, 8 - length % 8))[..., :length]
+    return bias.expand(*call.query.shape[:3], call.key.shape[2])
+
+
+def _math(call: Call) -> Tensor:
+    """Scores are scaled by the root of the scale on both sides, in float32 unless half reductions are allowed."""
+    wide = call.is_half and not _private._get_math_sdp_allow_fp16_bf16_reduction()
+    query, key, value = (t.float() if wide else t for t in (call.query, call.key, call.value))
+    if call.grouped:
+        key, value = (t.repeat_interleave(call.query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    root = math.sqrt(abs(call.scale if call.scale is not None else 1 / math.sqrt(call.head)))
+    scores = torch.matmul(query * root, key.transpose(-2, -1) * root)
+    mask = _causal(call, query) if call.causal else _additive(call.mask, query.dtype)
+    if mask is not None:
+        scores = scores.add_(mask)
+    weights = aten._safe_softmax(scores, -1)
+    if call.dropout:
+        weights = functional.dropout(weights, call.dropout)
+    return torch.matmul(weights, value).to(call.query.dtype)
+
+
+def _causal(call: Call, query: Tensor) -> Tensor | None:
+    shape = (query.shape[-2], call.key.shape[-2])
+    return _additive(torch.ones(shape, dtype=torch.bool, device=query.device).tril(), query.dtype)
+
+
+_RUN: dict[str, Callable[[Call], Tensor]] = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}
+
+
+def attention_kernel(capability: tuple[int, int], ran: Callable[[str, dict[str, str], Call], None]) -> Any:
+    """What to register for `scaled_dot_product_attention`; `ran` is told of every call."""
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, capability)
+        name, refused = choose_kernel(call)
+        ran(name, refused, call)
+        return run_kernel(name, call)
+
+    return kernel

@@ -1,0 +1,165 @@
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from kit.memory.fakes import fake_values
+from kit.memory.finite import FINITE
+from kit.memory.recorder import Recorder
+
+HERE = Path(__file__).name
+
+
+@pytest.fixture
+def answers():
+    with fake_values() as answers, FakeTensorMode(allow_non_fake_inputs=True), Recorder(observers=FINITE):
+        yield answers
+
+
+def test_a_condition_is_false_and_says_where_it_was_asked(answers):
+    taken = bool(torch.ones(()) > 0)
+    assert taken is False
+    assert next(iter(answers.notes)).startswith(f"took the False branch at {HERE}:")
+
+
+def test_numbers_and_counts_are_benign_and_noted(answers):
+    assert torch.ones(3).sum().item() == 1.0
+    assert (torch.ones(3) > 0).sum().item() == 1
+    assert [note.rpartition(" at ")[0] for note in answers.notes] == [
+        "read 1.0 for the value of a tensor",
+        "read 1 for a count",
+    ]
+
+
+def test_numbers_that_are_known_are_read(answers):
+    assert torch.tensor(7).item() == 7
+    assert not answers.notes
+
+
+def test_a_loop_that_waits_ends(answers):
+    rounds = 0
+    while not torch.rand(()) > 1:
+        rounds += 1
+    assert rounds == 1000
+
+
+@pytest.mark.parametrize("shape", [(), (3, 4)])
+def test_a_check_for_finite_numbers_finds_them_finite(answers, shape):
+    loss = torch.ones(shape)
+    assert torch.isfinite(loss).all()
+    assert not torch.isnan(loss).any()
+    assert not (torch.isnan(loss) | torch.isinf(loss)).any()
+    assert not (~torch.isfinite(loss)).any()
+    assert torch.logical_not(loss.isnan()).all()
+    assert not answers.notes
+
+
+def test_a_condition_that_mixes_in_something_else_is_not_known(answers):
+    x = torch.ones(())
+    assert not torch.isfinite(x) & (x > 0)
+    assert len(answers.notes) == 1
+
+
+def test_a_selection_takes_everything(answers):
+    x = torch.ones(3, 4)
+    assert x[x > 0].shape == (12,)
+    assert torch.nonzero(x).shape == (12, 2)
+    assert x.masked_select(x > 0).shape == (12,)
+    assert torch.unique(x).shape == (12,)
+    assert all("an upper bound" in note for note in answers.notes)
+    assert len(answers.notes) == 4
+
+
+def test_numpy_sees_zeros_that_take_no_memory(answers):
+    array = torch.ones(1 << 40).numpy()
+    assert array.shape == (1 << 40,)
+    assert array[0] == 0
+    assert array.dtype == np.float32
+
+
+def test_a_number_in_a_text_is_printed_and_decides_nothing(answers):
+    assert f"{torch.ones(()):.2f} {torch.ones((), dtype=torch.int64):3d}" == "1.00   1"
+    assert "size=(2,)" in f"{torch.ones(2)}"
+    assert not answers.notes
+
+
+def test_torch_itself_may_ask_without_being_quoted(answers):
+    module = nn.Linear(2, 2)
+    module(torch.ones(1, 2)).sum().backward()
+    torch.optim.AdamW(module.parameters()).step()
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    assert not answers.notes
+
+
+def test_moves_do_nothing_and_conversions_convert(answers):
+    module = nn.Linear(2, 2)
+    weight = module.weight
+    assert module.cpu() is module.to("cpu") is module.cuda() is module.to(torch.device("cuda", 1)) is module
+    assert module.weight is weight
+    assert module.to(torch.bfloat16).weight is weight
+    assert weight.dtype == torch.bfloat16
+    assert module.double().weight.dtype == torch.float64
+    assert torch.zeros(2).cuda().pin_memory().device.type == "cpu"
+    assert torch.zeros(2).to("cuda", torch.float16).dtype == torch.float16
+
+
+def test_a_gradient_is_converted_with_its_parameter(answers):
+    module = nn.Linear(2, 2)
+    module(torch.ones(1, 2)).sum().backward()
+    module.bfloat16()
+    assert module.weight.grad.dtype == torch.bfloat16
+
+
+def test_a_module_leaves_the_meta_device_with_new_parameters(answers):
+    with torch.device("meta"):
+        module = nn.Linear(2, 2)
+    module.to_empty(device="cpu")
+    assert module.weight.device.type == "cpu"
+    assert isinstance(module.weight, nn.Parameter)
+
+
+def test_a_copy_of_a_module_has_parameters_of_its_own_and_keeps_ties(answers):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    module[0].bias.requires_grad_(False)
+    twin = copy.deepcopy(module)
+    assert twin[0].weight is twin[1].weight
+    assert twin[0].weight is not module[0].weight
+    assert isinstance(twin[0].weight, nn.Parameter)
+    assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in module.parameters()]
+    twin[0].weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def test_initialising_weights_makes_nothing(answers):
+    recorder = Recorder()
+    with recorder:
+        recorder.begin_batch()
+        nn.init.trunc_normal_(nn.init.orthogonal_(torch.empty(8, 8)))
+    assert recorder.recording(1, 1).block_bytes.tolist() == [8 * 8 * 4]
+
+
+def test_compiling_is_left_out_with_a_note(answers):
+    module = nn.Linear(2, 2)
+    assert torch.compile(module) is module
+    assert torch.compile(mode="max-autotune")(module) is module
+    module.compile()
+    assert module(torch.ones(1, 2)).shape == (1, 2)
+    assert [*answers.notes] == ["torch.compile was left out: memory without it is an upper bound"]
+
+
+def test_afterwards_torch_is_as_it_was():
+    owners = (torch, "compile"), (nn.init, "normal_"), (nn.Module, "_apply")
+    before = [getattr(owner, name) for owner, name in owners]
+    table = dict(fake_impls.op_implementations_dict)
+    methods = [name for name in ("to", "cuda", "numpy", "pin_memory", "__deepcopy__") if name in vars(FakeTensor)]
+    with fake_values():
+        assert fake_impls.op_implementations_dict != table
+    assert [getattr(owner, name) for owner, name in owners] == before
+    assert fake_impls.op_implementations_dict == table
+    assert [name for name in methods if name in vars(FakeTensor)] == methods
+    assert "to" not in vars(FakeTensor)

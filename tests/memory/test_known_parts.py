@@ -1,0 +1,69 @@
+import pytest
+import torch
+from dry_parts import Perceptron, at_peak, peak
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kit.config import Config
+from kit.memory.fakes import fake_values
+from kit.memory.known_parts import known_parts, reason
+from kit.memory.recorder import Recorder
+from kit.train.trainer import make_trainer
+
+
+def known(make):
+    with fake_values(), FakeTensorMode():
+        module = make()
+        trainer = make_trainer(Config(), accelerator="cpu", world_size=1, precision="32-true", module=module)
+        module.trainer = trainer
+        return known_parts(module, trainer, 4, 1)
+
+
+def test_the_peak_is_the_sum_of_what_is_known():
+    class Plain(Perceptron):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+    recording = known(Plain)
+    size = 4 * sum(parameter.numel() for parameter in Perceptron().parameters())
+    assert at_peak(recording) == {"parameters": size, "gradients": size, "optimizer_state": size}
+    assert peak(recording) == 3 * size
+    assert recording.batch_size == 4
+    assert len(recording.batch_starts) == 2
+
+
+def test_what_cannot_be_made_is_said_and_the_rest_stays():
+    class Bare(Perceptron):
+        def configure_optimizers(self):
+            raise RuntimeError("no optimizer today")
+
+    recording = known(Bare)
+    assert set(at_peak(recording)) == {"parameters", "gradients"}
+    assert recording.facts["notes"] == [
+        "optimizer state is left out: configure_optimizers stopped with RuntimeError: no optimizer today"
+    ]
+
+
+def test_an_optimizer_that_needs_a_closure_gets_one():
+    class OfClosure(Perceptron):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    assert known(OfClosure).facts["notes"] == []
+
+
+def test_an_optimizer_that_does_not_step_is_named():
+    class Stuck(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ValueError("stuck")
+
+    class OfStuck(Perceptron):
+        def configure_optimizers(self):
+            return Stuck(self.parameters(), lr=0.1)
+
+    assert known(OfStuck).facts["notes"] == ["state of Stuck is left out: ValueError: stuck"]
+
+
+def test_a_reason_is_the_first_line_and_the_place():
+    with pytest.raises(ValueError, match="first") as caught:
+        raise ValueError("first\nsecond")
+    assert reason(caught.value, Recorder()).startswith("ValueError: first at test_known_parts.py:")

@@ -1,0 +1,87 @@
+"""The levers in dry runs of the real Trainer: each changes what it says and nothing else, on a GPU and on the CPU."""
+
+import pytest
+import torch
+
+from kit.config import Config
+from kit.memory.dry_run import DryRun, record
+from kit.models import GPT, Tokens
+from kit.plan.memory.recording import CATEGORIES
+from kit.plan.memory.replay import replay
+
+A100, T4 = (8, 0), (7, 5)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def dry(precision="bf16-mixed", capability=A100, **levers):
+    config = Config.make({"levers": levers, "trial": {"max_steps": 4, "warmup_steps": 0}})
+    kind = "cpu" if capability is None else "cuda"
+    return record(
+        lambda: GPT(vocabulary=512, width=128, heads=4, layers=2, context=128),
+        lambda: {"datamodule": Tokens(vocabulary=512, context=128, batch_size=4)},
+        DryRun(config, precision, 1, kind, capability),
+    )
+
+
+def kept(recording, category):
+    return int(recording.block_bytes[recording.block_category == CATEGORIES.index(category)].sum())
+
+
+def peak(recording):
+    return replay(recording).peak_allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "made", "bytes_an_element"),
+    [("adamw", "AdamW", 8), ("adamw-fused", "AdamW", 8), ("adamw-8bit", "AdamW8bit", 2.1), ("sgd", "SGD", 0)],
+)
+def test_each_optimizer_keeps_its_state(optimizer, made, bytes_an_element):
+    recording = dry(optimizer=optimizer)
+    assert recording.facts["unknown"] == ""
+    assert recording.facts["optimizers"] == [made]
+    state = kept(recording, "optimizer_state") / recording.facts["parameters"]
+    assert state == pytest.approx(bytes_an_element, abs=0.2)
+
+
+def test_optimizers_rank_as_their_state_and_temporaries_do():
+    peaks = [peak(dry("32-true", optimizer=name)) for name in ("adamw", "adamw-fused", "adamw-8bit", "sgd")]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peaks[2]
+
+
+@pytest.mark.parametrize("attention", ["math", "efficient", "flash", "cudnn"])
+def test_each_kernel_runs_in_every_block_of_both_steps(attention):
+    recording = dry(attention=attention)
+    assert recording.facts["unknown"] == ""
+    assert f"attention: {attention} × 4" in recording.facts["notes"][0]
+
+
+def test_math_costs_more_than_every_fused_kernel():
+    peaks = {name: peak(dry(attention=name)) for name in ("math", "efficient", "flash")}
+    assert peaks["math"] > max(peaks["efficient"], peaks["flash"])
+
+
+def test_16_mixed_runs_with_its_scaler_and_steps():
+    recording = dry("16-mixed", capability=T4)
+    assert recording.facts["unknown"] == ""
+    assert kept(recording, "optimizer_state") == pytest.approx(8 * recording.facts["parameters"], rel=0.01)
+    assert any("efficient" in note and "needs capability 8.0" in note for note in recording.facts["notes"])
+    scale = [name for name in recording.names if "amp" in name]
+    assert "_amp_foreach_non_finite_check_and_unscale_" in scale
+
+
+def test_on_the_cpu_what_needs_a_gpu_is_said():
+    recording = dry("32-true", capability=None, attention="efficient")
+    assert recording.facts["notes"] == ["levers.attention: efficient needs a GPU; torch chooses among math and flash"]
+
+
+def test_runs_do_not_leave_a_trace_in_each_other():
+    first = dry("32-true", capability=None)
+    dry(attention="math", optimizer="adamw-8bit")
+    again = dry("32-true", capability=None)
+    assert first.block_bytes.tolist() == again.block_bytes.tolist()
+    assert peak(first) == peak(again)

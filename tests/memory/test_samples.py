@@ -1,0 +1,87 @@
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from kit.errors import ConfigError
+from kit.memory import samples
+from kit.memory.samples import FIRST_SAMPLES, largest_samples, within
+
+
+class Lengths(Dataset):
+    """A vector of `lengths[i]` numbers for each i; counts how often it was asked."""
+
+    def __init__(self, lengths, make=torch.zeros):
+        self.lengths, self.make, self.asked = lengths, make, 0
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return self.make(self.lengths[index])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (torch.zeros(1 + index % 50) for index in range(1000))
+
+
+def test_samples_of_one_size_are_looked_at_a_few_times():
+    data = Lengths([7] * 10_000)
+    found = largest_samples(DataLoader(data))
+    assert [len(sample) for sample in found.candidates] == [7]
+    assert found.notes == ()
+    assert data.asked == FIRST_SAMPLES
+
+
+@pytest.mark.parametrize("place", [0, 1, 998, 999])
+def test_the_longest_sample_is_found_wherever_it_is(place):
+    lengths = [10 + index % 5 for index in range(1000)]
+    lengths[place] = 99
+    data = Lengths(lengths)
+    found = largest_samples(DataLoader(data))
+    assert len(found.candidates[0]) == 99
+    assert data.asked == 1000
+    assert found.notes == ("samples differ in size: every one is as long as the longest of 1000 of 1000",)
+
+
+@pytest.mark.parametrize("make", [lambda n: "x" * n, lambda n: [1] * n, lambda n: {"ids": list(range(n)), "label": 1}])
+def test_texts_and_lists_of_numbers_have_lengths_too(make):
+    found = largest_samples(DataLoader(Lengths([3, 9, 4], make)))
+    assert found.candidates[0] == make(9)
+
+
+def test_a_sample_that_is_longest_in_one_part_only_is_kept_beside_the_largest():
+    data = Lengths([(100, 1), (1, 90), (50, 50)], lambda sizes: tuple(map(torch.zeros, sizes)))
+    found = largest_samples(DataLoader(data))
+    assert [tuple(map(len, sample)) for sample in found.candidates] == [(100, 1), (1, 90)]
+
+
+def test_a_stream_is_looked_at_from_its_start():
+    found = largest_samples(DataLoader(Stream(), batch_size=4))
+    assert len(found.candidates[0]) == 50
+    assert "longest of 1000" in found.notes[0]
+
+
+def test_a_scan_ends_with_its_time(monkeypatch):
+    monkeypatch.setattr(samples, "SCAN_SECONDS", 0.0)
+    data = Lengths([index % 7 for index in range(10_000)])
+    found = largest_samples(DataLoader(data))
+    assert data.asked == FIRST_SAMPLES + 1
+    assert f"longest of {FIRST_SAMPLES + 1} of 10000" in found.notes[0]
+
+
+def test_data_indexed_by_names_are_asked_through_their_sampler():
+    data = Lengths({"a": 3, "b": 5})
+    found = largest_samples(DataLoader(data, sampler=["a", "b"]))
+    assert len(found.candidates[0]) == 5
+
+
+def test_no_samples_are_refused():
+    with pytest.raises(ConfigError, match="no samples"):
+        largest_samples(DataLoader(Lengths([])))
+
+
+def test_at_least_one_value_is_looked_at():
+    assert list(within(range(5), 3, -1.0)) == [0]
+    assert list(within(range(5), 3, 60.0)) == [0, 1, 2]

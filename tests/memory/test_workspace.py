@@ -1,0 +1,141 @@
+"""What kernels take for themselves: closed forms on CUDA, the allocator's own events on the CPU."""
+
+import pytest
+import torch
+from emulation_parts import fakes
+
+from kit.memory.truth import AllocatorTrace
+from kit.memory.workspace import Workspaces, unsure_workspace_bytes, workspace_bytes
+
+aten = torch.ops.aten
+A100 = (8, 0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def test_flash_backward_sums_the_gradient_of_the_query_in_float32():
+    query = tensor(8, 12, 1024, 64)
+    args = (query, query, query, query)
+    assert workspace_bytes("_scaled_dot_product_flash_attention_backward", args, None, A100) == (
+        4 * 8 * 12 * 1024 * (64 + 1)
+    )
+
+
+def test_lengths_and_heads_are_rounded_up_and_grouped_heads_spread_out():
+    query, key = tensor(1, 8, 100, 40), tensor(1, 2, 100, 40)
+    size = workspace_bytes("_scaled_dot_product_flash_attention_backward", (query, query, key, key), None, A100)
+    assert size == 4 * 8 * 128 * (64 + 1) + 2 * 2 * 8 * 100 * 40
+
+
+def test_efficient_backward_sums_it_too():
+    query = tensor(2, 4, 64, 32, dtype=torch.float32)
+    args = (query, query, query, query)
+    size = workspace_bytes("_scaled_dot_product_efficient_attention_backward", args, None, A100)
+    assert size == 4 * 2 * 4 * 64 * 33
+
+
+@pytest.mark.parametrize(("count", "rows", "segments"), [(8192, 50304, 8192), (8192, 100, 100)])
+def test_the_gradient_of_an_embedding_sorts_many_indices(count, rows, segments):
+    gradient, indices = tensor(count, 768), tensor(count, dtype=torch.int64)
+    parts = count // 10 + segments
+    expected = 4 * parts * 768 + 8 * (3 * count + 2 * segments + parts)
+    assert workspace_bytes("embedding_dense_backward", (gradient, indices, rows), None, A100) == expected
+
+
+def test_few_indices_are_not_sorted():
+    args = (tensor(3072, 8), tensor(3072, dtype=torch.int64), 100)
+    assert workspace_bytes("embedding_dense_backward", args, None, A100) == 0
+
+
+def test_only_accumulating_puts_sort_their_indices():
+    args = [tensor(100, 8), [tensor(50, dtype=torch.int64)], tensor(50, 8), True]
+    assert workspace_bytes("index_put", args, None, A100) == 4 * 8 * 50
+    assert workspace_bytes("index_put", [*args[:3], False], None, A100) == 0
+    assert workspace_bytes("index_put", args[:3], None, A100) == 0
+
+
+def test_other_operators_take_nothing():
+    assert workspace_bytes("add.Tensor", (), None, A100) == workspace_bytes("mm", (), None, None) == 0
+
+
+def test_what_only_cudnn_knows_is_bounded_by_its_operands_and_left_out_of_the_peak():
+    values, weight, out = tensor(2, 3, 8, 8), tensor(4, 3, 3, 3), tensor(2, 4, 8, 8)
+    args = (values, weight, None)
+    assert workspace_bytes("convolution", args, out, A100) == 0
+    assert unsure_workspace_bytes("convolution", args, out, A100) == 2 * (2 * 3 * 64 + 4 * 27 + 2 * 4 * 64)
+    assert unsure_workspace_bytes("convolution", args, out, None) == 0
+    asked = Workspaces(A100)
+    assert asked("convolution", args, out) == asked("add", args, out) == 0
+    asked("convolution_backward", (out, values, weight), (values, None, None))
+    assert asked.unsure_bytes == 2 * (2 * 2 * 3 * 64 + 4 * 27 + 2 * 4 * 64)
+
+
+CONVOLUTIONS = [
+    {"inputs": 32, "outputs": 32, "kernel": 3, "side": 32},
+    {"inputs": 64, "outputs": 64, "kernel": 3, "side": 32, "batch": 16},
+    {"inputs": 128, "outputs": 64, "kernel": 3, "side": 32},
+    {"inputs": 256, "outputs": 256, "kernel": 3, "side": 8},
+    {"inputs": 64, "outputs": 128, "kernel": 3, "side": 32, "stride": 2},
+    {"inputs": 2, "outputs": 8, "kernel": 3, "side": 32},
+    {"inputs": 1, "outputs": 32, "kernel": 3, "side": 64},
+    {"inputs": 32, "outputs": 32, "kernel": 3, "side": 32, "groups": 32},
+    {"inputs": 64, "outputs": 128, "kernel": 1, "side": 16},
+    {"inputs": 64, "outputs": 32, "kernel": 2, "side": 16, "stride": 2, "transposed": True},
+]
+
+
+def held(run):
+    """Most bytes that `run` held at once, its results included."""
+    run()
+    trace = AllocatorTrace()
+    trace.start([])
+    result = run()
+    return trace.stop().peak_bytes, result
+
+
+def bytes_of(results):
+    return sum(item.nbytes for item in results if item is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: "-".join(map(str, case.values())))
+def test_convolutions_on_the_cpu_take_what_is_said(case, dtype):
+    """Truth: the allocator's events; within 15 % of the operands, as the module says for unusual shapes."""
+    case = {"batch": 4, "stride": 1, "groups": 1, "transposed": False, **case}
+    values = torch.randn(case["batch"], case["inputs"], case["side"], case["side"], dtype=dtype)
+    channels = (case["outputs"], case["inputs"] // case["groups"])
+    shape = reversed(channels) if case["transposed"] else channels
+    weight = torch.randn(*shape, case["kernel"], case["kernel"], dtype=dtype)
+    padding = 0 if case["transposed"] else case["kernel"] // 2
+    how = ([case["stride"]] * 2, [padding] * 2, [1, 1], case["transposed"], [0, 0], case["groups"])
+    forward = (values, weight, None, *how)
+    peak, out = held(lambda: aten.convolution(*forward))
+    operands = bytes_of([values, weight, out])
+    said = workspace_bytes("convolution", forward, out, None)
+    assert said == pytest.approx(peak - out.nbytes, abs=0.15 * operands)
+    backward = (torch.randn_like(out), values, weight, None, *how, [True, True, False])
+    peak, results = held(lambda: aten.convolution_backward(*backward))
+    said = workspace_bytes("convolution_backward", backward, results, None)
+    assert said == pytest.approx(peak - bytes_of(results), abs=0.15 * operands)
+
+
+def test_a_masked_softmax_on_the_cpu_takes_what_is_said():
+    scores = torch.randn(8, 64, 64)
+    peak, out = held(lambda: aten._safe_softmax(scores, -1))
+    assert workspace_bytes("_safe_softmax", (scores, -1), out, None) == pytest.approx(peak - out.nbytes, rel=0.02)
+
+
+def test_channels_last_needs_no_copies():
+    with fakes():
+        values = torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
+        weight = torch.randn(16, 16, 3, 3)
+        how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        args = (values, weight, None, *how)
+        assert workspace_bytes("convolution", args, aten.convolution(*args), None) == 0
