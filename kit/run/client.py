@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import kit
+from kit import processes
 from kit.errors import TrialError
-from kit.run import processes
 from kit.run.launch import LOAD_DEFAULTS
 
 Start = Literal["warm", "cold"]

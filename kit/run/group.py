@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kit.events import SUPERVISOR, EventWriter
+from kit.processes import identify
 from kit.run.control import KILL, Control
 from kit.run.launch import Launch, fork_rank, free_port, launch_variables, spawn_rank
 from kit.run.paths import RunPaths
-from kit.run.processes import identify
-from kit.run.verdict import Killing, Limits, RankEnd, Verdict, host_out_of_memory_count, judge, said_fit_ended
+from kit.run.verdict import Killing, Limits, RankEnd, Verdict, host_out_of_memory_count, judge, said_job_ended
 
 SIBLING_SECONDS = 1.0
 STACK_SECONDS = 1.0
 LOG_BYTES = 10_000_000
 LOG_KEPT_BYTES = 1_000_000
+Removed = Literal["never", "when lost", "at end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Order:
     devices: tuple[str, ...]
     variables: dict[str, str]
     limits: Limits
+    removed: Removed = "never"
+    """When the supervisor removes the run directory: never, when the kernel is lost, or at the end of the run."""
 
     @classmethod
     def from_command(cls, command: dict[str, Any]) -> Order:
@@ -45,6 +49,7 @@ class Order:
             tuple(command["devices"]),
             dict(command["variables"]),
             Limits(**command["limits"]),
+            command.get("removed", "never"),
         )
 
 
@@ -58,7 +63,7 @@ class Group:
             order: What to start.
             cold_reason: Why the ranks are fresh interpreters; None forks them.
         """
-        self.paths, self.limits = order.paths, order.limits
+        self.paths, self.limits, self._removed = order.paths, order.limits, order.removed
         self.writer = EventWriter(order.paths.supervisor_events, SUPERVISOR)
         self.control = Control(order.paths.control)
         self.lifeline, self._held = os.pipe()
@@ -126,7 +131,7 @@ class Group:
             code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
             ours = self.killing is not None and code == -signal.SIGKILL
             self.ends[rank] = RankEnd(rank, code, time.time(), ours)
-            if code != 0 or not said_fit_ended(self.paths, rank):
+            if code != 0 or not said_job_ended(self.paths, rank):
                 self._plan(now + SIBLING_SECONDS, "sibling")
 
     def _plan(self, when: float, why: Killing) -> None:
@@ -170,6 +175,8 @@ class Group:
         self.killing = self.killing or why
         self._due = None
         self._signal(signal.SIGKILL)
+        if why == "kernel" and self._removed != "never":  # at once: a rank of low priority may take long to die
+            shutil.rmtree(self.paths.directory, ignore_errors=True)
 
     def _signal(self, number: signal.Signals) -> None:
         if self.pids:
@@ -197,6 +204,8 @@ class Group:
         self._close()
 
     def _close(self) -> None:
+        if self._removed == "at end":
+            shutil.rmtree(self.paths.directory, ignore_errors=True)
         self.writer.close()
         self.control.close()
         os.close(self.lifeline)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kit.processes import alive, machine
 from kit.run.paths import RunPaths
-from kit.run.processes import alive, machine
 
 
 def why_lifeless(

@@ -7,11 +7,13 @@ name is taken, then the next number is tried) and holds a marker file, so that n
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kit.config import Config, project_folder
 from kit.errors import ConfigError, Problem, TrialError
@@ -88,6 +90,25 @@ class RunPaths:
     @property
     def supervisor_events(self) -> Path:
         return self.directory / "events.supervisor.jsonl"
+
+    @property
+    def prediction(self) -> Path:
+        """The memory estimate of the run, as JSON."""
+        return self.directory / "prediction.json"
+
+    def write_prediction(self, estimate: Mapping[str, Any]) -> None:
+        """Keep an estimate with the run, in one step."""
+        draft = self.prediction.with_suffix(".tmp")
+        draft.write_text(json.dumps(estimate), encoding="utf-8")
+        draft.replace(self.prediction)
+
+    def measured_memory(self, rank: int) -> Path:
+        """What the rank's allocator did in the first steps."""
+        return self.directory / f"memory.{rank}.npz"
+
+    def recording(self, number: int) -> Path:
+        """A recording that a prediction has made."""
+        return self.directory / f"recording.{number}.npz"
 
     def events(self, rank: int) -> Path:
         return self.directory / f"events.{rank}.jsonl"

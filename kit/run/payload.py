@@ -90,11 +90,12 @@ def pack(module: Part, data: Part) -> bytes:
         try:
             cloudpickle.dumps(part)
         except Exception as error:
-            raise ConfigError([Problem(name, _why(part, error))]) from error
-    return cloudpickle.dumps({"module": module, "data": data, "cells": _cells()}, protocol=5)  # type: ignore[no-any-return]
+            raise ConfigError([Problem(name, why_not_sent(part, error))]) from error
+    return cloudpickle.dumps({"module": module, "data": data, "cells": cells()}, protocol=5)  # type: ignore[no-any-return]
 
 
-def _why(part: Part, error: Exception) -> str:
+def why_not_sent(part: Part, error: Exception) -> str:
+    """Why a part cannot be pickled, naming what it holds that cannot."""
     culprit = _culprit(part.value)
     found = f"{culprit} cannot be pickled" if culprit else f"{type(error).__name__}: {error}"
     way_out = "make it inside the class (in setup or __init__) or give a factory that makes it"
@@ -127,7 +128,7 @@ def _held_by(value: Any) -> list[tuple[str, Any]]:
     return [(f"attribute {name}", item) for name, item in names.items() if name not in ("__dict__", "__weakref__")]
 
 
-def _cells() -> dict[str, tuple[str, str]]:
+def cells() -> dict[str, tuple[str, str]]:
     """Source text of notebook cells by the file name in their tracebacks, so that a rank can name cell and line."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     names = getattr(getattr(shell, "compile", None), "_filename_map", {})

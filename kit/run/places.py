@@ -24,7 +24,7 @@ def _library_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     kit = Path(__file__).parents[1]
     folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple(f"{folder}/" for folder in [*folders, kit / "run", kit / "train"])
+    return tuple(f"{folder}/" for folder in [*folders, kit / "run", kit / "train", kit / "memory"])
 
 
 def is_library(file: str) -> bool:

@@ -24,6 +24,7 @@ from kit.run.failure import DivergedError
 from kit.run.jobs.context import Context
 from kit.run.timing import StepClock
 
+_COUNTED = ("requests", "bytes_read")
 _FLUSH_SECONDS = 0.5
 _PAGE_BYTES = resource.getpagesize()
 
@@ -41,6 +42,8 @@ class Recorder(Callback):
         self.left = False
         self.loader: object = None
         self._batches = self._steps_done = 0
+        self._train_started = 0.0
+        self._read_span: tuple[float, float] | None = None
         self._kept: list[tuple[dict[str, Any], torch.Tensor | None]] = []
         self._flushed = time.perf_counter()
         self._last_finite: float | None = None
@@ -64,6 +67,16 @@ class Recorder(Callback):
         )
         self.clock.take()
 
+    def on_train_batch_start(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
+        self._train_started = time.time()
+        self._read_span = getattr(self.loader, "last_span", None)
+
     def on_train_batch_end(
         self,
         trainer: Trainer,
@@ -80,6 +93,10 @@ class Recorder(Callback):
         fields = {
             "step": done if stepped else done + 1,
             "batch": self._batches,
+            "epoch": trainer.current_epoch,
+            "train_started": self._train_started,
+            "train_ended": time.time(),
+            **self._reading(),
             "loss": None,
             **seconds,
             "samples": samples,
@@ -96,6 +113,13 @@ class Recorder(Callback):
         if stepped and self.context.control.should_leave(done, self.context.rank, self.context.world_size):
             self.left = True
             raise Leave
+
+    def _reading(self) -> dict[str, Any]:
+        """When this batch was read, and what the loader has read since it was made, as far as the loader tells."""
+        counters, span = getattr(self.loader, "counters", None), self._read_span
+        counts = counters() if callable(counters) else {}
+        read = {} if span is None else {"read_started": span[0], "read_ended": span[1]}
+        return {**read, **{name: counts[name] for name in _COUNTED if name in counts}}
 
     def flush(self) -> None:
         """Write what is kept, waiting once for all losses.
@@ -114,6 +138,8 @@ class Recorder(Callback):
             self.context.writer.write("step", **fields)
         if diverged is not None:
             raise diverged
+        for name, started, ended in self.clock.take_spans():
+            self.context.writer.write("span", name=name, started=started, ended=ended)
 
     def save(self) -> None:
         """Write what is kept of a fit that has failed, if the device still answers."""

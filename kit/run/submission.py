@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from kit.config import Config
 from kit.errors import ConfigError, KitWarning, Problem
 from kit.events import SUPERVISOR, EventWriter
+from kit.processes import machine
 from kit.run.control import Control
 from kit.run.paths import RunPaths
 from kit.run.payload import LARGE_BYTES, Part, check_parts, pack
-from kit.run.processes import machine
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -41,19 +41,25 @@ def prepare(module: object, data: object, config: object) -> RunPaths:
             f"fit takes a Config, got {type(config).__name__}; call fit(config) or fit(module, data, config)"
         )
     module_part, data_part = Part.of(module), Part.of(data)
-    _check_targets(module_part, data_part, config)
+    check_targets(module_part, data_part, config)
     check_parts(module_part, data_part, config.model.arguments)
-    resolved = _resolve(config)
+    resolved, used_bytes = _resolve(config)
     predicted = _check_own_data(config, resolved.world_size) if data_part.kind == "default" else {}
     payload = pack(module_part, data_part)
     paths = RunPaths.create(config)
-    environment = {**_environment(resolved), "payload_bytes": len(payload), "predicted": predicted}
-    _write(paths, config, payload, environment)
+    found = {"payload_bytes": len(payload), "predicted": predicted, "device_used_bytes": used_bytes}
+    environment = {**environment_of(resolved), **found}
+    write_run(paths, config.to_yaml(), payload, environment)
     _warn_if_large(paths, len(payload))
     return paths
 
 
-def _check_targets(module: Part, data: Part, config: Config) -> None:
+def check_targets(module: Part, data: Part, config: Config) -> None:
+    """Refuse import paths that lead nowhere.
+
+    Raises:
+        TargetError: with what is there instead.
+    """
     from kit.targets import find_target
 
     if module.kind in ("default", "path"):
@@ -62,10 +68,14 @@ def _check_targets(module: Part, data: Part, config: Config) -> None:
         find_target(data.value)
 
 
-def _resolve(config: Config) -> Resolved:
+def _resolve(config: Config) -> tuple[Resolved, list[int]]:
+    """The devices of the ranks, and the bytes that others hold on each of them."""
     from kit.machine import hardware, resolve_devices
 
-    return resolve_devices(config, hardware())
+    machine = hardware()
+    resolved = resolve_devices(config, machine)
+    used_bytes = {gpu.uuid: gpu.total_bytes - gpu.free_bytes for gpu in machine.gpus}
+    return resolved, [used_bytes[uuid] for uuid in resolved.devices]
 
 
 def _check_own_data(config: Config, world_size: int) -> dict[str, float]:
@@ -91,9 +101,10 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, float]:
     return predict_reading(config, dataset)
 
 
-def _environment(resolved: Resolved) -> dict[str, Any]:
+def environment_of(resolved: Resolved) -> dict[str, Any]:
+    """What ranks are told of the kernel and of what `auto` is."""
     return {
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions()},
         "platform": platform.platform(),
         "machine": machine(),
         "folder": os.getcwd(),  # noqa: PTH109 - text, as the ranks need it
@@ -108,7 +119,8 @@ def _environment(resolved: Resolved) -> dict[str, Any]:
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that decide what a run does."""
     found = {}
     for package in _PACKAGES:
         try:
@@ -118,8 +130,9 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _write(paths: RunPaths, config: Config, payload: bytes, environment: dict[str, Any]) -> None:
-    paths.config.write_text(config.to_yaml(), encoding="utf-8")
+def write_run(paths: RunPaths, config: str, payload: bytes, environment: dict[str, Any]) -> None:
+    """Fill a new run directory with what ranks read; `config` is YAML."""
+    paths.config.write_text(config, encoding="utf-8")
     paths.payload.write_bytes(payload)
     paths.environment.write_text(json.dumps(environment, indent=2))
     Control.create(paths.control)

@@ -31,6 +31,7 @@ _PRELOADED = (
     "ruamel.yaml",
     "kit.run.worker",
     "kit.run.jobs.fit",
+    "kit.run.jobs.predict",
 )
 
 
@@ -59,6 +60,8 @@ class Supervisor:
             if os.getppid() != self.parent or (0 in ready and not self._read_commands()):
                 break
             self.groups = [group for group in self.groups if not _look(group)]
+        for group in self.groups:
+            group.kill("kernel")
         for group in self.groups:
             _end(group)
 
@@ -91,7 +94,6 @@ class Supervisor:
 
 
 def _end(group: Group) -> None:
-    group.kill("kernel")
     while not _look(group):
         time.sleep(0.005)
 

@@ -30,6 +30,10 @@ _MARKS = {
 }
 
 
+_SPANS = {"save_checkpoint": "save"}
+"""Actions that are told whole, with their beginning and end."""
+
+
 class StepClock(Profiler):
     """Exclusive seconds by part since `take` was last called."""
 
@@ -39,6 +43,8 @@ class StepClock(Profiler):
         """The last exception seen to leave an action, and the innermost action that it left."""
         self._parts: dict[str, str] = {}
         self._stack: list[tuple[str, str]] = []
+        self._began: dict[str, float] = {}
+        self._spans: list[tuple[str, float, float]] = []
         self._seconds = dict.fromkeys((*PARTS, _REST), 0.0)
         self._since = self._taken = time.perf_counter()
 
@@ -48,6 +54,8 @@ class StepClock(Profiler):
         if part is _INHERITED:
             part = self._stack[-1][1] if self._stack else _REST
         self._stack.append((action_name, part))
+        if action_name in _SPANS:
+            self._began[action_name] = time.time()
 
     def stop(self, action_name: str) -> None:
         self._charge()
@@ -57,6 +65,8 @@ class StepClock(Profiler):
         elif any(action == action_name for action, _ in stack):  # something inside was started and never stopped
             while stack.pop()[0] != action_name:
                 continue
+        if action_name in self._began:
+            self._spans.append((_SPANS[action_name], self._began.pop(action_name), time.time()))
         error = sys.exc_info()[1]
         if error is not None:
             self._note(error, action_name)
@@ -89,3 +99,8 @@ class StepClock(Profiler):
         other = max(0.0, wall - sum(parts.values()))
         fields = {f"{part}_seconds": seconds for part, seconds in parts.items()}
         return {**fields, "other_seconds": other, "step_seconds": wall}
+
+    def take_spans(self) -> list[tuple[str, float, float]]:
+        """(name, beginning, end) of what was told whole since the last call, in seconds since the epoch."""
+        spans, self._spans = self._spans, []
+        return spans

@@ -65,8 +65,12 @@ def fit(module: Any, data: Any = None, config: Config | None = None) -> Trial:
     if config is None and isinstance(module, Config):
         module, config = None, module
     paths = prepare(module, data, config)
-    trial = Trial(paths)
-    trial._submit()
+    trial = Trial(paths, config)
+    trial.submit()
+    if trial.config.trial.predict_memory:
+        from kit.run.memory.foresight import foresee
+
+        foresee(module, data, trial)
     return trial
 
 
@@ -78,10 +82,10 @@ def warm_up() -> None:
 class Trial:
     """One run directory, watched."""
 
-    def __init__(self, paths: RunPaths) -> None:
+    def __init__(self, paths: RunPaths, config: Config | None = None) -> None:
         self.run_directory: Path = paths.directory
         self.paths = paths
-        self.config: Config = Config.load(paths.config)
+        self.config: Config = config or Config.load(paths.config)
         self.environment: dict[str, Any] = json.loads(paths.environment.read_bytes())
         self.state: State = "WAITING"
         self.cause: Cause | None = None
@@ -190,12 +194,16 @@ class Trial:
         supervisor_died = self._supervisor is not None and not self._supervisor.alive
         if supervisor_died and self.state == "WAITING" and not self._resubmitted and self.run_directory.exists():
             self._resubmitted = True
-            self._submit("cold", f"the warm process could not be used: {reason}")
+            self.submit("cold", f"the warm process could not be used: {reason}")
             return
         self.state, self.message, self._news = "LOST", reason, True
 
-    def _submit(self, start: Literal["warm", "cold"] | None = None, reason: str = "") -> None:
-        """Hand the run to a supervisor; `reason` says why it is not the one that was asked for."""
+    def submit(self, start: Literal["warm", "cold"] | None = None, reason: str = "") -> None:
+        """Hand the run to a supervisor; `reason` says why it is not the one that was asked for.
+
+        Raises:
+            TrialError: when none can be started.
+        """
         asked: Literal["warm", "cold"] = start or self.config.trial.start
         for _ in range(2):
             self._supervisor = client.supervisor(asked)
@@ -215,6 +223,7 @@ class Trial:
             "limits": {name: getattr(trial, name) for name in ("timeout_seconds", "stall_seconds", "grace_seconds")},
             "variables": dict(os.environ),
             "reason": reason,
+            "removed": self.environment.get("removed", "never"),
         }
 
     def _note_supervisor(self, supervisor: client.Supervisor) -> None:
@@ -294,10 +303,11 @@ class Trial:
 
     def _result(self) -> Self:
         if self.state in ("FAILED", "LOST"):
-            raise self._failure()
+            raise self.failure()
         return self
 
-    def _failure(self) -> TrialError:
+    def failure(self) -> TrialError:
+        """What `wait` raises for a trial that FAILED or is LOST."""
         rank = self.event("trial_ended", "failed_rank") or 0
         log = self.paths.log(rank)
         details = "\n".join(part for part in (self.traceback.rstrip(), f"Log: {log}" if log.exists() else "") if part)

@@ -1,7 +1,7 @@
 """How a trial ended: one state and one cause, from exit codes, the ranks' last words and what the supervisor did.
 
 The first failure in time is the one reported, except that a rank which only lost the connection to a peer is never the
-root. Exit code 0 is success only when the rank has said `fit_ended`.
+root. Exit code 0 is success only when the rank has said that its job ended.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def judge(
     return _failed(paths, ends, tails, out_of_memory) or _ended(tails)
 
 
-def said_fit_ended(paths: RunPaths, rank: int) -> bool:
-    """Whether a rank has said that its fit ended; without that, exit code 0 means nothing."""
+def said_job_ended(paths: RunPaths, rank: int) -> bool:
+    """Whether a rank has said that its job ended; without that, exit code 0 means nothing."""
     return _Tail.read(paths.events(rank)).ended is not None
 
 
@@ -162,7 +162,8 @@ class _Tail:
         found: dict[str, Any] = {event["kind"]: event for event in events}
         last = steps[-1] if steps else {}
         rss = number(last.get("host_rss_bytes"))
-        return cls(int(last.get("step", 0)), rss if rss == rss else 0.0, found.get("failed"), found.get("fit_ended"))
+        ended = found.get("fit_ended") or found.get("prediction_ended")
+        return cls(int(last.get("step", 0)), rss if rss == rss else 0.0, found.get("failed"), ended)
 
 
 def _last_events(path: Path) -> list[Event]:

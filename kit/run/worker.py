@@ -15,16 +15,17 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kit.config import Config
 from kit.errors import KitWarning
 from kit.events import EventWriter
+from kit.processes import die_with_parent, guard_forks, watch_lifeline
 from kit.run.control import Control
 from kit.run.jobs.context import Context
 from kit.run.paths import RunPaths
-from kit.run.processes import die_with_parent, guard_forks, watch_lifeline
 from kit.run.verdict import EXIT_CANNOT_WRITE, EXIT_FAILED
 
 
@@ -56,14 +57,23 @@ def _work(paths: RunPaths, rank: int, writer: EventWriter) -> int:
         _settle(environment)
         _send_warnings(writer)
         context = Context(paths, Config.load(paths.config), environment, rank, writer, Control(paths.control))
-        from kit.run.jobs.fit import fit
-
-        fit(context)
+        _job(environment.get("job", "fit"))(context)
     except BaseException as error:
         traceback.print_exc()
         writer.write("failed", **describe_failure(error, context))
         return EXIT_FAILED
     return 0
+
+
+def _job(name: str) -> Callable[[Context], None]:
+    """What this rank does, loaded only now: each job brings its own libraries."""
+    if name == "predict":
+        from kit.run.jobs.predict import predict
+
+        return predict
+    from kit.run.jobs.fit import fit
+
+    return fit
 
 
 def _settle(environment: dict[str, Any]) -> None:

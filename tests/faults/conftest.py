@@ -3,6 +3,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
 
-from trial_fixtures import config, no_survivors
+from trial_fixtures import config, no_predictions_left, no_survivors, own
 
-__all__ = ["config", "no_survivors"]
+__all__ = ["config", "no_predictions_left", "no_survivors", "own"]

@@ -1,0 +1,66 @@
+"""The prediction that stands beside a fit: at once when it is known, else made beside the trial and never before it.
+
+It is kept in the run directory as JSON. What is not known yet is predicted by a process of its own that yields to the
+trial in everything, and that the supervisor ends and clears away whatever becomes of the kernel. A prediction that
+cannot be made keeps no trial from running: the row then has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import asdict
+from typing import Any
+
+from kit.errors import KitError
+from kit.plan.memory.cards import Target
+from kit.run.memory.job import start_prediction
+from kit.run.memory.prediction import TIMEOUT_SECONDS, device_name, estimate_here
+from kit.run.memory.question import Question, ask, here
+from kit.run.memory.recordings import known
+from kit.run.memory.residuals import residuals_here
+from kit.run.paths import RunPaths
+from kit.run.trial import Trial
+
+_MARGIN_SECONDS = 60.0
+_foreseen: dict[str, RunPaths] = {}
+"""The run beside which a question is, or was, answered."""
+
+
+def foresee(module: object, data: object, trial: Trial) -> None:
+    """See to it that the run directory of `trial` gets its prediction."""
+    from kit.machine import hardware
+
+    with contextlib.suppress(KitError, OSError):
+        world_size = int(trial.environment["world_size"])
+        target = here(trial.config, hardware(), world_size)
+        question, _ = ask(module, data, trial.config, target, world_size)
+        recording = known(question)
+        if recording is not None:
+            trial.paths.write_prediction(estimate_here(question, recording, target).to_dict())
+        elif not _copied(question, trial.paths):
+            _predict_beside(question, target, trial)
+
+
+def _copied(question: Question, paths: RunPaths) -> bool:
+    """Whether an earlier run of the same question has an answer to take."""
+    earlier = _foreseen.get(question.key)
+    if earlier is None or not earlier.prediction.is_file():
+        return False
+    draft = paths.prediction.with_suffix(".tmp")
+    shutil.copyfile(earlier.prediction, draft)
+    draft.replace(paths.prediction)
+    return True
+
+
+def _predict_beside(question: Question, target: Target, trial: Trial) -> None:
+    residuals = residuals_here(question.config.trial.folder, device_name(target))
+    beside = {
+        "run_directory": str(trial.run_directory),
+        "target": asdict(target),
+        "residuals": asdict(residuals) if residuals else None,
+    }
+    task: dict[str, Any] = {"batch_sizes": [None], "patience_seconds": TIMEOUT_SECONDS, "beside": beside}
+    limit_seconds = trial.config.trial.timeout_seconds + TIMEOUT_SECONDS + _MARGIN_SECONDS
+    start_prediction(question, task, limit_seconds, "at end")
+    _foreseen[question.key] = trial.paths

@@ -1,0 +1,278 @@
+"""Question: what a dry run is asked, checked and complete, so that equal questions need asking once.
+
+It names the module and data as they travel, the config, and what of the target decides what is recorded: the kind of
+device and its capability, the number format that `auto` is there, and the number of ranks. How much memory the target
+has is no part of it. Everything a kernel can refuse is refused here, before any process: what `kit.fit` refuses too,
+but not devices, which need not exist.
+
+Equal `key` means an equal recording, while the source files of what is named are unchanged; a module that those import
+from another folder may change unseen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kit.config import Config
+from kit.errors import ConfigError, HardwareError, Problem
+from kit.machine import Machine, hardware
+from kit.plan.memory.cards import THIS_MACHINE, Target, target_of
+from kit.run.memory.hollow import Parcel, hollow
+from kit.run.payload import Part, check_parts
+from kit.run.submission import check_targets, versions
+
+MOST_RANKS = 1024
+_BF16_CAPABILITY = (8, 0)
+_IMMATERIAL = (
+    "name",
+    "trial",
+    "chunking",
+    "training.seed",
+    "training.max_epochs",
+    "hardware.accelerator",
+    "hardware.devices",
+    "hardware.precision",
+    "hardware.threads_per_rank",
+    "loader.prefetch_factor",
+    "loader.batches_ahead",
+    "loader.requests_in_flight",
+    "loader.decode_threads",
+    "loader.pin_memory",
+)
+"""Fields that change nothing of what a step allocates; precision counts as what it was resolved to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One configuration on one kind of device."""
+
+    config: Config
+    module: Part
+    data: Part
+    parcel: Parcel
+    precision: str
+    world_size: int
+    device_kind: str
+    """`cuda` or `cpu`."""
+    capability: tuple[int, int] | None
+    """CUDA compute capability; None on the CPU."""
+
+    def with_config(self, config: Config, target: Target, world_size: int | None = None) -> Question:
+        """The same module and data under another config or on another target."""
+        check_parts(self.module, self.data, config.model.arguments)
+        return _question(self.module, self.data, self.parcel, config, target, world_size)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches recorded per step: from the second on they are all alike."""
+        return min(2, self.config.levers.accumulate_grad_batches)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks recorded: under ddp each holds the same, however many there are."""
+        return min(2, self.world_size) if self.config.hardware.strategy == "ddp" else self.world_size
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a recording says of it, where fewer ranks or micro-batches are recorded than were asked for."""
+        return {
+            "world_size": self.world_size,
+            "accumulate_grad_batches": self.config.levers.accumulate_grad_batches,
+        }
+
+    @property
+    def threads(self) -> int:
+        """Threads that a rank computes with on the CPU: its kernels take their buffers by them. 1 for a GPU."""
+        if self.device_kind != "cpu":
+            return 1
+        return self.config.hardware.threads_per_rank or max(1, hardware().cores // self.world_size)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Hexadecimal digits, the same for questions of the same answer; files count as they were when first asked."""
+        config = self.config.values()
+        for path in _IMMATERIAL:
+            section, _, field = path.partition(".")
+            config.pop(section) if not field else config[section].pop(field)
+        config["levers"]["accumulate_grad_batches"] = self.accumulation
+        canonical = json.dumps(
+            [
+                config,
+                self.parcel.digest,
+                self.precision,
+                self.ranks,
+                self.device_kind,
+                self.capability,
+                self.threads,
+                versions(),
+                list(_files(self)),
+            ],
+            sort_keys=True,
+        )
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def ask(
+    module: object, data: object, config: object, device: str | int | Target, world_size: int | None = None
+) -> tuple[Question, Target]:
+    """The question, and the target it is asked for.
+
+    Args:
+        module: What `kit.fit` takes.
+        data: What `kit.fit` takes.
+        config: A Config.
+        device: A GPU model, a size, or "this machine".
+        world_size: Ranks, instead of those that the config asks for.
+
+    Raises:
+        ConfigError: for what `kit.fit` would refuse, and a number of ranks that does not fit the strategy.
+        HardwareError: for a precision that the target does not compute.
+        PlanError: for an unknown device.
+    """
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"a prediction takes a Config, got {type(config).__name__}; call predict_memory(config) or "
+            "predict_memory(module, data, config)"
+        )
+    parts = Part.of(module), Part.of(data)
+    check_targets(*parts, config)
+    check_parts(*parts, config.model.arguments)
+    target = find_target_device(device, config, world_size)
+    return _question(*parts, hollow(*parts), config, target, world_size), target
+
+
+def find_target_device(device: str | int | Target, config: Config, world_size: int | None = None) -> Target:
+    """The target that `device` names; this machine's is the one the config would be fitted on."""
+    if not (isinstance(device, str) and device.strip().lower() == THIS_MACHINE):
+        return target_of(device)
+    return here(config, hardware(), ranks_of(config, world_size))
+
+
+def here(config: Config, machine: Machine, world_size: int) -> Target:
+    """This machine as a target: its CPU where the config asks for it."""
+    gpus = () if config.hardware.accelerator == "cpu" else machine.gpus
+    return target_of(THIS_MACHINE, dataclasses.replace(machine, gpus=gpus), world_size)
+
+
+def _question(
+    module: Part, data: Part, parcel: Parcel, config: Config, target: Target, world_size: int | None
+) -> Question:
+    return Question(
+        config=config, module=module, data=data, parcel=parcel, precision=precision_of(config, target),
+        world_size=ranks_of(config, world_size), device_kind=target.device_kind, capability=target.capability,
+    )  # fmt: skip
+
+
+def precision_of(config: Config, target: Target) -> str:
+    """What `auto` is on the target.
+
+    Raises:
+        HardwareError: for 16-mixed on a CPU.
+    """
+    wanted = config.hardware.precision
+    if target.device_kind == "cpu":
+        if wanted == "16-mixed":
+            raise HardwareError(
+                f"hardware.precision is 16-mixed, which needs a GPU, but {target.name} has none; name a GPU with "
+                "device=, or use bf16-mixed or 32-true"
+            )
+        return "32-true" if wanted == "auto" else wanted
+    if wanted != "auto":
+        return wanted
+    return "bf16-mixed" if (target.capability or (0, 0)) >= _BF16_CAPABILITY else "16-mixed"
+
+
+def ranks_of(config: Config, world_size: int | None = None) -> int:
+    """How many ranks are asked for; no such devices need to be here.
+
+    Raises:
+        ConfigError: when the number does not fit the strategy, or is not known.
+    """
+    hardware = config.hardware
+    shards, devices = hardware.shards, hardware.devices
+    if world_size is None:
+        counted = len(devices) if isinstance(devices, tuple) else int(devices) if devices not in ("auto", -1) else 0
+        world_size = counted or (shards[0] * shards[1] if shards else 1 if hardware.strategy == "none" else 0)
+        if not world_size:
+            message = f"-1 (all) with {hardware.strategy} is no number of ranks to predict for; give world_size="
+            raise ConfigError([Problem("hardware.devices", message)])
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ConfigError([Problem("world_size", f"{world_size} ranks; predictions go from 1 to {MOST_RANKS}")])
+    if hardware.strategy == "none" and world_size > 1:
+        raise ConfigError([Problem("hardware.strategy", f"none uses one device, not {world_size}; use ddp or fsdp")])
+    if shards and shards[0] * shards[1] != world_size:
+        message = f"{hardware.strategy} is {shards[0]} × {shards[1]} = {shards[0] * shards[1]} ranks, not {world_size}"
+        raise ConfigError([Problem("hardware.strategy", message)])
+    if hardware.strategy in ("ddp", "fsdp") and world_size < 2:
+        message = f"{hardware.strategy} needs at least 2 ranks, not {world_size}; use none"
+        raise ConfigError([Problem("hardware.strategy", message)])
+    return world_size
+
+
+# -- what may change while the question stays the same
+
+
+def _files(question: Question) -> Iterator[tuple[str, int]]:
+    """The newest change below each folder that code or data of the question comes from."""
+    from kit.targets import find_target
+
+    names = [part.value for part in (question.module, question.data) if part.kind == "path"]
+    if question.module.kind == "default":
+        names.append(question.config.model.target)
+    files = [find_target(name).file for name in names]
+    files += [_file_of(part) for part in (question.module, question.data) if part.kind not in ("path", "default")]
+    for folder in sorted({file.parent for file in files if file is not None}):
+        yield str(folder), _newest(folder)
+    if question.data.kind == "default":
+        yield question.config.data.url, _changed(question.config)
+
+
+def _file_of(part: Part) -> Path | None:
+    """Where the class or function is defined; None for one of a notebook, which travels by value."""
+    kind = part.value if part.kind in ("class", "factory") else type(part.value)
+    module = sys.modules.get(getattr(kind, "__module__", "") or "")
+    file = getattr(module, "__file__", None)
+    return Path(file) if file and file.endswith(".py") else None
+
+
+def _newest(folder: Path) -> int:
+    if _is_installed(folder):
+        return 0
+    return max((file.stat().st_mtime_ns for file in folder.glob("*.py")), default=0)
+
+
+@functools.cache
+def _is_installed(folder: Path) -> bool:
+    """Whether the folder belongs to an installed package, which `versions` stand for."""
+    return "site-packages" in folder.parts
+
+
+def _changed(config: Config) -> int:
+    """When the store, if it is a folder here, was last written; 0 for any other."""
+    from kit.config import resolve_path
+    from kit.data.manifest import GROUP_KEY, MANIFEST_KEY
+
+    url = config.data.url.removeprefix("file://")
+    if "://" in url:
+        return 0
+    marks = (resolve_path(url) / name for name in (GROUP_KEY, MANIFEST_KEY))
+    return max((mark.stat().st_mtime_ns for mark in marks if mark.is_file()), default=0)
+
+
+def plain(question: Question) -> dict[str, Any]:
+    """What the process that answers has to know beside config and parcel, as JSON values."""
+    return {
+        "precision": question.precision,
+        "world_size": question.ranks,
+        "device_kind": question.device_kind,
+        "capability": question.capability,
+        "facts": question.facts,
+    }

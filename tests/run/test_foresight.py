@@ -1,0 +1,109 @@
+"""The prediction that stands beside a fit: made beside it, taken from an earlier one, or absent without harm."""
+
+import os
+import shutil
+
+import pytest
+from trial_fixtures import ranks_alive, wait_until
+
+from kit.report.results import results
+from kit.report.trial_memory import predicted_of
+from kit.run.memory import foresight, recordings
+from kit.run.memory.prediction import predict_memory
+from kit.run.memory.residuals import residuals
+from kit.run.trial import fit
+from kit.testing import FaultyModule, TinyData, TinyModule
+
+SECONDS = 90.0
+MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
+LONG = 1_000_000
+
+pytestmark = pytest.mark.usefixtures("no_predictions_left")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    recordings.cache.clear()
+    foresight._foreseen.clear()
+
+
+def wide_data():
+    return TinyData(width=4096, samples=64)
+
+
+def predicted(trial):
+    wait_until(trial.paths.prediction.is_file, SECONDS)
+    return predicted_of(trial)
+
+
+def test_a_fit_is_predicted_beside_itself_and_its_row_holds_both(config):
+    asked = config(predict_memory=True).replace({"model.arguments": {"width": 4096}})
+    trial = fit(MODULE, wide_data, asked).wait(SECONDS)
+    found = predicted(trial)
+    again = predict_memory(MODULE, wide_data, asked)
+    assert (found.device_allocated_bytes, found.breakdown) == (again.device_allocated_bytes, again.breakdown)
+    (row,) = results(asked.trial.folder)
+    assert row["device_allocated_bytes_predicted"] == found.device_allocated_bytes
+    assert row["device_allocated_bytes_ratio"] == pytest.approx(1, abs=0.05)
+    assert row["device_reserved_bytes_measured"] is None  # the CPU's allocator reserves nothing
+    (residual,) = residuals(asked.trial.folder)
+    assert (residual.device, residual.count) == ("CPU", 1)
+    assert residual.median_ratio == row["device_allocated_bytes_ratio"]
+
+
+def test_a_known_answer_is_there_when_fit_returns(config):
+    asked = config(predict_memory=True, max_steps=LONG)
+    known = predict_memory(MODULE, DATA, asked)
+    trial = fit(MODULE, DATA, asked)
+    assert trial.paths.prediction.is_file()
+    assert predicted(trial).device_allocated_bytes == known.device_allocated_bytes
+    trial.kill()
+    trial.wait(SECONDS)
+
+
+def test_an_equal_fit_takes_the_answer_of_the_first(config):
+    asked = config(predict_memory=True)
+    first = predicted(fit(MODULE, DATA, asked).wait(SECONDS))
+    trial = fit(MODULE, DATA, asked.replace({"trial.max_steps": 9}))
+    assert trial.paths.prediction.is_file()
+    assert predicted(trial) == first
+    trial.wait(SECONDS)
+
+
+def test_a_prediction_waits_for_the_first_step_and_goes_when_the_trial_is_removed(config, no_predictions_left):
+    trial = fit(lambda: TinyModule(seconds=3600), DATA, config(predict_memory=True, max_steps=LONG))
+    wait_until(lambda: trial.poll() == "RUNNING" and len(ranks_alive()) >= 2)
+    assert len(list(no_predictions_left.iterdir())) == 1
+    assert not trial.paths.prediction.exists()
+    shutil.rmtree(trial.run_directory)
+    wait_until(lambda: not list(no_predictions_left.iterdir()))
+
+
+class Shy(TinyModule):
+    """Ends the process of any dry run."""
+
+    def __init__(self):
+        super().__init__()
+        if type(self.layer.weight.data).__name__ == "FakeTensor":
+            os._exit(3)
+
+
+def test_a_fit_that_cannot_be_predicted_runs_all_the_same(config, no_predictions_left):
+    trial = fit(Shy, DATA, config(predict_memory=True)).wait(SECONDS)
+    assert trial.state == "COMPLETE"
+    wait_until(lambda: not list(no_predictions_left.iterdir()), SECONDS)
+    assert not trial.paths.prediction.exists()
+
+
+def test_what_goes_wrong_after_two_steps_leaves_prediction_and_measurement(config):
+    asked = config(predict_memory=True)
+    trial = fit(lambda: FaultyModule({(0, 3): "raise"}), TinyData, asked)
+    wait_until(lambda: trial.poll() == "FAILED", SECONDS)
+    predicted(trial)
+    assert results(asked.trial.folder)[0]["device_allocated_bytes_ratio"] is not None
+
+
+def test_predicting_can_be_switched_off(config, no_predictions_left):
+    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    assert not trial.paths.prediction.exists()
+    assert list(no_predictions_left.iterdir()) == []

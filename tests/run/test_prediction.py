@@ -1,0 +1,242 @@
+"""Predictions through real processes: what goes in, what comes out, and what is answered without any."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from kit.errors import ConfigError, HardwareError, StoreError, TargetError, TrialError
+from kit.memory.dry_run import DryRun, record
+from kit.plan.memory.cards import target_of
+from kit.plan.memory.estimate import estimate
+from kit.run.memory import recordings
+from kit.run.memory.job import PredictionJob
+from kit.run.memory.prediction import predict_memory
+from kit.run.trial import fit
+from kit.testing import TinyData, TinyModule
+
+MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
+SECONDS = 90.0
+HALF = {"hardware.precision": "16-mixed", "hardware.accelerator": "auto"}
+WEIGHTS = 512 * 512 * 4
+
+pytestmark = pytest.mark.usefixtures("no_predictions_left")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    recordings.cache.clear()
+
+
+class Wide(TinyModule):
+    """512 × 512 weights; gradients and momentum are two more copies."""
+
+    def __init__(self, layers=1):
+        super().__init__()
+        self.layer = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(layers)])
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
+
+
+def data():
+    return TinyData(width=512, samples=256)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.randn(64, 512), torch.randn(64, 1)), batch_size=4)
+
+
+# -- what goes in
+
+
+@pytest.mark.parametrize(
+    ("module", "rows"),
+    [
+        (Wide, data),
+        (lambda: Wide(), lambda: data()),
+        (Wide(), data()),
+        (Wide, loader()),
+        (Wide, loader().dataset),
+        (f"{__file__}:Wide", f"{__file__}:data"),
+    ],
+    ids=["classes", "factories", "instances", "loader", "dataset", "paths"],
+)
+def test_module_and_data_come_in_many_forms_as_for_a_fit(config, module, rows):
+    asked = config().replace({"loader.batch_size": 4})
+    found = predict_memory(module, rows, asked)
+    assert found.complete, found
+    assert found.batch_size == 4
+    assert found.breakdown["parameters"] == WEIGHTS
+    assert 3 * WEIGHTS < found.device_allocated_bytes < 3.2 * WEIGHTS
+
+
+@pytest.mark.parametrize("changes", [{}, {"levers.accumulate_grad_batches": 2}, {"training.gradient_clip_norm": 1.0}])
+def test_a_prediction_equals_the_measurement_of_a_fit(config, changes):
+    asked = config().replace(changes)
+    event = fit(Wide, data, asked).wait(SECONDS).event("memory_measured")
+    found = predict_memory(Wide, data, asked)
+    assert event["device_allocated_bytes"] / found.device_allocated_bytes == pytest.approx(1, abs=0.01)
+
+
+def test_a_config_alone_is_enough_and_no_store_is_read(own):
+    asked = own()
+    found = predict_memory(asked)
+    assert found.complete, found
+    assert found.batch_size == 2
+    assert found.parameters > 0
+
+
+def test_the_kernel_needs_no_torch(own):
+    code = textwrap.dedent(f"""
+        import sys
+        from kit.config import Config
+        from kit.run.memory.prediction import predict_memory
+        config = Config.from_yaml({own().to_yaml(comments=False)!r})
+        found = [predict_memory(config), predict_memory("kit.models:UNet", None, config, device="H100-80GB")]
+        print([name for name in ("torch", "lightning") if name in sys.modules], [item.complete for item in found])
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[] [True, True]", done.stderr
+
+
+def test_classes_of_a_script_are_predicted(config):
+    """A script stands for a notebook: its classes live in __main__."""
+    code = textwrap.dedent(f"""
+        import torch
+        from kit.config import Config
+        from kit.run.memory.prediction import predict_memory
+        from kit.testing import TinyData, TinyModule
+        class Base(TinyModule):
+            pass
+        class Mine(Base):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(8, 1000)
+            def training_step(self, batch, batch_idx):
+                return self.layer(batch[0]).sum() * SCALE
+        SCALE = 2.0
+        config = Config.from_yaml({config().to_yaml(comments=False)!r})
+        print(predict_memory(Mine, TinyData, config).parameters, predict_memory(Mine(), TinyData(), config).complete)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "9000 True", done.stderr
+
+
+CONSTANT = torch.ones(512, 512)  # made when this file is imported, which a dry run has to do
+
+
+def test_tensors_of_the_users_file_are_no_part_of_the_module(config):
+    assert CONSTANT.nbytes == WEIGHTS
+    by_reference, by_path = predict_memory(Wide, data, config()), predict_memory(f"{__file__}:Wide", data, config())
+    assert by_reference.device_allocated_bytes == by_path.device_allocated_bytes < 3.2 * WEIGHTS
+
+
+# -- what comes out
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 1024), ("fsdp:2:4", 8)])
+def test_ranks_need_not_exist(config, strategy, ranks):
+    asked = config().replace({"hardware.strategy": strategy, "hardware.devices": 8})
+    found = predict_memory(lambda: Wide(4), data, asked, device="A100-80GB", world_size=ranks)
+    assert (found.world_size, found.strategy, found.complete) == (ranks, strategy, True), found
+    held = found.breakdown["parameters"] / (4 * WEIGHTS)
+    assert held == pytest.approx(
+        {"ddp": 1, "fsdp": 1 / 512, "fsdp:2:4": 1 / 4}[strategy]
+    )  # no shard is less than a row
+
+
+def test_an_estimate_says_the_micro_batches_that_were_asked_for(config):
+    found = predict_memory(Wide, data, config().replace({"levers.accumulate_grad_batches": 64}))
+    assert found.accumulate_grad_batches == 64
+
+
+def test_micro_batches_beyond_the_second_of_a_step_need_nothing_more(config):
+    asked = config()
+    target = target_of("A100-80GB")
+    peaks = []
+    for count in (2, 3, 5):
+        run = DryRun(asked.replace({"levers.accumulate_grad_batches": count}), "bf16-mixed", 1, "cuda", (8, 0))
+        peaks.append(estimate(record(Wide, lambda: {"datamodule": data()}, run), target).device_allocated_bytes)
+    assert len(set(peaks)) == 1
+
+
+def test_an_equal_question_is_answered_without_a_process(config, monkeypatch):
+    first = predict_memory(Wide, data, config(), device="A100-80GB")
+    monkeypatch.setattr(recordings, "PredictionJob", None)
+    assert predict_memory(Wide, data, config(max_steps=99), device="A100-80GB") == first
+    smaller = predict_memory(Wide, data, config(), device="A100-40GB")
+    assert smaller.device_allocated_bytes == first.device_allocated_bytes
+
+
+def test_fits_is_for_the_device_that_was_named(config):
+    assert predict_memory(Wide, data, config(), device="2 GiB").verdict == "fits"
+    found = predict_memory(Wide, data, config(), device="310 MiB")
+    assert found.verdict == "does not fit"
+    assert not found.fits
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "changes", "error", "message"),
+    [
+        ("kit.testing:TinyModul", DATA, {}, TargetError, "did you mean"),
+        (TinyModule, DATA, {"model.arguments": {"hidth": 1}}, ConfigError, r"model\.arguments: class TinyModule"),
+        (lambda: 3, DATA, {}, ConfigError, "module: factory <lambda> gave int, which is no LightningModule"),
+        (MODULE, lambda: 3, {}, ConfigError, "data: factory <lambda> gave int; give a LightningDataModule"),
+        (
+            MODULE,
+            DATA,
+            {"hardware.precision": "16-mixed", "hardware.accelerator": "auto"},
+            HardwareError,
+            "needs a GPU",
+        ),
+        (MODULE, None, {"data.url": "nowhere/at/all.zarr"}, StoreError, "nowhere"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_error_that_says_so(config, module, rows, changes, error, message):
+    with pytest.raises(error, match=message):
+        predict_memory(module, rows, config().replace(changes))
+
+
+class Unmade(TinyModule):
+    def __init__(self):
+        super().__init__()
+        raise ValueError("no such size")
+
+
+def test_a_module_that_cannot_be_made_fails_as_its_fit_does(config):
+    with pytest.raises(TrialError) as fitted:
+        fit(Unmade, DATA, config()).wait(SECONDS)
+    with pytest.raises(TrialError) as predicted:
+        predict_memory(Unmade, DATA, config())
+    assert str(predicted.value) == str(fitted.value)
+    assert "no such size" in predicted.value.details
+
+
+def test_a_step_that_fails_leaves_what_is_known(config):
+    class Broken(Wide):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("a scripted fault")
+
+    found = predict_memory(Broken, data, config())
+    assert (found.complete, found.verdict) == (False, "unknown")
+    assert found.breakdown["parameters"] == WEIGHTS
+    assert any("a scripted fault" in reason for reason in found.reasons)
+
+
+def test_weights_that_are_held_by_an_instance_are_not_sent(config, monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        recordings, "PredictionJob", lambda *given: sent.append(given[0].parcel) or PredictionJob(*given)
+    )
+    predict_memory(Wide(8), data, config())
+    assert len(sent[0].module) < WEIGHTS / 8
