@@ -1,0 +1,134 @@
+"""The memory notebook as its reader meets it: run all, slide, change a lever, compare cards; nothing jumps."""
+
+import re
+
+import nbformat
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
+
+SECOND = 1000
+ANSWERED, COMPLETE = re.compile(r"answered in "), re.compile(r"^complete — ")
+PANEL = """import kit
+config = kit.Config.load("datasets/tokens/recipe.yaml")
+panel = kit.memory_panel(config, data="datasets/tokens/source.py:Tokens", device="T4", cards=["H100-80GB"])
+panel"""
+WATCH_SHIFTS = """() => {
+  window.shifts = 0;
+  new PerformanceObserver((list) => list.getEntries().forEach((entry) => { window.shifts += entry.value; }))
+    .observe({ type: 'layout-shift', buffered: false });
+}"""
+# A picture that is swapped leaves no frame without one.
+WATCH_GAPS = """(panel) => {
+  window.gaps = 0;
+  const look = () => {
+    window.gaps += panel.querySelectorAll('svg[role=img]').length < 2 ? 1 : 0;
+    requestAnimationFrame(look);
+  };
+  requestAnimationFrame(look);
+}"""
+
+
+def status(panel):
+    return panel.locator("[role=status]").last
+
+
+def bar(panel):
+    return panel.locator("svg[role=img]").nth(0)
+
+
+def wait_for_cards(panel):
+    """Every box has its verdict, and none of them is one of before."""
+    expect(panel.locator(".kit-waiting")).to_have_count(0, timeout=120 * SECOND)
+    boxes = panel.locator("ul[aria-label='GPU models'] li")
+    expect(boxes.filter(has_text="…")).to_have_count(0, timeout=120 * SECOND)
+    return boxes
+
+
+def picture(opened, place, path):
+    place.scroll_into_view_if_needed()
+    opened.page.screenshot(path=path)
+
+
+@pytest.fixture
+def memory(notebook):
+    """The notebook, run from top to bottom, and its panel."""
+    opened = notebook("notebooks/03_memory.ipynb", width=1280, height=1500)
+    opened.run_all()
+    trial = opened.page.locator(".kit-live").nth(1)
+    expect(status(trial)).to_have_text(COMPLETE, timeout=180 * SECOND)
+    expect(opened.page.locator("table", has_text="samples/s").last).to_be_visible(timeout=60 * SECOND)
+    assert opened.errors() == []
+    return opened, opened.page.locator(".kit-live").nth(0)
+
+
+def test_run_all_then_slide_and_change_a_lever(memory, artifacts):
+    opened, panel = memory
+    expect(status(panel)).to_have_text(ANSWERED, timeout=60 * SECOND)
+    boxes = wait_for_cards(panel)
+    expect(boxes).to_have_count(5)
+    expect(boxes.nth(0)).to_contain_text("largest batch")
+    picture(opened, panel, artifacts / "memory_panel.png")
+
+    before, place = bar(panel).get_attribute("aria-label"), bar(panel).bounding_box()
+    opened.page.evaluate(WATCH_SHIFTS)
+    panel.evaluate(WATCH_GAPS)
+    panel.locator(".noUi-handle").nth(0).focus()
+    for _ in range(12):
+        opened.page.keyboard.press("ArrowRight")
+    expect(panel.get_by_label("batch size")).to_have_value("24", timeout=20 * SECOND)
+    expect(panel.get_by_text(".estimate(24)")).to_be_visible(timeout=20 * SECOND)
+    expect(bar(panel)).not_to_have_attribute("aria-label", before, timeout=20 * SECOND)
+    wait_for_cards(panel)
+    assert bar(panel).bounding_box() == place
+    assert opened.page.evaluate("window.gaps") == 0
+    assert opened.page.evaluate("window.shifts") < 0.01
+
+    before = bar(panel).get_attribute("aria-label")
+    panel.get_by_label("gradient checkpointing").check()
+    grey = panel.locator(".kit-waiting:has(svg[role=img])").first
+    expect(grey).to_have_css("opacity", "0.35", timeout=20 * SECOND)
+    opened.page.screenshot(path=artifacts / "memory_recording.png")
+    wait_for_cards(panel)
+    assert bar(panel).get_attribute("aria-label") != before
+
+    look_at_everything(opened, panel, artifacts)
+    assert opened.errors() == []
+
+
+def look_at_everything(opened, panel, artifacts):
+    """Pictures for people, wide and narrow, light and dark."""
+    page = opened.page
+    places = {
+        "panel": panel,
+        "levers": page.get_by_text("variations by").first,
+        "overlay": page.locator(".jp-OutputArea-output img").last,
+    }
+    for width, theme in ((1280, "Dark"), (800, "Dark"), (800, "Light")):
+        page.set_viewport_size({"width": width, "height": 1700})
+        opened.use_theme(f"JupyterLab {theme}")
+        for name, place in places.items():
+            picture(opened, place, artifacts / f"memory_{name}_{width}_{theme.lower()}.png")
+
+
+def test_in_a_narrow_tab_pictures_stand_below_the_controls_and_errors_beside_them(notebook, lab):
+    kernel = {"name": "kit", "display_name": "kit (training experiments)", "language": "python"}
+    cells = [nbformat.v4.new_code_cell(PANEL)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), lab.root / "what_if.ipynb")
+    opened = notebook("what_if.ipynb", width=800, height=1700)
+    opened.run_all()
+    panel = opened.page.locator(".kit-live")
+    wait_for_cards(panel)
+    form, drawn = panel.locator(".kit-form").bounding_box(), bar(panel).bounding_box()
+    assert form["y"] + form["height"] <= drawn["y"]
+    assert drawn["x"] + drawn["width"] <= 800
+
+    panel.get_by_label("strategy").select_option("ddp")
+    expect(panel.get_by_role("alert")).to_contain_text("at least 2 devices", timeout=20 * SECOND)
+    panel.get_by_label("devices").fill("8")
+    panel.get_by_label("devices").press("Enter")
+    expect(panel.get_by_text('"hardware.strategy": "ddp"')).to_be_visible(timeout=20 * SECOND)
+    expect(bar(panel)).to_have_attribute("aria-label", re.compile("communication"), timeout=60 * SECOND)
+    wait_for_cards(panel)
+    assert opened.errors() == []
