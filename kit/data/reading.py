@@ -1,18 +1,20 @@
 """What reading one sample of a store should cost, to stand beside what it did.
 
-Requests are the expected different chunks of a whole batch over all variables, divided by its samples: the engine
-fetches each chunk of a batch once. Bytes are those requests times a chunk's uncompressed bytes times the store's own
-ratio of stored to uncompressed bytes, known only for a store that kit built. Not counted: the index of each shard (one
-request a shard, once), and that chunks of smooth fields compress better than those of rough ones.
-"""
+Requests are those that bring the expected chunks of a batch over all variables, divided by its samples
+(`kit.plan.cost`): each chunk of a batch is fetched once, and neighbours in a shard share a request where that pays.
+Bytes are what those requests ask for, by the store's own ratio of stored to uncompressed bytes, known only for a store
+that kit built. Not counted in either: the index of each shard (one request a shard, once), that batches on their way at
+the same time share chunks, and that chunks of smooth fields compress better than those of rough ones."""
 
 from __future__ import annotations
 
-import math
+from itertools import groupby
 
 from kit.config import Config
 from kit.data.dataset import ArrayInfo, Dataset
-from kit.plan.geometry import axes_of, distinct_chunks
+from kit.data.layout import host_of, network_of, pattern_of, stored_fraction
+from kit.plan.access import Access
+from kit.plan.cost import LayoutCost, price
 
 
 def predict_reading(config: Config, dataset: Dataset) -> dict[str, float]:
@@ -22,26 +24,40 @@ def predict_reading(config: Config, dataset: Dataset) -> dict[str, float]:
         PlanError: for a patch that does not fit the data.
         ConfigError: for variables that do not exist.
     """
-    arrays = dataset.select(config.data.variables)
-    requests = {info: _requests_per_sample(config, info) for info in arrays}
-    answer = {"requests_per_sample": sum(requests.values())}
-    stored = _stored_fraction(dataset)
-    if stored is not None:
-        chunk_bytes = {info: math.prod(info.chunk) * info.dtype.itemsize for info in arrays}
-        answer["bytes_per_sample"] = stored * sum(requests[info] * chunk_bytes[info] for info in arrays)
+    costs, samples = price_store(config, dataset), config.loader.batch_size
+    answer = {"requests_per_sample": sum(cost.sent_per_batch for cost in costs) / samples}
+    if stored_fraction(dataset) is not None:
+        answer["bytes_per_sample"] = sum(cost.sent_bytes_per_batch for cost in costs) / samples
     return answer
 
 
-def _requests_per_sample(config: Config, info: ArrayInfo) -> float:
-    data, samples = config.data, config.loader.batch_size
+def price_store(config: Config, dataset: Dataset) -> tuple[LayoutCost, ...]:
+    """The store as it is cut, priced with the config's network and host: one cost for all variables cut alike.
+
+    Most stores give one. Of several, requests, bytes and seconds add up: each is priced as if it had the host alone.
+
+    Raises:
+        PlanError: for a patch that does not fit the data.
+        ConfigError: for variables that do not exist.
+    """
+    arrays = sorted(dataset.select(config.data.variables), key=_cut)
+    groups = [list(alike) for _, alike in groupby(arrays, key=_cut)]
+    stored = stored_fraction(dataset)
+    ratio = 1 / stored if stored else config.chunking.compression_ratio or 1.0
+    return tuple(_price(config, alike[0], len(alike), ratio) for alike in groups)
+
+
+def _cut(info: ArrayInfo) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return info.chunk, info.shard or (), info.dtype.itemsize
+
+
+def _price(config: Config, info: ArrayInfo, variables: int, compression_ratio: float) -> LayoutCost:
+    data = config.data
     patch = tuple(data.patch.get(name, 1) for name in info.dims)
-    strides = tuple(data.stride.get(name, side) for name, side in zip(info.dims, patch, strict=True))
-    random = data.order == "random"
-    axes = axes_of(info.shape, info.chunk, patch, (1,) * len(patch) if random else strides)
-    return distinct_chunks(axes, samples, replacement=random) / samples
-
-
-def _stored_fraction(dataset: Dataset) -> float | None:
-    """Stored bytes per uncompressed byte."""
-    whole = sum(info.nbytes for info in dataset.arrays.values())
-    return dataset.manifest.stored_bytes / whole if dataset.manifest and whole else None
+    default = patch if data.order == "grid" else (1,) * len(patch)
+    access = Access(
+        shape=info.shape, itemsize=info.dtype.itemsize, patch=patch, order=data.order, variables=variables,
+        stride=tuple(data.stride.get(name, side) for name, side in zip(info.dims, default, strict=True)),
+        batch_size=config.loader.batch_size, compression_ratio=compression_ratio, **pattern_of(config),
+    )  # fmt: skip
+    return price(access, network_of(config), info.chunk, host_of(config), shard=info.shard, coalesced=True)

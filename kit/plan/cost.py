@@ -1,19 +1,27 @@
-"""What a layout costs: predicted seconds per batch from requests, bytes, latency and bandwidth.
+"""What a layout costs: predicted seconds per batch, and which resource they are spent on.
 
-A connection serves one request after another, each in `latency + chunk bytes / bandwidth`; `in flight` of them work
-side by side, and together they cannot pass the total bandwidth when one is given:
+Every resource alone would need so long for a batch on one rank; the slowest one binds:
 
-    seconds per batch = max((requests × latency + bytes / bandwidth) / in flight, bytes / total bandwidth)
-    in flight = min(requests in flight allowed, requests per batch × (1 + batches ahead))
+    latency, bandwidth  (requests × latency + stored bytes / bandwidth) / in flight; the larger part gives the name
+    memory              the same, where too little memory for requests in flight is what holds it up
+    total bandwidth     stored bytes × ranks / total bandwidth
+    request rate        requests × ranks / requests per second that the store allows, all ranks together
+    CPU                 max(chunks × CPU seconds of a request, decoded bytes / (decode speed × threads))
 
-requests per batch is the expected number of different chunks the whole batch touches, times the variables: each chunk
-is fetched once. Bytes are whole chunks, uncompressed. This is Little's law for a closed system.
+    in flight = min(requests in flight allowed, requests of the batches read at once, what fits the memory)
+    seconds per batch = the largest of them
 
-Known error: against a simulated cloud (30 ms, 80 MB/s a connection, 400 MB/s in total, 64 in flight, 64 KiB patches)
-it predicts 527 and 685 samples/s for chunks of once and twice the patch's side; engines and plain GETs measured 414–514
-and 624–754. Not counted: decoding, compression (fewer bytes than said), limits on the request rate (object stores start
-near 5,000 reads a second and bucket), shard indexes (one more request a shard, once), neighbouring chunks read by one
-request, caches, and the other ranks that share the network.
+Chunks are the expected number of different ones that the batch fetches (`kit.plan.sharing`, `kit.plan.block_order`),
+times the arrays. Reading at full speed, those that are on their way for the batches before are joined; the two oldest
+of the batches ahead are taken to be as good as read. Requests are chunks, or in shards the runs of neighbours that one
+request reads (`kit.plan.runs`), and the indexes of shards. Stored bytes are whole chunks over the compression ratio,
+with what lies between neighbours; decoded bytes whole chunks. A request's CPU seconds are spent on each chunk, whether
+it shares its request or not, by one thread at a time; decoding has its own threads. The first line is Little's law for
+a closed system.
+
+Known error: the resources are taken to overlap perfectly, which is optimistic near a tie, and to have the host's cores
+to themselves. Slow tails of the latency and retries are not counted. `benchmarks/layouts.py` sets predictions beside
+measurements.
 """
 
 from __future__ import annotations
@@ -23,126 +31,241 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kit.errors import PlanError
-from kit.plan.geometry import axes_of, distinct_chunks
-from kit.units import format_bytes, format_seconds
+from kit.plan.access import Access
+from kit.plan.block_order import Window, fit_window
+from kit.plan.coalescing import Coalescing
+from kit.plan.geometry import Axis
+from kit.plan.resources import Host, Network, Prices
+from kit.plan.runs import ALONE, Runs, expected_runs
+from kit.plan.sharing import Fetches, fetches, reading_of
 
-Bound = Literal["latency", "bandwidth", "total bandwidth"]
+_AS_GOOD_AS_READ = 2
+"""Of the batches ahead: one waits for its last answers, the next has most of its own."""
+_MOST_CHUNKS_DRAWN = 2048
+"""Of a batch: so many that the CPU binds, however they share requests; drawing them would take long."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """What a batch reads: `batch_size` patches of `variables` arrays of one shape. Sequences are in dimension order."""
-
-    shape: tuple[int, ...]
-    itemsize: int
-    patch: tuple[int, ...]
-    stride: tuple[int, ...]
-    order: Literal["random", "grid"]
-    batch_size: int
-    variables: int
-
-    def __post_init__(self) -> None:
-        for name in ("itemsize", "batch_size", "variables"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} is {getattr(self, name)}, but must be at least 1")
-
-    @property
-    def patch_bytes(self) -> int:
-        """Bytes of the patch in one variable."""
-        return math.prod(self.patch) * self.itemsize
-
-    @property
-    def free_dimensions(self) -> int:
-        """Dimensions along which a patch can move."""
-        return sum(size < extent for size, extent in zip(self.patch, self.shape, strict=True))
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Distance between offsets: the stride on a grid, every element in random order."""
-        return self.stride if self.order == "grid" else (1,) * len(self.shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """What lies between the store and the reader."""
-
-    latency_seconds: float
-    """Time to the first byte of a request."""
-    bandwidth_bytes_per_second: float
-    """Of one connection."""
-    requests_in_flight: int
-    total_bandwidth_bytes_per_second: float = math.inf
-    """Of all connections together."""
-    batches_ahead: int = 0
-
-    def __post_init__(self) -> None:
-        if self.requests_in_flight < 1:
-            raise PlanError(f"requests_in_flight is {self.requests_in_flight}, but must be at least 1")
-        if self.latency_seconds < 0 or self.batches_ahead < 0:
-            raise PlanError("latency_seconds and batches_ahead must be at least 0")
-        for name in ("bandwidth_bytes_per_second", "total_bandwidth_bytes_per_second"):
-            if not getattr(self, name) > 0:
-                raise PlanError(f"{name} is {getattr(self, name)}, but must be above 0")
-
-    @property
-    def break_even_bytes(self) -> float:
-        """Latency × bandwidth: a request of this size waits as long as it transfers."""
-        return self.latency_seconds * self.bandwidth_bytes_per_second
-
-    def in_flight(self, requests: float) -> float:
-        """Requests really open at once when a batch has this many."""
-        return min(self.requests_in_flight, max(1.0, requests * (1 + self.batches_ahead)))
+Bound = Literal["latency", "bandwidth", "total bandwidth", "request rate", "CPU", "memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutCost:
-    """One size of chunk, priced. Expected values over offsets, all variables together."""
+    """One size of chunk, priced on one rank. Expected values over offsets, all variables together."""
 
     chunk: tuple[int, ...]
+    shard: tuple[int, ...] | None
+    """None: every chunk is an object of its own."""
     chunk_bytes: int
     requests_per_sample: float
+    """Of a sample on its own: on average, and at its best and worst offset."""
+    least_requests_per_sample: int
+    most_requests_per_sample: int
     bytes_per_sample: float
+    """Whole chunks of a sample on its own, decoded."""
     amplification: float
     """Bytes read per byte of patch, for one sample on its own."""
     requests_per_batch: float
-    """Different chunks of the whole batch: each is fetched once."""
+    """Chunks the batch fetches, shared by its samples, its window or the cache; without indexes of shards."""
+    least_requests_per_batch: float
+    """A lower bound on the true expectation; `requests_per_batch` is exact where they are equal."""
+    most_requests_per_batch: float
+    """An upper bound on the true expectation."""
+    sent_per_batch: float
+    """Requests that bring those chunks: fewer where neighbours in a shard share one."""
+    sent_bytes_per_batch: float
+    """Stored bytes they ask for, those between neighbours included."""
+    index_requests_per_batch: float
+    """Indexes of shards, each fetched once a run, on average over its batches."""
     bytes_per_batch: float
+    """Decoded."""
+    stored_bytes_per_batch: float
+    """What travels."""
+    seconds_by_resource: tuple[tuple[Bound, float], ...]
+    """What each resource alone would need for a batch, the slowest first."""
     seconds_per_batch: float
     samples_per_second: float
+    """Of one rank; all ranks together read `ranks` times as many."""
     bound: Bound
-    """The larger part of the time: waiting for first bytes, transferring, or the total bandwidth."""
+    """The resource that decides: the slowest of `seconds_by_resource`."""
+    in_flight: float
+    """Requests really open at once."""
+    memory_bytes: float
+    """Of one rank: batches, chunks being read and decoded, and cache or windows."""
+    cache_bytes: float
+    """Of that, decoded chunks in the cache or the windows."""
+    fits: bool
+    """Whether memory allows it: one request in flight at least and, in block order, as many blocks as asked for."""
+    object_count: int
+    stored_bytes: float
+    """Of all objects, the array's edges padded as Zarr pads them."""
+    requests_per_epoch: float
+    """All ranks, indexes included."""
+    stored_bytes_per_epoch: float
+    """All ranks."""
+    price_per_epoch: float | None
+    window: Window | None = None
+    """In block order."""
+    slowdown: float = 1.0
+    """Weighted mean, over all readers, of the time with this layout over the time with the reader's own best."""
+
+    @property
+    def least_amplification(self) -> float:
+        return self.amplification * self.least_requests_per_sample / self.requests_per_sample
+
+    @property
+    def most_amplification(self) -> float:
+        return self.amplification * self.most_requests_per_sample / self.requests_per_sample
 
 
-def price(access: Access, network: Network, chunk: Sequence[int]) -> LayoutCost:
+def price(
+    access: Access,
+    network: Network,
+    chunk: Sequence[int],
+    host: Host | None = None,
+    *,
+    shard: Sequence[int] | None = None,
+    prices: Prices | None = None,
+    coalesced: bool = False,
+) -> LayoutCost:
     """The cost of reading batches with chunks of this size.
 
+    Args:
+        coalesced: Count that neighbours in a shard share requests. A store is priced so; a plan ranks sizes without,
+            since what is gained hangs on the density of a batch in its shards, and shards can only be faster.
+
     Raises:
-        PlanError: for sizes below 1 or a patch larger than its array.
+        PlanError: for sides below 1 or a patch larger than its array.
     """
-    axes = axes_of(access.shape, chunk, access.patch, access.steps)
-    chunk_bytes = math.prod(chunk) * access.itemsize
-    per_sample = math.prod(axis.mean for axis in axes) * access.variables
-    union = distinct_chunks(axes, access.batch_size, replacement=access.order == "random") * access.variables
-    seconds, bound = _seconds(network, union, union * chunk_bytes)
+    host, axes = host or Host(), access.axes(chunk)
+    chunk_bytes = math.prod(chunk) * access.element_bytes
+    each, window = _fetched(access, host, axes, chunk_bytes)
+    union = each.per_batch * access.arrays
+    indexes = 0.0 if shard is None else _indexes_per_batch(access, shard)
+    stored = union * chunk_bytes / access.compression_ratio
+    kept = _kept_bytes(access, host, axes, chunk_bytes, window)
+    joined = union if window else min(union, _joined(access, network, axes) * access.arrays)
+    together = _runs(access, network, axes, shard, chunk_bytes) if shard and coalesced else ALONE
+    load = _Load(
+        requests=joined * together.requests_per_chunk + indexes,
+        stored_bytes=joined * chunk_bytes / access.compression_ratio * together.bytes_per_chunk,
+        chunks=joined + indexes, decoded_bytes=joined * chunk_bytes, chunk_bytes=chunk_bytes,
+        at_once=union * window.samples / access.batch_size if window else 0.0,
+    )  # fmt: skip
+    time = _time(access, network, host, load, kept)
+    mixes = access.order != "block" or (window is not None and window.full)
+    per_sample = math.prod(axis.mean for axis in axes) * access.arrays
+    epoch = access.epoch_samples / access.batch_size
     return LayoutCost(
-        chunk=tuple(chunk), chunk_bytes=chunk_bytes, requests_per_sample=per_sample,
-        bytes_per_sample=per_sample * chunk_bytes,
-        amplification=per_sample * chunk_bytes / (access.patch_bytes * access.variables),
-        requests_per_batch=union, bytes_per_batch=union * chunk_bytes, seconds_per_batch=seconds,
-        samples_per_second=access.batch_size / seconds, bound=bound,
+        chunk=tuple(chunk), shard=None if shard is None else tuple(shard), chunk_bytes=chunk_bytes,
+        requests_per_sample=per_sample,
+        least_requests_per_sample=math.prod(axis.fewest for axis in axes) * access.arrays,
+        most_requests_per_sample=math.prod(axis.most for axis in axes) * access.arrays,
+        bytes_per_sample=per_sample * chunk_bytes, amplification=per_sample * chunk_bytes / access.sample_bytes,
+        requests_per_batch=union, least_requests_per_batch=each.least * access.arrays,
+        most_requests_per_batch=each.most * access.arrays, index_requests_per_batch=indexes,
+        sent_per_batch=union * together.requests_per_chunk, sent_bytes_per_batch=stored * together.bytes_per_chunk,
+        bytes_per_batch=union * chunk_bytes, stored_bytes_per_batch=stored,
+        seconds_by_resource=time.by_resource, seconds_per_batch=time.by_resource[0][1],
+        samples_per_second=access.batch_size / time.by_resource[0][1], bound=time.by_resource[0][0],
+        in_flight=time.in_flight, memory_bytes=time.memory_bytes, cache_bytes=kept, fits=time.fits and mixes,
+        object_count=access.objects(shard or chunk),
+        stored_bytes=access.objects(chunk) * chunk_bytes / access.compression_ratio,
+        requests_per_epoch=(union + indexes) * epoch, stored_bytes_per_epoch=stored * epoch,
+        price_per_epoch=(prices or Prices()).of((union + indexes) * epoch, stored * epoch), window=window,
     )  # fmt: skip
 
 
-def _seconds(network: Network, requests: float, bytes_read: float) -> tuple[float, Bound]:
-    """Seconds per batch and what they are mostly spent on."""
-    in_flight = network.in_flight(requests)
-    waiting = requests * network.latency_seconds / in_flight
-    transferring = bytes_read / network.bandwidth_bytes_per_second / in_flight
-    capped = bytes_read / network.total_bandwidth_bytes_per_second
-    if capped > waiting + transferring:
-        return capped, "total bandwidth"
-    return waiting + transferring, "latency" if waiting > transferring else "bandwidth"
+def _fetched(access: Access, host: Host, axes: tuple[Axis, ...], chunk_bytes: int) -> tuple[Fetches, Window | None]:
+    """Chunks of one array per batch, and the window in block order."""
+    if access.order != "block":
+        cached = host.cache_bytes // (chunk_bytes * access.arrays)
+        return fetches(reading_of(axes, access.order, access.shuffle), access.batch_size, access.batches, cached), None
+    window = fit_window(
+        axes, chunk_bytes * access.arrays, window_bytes=access.window_bytes, window_blocks=access.window_blocks,
+        reuse=access.block_reuse, samples=access.rank_samples,
+    )  # fmt: skip
+    if window is None:  # then it reads as random order does
+        return fetches(reading_of(axes, "random", True), access.batch_size, access.batches, 0), None
+    low, high = window.least_chunks_per_sample, window.chunks_per_sample
+    return Fetches(*(access.batch_size * chunks for chunks in (high, low, high))), window
+
+
+def _joined(access: Access, network: Network, axes: tuple[Axis, ...]) -> float:
+    """Chunks of one array that a batch fetches while those of the batches ahead are on their way."""
+    order: Literal["random", "grid"] = "grid" if access.order == "grid" else "random"
+    ahead = min(network.batches_ahead, access.batches) - _AS_GOOD_AS_READ
+    return reading_of(axes, order, access.shuffle).joining(access.batch_size, max(0, ahead))
+
+
+def _runs(access: Access, network: Network, axes: tuple[Axis, ...], shard: Sequence[int], chunk_bytes: int) -> Runs:
+    """How the chunks of a batch share requests."""
+    if access.order == "block" or math.prod(axis.mean for axis in axes) * access.batch_size > _MOST_CHUNKS_DRAWN:
+        return ALONE
+    stored = max(1, round(chunk_bytes / access.compression_ratio))
+    pays = Coalescing.of(
+        network.latency_seconds, network.bandwidth_bytes_per_second, network.total_bandwidth_bytes_per_second,
+        network.requests_in_flight,
+    )  # fmt: skip
+    return expected_runs(axes, tuple(shard), access.batch_size, stored, pays, access.order, access.shuffle)
+
+
+def _indexes_per_batch(access: Access, shard: Sequence[int]) -> float:
+    """Shards that a rank meets in its whole run, each index once, over its batches."""
+    order: Literal["random", "grid"] = "grid" if access.order == "grid" else "random"
+    met = reading_of(access.axes(shard), order, access.shuffle).distinct(access.batch_size * access.batches)
+    return met * access.arrays / access.batches
+
+
+def _kept_bytes(access: Access, host: Host, axes: Sequence[Axis], chunk_bytes: int, window: Window | None) -> float:
+    """Decoded chunks kept from one batch to the next."""
+    if access.order == "block":
+        return float(window.window_bytes) if window else 0.0
+    everything = math.prod(axis.chunks for axis in axes)
+    return float(min(everything, host.cache_bytes // (chunk_bytes * access.arrays)) * chunk_bytes * access.arrays)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """What a batch asks of one rank."""
+
+    requests: float
+    chunks: float
+    """Chunks and indexes, each of which costs CPU time, whoever shares a request."""
+    stored_bytes: float
+    decoded_bytes: float
+    chunk_bytes: int
+    at_once: float
+    """Requests of a window, which may be read ahead as a whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Time:
+    by_resource: tuple[tuple[Bound, float], ...]
+    in_flight: float
+    memory_bytes: float
+    fits: bool
+
+
+def _time(access: Access, network: Network, host: Host, load: _Load, kept_bytes: float) -> _Time:
+    """Seconds per batch by resource, the slowest first."""
+    batches = (2 + network.batches_ahead) * access.batch_bytes
+    fixed = batches + kept_bytes + host.decode_threads * load.chunk_bytes
+    stored_chunk = load.chunk_bytes / access.compression_ratio
+    room = (host.memory_bytes - fixed) / stored_chunk
+    wished = max(network.in_flight(load.requests), min(network.requests_in_flight, load.at_once))
+    in_flight = max(1.0, min(wished, room))
+    waiting = load.requests * network.latency_seconds / in_flight
+    transferring = load.stored_bytes / network.bandwidth_bytes_per_second / in_flight
+    name: Bound = "latency" if waiting > transferring else "bandwidth"
+    threads = load.decoded_bytes / (host.decode_bytes_per_second * host.decode_threads)
+    seconds: dict[Bound, float] = {
+        "memory" if in_flight < wished else name: waiting + transferring,
+        "total bandwidth": load.stored_bytes * access.ranks / network.total_bandwidth_bytes_per_second,
+        "request rate": load.requests * access.ranks / network.requests_per_second,
+        "CPU": max(load.chunks * host.request_cpu_seconds, threads),
+    }
+    slowest_first = tuple(sorted(seconds.items(), key=lambda item: -item[1]))
+    memory = fixed + in_flight * stored_chunk
+    return _Time(by_resource=slowest_first, in_flight=in_flight, memory_bytes=memory, fits=room >= 1)
 
 
 def balanced_ratio(access: Access, network: Network) -> float:
@@ -153,14 +276,3 @@ def balanced_ratio(access: Access, network: Network) -> float:
     fastest exactly when a patch holds latency × bandwidth bytes. Chunks shared within a batch and edges are left out.
     """
     return float((network.break_even_bytes / access.patch_bytes) ** (1 / (access.free_dimensions + 1)))
-
-
-def describe(network: Network) -> str:
-    """The network in one phrase, as reasons name it."""
-    total = network.total_bandwidth_bytes_per_second
-    cap = "" if math.isinf(total) else f", {format_bytes(total)}/s in total"
-    return (
-        f"{format_seconds(network.latency_seconds)} to the first byte, "
-        f"{format_bytes(network.bandwidth_bytes_per_second)}/s a connection, "
-        f"{network.requests_in_flight} in flight{cap}"
-    )

@@ -1,57 +1,70 @@
 """Why a plan is what it is: sentences with the numbers that decided, and what the prediction does not know.
 
-Nothing here decides; each sentence restates a number of `kit.plan.cost`. A reason that does not apply is left out.
+Nothing here decides; each sentence restates numbers of `kit.plan.cost`, some of them for a layout or an order that was
+not chosen. A reason that does not apply is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from kit.plan.access import Access
+from kit.plan.choice import CLOSE, Choice
 from kit.plan.chunk_plan import named
-from kit.plan.cost import Access, LayoutCost, Network, balanced_ratio, describe, price
+from kit.plan.cost import LayoutCost, balanced_ratio, price
+from kit.plan.resources import Host, Network, Prices, describe
 from kit.units import format_bytes, format_count, format_seconds
 
 _NOTABLE = 1.10
 """Ratios nearer to one are not worth a sentence: the prediction is not that good."""
 _EASY_BYTES_PER_SECOND = 500e6
 """Below this, one core decodes and most networks carry what is read."""
+_WELL_MIXED = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A finished choice and everything it was chosen from."""
+    """A finished choice and everything it was made with."""
 
     dims: tuple[str, ...]
     access: Access
     network: Network
-    chosen: LayoutCost
-    best: LayoutCost
-    """What automatic planning would choose."""
-    candidates: tuple[LayoutCost, ...]
-    shard: tuple[int, ...] | None
+    host: Host
+    prices: Prices
+    choice: Choice
     target_shard_bytes: int
     automatic: bool
 
-    def objects(self, sides: Sequence[int]) -> int:
-        """Objects that hold data when each holds this many elements, all variables."""
-        counts = (-(-extent // side) for extent, side in zip(self.access.shape, sides, strict=True))
-        return math.prod(counts) * self.access.variables
+    @property
+    def chosen(self) -> LayoutCost:
+        return self.choice.chosen
+
+    @property
+    def best(self) -> LayoutCost:
+        return self.choice.best
+
+    def price(self, access: Access, chunk: tuple[int, ...]) -> LayoutCost:
+        """Another access or layout, unsharded, with the same network and host."""
+        return price(access, self.network, chunk, self.host, prices=self.prices)
 
 
 def explain(case: Case) -> tuple[str, ...]:
     """The reasons of a plan, the most important first."""
-    parts = (_trade, _choice, _time, _chunk_as_patch, _idle, _sharing, _padding, _shards, _load)
+    parts = (
+        _trade, _choice, _rules, _time, _fit, _chunk_as_patch, _readers, _block, _idle, _sharing, _cache, _together,
+        _padding, _shards, _epoch, _load,
+    )  # fmt: skip
     return tuple(reason for part in parts for reason in part(case))
 
 
 def _trade(case: Case) -> Iterator[str]:
     """The layout in one line, as its reader will repeat it."""
-    chosen, variables = case.chosen, case.access.variables
-    each = " of each variable" if variables > 1 else ""
+    chosen, arrays = case.chosen, case.access.arrays
+    each = " of each variable" if arrays > 1 else ""
     yield (
-        f"{'×'.join(map(str, chosen.chunk))} chunks: {plural(chosen.requests_per_sample / variables, 'request')} and "
+        f"{'×'.join(map(str, chosen.chunk))} chunks: {plural(chosen.requests_per_sample / arrays, 'request')} and "
         f"{chosen.amplification:.3g} × the patch's bytes per sample{each}; "
         "smaller = more requests (latency binds), larger = more wasted bytes (bandwidth binds)"
     )
@@ -59,12 +72,13 @@ def _trade(case: Case) -> Iterator[str]:
 
 def _choice(case: Case) -> Iterator[str]:
     """Automatic: what it was preferred to. By hand: what it is up against."""
-    fastest, best = case.candidates[0], case.best
-    if case.automatic and best is not fastest:
-        close = sum(cost.seconds_per_batch <= fastest.seconds_per_batch * _NOTABLE for cost in case.candidates)
+    first, best = case.choice.candidates[0], case.best
+    if case.automatic and best is not first:
+        single = len(case.choice.readers) == 1
+        close = sum(_score(cost, single) <= _score(first, single) * CLOSE for cost in case.choice.candidates)
         yield (
-            f"the lightest of {close} layouts predicted within 10 % of the fastest, {named(case.dims, fastest.chunk)} "
-            f"with {fastest.amplification:.3g} × the patch's bytes"
+            f"the lightest of {close} layouts predicted within 10 % of the {'fastest' if single else 'best'}, "
+            f"{named(case.dims, first.chunk)} with {first.amplification:.3g} × the patch's bytes"
         )
     if case.automatic:
         return
@@ -73,25 +87,79 @@ def _choice(case: Case) -> Iterator[str]:
         yield f"given by hand; the automatic choice, {named(case.dims, best.chunk)}, is predicted no faster by 10 %"
         return
     yield (
-        f"given by hand; {named(case.dims, best.chunk)} is predicted {gain:.2g} × as fast "
+        f"given by hand; {named(case.dims, best.chunk)} is predicted {_short(gain)} × as fast "
         f"({format_count(best.samples_per_second)} samples/s), with {plural(best.requests_per_sample, 'request')} and "
         f"{format_bytes(best.bytes_per_sample)} per sample"
     )
 
 
+def _score(cost: LayoutCost, single: bool) -> float:
+    return cost.seconds_per_batch if single else cost.slowdown
+
+
+def _rules(case: Case) -> Iterator[str]:
+    """What the constraints cost."""
+    free = case.choice.unruled
+    if free.chunk == case.best.chunk:
+        return
+    loss = _ratio(case.best, free)
+    price = f"{_short(loss)} × its time" if loss >= _NOTABLE else "no more than 10 % of its time"
+    yield f"without the rules it would be {named(case.dims, free.chunk)}; keeping them costs {price}"
+
+
 def _time(case: Case) -> Iterator[str]:
     chosen, network = case.chosen, case.network
-    transfer = chosen.chunk_bytes / network.bandwidth_bytes_per_second
+    transfer = chosen.chunk_bytes / case.access.compression_ratio / network.bandwidth_bytes_per_second
     whole = network.latency_seconds + transfer
+    share = 1 / case.access.ranks
     binds = {
         "latency": f"latency binds ({network.latency_seconds / whole:.0%} of each request)",
         "bandwidth": f"bandwidth binds ({transfer / whole:.0%} of each request)",
+        "memory": f"memory binds: it has room for {format_count(chosen.in_flight)} requests in flight",
         "total bandwidth": "the total bandwidth binds",
+        "request rate": (
+            f"the store's request rate binds ({format_count(network.requests_per_second * share)}/s for each rank)"
+        ),
+        "CPU": _cpu(case),
     }[chosen.bound]
     yield (
         f"a batch of {case.access.batch_size}: {plural(chosen.requests_per_batch, 'request')} of "
         f"{format_bytes(chosen.chunk_bytes)}, predicted {format_seconds(chosen.seconds_per_batch)} with "
-        f"{describe(network)}: {binds}"
+        f"{describe(network)}: {binds}{_runner_up(chosen)}"
+    )
+
+
+def _cpu(case: Case) -> str:
+    host, chosen = case.host, case.chosen
+    requests = (chosen.requests_per_batch + chosen.index_requests_per_batch) * host.request_cpu_seconds
+    if requests >= chosen.seconds_per_batch * 0.999:
+        return f"the CPU binds ({format_seconds(host.request_cpu_seconds)} a request in one thread)"
+    speed = format_bytes(host.decode_bytes_per_second)
+    return f"the CPU binds (decoding {speed}/s in each of {plural(host.decode_threads, 'thread')})"
+
+
+def _runner_up(chosen: LayoutCost) -> str:
+    name, seconds = chosen.seconds_by_resource[1]
+    share = seconds / chosen.seconds_per_batch
+    return f", {name} next with {share:.0%} of that time" if share > 0.5 else ""
+
+
+def _fit(case: Case) -> Iterator[str]:
+    """When memory is too small."""
+    chosen = case.chosen
+    if chosen.fits:
+        return
+    window = chosen.window
+    if case.access.order == "block" and (window is None or not window.full):
+        held = "not even two blocks of one chunk" if window is None else f"only {plural(window.blocks, 'block')}"
+        yield (
+            f"windows of {format_bytes(case.access.window_bytes)} hold {held} where {case.access.window_blocks} are "
+            "asked for: allow more window_bytes, ask for fewer window_blocks, or cut smaller chunks"
+        )
+        return
+    yield (
+        f"does not fit: {format_bytes(chosen.memory_bytes)} are needed on each rank and "
+        f"{format_bytes(case.host.memory_bytes)} allowed; read fewer batches ahead, keep a smaller cache, or allow more"
     )
 
 
@@ -99,30 +167,84 @@ def _chunk_as_patch(case: Case) -> Iterator[str]:
     """Whether the rule "chunk = sample" holds here, and what decides when it does not."""
     if not case.access.free_dimensions:
         return
-    plain = price(case.access, case.network, case.access.patch)
-    ratio = _ratio(plain, case.best)
+    plain = case.price(case.access, case.access.patch)
+    own = case.choice.readers[0].best.chunk
+    ratio = _ratio(plain, case.price(case.access, own))
     if ratio < _NOTABLE:
         yield f"chunk = patch holds here: nothing considered is faster by 10 %{_rule(case)}"
         return
     yield (
-        f"chunk = patch does not hold here: it takes {ratio:.2g} × the time of {named(case.dims, case.best.chunk)} "
+        f"chunk = patch does not hold here: it takes {_short(ratio)} × the time of {named(case.dims, own)} "
         f"({plural(plain.requests_per_sample, 'request')} a sample, bound by {plain.bound}){_rule(case)}"
     )
 
 
 def _rule(case: Case) -> str:
     """The closed-form optimum, where its assumptions hold."""
-    if case.access.order == "grid" or case.chosen.bound == "total bandwidth":
+    if case.access.order != "random" or case.chosen.bound not in ("latency", "bandwidth"):
         return ""
     return (
         "; at random offsets it is the fastest when a patch holds latency × bandwidth = "
-        f"{format_bytes(case.network.break_even_bytes)}; this one holds {format_bytes(case.access.patch_bytes)}, which "
-        f"asks for about {balanced_ratio(case.access, case.network):.2g} × its sides"
+        f"{format_bytes(case.network.break_even_bytes)}; this one holds "
+        f"{format_bytes(case.access.patch_bytes / case.access.compression_ratio)}, which "
+        f"asks for about {_short(balanced_ratio(case.access, case.network))} × its sides"
+    )
+
+
+def _readers(case: Case) -> Iterator[str]:
+    """What serving several readers costs each."""
+    if len(case.choice.readers) == 1:
+        return
+    parts = (f"{reader.name} {_short(reader.slowdown)} ×" for reader in case.choice.readers)
+    yield (
+        f"one layout for {len(case.choice.readers)} readers takes {_short(case.chosen.slowdown)} × the time of a store "
+        f"for each ({', '.join(parts)})"
+    )
+
+
+def _block(case: Case) -> Iterator[str]:
+    """What block-shuffled order gains or would gain, and what mixing it costs."""
+    access = case.access
+    if access.order == "grid" or not access.free_dimensions:
+        return
+    ones = (1,) * len(access.shape)
+    if access.order == "random":
+        block = case.price(replace(access, order="block", stride=ones), case.chosen.chunk)
+        gain = case.price(access, case.chosen.chunk).seconds_per_batch / block.seconds_per_batch
+        if block.window is None or gain < 2:
+            return
+        yield (
+            f"block-shuffled order would read this layout {_short(gain)} × as fast ({_reuse(block, access)}), with "
+            f"{format_bytes(block.window.window_bytes)} of windows on each rank"
+        )
+        return
+    if case.chosen.window is None:
+        return
+    plain = case.price(replace(access, order="random"), case.chosen.chunk)
+    gain, mixing = _ratio(plain, case.chosen), case.chosen.window.mixing(access.batch_size)
+    reuse = _reuse(case.chosen, access)
+    yield f"block-shuffled order is {_short(gain)} × as fast as random order on this layout: {reuse}"
+    if mixing < _WELL_MIXED and case.chosen.window.full:
+        yield (
+            f"batches draw on few places: at worst one is worth {mixing:.0%} of its samples; a larger window_blocks or "
+            "a smaller batch mixes better"
+        )
+
+
+def _reuse(cost: LayoutCost, access: Access) -> str:
+    assert cost.window is not None
+    window = cost.window
+    return (
+        f"{plural(cost.requests_per_batch / access.batch_size, 'request')} a sample, windows of "
+        f"{plural(window.blocks, 'block')} of {'×'.join(map(str, window.block))} with "
+        f"{plural(window.samples_per_block, 'sample')} each, mixing {window.mixing(access.batch_size):.0%}"
     )
 
 
 def _idle(case: Case) -> Iterator[str]:
     """When a batch is too small to keep every connection busy."""
+    if case.chosen.bound == "memory" or case.access.order == "block":
+        return
     open_at_once = case.network.in_flight(case.chosen.requests_per_batch)
     if case.access.free_dimensions and open_at_once < case.network.requests_in_flight / _NOTABLE:
         yield (
@@ -132,9 +254,46 @@ def _idle(case: Case) -> Iterator[str]:
 
 
 def _sharing(case: Case) -> Iterator[str]:
+    if case.host.cache_bytes or case.access.order == "block":
+        return
     alone, together = case.chosen.requests_per_sample * case.access.batch_size, case.chosen.requests_per_batch
     if alone > together * _NOTABLE:
         yield f"samples of a batch share chunks: {plural(together, 'request')} instead of {format_count(alone)}"
+
+
+def _cache(case: Case) -> Iterator[str]:
+    """What the cache saves."""
+    chosen = case.chosen
+    if not case.host.cache_bytes or case.access.order == "block":
+        return
+    without = price(case.access, case.network, chosen.chunk, replace(case.host, cache_bytes=0))
+    saved = 1 - chosen.requests_per_batch / without.requests_per_batch
+    low, high = chosen.least_requests_per_batch, chosen.most_requests_per_batch
+    yield (
+        f"a cache of {format_bytes(case.host.cache_bytes)} saves {saved:.0%} of the requests: "
+        f"{plural(chosen.requests_per_batch, 'request')} a batch (surely from {format_count(low)} to "
+        f"{format_count(high)}) instead of {format_count(without.requests_per_batch)}"
+    )
+
+
+def _together(case: Case) -> Iterator[str]:
+    """Variables apart or together: what the other way would give, each with its best size of chunk."""
+    access = case.access
+    if access.variables == 1:
+        return
+    other = replace(access, together=not access.together)
+    chunks = {cost.chunk for cost in case.choice.candidates[:6]} | {case.chosen.chunk, access.patch}
+    best = min((case.price(other, chunk) for chunk in chunks), key=lambda cost: cost.seconds_per_batch)
+    gain = case.price(access, case.chosen.chunk).seconds_per_batch / best.seconds_per_batch
+    if gain < _NOTABLE:
+        return
+    way, chunk = "together in one array" if other.together else "apart", "×".join(map(str, best.chunk))
+    yield (
+        f"with the variables {way}, chunks of {chunk} would be read {_short(gain)} × as fast "
+        f"({plural(best.requests_per_sample, 'request')} a sample); readers of one variable would pay for all"
+        if other.together
+        else f"with the variables {way}, chunks of {chunk} would be read {_short(gain)} × as fast"
+    )
 
 
 def _padding(case: Case) -> Iterator[str]:
@@ -144,26 +303,47 @@ def _padding(case: Case) -> Iterator[str]:
 
 
 def _shards(case: Case) -> Iterator[str]:
-    chunks = case.objects(case.chosen.chunk)
-    if case.shard is None:
+    chosen = case.chosen
+    chunks = case.access.objects(chosen.chunk)
+    if chosen.shard is None:
         yield f"no shards: each chunk is an object, {plural(chunks, 'object')} in all"
         return
-    inside = math.prod(case.shard) // math.prod(case.chosen.chunk)
-    size = math.prod(case.shard) * case.access.itemsize
+    inside = math.prod(chosen.shard) // math.prod(chosen.chunk)
+    size = math.prod(chosen.shard) * case.access.element_bytes
+    share = chosen.index_requests_per_batch / (chosen.requests_per_batch + chosen.index_requests_per_batch)
+    indexes = f"; {share:.0%} of the requests fetch their indexes" if share > 0.05 else ""
     yield (
-        f"shards of {named(case.dims, case.shard)} hold {plural(inside, 'chunk')}, "
+        f"shards of {named(case.dims, chosen.shard)} hold {plural(inside, 'chunk')}, "
         f"{format_bytes(size)} (target {format_bytes(case.target_shard_bytes)}): "
-        f"{plural(case.objects(case.shard), 'object')} instead of {format_count(chunks)}"
+        f"{plural(chosen.object_count, 'object')} instead of {format_count(chunks)}{indexes}"
+    )
+
+
+def _epoch(case: Case) -> Iterator[str]:
+    """What an epoch asks of the store."""
+    chosen, access = case.chosen, case.access
+    ranks = f" on {access.ranks} ranks" if access.ranks > 1 else ""
+    seconds = chosen.seconds_per_batch * access.rank_samples / access.batch_size
+    price = "" if chosen.price_per_epoch is None else f", for {chosen.price_per_epoch:.3g}"
+    yield (
+        f"an epoch of {plural(access.epoch_samples, 'sample')}{ranks}: "
+        f"{plural(chosen.requests_per_epoch, 'request')} and {format_bytes(chosen.stored_bytes_per_epoch)} in "
+        f"{format_seconds(seconds)}{price}; the store holds {format_bytes(chosen.stored_bytes)}"
     )
 
 
 def _load(case: Case) -> Iterator[str]:
     chosen = case.chosen
     rate = chosen.bytes_per_batch / chosen.seconds_per_batch
-    if rate > _EASY_BYTES_PER_SECOND and math.isinf(case.network.total_bandwidth_bytes_per_second):
+    unknown = []
+    if math.isinf(case.host.decode_bytes_per_second):
+        unknown.append("decoding")
+    if math.isinf(case.network.total_bandwidth_bytes_per_second):
+        unknown.append("the network's total bandwidth")
+    if rate > _EASY_BYTES_PER_SECOND and unknown:
         yield (
-            f"not counted: decoding and the network's total bandwidth; the prediction needs {format_bytes(rate)}/s of "
-            "both, and with less of either smaller chunks win"
+            f"not counted: {' and '.join(unknown)}; the prediction needs {format_bytes(rate)}/s of it, and with less "
+            "smaller chunks win"
         )
 
 
@@ -175,3 +355,8 @@ def plural(count: float, noun: str) -> str:
     """`1 request`, `3.94 requests`."""
     text = format_count(count)
     return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
+
+
+def _short(value: float) -> str:
+    """Two digits, written out: `130`, `1.4`."""
+    return format_count(float(f"{value:.2g}"))

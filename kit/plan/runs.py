@@ -1,0 +1,98 @@
+"""Runs: the requests that a batch's chunks take in shards, where neighbours share one, and the bytes between them.
+
+Which chunks of a shard a batch wants is drawn, not derived: some batches of offsets from a generator with a fixed seed,
+so that the same question has the same answer. Inner chunks lie in C order and are taken to be of one size. Known error:
+some per cent by chance. In block order nothing is taken to be shared, which is an upper bound; what is not cut into
+shards has no neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Literal
+
+from kit.plan.coalescing import Coalescing, runs
+from kit.plan.geometry import Axis
+
+_CHUNKS_DRAWN = 512
+_MOST_BATCHES = 64
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Of the chunks of one array, on average."""
+
+    requests_per_chunk: float
+    bytes_per_chunk: float
+    """Bytes asked for, those between neighbours included, over the bytes of the chunks."""
+
+
+ALONE = Runs(1.0, 1.0)
+"""Each chunk by a request of its own."""
+
+
+@lru_cache(maxsize=512)
+def expected_runs(
+    axes: tuple[Axis, ...],
+    shard: Place,
+    batch_size: int,
+    stored_chunk_bytes: int,
+    coalescing: Coalescing,
+    order: Literal["random", "grid"],
+    shuffle: bool,
+) -> Runs:
+    """What a batch asks of shards with these sides."""
+    per_shard = tuple(max(1, side // axis.chunk) for side, axis in zip(shard, axes, strict=True))
+    chunks = asked = requests = 0
+    generator = random.Random(0)
+    for _ in range(_MOST_BATCHES):
+        for numbers in _wanted(axes, per_shard, _batch(axes, batch_size, order, shuffle, generator)):
+            spans = [(number * stored_chunk_bytes, (number + 1) * stored_chunk_bytes, None) for number in numbers]
+            found = runs(spans, coalescing)
+            chunks, requests = chunks + len(spans), requests + len(found)
+            asked += sum(run.last - run.first for run in found)
+        if chunks >= _CHUNKS_DRAWN:
+            break
+    return Runs(requests / chunks, asked / (chunks * stored_chunk_bytes))
+
+
+def _batch(
+    axes: Sequence[Axis], batch_size: int, order: str, shuffle: bool, generator: random.Random
+) -> Iterator[Place]:
+    """Positions of a batch, counted in strides."""
+    counts = [axis.positions for axis in axes]
+    if order == "random" or shuffle:
+        return (tuple(generator.randrange(count) for count in counts) for _ in range(batch_size))
+    everything = math.prod(counts)
+    first = generator.randrange(everything)
+    return (_place((first + number) % everything, counts) for number in range(min(batch_size, everything)))
+
+
+def _place(number: int, counts: Sequence[int]) -> Place:
+    place = []
+    for count in reversed(counts):
+        number, inside = divmod(number, count)
+        place.append(inside)
+    return tuple(reversed(place))
+
+
+def _wanted(axes: Sequence[Axis], per_shard: Place, positions: Iterator[Place]) -> Iterator[set[int]]:
+    """Numbers of the wanted inner chunks in each shard."""
+    shards: defaultdict[Place, set[int]] = defaultdict(set)
+    for position in positions:
+        offsets = [place * axis.stride for place, axis in zip(position, axes, strict=True)]
+        touched = (range(first // axis.chunk, (first + axis.size - 1) // axis.chunk + 1) for first, axis in
+                   zip(offsets, axes, strict=True))  # fmt: skip
+        for chunk in product(*touched):
+            number = 0
+            for place, count in zip(chunk, per_shard, strict=True):
+                number = number * count + place % count
+            shards[tuple(place // count for place, count in zip(chunk, per_shard, strict=True))].add(number)
+    yield from shards.values()

@@ -1,0 +1,73 @@
+"""Runs: requests of a batch in shards, against a count of its own over many batches."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kit.plan.coalescing import Coalescing
+from kit.plan.geometry import axes_of
+from kit.plan.runs import expected_runs
+
+SIZE = 100
+
+
+def counted(shape, chunk, patch, shard, batch_size, gap, batches=300):
+    """Requests and bytes per chunk when no gap of more than `gap` chunks is read over."""
+    generator, chunks, requests, bytes_asked = random.Random(7), 0, 0, 0
+    for _ in range(batches):
+        wanted = set()
+        for _ in range(batch_size):
+            y, x = (generator.randint(0, extent - side) for extent, side in zip(shape, patch, strict=True))
+            wanted |= {
+                (row, column)
+                for row in range(y // chunk[0], (y + patch[0] - 1) // chunk[0] + 1)
+                for column in range(x // chunk[1], (x + patch[1] - 1) // chunk[1] + 1)
+            }
+        rows, columns = shard[0] // chunk[0], shard[1] // chunk[1]
+        last = {}
+        for row, column in sorted(wanted, key=lambda one: (one[0] // rows, one[1] // columns, one)):
+            place, number = (row // rows, column // columns), row % rows * columns + column % columns
+            skipped = number - last.get(place, -(10**9)) - 1
+            last[place] = number
+            chunks += 1
+            requests += skipped > gap
+            bytes_asked += SIZE * (1 + (skipped if skipped <= gap else 0))
+    return requests / chunks, bytes_asked / (chunks * SIZE)
+
+
+@pytest.mark.parametrize("batch_size", [4, 32])
+@pytest.mark.parametrize("gap", [0, 1, 5])
+def test_expected_runs_are_those_of_many_batches(batch_size, gap):
+    shape, chunk, patch, shard = (96, 96), (8, 8), (8, 8), (32, 48)
+    found = expected_runs(
+        axes_of(shape, chunk, patch, (1, 1)), shard, batch_size, SIZE, Coalescing(gap * SIZE, 10**9), "random", True
+    )
+    requests, bytes_asked = counted(shape, chunk, patch, shard, batch_size, gap)
+    assert found.requests_per_chunk == pytest.approx(requests, rel=0.1)
+    assert found.bytes_per_chunk == pytest.approx(bytes_asked, rel=0.1)
+
+
+def test_a_patch_of_a_whole_shard_is_one_request_unless_it_is_too_long():
+    axes = axes_of((64, 64), (8, 8), (32, 32), (32, 32))
+    whole = expected_runs(axes, (32, 32), 1, SIZE, Coalescing(0, 16 * SIZE), "grid", False)
+    assert (whole.requests_per_chunk, whole.bytes_per_chunk) == (1 / 16, 1)
+    cut = expected_runs(axes, (32, 32), 1, SIZE, Coalescing(0, 4 * SIZE), "grid", False)
+    assert cut.requests_per_chunk == 4 / 16
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    chunk=st.integers(1, 9), per_shard=st.integers(1, 5), patch=st.integers(1, 20), batch_size=st.integers(1, 20),
+    gap=st.integers(0, 8), order=st.sampled_from(["random", "grid"]), shuffle=st.booleans(),
+)  # fmt: skip
+def test_runs_are_never_more_than_chunks_and_never_ask_for_less(
+    chunk, per_shard, patch, batch_size, gap, order, shuffle
+):
+    axes = axes_of((40, 40), (chunk, chunk), (patch, patch), (3, 3))
+    asked = (tuple(axes), (chunk * per_shard,) * 2, batch_size, SIZE, Coalescing(gap * SIZE, 1 << 20), order, shuffle)
+    found = expected_runs(*asked)
+    assert 0 < found.requests_per_chunk <= 1 <= found.bytes_per_chunk
+    assert found.bytes_per_chunk <= 1 + gap
+    assert found == expected_runs.__wrapped__(*asked)
