@@ -1,0 +1,189 @@
+"""Counts: what a simulated cloud was asked for and what it sent, by kind, by status, by fault and by second.
+
+`bytes_sent` are body bytes handed to the network, `bytes_received` those of uploads; heads are not counted. Seconds
+count from the last reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from kit.tables import html_table, text_table
+from kit.units import format_bytes, format_count
+
+MOST_SECONDS = 3600
+_COLUMNS = ("kind", "requests", "sent", "received")
+
+
+class Counter:
+    """The server's own counts."""
+
+    def __init__(self, now: float) -> None:
+        self._began = now
+        self.kinds: dict[str, list[int]] = {}
+        self.seconds: dict[int, dict[str, list[int]]] = {}
+        self.statuses: dict[str, int] = {}
+        self.faults: dict[str, int] = {}
+        self.in_flight = self.most_in_flight = self.connections = self.refused = 0
+
+    def reset(self, now: float) -> None:
+        """Back to zero; what is in flight and connected stays."""
+        in_flight, connections = self.in_flight, self.connections
+        self.__init__(now)  # type: ignore[misc]
+        self.in_flight = self.most_in_flight = in_flight
+        self.connections = connections
+
+    def began(self, kind: str, received: int, now: float) -> None:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        self._add(kind, now, 1, 0, received)
+
+    def sent(self, kind: str, count: int, now: float) -> None:
+        self._add(kind, now, 0, count, 0)
+
+    def answered(self, status: str) -> None:
+        self.statuses[status] = self.statuses.get(status, 0) + 1
+
+    def failed(self, fault: str) -> None:
+        self.faults[fault] = self.faults.get(fault, 0) + 1
+
+    def _add(self, kind: str, now: float, requests: int, sent: int, received: int) -> None:
+        second = int(now - self._began)
+        row = self.seconds.get(second)
+        if row is None:
+            row = self.seconds[second] = {}
+            if len(self.seconds) > MOST_SECONDS:
+                del self.seconds[next(iter(self.seconds))]
+        for table in (self.kinds, row):
+            cell = table.get(kind)
+            if cell is None:
+                cell = table[kind] = [0, 0, 0]
+            cell[0] += requests
+            cell[1] += sent
+            cell[2] += received
+
+    def to_dict(self, now: float) -> dict[str, Any]:
+        names = ("kinds", "seconds", "statuses", "faults", "in_flight", "most_in_flight", "connections", "refused")
+        return {name: getattr(self, name) for name in names} | {"elapsed_seconds": now - self._began}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Requests and bytes of one kind or of one second."""
+
+    requests: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudCounts:
+    """What a simulated cloud has served since its counts were reset."""
+
+    kinds: Mapping[str, Usage] = field(default_factory=dict)
+    """By kind: read, info, list, write, delete, bucket."""
+    seconds: Mapping[int, Mapping[str, Usage]] = field(default_factory=dict)
+    """The same for each second in which anything happened; the last hour of them."""
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    """Answers by status; resets have none."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Faults met, by kind."""
+    refused: int = 0
+    """Requests beyond the rate."""
+    in_flight: int = 0
+    most_in_flight: int = 0
+    connections: int = 0
+    """Open now."""
+    elapsed_seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> Self:
+        """What the server tells."""
+        kinds = {kind: _usage(cell) for kind, cell in told["kinds"].items()}
+        seconds = {int(second): {kind: _usage(cell) for kind, cell in row.items()}
+                   for second, row in told["seconds"].items()}  # fmt: skip
+        return cls(**{**told, "kinds": kinds, "seconds": seconds})
+
+    def since(self, mark: CloudCounts) -> CloudCounts:
+        """What was served after `mark`, counts of the same cloud; in-flight figures and open connections are of now."""
+        seconds = {second: _less(row, mark.seconds.get(second, {})) for second, row in self.seconds.items()}
+        return replace(
+            self, kinds=_less(self.kinds, mark.kinds), seconds={key: row for key, row in seconds.items() if row},
+            statuses=_fewer(self.statuses, mark.statuses), faults=_fewer(self.faults, mark.faults),
+            refused=self.refused - mark.refused, elapsed_seconds=self.elapsed_seconds - mark.elapsed_seconds,
+        )  # fmt: skip
+
+    @property
+    def requests(self) -> int:
+        return sum(usage.requests for usage in self.kinds.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(usage.bytes_sent for usage in self.kinds.values())
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(usage.bytes_received for usage in self.kinds.values())
+
+    def requests_by_second(self) -> tuple[int, ...]:
+        """Requests of every second from the first to the last one with any."""
+        return tuple(sum(usage.requests for usage in row.values()) for row in self._every_second())
+
+    def bytes_by_second(self) -> tuple[int, ...]:
+        """Bytes sent in every second from the first to the last one with any."""
+        return tuple(sum(usage.bytes_sent for usage in row.values()) for row in self._every_second())
+
+    def price(self, price_per_thousand_reads: float = 0.0, price_per_gigabyte: float = 0.0) -> float:
+        """What the requests and the bytes sent (per 10^9) would have cost, in the currency of the prices."""
+        return self.requests / 1000 * price_per_thousand_reads + self.bytes_sent / 1e9 * price_per_gigabyte
+
+    def _every_second(self) -> list[Mapping[str, Usage]]:
+        if not self.seconds:
+            return []
+        return [self.seconds.get(second, {}) for second in range(min(self.seconds), max(self.seconds) + 1)]
+
+    def _rows(self) -> list[list[str]]:
+        everything = Usage(requests=self.requests, bytes_sent=self.bytes_sent, bytes_received=self.bytes_received)
+        return [
+            [kind, format_count(usage.requests), format_bytes(usage.bytes_sent), format_bytes(usage.bytes_received)]
+            for kind, usage in [*sorted(self.kinds.items()), ("all", everything)]
+        ]
+
+    def _notes(self) -> str:
+        said = [f"{format_count(self.most_in_flight)} in flight at most"]
+        said += [f"{format_count(self.refused)} refused beyond the rate"] * bool(self.refused)
+        said += [f"{format_count(count)} met {fault}" for fault, count in sorted(self.faults.items())]
+        return ", ".join(said)
+
+    def __str__(self) -> str:
+        return f"{text_table(_COLUMNS, self._rows())}\n{self._notes()}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html_table(_COLUMNS, self._rows(), caption=self._notes())
+
+
+def _less(kinds: Mapping[str, Usage], mark: Mapping[str, Usage]) -> dict[str, Usage]:
+    """By kind, what was added; kinds with nothing are left out."""
+    left: dict[str, Usage] = {}
+    for kind, usage in kinds.items():
+        before = mark.get(kind, Usage())
+        more = Usage(
+            requests=usage.requests - before.requests, bytes_sent=usage.bytes_sent - before.bytes_sent,
+            bytes_received=usage.bytes_received - before.bytes_received,
+        )  # fmt: skip
+        left |= {kind: more} if more != Usage() else {}
+    return left
+
+
+def _fewer(counts: Mapping[str, int], mark: Mapping[str, int]) -> dict[str, int]:
+    left = {name: count - mark.get(name, 0) for name, count in counts.items()}
+    return {name: count for name, count in left.items() if count}
+
+
+def _usage(cell: list[int]) -> Usage:
+    return Usage(requests=cell[0], bytes_sent=cell[1], bytes_received=cell[2])

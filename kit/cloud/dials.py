@@ -1,0 +1,155 @@
+"""Dials: how slow, narrow, strict and faulty a simulated cloud is; presets are named settings of them.
+
+Time to the first byte is lognormal around a median, and a small fraction of requests is slower still by a factor:
+`median × exp(spread × N(0, 1)) × (slow_factor, for slow_fraction of them)`. Bandwidths count body bytes; 0 means no
+limit. Requests beyond the rate are refused at once, as a bucket does, and not queued. The figures of the presets are
+round numbers of the order that public measurements report; they teach and compare, and promise nothing about a bucket.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
+
+from kit.cloud.faults import check_fractions
+from kit.errors import ConfigError, Problem
+from kit.units import format_bytes, format_count, format_seconds, parse_bytes
+
+_REFUSALS = (429, 503)
+_FRACTIONS = ("slow_fraction",)
+_SIZES = ("bandwidth_bytes_per_second", "total_bandwidth_bytes_per_second", "drip_bytes_per_second")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dials:
+    """One setting of every dial; 0 stands for no limit."""
+
+    latency_seconds: float = 0.0
+    """Median time to the first byte."""
+    latency_spread: float = 0.0
+    """Standard deviation of the logarithm of the latency: 0.3 puts two thirds within a factor of 1.35."""
+    slow_fraction: float = 0.0
+    """Of all requests, those that are slower by `slow_factor`."""
+    slow_factor: float = 5.0
+    bandwidth_bytes_per_second: float = 0.0
+    """Of one connection."""
+    total_bandwidth_bytes_per_second: float = 0.0
+    """Of all connections together."""
+    requests_per_second: float = 0.0
+    """Requests beyond this rate are refused; a tenth of a second's worth may come at once."""
+    refusal: int = 429
+    """Status of a refused request: 429 or 503."""
+    faults: Mapping[str, float] = field(default_factory=dict)
+    """Fraction of the requests of objects that meets each fault, such as `{"503": 0.01, "reset": 0.002}`."""
+    drip_bytes_per_second: float = 1000.0
+    """Of a body that drips."""
+    seed: int = 13
+    """Of latencies and faults. Whether the n-th request of a key fails depends on nothing else."""
+
+    def __post_init__(self) -> None:
+        problems = [Problem(name, text) for name, text in self._problems()]
+        if problems:
+            raise ConfigError(problems, "simulated cloud")
+
+    def _problems(self) -> list[tuple[str, str]]:
+        found = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "faults":
+                found += [("faults", text) for text in check_fractions(value)]
+            elif isinstance(value, bool) or not isinstance(value, int | float):
+                found.append((item.name, f"{value!r} is not a number"))
+            elif not (math.isfinite(value) and value >= 0):
+                found.append((item.name, f"is {value}, but must be 0 (no limit) or more"))
+        if found:
+            return found
+        found += [(name, f"is {getattr(self, name)}, but must be at most 1") for name in _FRACTIONS
+                  if getattr(self, name) > 1]  # fmt: skip
+        if self.refusal not in _REFUSALS:
+            found.append(("refusal", f"is {self.refusal}, but a request beyond the rate is refused with 429 or 503"))
+        if self.drip_bytes_per_second < 1:
+            found.append(("drip_bytes_per_second", f"is {self.drip_bytes_per_second}, but must be at least 1"))
+        return found
+
+    def change(self, **changes: Any) -> Self:
+        """A copy with some dials turned; sizes may be texts such as `"80 MB"`.
+
+        Raises:
+            ConfigError: for an unknown dial or a value it cannot take.
+        """
+        known = [item.name for item in fields(self)]
+        for name in changes:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"the dials are {', '.join(known)}"
+                raise ConfigError([Problem(name, f"no such dial; {hint}")], "simulated cloud")
+        return replace(self, **{name: _plain(name, value) for name, value in changes.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"faults": dict(self.faults)}
+
+    def __str__(self) -> str:
+        return ", ".join(
+            [*self._limits(), *(f"{share:.3g} of requests: {kind}" for kind, share in self.faults.items())]
+        )
+
+    def _limits(self) -> list[str]:
+        said = [f"{format_seconds(self.latency_seconds)} to the first byte" if self.latency_seconds else "no latency"]
+        if self.slow_fraction:
+            said.append(f"{self.slow_fraction:.3g} of requests {self.slow_factor:g} times slower")
+        if self.bandwidth_bytes_per_second:
+            said.append(f"{format_bytes(self.bandwidth_bytes_per_second)}/s a connection")
+        if self.total_bandwidth_bytes_per_second:
+            said.append(f"{format_bytes(self.total_bandwidth_bytes_per_second)}/s in total")
+        if self.requests_per_second:
+            said.append(f"{self.refusal} beyond {format_count(self.requests_per_second)} requests/s")
+        return said
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name == "faults" and isinstance(value, Mapping):
+        return {str(kind): share for kind, share in value.items()}
+    if name in _SIZES and isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ConfigError([Problem(name, str(error))], "simulated cloud") from None
+    return value
+
+
+PRESETS = {
+    "same region": Dials(
+        latency_seconds=0.03, latency_spread=0.3, slow_fraction=0.01, bandwidth_bytes_per_second=80e6,
+        total_bandwidth_bytes_per_second=400e6, requests_per_second=5000,
+    ),
+    "across the ocean": Dials(
+        latency_seconds=0.15, latency_spread=0.2, slow_fraction=0.01, slow_factor=3, bandwidth_bytes_per_second=20e6,
+        total_bandwidth_bytes_per_second=100e6, requests_per_second=5000,
+    ),
+    "home WiFi": Dials(
+        latency_seconds=0.06, latency_spread=0.5, slow_fraction=0.03, slow_factor=8, bandwidth_bytes_per_second=4e6,
+        total_bandwidth_bytes_per_second=6e6, requests_per_second=5000,
+    ),
+    "throttled bucket": Dials(
+        latency_seconds=0.03, latency_spread=0.3, slow_fraction=0.01, bandwidth_bytes_per_second=80e6,
+        total_bandwidth_bytes_per_second=400e6, requests_per_second=50,
+    ),
+    "no limits": Dials(),
+}  # fmt: skip
+"""Dials by the name of a situation; `no limits` is as fast as this machine serves."""
+
+
+def preset(name: str) -> Dials:
+    """The dials of a preset.
+
+    Raises:
+        ConfigError: for a name that is none.
+    """
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(map(repr, PRESETS))}"
+        raise ConfigError([Problem("preset", f"{name!r} is none; {hint}")], "simulated cloud")
+    return PRESETS[name]
