@@ -71,6 +71,10 @@ class CorruptChunkError(StoreError, ValueError):
     """Bytes that fail their checksum or do not decode to the promised shape."""
 
 
+class StoreLockedError(StoreError):
+    """A store that another process is writing."""
+
+
 class BuildError(KitError, RuntimeError):
     """A dataset that could not be built; nothing half-made is published."""
 

@@ -31,6 +31,16 @@ _COORDINATES: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Chunks and shards alone, where there is no plan for reading."""
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    shard: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Blueprint:
     """What will be written: `documents` first, then every task of every array."""
 
@@ -43,17 +53,12 @@ class Blueprint:
     def raw_bytes(self) -> int:
         return sum(writer.nbytes for writer in self.arrays.values())
 
-    @property
-    def largest_shard_bytes(self) -> int:
-        """Uncompressed size of the largest region one task holds in memory."""
-        return max(int(np.prod(writer.cut)) * writer.dtype.itemsize for writer in self.arrays.values())
-
     def tasks(self) -> Iterator[ShardTask]:
         for writer in self.arrays.values():
             yield from writer.tasks()
 
 
-def make_blueprint(config: Config, source: Source, plan: ChunkPlan) -> Blueprint:
+def make_blueprint(config: Config, source: Source, plan: ChunkPlan | Cut) -> Blueprint:
     """Raises: PlanError: when the plan was made for another shape than the source has."""
     dims, shape = tuple(source.dims), tuple(source.shape)
     if (tuple(plan.dims), tuple(plan.shape)) != (dims, shape):
@@ -74,9 +79,10 @@ def make_blueprint(config: Config, source: Source, plan: ChunkPlan) -> Blueprint
     return Blueprint(arrays=arrays, documents=tuple(_documents(source, arrays, build)), build=build)
 
 
-def _fields(config: Config, source: Source, plan: ChunkPlan) -> dict[str, Any]:
+def _fields(config: Config, source: Source, plan: ChunkPlan | Cut) -> dict[str, Any]:
     """Everything that decides the bytes, flat, as a refusal shows it."""
-    fields: dict[str, Any] = {"source": config.data.source}
+    named = config.data.source or f"{type(source).__module__}:{type(source).__name__}"
+    fields: dict[str, Any] = {"source": named}
     fields |= {f"arguments.{name}": value for name, value in config.data.arguments.items()}
     fields |= {f"shape.{dim}": int(size) for dim, size in zip(source.dims, source.shape, strict=True)}
     fields |= {f"chunk.{dim}": int(side) for dim, side in zip(plan.dims, plan.chunk, strict=True)}
@@ -98,7 +104,8 @@ def _documents(
     members = {name: writer.document for name, writer in arrays.items()}
     chunks: list[tuple[str, str, bytes]] = []
     for dim, given in source.coordinates.items():
-        spec, values = _coordinate(dim, np.asarray(given))
+        known = getattr(source, "coordinate_attributes", {}).get(dim, {})
+        spec, values = _coordinate(dim, np.asarray(given), known)
         writer = ArrayWriter(
             dim, spec, dims=(dim,), shape=values.shape, chunk=values.shape, shard=None, compression_level=3
         )
@@ -128,10 +135,10 @@ def _document(array: str, key: str, data: bytes) -> tuple[ObjectRecord, bytes]:
     return ObjectRecord(array=array, key=key, bytes=len(data), crc32c=crc32c(data)), data
 
 
-def _coordinate(dim: str, values: NDArray[Any]) -> tuple[VariableSpec, NDArray[Any]]:
+def _coordinate(dim: str, values: NDArray[Any], known: Mapping[str, Any]) -> tuple[VariableSpec, NDArray[Any]]:
     """How a coordinate is stored; times become whole seconds since 1970, as CF says."""
-    attributes = dict(_COORDINATES.get(dim, {}))
+    attributes = {**_COORDINATES.get(dim, {}), **known}
     if values.dtype.kind == "M":
         values = values.astype("datetime64[s]").astype(np.int64)
         attributes |= {"units": "seconds since 1970-01-01 00:00:00", "calendar": "proleptic_gregorian"}
-    return VariableSpec(values.dtype, attributes), values
+    return VariableSpec(values.dtype.newbyteorder("="), attributes), values.astype(values.dtype.newbyteorder("="))

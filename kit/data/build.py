@@ -1,38 +1,53 @@
-"""Building a store: one shard, one task, one object; resumable after any kill, published only when whole.
+"""Building a store: one shard, one object, written once; resumable after any kill, published only when whole.
 
 Order of writing is the guarantee: `.kit/build.json` (which build this is), metadata, shards with a journal every few
 seconds, `.kit/manifest.json` last, then the journals go. At every moment the store is empty, unfinished (and refused by
 `open_dataset`) or finished. Shards in a journal are not written again; a shard finished after the last journal is, with
-the same bytes. Memory is bounded by threads × shard, whatever the size of the array. Sources that give other values
-than before, and stores that belong to another build, are refused rather than mixed.
+the same bytes. Tasks are groups of shards, planned so that memory stays within `build.memory_bytes` whatever the size
+of the array, and run by whichever scheduler; the bytes are the same. One builder writes a store at a time. Sources that
+give other values than before, and stores that belong to another build, are refused rather than mixed.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
+import shutil
 import time
 import uuid
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kit.config import Config
 from kit.data import manifest as records
-from kit.data.blueprint import Blueprint, make_blueprint
+from kit.data.blueprint import Blueprint, Cut, make_blueprint
+from kit.data.build_plan import BuildPlan, groups, plan_tasks
 from kit.data.dataset import Dataset, open_dataset
 from kit.data.layout import plan_chunks
+from kit.data.lock import write_lock
 from kit.data.manifest import ArrayRecord, Manifest, ObjectRecord
 from kit.data.progress import Progress, make_progress, say
-from kit.data.session import check_room, prepare, remove_journals
-from kit.data.shards import ArrayWriter, ShardTask, read_block
+from kit.data.schedulers import Scheduler, explain, open_scheduler
+from kit.data.session import (
+    belongs_to_another,
+    check_room,
+    clear,
+    is_finished,
+    prepare,
+    refuse_foreign,
+    remove_journals,
+)
+from kit.data.shards import ArrayWriter
 from kit.data.source import Source, load_source
-from kit.data.stores import open_store, redact, resolve_url, write_object
+from kit.data.stores import is_shared, local_folder, open_store, redact, resolve_url, write_object
+from kit.data.work import Group, Work, run
+from kit.data.zarr_source import ZarrSource
 from kit.errors import BuildError, StoreError
-from kit.units import format_bytes
+from kit.plan.rechunk import Grouping
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -41,15 +56,14 @@ if TYPE_CHECKING:
 
 JOURNAL_SECONDS = 2.0
 _JOURNAL_FRACTION = 0.01
-_MOST_THREADS = 8
-_COPIES = 4
-"""Shard-sized pieces of memory a task may hold at once: values, the encoder's copy, encoded bytes, the source's own."""
+_NOTEWORTHY_RATIO = 1.1
 
 
 def build(
     config: Config,
     plan: ChunkPlan | None = None,
     *,
+    source: Any = None,
     overwrite: bool = False,
     progress: bool | Progress = True,
     threads: int | None = None,
@@ -58,65 +72,142 @@ def build(
 
     Args:
         plan: Chunks and shards; made by `plan_chunks(config)` when left out.
+        source: An xarray object, array or source in hand, in place of the one that the config names.
         overwrite: Replace another build in the same place. Other data is never overwritten.
         progress: True for a line that updates in place, False for none, or a callable (done, total, bytes).
-        threads: Shards written at once; by default one per core, fewer when memory is short.
+        threads: Tasks each process runs at once, in place of `build.threads`; fewer when memory is short.
 
     Raises:
         ConfigError, PlanError: before anything is written.
-        BuildError: when the source fails, the store belongs to another build, or there is no room.
+        BuildError: when the source fails, the store belongs to another build, or there is no room on disk or in memory.
+        StoreLockedError: when another process is writing the store.
         StoreError: when the store cannot be written.
         KeyboardInterrupt: after the running shards are finished and recorded; building again resumes.
     """
-    source = load_source(config)
-    blueprint = make_blueprint(config, source, plan or plan_chunks(config))
-    threads = _threads(blueprint, threads)
+    opened = load_source(config, source)
+    blueprint = make_blueprint(config, opened, plan or plan_chunks(config, source=opened))
+    tasks = plan_tasks(config, blueprint, opened, threads)
     url = resolve_url(config.data.url)
+    _refuse_unshared(config, url)
     store = open_store(url, config.data.credentials, read_only=False)
-    finished = prepare(store, url, blueprint, source, overwrite=overwrite)
-    if finished is None:
+    refuse_foreign(store, url)
+    if not overwrite and is_finished(store, url, blueprint):
         say(f"{redact(url)} is already built with these settings; nothing to do", progress)
-    else:
-        check_room(url, source, blueprint, finished)
-        _Builder(store, url, source, blueprint, finished, make_progress(progress, "Building")).run(threads)
+        return open_dataset(url, config.data.credentials)
+    with write_lock(store, url):
+        finished = prepare(store, url, blueprint, opened, overwrite=overwrite)
+        if finished is not None:
+            check_room(url, opened, blueprint, finished)
+            job = _Job(config, store, url, opened, source is not None, blueprint, finished)
+            _run(job, tasks, progress)
     return open_dataset(url, config.data.credentials)
+
+
+def _refuse_unshared(config: Config, url: str) -> None:
+    if config.build.scheduler == "distributed" and not (is_shared(url) and is_shared(config.build.scratch)):
+        raise BuildError("memory:// lives in this process only, so Dask workers cannot write it; choose threads")
+
+
+def _run(job: _Job, plan: BuildPlan, progress: bool | Progress) -> None:
+    """State the price where there is one, then write what is not finished."""
+    if plan.read_ratio > _NOTEWORTHY_RATIO or plan.by_copy:
+        say(str(plan), progress)
+    with open_scheduler(job.config.build, plan.slots, plan.threads) as scheduler:
+        if scheduler.link:
+            say(f"Dask dashboard: {scheduler.link}", progress)
+        if plan.by_copy and len(job.finished or {}) < job.blueprint.build.shards:
+            _run_by_copy(job, plan, scheduler, progress)
+        else:
+            _Builder(job, plan.last, make_progress(progress, "Building")).run(scheduler)
+
+
+def _run_by_copy(job: _Job, plan: BuildPlan, scheduler: Scheduler, progress: bool | Progress) -> None:
+    """Pass one into an intermediate store, which is a build of its own, resumed like any; pass two out of it."""
+    copy = _copy_job(job, plan)
+    if copy.finished is not None:
+        first = {name: pair.first for name, pair in plan.passes.items()}
+        _Builder(copy, first, make_progress(progress, "Copying", "pieces")).run(scheduler)
+    job.source, job.given = ZarrSource(copy.url, job.config.data.credentials), True
+    _Builder(job, plan.last, make_progress(progress, "Building")).run(scheduler)
+    _remove(copy.store, copy.url)
+
+
+def _copy_job(job: _Job, plan: BuildPlan) -> _Job:
+    """Where the copy goes is named after the build, so that only this one finds it again."""
+    place = f"{records.crc32c(job.blueprint.build.dump()):08x}"
+    url = resolve_url(f"{job.config.build.scratch.rstrip('/')}/{place}.zarr")
+    chunk = next(iter(plan.passes.values())).first.layout.target
+    config = job.config.replace({"data.url": url, "chunking.compression_level": 1})
+    cut = Cut(dims=tuple(job.source.dims), shape=tuple(job.source.shape), chunk=chunk)
+    blueprint = make_blueprint(config, job.source, cut)
+    store = open_store(url, config.data.credentials, read_only=False)
+    refuse_foreign(store, url)
+    stale = belongs_to_another(store, url, blueprint)
+    finished = prepare(store, url, blueprint, job.source, overwrite=stale)
+    return _Job(config, store, url, job.source, job.given, blueprint, finished)
+
+
+def _remove(store: Store, url: str) -> None:
+    clear(store, url)
+    folder = local_folder(url)
+    if folder is not None:
+        shutil.rmtree(folder)
+
+
+class _Job:
+    """One store to write: what it will hold, from what, and what is there."""
+
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        url: str,
+        source: Source,
+        given: bool,
+        blueprint: Blueprint,
+        finished: dict[str, ObjectRecord] | None,
+    ) -> None:
+        self.config, self.store, self.url, self.source, self.given = config, store, url, source, given
+        self.blueprint, self.finished = blueprint, finished
 
 
 class _Builder:
     """One session of building: what is finished, what is left, and the journal of this session."""
 
-    def __init__(
-        self,
-        store: Store,
-        url: str,
-        source: Source,
-        blueprint: Blueprint,
-        finished: dict[str, ObjectRecord],
-        progress: Progress,
-    ) -> None:
-        self.store, self.url, self.source, self.blueprint = store, url, source, blueprint
-        self.finished, self.progress = finished, progress
-        self._stored_bytes = sum(item.bytes for item in finished.values())
+    def __init__(self, job: _Job, groupings: Mapping[str, Grouping], progress: Progress) -> None:
+        self.store, self.url, self.blueprint, self.progress = job.store, job.url, job.blueprint, progress
+        self.finished = dict(job.finished or {})
+        self._groupings = groupings
+        self._stored_bytes = sum(item.bytes for item in self.finished.values())
         self._unsaved: list[ObjectRecord] = []
         self._session, self._journals = uuid.uuid4().hex[:8], 0
         self._began = self._saved = time.monotonic()
+        given = job.source if job.given else None
+        self._work = Work(job.config, job.url, job.blueprint.arrays, self._session, given)
+        self._work.use(job.store, job.source)
 
-    def run(self, threads: int) -> None:
+    def run(self, scheduler: Scheduler) -> None:
         for item, data in self.blueprint.documents:
             write_object(self.store, item.key, data, self.url)
         self._report()
-        tasks = (task for task in self.blueprint.tasks() if task.key not in self.finished)
-        with ThreadPoolExecutor(threads, thread_name_prefix="kit-build") as pool:
-            self._run_tasks(tasks, pool, in_flight=2 * threads)
+        self._run_tasks(self._groups(), scheduler)
         self._publish()
 
-    def _run_tasks(self, tasks: Iterator[ShardTask], pool: ThreadPoolExecutor, in_flight: int) -> None:
+    def _groups(self) -> Iterator[Group]:
+        before = frozenset(self.finished)
+        arrays = self.blueprint.arrays.items()
+        return itertools.chain.from_iterable(
+            groups(writer, self._groupings[name], dict.fromkeys(before)) for name, writer in arrays
+        )
+
+    def _run_tasks(self, tasks: Iterator[Group], scheduler: Scheduler) -> None:
         """All tasks, never more than `in_flight` handed out; what finished is journalled however this ends."""
-        running: set[Future[ObjectRecord]] = set()
+        running: set[Future[list[ObjectRecord]]] = set()
+        work = scheduler.share(self._work)
         try:
             while True:
-                while len(running) < in_flight and (task := next(tasks, None)) is not None:
-                    running.add(pool.submit(self._write, task))
+                while len(running) < scheduler.in_flight and (task := next(tasks, None)) is not None:
+                    running.add(scheduler.executor.submit(run, work, task))
                 if not running:
                     break
                 done, running = wait(running, timeout=JOURNAL_SECONDS, return_when=FIRST_COMPLETED)
@@ -126,29 +217,23 @@ class _Builder:
             self._wind_down(running)
             raise
 
-    def _wind_down(self, running: set[Future[ObjectRecord]]) -> None:
+    def _wind_down(self, running: set[Future[list[ObjectRecord]]]) -> None:
         """Let running shards finish, drop the waiting ones, and record what is done."""
         for future in running:
             future.cancel()
         done = wait(running).done
-        self._unsaved += [future.result() for future in done if not future.cancelled() and not future.exception()]
+        whole = [future.result() for future in done if not future.cancelled() and not future.exception()]
+        self._unsaved += itertools.chain.from_iterable(whole)
         with suppress(StoreError):
             self._save()
 
-    def _write(self, task: ShardTask) -> ObjectRecord:
-        writer = self.blueprint.arrays[task.array]
-        block = read_block(self.source, writer, task)
-        data = writer.encode(task, block)
-        write_object(self.store, task.key, data, self.url)
-        return writer.record(task, block, data)
-
-    def _take(self, done: set[Future[ObjectRecord]]) -> None:
+    def _take(self, done: set[Future[list[ObjectRecord]]]) -> None:
         failed: BaseException | None = None
         for future in done:
             if error := future.exception():
-                failed = error
+                failed = explain(error)
                 continue
-            self._unsaved.append(future.result())
+            self._unsaved += future.result()
         self._save_when_due()
         self._report()
         if failed is not None:
@@ -201,22 +286,6 @@ class _Builder:
         return ArrayRecord(
             mean=mean * scale + offset, deviation=abs(scale) * sqrt(variance), valid=valid, elements=elements
         )
-
-
-def _threads(blueprint: Blueprint, asked: int | None) -> int:
-    """As many as asked for or as there are cores, fewer when their shards would not fit in memory."""
-    import psutil
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shard_bytes = _COPIES * blueprint.largest_shard_bytes
-    free_bytes = psutil.virtual_memory().available
-    if shard_bytes > free_bytes:
-        raise BuildError(
-            f"writing one shard takes about {format_bytes(shard_bytes)} of memory and {format_bytes(free_bytes)} is "
-            "free; set a smaller chunking.target_shard_bytes"
-        )
-    wanted = min(cores, _MOST_THREADS) if asked is None else max(1, asked)
-    return max(1, min(wanted, free_bytes // 2 // shard_bytes))
 
 
 def _versions() -> dict[str, str]:

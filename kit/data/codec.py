@@ -1,9 +1,9 @@
 """Codec: where the chunks of one stored array are, and how their bytes become numbers.
 
-Two ways give the same numbers. The chain that kit writes (`bytes`, then zstd and crc32c, plain or inside
-`sharding_indexed`) is decoded here, synchronously and mostly without the GIL, so that threads decode in parallel; any
-other chain goes through zarr's own pipeline. Sizes are elements unless a name says bytes. Decoding never yields fewer
-elements than a chunk has: it raises instead.
+Two ways give the same numbers. The chains in common use (Zarr 3: `bytes`, then zstd, blosc, gzip and crc32c, plain or
+inside `sharding_indexed`; Zarr 2: any compressor and filters) are decoded here, synchronously and mostly without the
+GIL, so that threads decode in parallel; any other chain goes through zarr's own pipeline. Sizes are elements unless a
+name says bytes. Decoding never yields fewer elements than a chunk has: it raises instead.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import google_crc32c
 import numpy as np
-from numcodecs import zstd
+from numcodecs import blosc, gzip, zstd
+from numcodecs.compat import ensure_contiguous_ndarray
 from numpy.typing import NDArray
 from zarr.abc.codec import Codec, CodecPipeline
-from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.abc.store import Store
 from zarr.api.asynchronous import open_array
-from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec, ZstdCodec
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ShardingCodec, ZstdCodec
 from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer, default_buffer_prototype
+from zarr.core.metadata.v2 import ArrayV2Metadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
+from zarr.core.sync import sync
 
 from kit.data.stores import redact
 from kit.errors import CorruptChunkError
@@ -32,6 +35,7 @@ ABSENT = np.uint64(2**64 - 1)
 """Offset and length of an inner chunk that a shard does not hold."""
 _CHECKSUM_BYTES = 4
 _ENTRY_BYTES = 16
+_BLOSC_HEADER_BYTES = 16
 
 Index = NDArray[np.uint64]
 """A shard's index `(*inner chunk, 2)`: first byte and number of bytes of each inner chunk."""
@@ -54,8 +58,12 @@ class StoredArray:
     key_of: Callable[[tuple[int, ...]], str]
     steps: tuple[Step, ...] | None
     """From stored bytes to plain bytes; None when zarr's pipeline decodes."""
+    in_place: bool
+    """Whether a decoded chunk lies in the very bytes that were read."""
     dtype: np.dtype[Any]
     """Type and byte order of the plain bytes."""
+    order: Literal["C", "F"]
+    """Which dimension is the fastest in the plain bytes: the last (C) or the first."""
     pipeline: CodecPipeline
     spec: ArraySpec
 
@@ -69,6 +77,7 @@ class StoredArray:
         sharding = _plain_sharding(codecs)
         inner = sharding.codecs if sharding else codecs
         inner_spec = _inner_spec(spec, sharding) if sharding else spec
+        steps = _steps_of_version_2(metadata) if isinstance(metadata, ArrayV2Metadata) else _steps(inner)
         return cls(
             name=name,
             chunk=inner_spec.shape,
@@ -77,8 +86,10 @@ class StoredArray:
             index_at_end=sharding is None or sharding.index_location.value == "end",
             index_checked=sharding is not None and len(sharding.index_codecs) > 1,
             key_of=metadata.encode_chunk_key,
-            steps=_steps(inner),
-            dtype=_stored_dtype(inner_spec, inner),
+            steps=steps,
+            in_place=steps is not None and all(step is _check_crc32c for step in steps),
+            dtype=_stored_dtype(inner_spec, inner) if inner else np.dtype(spec.dtype.to_native_dtype()),
+            order=metadata.order if isinstance(metadata, ArrayV2Metadata) else "C",
             pipeline=sharding.codec_pipeline if sharding else array.codec_pipeline,
             spec=inner_spec,
         )
@@ -101,9 +112,9 @@ class StoredArray:
         return prod(self.per_shard) * _ENTRY_BYTES + _CHECKSUM_BYTES * self.index_checked
 
     @property
-    def index_range(self) -> ByteRequest:
-        """Which bytes of a shard hold its index."""
-        return SuffixByteRequest(self.index_bytes) if self.index_at_end else RangeByteRequest(0, self.index_bytes)
+    def index_span(self) -> tuple[int, int | None]:
+        """Which bytes of a shard hold its index: (first, last), or (-count, None) for the last `count`."""
+        return (-self.index_bytes, None) if self.index_at_end else (0, self.index_bytes)
 
     def decode_index(self, data: Octets) -> Index:
         """The index in its stored bytes.
@@ -129,22 +140,24 @@ class StoredArray:
     # -- chunks
 
     def decode(self, data: Octets) -> NDArray[Any]:
-        """The elements of a chunk, shape `chunk`, from its stored bytes.
+        """The elements of a chunk, shape `chunk`, from its stored bytes. Call from a thread that runs no event loop.
 
         Raises:
             ValueError, RuntimeError: when the bytes fail a checksum or are not this chunk's size.
         """
-        assert self.steps is not None
+        if self.steps is None:
+            return sync(self._decode_by_zarr(data))
         for step in self.steps:
             data = step(data)
         size_bytes = prod(self.chunk) * self.dtype.itemsize
         if data.nbytes != size_bytes:
             raise ValueError(f"{data.nbytes} bytes decoded instead of {size_bytes}")
-        return data.view(self.dtype).reshape(self.chunk)
+        return data.view(self.dtype).reshape(self.chunk, order=self.order)
 
-    async def decode_by_zarr(self, data: Buffer) -> NDArray[Any]:
-        """As `decode`, for any chain of codecs, through zarr's own pipeline on the running loop."""
-        (decoded,) = await self.pipeline.decode([(data, self.spec)])
+    async def _decode_by_zarr(self, data: Octets) -> NDArray[Any]:
+        """Any chain of codecs, through zarr's own pipeline."""
+        stored: Buffer = default_buffer_prototype().buffer.from_array_like(data)
+        (decoded,) = await self.pipeline.decode([(stored, self.spec)])
         if decoded is None or decoded.shape != self.chunk:
             raise ValueError(f"decoded to {getattr(decoded, 'shape', None)} instead of {self.chunk}")
         return np.asarray(decoded.as_numpy_array())
@@ -166,8 +179,12 @@ class Damage:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, MemoryError):
-            message = f"{self._what} is damaged: {error}; verify the store, then build it anew"
-            raise CorruptChunkError(message) from error
+            raise damage(self._what, error) from error
+
+
+def damage(what: str, error: Exception) -> CorruptChunkError:
+    """The error that says what is damaged, and how."""
+    return CorruptChunkError(f"{what} is damaged: {error}; verify the store, then build it anew")
 
 
 def decode_index(stored: StoredArray, key: str, data: Octets, url: str) -> Index:
@@ -180,7 +197,7 @@ def decode_index(stored: StoredArray, key: str, data: Octets, url: str) -> Index
         return stored.decode_index(data)
 
 
-def octets(data: bytes) -> Octets:
+def octets(data: bytes | memoryview) -> Octets:
     """Bytes as an array, without a copy."""
     return np.frombuffer(data, np.uint8)
 
@@ -217,11 +234,30 @@ def _ratio(outer: Iterable[int], inner: Iterable[int]) -> tuple[int, ...]:
 
 def _steps(codecs: Sequence[Codec]) -> tuple[Step, ...] | None:
     """How to undo a chain after its serializer, last codec first; None for a chain not known here."""
-    undo: dict[type, Step] = {ZstdCodec: _decompress_zstd, Crc32cCodec: _check_crc32c}
+    undo: dict[type, Step] = {
+        ZstdCodec: _decompress_zstd, BloscCodec: _decompress_blosc, GzipCodec: _decompress_gzip,
+        Crc32cCodec: _check_crc32c,
+    }  # fmt: skip
     serializer, *rest = codecs or (None,)
     if not isinstance(serializer, BytesCodec) or any(type(codec) not in undo for codec in rest):
         return None
     return tuple(undo[type(codec)] for codec in reversed(rest))
+
+
+def _steps_of_version_2(metadata: ArrayV2Metadata) -> tuple[Step, ...]:
+    """The compressor, then the filters, last one first: numcodecs' own, all synchronous."""
+    chain = [*(metadata.filters or ()), *([metadata.compressor] if metadata.compressor is not None else [])]
+    return tuple(_undo(codec) for codec in reversed(chain))
+
+
+def _undo(codec: Any) -> Step:
+    if codec.codec_id == "blosc":
+        return _decompress_blosc
+
+    def decode(data: Octets) -> Octets:
+        return ensure_contiguous_ndarray(codec.decode(data)).reshape(-1).view(np.uint8)  # type: ignore[no-any-return]
+
+    return decode
 
 
 def _stored_dtype(spec: ArraySpec, codecs: Sequence[Codec]) -> np.dtype[Any]:
@@ -234,6 +270,19 @@ def _stored_dtype(spec: ArraySpec, codecs: Sequence[Codec]) -> np.dtype[Any]:
 def _decompress_zstd(data: Octets) -> Octets:
     """Verifies the frame's own checksum, where it has one; the size is the frame's, to be compared by the caller."""
     return octets(zstd.decompress(data))
+
+
+def _decompress_blosc(data: Octets) -> Octets:
+    """The header tells the length, which blosc itself does not compare with what it is given."""
+    stored = int.from_bytes(data[12:_BLOSC_HEADER_BYTES].tobytes(), "little")
+    if len(data) < _BLOSC_HEADER_BYTES or stored != len(data):
+        raise ValueError(f"{len(data)} bytes instead of the {stored} that the blosc header tells")
+    return octets(blosc.decompress(data))
+
+
+def _decompress_gzip(data: Octets) -> Octets:
+    """Verifies the stream's own checksum."""
+    return octets(gzip.GZip().decode(data))
 
 
 def _check_crc32c(data: Octets) -> Octets:

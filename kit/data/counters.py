@@ -5,8 +5,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 
-NAMES = ("requests", "bytes_read", "chunks_decoded", "chunks_filled", "samples")
-"""Requests sent; bytes the store gave; chunks decoded, or filled for want of an object; samples delivered."""
+NAMES = (
+    "requests",
+    "retries",
+    "bytes_read",
+    "chunks_decoded",
+    "chunks_filled",
+    "samples",
+    "cache_hits",
+    "cache_misses",
+    "read_cache_hits",
+    "read_cache_misses",
+    "read_cache_bytes",
+    "requests_saved",
+    "bytes_wasted",
+    "pairs",
+    "pairs_of_one_visit",
+)
+"""Requests sent, and those of them that failed and were sent again; bytes the store gave; chunks decoded, or filled for
+want of an object; samples delivered; chunks a batch wanted that were there or on their way, or had to be read; reads
+that the read cache answered, or passed on to the store, and the bytes it gave; requests saved by reading neighbours in
+one, and the bytes between them; pairs of samples that shared a batch, and those of them drawn from one visit to a
+block."""
 
 
 class Counters:

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,12 +24,20 @@ from kit.config import Config
 from kit.data import manifest as records
 from kit.data.manifest import BuildRecord, Manifest
 from kit.data.stores import list_objects, open_store, read_object, redact, resolve_url, store_error
+from kit.data.times import decode_times
 from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, Problem, StoreError, UnfinishedStoreError
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
+    from xarray import DataArray
+    from xarray import Dataset as XarrayDataset
+
+    XarrayObject = XarrayDataset | DataArray
     import zarr
     from zarr.abc.store import Store
+
+NUMBERS = "biuf"
+"""Kinds of numpy type that can be a channel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,8 @@ class ArrayInfo:
     add_offset: float = 0.0
     missing: float | int | None = None
     """The packed value that stands for a missing one; NaN in a float array is missing besides."""
+    also_missing: tuple[float | int, ...] = ()
+    """Further ones: a store may name several."""
     mean: float | None = None
     """Of the decoded valid values; None when unknown."""
     deviation: float | None = None
@@ -87,9 +98,13 @@ class Dataset:
         return _open_group(self.open_store(), self.url)[name]  # type: ignore[return-value]
 
     def coordinate(self, name: str) -> NDArray[Any]:
-        """The values along one dimension; its index where the store has no coordinate for it."""
+        """The values of a coordinate, times as datetime64; for a dimension without one, its index.
+
+        Times of calendars that numpy does not have, such as `360_day`, stay numbers.
+        """
         if name in self.coordinates:
-            return np.asarray(self.open_array(name)[...])
+            array = self.open_array(name)
+            return decode_times(np.asarray(array[...]), dict(array.attrs))
         sizes = {dim: size for info in self.arrays.values() for dim, size in zip(info.dims, info.shape, strict=True)}
         if name not in sizes:
             raise KeyError(f"{name!r} is no dimension of {redact(self.url)}; it has {', '.join(sizes)}")
@@ -121,8 +136,9 @@ class Dataset:
     def _main_arrays(self) -> list[ArrayInfo]:
         if not self.arrays:
             raise _variables_error(f"{redact(self.url)} holds no data variables")
-        first = max(self.arrays.values(), key=lambda info: (len(info.shape), prod(info.shape)))
-        return [info for info in self.arrays.values() if (info.shape, info.dims) == (first.shape, first.dims)]
+        numbers = [info for info in self.arrays.values() if info.dtype.kind in NUMBERS] or [*self.arrays.values()]
+        first = max(numbers, key=lambda info: (len(info.shape), prod(info.shape)))
+        return [info for info in numbers if (info.shape, info.dims) == (first.shape, first.dims)]
 
     def __str__(self) -> str:
         return "\n".join([self._headline(), *(f"  {info}" for info in self.arrays.values())])
@@ -153,17 +169,28 @@ def _variables_error(message: str) -> ConfigError:
 # -- opening
 
 
-def open_dataset(config_or_url: Config | str, credentials: str = "default") -> Dataset:
-    """What the store of a config, or at a URL, holds.
+def open_dataset(
+    given: Config | str | PathLike[str] | XarrayObject, credentials: str = "default", variables: Sequence[str] = ()
+) -> Dataset:
+    """What the store of a config, or at a URL or path, or an xarray Dataset or DataArray holds.
+
+    Args:
+        given: Where the data is.
+        credentials: As `data.credentials`, for a URL.
+        variables: Names to look for where a store lists none: plain HTTP without consolidated metadata.
 
     Raises:
-        StoreError: when there is no store, or it cannot be reached or understood.
+        StoreError: when there is no store, or it cannot be reached or understood, or `given` is nothing of these.
         UnfinishedStoreError: when its build has not finished, with how far it got.
         CorruptChunkError: when the manifest or an array's metadata is not what was published.
     """
-    if isinstance(config_or_url, Config):
-        return open_dataset(config_or_url.data.url, config_or_url.data.credentials)
-    url = resolve_url(config_or_url)
+    if isinstance(given, Config):
+        return open_dataset(given.data.url, given.data.credentials, given.data.variables)
+    if not isinstance(given, str | PathLike):
+        from kit.data.xarray_dataset import open_xarray
+
+        return open_xarray(given)
+    url = resolve_url(fspath(given))
     store = open_store(url, credentials)
     found = read_manifest(store, url)
     if found is None:
@@ -171,14 +198,16 @@ def open_dataset(config_or_url: Config | str, credentials: str = "default") -> D
     else:
         _check_metadata(store, url, found)
     group = _open_group(store, url)
-    arrays = _open_arrays(group, url, found)
+    arrays = _open_arrays(group, url, found, variables)
     infos = {name: _array_info(name, array, found) for name, array in sorted(arrays.items())}
     order = [*found.arrays] if found else [*infos]
+    named = _named_coordinates(group, arrays)
+    coordinates = {name for name, info in infos.items() if name in named or _is_coordinate(info)}
     return Dataset(
         url=url,
         credentials=credentials,
-        arrays={name: infos[name] for name in order if not _is_coordinate(infos[name])},
-        coordinates={name: info for name, info in infos.items() if _is_coordinate(info)},
+        arrays={name: infos[name] for name in order if name not in coordinates},
+        coordinates={name: info for name, info in infos.items() if name in coordinates},
         attributes=dict(group.attrs),
         manifest=found,
     )
@@ -229,14 +258,27 @@ def _open_group(store: Store, url: str) -> zarr.Group:
         raise store_error(url, error) from None
 
 
-def _open_arrays(group: zarr.Group, url: str, found: Manifest | None) -> dict[str, zarr.Array[Any]]:
+def _open_arrays(
+    group: zarr.Group, url: str, found: Manifest | None, variables: Sequence[str]
+) -> dict[str, zarr.Array[Any]]:
+    import zarr
+
     try:
-        if found is None:
-            return dict(group.arrays())
-        names = dict.fromkeys(item.array for item in found.objects if item.array)
-        return {name: group[name] for name in names}  # type: ignore[misc]
+        if found is not None:
+            names = dict.fromkeys(item.array for item in found.objects if item.array)
+            return {name: group[name] for name in names}  # type: ignore[misc]
+        arrays = dict(group.arrays())
+        for name in () if arrays else variables:
+            if isinstance(array := group.get(name), zarr.Array):
+                arrays[name] = array
     except Exception as error:
         raise store_error(url, error) from None
+    if not arrays and url.startswith("http"):
+        raise StoreError(
+            f"{redact(url)}: plain HTTP lists no variables, and the group's metadata is not consolidated; name them in "
+            "data.variables, or consolidate the metadata where the group was written"
+        )
+    return arrays
 
 
 def _check_metadata(store: Store, url: str, found: Manifest) -> None:
@@ -250,6 +292,12 @@ def _check_metadata(store: Store, url: str, found: Manifest) -> None:
                 raise CorruptChunkError(f"{redact(url)}: {item.key} is not what was published; verify, then rebuild")
 
 
+def _named_coordinates(group: zarr.Group, arrays: Mapping[str, zarr.Array[Any]]) -> set[str]:
+    """Those along several dimensions, which variables or the group name as CF and xarray do."""
+    named = [group.attrs.get("coordinates", ""), *(array.attrs.get("coordinates", "") for array in arrays.values())]
+    return {name for names in named for name in str(names).split()}
+
+
 def _is_coordinate(info: ArrayInfo) -> bool:
     return info.dims == (info.name,) or len(info.shape) == 0
 
@@ -257,16 +305,19 @@ def _is_coordinate(info: ArrayInfo) -> bool:
 def _array_info(name: str, array: zarr.Array[Any], found: Manifest | None) -> ArrayInfo:
     attributes = dict(array.attrs)
     statistics = found.arrays.get(name) if found else None
+    dtype = _dtype(array, attributes)
+    missing = _missing(array, attributes, dtype)
     return ArrayInfo(
         name=name,
         shape=array.shape,
         dims=_dims(array, attributes),
-        dtype=np.dtype(array.dtype),
+        dtype=dtype,
         chunk=array.chunks,
         shard=array.shards,
-        scale_factor=float(attributes.get("scale_factor", 1.0)),  # type: ignore[arg-type]
-        add_offset=float(attributes.get("add_offset", 0.0)),  # type: ignore[arg-type]
-        missing=_missing(array, attributes),
+        scale_factor=float(_single(attributes.get("scale_factor", 1.0))),
+        add_offset=float(_single(attributes.get("add_offset", 0.0))),
+        missing=missing[0] if missing else None,
+        also_missing=missing[1:],
         mean=statistics.mean if statistics else None,
         deviation=statistics.deviation if statistics else None,
         units=str(attributes.get("units", "")),
@@ -280,18 +331,38 @@ def _dims(array: zarr.Array[Any], attributes: Mapping[str, Any]) -> tuple[str, .
     return tuple(name or f"dim_{index}" for index, name in enumerate(names))
 
 
-def _missing(array: zarr.Array[Any], attributes: Mapping[str, Any]) -> float | int | None:
-    """The packed missing value: an attribute in Zarr version 3, the fill value in version 2."""
-    value = attributes.get("_FillValue", attributes.get("missing_value"))
-    if value is None and array.metadata.zarr_format == 2:
-        value = array.fill_value
-    kind = np.dtype(array.dtype).kind
-    if value is None or kind not in "iuf":
+def _dtype(array: zarr.Array[Any], attributes: Mapping[str, Any]) -> np.dtype[Any]:
+    """The stored type; NetCDF's classic files keep unsigned numbers in signed ones and say so."""
+    dtype = np.dtype(array.dtype)
+    unsigned = str(_single(attributes.get("_Unsigned", ""))).lower()
+    swapped = {("true", "i"): "u", ("false", "u"): "i"}.get((unsigned, dtype.kind))
+    return np.dtype(f"{dtype.byteorder}{swapped}{dtype.itemsize}") if swapped else dtype
+
+
+def _missing(array: zarr.Array[Any], attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[float | int, ...]:
+    """The packed values that are missing: attributes, and in Zarr version 2 the fill value."""
+    if dtype.kind not in "iuf":
+        return ()
+    values = [attributes.get("_FillValue"), attributes.get("missing_value")]
+    if array.metadata.zarr_format == 2 and values[0] is None:
+        values[0] = array.fill_value
+    numbers = (_as_stored(_single(value), dtype) for value in values if value is not None)
+    return tuple(dict.fromkeys(number for number in numbers if number is not None))
+
+
+def _as_stored(value: Any, dtype: np.dtype[Any]) -> float | int | None:
+    """A missing value as the array holds it; None where it is NaN, or no number that the type can hold."""
+    number = decode_float(value) if isinstance(value, str) else value
+    if dtype.kind == "f":
+        return None if np.isnan(number) else float(number)
+    if not np.isfinite(number) or number != int(number):
         return None
-    if kind in "iu":
-        return int(value)
-    number = decode_float(value) if isinstance(value, str) else float(value)
-    return None if np.isnan(number) else number
+    return int(np.array(int(number)).astype(dtype))
+
+
+def _single(value: Any) -> Any:
+    """An attribute that should be one value; some writers make it a list of one."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 def encode_float(value: float) -> str:

@@ -21,8 +21,12 @@ from numpy.typing import NDArray
 
 from kit.data.counters import Counters
 from kit.data.dataset import Dataset
+from kit.data.disk_cache import ReadCache
 from kit.data.packing import Packing
-from kit.data.reader import Arrays, Reader, ReaderPlan
+from kit.data.reader import Reader
+from kit.data.reader_plan import Allocate, Arrays, ReaderPlan
+from kit.data.spans import Spans
+from kit.plan.coalescing import Coalescing
 
 REQUEST_SECONDS = 60.0
 """How long one request may take before the store counts as out of reach; below a trial's stall limit."""
@@ -41,6 +45,11 @@ class Engine:
         batches_ahead: Batches read before they are asked for.
         standardize: Shift and scale by the mean and deviation found while building.
         request_seconds: How long one request may take.
+        cache_bytes: Decoded chunks kept for later batches, the least recently used dropped first.
+        coalescing: Which neighbours in a shard share a request; what pays in a folder is known without.
+        memory_bytes: Host memory for batches, chunks being read and decoded, cache and windows.
+        allocate: Makes the arrays of a batch; `numpy.empty` unless told otherwise.
+        read_cache: Keeps what requests to an object store gave.
 
     Raises:
         ConfigError: for an unknown or non-numeric variable, or one to be standardised without statistics.
@@ -56,6 +65,11 @@ class Engine:
         batches_ahead: int = 2,
         standardize: bool = False,
         request_seconds: float = REQUEST_SECONDS,
+        cache_bytes: int = 0,
+        coalescing: Coalescing | None = None,
+        memory_bytes: int = 4 << 30,
+        allocate: Allocate = np.empty,
+        read_cache: ReadCache | None = None,
     ) -> None:
         arrays = tuple(dataset.select(variables))
         self._plan = ReaderPlan(
@@ -67,20 +81,34 @@ class Engine:
             requests_in_flight=requests_in_flight,
             decode_threads=decode_threads,
             request_seconds=request_seconds,
+            cache_bytes=cache_bytes,
+            coalescing=coalescing or Coalescing(),
+            memory_bytes=memory_bytes,
+            batches_held=batches_ahead + 2,
+            allocate=allocate,
+            read_cache=read_cache,
+            manifest=dataset.manifest,
         )
         self._batches_ahead = batches_ahead
         self._counters = Counters()
+        self.spans = Spans()
         self._reader: Reader | None = None
+        self._first_window = 0
+        """Windows of one stream are numbered after those of the last, since the reader holds both for a while."""
 
     @property
     def counters(self) -> dict[str, int]:
-        """What this process has read: requests, bytes_read, chunks_decoded, chunks_filled, samples."""
+        """What this process has read; names as in `kit.data.counters`."""
         return self._counters.values()
 
     @property
     def variables(self) -> tuple[str, ...]:
         """Names of the variables, in the order they are stacked."""
         return tuple(info.name for info in self._plan.arrays)
+
+    def count(self, **counts: int) -> None:
+        """Add to the counters what the engine itself cannot see."""
+        self._counters.add(**counts)
 
     def stream(self, batches: Iterable[NDArray[np.int64]], patch: Sequence[int]) -> Iterator[Arrays]:
         """Values and validity of each batch of offsets `(sample, dim)`, in order.
@@ -96,13 +124,32 @@ class Engine:
         try:
             for offsets in batches:
                 waiting.append(reader.start(offsets, patch))
+                self.spans.follow(waiting[-1])
                 if len(waiting) > self._batches_ahead:
-                    yield _next(waiting)
+                    yield _next(waiting, self.spans)
             while waiting:
-                yield _next(waiting)
+                yield _next(waiting, self.spans)
         finally:
+            self.spans.forget()
             for future in waiting:
                 future.cancel()
+
+    def stream_windows(
+        self, batches: Iterable[tuple[NDArray[np.int64], int]], patch: Sequence[int]
+    ) -> Iterator[Arrays]:
+        """As `stream`, for batches with the number of the last window each draws from; numbers never fall.
+
+        While a window is served its chunks are held, and those of the next one are read, whatever `batches_ahead` is.
+
+        Raises:
+            As `stream`.
+        """
+        reader = self._open()
+        windows = _Windows(reader, patch, iter(batches), self._batches_ahead, self._first_window, self.spans)
+        try:
+            yield from windows.serve()
+        finally:
+            self._first_window = windows.end()
 
     def _open(self) -> Reader:
         """This process's reader, opened on first use."""
@@ -133,8 +180,73 @@ class Engine:
         return self.__dict__ | {"_reader": None}
 
 
-def _next(waiting: deque[Future[Arrays]]) -> Arrays:
+class _Windows:
+    """One pass over batches that are drawn from windows."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        patch: Sequence[int],
+        batches: Iterator[tuple[NDArray[np.int64], int]],
+        ahead: int,
+        first: int,
+        spans: Spans,
+    ) -> None:
+        self._reader, self._patch, self._batches, self._ahead = reader, patch, batches, ahead
+        self._spans = spans
+        self._first = self._served = self._last = first
+        self._read: deque[tuple[NDArray[np.int64], int]] = deque()
+        """Batches whose chunks are held, not yet begun."""
+        self._begun: deque[tuple[Future[Arrays], int]] = deque()
+        self._more = True
+
+    def serve(self) -> Iterator[Arrays]:
+        self._hold()
+        while self._begin():
+            future, window = self._begun[0]
+            arrays = future.result()  # it leaves the queue only when it is there, so that an interrupt still cancels it
+            self._begun.popleft()
+            self._spans.hand_over()
+            if window > self._served:
+                self._served = window
+                self._reader.release(window - 1)
+            self._hold()
+            yield arrays
+
+    def end(self) -> int:
+        """Let go of everything; returns a number that no window of this pass had."""
+        self._spans.forget()
+        for future, _ in self._begun:
+            future.cancel()
+        self._reader.release(self._last)
+        return self._last + 1
+
+    def _hold(self) -> None:
+        """Read all that the window being served and the next one need, and one batch at least."""
+        while self._more and (self._last <= self._served + 1 or not (self._read or self._begun)):
+            self._more = (drawn := next(self._batches, None)) is not None
+            if drawn is not None:
+                offsets, window = drawn
+                self._last = self._first + window
+                if self._last <= self._served + 1:
+                    self._reader.hold(offsets, self._patch, self._last)
+                self._read.append((offsets, self._last))
+
+    def _begin(self) -> bool:
+        """Begin batches up to so many ahead, none beyond the next window while another is under way."""
+        while self._read and len(self._begun) <= self._ahead:
+            offsets, window = self._read[0]
+            if window > self._served + 1 and self._begun:
+                break
+            self._read.popleft()
+            self._begun.append((self._reader.start(offsets, self._patch), window))
+            self._spans.follow(self._begun[-1][0])
+        return bool(self._begun)
+
+
+def _next(waiting: deque[Future[Arrays]], spans: Spans) -> Arrays:
     """The oldest batch; it leaves the queue only when it is there, so that an interrupt still cancels it."""
     arrays = waiting[0].result()
     waiting.popleft()
+    spans.hand_over()
     return arrays

@@ -20,6 +20,7 @@ GROUP_KEY = f"{FOLDER}/zarr.json"
 BUILD_KEY = f"{FOLDER}/build.json"
 MANIFEST_KEY = f"{FOLDER}/manifest.json"
 JOURNAL_PREFIX = f"{FOLDER}/journal-"
+LOCK_KEY = f"{FOLDER}/lock.json"
 _FORMAT = 1
 
 GROUP_DOCUMENT = b'{"attributes": {}, "zarr_format": 3, "node_type": "group"}'

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
 from kit.config import Config
 from kit.data.dataset import Dataset, open_dataset
+from kit.data.disk_cache import ReadCache
 from kit.data.patches import PatchLoader
 from kit.data.sampling import sample_plan
+from kit.plan.coalescing import Coalescing
+
+if TYPE_CHECKING:
+    from kit.data.dataset import XarrayObject
 
 
 class PatchData(LightningDataModule):
-    """Random or grid patches of the store that `config.data` names.
+    """Random, grid or block-shuffled patches of the store that `config.data` names, or of what is given instead.
 
     The store is opened in `setup`, in the process that trains, and checked there: what does not fit is a ConfigError
     before the first batch. World size and rank are the trainer's, or 1 and 0 without one.
+
+    Args:
+        config: Which samples, and how they are read.
+        given: An xarray Dataset or DataArray, or an open dataset, to read instead of the store of the config.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, given: Dataset | XarrayObject | None = None) -> None:
         super().__init__()
         self.config = config
+        self.given = given
         self.dataset: Dataset | None = None
         self.loader: PatchLoader | None = None
 
     @override
     def setup(self, stage: str | None = None) -> None:
-        self.dataset = open_dataset(self.config)
+        self.dataset = self._open()
+
+    def _open(self) -> Dataset:
+        if isinstance(self.given, Dataset):
+            return self.given
+        return open_dataset(self.config if self.given is None else self.given)
 
     @override
     def train_dataloader(self) -> PatchLoader:
@@ -36,7 +53,7 @@ class PatchData(LightningDataModule):
             ConfigError: for what does not fit the store, each under the dotted path of its field.
             StoreError: when the store cannot be opened.
         """
-        dataset = self.dataset = self.dataset or open_dataset(self.config)
+        dataset = self.dataset = self.dataset or self._open()
         world_size, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
         self._close()
         self.loader = PatchLoader(
@@ -46,6 +63,8 @@ class PatchData(LightningDataModule):
             rank=rank,
             variables=self.config.data.variables,
             standardize=self.config.data.standardize,
+            coalescing=_coalescing(self.config),
+            read_cache=ReadCache.of(self.config.cache),
         )
         return self.loader
 
@@ -56,3 +75,14 @@ class PatchData(LightningDataModule):
     def _close(self) -> None:
         if self.loader is not None:
             self.loader.close()
+
+
+def _coalescing(config: Config) -> Coalescing:
+    """What pays on the network that the config describes."""
+    chunking, loader = config.chunking, config.loader
+    return Coalescing.of(
+        chunking.latency_seconds,
+        chunking.bandwidth_bytes_per_second,
+        chunking.total_bandwidth_bytes_per_second,
+        loader.requests_in_flight,
+    )

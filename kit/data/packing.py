@@ -16,11 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.data.dataset import ArrayInfo
+from kit.data.dataset import NUMBERS, ArrayInfo
 from kit.errors import ConfigError, Problem
-
-NUMBERS = "biuf"
-"""Kinds of numpy type that can be a channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ class Packing:
 
     factor: float
     shift: float
-    missing: float | int | None
+    missing: tuple[float | int, ...]
     exact_in_float32: bool
 
     @classmethod
@@ -45,34 +42,35 @@ class Packing:
         return cls(
             factor=info.scale_factor / deviation,
             shift=(info.add_offset - mean) / deviation,
-            missing=info.missing,
+            missing=() if info.missing is None else (info.missing, *info.also_missing),
             exact_in_float32=info.dtype.itemsize <= 2 or info.dtype == np.dtype(np.float32),
         )
 
     def unpack(self, packed: NDArray[Any], values: NDArray[np.float32], valid: NDArray[np.bool_]) -> None:
-        """Write `values` and `valid`, both of the shape of `packed`."""
+        """Write `values` and `valid`, both of the shape of `packed`; `packed` may be `values` itself."""
         self._mark(packed, valid)
-        work: type[np.floating[Any]] = np.float32 if self.exact_in_float32 else np.float64
         with np.errstate(over="ignore", invalid="ignore"):
             if self.exact_in_float32:
-                np.multiply(packed, work(self.factor), out=values, dtype=work, casting="unsafe")
-                values += work(self.shift)
+                self._scale(packed, values)
             else:
-                values[...] = packed.astype(work) * self.factor + self.shift
+                values[...] = packed.astype(np.float64) * self.factor + self.shift
         if not valid.all():
             values[~valid] = 0
+
+    def _scale(self, packed: NDArray[Any], values: NDArray[np.float32]) -> None:
+        if self.factor != 1 or packed is not values:
+            np.multiply(packed, np.float32(self.factor), out=values, dtype=np.float32, casting="unsafe")
+        if self.shift != 0:
+            values += np.float32(self.shift)
 
     def _mark(self, packed: NDArray[Any], valid: NDArray[np.bool_]) -> None:
         if packed.dtype.kind == "f":
             np.logical_not(np.isnan(packed), out=valid)
         else:
             valid[...] = True
-        if self.missing is not None:
-            valid &= packed != self._missing_as(packed.dtype)
-
-    def _missing_as(self, dtype: np.dtype[Any]) -> Any:
-        """A float32 array holds the missing value rounded to float32: compare with that."""
-        return dtype.type(self.missing) if dtype.kind == "f" else self.missing
+        for missing in self.missing:
+            # A float32 array holds the missing value rounded to float32: compare with that.
+            valid &= packed != (packed.dtype.type(missing) if packed.dtype.kind == "f" else missing)
 
 
 def _statistics(info: ArrayInfo) -> tuple[float, float]:

@@ -1,8 +1,9 @@
-"""Reader: one process's open store with its threads; it turns a batch of offsets into arrays.
+"""Reader: one process's open store with its threads; it turns batches of offsets into arrays.
 
-A batch is planned as a whole: the union of its chunks over all variables is read once, one request a chunk, at most
-`requests_in_flight` at once. Requests run on one asyncio loop in one thread; a local folder is read by threads instead.
-Decoding and scattering run in `decode_threads` threads.
+A batch is planned as a whole: the union of its chunks over all variables. A chunk that the cache holds, or that is on
+its way for another batch, is taken from there; the rest are read, neighbours in a shard by one request, at most
+`requests_in_flight` at once. Folders and object stores are read by threads that wait, other stores on one asyncio loop.
+Decoding and scattering run in `decode_threads` threads; when they fall behind, no more is asked for.
 
 Strict: an object or inner chunk that is not there is an error, never fill values, and so are bytes that fail their
 checksum or are too few. Only a store that kit did not build may leave chunks out, as Zarr allows; they are filled and
@@ -12,59 +13,40 @@ counted. A reader belongs to the process that made it.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from zarr.abc.store import RangeByteRequest, Store
-from zarr.core.buffer import Buffer
-from zarr.storage import LocalStore
 
-from kit.data.codec import Damage, Index, Octets, StoredArray
+from kit.data.cache import Chunk, ChunkCache, Part
+from kit.data.codec import Index, Octets, StoredArray, damage
 from kit.data.counters import Counters
-from kit.data.dataset import ArrayInfo
+from kit.data.disk_cache import identities
 from kit.data.folder import Folder
-from kit.data.packing import Packing
-from kit.data.regions import ChunkUse, chunk_uses
-from kit.data.requests import Requests
+from kit.data.indexes import LARGEST_BYTES, ShardIndexes
+from kit.data.reader_plan import Arrays, ReaderPlan, batch_bytes, largest_chunk_bytes
+from kit.data.regions import chunk_uses, touched
+from kit.data.requests import Requests, open_blocking, read_index
+from kit.data.room import Claim, Room
 from kit.data.stores import redact
+from kit.data.wanted import Answer, Wanted
 from kit.data.workers import Batch, Workers
 from kit.errors import MissingChunkError, StoreError
+from kit.plan.coalescing import LOCAL_GAP_BYTES, Coalescing, Run, runs
 
-Arrays = tuple[NDArray[np.float32], NDArray[np.bool_]]
-"""Values and validity, both `(sample, variable, *dims)`."""
-
-_MOST_FOLDER_THREADS = 32
+_LEAST_FOLDER_THREADS = 4
 _CLOSE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReaderPlan:
-    """What to read, and with how much at once; holds no handle, so it pickles."""
-
-    url: str
-    open_store: Callable[[], Store]
-    arrays: tuple[ArrayInfo, ...]
-    packings: tuple[Packing, ...]
-    strict: bool
-    """Whether a chunk that is not there is an error; else it reads as the array's fill value, counted."""
-    requests_in_flight: int
-    decode_threads: int
-    request_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One chunk of one variable in one batch."""
-
-    stored: StoredArray
-    use: ChunkUse
-    target: NDArray[Any]
+_PAUSE_SECONDS = 0.001
+_PARTS_PER_JOB = 64
+_INDEX_SHARE = 8
+_READY_TOO = 2
+"""Bytes in flight and as many ready to be decoded; more would only wait."""
 
 
 class Reader:
@@ -78,13 +60,26 @@ class Reader:
         self._where = redact(plan.url)
         self._lock = threading.RLock()
         self._active: set[Batch[Arrays]] = set()
+        self._cache = ChunkCache(plan.cache_bytes)
+        self._indexes = ShardIndexes(min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
+        self._tasks: dict[asyncio.Task[None], Wanted] = {}
         store = plan.open_store()
         self._requests = Requests(store, plan.url, plan.requests_in_flight, plan.request_seconds, counters)
-        self._folder = Folder(store.root, counters) if type(store) is LocalStore else None
+        known = identities(plan.manifest) if plan.manifest and plan.read_cache else None
+        self._source = open_blocking(store, plan.url, plan.request_seconds, counters, plan.read_cache, known)
+        self._near = isinstance(self._source, Folder)
+        self._coalescing = Coalescing(LOCAL_GAP_BYTES) if self._near else plan.coalescing
+        fetchers = plan.requests_in_flight if self._source else 0
+        if self._near:
+            fetchers = min(fetchers, max(_LEAST_FOLDER_THREADS, 2 * plan.decode_threads))
         self._stored: tuple[StoredArray, ...] = ()
-        threads = min(plan.requests_in_flight, _MOST_FOLDER_THREADS) if self._folder else 0
-        self._readers = Workers(threads, "kit-read")
+        self._fetchers = Workers(fetchers, "kit-read")
         self._decoders = Workers(plan.decode_threads, "kit-decode")
+        self._room = Room(self._room_bytes)
+        self._batch_bytes = 0
+        self._stored_bytes: dict[str, int] = {}
+        """The largest object met, for arrays whose chunks are objects of their own."""
+        self._gate = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kit-loop", daemon=True)
         self._thread.start()
@@ -103,13 +98,28 @@ class Reader:
         """
         self._refuse_outside(offsets, patch)
         batch: Batch[Arrays] = Batch()
+        self._batch_bytes = max(self._batch_bytes, batch_bytes(self._plan.arrays, len(offsets), patch))
         with self._lock:
             if self.closed:
                 raise StoreError(f"{self._where}: its reader is closed")
             self._active.add(batch)
-        batch.future.add_done_callback(lambda _: self._active.discard(batch))
+        batch.future.add_done_callback(lambda future: self._end_batch(batch, future))
         self._decoders.put(batch, self._begin, batch, offsets, tuple(patch))
         return batch.future
+
+    def hold(self, offsets: NDArray[np.int64], patch: Sequence[int], window: int) -> None:
+        """Read what these patches touch, and keep it until `window` is released.
+
+        Raises:
+            IndexError: for a patch that reaches outside the arrays.
+        """
+        self._refuse_outside(offsets, patch)
+        self._decoders.put(Batch[None](), self._hold, offsets, tuple(patch), window)
+
+    def release(self, window: int) -> None:
+        """Drop what this window and those before it held."""
+        self._cache.release(window)
+        self._give_up_unwanted()
 
     def close(self) -> None:
         """End what is running, and the threads; safe to call twice, from any thread, and after a fork."""
@@ -121,7 +131,8 @@ class Reader:
             self.closed = True
         for batch in [*self._active]:
             batch.fail(StoreError(f"{self._where}: closed while a batch was being read"))
-        self._readers.close()
+        self._room.close()
+        self._fetchers.close()
         self._decoders.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
@@ -158,120 +169,241 @@ class Reader:
             raise IndexError(f"a patch of {tuple(patch)} reaches outside an array of {shape}")
 
     def _begin(self, batch: Batch[Arrays], offsets: NDArray[np.int64], patch: tuple[int, ...]) -> None:
-        packed = [np.empty((len(offsets), *patch), info.dtype.newbyteorder("=")) for info in self._plan.arrays]
+        values = self._plan.allocate((len(offsets), len(self._stored), *patch), np.float32)
+        packed = [self._target(values, variable) for variable in range(len(self._stored))]
         uses = {chunk: chunk_uses(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}
-        parts = [
-            _Part(stored, use, target)
-            for stored, target in zip(self._stored, packed, strict=True)
-            for use in uses[stored.chunk]
-        ]
-        batch.expect(len(parts), lambda: self._unpack(packed))
-        near = [part for part in parts if self._folder and part.stored.steps is not None]
-        far = [part for part in parts if not self._folder or part.stored.steps is None]
-        for part in near:
-            self._readers.put(batch, self._read_part, batch, part)
-        if far and not self.closed:
-            self._loop.call_soon_threadsafe(self._request_parts, batch, far)
+        batch.expect(sum(len(uses[stored.chunk]) for stored in self._stored), lambda: self._unpack(packed, values))
+        for variable, stored in enumerate(self._stored):
+            parts = [Part(batch, use, packed[variable]) for use in uses[stored.chunk]]
+            here, new = self._cache.join(stored, variable, parts)
+            self._counters.add(cache_hits=len(parts) - len(new), cache_misses=len(new))
+            self._fetch(stored, new)
+            for start in range(0, len(here), _PARTS_PER_JOB):
+                self._decoders.put(batch, _scatter, here[start : start + _PARTS_PER_JOB])
 
-    def _unpack(self, packed: list[NDArray[Any]]) -> Arrays:
-        samples, *patch = packed[0].shape
-        values = np.empty((samples, len(packed), *patch), np.float32)
-        valid = np.empty(values.shape, np.bool_)
+    def _hold(self, offsets: NDArray[np.int64], patch: tuple[int, ...], window: int) -> None:
+        chunks = {chunk: touched(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}
+        for variable, stored in enumerate(self._stored):
+            new = self._cache.hold(stored, variable, chunks[stored.chunk], window)
+            self._counters.add(cache_misses=len(new))
+            self._fetch(stored, new)
+
+    def _target(self, values: NDArray[np.float32], variable: int) -> NDArray[Any]:
+        """Where a variable's packed numbers go: in place where they are float32 already."""
+        dtype = self._plan.arrays[variable].dtype.newbyteorder("=")
+        target = values[:, variable]
+        return target if dtype == np.float32 else np.empty(target.shape, dtype)
+
+    def _unpack(self, packed: list[NDArray[Any]], values: NDArray[np.float32]) -> Arrays:
+        valid = self._plan.allocate(values.shape, np.bool_)
         for variable, (packing, array) in enumerate(zip(self._plan.packings, packed, strict=True)):
-            packing.unpack(array, values[:, variable], valid[:, variable])
-        self._counters.add(samples=samples)
+            in_place = np.may_share_memory(array, values)
+            packing.unpack(array, array if in_place else values[:, variable], valid[:, variable])
+        self._counters.add(samples=len(values))
         return values, valid
 
-    def _decode_part(self, batch: Batch[Arrays], part: _Part, data: Octets) -> None:
-        with self._damage(part):
-            decoded = part.stored.decode(data)
-        self._scatter_part(batch, part, decoded)
+    def _end_batch(self, batch: Batch[Arrays], future: Future[Arrays]) -> None:
+        self._active.discard(batch)
+        if future.cancelled() or future.exception() is not None:
+            self._give_up_unwanted()
 
-    def _scatter_part(self, batch: Batch[Arrays], part: _Part, decoded: NDArray[Any]) -> None:
-        part.use.scatter(decoded, part.target)
-        self._counters.add(chunks_decoded=1)
-        batch.part_done()
+    # -- reading chunks, whichever way
 
-    def _fill_part(self, batch: Batch[Arrays], part: _Part, key: str, index: Index | None) -> None:
-        """A chunk that is not there: an error in a store that kit built, else Zarr's fill value."""
-        if self._plan.strict:
-            reason = f"there is no object {key}" if index is None else f"the shard {key} does not hold it"
-            raise MissingChunkError(
-                f"{self._where}: chunk {part.use.coords} of {part.stored.name} is missing: {reason}; verify the store, "
-                "then build it anew"
-            )
-        part.use.fill(part.stored.fill_value, part.target)
-        self._counters.add(chunks_filled=1)
-        batch.part_done()
-
-    def _refuse_short(self, part: _Part, data: Buffer | Octets | None, span: tuple[int, int]) -> None:
-        if data is not None and len(data) != span[1] - span[0]:
-            with self._damage(part):
-                raise ValueError(f"the store gave {len(data)} bytes instead of {span[1] - span[0]}")
-
-    def _damage(self, part: _Part) -> Damage:
-        return Damage(f"{self._where}: chunk {part.use.coords} of {part.stored.name}")
-
-    # -- from a folder, in reading threads
-
-    def _read_part(self, batch: Batch[Arrays], part: _Part) -> None:
-        assert self._folder is not None
-        stored, coords = part.stored, part.use.coords
-        key = stored.object_key(stored.object_of(coords))
-        index, data = None, None
-        if stored.per_shard is None:
-            data = self._folder.read(key)
-        else:
-            index = self._folder.index(stored, key)
-            span = None if index is None else stored.locate(index, coords)
-            if span is not None:
-                data = self._folder.read(key, span[0], span[1] - span[0])
-                self._refuse_short(part, data, span)
-        if data is None:
-            self._fill_part(batch, part, key, index)
-        else:
-            self._decoders.put(batch, self._decode_part, batch, part, data)
-
-    # -- from anywhere else, on the loop
-
-    def _request_parts(self, batch: Batch[Arrays], parts: list[_Part]) -> None:
-        if batch.over:
+    def _fetch(self, stored: StoredArray, chunks: Sequence[Chunk]) -> None:
+        """Ask for chunks that nobody reads yet."""
+        if not chunks:
             return
-        tasks = {self._loop.create_task(self._request_part(batch, part)) for part in parts}
-        batch.future.add_done_callback(lambda _: self._cancel(tasks))
+        found = [*self._objects(stored, chunks)]
+        if self._source is not None:
+            for item in found:
+                self._fetchers.put(item, self._read_object, item)
+        elif not self.closed:
+            self._loop.call_soon_threadsafe(self._request_objects, found)
 
-    def _cancel(self, tasks: set[asyncio.Task[None]]) -> None:
-        def cancel() -> None:
-            for task in tasks:
+    def _objects(self, stored: StoredArray, chunks: Sequence[Chunk]) -> Iterator[Wanted]:
+        together: defaultdict[tuple[int, ...], list[Chunk]] = defaultdict(list)
+        for chunk in chunks:
+            together[stored.object_of(chunk.coords)].append(chunk)
+        for place, inside in together.items():
+            yield Wanted(self._cache, stored, stored.object_key(place), inside)
+
+    def _runs(self, wanted: Wanted, index: Index | None) -> list[Run[Chunk]]:
+        """The requests for what is wanted of a shard; chunks that it does not hold are settled at once."""
+        stored, spans = wanted.stored, []
+        for chunk in wanted.chunks:
+            span = None if index is None else stored.locate(index, chunk.coords)
+            if span is None:
+                self._fill(wanted, chunk, index)
+            else:
+                spans.append((*span, chunk))
+        found = runs(spans, self._coalescing)
+        self._counters.add(
+            requests_saved=len(spans) - len(found), bytes_wasted=sum(max(0, run.wasted_bytes) for run in found)
+        )
+        return found
+
+    def _deliver(self, wanted: Wanted, run: Run[Chunk] | None, data: Octets | None, claim: Claim) -> None:
+        """Pass on what a request gave; `run` is None for a whole object."""
+        if data is None:
+            for chunk in wanted.chunks:
+                self._fill(wanted, chunk, None)
+            claim.done()
+        elif run is None:
+            self._stored_bytes[wanted.stored.name] = max(self._stored_bytes.get(wanted.stored.name, 0), len(data))
+            claim.correct(len(data))
+            self._decode_soon(Answer(self._cache, wanted.stored, wanted.chunks[0], data, len(data), False, claim))
+        else:
+            claim.share(len(run.items))
+            for first, last, chunk in run.items:
+                part, shared = data[first - run.first : last - run.first], len(run.items) > 1
+                self._decode_soon(Answer(self._cache, wanted.stored, chunk, part, last - first, shared, claim))
+
+    def _decode_soon(self, answer: Answer) -> None:
+        """In a decoding thread; of a folder in the thread that has just read it, which took no time to speak of."""
+        if self._near:
+            try:
+                self._decode(answer)
+            except BaseException as error:
+                answer.fail(error)
+        else:
+            self._decoders.put(answer, self._decode, answer)
+
+    def _decode(self, answer: Answer) -> None:
+        try:
+            decoded = self._decoded(answer)
+            # A chunk that lies in bytes it shares with others would keep all of them in memory.
+            kept = decoded.copy() if answer.shared and answer.stored.in_place else decoded
+            for part in self._cache.settle(answer.chunk, kept):
+                part.scatter(decoded)
+        finally:
+            answer.claim.done()
+
+    def _decoded(self, answer: Answer) -> NDArray[Any]:
+        try:
+            if len(answer.data) != answer.size_bytes:
+                raise ValueError(f"the store gave {len(answer.data)} bytes instead of {answer.size_bytes}")
+            decoded = answer.stored.decode(answer.data)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise damage(f"{self._where}: chunk {answer.chunk.coords} of {answer.stored.name}", error) from error
+        self._counters.add(chunks_decoded=1)
+        return decoded
+
+    def _fill(self, wanted: Wanted, chunk: Chunk, index: Index | None) -> None:
+        """A chunk that is not there: an error in a store that kit built, else Zarr's fill value."""
+        stored = wanted.stored
+        if self._plan.strict:
+            reason = f"there is no object {wanted.key}" if index is None else f"the shard {wanted.key} does not hold it"
+            missing = MissingChunkError(
+                f"{self._where}: chunk {chunk.coords} of {stored.name} is missing: {reason}; verify the store, then "
+                "build it anew"
+            )
+            self._cache.fail(chunk, missing)
+            return
+        filled = np.broadcast_to(np.asarray(stored.fill_value, stored.dtype), stored.chunk)
+        self._counters.add(chunks_filled=1)
+        for part in self._cache.settle(chunk, filled):
+            self._decoders.put(part.batch, part.scatter, filled)
+
+    def _room_bytes(self) -> int:
+        """Memory left for what is asked for and not decoded, but no more than keeps the requests going."""
+        plan, cache = self._plan, self._cache
+        decoding = max(self._fetchers.most if self._near else 0, plan.decode_threads) * largest_chunk_bytes(plan.arrays)
+        others = cache.free_bytes + cache.held_bytes + self._indexes.nbytes + decoding
+        left = plan.memory_bytes - others - plan.batches_held * self._batch_bytes
+        return min(left, _READY_TOO * plan.requests_in_flight * self._room.largest_bytes)
+
+    def _size_of(self, wanted: Wanted, run: Run[Chunk] | None) -> int:
+        """Bytes that a request will bring; of an object not known before, those of the largest one like it."""
+        if run is not None:
+            return run.last - run.first
+        stored = wanted.stored
+        return self._stored_bytes.get(stored.name) or math.prod(stored.chunk) * stored.dtype.itemsize
+
+    def _give_up_unwanted(self) -> None:
+        """End requests that nobody waits for any more; a thread's own are given up when their turn comes."""
+        with self._lock:
+            if not self.closed and self._source is None:
+                self._loop.call_soon_threadsafe(self._cancel_unwanted)
+
+    # -- by threads that wait
+
+    def _read_object(self, item: Wanted) -> None:
+        wanted = item.part(self._cache.still_wanted(item.chunks))
+        if not wanted.chunks:
+            return
+        if wanted.stored.per_shard is None:
+            self._read_run(wanted, None)
+            return
+        index = self._indexes.get(wanted.key, lambda: self._read_index(wanted))
+        for run in self._runs(wanted, index)[::-1]:
+            part = wanted.part(chunk for _, _, chunk in run.items)
+            self._fetchers.put(part, self._read_run, part, run)
+
+    def _read_index(self, wanted: Wanted) -> Index | None:
+        assert self._source is not None
+        return read_index(self._source, wanted.stored, wanted.key, self._plan.url)
+
+    def _read_run(self, wanted: Wanted, run: Run[Chunk] | None) -> None:
+        assert self._source is not None
+        if not self._cache.still_wanted(wanted.chunks):
+            return
+        claim = self._room.take(self._size_of(wanted, run))
+        try:
+            data = self._source.read(wanted.key, *(() if run is None else (run.first, run.last)))
+        except BaseException:
+            claim.done()
+            raise
+        self._deliver(wanted, run, data, claim)
+
+    # -- by requests on the loop
+
+    def _request_objects(self, found: Sequence[Wanted]) -> None:
+        for item in found:
+            task = self._loop.create_task(self._request_object(item))
+            self._tasks[task] = item
+            task.add_done_callback(self._tasks.pop)
+
+    def _cancel_unwanted(self) -> None:
+        for task, item in [*self._tasks.items()]:
+            if not any(chunk.wanted for chunk in item.chunks) and not self._cache.still_wanted(item.chunks):
                 task.cancel()
 
-        with self._lock:
-            if not self.closed:
-                self._loop.call_soon_threadsafe(cancel)
-
-    async def _request_part(self, batch: Batch[Arrays], part: _Part) -> None:
+    async def _request_object(self, item: Wanted) -> None:
         try:
-            await self._get_part(batch, part)
+            await self._get_object(item)
         except Exception as error:
-            batch.fail(error)
+            item.fail(error)
 
-    async def _get_part(self, batch: Batch[Arrays], part: _Part) -> None:
-        stored, coords = part.stored, part.use.coords
-        key = stored.object_key(stored.object_of(coords))
-        index, data = None, None
-        if stored.per_shard is None:
-            data = await self._requests.get(key)
+    async def _get_object(self, wanted: Wanted) -> None:
+        if wanted.stored.per_shard is None:
+            await self._request_run(wanted, None)
+            return
+        index = await self._requests.index(self._indexes, wanted.stored, wanted.key)
+        found = self._runs(wanted, index)
+        parts = [wanted.part(chunk for _, _, chunk in run.items) for run in found]
+        await asyncio.gather(*map(self._request_run, parts, found))
+
+    async def _request_run(self, wanted: Wanted, run: Run[Chunk] | None) -> None:
+        claim = await self._take(self._size_of(wanted, run))
+        try:
+            data = await self._requests.read(wanted.key, *(() if run is None else (run.first, run.last)))
+        except BaseException as error:
+            claim.done()
+            if not isinstance(error, Exception):
+                raise
+            wanted.fail(error)
         else:
-            index = await self._requests.index(stored, key)
-            span = None if index is None else stored.locate(index, coords)
-            if span is not None:
-                data = await self._requests.get(key, RangeByteRequest(*span))
-                self._refuse_short(part, data, span)
-        if data is None:
-            self._decoders.put(batch, self._fill_part, batch, part, key, index)
-        elif stored.steps is not None:
-            self._decoders.put(batch, self._decode_part, batch, part, data.as_numpy_array())
-        else:
-            with self._damage(part):
-                decoded = await stored.decode_by_zarr(data)
-            self._decoders.put(batch, self._scatter_part, batch, part, decoded)
+            self._deliver(wanted, run, data, claim)
+
+    async def _take(self, size_bytes: int) -> Claim:
+        async with self._gate:  # one task watches, the others wait for it
+            while (claim := self._room.try_take(size_bytes)) is None:
+                await asyncio.sleep(_PAUSE_SECONDS)
+            return claim
+
+
+def _scatter(here: Sequence[tuple[Part, NDArray[Any]]]) -> None:
+    for part, decoded in here:
+        part.scatter(decoded)

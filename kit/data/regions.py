@@ -6,51 +6,58 @@ together write every element of every patch exactly once, and read nothing outsi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-Region = tuple[slice, ...]
+Table = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChunkUse:
     """One chunk that a batch needs, with everything the batch takes from it."""
 
     coords: tuple[int, ...]
-    copies: list[tuple[int, Region, Region]]
-    """(sample, region of its patch, region of the chunk), one for each patch that overlaps the chunk."""
+    table: Table
+    """A row for each patch that overlaps the chunk: sample, then first and last along each dimension of the patch's
+    region, then the same of the chunk's region. Slices are made when they are used: kept ones would cost as much time
+    in garbage collection as the copies."""
 
     def scatter(self, decoded: NDArray[np.generic], batch: NDArray[np.generic]) -> None:
         """Copy what `batch` `(sample, *dims)` takes from the `decoded` chunk."""
-        for sample, target, source in self.copies:
-            batch[sample][target] = decoded[source]
-
-    def fill(self, value: object, batch: NDArray[np.generic]) -> None:
-        """Set the chunk's share of `batch` `(sample, *dims)` to one value."""
-        for sample, target, _ in self.copies:
-            batch[sample][target] = value
+        middle = 1 + 2 * len(self.coords)
+        for row in self.table.tolist():
+            target, source = iter(row[1:middle]), iter(row[middle:])
+            batch[(row[0], *map(slice, target, target))] = decoded[tuple(map(slice, source, source))]
 
 
 def chunk_uses(offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[int]) -> list[ChunkUse]:
     """The union of chunks that patches at `offsets` `(sample, dim)` touch, in the order of their coordinates."""
     sides, patch_sides = np.array(chunk, np.int64), np.array(patch, np.int64)
     sample, coords = _overlaps(offsets, patch_sides, sides)
+    rank = np.ravel_multi_index(tuple(coords.T), tuple(coords.max(axis=0) + 1))
+    order = np.argsort(rank, kind="stable")
+    sample, coords = sample[order], coords[order]
     origin = coords * sides
     start = np.maximum(origin, offsets[sample])
     stop = np.minimum(origin + sides, offsets[sample] + patch_sides)
+    bounds = [np.stack(pair, axis=2).reshape(len(sample), -1) for pair in (
+        (start - offsets[sample], stop - offsets[sample]), (start - origin, stop - origin),
+    )]  # fmt: skip
+    table = np.concatenate([sample[:, None], *bounds], axis=1)
+    cuts = [0, *(np.flatnonzero(np.diff(rank[order])) + 1).tolist(), len(table)]
+    places = coords[cuts[:-1]].tolist()
+    return [ChunkUse(tuple(place), table[low:high]) for place, low, high in zip(places, cuts, cuts[1:], strict=False)]
+
+
+def touched(offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[int]) -> list[tuple[int, ...]]:
+    """The chunks that patches at `offsets` `(sample, dim)` touch, each once, in the order of their first use."""
+    _, coords = _overlaps(offsets, np.array(patch, np.int64), np.array(chunk, np.int64))
     rank = np.ravel_multi_index(tuple(coords.T), tuple(coords.max(axis=0) + 1))
-    order = np.argsort(rank, kind="stable")
-    cuts = np.flatnonzero(np.diff(rank[order])) + 1
-    targets = _slices(start - offsets[sample], stop - offsets[sample])
-    sources = _slices(start - origin, stop - origin)
-    samples = sample.tolist()
-    return [
-        ChunkUse(tuple(coords[rows[0]].tolist()), [(samples[row], targets[row], sources[row]) for row in rows.tolist()])
-        for rows in np.split(order, cuts)
-    ]
+    _, first = np.unique(rank, return_index=True)
+    return [tuple(place) for place in coords[np.sort(first)].tolist()]
 
 
 def _overlaps(
@@ -62,11 +69,3 @@ def _overlaps(
     coords = first[:, None] + steps
     sample, step = np.nonzero((coords <= last[:, None]).all(axis=2))
     return sample, coords[sample, step]
-
-
-def _slices(start: NDArray[np.int64], stop: NDArray[np.int64]) -> list[Region]:
-    def regions() -> Iterator[Region]:
-        for low, high in zip(start.tolist(), stop.tolist(), strict=True):
-            yield tuple(map(slice, low, high))
-
-    return list(regions())

@@ -1,35 +1,97 @@
-"""Requests: asynchronous reads of a store on the loop that runs them, at most so many at once.
+"""Requests: the seam between a reader and the store it reads, one way for each kind of store.
 
-An answer is bytes, or None where there is no such object; anything else is a StoreError without secrets, and a request
-without an answer is given up. Shard indexes are fetched once and kept (16 bytes an inner chunk). Retrying is left to
-the file system below: gcsfs does it, plain HTTP does not.
+A folder, and an object store that obstore knows, are read by threads that wait (`Blocking`); anything else by fsspec or
+another zarr store, on the loop that runs it (`Requests`). Both give the same: bytes, or None where there is no such
+object, or a StoreError without secrets; what passes is tried again by one policy (`kit.data.retries`) and counted, and
+a request without an answer is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
-from zarr.abc.store import ByteRequest, Store
-from zarr.core.buffer import Buffer, default_buffer_prototype
-from zarr.storage import FsspecStore
+from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import default_buffer_prototype
+from zarr.storage import LocalStore
 
-from kit.data.codec import Index, StoredArray, decode_index
+from kit.data.codec import Index, Octets, StoredArray, decode_index
 from kit.data.counters import Counters
+from kit.data.disk_cache import CachedReads, ReadCache
+from kit.data.folder import Folder
+from kit.data.indexes import ShardIndexes
+from kit.data.objects import open_objects
+from kit.data.remote import RemoteStore
+from kit.data.retries import Retries
 from kit.data.stores import redact, store_error
+from kit.data.xarray_dataset import XarrayStore
 from kit.errors import KitError, StoreError
 
 
-class Requests:
-    """A store as seen from one event loop; every method runs on it."""
+class Blocking(Protocol):
+    """A store that threads read, each waiting for its answer."""
 
-    def __init__(self, store: Store, url: str, in_flight: int, seconds: float, counters: Counters) -> None:
+    def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None:
+        """Bytes `first` to `last`, the last `-first` bytes for a negative one, or the whole object."""
+
+
+def open_blocking(
+    store: Store,
+    url: str,
+    seconds: float,
+    counters: Counters,
+    cache: ReadCache | None = None,
+    known: Mapping[str, str] | None = None,
+) -> Blocking | None:
+    """The store for threads; None when only a loop can read it.
+
+    Args:
+        cache: Keeps what an object store gives.
+        known: Which objects there are, where a manifest tells; else each is asked for.
+    """
+    if type(store) is LocalStore:
+        return Folder(store.root, counters)
+    if isinstance(store, XarrayStore):
+        return store.cutter.counted_by(counters)
+    objects = open_objects(store, url, seconds, counters)
+    if objects is None or cache is None:
+        return objects
+    return CachedReads(
+        objects.read, redact(url), cache.open(), objects.identity if known is None else known.get, counters
+    )
+
+
+def read_index(source: Blocking, stored: StoredArray, key: str, url: str) -> Index | None:
+    """The index of a shard; None when there is no such shard.
+
+    Raises:
+        CorruptChunkError: when bytes are missing or fail their checksum.
+    """
+    first, last = stored.index_span
+    data = source.read(key, first, last)
+    return None if data is None else decode_index(stored, key, data, url)
+
+
+class Requests:
+    """A store as seen from one event loop, at most so many requests at once; every method runs on the loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        url: str,
+        in_flight: int,
+        seconds: float,
+        counters: Counters,
+    ) -> None:
         self._store = store
         self._url = url
         self._seconds = seconds
         self._counters = counters
+        if isinstance(store, RemoteStore):
+            store.retries = Retries(seconds, lambda: counters.add(requests=1, retries=1))
         self._slots = asyncio.Semaphore(in_flight)
-        self._indexes: dict[str, asyncio.Task[Index | None]] = {}
+        self._fetching: set[asyncio.Task[None]] = set()
 
     async def open_arrays(self, names: Iterable[str]) -> tuple[StoredArray, ...]:
         """How each array is stored, by its metadata."""
@@ -43,41 +105,48 @@ class Requests:
         except Exception as error:
             raise store_error(self._url, error) from None
 
-    async def get(self, key: str, span: ByteRequest | None = None) -> Buffer | None:
-        """One request; None when there is no such object."""
+    async def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None:
+        """As `Blocking.read`, by one request."""
         async with self._slots:
             try:
                 async with asyncio.timeout(self._seconds):
-                    data = await self._store.get(key, default_buffer_prototype(), span)
+                    data = await self._store.get(key, default_buffer_prototype(), _span(first, last))
             except TimeoutError:
                 raise self._late(f" for {key}") from None
             except Exception as error:
                 raise store_error(self._url, error) from None  # its text may carry a secret; this one's does not
         self._counters.add(requests=1, bytes_read=0 if data is None else len(data))
-        return data
+        return None if data is None else data.as_numpy_array()
 
-    async def index(self, stored: StoredArray, key: str) -> Index | None:
-        """The index of a shard, fetched once whoever asks; a failure is forgotten, so that the next ask tries again."""
-        task = self._indexes.get(key)
-        if task is None:
-            task = self._indexes[key] = asyncio.create_task(self._fetch_index(stored, key))
-            task.add_done_callback(lambda done: self._forget_failure(key, done))
-        return await asyncio.shield(task)
+    async def index(self, indexes: ShardIndexes, stored: StoredArray, key: str) -> Index | None:
+        """The index of a shard, fetched once whoever asks, and however soon who asked first gives up."""
+        future, mine = indexes.claim(key)
+        if mine:
+            task = asyncio.create_task(self._give_index(indexes, stored, key))
+            self._fetching.add(task)
+            task.add_done_callback(self._fetching.discard)
+        return await asyncio.shield(asyncio.wrap_future(future))
 
     async def close(self) -> None:
         """Close the connections on the loop they belong to, which fsspec leaves to its user."""
-        session = getattr(self._store.fs, "_session", None) if isinstance(self._store, FsspecStore) else None
-        if session is not None and hasattr(session, "close"):
-            await session.close()
+        if isinstance(self._store, RemoteStore):
+            await self._store.close_client()
         self._store.close()
 
-    async def _fetch_index(self, stored: StoredArray, key: str) -> Index | None:
-        data = await self.get(key, stored.index_range)
-        return None if data is None else decode_index(stored, key, data.as_numpy_array(), self._url)
-
-    def _forget_failure(self, key: str, task: asyncio.Task[Index | None]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            self._indexes.pop(key, None)
+    async def _give_index(self, indexes: ShardIndexes, stored: StoredArray, key: str) -> None:
+        try:
+            data = await self.read(key, *stored.index_span)
+            indexes.give(key, None if data is None else decode_index(stored, key, data, self._url))
+        except BaseException as error:
+            indexes.give(key, error)
+            if not isinstance(error, Exception):
+                raise
 
     def _late(self, request: str) -> StoreError:
         return StoreError(f"{redact(self._url)}: no answer{request} within {self._seconds:g} s; check the network")
+
+
+def _span(first: int | None, last: int | None) -> ByteRequest | None:
+    if first is None:
+        return None
+    return SuffixByteRequest(-first) if first < 0 or last is None else RangeByteRequest(first, last)

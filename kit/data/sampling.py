@@ -13,30 +13,41 @@ generator (Philox 4x64, Salmon et al. 2011), uniform over all valid offsets. The
 biased by less than n / 2^64. Grid order: all stride-th offsets once each; shuffled by a true permutation up to
 `LARGEST_PERMUTATION` samples (8 bytes each, kept for one epoch), beyond that by a keyed bijection: a Feistel network
 with cycle walking (Black and Rogaway 2002), which is not uniform over all permutations but needs no memory.
+
+Block order (`kit.data.windows`): samples of a rank come from a window of places at a time, so that a chunk is read once
+for many of them. Ranks then own runs of the epoch, so 2 ranks × B see the samples of 1 rank × 2B in other batches.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kit.data.windows import Offsets, Windows, pairs_of_one_visit
 from kit.errors import ConfigError, Problem
+from kit.plan.block_order import Blocks, fit_window
+from kit.plan.geometry import Axis, axes_of, most_chunks
+from kit.units import format_bytes
 
 if TYPE_CHECKING:
-    from kit.config import Config
+    from kit.config import Config, Loader
     from kit.data.dataset import ArrayInfo, Dataset
 
-Offsets = NDArray[np.int64]
-"""Offsets of samples `(sample, dimension)`, in elements."""
-
 LARGEST_PERMUTATION = 10_000_000
+_PATHS = {
+    "shape": "data.url", "patch": "data.patch", "order": "data.order", "stride": "data.stride",
+    "samples_per_epoch": "data.samples_per_epoch", "seed": "training.seed", "shuffle": "loader.shuffle",
+    "drop_last": "loader.drop_last", "block": "loader.window_bytes", "samples_per_block": "loader.block_reuse",
+    "blocks_per_window": "loader.window_blocks",
+}  # fmt: skip
+"""The fields of a config that decide the samples and their order."""
 _FEISTEL_ROUNDS = 8
 _WORDS_PER_BLOCK = 4
 
@@ -47,11 +58,11 @@ class SamplePlan:
 
     shape: tuple[int, ...]
     patch: tuple[int, ...]
-    order: Literal["random", "grid"]
+    order: Literal["random", "grid", "block"]
     stride: tuple[int, ...]
-    """Distance between grid samples; unused in random order."""
+    """Distance between positions; unused in random order."""
     samples_per_epoch: int
-    """Samples of an epoch in random order; grid order counts its own (see `samples`)."""
+    """Samples of an epoch in random and block order; grid order counts its own (see `samples`)."""
     batch_size: int
     """Samples per batch on each rank."""
     world_size: int
@@ -59,11 +70,26 @@ class SamplePlan:
     shuffle: bool
     """Whether each epoch has its own order (grid) or its own offsets (random); else all are like epoch 0."""
     drop_last: bool
+    block: tuple[int, ...] = ()
+    """Block order: sides of a block."""
+    samples_per_block: int = 1
+    blocks_per_window: int = 1
 
     def __post_init__(self) -> None:
         problems = list(_problems(self))
         if problems:
             raise ConfigError(problems)
+
+    @cached_property
+    def windows(self) -> Windows | None:
+        """What a rank holds while it serves a run of samples; None but in block order."""
+        if self.order != "block":
+            return None
+        return Windows(
+            shape=self.shape, patch=self.patch, stride=self.stride, block=self.block, samples=self.samples,
+            samples_per_block=self.samples_per_block, blocks=self.blocks_per_window, world_size=self.world_size,
+            seed=self.seed,
+        )  # fmt: skip
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -74,7 +100,7 @@ class SamplePlan:
     @property
     def samples(self) -> int:
         """Samples that exist in an epoch; with drop_last, those past the last full global batch are not delivered."""
-        return self.samples_per_epoch if self.order == "random" else prod(self.grid)
+        return prod(self.grid) if self.order == "grid" else self.samples_per_epoch
 
     @property
     def global_batch_size(self) -> int:
@@ -92,8 +118,12 @@ class SamplePlan:
             raise IndexError(
                 f"step {step} of {self.batches_per_epoch}, rank {rank} of {self.world_size}: no such batch"
             )
-        first = step * self.global_batch_size
         last_step = step == self.batches_per_epoch - 1
+        if self.windows is not None:
+            run = self.windows.run(rank)
+            first = run.start + step * self.batch_size
+            return range(first, run.stop if last_step and not self.drop_last else first + self.batch_size)
+        first = step * self.global_batch_size
         end = self.samples if last_step and not self.drop_last else first + self.global_batch_size
         cuts = [first + (end - first) * part // self.world_size for part in (rank, rank + 1)]
         return range(*cuts)
@@ -104,9 +134,49 @@ class SamplePlan:
         Raises:
             IndexError: for a step or rank that the plan does not have.
         """
-        run = self.positions(step, rank)
-        shown = epoch if self.shuffle else 0
+        shown, run = epoch if self.shuffle else 0, self.positions(step, rank)
+        if self.windows is not None:
+            return self.windows.offsets(shown, rank, self._places(step, rank))
         return self._random(shown, run) if self.order == "random" else self._grid(shown, run)
+
+    def window(self, step: int, rank: int) -> int:
+        """The last window that the batch draws from; 0 where there are none."""
+        return 0 if self.windows is None else self.windows.window_of(rank, self._places(step, rank).stop - 1)
+
+    def pairs_of_one_visit(self, epoch: int, step: int, rank: int) -> tuple[int, int]:
+        """(pairs of the batch drawn from one visit to a block, all its pairs); see `kit.data.windows.mixing`."""
+        places = self._places(step, rank)
+        if self.windows is None:
+            return 0, len(places) * (len(places) - 1) // 2
+        return pairs_of_one_visit(self.windows.visits(epoch if self.shuffle else 0, rank, places))
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the samples and their order, in plain values, for `step_after`."""
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    def step_after(self, other: Mapping[str, Any], step: int) -> int:
+        """The step that follows the first `step` global batches of another plan, of which `other` is the identity.
+
+        Raises:
+            ConfigError: when the other plan has other samples or another order, or its batches end inside one of ours.
+        """
+        mine = self.identity()
+        if other == mine:
+            return step
+        problems = [*_changes(mine, other)]
+        if problems:
+            raise ConfigError(problems)
+        theirs = int(other["batch_size"]) * int(other["world_size"])
+        seen = min(step * theirs, self.samples)
+        if self.windows is not None or (seen % self.global_batch_size and seen < self.samples):
+            raise ConfigError([_other_batches(self, other, seen)])
+        return min(seen // self.global_batch_size, self.batches_per_epoch)
+
+    def _places(self, step: int, rank: int) -> range:
+        """The batch in the row of samples that its rank is served."""
+        run = self.positions(step, rank)
+        first = step * self.batch_size
+        return range(first, first + len(run))
 
     def _random(self, epoch: int, run: range) -> Offsets:
         choices = np.array(self.shape, np.uint64) - np.array(self.patch, np.uint64) + np.uint64(1)
@@ -128,14 +198,19 @@ def sample_plan(config: Config, dataset: Dataset, world_size: int) -> SamplePlan
     """The samples that `config` asks of `dataset`, for `world_size` ranks. Opens nothing.
 
     Raises:
-        ConfigError: for an unknown variable or dimension, a patch larger than its array, or a global batch larger
-            than an epoch, each under the dotted path of its field.
+        ConfigError: for an unknown variable or dimension, a patch larger than its array, a global batch larger than an
+            epoch, or a window too small for two blocks, each under the dotted path of its field.
     """
-    return plan_samples(config, dataset.select(config.data.variables)[0], world_size)
+    arrays = dataset.select(config.data.variables)
+    widest = max(arrays, key=lambda info: prod(info.chunk))
+    return plan_samples(config, widest, world_size, sum(_bytes_per_chunk(info, widest.chunk) for info in arrays))
 
 
-def plan_samples(config: Config, array: ArrayInfo, world_size: int) -> SamplePlan:
+def plan_samples(config: Config, array: ArrayInfo, world_size: int, chunk_bytes: int | None = None) -> SamplePlan:
     """As `sample_plan`, for an array whose shape and dimension names are known.
+
+    Args:
+        chunk_bytes: Decoded bytes of one chunk of every variable; this array's own without it. For block order.
 
     Raises:
         ConfigError: see `sample_plan`.
@@ -151,18 +226,57 @@ def plan_samples(config: Config, array: ArrayInfo, world_size: int) -> SamplePla
     too_large = list(_too_large(array, patch))
     if too_large:
         raise ConfigError(too_large)
-    return SamplePlan(
+    spacing = (1,) * len(patch) if data.order == "block" else patch
+    plan = SamplePlan(
         shape=tuple(array.shape),
         patch=patch,
         order=data.order,
-        stride=tuple(data.stride.get(name, side) for name, side in zip(array.dims, patch, strict=True)),
+        stride=tuple(data.stride.get(name, side) for name, side in zip(array.dims, spacing, strict=True)),
         samples_per_epoch=data.samples_per_epoch,
         batch_size=config.loader.batch_size,
         world_size=world_size,
         seed=config.training.seed,
         shuffle=config.loader.shuffle,
         drop_last=config.loader.drop_last,
+        block=(1,) * len(patch) if data.order == "block" else (),
     )
+    if data.order != "block":
+        return plan
+    return _in_blocks(plan, config.loader, array.chunk, chunk_bytes or prod(array.chunk) * array.dtype.itemsize)
+
+
+def _in_blocks(plan: SamplePlan, loader: Loader, chunk: Sequence[int], chunk_bytes: int) -> SamplePlan:
+    """The plan with the blocks that the loader's settings allow.
+
+    Raises:
+        ConfigError: when a window of one block does not fit half of `loader.window_bytes`.
+    """
+    axes = axes_of(plan.shape, chunk, plan.patch, plan.stride)
+    window = fit_window(
+        axes, chunk_bytes, window_bytes=loader.window_bytes, window_blocks=loader.window_blocks,
+        reuse=loader.block_reuse, samples=-(-plan.samples // plan.world_size),
+    )  # fmt: skip
+    if window is None:
+        raise ConfigError([_window_too_small(loader.window_bytes, axes, chunk_bytes)])
+    return replace(
+        plan, block=window.block, samples_per_block=window.samples_per_block, blocks_per_window=window.blocks
+    )
+
+
+def _window_too_small(window_bytes: int, axes: tuple[Axis, ...], chunk_bytes: int) -> Problem:
+    least = 2 * Blocks(axes, (1,) * len(axes)).footprint * chunk_bytes
+    return Problem(
+        "loader.window_bytes",
+        f"{format_bytes(window_bytes)} cannot hold two blocks of one chunk with what their patches reach; use at least "
+        f"{format_bytes(least)}, a smaller patch, or order random",
+    )
+
+
+def _bytes_per_chunk(info: ArrayInfo, cell: Sequence[int]) -> int:
+    """Decoded bytes of the chunks of one variable that a cell of this size touches."""
+    sides = zip(cell, info.chunk, strict=True)
+    touched = prod(whole // part if whole % part == 0 else most_chunks(whole, part) for whole, part in sides)
+    return touched * prod(info.chunk) * info.dtype.itemsize
 
 
 def _unknown(path: str, sizes: Mapping[str, int], dims: Sequence[str]) -> Iterator[Problem]:
@@ -175,7 +289,9 @@ def _unknown(path: str, sizes: Mapping[str, int], dims: Sequence[str]) -> Iterat
 
 def _too_large(array: ArrayInfo, patch: tuple[int, ...]) -> Iterator[Problem]:
     for name, side, size in zip(array.dims, patch, array.shape, strict=True):
-        if side > size:
+        if size == 0:
+            yield Problem("data.variables", f"{array.name} is empty: it has no elements along {name!r}")
+        elif side > size:
             yield Problem(
                 "data.patch",
                 f"{side} elements along {name!r}, but {array.name} has {size}; use at most {size}",
@@ -193,13 +309,40 @@ def _problems(plan: SamplePlan) -> Iterator[Problem]:
     if any(step < 1 for step in plan.stride):
         yield Problem("data.stride", f"{plan.stride} must be at least 1 along every dimension")
         return
+    if plan.order == "block" and (len(plan.block) != len(plan.shape) or min(plan.block, default=1) < 1):
+        yield Problem("data.order", f"block {plan.block} must have a side of at least 1 along every dimension")
+        return
     if plan.global_batch_size > plan.samples:
         yield _batch_too_large(plan)
 
 
+def _changes(mine: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Problem]:
+    """Why a plan cannot go on where another one stopped."""
+    for name, path in _PATHS.items():
+        if mine[name] != other.get(name):
+            yield Problem(
+                path,
+                f"{name} is {mine[name]}, but {other.get(name)} in the state to resume from; resume with the same data "
+                "and order, or begin the epoch anew",
+            )
+
+
+def _other_batches(plan: SamplePlan, other: Mapping[str, Any], seen: int) -> Problem:
+    sizes = ((each["batch_size"], each["world_size"]) for each in (plan.identity(), other))
+    ours, theirs = (f"{batch_size} × {ranks} ranks" for batch_size, ranks in sizes)
+    why = f"{seen} samples end inside one of them"
+    if plan.windows is not None:
+        why = "in block order every rank has a part of its own"
+    return Problem(
+        "loader.batch_size",
+        f"batches are {ours}, but {theirs} in the state to resume from, and {why}; resume with {theirs}, or begin the "
+        "epoch anew",
+    )
+
+
 def _batch_too_large(plan: SamplePlan) -> Problem:
     most = plan.samples // plan.world_size
-    more = "raise data.samples_per_epoch" if plan.order == "random" else "take a smaller data.stride"
+    more = "raise data.samples_per_epoch" if plan.order != "grid" else "take a smaller data.stride"
     less = f"use at most {most}" if most else f"use at most {plan.samples} ranks"
     return Problem(
         "loader.batch_size",

@@ -40,11 +40,11 @@ def prepare(
     """
     _collect_drafts(url)
     if overwrite and read_object(store, records.BUILD_KEY, url) is not None:
-        _clear(store, url)
+        clear(store, url)
         return {}
     existing = read_build(store, url)
     if existing is None:
-        _refuse_foreign(store, url)
+        refuse_foreign(store, url)
         return {}
     _refuse_other(existing, blueprint.build, store, url)
     if read_manifest(store, url) is not None:
@@ -55,6 +55,15 @@ def prepare(
     return finished
 
 
+def is_finished(store: Store, url: str, blueprint: Blueprint) -> bool:
+    """Whether this very build is published and tidy, so that there is nothing to write, not even a lock."""
+    existing = read_build(store, url)
+    if existing is None or existing.diff(blueprint.build) or read_manifest(store, url) is None:
+        return False
+    left = list_objects(store, records.FOLDER, url)
+    return not any(key.startswith(records.JOURNAL_PREFIX) or key == records.LOCK_KEY for key in left)
+
+
 def remove_journals(store: Store, url: str) -> None:
     """What a finished store no longer needs."""
     for key in list_objects(store, records.FOLDER, url):
@@ -62,8 +71,12 @@ def remove_journals(store: Store, url: str) -> None:
             delete_object(store, key, url)
 
 
-def _refuse_foreign(store: Store, url: str) -> None:
-    others = [key for key in list_objects(store, "", url, most=_SHOWN) if not key.endswith(_DRAFT)]
+def refuse_foreign(store: Store, url: str) -> None:
+    """Raises: BuildError: when there is something that no build of kit has left."""
+    if read_object(store, records.BUILD_KEY, url) is not None:
+        return
+    found = list_objects(store, "", url, most=_SHOWN)
+    others = [key for key in found if not key.endswith(_DRAFT) and key != records.LOCK_KEY]
     if others:
         raise BuildError(
             f"{redact(url)} holds {others[0]} and was not built by kit, so it is left alone; choose another data.url"
@@ -81,6 +94,12 @@ def _refuse_other(existing: BuildRecord, mine: BuildRecord, store: Store, url: s
         f"{redact(url)} holds {state} build with other settings: {'; '.join(shown[:_SHOWN])}{more}. "
         "Use build(config, overwrite=True) to replace it, or set data.url to another place."
     )
+
+
+def belongs_to_another(store: Store, url: str, blueprint: Blueprint) -> bool:
+    """Whether the place holds a build with other settings."""
+    existing = read_build(store, url)
+    return existing is not None and bool(existing.diff(blueprint.build))
 
 
 def _show(value: object) -> str:
@@ -112,11 +131,12 @@ def _refuse_changed_source(finished: dict[str, ObjectRecord], blueprint: Bluepri
         )
 
 
-def _clear(store: Store, url: str) -> None:
+def clear(store: Store, url: str) -> None:
+    """Remove a build, its promise first; the record that names it and the lock stay."""
     keys = list_objects(store, "", url)
     first = [key for key in keys if key == records.MANIFEST_KEY]
     journals = [key for key in keys if key.startswith(records.JOURNAL_PREFIX)]
-    rest = [key for key in keys if key not in {*first, *journals, records.BUILD_KEY}]
+    rest = [key for key in keys if key not in {*first, *journals, records.BUILD_KEY, records.LOCK_KEY}]
     for key in (*first, *journals, *rest):
         delete_object(store, key, url)
 

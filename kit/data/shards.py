@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -79,13 +80,9 @@ class ArrayWriter:
             attributes=_stored_attributes(spec),
         )
         self.key = f"{name}/zarr.json"
-        self._metadata = template._store_dict[self.key]
-        self._chunk_key = zarr.open_array(template, path=name).metadata.encode_chunk_key
-
-    @property
-    def document(self) -> bytes:
+        self.document = template._store_dict[self.key].to_bytes()
         """The array's `zarr.json`."""
-        return self._metadata.to_bytes()
+        self._chunk_key = zarr.open_array(template, path=name).metadata.encode_chunk_key
 
     @property
     def cut(self) -> tuple[int, ...]:
@@ -114,6 +111,13 @@ class ArrayWriter:
         bounds = zip(starts, self.cut, self.shape, strict=True)
         region = tuple(slice(start, min(start + side, size)) for start, side, size in bounds)
         return ShardTask(array=self.name, key=f"{self.name}/{self._chunk_key(index)}", region=region)
+
+    def tasks_in(self, box: Region, counts: Sequence[int]) -> Iterator[ShardTask]:
+        """The objects of a box that begins on one and holds at most so many along each dimension."""
+        first = [part.start // side for part, side in zip(box, self.cut, strict=True)]
+        ends = (-(-part.stop // side) for part, side in zip(box, self.cut, strict=True))
+        spans = [range(start, min(end, start + count)) for start, end, count in zip(first, ends, counts, strict=True)]
+        return (self.task(index) for index in product(*spans))
 
     def encode(self, task: ShardTask, block: NDArray[Any]) -> bytes:
         """The object's bytes, as Zarr writes them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,14 +69,17 @@ class SizeEstimate:
         return f"<table>{cells}</table>"
 
 
-def expected_bytes(config: Config, plan: ChunkPlan | None = None) -> SizeEstimate:
+def expected_bytes(config: Config, plan: ChunkPlan | None = None, *, source: Any = None) -> SizeEstimate:
     """What building `config` will write; nothing is created.
+
+    Args:
+        source: An xarray object, array or source in hand, in place of the one that the config names.
 
     Raises:
         ConfigError, PlanError: as `build` would, before its first byte.
     """
-    source = load_source(config)
-    return estimate(source, make_blueprint(config, source, plan or plan_chunks(config)))
+    opened = load_source(config, source)
+    return estimate(opened, make_blueprint(config, opened, plan or plan_chunks(config, source=opened)))
 
 
 def estimate(source: Source, blueprint: Blueprint) -> SizeEstimate:

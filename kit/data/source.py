@@ -3,6 +3,9 @@
 A source promises that `read` depends on its arguments only: the same region gives the same values whatever was read
 before and however the array is cut. That makes a build resumable and its shards independent. Values are packed, in the
 dtype that is stored; CF attributes (`scale_factor`, `add_offset`, `_FillValue`, `units`, ...) say how they decode.
+
+`data.source` names a class or function by import path, or a place where data lies (`kit.data.places`). What a function
+returns, or a caller has in hand, may also be an xarray object or a numpy array; it is wrapped.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.config import Config
-from kit.errors import ConfigError, Problem
+from kit.data.places import open_place
+from kit.errors import ConfigError, KitError, Problem
 from kit.targets import load_target
 
 Region = tuple[slice, ...]
@@ -47,7 +51,11 @@ class VariableSpec:
 
 
 class Source(Protocol):
-    """Anything with these six members can be built; no base class is needed."""
+    """Anything with these six members can be built; no base class is needed.
+
+    Two more are used where they are: `chunks`, how the source itself is cut, by variable, so that few of its chunks are
+    read twice; and `coordinate_attributes`, the attributes of each coordinate.
+    """
 
     dims: tuple[str, ...]
     """Names of the dimensions all variables share, such as `("time", "lat", "lon")`."""
@@ -64,24 +72,53 @@ class Source(Protocol):
         ...
 
 
-def load_source(config: Config) -> Source:
-    """The source a config names, made with its arguments.
+def load_source(config: Config, given: Any = None) -> Source:
+    """The source a config names, made with its arguments; or the one given, wrapped where it needs to be.
 
     Raises:
         TargetError: when `data.source` cannot be found.
+        StoreError: when it is a place that cannot be opened.
         ConfigError: when it is empty, its arguments do not fit, or what it makes is no source.
     """
+    if given is not None:
+        return as_source(given)
     if config.data.source is None:
-        raise _error("source", "empty, so there is nothing to build from; give path/to/file.py:Name")
-    make = load_target(config.data.source)
+        raise _error("source", "empty, so there is nothing to build from; give path/to/file.py:Name, or a place")
+    make: Any = open_place(config.data.source) or load_target(config.data.source)
     arguments = config.data.arguments
     _check_arguments(make, arguments)
     try:
-        source = make(**arguments)
+        made = make(**arguments)
+    except KitError:
+        raise
     except Exception as error:
         raise _error("arguments", f"{config.data.source} refused them: {type(error).__name__}: {error}") from error
-    check_source(source)
-    return source  # type: ignore[no-any-return]
+    return as_source(made)
+
+
+def as_source(made: Any) -> Source:
+    """`made` itself, or an xarray object or array as a source.
+
+    Raises:
+        ConfigError: when it is no source.
+    """
+    kind = type(made)
+    if kind.__module__.partition(".")[0] == "xarray":
+        from kit.data.xarray_source import XarraySource
+
+        made = XarraySource(made)
+    elif isinstance(made, np.ndarray):
+        from kit.data.array_source import ArraySource
+
+        made = ArraySource(made)
+    check_source(made)
+    return made  # type: ignore[no-any-return]
+
+
+def chunk_of(source: Source, name: str) -> tuple[int, ...] | None:
+    """How the source itself is cut for this variable; None when any region costs no more than itself."""
+    chunk = getattr(source, "chunks", {}).get(name)
+    return None if chunk is None else tuple(map(min, map(int, chunk), source.shape))
 
 
 def _check_arguments(make: Any, arguments: Mapping[str, Any]) -> None:

@@ -11,13 +11,13 @@ A store is bound to no event loop until its first read, so a caller with its own
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import json
 import os
 import re
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +26,11 @@ from urllib.parse import urlsplit, urlunsplit
 from zarr.abc.store import Store
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
-from zarr.storage import FsspecStore, LocalStore
+from zarr.storage import LocalStore
 
 from kit.config import project_folder
+from kit.data.remote import open_remote
+from kit.endpoints import endpoint_of, takes_no_key
 from kit.errors import StoreError
 
 ANSWER_SECONDS = 20.0
@@ -131,7 +133,7 @@ def open_store(url: str, credentials: str = "default", *, read_only: bool = True
         return _open_folder(folder, read_only)
     options = _options(url, credentials, read_only)
     _check_reachable(url)
-    return _within(ANSWER_SECONDS, lambda: _open_remote(url, options, read_only), url)
+    return _within(ANSWER_SECONDS, lambda: open_remote(url, options, read_only), url)
 
 
 def _open_folder(folder: Path, read_only: bool) -> Store:
@@ -142,45 +144,13 @@ def _open_folder(folder: Path, read_only: bool) -> Store:
     return LocalStore(folder, read_only=read_only)
 
 
-def _open_remote(url: str, options: dict[str, Any], read_only: bool) -> Store:
-    options = {"skip_instance_cache": True, "use_listings_cache": False, **options}
-    if url.startswith("gs://"):
-        from gcsfs.core import GCSFileSystem
-
-        # The plain class: fsspec's default one asks a second service, over gRPC, what kind of bucket this is.
-        fs = GCSFileSystem(asynchronous=True, **options)
-        return FsspecStore(fs=fs, path=fs._strip_protocol(url), read_only=read_only)
-    if url.startswith("memory://"):
-        options = {}
-    store = FsspecStore.from_url(url, storage_options=options, read_only=read_only)
-    if url.startswith("http"):
-        weakref.finalize(store, _close_session, store.fs)
-    return store
-
-
-def _close_session(fs: Any) -> None:
-    """Close the connections of an HTTP store nobody holds any more; fsspec does so for its blocking ones only."""
-    session = getattr(fs, "_session", None)
-    connector = getattr(session, "_connector", None)
-    if session is None or connector is None:
-        return
-
-    def close() -> None:
-        assert session is not None  # held until its connections are closed
-        connector._close()
-
-    loop = session._loop
-    if loop.is_running():
-        loop.call_soon_threadsafe(close)
-    else:
-        close()
-
-
 def _options(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
     """fsspec's options for the credentials asked for; the only place a secret is held."""
     scheme = url.partition("://")[0]
     options: dict[str, Any] = {"access": "read_only" if read_only else "read_write"} if scheme == "gs" else {}
-    if credentials == "anonymous" or (credentials == "default" and scheme == "gs" and _emulator()):
+    endpoint = endpoint_of(url)
+    options |= {"endpoint_url": endpoint} if endpoint else {}
+    if credentials == "anonymous" or (credentials == "default" and takes_no_key(url)):
         return options | ({"token": "anon"} if scheme == "gs" else {"anon": True} if scheme == "s3" else {})
     if credentials == "default":
         return options
@@ -213,10 +183,6 @@ def _bearer(secret: str) -> Any:
     return Credentials(token=secret)  # type: ignore[no-untyped-call]
 
 
-def _emulator() -> str:
-    return os.environ.get("STORAGE_EMULATOR_HOST", "")
-
-
 def _check_reachable(url: str) -> None:
     """Refuse at once when there is no way to the host; libraries would retry for most of a minute first."""
     address = _address(url)
@@ -235,10 +201,11 @@ def _check_reachable(url: str) -> None:
 
 def _address(url: str) -> tuple[str, int] | None:
     scheme = url.partition("://")[0]
-    if scheme == "gs":
-        url = _emulator() or "https://storage.googleapis.com"
-        url = url if "://" in url else f"http://{url}"
+    if scheme in ("gs", "s3"):
+        url = endpoint_of(url) or ("https://storage.googleapis.com" if scheme == "gs" else "")
     elif scheme not in ("http", "https"):
+        return None
+    if not url:
         return None
     parts = urlsplit(url)
     try:
@@ -311,6 +278,23 @@ def list_objects(store: Store, prefix: str, url: str, most: int | None = None) -
     return _ask(collect, url, None)
 
 
+def sizes_of_objects(store: Store, keys: Iterable[str], url: str, at_once: int = 16) -> dict[str, int]:
+    """Bytes of the objects that are there, by key; the others are left out."""
+
+    async def measure() -> dict[str, int]:
+        slots, sizes = asyncio.Semaphore(at_once), {}
+
+        async def one(key: str) -> None:
+            async with slots:
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[key] = await store.getsize(key)
+
+        await asyncio.gather(*(one(key) for key in keys))
+        return sizes
+
+    return _ask(measure, url, None)
+
+
 def _ask(question: Callable[[], Coroutine[Any, Any, Result]], url: str, seconds: float | None) -> Result:
     async def answer() -> Result:
         return await asyncio.wait_for(question(), seconds)
@@ -330,7 +314,10 @@ def store_error(url: str, error: BaseException) -> StoreError:
     if isinstance(error, StoreError):
         return error
     first = next(iter(str(error).splitlines()), "")
-    return StoreError(f"{redact(url)}: {type(error).__name__}: {_scrub(first)[:300]}{_way_out(error, url)}")
+    tried = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return StoreError(
+        f"{redact(url)}: {type(error).__name__}: {_scrub(first)[:300]}{_scrub(tried)}{_way_out(error, url)}"
+    )
 
 
 def _way_out(error: BaseException, url: str) -> str:

@@ -10,9 +10,20 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 Result = TypeVar("Result")
+
+
+class Owner(Protocol):
+    """What a job belongs to."""
+
+    @property
+    def over(self) -> bool:
+        """Whether its jobs need not run any more."""
+
+    def fail(self, error: BaseException) -> None:
+        """One of its jobs has failed."""
 
 
 class Batch(Generic[Result]):
@@ -57,24 +68,36 @@ class Batch(Generic[Result]):
 
 
 class Workers:
-    """Daemon threads on one queue; a job that raises fails its batch."""
+    """Up to so many daemon threads on one queue, started as jobs come; a job that raises fails its owner."""
 
     def __init__(self, threads: int, name: str) -> None:
-        self._jobs: SimpleQueue[tuple[Batch[Any], Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Owner, Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
+        self.most, self._name = threads, name
         self._closed = False
-        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
 
-    def put(self, batch: Batch[Any], job: Callable[..., None], *arguments: Any) -> None:
-        """Queue a job of `batch`; it is skipped if the batch is over by then."""
-        self._jobs.put((batch, job, arguments))
+    def put(self, owner: Owner, job: Callable[..., None], *arguments: Any) -> None:
+        """Queue a job; it is skipped if its owner is over by then."""
+        self._jobs.put((owner, job, arguments))
+        if len(self._threads) < self.most and self._jobs.qsize() > self._idle:
+            self._start_thread()
 
     def close(self) -> None:
         """End the threads after the jobs they are at; what is queued is dropped."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         for _ in self._threads:
             self._jobs.put(None)
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            if self._closed or len(self._threads) >= self.most:
+                return
+            thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def join(self, seconds: float) -> None:
         """Wait for the threads to end, each at most this long."""
@@ -83,12 +106,20 @@ class Workers:
                 thread.join(seconds)
 
     def _run(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            batch, job, arguments = item
-            if self._closed or batch.over:
+        while (item := self._take()) is not None:
+            owner, job, arguments = item
+            if self._closed or owner.over:
                 continue
             try:
                 job(*arguments)
             except BaseException as error:
-                batch.fail(error)
-            del item, batch, job, arguments  # an idle thread must not keep a batch alive
+                owner.fail(error)
+            del item, owner, job, arguments  # an idle thread must not keep a batch alive
+
+    def _take(self) -> tuple[Owner, Callable[..., None], tuple[Any, ...]] | None:
+        # Counted without a lock: a lost count starts a thread too early or too late, never a job twice or not at all.
+        self._idle += 1
+        try:
+            return self._jobs.get()
+        finally:
+            self._idle -= 1

@@ -2,11 +2,20 @@
 
 import logging
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 import uuid
+from email.utils import formatdate
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.error import URLError
+from urllib.parse import unquote
+from urllib.request import Request as UrlRequest
+from urllib.request import urlopen
 
 import pytest
 
@@ -31,10 +40,13 @@ def _gcs_address():
 
 
 def _complete_the_emulator():
-    """Answer suffix ranges (`bytes=-n`) as the real service does; the emulator sends the whole object instead."""
+    """Answer suffix ranges (`bytes=-n`) and quoted names as the real service does, with the headers it sends.
+
+    The emulator sends the whole object for the first, and nothing for `bucket%2Dname/object` in its XML interface.
+    """
     from gcp_storage_emulator.exceptions import NotFound
     from gcp_storage_emulator.handlers import objects
-    from gcp_storage_emulator.server import HANDLERS
+    from gcp_storage_emulator.server import HANDLERS, Request
 
     original = objects.download
 
@@ -47,8 +59,13 @@ def _complete_the_emulator():
                 size = 0
             header, start = request.get_header, max(0, size - int(asked.removeprefix("bytes=-")))
             request.get_header = lambda name, *rest: f"bytes={start}-" if name == "range" else header(name, *rest)
+        response["Last-Modified"] = formatdate(usegmt=True)
+        response["ETag"] = '"0"'
         return original(request, response, storage, *args, **kwargs)
 
+    plain = Request.path.fget
+    of_json = ("/storage/", "/download/", "/upload/", "/batch")
+    Request.path = property(lambda self: plain(self) if plain(self).startswith(of_json) else unquote(plain(self)))
     for _, methods in HANDLERS:
         for method, handler in methods.items():
             if handler is original:
@@ -64,6 +81,42 @@ def gcs(_gcs_address, monkeypatch):
     GCSFileSystem.clear_instance_cache()
     yield f"gs://kit-tests/{uuid.uuid4().hex}"
     GCSFileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="session")
+def _s3_address():
+    """moto's S3 server, in a process that ends with this one."""
+    code = """
+        import os, sys, threading
+        from moto.server import main
+        threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+        main(["-H", "127.0.0.1", "-p", sys.argv[1]])
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(port)]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    address = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        try:
+            urlopen(UrlRequest(f"{address}/kit-tests", method="PUT")).close()
+            break
+        except URLError:
+            assert server.poll() is None
+            time.sleep(0.1)
+    yield address
+    server.stdin.close()
+    server.wait()
+
+
+@pytest.fixture
+def s3(_s3_address, monkeypatch):
+    """A fresh `s3://` prefix on an S3 server of others."""
+    variables = {"AWS_ENDPOINT_URL": _s3_address, "AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "no-secret"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://kit-tests/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
@@ -83,14 +136,14 @@ def folder_server(tmp_path):
     thread.join()
 
 
-@pytest.fixture(params=["file", "memory", "gs"])
+@pytest.fixture(params=["file", "memory", "gs", "s3"])
 def place(request, tmp_path):
     """A url prefix on each kind of store."""
     if request.param == "file":
         return str(tmp_path)
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}"
-    return request.getfixturevalue("gcs")
+    return request.getfixturevalue("gcs" if request.param == "gs" else "s3")
 
 
 @pytest.fixture

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import zarr
 
+from kit.config import Config
 from kit.data.build import build
 from kit.data.dataset import decode_float, encode_float, open_dataset
+from kit.data.sampling import sample_plan
 from kit.data.verify import verify
 from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, StoreError
 
@@ -143,3 +145,13 @@ def test_names_with_markup_are_escaped_in_html(tmp_path):
     shown = open_dataset(str(tmp_path / "f.zarr"))._repr_html_()
     assert "<img" not in shown
     assert "&lt;img" in shown
+
+
+def test_an_empty_selection_is_refused_before_anything_is_read(tmp_path):
+    group = zarr.open_group(tmp_path / "none.zarr", mode="w")
+    with pytest.raises(ConfigError, match=r"data\.variables: .* holds no data variables"):
+        open_dataset(tmp_path / "none.zarr").select()
+    group.create_array("a", shape=(0, 4), chunks=(1, 2), dtype="f4", dimension_names=["time", "x"])
+    config = Config().replace({"data.url": str(tmp_path / "none.zarr"), "data.patch": {"x": 2}})
+    with pytest.raises(ConfigError, match=r"a is empty: it has no elements along 'time'"):
+        sample_plan(config, open_dataset(config), 1)

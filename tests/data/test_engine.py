@@ -131,8 +131,8 @@ def test_values_are_those_of_xarray_for_any_layout(case):
         ({"compressors": (Crc32cCodec(),)}, True),
         ({"compressors": (ZstdCodec(level=3), Crc32cCodec())}, True),
         ({"compressors": ZSTD, "serializer": BytesCodec(endian="big")}, True),
-        ({"compressors": (BloscCodec(cname="lz4"),)}, False),
-        ({"compressors": (GzipCodec(level=1),)}, False),
+        ({"compressors": (BloscCodec(cname="lz4"),)}, True),
+        ({"compressors": (GzipCodec(level=1),)}, True),
         ({"compressors": ZSTD, "filters": (TransposeCodec(order=(2, 0, 1)),)}, False),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_folder_behind_http_without_ranges_is_an_error_and_never_wrong(tmp_pat
     attributes = zarr.open_group(str(tmp_path / "sst.zarr"), mode="r")
     dataset = replace(open_dataset(str(tmp_path / "sst.zarr")), url=f"{folder_server}/sst.zarr")
     assert attributes["sst"].shape == SHAPE
-    with pytest.raises(CorruptChunkError, match="index is"):
+    with pytest.raises(StoreError, match=r"index is|Range request not supported"):
         read(dataset)
 
 
@@ -252,12 +252,13 @@ def test_a_batch_reads_each_chunk_and_each_index_once(tmp_path):
     dataset = write_folder(tmp_path)
     everything = np.zeros((7, 3), np.int64)
     for source in (dataset, seen_through(dataset, AsyncStore)):
-        with Engine(source) as engine:
+        with Engine(source, batches_ahead=0) as engine:
             for _ in engine.stream([everything, everything], SHAPE):
                 pass
             counts = engine.counters
         chunks, shards = 6 * 2 * 2, 3
-        assert counts["requests"] == 2 * chunks + shards
+        assert counts["requests"] + counts["requests_saved"] == 2 * chunks + shards
+        assert (counts["cache_hits"], counts["cache_misses"]) == (0, 2 * chunks)
         assert (counts["chunks_decoded"], counts["chunks_filled"]) == (2 * chunks, 0)
         assert counts["samples"] == 14
         assert counts["bytes_read"] > 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+from multiprocessing import forkserver, resource_tracker
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from kit.config import Loader
@@ -33,6 +34,8 @@ def nothing_is_left():
     torch.set_num_threads(1)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
+    # The server that loader processes come from, and its helper, end with this process.
+    before |= {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     assert not psutil.wait_procs(left, timeout=5)[1]
 
@@ -90,8 +93,11 @@ def test_any_number_of_processes_yields_the_same_batches_in_the_same_order(confi
     assert equal(passes(alone, 2), passes(spread, 2))
     mine, theirs = alone.counters(), spread.counters()
     assert mine["samples"] == theirs["samples"] == 52
-    assert mine["chunks_decoded"] == theirs["chunks_decoded"] > 0
-    assert mine["bytes_read"] <= theirs["bytes_read"]
+    used = [counts["cache_hits"] + counts["cache_misses"] for counts in (mine, theirs)]
+    assert used[0] == used[1] > 0
+    for counts in (mine, theirs):  # what batches on their way at the same time share depends on the moment
+        assert 0 < counts["chunks_decoded"] <= counts["cache_misses"] <= used[0]
+        assert counts["bytes_read"] > 0
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -203,6 +209,92 @@ def test_lightning_trains_on_it_epoch_after_epoch(config, num_workers):
     Trainer(max_epochs=2, **QUIET).fit(model, datamodule=data)
     assert equal(model.batches, passes(loader_of(config), 2))
     assert data.loader.counters()["samples"] == 52
+
+
+class Saver(Callback):
+    """Writes a checkpoint after a step."""
+
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(("num_workers", "order"), [(0, "random"), (2, "random"), (0, "grid"), (0, "block")])
+@pytest.mark.parametrize("steps", [3, 7, 10])
+def test_a_fit_resumed_from_a_checkpoint_sees_exactly_the_batches_left(config, tmp_path, order, num_workers, steps):
+    config = config.replace({"data.order": order, "data.stride": {"lat": 2, "lon": 1} if order == "grid" else {}})
+    whole = passes(loader_of(config), 2)
+    steps = min(steps, len(whole) - 1)
+    data, saver = PatchData(config.replace({"loader.num_workers": num_workers})), Saver(steps, tmp_path / "middle.ckpt")
+    Trainer(max_epochs=2, callbacks=[saver], **QUIET).fit(Recorder(), data)
+    data, rest = PatchData(config), Recorder()
+    Trainer(max_epochs=2, **QUIET).fit(rest, data, ckpt_path=saver.path, weights_only=False)
+    assert equal(rest.batches, whole[steps:])
+
+
+@pytest.mark.parametrize("order", ["random", "grid", "block"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_goes_on_where_its_state_was_taken(config, order, num_workers):
+    config = config.replace({"data.order": order})
+    whole = passes(loader_of(config), 2)
+    for step in (0, 1, len(whole) // 2 - 1):
+        loader = loader_of(config)
+        taken = [next(loader_pass) for loader_pass in [iter(loader)] for _ in range(step)]
+        state = loader.state_dict()
+        loader.close()
+        again = loader_of(config, num_workers=num_workers)
+        again.load_state_dict(state)
+        assert equal(taken + passes(again, 2), whole)
+
+
+def test_a_state_of_other_samples_is_refused_with_what_differs(config):
+    state = loader_of(config).state_dict()
+    for changes, field in [
+        ({"training.seed": 99}, "training.seed"),
+        ({"data.patch": {"lat": 2, "lon": 4}}, "data.patch"),
+        ({"data.order": "grid"}, "data.order"),
+        ({"data.samples_per_epoch": 30}, "data.samples_per_epoch"),
+    ]:
+        with pytest.raises(ConfigError, match=field):
+            loader_of(config.replace(changes)).load_state_dict(state)
+
+
+def test_another_number_of_ranks_goes_on_where_a_global_batch_ended(config):
+    whole = passes(loader_of(config.replace({"loader.batch_size": 8})))
+    one = loader_of(config.replace({"loader.batch_size": 8}))
+    batches = iter(one)
+    next(batches)
+    state = one.state_dict()
+    one.close()
+    for rank in (0, 1):
+        part = loader_of(config, rank=rank, world_size=2)
+        part.load_state_dict(state)
+        assert torch.equal(next(iter(part))["values"], whole[1]["values"][4 * rank : 4 * rank + 4])
+        part.close()
+
+
+def test_mixing_is_measured_and_is_one_in_random_order(config):
+    for order, low, high in [("random", 1, 1), ("block", 0.01, 0.999)]:
+        loader = loader_of(config.replace({"data.order": order, "loader.window_blocks": 3, "loader.block_reuse": 3.0}))
+        assert loader.mixing is None
+        passes(loader)
+        assert low <= loader.mixing <= high
+
+
+def test_batches_are_made_by_what_is_told_to_make_them(config):
+    made = []
+
+    def allocate(shape, dtype):
+        made.append(np.empty(shape, dtype))
+        return made[-1]
+
+    with Engine(open_dataset(config), allocate=allocate) as engine:
+        ((values, valid),) = engine.stream([np.zeros((2, 3), np.int64)], (1, 3, 4))
+    assert values is made[0]
+    assert valid is made[1]
 
 
 def test_a_fit_stopped_in_the_middle_leaves_no_thread_and_no_process(config):

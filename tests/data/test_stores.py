@@ -114,17 +114,28 @@ def test_credentials_that_are_not_set_name_the_variable(monkeypatch):
         open_store("https://example.invalid/x.zarr", "env:OCEAN_KEY")
 
 
-def test_a_secret_never_reaches_reprs_errors_or_pickles(gcs, tiny_config, monkeypatch):
+@pytest.mark.parametrize(("server", "secret"), [("gcs", CANARY), ("s3", f"tests:{CANARY}")])
+def test_a_secret_never_reaches_reprs_errors_or_pickles(request, server, secret, tiny_config, monkeypatch):
     from kit.data.build import build
 
-    monkeypatch.setenv("OCEAN_CREDENTIAL", CANARY)
-    dataset = build(tiny_config(f"{gcs}/x.zarr", data__credentials="env:OCEAN_CREDENTIAL"), progress=False)
+    prefix = request.getfixturevalue(server)
+    monkeypatch.setenv("OCEAN_CREDENTIAL", secret)
+    config = tiny_config(f"{prefix}/x.zarr", data__credentials="env:OCEAN_CREDENTIAL")
+    dataset = build(config, progress=False)
     store = dataset.open_store()
-    shown = [repr(store), str(store), repr(dataset), str(dataset), dataset._repr_html_()]
+    shown = [
+        repr(store),
+        str(store),
+        repr(dataset),
+        str(dataset),
+        dataset._repr_html_(),
+        repr(config),
+        config.to_yaml(),
+    ]
     assert all(CANARY not in text for text in shown)
     assert CANARY.encode() not in pickle.dumps(dataset)
     with pytest.raises(StoreError) as caught:
-        open_dataset(f"{gcs}/none.zarr", "env:OCEAN_CREDENTIAL")
+        open_dataset(f"{prefix}/none.zarr", "env:OCEAN_CREDENTIAL")
     assert CANARY not in str(caught.value)
 
 

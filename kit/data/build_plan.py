@@ -1,0 +1,215 @@
+"""What a build will do before it does it: how shards are grouped, what is read, in how much memory, by what.
+
+The budget of a process is divided among the tasks it runs at once; where they would not fit, fewer run. A plan that
+cannot hold even one shard is refused with its arithmetic, before a byte is read or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kit.cgroup import share
+from kit.config import Config
+from kit.data.blueprint import Blueprint, make_blueprint
+from kit.data.layout import plan_chunks
+from kit.data.schedulers import Slots, slots_of
+from kit.data.shards import ArrayWriter
+from kit.data.source import Source, chunk_of, load_source
+from kit.data.work import Group
+from kit.errors import BuildError
+from kit.plan.rechunk import Grouping, Layout, TwoPasses, group_regions, intermediate_chunk, two_passes
+from kit.tables import html_list
+from kit.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from kit.plan.chunks import ChunkPlan
+
+OVERHEAD_BYTES = 48 << 20
+"""What libraries load on first use, and what the allocator keeps for the threads that decode (measured: 20 to 45)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildPlan:
+    """Tasks, memory and reading of a build."""
+
+    groupings: Mapping[str, Grouping]
+    passes: Mapping[str, TwoPasses]
+    """Through an intermediate copy, of every array, where that moves fewer bytes; else empty."""
+    slots: Slots
+    threads: int
+    """Tasks each process runs at once."""
+    memory_bytes: int
+    """Allowed to each process."""
+    scheduler: str
+    scratch: bool
+    """Whether there is a place for an intermediate copy."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of each process, over what it holds before."""
+        return OVERHEAD_BYTES + self.threads * max(grouping.task_bytes for grouping in self._used)
+
+    @property
+    def tasks(self) -> int:
+        return sum(grouping.groups for grouping in self._used)
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(grouping.layout.nbytes for grouping in self.groupings.values())
+
+    @property
+    def read_bytes(self) -> int:
+        """Uncompressed bytes taken from the source."""
+        return sum(self._first(name).read_bytes for name in self.groupings)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Uncompressed bytes read from the source, and written to and read from an intermediate copy."""
+        return sum(pair.moved_bytes for pair in self.passes.values()) if self.by_copy else self.read_bytes
+
+    @property
+    def read_ratio(self) -> float:
+        """Bytes read from the source / bytes of the source."""
+        return self.read_bytes / self.source_bytes
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(self._sentences())
+
+    @property
+    def by_copy(self) -> bool:
+        """Whether an intermediate copy is made."""
+        return self.scratch and bool(self.passes)
+
+    @property
+    def last(self) -> Mapping[str, Grouping]:
+        """How each array of the store is written."""
+        return {name: self._last(name) for name in self.groupings}
+
+    @property
+    def _used(self) -> list[Grouping]:
+        if not self.by_copy:
+            return [*self.groupings.values()]
+        pairs = ((self._first(name), self._last(name)) for name in self.groupings)
+        return [grouping for pair in pairs for grouping in dict.fromkeys(pair)]
+
+    def _first(self, name: str) -> Grouping:
+        return self.passes[name].first if self.by_copy else self.groupings[name]
+
+    def _last(self, name: str) -> Grouping:
+        return self.passes[name].second if self.by_copy else self.groupings[name]
+
+    def _sentences(self) -> Iterator[str]:
+        at_once = f"{self.threads} at once" + (f" in each of {self.slots.processes} workers" * self._is_distributed)
+        yield f"{format_count(self.tasks)} tasks, {at_once} ({self.scheduler})"
+        yield (
+            f"each process takes up to {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_bytes)} allowed"
+            + (f"; {self.slots.threads} tasks at once would have less each" * (self.threads < self.slots.threads))
+        )
+        yield (
+            f"reads {format_bytes(self.read_bytes)} of a source of {format_bytes(self.source_bytes)} "
+            f"({self.read_ratio:.2f} ×)"
+        )
+        if self.by_copy:
+            copied = sum(self.passes[name].first.layout.nbytes for name in self.passes)
+            yield f"by way of an intermediate copy of {format_bytes(copied)}, since chunks lie across the new ones"
+        elif self.passes:
+            moved = sum(found.moved_bytes for found in self.passes.values())
+            yield (
+                f"with build.scratch it would move {format_bytes(moved)} in two passes; more build.memory_bytes helps "
+                "too"
+            )
+
+    @property
+    def _is_distributed(self) -> bool:
+        return self.scheduler == "distributed"
+
+    def __str__(self) -> str:
+        return "\n".join(["Build plan", *(f"- {sentence}" for sentence in self.reasons)])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_list(self.reasons)
+
+
+def plan_build(config: Config, plan: ChunkPlan | None = None, *, source: Any = None) -> BuildPlan:
+    """Tasks, memory and reading of a build; nothing is written.
+
+    Args:
+        plan: Chunks and shards; made by `plan_chunks(config)` when left out.
+        source: An xarray object, array or source in hand, in place of the one that the config names.
+
+    Raises:
+        ConfigError, PlanError: as `build` would.
+        BuildError: when one shard does not fit in memory.
+    """
+    opened = load_source(config, source)
+    chunks = plan or plan_chunks(config, source=opened)
+    return plan_tasks(config, make_blueprint(config, opened, chunks), opened)
+
+
+def plan_tasks(config: Config, blueprint: Blueprint, source: Source, threads: int | None = None) -> BuildPlan:
+    """The plan of as many tasks at once as move the bytes soonest: fewer have more memory each and read less.
+
+    Raises:
+        BuildError: when one shard does not fit in memory, with the arithmetic.
+    """
+    settings, slots = config.build, slots_of(config.build, threads)
+    budget_bytes = settings.memory_bytes if settings.address else min(settings.memory_bytes, _free_bytes(slots))
+    layouts = {name: _layout(writer, chunk_of(source, name)) for name, writer in blueprint.arrays.items()}
+    largest = max(layouts.values(), key=lambda layout: layout.least_task_bytes)
+    _refuse_too_large(largest, budget_bytes)
+    most = max(1, min(slots.threads, (budget_bytes - OVERHEAD_BYTES) // largest.least_task_bytes))
+    counts = {most, *(1 << power for power in range(most.bit_length()))}
+    plans = [_plan_of(config, slots, layouts, count, budget_bytes) for count in sorted(counts, reverse=True)]
+    return min(plans, key=lambda plan: plan.moved_bytes / plan.threads)
+
+
+def _plan_of(config: Config, slots: Slots, layouts: Mapping[str, Layout], threads: int, budget_bytes: int) -> BuildPlan:
+    each_bytes = (budget_bytes - OVERHEAD_BYTES) // threads
+    groupings = {name: group_regions(layout, each_bytes) for name, layout in layouts.items()}
+    return BuildPlan(
+        groupings=groupings, passes=_passes(layouts, groupings, each_bytes), slots=slots, threads=threads,
+        memory_bytes=budget_bytes, scheduler=config.build.scheduler, scratch=bool(config.build.scratch),
+    )  # fmt: skip
+
+
+def _passes(
+    layouts: Mapping[str, Layout], groupings: Mapping[str, Grouping], budget_bytes: int
+) -> dict[str, TwoPasses]:
+    """One intermediate cut for all arrays, made for the one of the largest numbers; none unless it serves them all."""
+    widest = max(layouts.values(), key=lambda layout: layout.itemsize)
+    chunk = intermediate_chunk(widest, budget_bytes)
+    found = {name: two_passes(layouts[name], budget_bytes, grouping, chunk) for name, grouping in groupings.items()}
+    kept = {name: pair for name, pair in found.items() if pair is not None}
+    return kept if len(kept) == len(found) else {}
+
+
+def groups(writer: ArrayWriter, grouping: Grouping, finished: Mapping[str, Any]) -> Iterator[Group]:
+    """Every group of an array with shards left to write, without those that are finished."""
+    counts = [side // cut for side, cut in zip(grouping.group, writer.cut, strict=True)]
+    for number, box in enumerate(grouping.boxes()):
+        tasks = tuple(task for task in writer.tasks_in(box, counts) if task.key not in finished)
+        if tasks:
+            yield Group(array=writer.name, number=number, tasks=tasks)
+
+
+def _layout(writer: ArrayWriter, chunk: tuple[int, ...] | None) -> Layout:
+    return Layout(shape=writer.shape, itemsize=writer.dtype.itemsize, source_chunk=chunk, target=writer.cut)
+
+
+def _free_bytes(slots: Slots) -> int:
+    return share().memory_available_bytes // slots.processes
+
+
+def _refuse_too_large(layout: Layout, budget_bytes: int) -> None:
+    needed_bytes = layout.least_task_bytes + OVERHEAD_BYTES
+    if needed_bytes > budget_bytes:
+        raise BuildError(
+            f"one task takes {layout.arithmetic()}, and with {format_bytes(OVERHEAD_BYTES)} for libraries and the "
+            f"allocator {format_bytes(needed_bytes)} of memory, where {format_bytes(budget_bytes)} is allowed; set a "
+            "smaller chunking.target_shard_bytes or a larger build.memory_bytes"
+        )

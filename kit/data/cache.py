@@ -1,0 +1,189 @@
+"""Cache: every chunk that is wanted, being read, or decoded and kept, each once, shared by all batches of one reader.
+
+A chunk that several batches want is read for the first and joined by the others. What is kept when it is decoded: in
+block order the chunks of the windows being served, until they are released; else the most recently used, within
+`budget_bytes`. Sizes are decoded bytes.
+
+The invariant: under one lock a chunk is either waited for, by batches that will all be told, or decoded. So no batch
+waits for a chunk that nobody reads: one that is not wanted any more is forgotten before its request is given up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from kit.data.codec import StoredArray
+from kit.data.regions import ChunkUse
+from kit.data.workers import Batch
+
+Key = tuple[int, tuple[int, ...]]
+"""(variable, chunk coordinates)."""
+_FREE = -1
+
+
+@dataclass(slots=True)
+class Part:
+    """What one batch takes from one chunk."""
+
+    batch: Batch[Any]
+    use: ChunkUse
+    target: NDArray[Any]
+
+    def scatter(self, decoded: NDArray[Any]) -> None:
+        """Copy it, and let the batch know."""
+        if not self.batch.over:
+            try:
+                self.use.scatter(decoded, self.target)
+                self.batch.part_done()
+            except BaseException as error:
+                self.batch.fail(error)
+
+
+class Chunk:
+    """One chunk of one variable: waited for, being read, or decoded."""
+
+    __slots__ = ("coords", "decoded", "key", "parts", "stored", "window")
+
+    def __init__(self, stored: StoredArray, key: Key) -> None:
+        self.stored, self.key, self.coords = stored, key, key[1]
+        self.decoded: NDArray[Any] | None = None
+        self.parts: list[Part] = []
+        """Who waits for it."""
+        self.window = _FREE
+        """The last window that holds it."""
+
+    @property
+    def wanted(self) -> bool:
+        return self.window != _FREE or any(not part.batch.over for part in self.parts)
+
+
+class ChunkCache:
+    """The chunks of one reader; call from any thread."""
+
+    def __init__(self, budget_bytes: int = 0) -> None:
+        self._budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[Key, Chunk] = OrderedDict()
+        self._held: defaultdict[int, list[Chunk]] = defaultdict(list)
+        self.free_bytes = 0
+        """Decoded chunks kept for later batches, without those that a window holds."""
+        self.held_bytes = 0
+        """Decoded chunks that a window holds."""
+        self._released = _FREE
+
+    def join(
+        self, stored: StoredArray, variable: int, parts: Sequence[Part]
+    ) -> tuple[list[tuple[Part, NDArray[Any]]], list[Chunk]]:
+        """The parts whose chunks are decoded, with those; and the chunks nobody reads yet, for the caller to read."""
+        here: list[tuple[Part, NDArray[Any]]] = []
+        new: list[Chunk] = []
+        with self._lock:
+            for part in parts:
+                chunk = self._find(stored, (variable, part.use.coords), new)
+                if chunk.decoded is None:
+                    chunk.parts.append(part)
+                else:
+                    here.append((part, chunk.decoded))
+        return here, new
+
+    def hold(self, stored: StoredArray, variable: int, coords: Iterable[tuple[int, ...]], window: int) -> list[Chunk]:
+        """Keep these chunks until `window` is released; returns those nobody reads yet, for the caller to read."""
+        new: list[Chunk] = []
+        with self._lock:
+            for place in coords if window > self._released else ():
+                chunk = self._find(stored, (variable, place), new)
+                if chunk.window >= window:
+                    continue
+                if chunk.window == _FREE and chunk.decoded is not None:
+                    self.free_bytes -= _bytes(chunk.decoded)
+                    self.held_bytes += _bytes(chunk.decoded)
+                chunk.window = window
+                self._held[window].append(chunk)
+        return new
+
+    def release(self, window: int) -> None:
+        """Drop what no window after this one holds."""
+        with self._lock:
+            self._released = max(self._released, window)
+            for done in [known for known in self._held if known <= window]:
+                for chunk in self._held.pop(done):
+                    if chunk.window == done:
+                        chunk.window = _FREE
+                        self._drop(chunk)
+
+    def still_wanted(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Those that somebody waits for; the others are forgotten, so that whoever wants them next reads them."""
+        with self._lock:
+            kept = []
+            for chunk in chunks:
+                if chunk.wanted:
+                    kept.append(chunk)
+                else:
+                    self._forget(chunk)
+            return kept
+
+    def settle(self, chunk: Chunk, decoded: NDArray[Any]) -> list[Part]:
+        """The chunk is there: keep it if there is reason to, and return who waits for it."""
+        with self._lock:
+            parts, chunk.parts = chunk.parts, []
+            if self._chunks.get(chunk.key) is not chunk:
+                return parts
+            size = _bytes(decoded)
+            if chunk.window != _FREE:
+                chunk.decoded = decoded
+                self.held_bytes += size
+            elif size <= self._budget_bytes:
+                chunk.decoded = decoded
+                self.free_bytes += size
+                self._evict()
+            else:
+                del self._chunks[chunk.key]
+            return parts
+
+    def fail(self, chunk: Chunk, error: BaseException) -> None:
+        """The chunk cannot be had: tell who waits, and forget it, so that the next ask tries again."""
+        with self._lock:
+            parts, chunk.parts = chunk.parts, []
+            self._forget(chunk)
+        for part in parts:
+            part.batch.fail(error)
+
+    def _find(self, stored: StoredArray, key: Key, new: list[Chunk]) -> Chunk:
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            chunk = self._chunks[key] = Chunk(stored, key)
+            new.append(chunk)
+        elif chunk.window == _FREE and chunk.decoded is not None:
+            self._chunks.move_to_end(key)
+        return chunk
+
+    def _drop(self, chunk: Chunk) -> None:
+        """A chunk that no window holds any more; one still on its way goes to those who wait for it."""
+        if chunk.decoded is not None and self._forget(chunk):
+            self.held_bytes -= _bytes(chunk.decoded)
+
+    def _forget(self, chunk: Chunk) -> bool:
+        if self._chunks.get(chunk.key) is not chunk:
+            return False
+        del self._chunks[chunk.key]
+        return True
+
+    def _evict(self) -> None:
+        for key in [*self._chunks] if self.free_bytes > self._budget_bytes else ():
+            chunk = self._chunks[key]
+            if chunk.decoded is not None and chunk.window == _FREE:
+                del self._chunks[key]
+                self.free_bytes -= _bytes(chunk.decoded)
+                if self.free_bytes <= self._budget_bytes:
+                    return
+
+
+def _bytes(decoded: NDArray[Any]) -> int:
+    """Memory of a decoded chunk; one of fill values repeats a single element."""
+    return decoded.nbytes if any(decoded.strides) else decoded.itemsize

@@ -1,0 +1,154 @@
+"""One writer a store: a lock that names its holder, and that no kill leaves behind for good.
+
+On a local disk the kernel keeps the lock (`flock`) and drops it with its process, however that ends. Elsewhere the lock
+is an object with a token, written where there is none and read back after a pause: of two writers that found none, the
+one written last reads its own token and the other gives way. Its holder writes it anew every half minute; one that has
+not been for two minutes belongs to nobody. The pause must be longer than a request takes; a writer slower than that is
+what this cannot see, and what harm it does is bounded: both write the same bytes, or the second is refused by the
+record of the build.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kit.data import manifest as records
+from kit.data.stores import delete_object, is_shared, local_folder, read_object, redact, store_error, write_object
+from kit.errors import StoreError, StoreLockedError
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store
+
+SETTLE_SECONDS = 0.5
+BEAT_SECONDS = 30.0
+STALE_SECONDS = 120.0
+
+
+@contextlib.contextmanager
+def write_lock(store: Store, url: str) -> Iterator[None]:
+    """Hold the store for writing.
+
+    Raises:
+        StoreLockedError: naming the holder, when another process has it.
+        StoreError: when the store cannot be written.
+    """
+    folder = local_folder(url)
+    with _file_lock(folder) if folder is not None else _object_lock(store, url):
+        yield
+
+
+def _holder(token: str = "") -> bytes:
+    values = {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "beat": time.time()}
+    return json.dumps(values).encode()
+
+
+def _locked(url: str, data: bytes | None) -> StoreLockedError:
+    held = _parse(data)
+    who = f"process {held['pid']} on {held['host']}" if {"pid", "host"} <= held.keys() else "another process"
+    return StoreLockedError(f"{redact(url)} is being written by {who}; wait for it, or end it, then build again")
+
+
+def _parse(data: bytes | None) -> dict[str, Any]:
+    try:
+        values = json.loads(data or b"{}")
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+# -- on a local disk
+
+
+@contextlib.contextmanager
+def _file_lock(folder: Path) -> Iterator[None]:
+    path = folder / records.LOCK_KEY
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _take(path)
+    except OSError as error:
+        raise store_error(str(folder), error) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _take(path: Path) -> int:
+    """A descriptor that holds the lock of the file now at `path`."""
+    import fcntl
+
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held = os.read(descriptor, 4096)
+            os.close(descriptor)
+            raise _locked(str(path.parent.parent), held) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if _is_at(descriptor, path):
+            os.truncate(descriptor, 0)
+            os.write(descriptor, _holder())
+            return descriptor
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the file is still there: the last holder may have removed it between opening and locking."""
+    try:
+        return path.stat().st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False
+
+
+# -- elsewhere
+
+
+@contextlib.contextmanager
+def _object_lock(store: Store, url: str) -> Iterator[None]:
+    token = uuid.uuid4().hex
+    _claim(store, url, token)
+    over = threading.Event()
+    beat = threading.Thread(target=_beat, args=(store, url, token, over), name="kit-lock", daemon=True)
+    beat.start()
+    try:
+        yield
+    finally:
+        over.set()
+        beat.join()
+        if _parse(read_object(store, records.LOCK_KEY, url)).get("token") == token:
+            delete_object(store, records.LOCK_KEY, url)
+
+
+def _claim(store: Store, url: str, token: str) -> None:
+    found = read_object(store, records.LOCK_KEY, url)
+    if found is not None and not _is_stale(_parse(found)):
+        raise _locked(url, found)
+    write_object(store, records.LOCK_KEY, _holder(token), url)
+    time.sleep(SETTLE_SECONDS if is_shared(url) else 0.0)
+    found = read_object(store, records.LOCK_KEY, url)
+    if _parse(found).get("token") != token:
+        raise _locked(url, found)
+
+
+def _is_stale(held: dict[str, Any]) -> bool:
+    beat = held.get("beat")
+    return not isinstance(beat, int | float) or time.time() - beat > STALE_SECONDS
+
+
+def _beat(store: Store, url: str, token: str, over: threading.Event) -> None:
+    while not over.wait(BEAT_SECONDS):
+        with contextlib.suppress(StoreError):
+            write_object(store, records.LOCK_KEY, _holder(token), url)

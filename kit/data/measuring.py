@@ -1,0 +1,218 @@
+"""Measuring: how fast a store is really read, beside what was predicted of it; ratio = measured / predicted.
+
+`kit.measure_reading(config)` streams for a few seconds what a fit of that config would be fed, through the same loader,
+and trains nothing. The first batch, which opens the store, is told apart. In random and grid order samples count once
+reading is under way: of each pass, the batches that were read ahead at its start are left out. In block order whole
+passes count, because a window is read at once and served for long. One rank reads, whatever the config asks
+for. The prediction is that of `kit.plan.cost` for the store as it is cut, with the network that `config.chunking`
+describes, so put the figures of `kit.probe` there first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
+
+from kit.config import Config
+from kit.data.dataset import open_dataset
+from kit.data.reading import predict_reading, price_store
+from kit.data.stores import redact
+from kit.errors import PlanError
+from kit.tables import html_table, text_table
+from kit.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from kit.data.patches import PatchLoader
+
+_COLUMNS = (
+    "chunk", "order", "samples/s", "predicted", "ratio", "bound by", "requests", "predicted", "read", "first batch",
+)  # fmt: skip
+_KEY = "requests and bytes read are per sample"
+_DROPPED = 2
+"""Batches left out at the start of a pass, beside those read ahead."""
+_MOST_TIMES = 3
+"""Whole time over the time asked for, at most."""
+_ALONE = {"hardware.devices": "auto", "hardware.strategy": "none"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One store, read for a while by one rank."""
+
+    url: str
+    chunk: tuple[int, ...]
+    """Of the first variable, elements."""
+    shard: tuple[int, ...] | None
+    order: str
+    batch_size: int
+    predicted_samples_per_second: float
+    samples_per_second: float
+    bound: str
+    """The resource predicted to decide."""
+    predicted_requests_per_sample: float
+    requests_per_sample: float
+    bytes_per_sample: float
+    """Stored bytes."""
+    first_batch_seconds: float
+    """From the open loader to the first batch: opening the store, and one batch without any read ahead."""
+    batches: int
+    """Measured, without those left out."""
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured samples/s over predicted."""
+        return self.samples_per_second / self.predicted_samples_per_second
+
+    def row(self) -> tuple[str, ...]:
+        """Its cells as text."""
+        return (
+            "×".join(map(str, self.chunk)), self.order, format_count(self.samples_per_second),
+            format_count(self.predicted_samples_per_second), f"{self.ratio:.2f}", self.bound,
+            f"{self.requests_per_sample:.3g}", f"{self.predicted_requests_per_sample:.3g}",
+            format_bytes(self.bytes_per_sample), format_seconds(self.first_batch_seconds),
+        )  # fmt: skip
+
+
+class Readings(Sequence[Reading]):
+    """What was measured, one row a config, in the order given."""
+
+    def __init__(self, readings: Iterable[Reading]) -> None:
+        self._readings = tuple(readings)
+
+    @overload
+    def __getitem__(self, index: int) -> Reading: ...
+    @overload
+    def __getitem__(self, index: slice) -> Readings: ...
+    def __getitem__(self, index: int | slice) -> Reading | Readings:
+        return Readings(self._readings[index]) if isinstance(index, slice) else self._readings[index]
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def __iter__(self) -> Iterator[Reading]:
+        return iter(self._readings)
+
+    def __add__(self, other: Readings) -> Readings:
+        return Readings((*self, *other))
+
+    @property
+    def by_chunk(self) -> dict[tuple[int, ...], float]:
+        """Measured samples/s by chunk, as `kit.chunk_figure(plan, measured=...)` takes them."""
+        return {reading.chunk: reading.samples_per_second for reading in self}
+
+    @property
+    def median_ratio(self) -> float:
+        """Of measured over predicted samples/s."""
+        return statistics.median(reading.ratio for reading in self)
+
+    @property
+    def _headline(self) -> str:
+        fastest = max(self, key=lambda reading: reading.samples_per_second)
+        words = f"{format_count(fastest.samples_per_second)} samples/s measured"
+        fastest_name = "×".join(map(str, fastest.chunk))
+        if len(self) == 1:
+            return f"{fastest_name} in {fastest.order} order: {words}, {fastest.ratio:.2f} of what was predicted"
+        if len({reading.order for reading in self}) > 1:
+            fastest_name += f" in {fastest.order} order"
+        return f"fastest is {fastest_name} with {words}; median ratio {self.median_ratio:.2f}"
+
+    @property
+    def _marked(self) -> int:
+        return max(range(len(self)), key=lambda place: self[place].samples_per_second)
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Columns and rows; the order only where there are several."""
+        left_out = 1 if len({reading.order for reading in self}) == 1 else len(_COLUMNS)
+        columns, *rows = (
+            cells[:left_out] + cells[left_out + 1 :] for cells in (_COLUMNS, *(one.row() for one in self))
+        )
+        return columns, rows
+
+    def __repr__(self) -> str:
+        return f"{self._headline}\n{text_table(*self._table(), self._marked)}\n{_KEY}"
+
+    def _repr_html_(self) -> str:
+        table = html_table(*self._table(), caption=self._headline, marked=self._marked, mark="fastest", dense=True)
+        return f'{table}<div style="opacity: 0.75">{_KEY}</div>'
+
+
+def measure_reading(*configs: Config, seconds: float = 3.0) -> Readings:
+    """Read what each config would feed a fit, one after the other, and set it beside the prediction.
+
+    Args:
+        configs: One or several; each is read on its own.
+        seconds: For how long, each, or until three times that has passed with what is left out; two batches or, in
+            block order, a pass are measured however long they take.
+
+    Raises:
+        PlanError: without a config, for seconds that are not above 0, and for an epoch of a single batch.
+        ConfigError: for what does not fit a store.
+        StoreError: for a store that cannot be opened or read.
+    """
+    if not configs or not seconds > 0:
+        raise PlanError(f"{len(configs)} configs for {seconds} s measure nothing; give one config and seconds above 0")
+    return Readings([_measure(config.replace(_ALONE), seconds) for config in configs])
+
+
+def _measure(config: Config, seconds: float) -> Reading:
+    from kit.data.module import PatchData
+
+    dataset = open_dataset(config)
+    costs, predicted = price_store(config, dataset), predict_reading(config, dataset)
+    data = PatchData(config)
+    loader = data.train_dataloader()
+    if len(loader) < 2:
+        raise PlanError(
+            f"{redact(dataset.url)}: an epoch of {len(loader)} batch is too short to measure; raise samples_per_epoch"
+        )
+    ahead = min(config.loader.batches_ahead + _DROPPED, len(loader) - 2)
+    left_out = None if config.data.order == "block" else ahead
+    try:
+        pace = _pace(loader, left_out, seconds)
+        counts = loader.counters()
+    finally:
+        data.teardown()
+    samples = max(1, counts["samples"])
+    info = dataset.select(config.data.variables)[0]
+    return Reading(
+        url=redact(dataset.url), chunk=info.chunk, shard=info.shard, order=config.data.order,
+        batch_size=config.loader.batch_size,
+        predicted_samples_per_second=config.loader.batch_size / sum(cost.seconds_per_batch for cost in costs),
+        samples_per_second=pace.samples / pace.seconds,
+        bound=max(costs, key=lambda cost: cost.seconds_per_batch).bound,
+        predicted_requests_per_sample=predicted["requests_per_sample"],
+        requests_per_sample=counts["requests"] / samples, bytes_per_sample=counts["bytes_read"] / samples,
+        first_batch_seconds=pace.first_seconds, batches=pace.batches, seconds=pace.seconds,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Pace:
+    first_seconds: float = 0.0
+    samples: int = 0
+    seconds: float = 0.0
+    batches: int = 0
+
+
+def _pace(loader: PatchLoader, left_out: int | None, seconds: float) -> _Pace:
+    """Pass after pass until there is enough; of each, only what comes after the batches left out; None: all of it."""
+    pace, began = _Pace(), time.perf_counter()
+    next(iter(loader))
+    pace.first_seconds = time.perf_counter() - began
+    deadline = began + _MOST_TIMES * seconds
+    while pace.batches < 2 or (pace.seconds < seconds and time.perf_counter() < deadline):
+        before = time.perf_counter()
+        for place, batch in enumerate(loader):
+            now = time.perf_counter()
+            if left_out is None or place > left_out:
+                pace.samples += len(batch["values"])
+                pace.seconds += now - before
+                pace.batches += 1
+            before = now
+            if left_out is not None and pace.seconds >= seconds and pace.batches > 1:
+                break
+    return pace

@@ -1,0 +1,155 @@
+"""Remote: a store behind fsspec, with kit's retries instead of the client's own, and its connections closed at the end.
+
+Every operation is tried again by `kit.data.retries`; whether an object exists is never taken from an error. What a
+broken connection leaves in doubt is done again: writes put the same bytes in the same place, and deleting twice is
+deleting. gcsfs, s3fs and HTTP are bound to the loop of their first request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import functools
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from zarr.abc.store import ByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import FsspecStore
+
+from kit.data.retries import Retries
+
+READ_SECONDS = 20.0
+WRITE_SECONDS = 120.0
+"""Attempts begin for so long; a large object takes its time on a narrow connection."""
+NO_RETRIES = {"retries": {"max_attempts": 0}}
+"""botocore's words for it."""
+
+
+class RemoteStore(FsspecStore):
+    """An fsspec store that tries again; `retries` is the policy of reads, which their reader may replace."""
+
+    retries = Retries(READ_SECONDS)
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        get = super().get
+        return await self.retries.run_async(lambda: get(key, prototype, byte_range))
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> builtins.list[Buffer | None]:
+        return await asyncio.gather(*(self.get(key, prototype, byte_range) for key, byte_range in key_ranges))
+
+    async def set(self, key: str, value: Buffer, byte_range: tuple[int, int] | None = None) -> None:
+        put = super().set
+        await Retries(WRITE_SECONDS).run_async(lambda: put(key, value, byte_range))
+
+    async def delete(self, key: str) -> None:
+        delete = super().delete
+        await Retries(WRITE_SECONDS).run_async(lambda: delete(key))
+
+    async def delete_dir(self, prefix: str) -> None:
+        delete = super().delete_dir
+        await Retries(WRITE_SECONDS).run_async(lambda: delete(prefix))
+
+    async def exists(self, key: str) -> bool:
+        try:
+            await self.getsize(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def getsize(self, key: str) -> int:
+        size = super().getsize
+        return await self.retries.run_async(lambda: size(key))
+
+    async def list(self) -> AsyncIterator[str]:
+        for key in await self._listed(super().list):
+            yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        listing = super().list_dir
+        for key in await self._listed(lambda: listing(prefix)):
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        listing = super().list_prefix
+        for key in await self._listed(lambda: listing(prefix)):
+            yield key
+
+    async def _listed(self, listing: Callable[[], AsyncIterator[str]]) -> tuple[str, ...]:
+        async def collect() -> tuple[str, ...]:
+            return tuple([key async for key in listing()])
+
+        return await self.retries.run_async(collect)
+
+    async def close_client(self) -> None:
+        """Close the connections, on the loop they belong to, which fsspec leaves to its user."""
+        session = getattr(self.fs, "_session", None)
+        if session is not None and hasattr(session, "close"):
+            await session.close()
+        creator = getattr(self.fs, "_s3creator", None)
+        if creator is not None:
+            self.fs._s3creator = None
+            await creator.__aexit__(None, None, None)
+
+
+def open_remote(url: str, options: dict[str, Any], read_only: bool) -> RemoteStore:
+    """The store at a checked URL; `options` are fsspec's."""
+    options = {"skip_instance_cache": True, "use_listings_cache": False, **options}
+    scheme = url.partition("://")[0]
+    if scheme == "gs":
+        fs = _gcs_class()(asynchronous=True, **options)
+        return RemoteStore(fs=fs, path=fs._strip_protocol(url), read_only=read_only)
+    if scheme == "s3":
+        options["config_kwargs"] = NO_RETRIES | options.get("config_kwargs", {})
+    store = RemoteStore.from_url(url, storage_options={} if scheme == "memory" else options, read_only=read_only)
+    assert isinstance(store, RemoteStore)
+    if scheme == "s3":
+        store.fs.retries = 1
+        weakref.finalize(store, _close_s3, store.fs)
+    if scheme in ("http", "https"):
+        weakref.finalize(store, lambda fs: _close_session(getattr(fs, "_session", None)), store.fs)
+    return store
+
+
+@functools.cache
+def _gcs_class() -> Any:
+    """gcsfs' plain class: fsspec's default one asks a second service, over gRPC, what kind of bucket this is."""
+    from gcsfs.core import GCSFileSystem
+
+    class Gcs(GCSFileSystem):  # type: ignore[misc]
+        _request = GCSFileSystem._request.__wrapped__  # one attempt
+
+        @staticmethod
+        def close_session(loop: object, session: Any, asynchronous: bool = False) -> None:  # noqa: ARG004
+            """As gcsfs does it, but on the session's own loop, not on whichever loop runs where this is collected."""
+            _close_session(session)
+
+    return Gcs
+
+
+def _close_s3(fs: Any) -> None:
+    """Close s3fs' connections, whose session lies deep within botocore's client."""
+    endpoint = getattr(getattr(fs, "_s3", None), "_endpoint", None)
+    sessions = getattr(getattr(endpoint, "http_session", None), "_sessions", None) or {}
+    for session in sessions.values():
+        _close_session(session)
+
+
+def _close_session(session: Any) -> None:
+    """Close the connections of a store nobody holds any more; fsspec does so for its blocking ones only."""
+    connector = getattr(session, "_connector", None)
+    if session is None or connector is None:
+        return
+
+    def close() -> None:
+        assert session is not None  # held until its connections are closed
+        connector._close()
+
+    loop = session._loop
+    if loop.is_running():
+        loop.call_soon_threadsafe(close)
+    else:
+        close()

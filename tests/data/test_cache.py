@@ -1,0 +1,166 @@
+"""The cache against a plain model: a chunk is waited for or decoded, kept within its bytes; nobody waits in vain."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kit.data.cache import ChunkCache, Part
+from kit.data.regions import ChunkUse
+from kit.data.workers import Batch
+
+STORED = SimpleNamespace(name="a", chunk=(4,))
+CHUNK = np.arange(4, dtype=np.float32)
+"""16 bytes."""
+
+
+def part_of(place):
+    batch = Batch()
+    target = np.zeros((1, 4), np.float32)
+    batch.expect(1, lambda: target)
+    table = np.array([[0, 0, 4, 0, 4]])
+    return Part(batch, ChunkUse((place,), table), target)
+
+
+def arrive(cache, chunk):
+    """The chunk has been read and decoded."""
+    for part in cache.settle(chunk, CHUNK):
+        part.scatter(CHUNK)
+
+
+def ask(cache, *places):
+    """(parts, those served from the cache, chunks to read)."""
+    parts = [part_of(place) for place in places]
+    here, new = cache.join(STORED, 0, parts)
+    for part, decoded in here:
+        part.scatter(decoded)
+    return parts, [part for part, _ in here], new
+
+
+def test_a_chunk_on_its_way_is_joined_and_serves_all():
+    cache = ChunkCache()
+    (first,), _, (chunk,) = ask(cache, 1)
+    (second,), here, new = ask(cache, 1)
+    assert (here, new) == ([], [])
+    arrive(cache, chunk)
+    for part in (first, second):
+        assert np.array_equal(part.batch.future.result(0)[0], CHUNK)
+    assert ask(cache, 1)[2]  # without a budget nothing is kept
+
+
+def test_variables_do_not_share_chunks():
+    cache = ChunkCache()
+    assert len(cache.join(STORED, 0, [part_of(1)])[1]) == 1
+    assert len(cache.join(STORED, 1, [part_of(1)])[1]) == 1
+
+
+def test_the_least_recently_used_chunk_goes_first():
+    cache = ChunkCache(budget_bytes=2 * 16)
+    for place in (1, 2):
+        arrive(cache, ask(cache, place)[2][0])
+    ask(cache, 1)
+    arrive(cache, ask(cache, 3)[2][0])
+    assert cache.free_bytes == 2 * 16
+    assert not ask(cache, 1)[2]
+    assert not ask(cache, 3)[2]
+    assert ask(cache, 2)[2]
+
+
+def test_a_chunk_larger_than_the_budget_is_not_kept():
+    cache = ChunkCache(budget_bytes=15)
+    arrive(cache, ask(cache, 1)[2][0])
+    assert cache.free_bytes == 0
+    assert ask(cache, 1)[2]
+
+
+def test_a_filled_chunk_costs_one_element():
+    cache = ChunkCache(budget_bytes=8)
+    (chunk,) = ask(cache, 1)[2]
+    cache.settle(chunk, np.broadcast_to(np.float32(3), (1000,)))
+    assert cache.free_bytes == 4
+
+
+def test_a_window_keeps_its_chunks_until_it_is_released():
+    cache = ChunkCache()
+    first = cache.hold(STORED, 0, [(1,), (2,)], window=1)
+    second = cache.hold(STORED, 0, [(2,), (3,)], window=2)
+    assert ([chunk.coords for chunk in first], [chunk.coords for chunk in second]) == ([(1,), (2,)], [(3,)])
+    for chunk in (*first, *second):
+        arrive(cache, chunk)
+    assert cache.held_bytes == 3 * 16
+    cache.release(1)
+    assert cache.held_bytes == 2 * 16
+    assert not ask(cache, 2)[2]
+    cache.release(2)
+    assert cache.held_bytes == 0
+    assert ask(cache, 2)[2]
+
+
+def test_what_a_window_released_before_it_came_is_only_given_to_who_waits():
+    cache = ChunkCache()
+    (chunk,) = cache.hold(STORED, 0, [(1,)], window=1)
+    (part,), _, _ = ask(cache, 1)
+    cache.release(1)
+    arrive(cache, chunk)
+    assert part.batch.future.done()
+    assert cache.held_bytes == 0
+    assert cache.hold(STORED, 0, [(1,)], window=1) == []  # too late: that window is over
+
+
+def test_a_failure_reaches_who_waits_and_the_next_ask_tries_again():
+    cache = ChunkCache(100)
+    (part,), _, (chunk,) = ask(cache, 1)
+    cache.fail(chunk, OSError("gone"))
+    assert isinstance(part.batch.future.exception(0), OSError)
+    assert ask(cache, 1)[2]
+
+
+def test_a_chunk_that_nobody_wants_any_more_is_forgotten_before_its_request():
+    cache = ChunkCache(100)
+    (part,), _, (chunk,) = ask(cache, 1)
+    part.batch.future.cancel()
+    assert cache.still_wanted([chunk]) == []
+    assert ask(cache, 1)[2]
+
+
+@given(
+    st.integers(0, 5),
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("ask"), st.integers(0, 7)),
+            st.tuples(st.just("hold"), st.integers(0, 7)),
+            st.tuples(st.just("arrive"), st.integers(0, 20)),
+            st.tuples(st.just("fail"), st.integers(0, 20)),
+            st.tuples(st.just("release"), st.just(0)),
+        ),
+        max_size=60,
+    ),
+)
+@settings(deadline=None, max_examples=200)
+def test_whatever_happens_budgets_hold_and_everybody_is_told(budget, steps):
+    cache = ChunkCache(budget * 16)
+    coming, waiting, window, held = [], [], 1, set()
+    for step, number in steps:
+        if step == "ask":
+            parts, _, new = ask(cache, number)
+            waiting += parts
+            coming += new
+        elif step == "hold":
+            coming += cache.hold(STORED, 0, [(number,)], window)
+            held.add(number)
+        elif step == "release":
+            cache.release(window)
+            window, held = window + 1, set()
+        elif coming:
+            chunk = coming.pop(number % len(coming))
+            arrive(cache, chunk) if step == "arrive" else cache.fail(chunk, OSError())
+        assert cache.free_bytes <= budget * 16
+        assert cache.held_bytes <= len(held) * 16
+    for chunk in coming:
+        arrive(cache, chunk)
+    assert all(part.batch.future.done() for part in waiting)
+    cache.release(window)
+    assert cache.held_bytes == 0

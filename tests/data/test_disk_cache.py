@@ -1,0 +1,299 @@
+"""The read cache: right bytes or a miss, never more than its size, whoever writes and whoever is killed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache_filler import body, name
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kit.cloud.simulated_cloud import simulated_cloud
+from kit.config import Cache, Config
+from kit.data.build import build
+from kit.data.counters import Counters
+from kit.data.disk_cache import CachedReads, Memory, ReadCache, SharedFolder
+from kit.data.engine import Engine
+from kit.data.source import load_source
+from kit.endpoints import VARIABLE
+from kit.errors import ConfigError
+
+FILLER = Path(__file__).with_name("cache_filler.py")
+
+
+def entries(folder):
+    return [*Path(folder).rglob("*.entry")]
+
+
+def held(folder):
+    return sum(path.stat().st_size for path in entries(folder))
+
+
+@pytest.fixture(params=["memory", "folder"])
+def make_cache(request, tmp_path):
+    def make(size_bytes, eviction="lru"):
+        return (
+            Memory(size_bytes, eviction)
+            if request.param == "memory"
+            else SharedFolder(tmp_path / "cache", size_bytes, eviction)
+        )
+
+    return make
+
+
+# -- entries
+
+
+def test_what_was_put_is_got_and_nothing_else(make_cache):
+    cache = make_cache(100_000)
+    cache.put(name(1), body(1))
+    np.testing.assert_array_equal(cache.get(name(1)), body(1))
+    assert cache.get(name(2)) is None
+    cache.put(name(3), np.empty(0, np.uint8))
+    assert len(cache.get(name(3))) == 0
+
+
+def test_the_least_recently_used_goes_first(make_cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("kit.data.disk_cache._TOUCH_SECONDS", 0.0)
+    cache = make_cache(4_000)
+    for number, letter in enumerate("abc"):
+        cache.put(letter * 4, np.full(1000, number, np.uint8))
+        time.sleep(0.02)
+    assert cache.get("aaaa") is not None
+    cache.put("dddd", np.zeros(1500, np.uint8))
+    assert cache.get("aaaa") is not None
+    assert cache.get("bbbb") is None
+    assert cache.get("dddd") is not None
+
+
+def test_without_eviction_a_full_cache_keeps_what_it_has(make_cache):
+    cache = make_cache(2_100, "none")
+    cache.put("aaaa", np.zeros(1000, np.uint8))
+    cache.put("bbbb", np.zeros(1000, np.uint8))
+    cache.put("cccc", np.zeros(1000, np.uint8))
+    assert cache.get("aaaa") is not None
+    assert cache.get("bbbb") is not None
+    assert cache.get("cccc") is None
+
+
+def test_what_is_larger_than_the_cache_is_not_kept(make_cache):
+    cache = make_cache(500)
+    cache.put("aaaa", np.zeros(1000, np.uint8))
+    assert cache.get("aaaa") is None
+
+
+def test_a_piece_of_a_long_answer_does_not_keep_all_of_it_in_memory():
+    cache = Memory(10_000, "lru")
+    cache.put("aaaa", np.zeros(10_000_000, np.uint8)[:100])
+    assert cache.get("aaaa").base is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=60), size=st.integers(600, 30_000))
+def test_any_history_gives_right_bytes_within_the_size(tmp_path_factory, steps, size):
+    folder = tmp_path_factory.mktemp("cache")
+    caches = [SharedFolder(folder, size, "lru"), SharedFolder(folder, size, "lru"), Memory(size, "lru")]
+    for number, second in steps:
+        for cache in (caches[second], caches[2]):
+            found = cache.get(name(number))
+            assert found is None or np.array_equal(found, body(number))
+            cache.put(name(number), body(number))
+        assert held(folder) <= size
+        assert caches[2].held_bytes <= size
+
+
+# -- damage
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign", "longer"])
+def test_a_damaged_entry_is_a_miss_and_is_filled_again(tmp_path, damage):
+    cache, draw = SharedFolder(tmp_path, 100_000, "lru"), random.Random(3)
+    for number in range(20):
+        cache.put(name(number), body(number))
+        (path,) = [path for path in entries(tmp_path) if path.name.startswith(name(number))]
+        data = bytearray(path.read_bytes())
+        if damage == "flip":
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        spoilt = {"cut": data[: draw.randrange(len(data))], "empty": b"", "foreign": b"x" * 999, "longer": data + b"x"}
+        path.write_bytes(spoilt.get(damage, data))
+        assert cache.get(name(number)) is None
+        cache.put(name(number), body(number))
+        np.testing.assert_array_equal(cache.get(name(number)), body(number))
+
+
+def test_processes_that_share_a_folder_and_are_killed_never_spoil_it(tmp_path):
+    size = 20_000
+    command = [sys.executable, str(FILLER), str(tmp_path), str(size)]
+    fillers = [subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(4)]
+    try:
+        for filler in fillers:
+            assert filler.stdout.readline() == "ready\n"
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            assert held_at_once(tmp_path) <= size
+            assert [filler.poll() for filler in fillers] == [None] * 4
+        for filler in fillers:
+            os.kill(filler.pid, signal.SIGKILL)
+    finally:
+        for filler in fillers:
+            filler.kill()
+            filler.wait()
+            filler.stdout.close()
+    after = subprocess.run([*command, "9", "400"], capture_output=True, timeout=60)
+    assert after.returncode == 0
+    assert held(tmp_path) <= size
+
+
+def held_at_once(folder):
+    """Bytes of entries, counted while nobody can add one."""
+    import fcntl
+
+    with (folder / "total").open("rb+") as file:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        total = 0
+        for path in entries(folder):
+            try:
+                total += path.stat().st_size
+            except FileNotFoundError:
+                continue
+        return total
+
+
+def test_what_a_killed_writer_left_half_written_is_removed_when_room_is_made(tmp_path):
+    cache = SharedFolder(tmp_path, 3_000, "lru")
+    (tmp_path / "ab").mkdir()
+    draft = tmp_path / "ab" / "abcd.entry.1.2.partial"
+    draft.write_bytes(b"half")
+    os.utime(draft, (0, 0))
+    for number in range(8):
+        cache.put(name(number), body(number))
+    assert not draft.exists()
+
+
+def test_a_disk_that_refuses_is_no_error(tmp_path, monkeypatch):
+    cache = SharedFolder(tmp_path, 100_000, "lru")
+
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    cache.put(name(1), body(1))
+    assert cache.get(name(1)) is None
+
+
+def test_a_folder_that_cannot_be_made_is_a_config_error():
+    settings = Cache(size_bytes=1000, folder="/proc/cache")
+    with pytest.raises(ConfigError, match=r"cache\.folder: /proc/cache cannot be written"):
+        ReadCache.of(settings).open()
+    assert ReadCache.of(Cache()) is None
+
+
+# -- beneath a reader
+
+
+def test_an_object_is_asked_for_again_when_its_identity_changes_or_is_not_known():
+    store, identity, counters = {"a": b"old"}, {"a": "1"}, Counters()
+    asked = []
+
+    def read(key, first, last):
+        asked.append(key)
+        return np.frombuffer(store[key], np.uint8) if key in store else None
+
+    entries = Memory(1000, "lru")
+
+    def fresh():
+        return CachedReads(read, "gs://b", entries, identity.get, counters)
+
+    assert fresh().read("a").tobytes() == fresh().read("a").tobytes() == b"old"
+    assert len(asked) == 1
+    store["a"], identity["a"] = b"new", "2"
+    assert fresh().read("a").tobytes() == b"new"
+    del identity["a"]
+    store["a"] = b"last"
+    assert fresh().read("a").tobytes() == b"last"
+    assert fresh().read("b") is None
+    counts = counters.values()
+    assert (counts["read_cache_hits"], counts["read_cache_misses"], counts["read_cache_bytes"]) == (1, 2, 3)
+
+
+@pytest.fixture
+def cloud(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with simulated_cloud("no limits") as cloud:
+        yield cloud
+
+
+def read_all(dataset, cache):
+    offsets = np.array([[time, 0, 0] for time in range(5)])
+    with Engine(dataset, ("sst",), read_cache=cache) as engine:
+        (batch,) = engine.stream([offsets], (1, 7, 9))
+        return batch[0][:, 0, 0], engine.counters
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("shard", ["none", {"time": 2, "lat": 8, "lon": 8}])
+def test_a_second_reader_takes_everything_from_the_cache(cloud, tmp_path, tiny_config, folder, shard):
+    url = cloud.url(f"cache-{folder}-{shard != 'none'}/t.zarr")
+    dataset = build(tiny_config(url, chunking__shard=shard), progress=False)
+    cache = ReadCache(size_bytes=1_000_000 + folder, folder=str(tmp_path / "c") if folder else "", eviction="lru")
+    first, counts = read_all(dataset, cache)
+    assert counts["read_cache_hits"] == 0
+    assert counts["requests"] == counts["read_cache_misses"] > 0
+    second, again = read_all(dataset, cache)
+    assert again["requests"] == 0
+    assert again["read_cache_hits"] == counts["read_cache_misses"]
+    np.testing.assert_array_equal(first, second)
+    expected = load_source(tiny_config(url)).decoded("sst")
+    np.testing.assert_allclose(first, np.nan_to_num(expected, nan=0.0), atol=1e-4)
+
+
+@pytest.mark.parametrize("kit_built", [True, False])
+def test_a_rebuilt_store_is_never_served_from_the_old_one(cloud, tmp_path, tiny_config, kit_built):
+    url = cloud.url(f"rebuilt-{kit_built}/t.zarr")
+    cache = ReadCache(size_bytes=1_000_000, folder=str(tmp_path / "cache"), eviction="lru")
+    config = tiny_config(url)
+    for seed in (1, 2, 1):
+        changed = config.replace({"data.arguments": {"seed": seed}})
+        dataset = build(changed, overwrite=True, progress=False)
+        if not kit_built:
+            dataset = without_manifest(dataset)
+        values, _ = read_all(dataset, cache)
+        expected = load_source(changed).decoded("sst")
+        np.testing.assert_allclose(values, np.nan_to_num(expected, nan=0.0), atol=1e-4)
+
+
+def without_manifest(dataset):
+    from dataclasses import replace
+
+    return replace(dataset, manifest=None)
+
+
+def test_a_config_turns_the_cache_on_and_local_stores_never_use_it(cloud, tmp_path, tiny_config):
+    from kit.data.module import PatchData
+
+    for place, hits in ((cloud.url("config/t.zarr"), True), (str(tmp_path / "t.zarr"), False)):
+        config = tiny_config(place, data__variables=["sst"], data__samples_per_epoch=64, data__standardize=False)
+        config = config.replace({"cache.size_bytes": "1 MiB", "cache.folder": str(tmp_path / "cache")})
+        build(config, progress=False)
+        data = PatchData(config)
+        data.setup("fit")
+        loader = data.train_dataloader()
+        for _ in range(2):
+            for _ in loader:
+                pass
+        counts = loader.counters()
+        data.teardown()
+        assert (counts["read_cache_hits"] > 0) is hits
+        assert (counts["read_cache_misses"] > 0) is hits
+
+
+def test_the_section_says_what_it_takes():
+    assert Config.make({"cache": {"size_bytes": "2 GiB"}}).cache.size_bytes == 2 << 30
+    with pytest.raises(ConfigError, match=r"cache\.eviction: 'mru' is not accepted"):
+        Config.make({"cache": {"eviction": "mru"}})

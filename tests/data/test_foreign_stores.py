@@ -1,0 +1,228 @@
+"""Any group that xarray writes opens and reads as xarray reads it: formats, packing, codecs, edges, coordinates."""
+
+from __future__ import annotations
+
+import numcodecs
+import numpy as np
+import pytest
+import xarray
+import zarr
+
+from kit.cloud.simulated_cloud import simulated_cloud
+from kit.data.dataset import open_dataset
+from kit.data.engine import Engine
+from kit.endpoints import VARIABLE
+from kit.errors import StoreError
+
+SHAPE, PATCH = (7, 13, 17), (2, 5, 6)
+DIMS = ("time", "y", "x")
+CORNERS = np.array([[0, 0, 0], [5, 8, 11], [3, 4, 2], [5, 0, 11]])
+ROUNDING = 2.0**-22
+
+
+def values_of(dtype, seed=0):
+    random = np.random.default_rng(seed)
+    if np.dtype(dtype).kind == "f":
+        return random.normal(280, 15, SHAPE).astype(dtype)
+    return random.integers(0, 120, SHAPE).astype(dtype)
+
+
+def group(**variables):
+    """A Dataset with times, plain and two-dimensional coordinates, and a scalar one."""
+    random = np.random.default_rng(9)
+    return xarray.Dataset(
+        {name: (DIMS, values) for name, values in variables.items()},
+        coords={
+            "time": np.array(["2001-02-28", "2001-03-01", "2001-03-02"] + ["2001-03-09"] * 4, "datetime64[ns]"),
+            "x": np.linspace(0, 1, SHAPE[2]), "lon": (("y", "x"), random.normal(size=SHAPE[1:])), "depth": 5.0,
+        },
+        attrs={"title": "a group of others"},
+    )  # fmt: skip
+
+
+def read(given, variables=(), offsets=CORNERS, patch=PATCH):
+    with Engine(open_dataset(given), variables) as engine:
+        ((values, valid),) = engine.stream([offsets], patch)
+    return values, valid
+
+
+def as_xarray_reads(path, variables, offsets=CORNERS, patch=PATCH, **options):
+    with xarray.open_zarr(path, chunks=None, **options) as opened:
+        arrays = [opened[name].values for name in variables]
+    regions = [tuple(map(slice, offset, offset + np.array(patch))) for offset in offsets]
+    return np.array([[array[region].astype(np.float64) for array in arrays] for region in regions])
+
+
+def assert_equal(got, expected):
+    values, valid = got
+    assert np.array_equal(valid, ~np.isnan(expected))
+    assert (values[~valid] == 0).all()
+    assert np.allclose(values[valid], expected[valid], rtol=ROUNDING, atol=ROUNDING * 300)
+
+
+PACKINGS = {
+    "plain float": ("f4", {}),
+    "double": ("f8", {}),
+    "half": ("f2", {}),
+    "integer": ("i4", {}),
+    "bytes": ("u1", {}),
+    "switch": ("bool", {}),
+    "scaled": ("f8", {"dtype": "i2", "scale_factor": 0.01, "add_offset": 273.15, "_FillValue": -32768}),
+    "scaled unsigned": ("f8", {"dtype": "u2", "scale_factor": 0.01, "_FillValue": 65535}),
+    "unsigned in signed": ("f8", {"dtype": "i1", "_Unsigned": "true", "scale_factor": 3.0, "_FillValue": -1}),
+    "float with a number for missing": ("f4", {"_FillValue": -999.0}),
+    "integers with one": ("f8", {"dtype": "i2", "_FillValue": 7}),
+    "missing_value": ("f8", {"dtype": "i2", "missing_value": 7, "_FillValue": 7}),
+    "NaN": ("f8", {"_FillValue": np.nan}),
+}
+
+
+@pytest.mark.parametrize("consolidated", [True, False])
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.filterwarnings("ignore:.*(Consolidated|consolidated)")
+def test_every_packing_in_either_format_reads_as_xarray_decodes_it(tmp_path, packing, zarr_format, consolidated):
+    dtype, encoding = PACKINGS[packing]
+    values = values_of(dtype)
+    if "_FillValue" in encoding and np.dtype(dtype).kind == "f":
+        values[1, 2:9, 3:12] = np.nan
+    written = group(a=values, b=values[::-1])
+    chunks = {"chunks": (3, 5, 8)}  # uneven at every edge
+    written.to_zarr(
+        tmp_path / "g.zarr", zarr_format=zarr_format, consolidated=consolidated,
+        encoding={"a": encoding | chunks, "b": encoding | chunks},
+    )  # fmt: skip
+    expected = as_xarray_reads(tmp_path / "g.zarr", ["a", "b"], consolidated=consolidated)
+    assert_equal(read(tmp_path / "g.zarr"), expected)
+    assert_equal(read(tmp_path / "g.zarr", ["b"]), expected[:, 1:])
+
+
+def test_variables_of_differing_types_and_chunks_are_channels_side_by_side(tmp_path):
+    written = group(a=values_of("f4"), b=values_of("i2", 1), c=values_of("u1", 2))
+    encoding = {"a": {"chunks": (1, 13, 17)}, "b": {"chunks": (7, 4, 4)}, "c": {"chunks": (2, 13, 5)}}
+    written.to_zarr(tmp_path / "g.zarr", zarr_format=3, consolidated=False, encoding=encoding)
+    expected = as_xarray_reads(tmp_path / "g.zarr", ["a", "b", "c"], consolidated=False)
+    assert_equal(read(tmp_path / "g.zarr"), expected)
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        {"compressors": numcodecs.Blosc(cname="lz4", shuffle=numcodecs.Blosc.SHUFFLE)},
+        {"compressors": numcodecs.Blosc(cname="zstd", shuffle=numcodecs.Blosc.BITSHUFFLE)},
+        {"compressors": numcodecs.Zlib(level=4)},
+        {"compressors": numcodecs.GZip()},
+        {"compressors": numcodecs.BZ2()},
+        {"compressors": numcodecs.LZ4()},
+        {"compressors": numcodecs.LZMA()},
+        {"compressors": numcodecs.Zstd(level=2)},
+        {"compressors": None},
+        {"compressors": numcodecs.Zlib(), "filters": [numcodecs.Shuffle(4)]},
+        {"compressors": numcodecs.Zlib(), "filters": [numcodecs.Delta("<f4")]},
+        {
+            "compressors": None,
+            "filters": [numcodecs.FixedScaleOffset(offset=280, scale=100, dtype="<f4", astype="<i2")],
+        },
+        {"compressors": numcodecs.Blosc(), "filters": [numcodecs.BitRound(keepbits=10)]},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # FixedScaleOffset of the NaN beyond an edge
+def test_compressors_and_filters_of_version_2(tmp_path, encoding):
+    written = group(a=values_of("f4"))
+    written.to_zarr(tmp_path / "g.zarr", zarr_format=2, encoding={"a": {"chunks": (3, 5, 8), **encoding}})
+    assert_equal(read(tmp_path / "g.zarr"), as_xarray_reads(tmp_path / "g.zarr", ["a"]))
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("separator", [".", "/"])
+@pytest.mark.parametrize("dtype", [">f4", ">i2", "<f8"])
+def test_orders_separators_and_byte_orders_of_version_2(tmp_path, order, separator, dtype):
+    values = values_of(dtype)
+    stored = zarr.open_group(tmp_path / "g.zarr", mode="w", zarr_format=2)
+    array = stored.create_array(
+        "a", shape=SHAPE, chunks=(3, 5, 8), dtype=dtype, order=order, fill_value=None,
+        chunk_key_encoding={"name": "v2", "separator": separator}, attributes={"_ARRAY_DIMENSIONS": [*DIMS]},
+    )  # fmt: skip
+    array[...] = values
+    zarr.consolidate_metadata(tmp_path / "g.zarr")
+    assert_equal(read(tmp_path / "g.zarr"), as_xarray_reads(tmp_path / "g.zarr", ["a"]))
+
+
+def test_missing_value_and_fill_value_may_both_be_named(tmp_path):
+    stored = zarr.open_group(tmp_path / "g.zarr", mode="w")
+    array = stored.create_array(
+        "a", shape=SHAPE, chunks=(3, 5, 8), dtype="i2", dimension_names=DIMS,
+        attributes={"_FillValue": 3, "missing_value": [5], "scale_factor": [0.5]},
+    )  # fmt: skip
+    array[...] = values = values_of("i2") % 9
+    got, valid = read(tmp_path / "g.zarr", offsets=np.zeros((1, 3), int), patch=SHAPE)
+    assert np.array_equal(valid[0, 0], (values != 3) & (values != 5))
+    assert np.array_equal(got[valid], 0.5 * values[valid[0, 0]])
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_coordinates_are_known_and_are_no_channels(tmp_path, zarr_format):
+    written = group(a=values_of("f4"))
+    flat = written[["a"]].isel(time=0, drop=True)
+    for number, given in enumerate((written, flat)):
+        place = tmp_path / f"{number}.zarr"
+        given.to_zarr(place, zarr_format=zarr_format, consolidated=zarr_format == 2)
+        dataset = open_dataset(place)
+        assert [info.name for info in dataset.select()] == ["a"]
+        assert set(dataset.coordinates) == set(given.coords)
+        for name in given.coords:
+            assert np.array_equal(dataset.coordinate(name), given[name].values)
+    assert np.array_equal(dataset.coordinate("y"), np.arange(SHAPE[1]))
+    assert dataset.attributes["title"] == "a group of others"
+
+
+def test_an_array_without_dimension_names_gets_plain_ones(tmp_path):
+    stored = zarr.open_group(tmp_path / "g.zarr", mode="w")
+    stored.create_array("a", data=values_of("f4"), chunks=(3, 5, 8))
+    assert open_dataset(tmp_path / "g.zarr").select()[0].dims == ("dim_0", "dim_1", "dim_2")
+    assert read(tmp_path / "g.zarr")[1].all()
+
+
+@pytest.mark.parametrize("kind", ["text", "complex"])
+def test_what_is_no_number_is_left_out_of_the_channels(tmp_path, kind):
+    other = {"text": np.full(SHAPE, "ab", "U2"), "complex": np.zeros(SHAPE, complex)}[kind]
+    stored = zarr.open_group(tmp_path / "g.zarr", mode="w", zarr_format=2)
+    for name, values in {"a": values_of("f4"), "other": other}.items():
+        stored.create_array(name, data=values, chunks=(3, 5, 8), attributes={"_ARRAY_DIMENSIONS": [*DIMS]})
+    assert [info.name for info in open_dataset(tmp_path / "g.zarr").select()] == ["a"]
+
+
+@pytest.fixture
+def public(tmp_path, monkeypatch):
+    """Two groups in a bucket that asks nobody who they are: version 2 consolidated, version 3 not."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    written = group(a=values_of("f4"), b=values_of("i2", 1))
+    written.to_zarr(tmp_path / "public" / "2.zarr", zarr_format=2, consolidated=True)
+    written.to_zarr(tmp_path / "public" / "3.zarr", zarr_format=3, consolidated=False)
+    with simulated_cloud("no limits", folder=tmp_path) as cloud:
+        yield cloud
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("scheme", ["gs", "s3", "http"])
+def test_a_public_bucket_is_read_without_a_key(public, tmp_path, scheme, zarr_format):
+    url = public.url(f"public/{zarr_format}.zarr", scheme)
+    dataset = open_dataset(url, "anonymous", ["a", "b"])
+    with Engine(dataset, ["a", "b"]) as engine:
+        ((values, valid),) = engine.stream([CORNERS], PATCH)
+    local = tmp_path / "public" / f"{zarr_format}.zarr"
+    assert_equal((values, valid), as_xarray_reads(local, ["a", "b"], consolidated=zarr_format == 2))
+    if (scheme, zarr_format) != ("http", 3):  # whose variables nothing lists
+        assert np.array_equal(dataset.coordinate("time"), group().time.values)
+
+
+def test_a_group_whose_variables_nothing_lists_says_what_to_do(public):
+    with pytest.raises(StoreError, match=r"name them in data\.variables"):
+        open_dataset(public.url("public/3.zarr", "http"), "anonymous")
+
+
+def test_a_place_without_a_group_is_named(tmp_path):
+    (tmp_path / "g.zarr").mkdir()
+    with pytest.raises(StoreError, match="no Zarr group there"):
+        open_dataset(tmp_path / "g.zarr")

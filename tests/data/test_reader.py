@@ -1,0 +1,147 @@
+"""A reader keeps to its memory while far more streams through it, with every order, cache and kind of store."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+from zarr_stores import AsyncStore, seen_through, write_array
+
+from kit.config import Loader
+from kit.data.dataset import open_dataset
+from kit.data.engine import Engine
+from kit.data.patches import PatchLoader
+from kit.data.reader_plan import batch_bytes, largest_chunk_bytes
+from kit.data.sampling import SamplePlan
+from kit.errors import ConfigError
+
+SHAPE, CHUNK, PATCH = (64, 256, 256), (1, 64, 64), (1, 32, 32)
+DATA_BYTES = 64 * 256 * 256 * 4
+MEMORY_BYTES = DATA_BYTES // 10
+
+
+@pytest.fixture(scope="module", params=[None, (8, 256, 256)], ids=["chunks", "shards"])
+def stored(request, tmp_path_factory):
+    """16 MiB that do not compress."""
+    folder = tmp_path_factory.mktemp("stored")
+    values = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    write_array(folder, "a", values, chunks=CHUNK, shards=request.param)
+    return open_dataset(str(folder)), values
+
+
+def held_bytes(reader):
+    """What a reader has in memory beside its batches."""
+    cache = reader._cache
+    return reader._room.taken_bytes + cache.free_bytes + cache.held_bytes + reader._indexes.nbytes
+
+
+def everywhere(samples=512, seed=0):
+    random = np.random.default_rng(seed)
+    return np.stack([random.integers(0, size - side + 1, samples) for size, side in zip(SHAPE, PATCH, strict=True)], 1)
+
+
+@pytest.mark.parametrize("wrap", [None, AsyncStore])
+@pytest.mark.parametrize("cache_bytes", [0, MEMORY_BYTES // 4])
+def test_what_is_read_and_kept_stays_within_the_memory_given(stored, wrap, cache_bytes):
+    dataset, values = stored
+    source = seen_through(dataset, wrap) if wrap else dataset
+    seen = []
+    with Engine(
+        source, memory_bytes=MEMORY_BYTES, cache_bytes=cache_bytes, requests_in_flight=128, batches_ahead=2
+    ) as engine:
+        batches = np.split(everywhere(2048), 64)
+        for offsets, (got, _) in zip(batches, engine.stream(batches, PATCH), strict=True):
+            seen.append(held_bytes(engine._open()))
+            day, y, x = offsets[0]
+            assert np.array_equal(got[0, 0, 0], values[day, y : y + 32, x : x + 32])
+        most, read = engine._open()._room.most_bytes, engine.counters["bytes_read"]
+    batches_bytes = 4 * batch_bytes(dataset.select(), 32, PATCH)
+    assert read > 5 * MEMORY_BYTES
+    assert max(seen) + batches_bytes <= MEMORY_BYTES
+    assert most + batches_bytes <= MEMORY_BYTES
+
+
+def test_too_little_for_one_chunk_is_slow_and_right(stored):
+    dataset, values = stored
+    with Engine(dataset, memory_bytes=1) as engine:
+        ((got, _),) = engine.stream([np.zeros((1, 3), np.int64)], (3, 70, 70))
+        assert engine._open()._room.most_bytes <= 3 * 70 * 70 * 4 * 4
+    assert np.array_equal(got[0, 0], values[:3, :70, :70])
+
+
+def loader_of(dataset, order="random", **changes):
+    block = {"block": CHUNK, "samples_per_block": 8, "blocks_per_window": 8} if order == "block" else {}
+    plan = SamplePlan(
+        shape=SHAPE, patch=PATCH, order=order, stride=(1, 1, 1) if order == "block" else PATCH, samples_per_epoch=2048,
+        batch_size=32, world_size=1, seed=0, shuffle=True, drop_last=False, **block,
+    )  # fmt: skip
+    settings = Loader(**{"memory_bytes": 4 << 20, "window_bytes": 1 << 20, "batch_size": 32, **changes})
+    return PatchLoader(dataset, plan, settings)
+
+
+@pytest.mark.parametrize("order", ["random", "grid", "block"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_order_streams_within_the_memory_of_a_config(stored, order, num_workers):
+    loader = loader_of(stored[0], order, num_workers=num_workers)
+    samples = sum(len(batch["values"]) for batch in loader)
+    loader.close()
+    assert samples == loader.plan.samples
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"batches_ahead": 60}, "62 batches"),
+        ({"cache_bytes": 8 << 20}, r"the cache \(8 MiB\)"),
+        ({"order": "block", "window_bytes": 8 << 20}, r"the window \(8 MiB\)"),
+        ({"decode_threads": 64, "memory_bytes": 1 << 20}, "65 chunks"),
+        ({"num_workers": 9, "batches_ahead": 4}, "in each of 9 processes"),
+    ],
+)
+def test_a_config_that_cannot_keep_to_its_memory_is_refused_before_reading(stored, changes, named):
+    with pytest.raises(ConfigError, match=rf"loader\.memory_bytes: . MiB cannot hold.*{named}.*use at least"):
+        loader_of(stored[0], **changes)
+
+
+def test_sizes_are_those_of_the_arrays(tmp_path):
+    write_array(tmp_path, "a", np.zeros((4, 6), np.int16), chunks=(2, 3))
+    write_array(tmp_path, "b", np.zeros((4, 6), np.float32), chunks=(4, 6))
+    arrays = open_dataset(str(tmp_path)).select()
+    assert batch_bytes(arrays, 5, (2, 2)) == 5 * 4 * (2 * (4 + 1) + 2)
+    assert largest_chunk_bytes(arrays) == 4 * 6 * 4
+
+
+MEASURE = """
+import resource, sys
+import numpy as np
+from kit.data.dataset import open_dataset
+from kit.data.engine import Engine
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+random = np.random.default_rng(0)
+dataset, budget = open_dataset(sys.argv[1]), int(sys.argv[2])
+with Engine(dataset, memory_bytes=budget, cache_bytes=budget // 8, requests_in_flight=256, batches_ahead=2) as engine:
+    next(engine.stream([np.zeros((1, 3), np.int64)], (1, 32, 32)))
+    before = peak_bytes()
+    batches = (np.stack([random.integers(0, [256, 225, 225]) for _ in range(32)]) for _ in range(200))
+    for values, valid in engine.stream(batches, (1, 32, 32)):
+        pass
+    print(peak_bytes() - before, engine.counters["bytes_read"])
+"""
+
+
+@pytest.mark.parametrize("shards", [None, (32, 256, 256)])
+def test_the_memory_of_a_process_grows_by_no_more_than_what_it_was_given(tmp_path, shards):
+    values = np.random.default_rng(0).normal(size=(256, 256, 256)).astype(np.float32)  # 64 MiB
+    write_array(tmp_path, "a", values, chunks=(1, 128, 128), shards=shards)
+    budget = 6 << 20
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=120)
+    done = run([sys.executable, "-c", MEASURE, str(tmp_path), str(budget)])
+    grown, read = map(int, done.stdout.split())
+    assert read > 10 * budget
+    assert grown < budget + (10 << 20)  # threads and the allocator have their own

@@ -1,0 +1,286 @@
+"""Building at scale: any scheduler and any budget write the same bytes, within memory, resumable at any time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kit.data.build as builder
+from kit.config import Config
+from kit.data.build import build
+from kit.data.build_plan import OVERHEAD_BYTES, plan_build
+from kit.data.dataset import open_dataset
+from kit.data.schedulers import open_scheduler, slots_of
+from kit.data.verify import verify
+from kit.errors import BuildError, ConfigError, UnfinishedStoreError
+
+MIB = 1 << 20
+BUDGET = OVERHEAD_BYTES + 2 * MIB
+RECHUNKER = Path(__file__).with_name("rechunk_victim.py")
+
+
+def data_of(folder):
+    """Every object of data and metadata of a store, without what names the build and its settings."""
+    files = (file for file in Path(folder).rglob("*") if file.is_file() and ".kit" not in file.parts)
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def write_slices(path, shape=(40, 64, 64), chunk=(1, 64, 64), dtype="f4"):
+    """A store cut the wrong way for reading a point through time."""
+    group = zarr.create_group(str(path), attributes={"title": "slices"})
+    array = group.create_array(
+        "t", shape=shape, chunks=chunk, dtype=dtype, dimension_names=("time", "lat", "lon"), attributes={"units": "K"}
+    )
+    values = np.random.default_rng(1).normal(size=shape).astype(dtype)
+    array[...] = values
+    return values
+
+
+def recut(source, target, chunk, **changes):
+    return Config.make({
+        "data": {"source": str(source), "url": str(target), "patch": {"time": 1}},
+        "chunking": {"chunk": chunk, "shard": "none"},
+        "build": {"scheduler": "single-threaded", "memory_bytes": BUDGET},
+    }).replace({path.replace("__", "."): value for path, value in changes.items()})  # fmt: skip
+
+
+# -- the same bytes
+
+
+def test_all_schedulers_write_the_same_bytes(tmp_path):
+    values = write_slices(tmp_path / "source.zarr")
+    chunk = {"time": 40, "lat": 16, "lon": 16}
+    kinds = {"single-threaded": {}, "threads": {"build__threads": 2}, "distributed": {"build__workers": 1}}
+    found = {}
+    for kind, more in kinds.items():
+        config = recut(tmp_path / "source.zarr", tmp_path / f"{kind}.zarr", chunk, build__scheduler=kind, **more)
+        dataset = build(config, progress=False)
+        np.testing.assert_array_equal(dataset.open_array("t")[...], values)
+        assert dataset.arrays["t"].units == "K"
+        assert verify(config, progress=False).faults == ()
+        found[kind] = data_of(tmp_path / f"{kind}.zarr")
+    assert found["threads"] == found["single-threaded"] == found["distributed"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-build")]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_source_layout_any_target_and_any_budget_give_the_same_bytes(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("recut")
+    shape = tuple(data.draw(st.integers(1, 20)) for _ in range(3))
+    cuts = [tuple(data.draw(st.integers(1, size)) for size in shape) for _ in range(2)]
+    values = write_slices(folder / "a.zarr", shape, cuts[0], data.draw(st.sampled_from(["f4", "i2"])))
+    chunk = dict(zip(("time", "lat", "lon"), cuts[1], strict=True))
+    scratch = data.draw(st.sampled_from(["", str(folder / "scratch")]))
+    kind = data.draw(st.sampled_from(["single-threaded", "threads"]))
+    config = recut(folder / "a.zarr", folder / "b.zarr", chunk, build__scratch=scratch, build__scheduler=kind)
+    dataset = build(config, progress=False)
+    np.testing.assert_array_equal(dataset.open_array("t")[...], values)
+    again = recut(folder / "b.zarr", folder / "c.zarr", chunk)
+    build(again, progress=False)
+    assert data_of(folder / "b.zarr") == data_of(folder / "c.zarr")
+
+
+# -- memory
+
+
+def measure(folder, *arguments):
+    done = subprocess.run(
+        [sys.executable, str(RECHUNKER), str(folder), *arguments], capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scratch", ["", "scratch"])
+def test_memory_stays_within_the_budget_for_a_source_ten_times_larger(tmp_path, scratch):
+    result = measure(tmp_path, "threads", scratch)
+    assert result["source_bytes"] >= 10 * result["budget_bytes"] > 0
+    assert result["added_bytes"] <= result["budget_bytes"]
+    assert result["right"]
+    assert not (tmp_path / "scratch").exists() or not [*(tmp_path / "scratch").iterdir()]
+
+
+def test_a_budget_too_small_for_one_shard_is_refused_with_arithmetic_before_any_byte(tmp_path):
+    write_slices(tmp_path / "source.zarr")
+    chunk = {"time": 40, "lat": 64, "lon": 64}
+    config = recut(tmp_path / "source.zarr", tmp_path / "t.zarr", chunk, build__memory_bytes=OVERHEAD_BYTES + MIB)
+    with pytest.raises(BuildError, match=r"640 KiB of values \+ .* to read them \+ 3 × 640 KiB to encode = .* allowed"):
+        build(config, progress=False)
+    assert not (tmp_path / "t.zarr").exists()
+
+
+def test_the_price_of_reading_is_known_before_it_is_paid_and_said(tmp_path, capsys, monkeypatch):
+    write_slices(tmp_path / "source.zarr", shape=(40, 128, 128), chunk=(1, 128, 128))
+    chunk = {"time": 40, "lat": 16, "lon": 16}
+    config = recut(tmp_path / "source.zarr", tmp_path / "t.zarr", chunk)
+    plan = plan_build(config)
+    assert plan.read_ratio > 1.1
+    assert plan.peak_bytes <= BUDGET
+    assert not (tmp_path / "t.zarr").exists()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    build(config)
+    assert f"({plan.read_ratio:.2f} ×)" in capsys.readouterr().err
+    richer = plan_build(config.replace({"build.memory_bytes": "512 MiB"}))
+    assert richer.read_ratio == 1
+
+
+# -- interrupted
+
+
+def killed_when(command, folder, shards):
+    """Run a builder and kill it, with its whole group, when so many shards of the target are there."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if len([*folder.glob("t/c/**/*")]) >= shards:
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    process.wait()
+    return process.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "scratch"), [("distributed", ""), ("threads", "scratch")])
+def test_a_builder_killed_with_its_workers_is_finished_to_the_same_bytes(tmp_path, kind, scratch):
+    values = write_slices(tmp_path / "source.zarr", shape=(40, 128, 128), chunk=(1, 128, 128))
+    chunk = {"time": 40, "lat": 16, "lon": 16}
+    more = {"build__scheduler": kind, "build__workers": 1} if kind == "distributed" else {"build__scheduler": kind}
+    more |= {"build__scratch": str(tmp_path / scratch)} if scratch else {}
+    config = recut(tmp_path / "source.zarr", tmp_path / "killed.zarr", chunk, **more)
+    saved = config.save(tmp_path / "config.yaml")
+    code = "import sys; from kit.config import Config; from kit.data.build import build\n"
+    code += "if __name__ == '__main__': build(Config.load(sys.argv[1]), progress=False)\n"
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    assert killed_when([sys.executable, str(script), str(saved)], tmp_path / "killed.zarr", 20) == -signal.SIGKILL
+    with pytest.raises(UnfinishedStoreError):
+        open_dataset(config)
+    dataset = build(config, progress=False)
+    np.testing.assert_array_equal(dataset.open_array("t")[...], values)
+    whole = config.replace({"data.url": str(tmp_path / "whole.zarr")})
+    build(whole, progress=False)
+    assert data_of(tmp_path / "killed.zarr") == data_of(tmp_path / "whole.zarr")
+
+
+def test_a_long_group_records_its_shards_while_it_runs(tmp_path, monkeypatch):
+    write_slices(tmp_path / "source.zarr")
+    config = recut(tmp_path / "source.zarr", tmp_path / "t.zarr", {"time": 40, "lat": 16, "lon": 16})
+    monkeypatch.setattr("kit.data.work.JOURNAL_SECONDS", 0.0)
+    monkeypatch.setattr("kit.data.shards.ArrayWriter.record", _fail_at(9, builder_error := KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        build(config, progress=False)
+    assert caught.value is builder_error
+    with pytest.raises(UnfinishedStoreError, match="8 of 16 shards are written"):
+        open_dataset(config)
+    monkeypatch.undo()
+    written = []
+    monkeypatch.setattr("kit.data.work.write_object", _noting(written))
+    build(config, progress=False)
+    assert len(written) == 8
+    assert verify(config, progress=False).faults == ()
+
+
+def _fail_at(number, error):
+    from kit.data.shards import ArrayWriter
+
+    original, calls = ArrayWriter.record, []
+
+    def record(self, task, block, data):
+        calls.append(task)
+        if len(calls) == number:
+            raise error
+        return original(self, task, block, data)
+
+    return record
+
+
+def _noting(written):
+    from kit.data.stores import write_object
+
+    def note(store, key, data, url):
+        written.append(key)
+        write_object(store, key, data, url)
+
+    return note
+
+
+# -- schedulers
+
+
+def test_dask_is_not_imported_unless_it_is_chosen(tmp_path):
+    config = recut(tmp_path / "source.zarr", tmp_path / "t.zarr", {"time": 4}, build__scheduler="threads")
+    write_slices(tmp_path / "source.zarr", shape=(4, 4, 4), chunk=(1, 4, 4))
+    saved = config.save(tmp_path / "config.yaml")
+    code = "import sys; from kit.config import Config; from kit.data.build import build\n"
+    code += "build(Config.load(sys.argv[1]), progress=False)\n"
+    code += "assert not {'dask', 'distributed', 'xarray', 'torch'} & set(sys.modules), sorted(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_running_cluster_is_used_and_left_running(tmp_path):
+    from distributed import Client, LocalCluster
+
+    values = write_slices(tmp_path / "source.zarr")
+    with LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1"
+    ) as cluster:
+        config = recut(
+            tmp_path / "source.zarr", tmp_path / "t.zarr", {"time": 40, "lat": 16, "lon": 16},
+            build__scheduler="distributed", build__address=cluster.scheduler_address,
+        )  # fmt: skip
+        dataset = build(config, progress=False)
+        np.testing.assert_array_equal(dataset.open_array("t")[...], values)
+        with Client(cluster) as client:
+            assert client.submit(sum, [1, 2]).result() == 3
+
+
+def test_a_scheduler_that_does_not_answer_is_a_build_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("kit.data.schedulers._CLUSTER_SECONDS", 4)
+    write_slices(tmp_path / "source.zarr", shape=(4, 4, 4), chunk=(1, 4, 4))
+    config = recut(
+        tmp_path / "source.zarr", tmp_path / "t.zarr", {"time": 4}, build__scheduler="distributed",
+        build__address="tcp://127.0.0.1:9",
+    )  # fmt: skip
+    with pytest.raises(BuildError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9.*correct build\.address"):
+        build(config, progress=False)
+
+
+def test_dask_that_is_not_installed_is_a_config_error_with_the_way_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dask", None)
+    chosen = Config.make({"build": {"scheduler": "distributed", "workers": 1}}).build
+    with (
+        pytest.raises(ConfigError, match=r"build\.scheduler: distributed needs Dask.*kit\[build\]"),
+        open_scheduler(chosen, slots_of(chosen), 1),
+    ):
+        pass
+
+
+def test_a_store_in_memory_is_refused_for_workers(tmp_path):
+    write_slices(tmp_path / "source.zarr", shape=(4, 4, 4), chunk=(1, 4, 4))
+    config = recut(tmp_path / "source.zarr", "memory://x/t.zarr", {"time": 4}, build__scheduler="distributed")
+    with pytest.raises(BuildError, match="lives in this process only"):
+        build(config, progress=False)
+
+
+def test_a_source_that_fails_on_a_worker_is_named_as_in_this_process(tmp_path, tiny_config):
+    config = tiny_config(tmp_path / "t.zarr", data__arguments={"fault": "raise"}, build__scheduler="distributed")
+    with pytest.raises(BuildError, match="the source failed: RuntimeError: the instrument fell overboard"):
+        build(config.replace({"build.workers": 1}), progress=False)
+
+
+def test_every_builder_journals_every_two_seconds():
+    assert builder.JOURNAL_SECONDS == 2.0
