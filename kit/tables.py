@@ -35,19 +35,23 @@ def html_table(
     caption: str = "",
     marked: int | None = None,
     mark: str = "chosen",
+    dense: bool = False,
 ) -> str:
-    """The same table as HTML; `caption` stands above it, `mark` is what the marked row is called."""
+    """The same table as HTML; `caption` stands above it, `mark` is what the marked row is called.
+
+    A dense one has smaller letters and gaps, for many columns on a narrow page.
+    """
     head = "".join(
-        f'<th scope="col" style="{_cell(c)}; border-bottom: {_RULE}">{escape(name)}</th>'
+        f'<th scope="col" style="{_cell(c, dense)}; border-bottom: {_RULE}">{escape(name)}</th>'
         for c, name in enumerate(columns)
     )
-    body = "".join(_row(row, mark if index == marked else "") for index, row in enumerate(rows))
+    body = "".join(_row(row, mark if index == marked else "", dense) for index, row in enumerate(rows))
     title = (
         f'<caption style="text-align: left; font-weight: bold; padding: 2px 0">{escape(caption)}</caption>'
         if caption
         else ""
     )
-    style = f"{FRAME}; border-collapse: collapse; margin: 4px 0"
+    style = f"{FRAME}; border-collapse: collapse; margin: 4px 0{'; font-size: 0.82em' if dense else ''}"
     return f'<table style="{style}">{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
@@ -57,13 +61,14 @@ def html_list(items: Sequence[str]) -> str:
     return f'<ul style="{FRAME}; margin: 4px 0; padding-left: 1.5em">{body}</ul>'
 
 
-def _row(cells: Sequence[str], mark: str) -> str:
+def _row(cells: Sequence[str], mark: str, dense: bool) -> str:
     note = f' <span style="font-weight: normal">({escape(mark)})</span>' if mark else ""
     first, *others = cells
-    head = f'<th scope="row" style="{_cell(0)}; font-weight: inherit">{escape(first)}{note}</th>'
-    rest = "".join(f'<td style="{_cell(1)}">{escape(cell)}</td>' for cell in others)
+    head = f'<th scope="row" style="{_cell(0, dense)}; font-weight: inherit">{escape(first)}{note}</th>'
+    rest = "".join(f'<td style="{_cell(1, dense)}">{escape(cell)}</td>' for cell in others)
     return f'<tr style="{_MARK if mark else ""}">{head}{rest}</tr>'
 
 
-def _cell(column: int) -> str:
-    return f"text-align: {'right' if column else 'left'}; padding: 2px 10px"
+def _cell(column: int, dense: bool) -> str:
+    padding = "2px 4px" if dense else "2px 10px"
+    return f"text-align: {'right; white-space: nowrap' if column else 'left'}; padding: {padding}"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 PIXELS_PER_INCH = 100
 
@@ -99,8 +99,17 @@ def _shown() -> type[Figure]:
     return Chart
 
 
+def root(figure: Figure | SubFigure) -> Figure:
+    """The whole figure that a part of one belongs to; a whole one belongs to itself."""
+    from matplotlib.figure import SubFigure
+
+    while isinstance(figure, SubFigure):
+        figure = figure.figure
+    return figure
+
+
 def add_axes(
-    figure: Figure,
+    figure: Figure | SubFigure,
     rectangle: tuple[float, float, float, float],
     *,
     title: str = "",
@@ -108,7 +117,7 @@ def add_axes(
     y: str = "",
     grid: str = "y",
 ) -> Axes:
-    """Axes in a fixed rectangle `(left, bottom, width, height)`, in fractions of the figure.
+    """Axes in a fixed rectangle `(left, bottom, width, height)`, in fractions of the figure (or of a part of one).
 
     A fixed rectangle costs no layout pass and does not jump when tick labels change; leave 4 % at the right, where the
     last tick label overhangs. `grid` is "x", "y", "both" or "" for none.

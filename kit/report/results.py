@@ -22,17 +22,21 @@ from kit.errors import KitError
 from kit.events import Event
 from kit.report import results_table
 from kit.report.trace import trace_of
+from kit.run.memory.residuals import compared, ratio
 from kit.run.paths import RunPaths, find_runs, runs_folder
 from kit.run.trial import Trial
 from kit.tables import FRAME
 
 Row = dict[str, Any]
-PREDICTED = ("requests_per_sample", "bytes_per_sample")
-"""What stands as `_predicted`, `_measured` and `_ratio`."""
+PREDICTED = ("device_allocated_bytes", "device_reserved_bytes", "requests_per_sample", "bytes_per_sample")
+"""What stands as `_predicted`, `_measured` and `_ratio`. Device bytes are the peak of the rank that needed most; on the
+CPU, of its first two optimizer steps."""
+READ = ("requests", "retries", "bytes_read", "cache_hits", "cache_misses", "read_cache_hits", "read_cache_misses")
+"""What the loaders of all ranks read, by the names of `kit.data.counters`."""
 COLUMNS = (
     "run", "name", "started", "state", "cause", "message", "strategy", "accelerator", "world_size", "precision",
     "batch_size", "global_batch_size", "steps", "samples_per_second", "data_wait_fraction", "host_rss_peak_bytes",
-    "device_allocated_peak_bytes", "device_reserved_peak_bytes",
+    "device_allocated_peak_bytes", "device_reserved_peak_bytes", *READ,
     *(f"{quantity}_{part}" for quantity in PREDICTED for part in ("predicted", "measured", "ratio")),
     "fingerprint", "run_directory",
 )  # fmt: skip
@@ -144,26 +148,48 @@ def _measured(trial: Trial) -> Row:
     }
 
 
-def _per_sample(events: Iterable[Event]) -> dict[str, float]:
-    """What the loaders of all ranks read, per sample they made; empty when they do not count."""
+def _read(events: Iterable[Event]) -> dict[str, int]:
+    """What the loaders of all ranks counted; empty when they do not count."""
     counts = [event.get("counters") or {} for event in events if event["kind"] == "fit_ended"]
-    samples = sum(count.get("samples", 0) for count in counts)
-    if not samples:
-        return {}
+    names = {name for count in counts for name in count}
+    return {name: sum(count.get(name, 0) for count in counts) for name in names}
+
+
+def _per_sample(read: dict[str, int]) -> dict[str, float]:
+    """Per sample that the loaders made."""
     names = {"requests_per_sample": "requests", "bytes_per_sample": "bytes_read"}
-    return {quantity: sum(count.get(name, 0) for count in counts) / samples for quantity, name in names.items()}
+    if not read.get("samples"):
+        return {}
+    return {quantity: read.get(name, 0) / read["samples"] for quantity, name in names.items()}
 
 
 def _compared(trial: Trial) -> Row:
-    """What was predicted when the trial was submitted, beside what its loaders measured."""
-    measured = _per_sample(trial.events)
+    """What was predicted for the trial, beside what was measured in it."""
+    read = _read(trial.events)
+    measured = _per_sample(read)
     predicted = trial.environment.get("predicted") or {}
-    row: Row = {}
-    for quantity in PREDICTED:
-        foreseen, found = predicted.get(quantity), measured.get(quantity)
-        row[f"{quantity}_predicted"], row[f"{quantity}_measured"] = foreseen, found
-        row[f"{quantity}_ratio"] = found / foreseen if foreseen and found is not None else None
+    row = {**_memory(trial.paths), **{name: read.get(name) for name in READ}}
+    for quantity in ("requests_per_sample", "bytes_per_sample"):
+        row |= _triple(quantity, predicted.get(quantity), measured.get(quantity))
     return row
+
+
+def _memory(paths: RunPaths) -> Row:
+    """A prediction without activations has no ratio: it is a lower bound."""
+    run = compared(paths)
+    if run is None:
+        return {}
+    row = _triple("device_allocated_bytes", run.predicted_allocated_bytes, run.measured_allocated_bytes)
+    row |= _triple("device_reserved_bytes", run.predicted_reserved_bytes, run.measured_reserved_bytes)
+    return {**row, "device_allocated_bytes_ratio": run.ratio, "device_reserved_bytes_ratio": run.reserved_ratio}
+
+
+def _triple(quantity: str, predicted: float | None, measured: float | None) -> Row:
+    return {
+        f"{quantity}_predicted": predicted,
+        f"{quantity}_measured": measured,
+        f"{quantity}_ratio": ratio(predicted, measured),
+    }
 
 
 def _local_time(paths: RunPaths) -> str:

@@ -1,7 +1,7 @@
 """The table of results that people see: fewer columns than the rows hold, formatted, and none that is empty.
 
-What is predicted stands as three columns under one heading: predicted, measured, ratio. Rows that went wrong say why
-below the table.
+What is predicted stands as three columns under one heading: predicted, measured, ratio; in HTML in a table of its own
+below, so that each fits a narrow page. Rows that went wrong say why below.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kit.units import format_bytes
 
 Row = Mapping[str, Any]
 _MISSING = "–"
+_COMPARED = ("predicted", "measured", "ratio")
 _RULE = "1px solid var(--jp-border-color2, #ccc)"
 
 
@@ -42,21 +43,40 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def as_html(rows: Sequence[Row]) -> str:
-    """The rows as an HTML table with two lines of headings."""
+    """The rows as two HTML tables, each with two lines of headings: the trials, and what was predicted of them."""
     columns, cells = _table(rows)
     caption = f"{len(rows)} {'trial' if len(rows) == 1 else 'trials'}, newest first"
-    groups = [(group, len(list(part))) for group, part in groupby(column.group for column in columns)]
-    first = "".join(_group_html(group, span) for group, span in groups)
-    second = "".join(_heading_html(place, column.title) for place, column in enumerate(columns))
-    body = "".join(f"<tr>{''.join(_cell_html(*cell) for cell in enumerate(row))}</tr>" for row in cells)
+    compared = [place for place, column in enumerate(columns) if column.title in _COMPARED]
+    facts = [place for place in range(len(columns)) if place not in compared]
+    tables = _table_html(caption, columns, cells, facts)
+    if compared:
+        tables += _table_html("predicted and measured", columns, cells, [0, *compared], "0.92em")
     notes = "".join(f"<li>{escape(trouble)}</li>" for trouble in _troubles(rows))
     return (
-        f'<div style="{FRAME}; overflow-x: auto; font-size: 0.88em">'
-        '<table style="border-collapse: collapse; margin: 4px 0; font-size: inherit">'
-        f'<caption style="text-align: left; font-weight: bold; padding: 2px 0">{caption}</caption>'
-        f"<thead><tr>{first}</tr><tr>{second}</tr></thead><tbody>{body}</tbody></table>"
+        f'<div style="{FRAME}; overflow-x: auto; font-size: 0.88em">{tables}'
         + (f'<ul style="margin: 4px 0; padding-left: 1.5em">{notes}</ul>' if notes else "")
         + "</div>"
+    )
+
+
+def _table_html(
+    caption: str,
+    columns: Sequence[Column],
+    cells: Sequence[Sequence[str]],
+    places: Sequence[int],
+    size: str = "inherit",
+) -> str:
+    """A table of the columns at these places."""
+    chosen = [columns[place] for place in places]
+    groups = [(group, len(list(part))) for group, part in groupby(column.group for column in chosen)]
+    first = "".join(_group_html(group, span) for group, span in groups)
+    second = "".join(_heading_html(place, column.title) for place, column in enumerate(chosen))
+    rows = ([row[place] for place in places] for row in cells)
+    body = "".join(f"<tr>{''.join(_cell_html(*cell) for cell in enumerate(row))}</tr>" for row in rows)
+    return (
+        f'<table style="border-collapse: collapse; margin: 4px 0; font-size: {size}">'
+        f'<caption style="text-align: left; font-weight: bold; padding: 2px 0">{caption}</caption>'
+        f"<thead><tr>{first}</tr><tr>{second}</tr></thead><tbody>{body}</tbody></table>"
     )
 
 
@@ -89,7 +109,7 @@ def _troubles(rows: Sequence[Row]) -> list[str]:
 
 def _group_html(group: str, span: int) -> str:
     rule = f"; border-bottom: {_RULE}" if group else ""
-    style = f"text-align: center; padding: 0 5px; white-space: nowrap{rule}"
+    style = f"text-align: center; padding: 0 3px; white-space: nowrap{rule}"
     return f'<th scope="colgroup" colspan="{span}" style="{style}">{escape(group)}</th>'
 
 
@@ -102,7 +122,8 @@ def _cell_html(place: int, cell: str) -> str:
 
 
 def _style(place: int) -> str:
-    return f"text-align: {'right' if place else 'left'}; padding: 2px 5px; white-space: nowrap"
+    """Names of trials may wrap at their hyphens where the page is narrow; numbers may not."""
+    return f"text-align: {'right; white-space: nowrap' if place else 'left'}; padding: 2px 3px"
 
 
 def _markdown_cell(text: str) -> str:
@@ -140,10 +161,20 @@ def _devices(row: Row) -> str:
     return f"{strategy}{row['world_size']} × {(row['accelerator'] or 'device').upper()}"
 
 
-def _triple(quantity: str, cell: Callable[[str], Callable[[Row], str]]) -> tuple[Column, ...]:
-    heading = quantity.replace("_per_", "/")
+def _foreseen(quantity: str, cell: Callable[[Row], str]) -> Callable[[Row], str]:
+    """A prediction; none of reserved bytes on the CPU, whose allocator reserves nothing that could be measured."""
+    if quantity != "device_reserved_bytes":
+        return cell
+    measured = f"{quantity}_measured"
+    return lambda row: _MISSING if row["accelerator"] == "cpu" and row[measured] is None else cell(row)
+
+
+def _triple(
+    quantity: str, cell: Callable[[str], Callable[[Row], str]], heading: str | None = None
+) -> tuple[Column, ...]:
+    heading = heading or quantity.replace("_per_", "/")
     return (
-        Column(heading, "predicted", cell(f"{quantity}_predicted")),
+        Column(heading, "predicted", _foreseen(quantity, cell(f"{quantity}_predicted"))),
         Column(heading, "measured", cell(f"{quantity}_measured")),
         Column(heading, "ratio", _number(f"{quantity}_ratio", ".2f")),
     )
@@ -159,6 +190,8 @@ _COLUMNS = (
     Column("", "data wait", _number("data_wait_fraction", ".0%")),
     Column("peak", "host RSS", _bytes("host_rss_peak_bytes")),
     Column("peak", "device", _bytes("device_allocated_peak_bytes")),
+    *_triple("device_allocated_bytes", _bytes, "device allocated"),
+    *_triple("device_reserved_bytes", _bytes, "device reserved"),
     *_triple("requests_per_sample", lambda name: _number(name, ".3g")),
     *_triple("bytes_per_sample", _bytes),
 )

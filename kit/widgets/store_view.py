@@ -175,7 +175,7 @@ def find_out(config: Config) -> StoreFacts:
         facts.missing = f"{config.data.url}: not built yet" if config.data.source is not None else str(error)
     try:
         facts.plan = plan_chunks(config)
-        facts.hints = _hints(config, facts.plan)
+        facts.hints = layout_hints(config, facts.plan)
     except KitError as error:
         facts.problem = str(error)
     except Exception as error:  # a source is the user's own code
@@ -194,7 +194,7 @@ def _expected_size(config: Config, plan: ChunkPlan) -> str:
     return f"{raw} of data, about {stored} stored in {size.objects:,} objects"
 
 
-def _hints(config: Config, plan: ChunkPlan) -> dict[str, str]:
+def layout_hints(config: Config, plan: ChunkPlan) -> dict[str, str]:
     """What `auto` came to, for the fields it stands in."""
     hints = {}
     if config.chunking.chunk == "auto":

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from kit.errors import PlanError
 from kit.plan.chunks import chunk_table, plan_layout
 from kit.report.chunk_chart import chunk_figure, chunk_table_figure, chunk_table_info, plan_figure, plan_info
 from kit.report.figure import svg
@@ -29,7 +30,11 @@ SUBJECTS = {
     "table of one row": lambda: chunk_table((64,), [64]),
     "plan": plan,
     "plan by hand": lambda: plan(chunk={"lat": 64, "lon": 64}),
-    "plan with one candidate": lambda: plan(patch={"time": 365, "lat": 720, "lon": 1440}),
+    "plan of all": lambda: plan(patch={"time": 365, "lat": 720, "lon": 1440}),
+    "plan of one candidate": lambda: plan(shape=(1, 1, 1), patch={}),
+    "plan of blocks": lambda: plan(order="block"),
+    "plan of a tiny array": lambda: plan(shape=(4, 8, 8), patch={"time": 2, "lat": 4, "lon": 4}),
+    "plan with every bound": lambda: plan(requests_per_second=900, total_bandwidth_bytes_per_second=60e6),
 }
 
 
@@ -51,6 +56,53 @@ def test_plan_info_marks_the_choice_and_climbs_the_ladder():
     assert len(info.chunk_bytes) == len(answer.candidates)
 
 
+def test_plan_info_reads_as_a_batch_reads_and_knows_what_binds():
+    answer = plan(total_bandwidth_bytes_per_second=50e6, pattern={"compression_ratio": 2.0})
+    info = plan_info(answer)
+    place = info.chosen
+    assert info.requests_per_sample[place] == pytest.approx(answer.requests_per_batch / 16)
+    assert info.least_requests[place] <= answer.requests_per_sample <= info.most_requests[place]
+    assert info.bytes_per_sample[place] == pytest.approx(answer.requests_per_batch / 16 * answer.chunk_bytes / 2)
+    assert info.sample_bytes == pytest.approx(3 * 64 * 64 * 2 * 3 / 2)
+    assert info.bounds == tuple(cost.bound for cost in answer.candidates)
+
+
+def test_measured_speeds_stand_at_their_size_beside_their_prediction():
+    answer = plan()
+    other = answer.ladder[0].chunk
+    measured = {answer.chunk: 100.0, other: 7.0, (5, 7, 11): 50.0}
+    info = plan_info(answer, measured)
+    assert info.measured == (
+        (answer.chunk_bytes, 100.0, answer.samples_per_second),
+        (answer.ladder[0].chunk_bytes, 7.0, answer.ladder[0].samples_per_second),
+        (5 * 7 * 11 * 2, 50.0, None),
+    )
+    chart = chunk_figure(answer, measured=measured)
+    diamonds = [line for line in chart.axes[0].get_lines() if line.get_marker() == "D"]
+    assert [tuple(line.get_ydata()) for line in diamonds] == [(100.0,), (7.0,), (50.0,)]
+    assert "measured" in svg(chart, "plan")
+
+
+@pytest.mark.parametrize(
+    ("subject", "measured", "message"),
+    [
+        (plan, {(3, 64): 10.0}, "does not belong to a plan of time, lat, lon"),
+        (plan, {(3, 64, 64): 0.0}, "above 0"),
+        (lambda: chunk_table((64, 64), SIDES), {(64, 64): 10.0}, "a chunk table predicts no samples/s"),
+    ],
+)
+def test_measurements_that_do_not_belong_are_refused(subject, measured, message):
+    with pytest.raises(PlanError, match=message):
+        chunk_figure(subject(), measured=measured)
+
+
+def test_layouts_that_do_not_fit_are_drawn_as_such():
+    answer = plan(order="block", pattern={"window_bytes": 1 << 22})
+    info = plan_info(answer)
+    assert "does not fit" in info.bounds
+    assert "does not fit" in svg(plan_figure(info), "plan")
+
+
 def drawn_labels(axis):
     """Tick labels that are really drawn: ticks beyond the view exist, and are not."""
     low, high = sorted(axis.get_view_interval())
@@ -70,6 +122,9 @@ def test_every_text_lies_inside_the_picture_and_no_tick_label_covers_another(nam
             box = text.get_window_extent()
             assert frame.x0 <= box.x0 < box.x1 <= frame.x1, text
             assert frame.y0 <= box.y0 < box.y1 <= frame.y1, text
+        for text in (text for legend in chart.legends for text in legend.get_texts()):
+            box = text.get_window_extent()
+            assert frame.x0 <= box.x0 < box.x1 <= frame.x1, text
         level = [text.get_window_extent() for text in drawn_labels(axes.xaxis) if not text.get_rotation()]
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(level))
 

@@ -9,10 +9,10 @@ import pytest
 
 from kit.config import Config
 from kit.events import EventWriter
+from kit.processes import identify, machine
 from kit.report.results import COLUMNS, Results, results
 from kit.run.control import Control
 from kit.run.paths import RunPaths
-from kit.run.processes import identify, machine
 
 PHASES = ("wait", "transfer", "forward", "backward", "optimizer", "other")
 
@@ -47,9 +47,10 @@ COMPLETE = {"state": "COMPLETE", "message": "6 steps"}
 
 
 def test_a_complete_run_is_one_row_of_measurements(tmp_path):
-    make_run(tmp_path, end=COMPLETE, counters={"samples": 72, "requests": 144, "bytes_read": 7200})
+    make_run(tmp_path, end=COMPLETE, counters={"samples": 72, "requests": 144, "bytes_read": 7200, "retries": 3})
     (row,) = results(tmp_path)
     assert tuple(row) == COLUMNS
+    assert (row["requests"], row["retries"], row["bytes_read"], row["cache_hits"]) == (144, 3, 7200, None)
     assert (row["state"], row["steps"], row["batch_size"], row["global_batch_size"]) == ("COMPLETE", 6, 16, 16)
     assert row["samples_per_second"] == pytest.approx(20)
     assert row["data_wait_fraction"] == pytest.approx(1 / 6)
@@ -154,3 +155,37 @@ def test_a_prediction_that_was_not_measured_has_no_ratio(tmp_path):
     make_run(tmp_path, end=COMPLETE, counters={}, predicted={"requests_per_sample": 2.0})
     (row,) = results(tmp_path)
     assert (row["requests_per_sample_predicted"], row["requests_per_sample_ratio"]) == (2.0, None)
+
+
+def test_memory_stands_as_predicted_measured_and_ratio(tmp_path):
+    paths = make_run(tmp_path, end=COMPLETE)
+    estimate = {"device_allocated_bytes": 1000, "device_reserved_bytes": 2000, "complete": True}
+    paths.write_prediction(estimate)
+    writer = EventWriter(paths.events(1), 1)
+    writer.write("memory_measured", device_allocated_bytes=1100, device_reserved_bytes=1900, outside_bytes=None)
+    writer.close()
+    found = results(tmp_path)
+    row = found[0]
+    assert [row[f"device_allocated_bytes_{part}"] for part in ("predicted", "measured", "ratio")] == [1000, 1100, 1.1]
+    assert [row[f"device_reserved_bytes_{part}"] for part in ("predicted", "measured", "ratio")] == [2000, 1900, 0.95]
+    assert "device allocated predicted" in repr(found)
+    paths.write_prediction({**estimate, "complete": False})
+    lower_bound = results(tmp_path)[0]
+    assert (lower_bound["device_allocated_bytes_predicted"], lower_bound["device_allocated_bytes_ratio"]) == (
+        1000,
+        None,
+    )
+
+
+def test_on_a_cpu_reserved_bytes_that_nothing_measures_are_not_shown_and_predictions_have_a_table_of_their_own(
+    tmp_path,
+):
+    paths = make_run(tmp_path, end=COMPLETE)
+    paths.write_prediction({"device_allocated_bytes": 1000, "device_reserved_bytes": 2000, "complete": True})
+    found = results(tmp_path)
+    assert found[0]["device_reserved_bytes_predicted"] == 2000
+    assert "device reserved" not in repr(found)
+    assert "device allocated" in repr(found)
+    tables = found._repr_html_().split("<table")[1:]
+    assert ["predicted" in table for table in tables] == [False, True]
+    assert all(found[0]["run"].rpartition("-")[0] in table for table in tables)

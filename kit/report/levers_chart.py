@@ -1,0 +1,67 @@
+"""levers_figure: memory and speed of every rung of a ladder, predicted beside measured.
+
+Bars start at zero, so that lengths compare; the measured bar is filled, the predicted one an outline. Memory is bytes
+on one device, speed samples a second of all devices. A rung that did not run keeps its row, without bars.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kit.report import figure as look
+from kit.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from kit.run.levers_check import LeversCheck
+
+_ROW_INCHES, _EDGE_INCHES = 0.5, 0.75
+_WIDTH_INCHES = 8.6
+
+
+def levers_figure(check: LeversCheck) -> Figure:
+    """Two panels with a row for each rung, the first on top."""
+    height = _EDGE_INCHES + _ROW_INCHES * len(check.rungs)
+    figure = look.figure(_WIDTH_INCHES, height)
+    bottom, tall = 0.48 / height, (height - _EDGE_INCHES) / height
+    memory = look.add_axes(
+        figure, (0.24, bottom, 0.38, tall), title="peak allocated on a device, MiB (outline: predicted)", grid="x"
+    )
+    speed = look.add_axes(figure, (0.68, bottom, 0.27, tall), title="samples a second", grid="x")
+    with look.drawing():
+        for axes in (memory, speed):
+            axes.set_ylim(len(check.rungs) - 0.5, -0.5)
+            axes.set_yticks(range(len(check.rungs)))
+        memory.set_yticklabels([rung.name for rung in check.rungs])
+        speed.set_yticklabels([])
+        for row, rung in enumerate(check.rungs):
+            _memory_row(memory, row, rung)
+            if rung.samples_per_second is not None:
+                speed.barh(row, rung.samples_per_second, height=0.42, color=look.GREEN)
+                _say(speed, row, rung.samples_per_second, f"{rung.samples_per_second:,.0f}")
+        _leave_room(memory)
+        _leave_room(speed)
+    return figure
+
+
+def _memory_row(axes: Axes, row: int, rung: Any) -> None:
+    measured, predicted = rung.measured_bytes, rung.predicted_bytes
+    if measured is not None:
+        axes.barh(row, measured / 2**20, height=0.42, color=look.BLUE)
+    if predicted is not None:
+        axes.barh(row, predicted / 2**20, height=0.58, fill=False, edgecolor=look.INK, linewidth=1.1)
+    longest = max((value for value in (measured, predicted) if value is not None), default=0)
+    ratio = "" if rung.ratio is None else f" · ratio {rung.ratio:.2f}"
+    _say(axes, row, longest / 2**20, "did not run" if measured is None else format_bytes(measured) + ratio)
+
+
+def _say(axes: Axes, row: int, end: float, text: str) -> None:
+    axes.annotate(text, (end, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=look.INK)
+
+
+def _leave_room(axes: Axes) -> None:
+    """Words stand right of the bars."""
+    longest = max((bar.get_width() for bars in axes.containers for bar in bars), default=0.0)
+    axes.set_xlim(0, 1.75 * longest or 1.0)

@@ -1,0 +1,81 @@
+"""The notebooks on chunks and on streaming as their reader meets them: run all, change the pattern, probe, measure."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
+
+SECOND = 1000
+COMPLETE = re.compile(r"^complete — ")
+OUTPUT = "xpath=ancestor::*[contains(@class, 'jp-OutputArea-output')]"
+SIZES = ((1400, "Light"), (1400, "Dark"), (800, "Dark"), (800, "Light"))
+
+
+def status(box):
+    return box.locator("[role=status]").last
+
+
+def pictures(opened, places, name, artifacts):
+    """Pictures for people, wide and narrow, light and dark; nothing may be wider than the output it stands in."""
+    page = opened.page
+    for width, theme in SIZES:
+        page.set_viewport_size({"width": width, "height": 1500})
+        opened.use_theme(f"JupyterLab {theme}")
+        for part, place in places.items():
+            place.scroll_into_view_if_needed()
+            page.screenshot(path=artifacts / f"{name}_{part}_{width}_{theme.lower()}.png")
+            box, around = place.bounding_box(), place.locator(OUTPUT).last.bounding_box()
+            assert box["x"] + box["width"] <= around["x"] + around["width"] + 1, f"{part} at {width} pixels"
+
+
+def drawn(panel):
+    return panel.locator("svg[role=img]")
+
+
+def test_chunks_run_all_then_change_the_order_probe_and_measure(notebook, artifacts):
+    opened = notebook("notebooks/01_chunks.ipynb", width=1400, height=1500)
+    opened.run_all(wait=False)
+    page = opened.page
+    measured = page.locator("table", has_text="first batch")
+    expect(measured).to_be_visible(timeout=180 * SECOND)
+    expect(page.locator(".jp-OutputArea-output img")).to_have_count(2, timeout=60 * SECOND)
+    assert opened.errors() == []
+
+    panel = page.locator(".kit-live")
+    before = drawn(panel).get_attribute("aria-label")
+    panel.get_by_label("order").select_option("block")
+    expect(drawn(panel)).not_to_have_attribute("aria-label", before, timeout=30 * SECOND)
+    expect(panel.get_by_text('config.replace({"data.order": "block"})')).to_be_visible()
+    panel.get_by_role("button", name="probe").click()
+    expect(status(panel)).to_have_text(re.compile(r"^Probe of gs://"), timeout=60 * SECOND)
+    expect(panel.get_by_text(re.compile("^probed: mean of")).first).to_be_visible(timeout=20 * SECOND)
+    panel.get_by_role("button", name="measure").click()
+    expect(status(panel)).to_have_text(re.compile(r"samples/s measured"), timeout=60 * SECOND)
+    expect(panel.locator("th", has_text="ratio")).to_be_visible(timeout=20 * SECOND)
+
+    panel.get_by_label("patch").fill("time: 99")
+    panel.get_by_label("patch").press("Enter")
+    expect(panel.get_by_role("alert")).to_contain_text("99", timeout=20 * SECOND)
+    panel.get_by_label("patch").fill("time: 2, lat: 64, lon: 64")
+    panel.get_by_label("patch").press("Enter")
+    expect(panel.get_by_role("alert")).to_have_count(0, timeout=20 * SECOND)
+    places = {"panel": panel, "measured": measured, "chart": page.locator(".jp-OutputArea-output img").last}
+    pictures(opened, places, "chunks", artifacts)
+    assert opened.errors() == []
+
+
+def test_streaming_run_all_draws_the_pipeline_before_and_after(notebook, artifacts):
+    opened = notebook("notebooks/02_streaming.ipynb", width=1400, height=1500)
+    opened.run_all(wait=False)
+    page = opened.page
+    rows = page.locator("table", has_text="data wait").last
+    expect(rows).to_be_visible(timeout=240 * SECOND)
+    expect(status(page.locator(".kit-live"))).to_have_text(COMPLETE)
+    charts = page.locator(".jp-OutputArea-output img:visible")
+    expect(charts).to_have_count(2)
+    assert opened.errors() == []
+    compared = page.locator("table", has_text="predicted and measured").last
+    places = {"before": charts.nth(0), "after": charts.nth(1), "rows": rows, "compared": compared}
+    pictures(opened, places, "streaming", artifacts)

@@ -1,0 +1,81 @@
+"""The drawing of a pipeline: of real trials, read back from their directories too, and of many ranks and steps."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.errors import TrialError
+from kit.report import figure as look
+from kit.report.pipeline import pipeline_info
+from kit.report.pipeline_chart import MOST_RANKS, draw_pipeline, pipeline_figure
+from kit.run.trial import Trial, fit
+
+made = runpy.run_path(str(Path(__file__).parent / "test_pipeline.py"))
+begin, steps, CONFIG = made["begin"], made["steps"], made["CONFIG"]
+SECONDS = 90.0
+
+
+def words(chart):
+    return [text.get_text() for text in chart.texts]
+
+
+def titles(chart):
+    return [axes.get_title(loc="left") for axes in chart.axes]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (1, 1)])
+def test_a_trial_of_kits_own_loader_draws_every_row_and_the_wire(own, ranks, workers):
+    trial = fit(own(ranks, **{"loader.num_workers": workers})).wait(SECONDS)
+    info = pipeline_info([*trial.events, *trial.steps], trial.config)
+    assert info.ranks == tuple(range(ranks))
+    assert info.overlaps is (workers == 0)
+    assert all(len(info.train[rank]) == len(info.get_batch[rank]) == 8 for rank in info.ranks)
+    assert all(read[1] <= train[0] + 1e-3 for read, train in zip(info.get_batch[0], info.train[0], strict=True))
+    assert sum(info.rates.requests_per_second) > 0
+    chart = pipeline_figure(trial)
+    assert words(chart)[0] == info.finding
+    assert titles(chart)[2].startswith("read from the store: at most ")
+    assert look.png(kit.pipeline_figure(Trial.open(trial.run_directory))) == look.png(chart)
+    assert look.png(pipeline_figure(str(trial.run_directory))) == look.png(chart)
+
+
+def test_a_trial_of_another_loader_draws_without_the_wire(config):
+    trial = fit("kit.testing:TinyModule", "kit.testing:TinyData", config()).wait(SECONDS)
+    chart = pipeline_figure(trial)
+    assert len(chart.axes) == 2
+    assert "loader start-up" in words(chart)[1]
+
+
+def test_a_trial_without_a_step_and_a_part_without_one_are_refused(config):
+    trial = fit("kit.testing:TinyModule", "kit.testing:TinyData", config())
+    trial.kill()
+    with pytest.raises(TrialError, match="no step was finished"):
+        pipeline_figure(trial)
+    done = fit("kit.testing:TinyModule", "kit.testing:TinyData", config()).wait(SECONDS)
+    with pytest.raises(TrialError, match="no step lies between"):
+        pipeline_figure(done, seconds=(1e6, 2e6))
+
+
+def test_many_ranks_and_steps_stay_readable_and_small():
+    events = [event for rank in range(20) for event in (*begin(rank), *steps(2000, rank, wait=0.001))]
+    chart = draw_pipeline(pipeline_info(events, CONFIG))
+    assert f"the first {MOST_RANKS}" in titles(chart)[0]
+    assert len(look.svg(chart, "pipeline")) < 1_000_000
+
+
+def test_a_near_limit_is_a_line_and_a_far_one_is_words():
+    def lines(limit):
+        changed = CONFIG.replace({"chunking.total_bandwidth_bytes_per_second": limit})
+        chart = draw_pipeline(pipeline_info([*begin(), *steps()], changed))
+        assert ", limit " in titles(chart)[2]
+        return len(chart.axes[2].lines)
+
+    assert (lines(30_000), lines(10**9)) == (1, 0)
+
+
+def test_long_set_up_is_cut_and_its_length_is_said():
+    chart = draw_pipeline(pipeline_info([*begin(set_up=200.0), *steps()], CONFIG))
+    assert any("3 min 20 s" in text.get_text() for text in chart.axes[0].texts)
+    assert chart.axes[0].get_xlim()[0] > -2
