@@ -30,7 +30,7 @@ notebooks: $(READY)
 	$(BIN)/nbstripout --verify notebooks/*.ipynb
 
 bench: $(READY)
-	for script in $(filter-out benchmarks/publish.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script --record || exit 1; done
+	for script in $(filter-out benchmarks/publish.py benchmarks/streaming_%.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script --record || exit 1; done
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

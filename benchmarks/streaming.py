@@ -1,138 +1,254 @@
-"""Streaming: samples per second of kit's engine beside zarr reads one sample at a time, on the same store in one run.
+"""Streaming: samples per second of random patches from a simulated cloud, kit beside its peers, in one run.
 
-    python benchmarks/streaming.py [--record]
+    python benchmarks/streaming.py [random] [block] [memory] [--record]
 
-Random patches of three packed variables, from a local folder and from the same folder behind a fixed latency per
-request.
+Batches of 64 random patches of 64 × 64 × 4 float32 from a cloud with 30 ms to the first byte, 80 MB/s a connection and
+400 MB/s in total, in a process of its own on the same cores. Every reader has a process of its own and is asked in
+turn; each may have 64 requests in flight (256 in the last row) and 8 batches ahead. "plain GETs" ask for the very
+ranges that kit asked for and decode nothing: the limit. It is the faster of obstore in threads and bare sockets on an
+event loop; tensorstore is the faster of one read for a patch and one for a batch; a DataLoader has the best of the
+worker counts tried, in brackets. Ratios are medians over rounds. xbatcher has windows on a grid but no random offsets,
+which spares it three of four requests where a chunk is a patch.
+
+Block order reads a window of chunks, 192 MiB decoded, for many samples; the field has 576 MiB. tensorstore is given the
+same offsets and as large a cache; the eight workers of a DataLoader read sample by sample.
+
+Peers that are no part of kit are installed beside the environment, not into it:
+
+    pip install --no-deps --target .peers tensorstore ml_dtypes xbatcher
+
+Of other loaders, zarrdataset and cellmap-data read Zarr 2 only, insitubatch wants Python 3.12, and it and zarr-beluga
+read whole fields along one axis and no patches.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Self
 
-import numpy as np
-import zarr
 from publish import publish
-from zarr.abc.store import ByteRequest, Store
-from zarr.codecs import ZstdCodec
-from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.storage import WrapperStore
+from streaming_readers import ANSWER, READERS, REQUESTS_IN_FLIGHT, Question, version
+from streaming_store import Layout, write
 
-from kit.data.dataset import Dataset, open_dataset
-from kit.data.engine import Engine
-from kit.data.sampling import SamplePlan
+from kit.cloud.simulated_cloud import SimulatedCloud, simulated_cloud
 
-VARIABLES = ("temperature", "salinity", "speed")
-SHAPE, CHUNK, SHARD, PATCH = (16, 512, 512), (4, 64, 64), (16, 256, 256), (4, 64, 64)
-BATCH_SIZE = 16
-LATENCY_SECONDS = 0.02
-NAIVE_THREADS = 8
-
-
-class SlowStore(WrapperStore[Store]):
-    """The same bytes, each request answered after a fixed time."""
-
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        await asyncio.sleep(LATENCY_SECONDS)
-        return await self._store.get(key, prototype, byte_range)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlowDataset(Dataset):
-    def open_store(self) -> Store:
-        return SlowStore(super().open_store())
+SITUATION = "same region"
+LAYOUTS = (
+    Layout(chunk=64, compressed=False),
+    Layout(chunk=128, compressed=False),
+    Layout(chunk=256),
+    Layout(chunk=64, shard=1024),
+    Layout(chunk=128, compressed=False, together=False),
+)
+MANY_IN_FLIGHT = (LAYOUTS[0], 256)
+ROUNDS = 3
+WORKERS = {"DataLoader + zarr": (8, 16), "xbatcher": (8, 16)}
+"""Tried on the first layout; the best is kept for the others."""
+BLOCK_LAYOUTS = (Layout(chunk=128), LAYOUTS[3])
+MEMORY_LAYOUT = BLOCK_LAYOUTS[0]
+BLOCK_WORKERS = 8
+MEMORY_LIMIT = "56 MiB"
+TIMES = 10
+Answer = dict[str, float]
 
 
-def write_store(folder: str) -> None:
-    """Smooth fields with noise, packed in 16 bits: they compress about as measured fields do."""
-    group = zarr.open_group(folder, mode="w")
-    rng = np.random.default_rng(0)
-    waves = np.sin(np.linspace(0, 20, SHAPE[1]))[:, None] * np.cos(np.linspace(0, 30, SHAPE[2]))
-    for name in VARIABLES:
-        field = 8000 * waves + rng.normal(0, 40, SHAPE)
-        array = group.create_array(
-            name, shape=SHAPE, chunks=CHUNK, shards=SHARD, dtype="int16",
-            compressors=[ZstdCodec(level=3, checksum=True)], dimension_names=["time", "lat", "lon"],
-            attributes={"scale_factor": 0.01},
+class Readers:
+    """A process for each reader that is installed; ends them all."""
+
+    def __init__(self) -> None:
+        self.in_flight = REQUESTS_IN_FLIGHT
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._file = tempfile.NamedTemporaryFile(suffix=".json")  # noqa: SIM115 - closed with the processes
+        script = __file__.replace("streaming.py", "streaming_readers.py")
+        for name in READERS:
+            if version(name):
+                self._processes[name] = subprocess.Popen(
+                    [sys.executable, script, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL, text=True,
+                )  # fmt: skip
+            else:
+                print(f"{name} is left out: it is not installed; {__file__} says how in its first lines")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._processes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+        self._file.close()
+
+    def ask(self, name: str, cloud: SimulatedCloud, layout: Layout, order: str = "random", **settings: Any) -> Answer:
+        question = Question(
+            layout=layout, url=cloud.url(layout.path), address=cloud.address, order=order, settings=settings,
+            in_flight=self.in_flight, requests=self._file.name,
+            environment={"KIT_ENDPOINTS": os.environ["KIT_ENDPOINTS"]},
         )  # fmt: skip
-        array[...] = field.astype(np.int16)
+        process = self._processes[name]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps(asdict(question)), file=process.stdin, flush=True)
+        line = next((line for line in process.stdout if line.startswith(ANSWER)), f'{ANSWER}"it has ended"')
+        answer = json.loads(line.removeprefix(ANSWER))
+        if isinstance(answer, str):
+            print(f"{name} has no answer for {layout.name}, {order} order: {answer}")
+            return {"samples_per_second": float("nan"), "first_seconds": float("nan")}
+        return dict(answer)
 
 
-def offsets(samples: int) -> Iterator[np.ndarray]:
-    plan = SamplePlan(
-        shape=SHAPE, patch=PATCH, order="random", stride=PATCH, samples_per_epoch=samples, batch_size=BATCH_SIZE,
-        world_size=1, seed=0, shuffle=True, drop_last=True,
-    )  # fmt: skip
-    return (plan.batch(0, step, 0) for step in range(plan.batches_per_epoch))
+# -- one layout
 
 
-def read_sample(arrays: list[Any], offset: np.ndarray) -> np.ndarray:
-    region = tuple(slice(first, first + side) for first, side in zip(offset.tolist(), PATCH, strict=True))
-    return np.stack([array[region] * np.float32(0.01) for array in arrays])
+def rounds(readers: Readers, cloud: SimulatedCloud, layout: Layout, order: str) -> Iterator[dict[str, Answer]]:
+    """What kit, the plain GETs and tensorstore answer, turn by turn; the better way of the last two is found first."""
+    ways = {
+        "plain GETs": [{"client": "obstore"}, {"client": "sockets"}],
+        "tensorstore": [{"batched": False}, {"batched": True}],
+    }
+    for _ in range(ROUNDS):
+        answers = {"kit": readers.ask("kit", cloud, layout, order)}
+        for name in filter(readers.__contains__, ways):
+            more = {"requests_per_sample": answers["kit"]["requests"]} if name == "plain GETs" else {}
+            tried = [(readers.ask(name, cloud, layout, order, **way, **more), way) for way in ways[name]]
+            answers[name], best = max(tried, key=lambda one: one[0]["samples_per_second"])
+            ways[name] = [best]
+        yield answers
 
 
-def naive(dataset: Dataset, samples: int) -> None:
-    """As a Dataset with `__getitem__` does it in the training process."""
-    group = zarr.open_group(dataset.open_store(), mode="r")
-    arrays = [group[name] for name in VARIABLES]
-    for batch in offsets(samples):
-        np.stack([read_sample(arrays, offset) for offset in batch])
+def loaders(
+    readers: Readers, cloud: SimulatedCloud, layout: Layout, order: str, workers: dict[str, Sequence[int]]
+) -> dict[str, tuple[float, int]]:
+    """Samples/s and workers of each DataLoader at its best."""
+    found = {}
+    for name in filter(readers.__contains__, workers):
+        tried = [(readers.ask(name, cloud, layout, order, workers=count), count) for count in workers[name]]
+        rates = [(answer["samples_per_second"], count) for answer, count in tried]
+        found[name] = max(rates)
+    return found
 
 
-def threads(dataset: Dataset, samples: int) -> None:
-    """The same, the samples of a batch read by a pool of threads."""
-    group = zarr.open_group(dataset.open_store(), mode="r")
-    arrays = [group[name] for name in VARIABLES]
-    with ThreadPoolExecutor(NAIVE_THREADS) as pool:
-        for batch in offsets(samples):
-            np.stack(list(pool.map(lambda offset: read_sample(arrays, offset), batch)))
+def median(rows: Sequence[dict[str, Answer]], name: str, figure: str = "samples_per_second") -> float:
+    return statistics.median(row[name][figure] for row in rows) if name in rows[0] else float("nan")
 
 
-def engine(dataset: Dataset, samples: int) -> None:
-    with Engine(dataset, VARIABLES, requests_in_flight=64, decode_threads=2, batches_ahead=4) as reader:
-        for _ in reader.stream(offsets(samples), PATCH):
-            pass
+def ratio(rows: Sequence[dict[str, Answer]], name: str) -> float:
+    pairs = [(row["kit"], row[name]) for row in rows if name in row]
+    return statistics.median(
+        ours["samples_per_second"] / theirs["samples_per_second"] for ours, theirs in pairs
+    ) if pairs else float("nan")  # fmt: skip
 
 
-def samples_per_second(work: Callable[[Dataset, int], None], dataset: Dataset, samples: int) -> float:
-    start = time.perf_counter()
-    work(dataset, samples)
-    return samples / (time.perf_counter() - start)
+def random_rows(readers: Readers) -> Iterator[dict[str, Any]]:
+    workers: dict[str, Sequence[int]] = dict(WORKERS)
+    for layout, in_flight in [*((layout, REQUESTS_IN_FLIGHT) for layout in LAYOUTS), MANY_IN_FLIGHT]:
+        row, best = random_row(layout, readers, workers, in_flight)
+        workers = {name: (count,) for name, (_, count) in best.items()}
+        yield row
 
 
-def measure() -> dict[str, dict[str, float]]:
-    """`{store: {reader: samples per second}}`; slow readers read fewer samples."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_store(folder)
-        near = open_dataset(folder)
-        far = SlowDataset(**{name: getattr(near, name) for name in near.__dataclass_fields__})
-        return {
-            "local folder": {
-                "zarr, one sample at a time": samples_per_second(naive, near, 64),
-                f"zarr, {NAIVE_THREADS} threads": samples_per_second(threads, near, 64),
-                "kit engine": samples_per_second(engine, near, 512),
-            },
-            f"{LATENCY_SECONDS * 1000:.0f} ms a request": {
-                "zarr, one sample at a time": samples_per_second(naive, far, 16),
-                f"zarr, {NAIVE_THREADS} threads": samples_per_second(threads, far, 64),
-                "kit engine": samples_per_second(engine, far, 512),
-            },
-        }
+def random_row(
+    layout: Layout, readers: Readers, workers: dict[str, Sequence[int]], in_flight: int
+) -> tuple[dict[str, Any], dict[str, tuple[float, int]]]:
+    readers.in_flight = in_flight
+    with simulated_cloud(SITUATION) as cloud:
+        write(cloud, [layout])
+        rows = list(rounds(readers, cloud, layout, "random"))
+        best = loaders(readers, cloud, layout, "random", workers)
+    kit_rate = median(rows, "kit")
+    row = {
+        "layout": layout.name,
+        "in flight": in_flight,
+        "requests/sample": median(rows, "kit", "requests"),
+        "kit": kit_rate,
+        **{name: median(rows, name) for name in ("plain GETs", "tensorstore")},
+        **{name: f"{rate:.3g} ({count})" for name, (rate, count) in best.items()},
+        "kit / plain GETs": ratio(rows, "plain GETs"),
+        "/ tensorstore": ratio(rows, "tensorstore"),
+        **{f"/ {name}": kit_rate / rate for name, (rate, _) in best.items()},
+        "first batch s": median(rows, "kit", "first_seconds"),
+    }
+    return row, best
+
+
+def block_row(layout: Layout, readers: Readers) -> dict[str, Any]:
+    readers.in_flight = REQUESTS_IN_FLIGHT
+    with simulated_cloud(SITUATION) as cloud:
+        write(cloud, [layout])
+        rows = list(rounds(readers, cloud, layout, "block"))
+        plain = [readers.ask("kit", cloud, layout, "random")["samples_per_second"] for _ in range(ROUNDS)]
+        name = "DataLoader + zarr"
+        rate, _ = loaders(readers, cloud, layout, "block", {name: (BLOCK_WORKERS,)})[name]
+    kit_rate = median(rows, "kit")
+    return {
+        "layout": layout.name,
+        "requests/sample": median(rows, "kit", "requests"),
+        "mixing": median(rows, "kit", "mixing"),
+        "kit": kit_rate,
+        "kit, random": statistics.median(plain),
+        **{name: median(rows, name) for name in ("plain GETs", "tensorstore")},
+        f"{BLOCK_WORKERS} workers": rate,
+        "kit / plain GETs": ratio(rows, "plain GETs"),
+        "/ random": kit_rate / statistics.median(plain),
+        "/ tensorstore": ratio(rows, "tensorstore"),
+        f"/ {BLOCK_WORKERS} workers": kit_rate / rate,
+        "first batch s": median(rows, "kit", "first_seconds"),
+    }
+
+
+def memory_row(order: str, cloud: SimulatedCloud, readers: Readers) -> dict[str, Any]:
+    small = {"loader__memory_bytes": MEMORY_LIMIT, "loader__batch_size": 16, "loader__batches_ahead": 2}
+    kept = {"loader__window_bytes": "24 MiB"} if order == "block" else {"loader__cache_bytes": "16 MiB"}
+    answer = readers.ask("kit's memory", cloud, MEMORY_LAYOUT, order, times=TIMES, **small, **kept)
+    mebibytes = {name: answer[f"{name}_bytes"] / 2**20 for name in ("limit", "grown", "streamed")}
+    return {
+        "order": order,
+        "loader.memory_bytes MiB": mebibytes["limit"],
+        "grown by MiB": mebibytes["grown"],
+        "ratio": mebibytes["grown"] / mebibytes["limit"],
+        "streamed MiB": mebibytes["streamed"],
+    }
+
+
+# -- tables
+
+
+def memory_table(readers: Readers) -> list[dict[str, Any]]:
+    with simulated_cloud(SITUATION) as cloud:
+        write(cloud, [MEMORY_LAYOUT])
+        return [memory_row(order, cloud, readers) for order in ("random", "block")]
+
+
+def tables(readers: Readers, wanted: Sequence[str]) -> None:
+    facts = {"cloud": SITUATION, "rounds": ROUNDS, **versions()}
+    if "random" in wanted:
+        publish("samples per second, random order", list(random_rows(readers)), **facts)
+    if "block" in wanted:
+        publish("samples per second, block order", [block_row(layout, readers) for layout in BLOCK_LAYOUTS], **facts)
+    if "memory" in wanted:
+        publish("host memory of a loader", memory_table(readers), layout=MEMORY_LAYOUT.name)
+
+
+def versions() -> dict[str, str]:
+    return {package: version(name) for name, (package, _) in READERS.items() if package != "kit" and version(name)}
 
 
 def main() -> None:
-    rows = [
-        {"store": store, "reader": reader, "samples/s": rate, "ratio": rate / next(iter(rates.values()))}
-        for store, rates in measure().items()
-        for reader, rate in rates.items()
-    ]
-    publish("samples per second of random patches", rows, zarr=zarr.__version__)
+    known = ("random", "block", "memory")
+    wanted = [name for name in sys.argv[1:] if name in known] or list(known)
+    sys.argv[1:] = [name for name in sys.argv[1:] if name not in known]
+    with Readers() as readers:
+        tables(readers, wanted)
 
 
 if __name__ == "__main__":
