@@ -9,21 +9,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kit.cloud.simulated_cloud import simulated_cloud as simulated_cloud
     from kit.config import Config as Config
     from kit.data.build import build as build
+    from kit.data.build_plan import plan_build as plan_build
     from kit.data.dataset import open_dataset as open_dataset
     from kit.data.layout import plan_chunks as plan_chunks
+    from kit.data.measuring import measure_reading as measure_reading
     from kit.data.module import PatchData as PatchData
+    from kit.data.probe import probe as probe
     from kit.data.size import expected_bytes as expected_bytes
     from kit.data.verify import verify as verify
     from kit.errors import KitError as KitError
     from kit.machine import hardware as hardware
     from kit.plan.chunks import chunk_table as chunk_table
+    from kit.plan.schedule import advise_schedule as advise_schedule
     from kit.report.batch_map import batch_figure as batch_figure
     from kit.report.chunk_chart import chunk_figure as chunk_figure
+    from kit.report.levers_chart import levers_figure as levers_figure
+    from kit.report.levers_chart import sequence_figure as sequence_figure
+    from kit.report.memory_charts import breakdown_figure as breakdown_figure
+    from kit.report.memory_charts import memory_figure as memory_figure
+    from kit.report.memory_charts import timeline_figure as timeline_figure
+    from kit.report.pipeline_chart import pipeline_figure as pipeline_figure
     from kit.report.results import results as results
+    from kit.run.back_off import back_off as back_off
+    from kit.run.batch_search import find_batch_size as find_batch_size
+    from kit.run.levers_check import verify_levers as verify_levers
+    from kit.run.memory.largest_batch import largest_batch as largest_batch
+    from kit.run.memory.model import memory_model as memory_model
+    from kit.run.memory.prediction import predict_memory as predict_memory
+    from kit.run.memory.residuals import residuals as residuals
+    from kit.run.memory.what_if import what_if as what_if
     from kit.run.trial import Trial as Trial
     from kit.run.trial import fit as fit
+    from kit.widgets.chunk_panel import chunk_panel as chunk_panel
+    from kit.widgets.memory_panel import memory_panel as memory_panel
     from kit.widgets.panel import panel as panel
 
 _HOMES = {
@@ -31,18 +52,39 @@ _HOMES = {
     "KitError": "kit.errors",
     "PatchData": "kit.data.module",
     "Trial": "kit.run.trial",
+    "advise_schedule": "kit.plan.schedule",
+    "back_off": "kit.run.back_off",
     "batch_figure": "kit.report.batch_map",
+    "breakdown_figure": "kit.report.memory_charts",
     "build": "kit.data.build",
     "chunk_figure": "kit.report.chunk_chart",
+    "chunk_panel": "kit.widgets.chunk_panel",
     "chunk_table": "kit.plan.chunks",
     "expected_bytes": "kit.data.size",
+    "find_batch_size": "kit.run.batch_search",
     "fit": "kit.run.trial",
     "hardware": "kit.machine",
+    "largest_batch": "kit.run.memory.largest_batch",
+    "levers_figure": "kit.report.levers_chart",
+    "measure_reading": "kit.data.measuring",
+    "memory_figure": "kit.report.memory_charts",
+    "memory_model": "kit.run.memory.model",
+    "memory_panel": "kit.widgets.memory_panel",
     "open_dataset": "kit.data.dataset",
     "panel": "kit.widgets.panel",
+    "pipeline_figure": "kit.report.pipeline_chart",
+    "plan_build": "kit.data.build_plan",
     "plan_chunks": "kit.data.layout",
+    "predict_memory": "kit.run.memory.prediction",
+    "probe": "kit.data.probe",
+    "residuals": "kit.run.memory.residuals",
     "results": "kit.report.results",
+    "sequence_figure": "kit.report.levers_chart",
+    "simulated_cloud": "kit.cloud.simulated_cloud",
+    "timeline_figure": "kit.report.memory_charts",
     "verify": "kit.data.verify",
+    "verify_levers": "kit.run.levers_check",
+    "what_if": "kit.run.memory.what_if",
 }
 
 __all__ = sorted(_HOMES)

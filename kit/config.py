@@ -100,7 +100,7 @@ class Hardware(Section):
         "none",
         "none: one device. ddp: each device holds the whole model and takes a slice of the data. fsdp: the model is "
         "sharded over all devices. fsdp:R:S: R replicas, each sharded over S devices.",
-        suggestions=("none", "ddp", "fsdp"),
+        suggestions=("none", "ddp", "fsdp", "fsdp:1:2", "fsdp:2:1", "fsdp:2:2", "fsdp:2:4"),
     )
     precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true"] = setting(
         "auto", "Number format of the computation; auto is bf16-mixed or 16-mixed by GPU capability, 32-true on CPU."
@@ -108,6 +108,10 @@ class Hardware(Section):
     threads_per_rank: int = setting(
         0, "CPU threads each rank computes with; 0 shares the cores evenly among the ranks.", unit="threads", ge=0
     )
+    device_memory_bytes: Bytes = setting(
+        0, "Memory of each device that a rank may fill, less than it has: beyond it a step fails as on a full GPU; 0 "
+        "for all there is. With it a CPU plays a small GPU.", unit="bytes", ge=0, le=1 << 50,
+    )  # fmt: skip
 
     @property
     def shards(self) -> tuple[int, int] | None:
@@ -143,6 +147,25 @@ class Loader(Section):
     )
     decode_threads: int = setting(2, "Threads that decompress chunks.", unit="threads", ge=1, le=64)
     pin_memory: bool = setting(False, "Copy batches to pinned memory first: faster transfers to a GPU.")
+    cache_bytes: Bytes = setting(
+        0, "Decoded chunks each rank keeps for later batches, the least recently used dropped first; 0 keeps none.",
+        unit="bytes", ge=0, le=1 << 50,
+    )  # fmt: skip
+    memory_bytes: Bytes = setting(
+        "4 GiB", "Host memory of a rank for batches, chunks being read and decoded, cache and windows: obeyed.",
+        unit="bytes", ge=1 << 20, le=1 << 50,
+    )  # fmt: skip
+    window_bytes: Bytes = setting(
+        "512 MiB", "Block order: decoded chunks each rank holds, of the window being served and the next one.",
+        unit="bytes", ge=1 << 10, le=1 << 50,
+    )  # fmt: skip
+    window_blocks: int = setting(
+        64, "Block order: places of the array that a window mixes; more mix better and make blocks smaller.",
+        unit="blocks", ge=1, le=1 << 20,
+    )  # fmt: skip
+    block_reuse: float = setting(
+        1.0, "Block order: samples a block yields, over the patches that fit it side by side.", gt=0, le=1000
+    )
     shuffle: bool = setting(True, "Draw samples in a new order each epoch.")
     drop_last: bool = setting(False, "Leave out the samples that do not fill the last global batch.")
 
@@ -156,13 +179,29 @@ class Levers(Section):
     gradient_checkpointing: bool = setting(
         False, "Forget the activations of repeated blocks and compute them again in the backward pass."
     )
+    optimizer: Literal["module", "adamw", "adamw-fused", "adamw-8bit", "sgd"] = setting(
+        "module",
+        "module: what configure_optimizers returns. The others take its place, on the same parameter groups and "
+        "schedulers: adamw-fused needs no temporaries, adamw-8bit a quarter of the state, sgd none without momentum.",
+    )
+    attention: Literal["auto", "math", "efficient", "flash", "cudnn"] = setting(
+        "auto",
+        "Kernel of scaled_dot_product_attention to prefer; auto is torch's own choice. math keeps all scores, the "
+        "others none.",
+    )
+    sequence_chunk: int = setting(
+        0, "Positions of a long sequence that are trained at a time, by a module that has chunk_step; 0 takes "
+        "sequences whole.", unit="positions", ge=0,
+    )  # fmt: skip
 
 
 class Data(Section):
     """What is stored where, and what one sample is."""
 
     source: str | None = setting(
-        None, "What builds the store: an import path such as datasets/ocean/source.py:Ocean; empty to only read."
+        None,
+        "What builds the store: an import path such as datasets/ocean/source.py:Ocean, or a place: a Zarr store, "
+        "a .nc or .npy file, a folder of images; empty to only read.",
     )
     arguments: Arguments = setting(dict, "Keyword arguments of the source, such as its size and seed.")
     url: str = setting(
@@ -177,12 +216,14 @@ class Data(Section):
     patch: Sizes = setting(
         dict, "Size of one sample along each named dimension; a dimension left out has size 1.", unit="elements"
     )
-    order: Literal["random", "grid"] = setting(
-        "random", "random draws offsets anywhere; grid visits every stride-th offset once an epoch."
-    )
+    order: Literal["random", "grid", "block"] = setting(
+        "random", "random draws offsets anywhere; grid visits every stride-th offset once an epoch; block draws "
+        "anywhere too, from some places of the array at a time, so that a chunk is read once for many samples.",
+    )  # fmt: skip
     stride: Sizes = setting(
-        dict, "Distance between grid samples along each dimension; empty for the patch size.", unit="elements"
-    )
+        dict, "Distance between samples along each dimension; empty for the patch size in grid order, for 1 in block "
+        "order.", unit="elements",
+    )  # fmt: skip
     samples_per_epoch: int = setting(
         1024, "Random samples that make one epoch (grid order counts its own).", unit="samples", ge=1
     )
@@ -211,9 +252,87 @@ class Chunking(Section):
         "80 MB", "Bytes per second of one connection, for the plan.", unit="bytes/s", ge=1
     )
     total_bandwidth_bytes_per_second: Bytes = setting(
-        "400 MB", "Bytes per second that all connections and the decoding carry together, for the plan.",
+        "400 MB", "Bytes per second that all connections of all ranks carry together, for the plan.",
         unit="bytes/s", ge=1,
     )  # fmt: skip
+    requests_per_second: int = setting(
+        5000, "Reads per second that the store allows all ranks together, for the plan: a GCS bucket starts at about "
+        "5,000; 0 for no limit.", unit="requests/s", ge=0,
+    )  # fmt: skip
+    decode_bytes_per_second: Bytes = setting(
+        "500 MB", "Decoded bytes per second of one decoding thread, for the plan.", unit="bytes/s", ge=1
+    )
+    request_cpu_seconds: float = setting(
+        0.0003, "CPU time of one request in the thread that makes them, for the plan.", unit="seconds", ge=0, le=60
+    )
+    compression_ratio: float | None = setting(
+        None, "Decoded bytes per stored byte, for the plan; empty takes a built store's own, else 1.", gt=0, le=10_000
+    )
+    divisibility: Literal["any", "divides", "power-of-two"] = setting(
+        "any", "What an automatic chunk keeps along each dimension: it divides the array, or is a power of two."
+    )
+    multiple_of: Sizes = setting(
+        dict, "A number that an automatic chunk is a multiple of, along each dimension.", unit="elements"
+    )
+    largest_object_bytes: Bytes = setting(
+        "5 TiB", "Uncompressed size that no chunk or shard exceeds; object stores allow 5 TiB.",
+        unit="bytes", ge=1, le=5 << 40,
+    )  # fmt: skip
+    readers: Arguments = setting(
+        dict, "Other patterns the layout must serve, as {series: {patch: {time: 8760}, weight: 1}}; also order, "
+        "stride, batch_size, shuffle.",
+    )  # fmt: skip
+    price_per_thousand_reads: float | None = setting(
+        None, "What the store charges for 1,000 reads, in your currency; empty leaves money out. GCS and S3 standard "
+        "listed 0.0004 USD in 2025.", ge=0,
+    )  # fmt: skip
+    price_per_gigabyte: float | None = setting(
+        None, "What 10^9 bytes cost that leave the store, in your currency; empty leaves it out. To the internet GCS "
+        "listed 0.12 USD in 2025, within a region 0.", ge=0,
+    )  # fmt: skip
+
+
+class Build(Section):
+    """How a store is written: by which scheduler, and in how much memory."""
+
+    scheduler: Literal["single-threaded", "threads", "distributed"] = setting(
+        "threads", "What runs the tasks of a build: this thread, threads of this process, or Dask workers."
+    )
+    threads: int = setting(
+        0, "Tasks each process runs at once; 0 takes one per core, at most 8, and 1 in each Dask worker. Fewer run "
+        "where memory_bytes holds no more.", unit="threads", ge=0, le=256,
+    )  # fmt: skip
+    workers: int = setting(
+        0, "distributed: processes of a local cluster; 0 divides the cores by threads.", unit="processes", ge=0, le=1024
+    )
+    memory_bytes: Bytes = setting(
+        "2 GiB", "Memory that building may add to each process: values, what is being decoded, encoded and sent.",
+        unit="bytes", ge=1 << 20, le=1 << 50,
+    )  # fmt: skip
+    address: Annotated[str, Field(pattern=r"^$|^(tcp|tls|ws|wss|inproc)://[^@\s]+$")] = setting(
+        "", "distributed: a running Dask scheduler, such as tcp://host:8786; empty starts a cluster on this machine.",
+        suggestions=("", "tcp://127.0.0.1:8786"),
+    )  # fmt: skip
+    scratch: str = setting(
+        "", "A path or URL for an intermediate copy, removed at the end, that spares reading the source many times "
+        "when its chunks lie across the new ones; empty for none.",
+    )  # fmt: skip
+
+
+class Cache(Section):
+    """Bytes of a remote store, kept near."""
+
+    size_bytes: Bytes = setting(
+        0, "Stored bytes kept of what was read from a remote store; 0 keeps none. Local paths are never cached.",
+        unit="bytes", ge=0, le=1 << 50,
+    )  # fmt: skip
+    folder: str = setting(
+        "", "Where they are kept for later runs and shared by all processes of a machine; empty keeps them in the "
+        "memory of each process.",
+    )  # fmt: skip
+    eviction: Literal["lru", "none"] = setting(
+        "lru", "What makes room when it is full: the least recently used goes, or nothing more is kept."
+    )
 
 
 class Model(Section):
@@ -241,6 +360,14 @@ class Trial(Section):
     )  # fmt: skip
     grace_seconds: float = setting(
         5.0, "How long ranks get to finish their step after Stop before they are killed.", unit="seconds", gt=0
+    )
+    predict_memory: bool = setting(
+        True, "Predict the peak memory of the trial too, beside it and at the lowest priority, unless it is known."
+    )
+    measure_memory: bool = setting(
+        True,
+        "Measure the peak memory of the first two optimizer steps on the CPU (a GPU counts by itself). Switch it "
+        "off for a module that starts a profiler of its own.",
     )
 
 
@@ -288,6 +415,8 @@ class Config(Section):
     levers: Levers = setting(Levers, "Switches that trade time for memory.")
     data: Data = setting(Data, "The store and what one sample is.")
     chunking: Chunking = setting(Chunking, "Chunks and shards of the store.")
+    build: Build = setting(Build, "How the store is written.")
+    cache: Cache = setting(Cache, "What is kept of a remote store.")
     model: Model = setting(Model, "What is trained.")
     trial: Trial = setting(Trial, "How a short run is started, bounded and kept.")
 
@@ -327,6 +456,19 @@ class Config(Section):
         except (OSError, UnicodeDecodeError, ValueError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
         return cls.from_yaml(text, where=str(path))
+
+    @classmethod
+    def profile(cls, name: str) -> Config:
+        """A starting config by name: `conservative memory` or `long context`.
+
+        Raises:
+            ConfigError: for another name.
+        """
+        if name not in PROFILES:
+            close = difflib.get_close_matches(name, PROFILES, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError([Problem("profile", f"{name!r} is none of {', '.join(PROFILES)}{hint}")])
+        return cls().replace(PROFILES[name])
 
     # -- writing one
 
@@ -413,6 +555,27 @@ class Config(Section):
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
+
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "conservative memory": {
+        "name": "conservative-memory",
+        "loader.batch_size": 1,
+        "levers.accumulate_grad_batches": 8,
+        "levers.gradient_checkpointing": True,
+        "levers.optimizer": "adamw-8bit",
+        "trial.max_steps": 50,
+    },
+    "long context": {
+        "name": "long-context",
+        "loader.batch_size": 1,
+        "levers.gradient_checkpointing": True,
+        "levers.optimizer": "adamw-8bit",
+        "model.target": "kit.models:GPT",
+        "model.arguments": {"context": 16384, "window": 2048},
+    },
+}
+"""Starting configs, as the settings they change; precision stays auto, which is mixed on every GPU."""
 
 
 def project_folder(start: Path | None = None) -> Path:
@@ -516,7 +679,7 @@ def _kind(name: str, annotation: Any) -> Any:
             return kind
     if typing.get_origin(annotation) is tuple:
         return "names"
-    return "arguments" if name == "arguments" else "sizes"
+    return "arguments" if name in ("arguments", "readers") else "sizes"
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:

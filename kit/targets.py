@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.machinery
@@ -153,10 +154,8 @@ def _children(folders: list[str]) -> set[str]:
 
 def _names(file: Path, depth: int = 0) -> set[str] | None:
     """Every name a module has after import; None when reading cannot tell."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except SyntaxError as error:
-        raise TargetError(f"{file}, line {error.lineno}: {error.msg}; correct it first") from None
+    state = file.stat()
+    tree = _parsed(file, state.st_mtime_ns, state.st_size)
     names: set[str] = set()
     for node in _top_level(tree.body):
         found = _star(node, file, depth) if _is_star(node) else set(_bound(node))
@@ -167,6 +166,15 @@ def _names(file: Path, depth: int = 0) -> set[str] | None:
         lazy = _lazy_names(tree)
         return None if lazy is None else names | lazy
     return names
+
+
+@functools.lru_cache(maxsize=32)
+def _parsed(file: Path, *_: int) -> ast.Module:
+    """The source of a file, read again when its time or size has changed."""
+    try:
+        return ast.parse(file.read_bytes())
+    except SyntaxError as error:
+        raise TargetError(f"{file}, line {error.lineno}: {error.msg}; correct it first") from None
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -5,7 +5,7 @@ import json
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.config import Config, project_folder, resolve_path
@@ -40,6 +40,7 @@ CHANGES = st.fixed_dictionaries(
 
 
 @given(CHANGES)
+@settings(deadline=None)
 def test_a_config_survives_yaml_unchanged_with_and_without_comments(changes):
     config = Config().replace(changes)
     for comments in (True, False):
@@ -49,6 +50,7 @@ def test_a_config_survives_yaml_unchanged_with_and_without_comments(changes):
 
 
 @given(CHANGES, st.randoms())
+@settings(deadline=None)
 def test_the_fingerprint_ignores_the_order_of_keys_and_sees_every_change(changes, random):
     config = Config().replace(changes)
     items = list(config.values().items())
@@ -60,6 +62,7 @@ def test_the_fingerprint_ignores_the_order_of_keys_and_sees_every_change(changes
 
 
 @given(CHANGES)
+@settings(deadline=None)
 def test_the_code_shown_for_a_config_makes_an_equal_config(changes):
     import kit
 
@@ -68,6 +71,7 @@ def test_the_code_shown_for_a_config_makes_an_equal_config(changes):
 
 
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: data.decode("latin-1")))
+@settings(deadline=None)
 def test_any_text_is_a_config_or_one_clear_error(text):
     with contextlib.suppress(ConfigError):
         Config.from_yaml(text)
@@ -205,3 +209,23 @@ def test_relative_paths_start_at_the_project_folder(tmp_path, monkeypatch):
 
 def test_a_config_is_json_too():
     assert Config.make(json.loads(json.dumps(Config().values()))) == Config()
+
+
+def test_the_conservative_profile_takes_one_sample_at_a_time_and_every_lever():
+    config = Config.profile("conservative memory")
+    assert (config.loader.batch_size, config.levers.accumulate_grad_batches, config.trial.max_steps) == (1, 8, 50)
+    assert config.levers.gradient_checkpointing
+    assert config.levers.optimizer == "adamw-8bit"
+    assert config.hardware.precision == "auto"
+
+
+def test_the_long_context_profile_is_a_model_with_a_window():
+    config = Config.profile("long context")
+    assert config.model.arguments["window"] == 2048
+    assert config.model.arguments["context"] > 2048
+    assert config.loader.batch_size == 1
+
+
+def test_a_profile_by_another_name_is_refused_with_the_close_one():
+    with pytest.raises(ConfigError, match="did you mean 'long context'"):
+        Config.profile("long contxt")

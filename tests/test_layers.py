@@ -13,20 +13,21 @@ ROOT = Path(kit.__file__).parent
 
 # From the ground up. A room may import from its own row and from the rows above it in this table.
 LAYERS = [
-    {"errors", "units", "tables"},
-    {"config", "events", "targets", "cgroup", "nvml"},
-    {"machine"},
+    {"errors", "units", "tables", "processes"},
+    {"config", "endpoints", "events", "targets", "cgroup", "nvml"},
+    {"machine", "cloud"},
     {"plan"},
     {"data"},
     {"train", "models"},
+    {"memory"},
     {"run"},
     {"report"},
     {"widgets", "testing"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 HEAVY = {
-    "torch": {"train", "models", "testing", "data", "run"},
-    "lightning": {"train", "models", "testing", "data", "run"},
+    "torch": {"train", "models", "memory", "testing", "data", "run"},
+    "lightning": {"train", "models", "memory", "testing", "data", "run"},
 }
 ONLY = {"ipywidgets": {"widgets"}, "matplotlib": {"report", "widgets"}, "anywidget": {"widgets"}}
 

@@ -3,6 +3,7 @@
 The defaults are GPT-2 small with its vocabulary padded to a multiple of 64: 124,475,904 parameters (124 M). Blocks are
 pre-norm, attention is torch's scaled_dot_product_attention with a causal mask, and the embedding of a token is also the
 weight of the output layer, so these parameters exist once. A sequence may be shorter than `context`, never longer.
+With `window` a token sees only so many, itself among them: scores then grow with the length and not with its square.
 
 `Tokens` are uniformly random and seeded: enough to measure a model, and its loss can fall no lower than the tokens that
 are repeated let it. Nothing here reads a file.
@@ -25,9 +26,9 @@ from kit.models.random_data import Field, RandomData
 class DecoderBlock(nn.Module):
     """Attention and a perceptron, each beside a shortcut: (batch, token, width) to (batch, token, width)."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, window: int | None = None) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.window = heads, window
         self.norm_attention, self.norm_perceptron = nn.LayerNorm(width), nn.LayerNorm(width)
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
@@ -43,9 +44,36 @@ class DecoderBlock(nn.Module):
     def _attention(self, values: Tensor) -> Tensor:
         split = self.queries_keys_values(values).unflatten(-1, (3, self.heads, -1))
         queries, keys, mixed = split.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(queries, keys, mixed, is_causal=True)
+        seen = attend(queries, keys, mixed, self.window)
         change: Tensor = self.projection(seen.transpose(1, 2).flatten(2))
         return change
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Causal attention of (batch, head, token, width); with `window`, to the last so many tokens only.
+
+    Queries go in blocks as long as the window, each with its own keys and those of the block before, in which all that
+    the window reaches lies. So the scores are (token, 2 window), and the mask is (window, 2 window).
+    """
+    length = queries.shape[2]
+    if window is None or length <= window:
+        return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    blocks = -(-length // window)
+    padded = [functional.pad(part, (0, 0, 0, blocks * window - length)) for part in (queries, keys, values)]
+    asked, known, mixed = (part.reshape(*part.shape[:2], blocks, window, -1) for part in padded)
+    place, other = torch.arange(window, device=queries.device), torch.arange(2 * window, device=queries.device)
+    seen = (other > place[:, None]) & (other <= place[:, None] + window)
+    first = (torch.arange(blocks, device=queries.device) == 0)[:, None, None]
+    found = functional.scaled_dot_product_attention(
+        asked, _with_block_before(known), _with_block_before(mixed), attn_mask=seen & ~(first & (other < window))
+    )
+    return found.flatten(2, 3)[:, :, :length]
+
+
+def _with_block_before(blocks: Tensor) -> Tensor:
+    """(batch, head, block, window, width) to the same with the block before in front, zeros before the first."""
+    before = functional.pad(blocks[:, :, :-1], (0, 0, 0, 0, 1, 0))
+    return torch.cat([before, blocks], dim=3)
 
 
 class GPT(LightningModule):
@@ -58,9 +86,10 @@ class GPT(LightningModule):
         layers: Blocks.
         context: Longest sequence, in tokens.
         learning_rate: Of AdamW.
+        window: Tokens that each one sees, itself among them; None for all before it.
 
     Raises:
-        ConfigError: when `width` is not a multiple of `heads`.
+        ConfigError: when `width` is not a multiple of `heads`, and for a window without tokens.
     """
 
     def __init__(
@@ -71,14 +100,17 @@ class GPT(LightningModule):
         layers: int = 12,
         context: int = 1024,
         learning_rate: float = 3e-4,
+        window: int | None = None,
     ) -> None:
         super().__init__()
+        if window is not None and window < 1:
+            raise ConfigError(f"a window of {window} tokens sees nothing; use 1 or more, or none")
         if width % heads:
             raise ConfigError(f"GPT's width {width} cannot be shared by {heads} heads; make it a multiple of {heads}")
         self.save_hyperparameters()
         self.context, self.learning_rate = context, learning_rate
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, window) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self._initialize(layers)

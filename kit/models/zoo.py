@@ -215,3 +215,10 @@ class Recurrent(_Learner):
     @override
     def loss(self, batch: Pair) -> Tensor:
         return functional.mse_loss(self(batch[0]), batch[1])
+
+    def chunk_step(self, chunk: Pair, state: Pair | None) -> tuple[Tensor, Pair]:
+        """The loss of a sequence chunk and the state of the LSTM after it (see `kit.train.SequenceChunks`)."""
+        values, state = self.memory(chunk[0], state)
+        loss = functional.mse_loss(self.head(values), chunk[1])
+        self.log("loss", loss, batch_size=len(chunk[0]))
+        return loss, state

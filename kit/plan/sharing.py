@@ -61,6 +61,11 @@ class Reading(ABC):
     def joining(self, samples: int, batches: int) -> float:
         """Expected chunks fetched for a batch of `samples` while those of so many batches before are on their way."""
 
+    def _new(self, samples: int, batches: int) -> float:
+        """Chunks that so many batches before did not touch; one that is fetched serves them and this one, no more."""
+        new = self.distinct((batches + 1) * samples) - self.distinct(batches * samples)
+        return max(new, self.distinct(samples) / (batches + 1))
+
     @abstractmethod
     def likeliest(self, samples: int, chunks: int) -> float:
         """Expected touches of the likeliest chunks by a batch, at most this many chunks."""
@@ -86,7 +91,7 @@ class Shuffled(Reading):
 
     def joining(self, samples: int, batches: int) -> float:
         if not self.replacement:  # what one batch wants the next want less, so they are not independent
-            return self.distinct((batches + 1) * samples) - self.distinct(batches * samples)
+            return self._new(samples, batches)
         wanted = ((touched_at_least_once(count, self.positions, samples, True), times) for count, times in self._terms)
         return math.fsum(times * often / (1 + batches * often) for often, times in wanted)
 
@@ -133,7 +138,7 @@ class Sequential(Reading):
         return float(everything) if samples > self.positions else min(everything, total / self.positions)
 
     def joining(self, samples: int, batches: int) -> float:
-        return self.distinct((batches + 1) * samples) - self.distinct(batches * samples)
+        return self._new(samples, batches)
 
     def likeliest(self, samples: int, chunks: int) -> float:  # noqa: ARG002 - every chunk may come next
         return float(chunks)

@@ -1,11 +1,13 @@
-"""levers_figure: memory and speed of every rung of a ladder, predicted beside measured.
+"""levers_figure: memory and speed of every rung of a ladder; sequence_figure: memory against the length of a sequence.
 
 Bars start at zero, so that lengths compare; the measured bar is filled, the predicted one an outline. Memory is bytes
-on one device, speed samples a second of all devices. A rung that did not run keeps its row, without bars.
+on one device, speed samples a second of all devices. A rung that did not run keeps its row, without bars. Lengths are
+positions, on a scale that starts at zero: what grows in proportion is a straight line through it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.report import figure as look
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from kit.plan.memory.estimate import MemoryEstimate
     from kit.run.levers_check import LeversCheck
 
 _ROW_INCHES, _EDGE_INCHES = 0.5, 0.75
@@ -43,6 +46,32 @@ def levers_figure(check: LeversCheck) -> Figure:
                 _say(speed, row, rung.samples_per_second, f"{rung.samples_per_second:,.0f}")
         _leave_room(memory)
         _leave_room(speed)
+    return figure
+
+
+def sequence_figure(curves: Mapping[str, Mapping[int, MemoryEstimate]]) -> Figure:
+    """Predicted peak against the length of a sequence, a line for each name.
+
+    Args:
+        curves: Name of a line, such as `whole`, to length in positions, to the estimate there.
+    """
+    figure = look.figure(6.4, 3.2)
+    axes = look.add_axes(
+        figure,
+        (0.1, 0.16, 0.86, 0.72),
+        title="predicted peak on a device, MiB",
+        x="positions of a sequence",
+        grid="both",
+    )
+    with look.drawing():
+        for place, (name, estimates) in enumerate(curves.items()):
+            lengths = sorted(estimates)
+            sizes = [estimates[length].device_allocated_bytes / 2**20 for length in lengths]
+            style = look.DASHES[place % len(look.DASHES)]
+            axes.plot(lengths, sizes, style, marker="o", color=look.COLOURS[place % len(look.COLOURS)], label=name)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="upper left")
     return figure
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import KitError, StoreError
+from kit.run.out_of_memory import advice
 from kit.run.places import Frame, describe, frames_in, is_library, own_frame
 
 if TYPE_CHECKING:
@@ -36,16 +37,18 @@ class DivergedError(KitError, ArithmeticError):
 
 
 def describe_failure(error: BaseException, context: Context | None) -> dict[str, Any]:
-    """The fields of a `failed` event: cause, message, type, traceback, lost_peer."""
+    """The fields of a `failed` event: cause, message, type, traceback, lost_peer, advice."""
     cells = context.cells if context is not None else {}
     root = root_cause(error)
     action = _action(error, context)
+    cause = _cause(root, error, action)
     return {
-        "cause": _cause(root, error, action),
+        "cause": cause,
         "type": type(root).__name__,
         "message": _message(root, error, cells, action),
         "traceback": _own_traceback(root),
         "lost_peer": _is_lost_peer(root),
+        "advice": list(advice(context.config)) if context is not None and cause == "device_oom" else [],
     }
 
 

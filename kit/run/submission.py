@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 _PACKAGES = ("kit", "torch", "lightning", "zarr", "fsspec", "gcsfs", "numpy", "pydantic", "cloudpickle")
 
 
-def prepare(module: object, data: object, config: object) -> RunPaths:
+def prepare(module: object, data: object, config: object, batch_size: int | None = None) -> RunPaths:
     """A complete run directory for this trial.
+
+    Args:
+        module: As `kit.fit` takes it.
+        data: As `kit.fit` takes it.
+        config: A Config.
+        batch_size: Samples per batch on each device, instead of what data of the caller's own makes.
 
     Raises:
         ConfigError, HardwareError, StoreError: see the module's first lines.
@@ -48,7 +54,8 @@ def prepare(module: object, data: object, config: object) -> RunPaths:
     payload = pack(module_part, data_part)
     paths = RunPaths.create(config)
     found = {"payload_bytes": len(payload), "predicted": predicted, "device_used_bytes": used_bytes}
-    environment = {**environment_of(resolved), **found}
+    asked = {} if batch_size is None else {"batch_size": batch_size}
+    environment = {**environment_of(resolved), **found, **asked}
     write_run(paths, config.to_yaml(), payload, environment)
     _warn_if_large(paths, len(payload))
     return paths

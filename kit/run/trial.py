@@ -29,6 +29,7 @@ from kit.events import Event, EventReader
 from kit.run import client
 from kit.run.control import KILL, STOP, Control
 from kit.run.liveness import why_lifeless
+from kit.run.out_of_memory import as_details
 from kit.run.paths import EVENT_FILES, RunPaths
 from kit.run.submission import prepare
 from kit.run.watch import watch
@@ -138,9 +139,13 @@ class Trial:
     @property
     def traceback(self) -> str:
         """The traceback of the first rank that failed; empty when none left one."""
+        return str(self._failed("traceback") or "")
+
+    def _failed(self, field: str) -> Any:
+        """What the first rank that failed said, if it said anything."""
         failed = self.event("trial_ended", "failed_rank")
         mine = [event for event in self.events if event["kind"] == "failed" and event["rank"] == failed]
-        return str(mine[0].get("traceback", "")) if mine else ""
+        return mine[0].get(field) if mine else None
 
     def event(self, kind: str, field: str | None = None) -> Any:
         """The first event of that kind (rank 0 first), or one of its fields; None when there is none yet."""
@@ -310,7 +315,10 @@ class Trial:
         """What `wait` raises for a trial that FAILED or is LOST."""
         rank = self.event("trial_ended", "failed_rank") or 0
         log = self.paths.log(rank)
-        details = "\n".join(part for part in (self.traceback.rstrip(), f"Log: {log}" if log.exists() else "") if part)
+        sentences = self._failed("advice") or ()
+        helps = as_details(sentences) if sentences else ""
+        parts = (helps, self.traceback.rstrip(), f"Log: {log}" if log.exists() else "")
+        details = "\n".join(part for part in parts if part)
         word = self.cause or self.state.lower()
         return TrialError(f"{self.message} [{word}]", details)
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kit.train.attention import AttentionKernel as AttentionKernel
+    from kit.train.device_limit import DeviceLimit as DeviceLimit
     from kit.train.levers import GradientCheckpointing as GradientCheckpointing
     from kit.train.optimizers import OptimizerChoice as OptimizerChoice
+    from kit.train.sequence_chunks import SequenceChunks as SequenceChunks
     from kit.train.shard import SelfShardedStrategy as SelfShardedStrategy
     from kit.train.shard import ShardStrategy as ShardStrategy
     from kit.train.strategies import make_strategy as make_strategy
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AttentionKernel": "kit.train.attention",
+    "DeviceLimit": "kit.train.device_limit",
     "GradientCheckpointing": "kit.train.levers",
     "OptimizerChoice": "kit.train.optimizers",
     "SelfShardedStrategy": "kit.train.shard",
+    "SequenceChunks": "kit.train.sequence_chunks",
     "ShardStrategy": "kit.train.shard",
     "make_strategy": "kit.train.strategies",
     "make_trainer": "kit.train.trainer",

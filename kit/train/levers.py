@@ -24,6 +24,7 @@ from kit.errors import KitWarning
 from kit.train.attention import AttentionKernel
 from kit.train.blocks import class_name, find_blocks, outermost
 from kit.train.optimizers import OptimizerChoice
+from kit.train.sequence_chunks import SequenceChunks
 
 
 class GradientCheckpointing(Callback):
@@ -99,6 +100,8 @@ def lever_callbacks(config: Config, stands_in: bool = False) -> list[Callback]:
     callbacks: list[Callback] = [GradientCheckpointing()] if levers.gradient_checkpointing else []
     if levers.optimizer != "module":
         callbacks.append(OptimizerChoice(levers.optimizer))
+    if levers.sequence_chunk:
+        callbacks.append(SequenceChunks(levers.sequence_chunk))
     if levers.attention != "auto":
         callbacks.append(AttentionKernel(levers.attention, stands_in))
     return callbacks

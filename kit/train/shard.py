@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from kit.errors import ConfigError, Problem
 from kit.train.blocks import find_blocks, holds_its_parameters_alone
+from kit.train.sequence_chunks import is_chunked
 
 # A module is fitted again by a learning-rate search, and can be sharded only once.
 _SHARDED_HERE: WeakSet[nn.Module] = WeakSet()
@@ -195,8 +196,10 @@ def _gathering_methods(module: nn.Module) -> list[str]:
 
     A backward inside such a method would run before FSDP's post-forward hook and give wrong gradients in silence.
     """
-    steps = _STEPS[1:] if _is_manual(module) else _STEPS
-    return [name for name in (*steps, *_declared_methods(module)) if hasattr(module, name)]
+    steps = _STEPS[1:] if _is_manual(module) or is_chunked(module) else _STEPS
+    chunked = ("chunk_step",) if is_chunked(module) else ()
+    names = dict.fromkeys((*steps, *chunked, *_declared_methods(module)))
+    return [name for name in names if hasattr(module, name)]
 
 
 def _units(module: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
@@ -36,22 +36,31 @@ _HINT, _ERROR = "var(--jp-ui-font-color2, #666)", "var(--jp-error-color1, #b3261
 
 
 class ConfigForm:
-    """Controls on one Config. `config` reads and replaces it; `on_change` hears of every valid change."""
+    """Controls on one Config. `config` reads and replaces it; `on_change` hears of every valid change.
 
-    def __init__(self, config: Config | None = None) -> None:
+    Args:
+        config: What it starts from.
+        shown: Title → its fields in sight, by name in the section of that title, or by dotted path.
+        folded: Whether every other field can be unfolded below them.
+    """
+
+    def __init__(
+        self, config: Config | None = None, shown: Mapping[str, Sequence[str]] = SHOWN, *, folded: bool = True
+    ) -> None:
         self._config = config or Config()
         self._fields = {info.path: info for info in Config.fields()}
         self.controls = {path: make_control(info, self._config.get(path)) for path, info in self._fields.items()}
         self._notes: dict[str, Any] = {}
         self._rows = {path: ipywidgets.VBox([control]) for path, control in self.controls.items()}
         self._hints: dict[str, str] = {}
+        self._values: dict[str, tuple[Any, Any]] = {}
         self._listeners: list[Callable[[Config], object]] = []
         self.problems: tuple[Problem, ...] = ()
         self._mutex = threading.RLock()
         self._writing = False
         for path, control in self.controls.items():
             control.observe(lambda _, path=path: self._edited(path), "value")
-        self.ui = self._draw()
+        self.ui = self._draw(shown, folded)
 
     # -- the config
 
@@ -98,15 +107,23 @@ class ConfigForm:
         """Every control that differs from the config, and every one that does not parse."""
         edits: dict[str, Any] = {}
         problems: list[Problem] = []
-        for path, control in self.controls.items():
+        for path in self.controls:
             try:
-                value = read_control(self._fields[path], control)
+                value = self._value(path)
             except ConfigError as error:
                 problems += error.problems
                 continue
             if _thawed(value) != _thawed(self._config.get(path)):
                 edits[path] = value
         return edits, problems
+
+    def _value(self, path: str) -> Any:
+        """What a control holds; its text is parsed once, because a slider moves faster than YAML is read."""
+        control = self.controls[path]
+        known = self._values.get(path)
+        if known is None or known[0] != control.value:
+            known = self._values[path] = (control.value, read_control(self._fields[path], control))
+        return known[1]
 
     def _accept(self, config: Config, problems: tuple[Problem, ...]) -> None:
         changed, self._config, self.problems = config != self._config, config, problems
@@ -121,6 +138,12 @@ class ConfigForm:
         """Show a sentence under each of these fields, such as why `auto` chose what it chose."""
         with self._mutex:
             self._hints = dict(hints)
+            self._annotate()
+
+    def show_problems(self, problems: Sequence[Problem]) -> None:
+        """Show what is wrong with the config that only its use could tell, until the next edit."""
+        with self._mutex:
+            self.problems = tuple(problems)
             self._annotate()
 
     def _annotate(self) -> None:
@@ -138,26 +161,40 @@ class ConfigForm:
 
     # -- layout
 
-    def _draw(self) -> Any:
-        shown = {path for section, names in SHOWN.items() for path in (f"{section}.{name}" for name in names)}
-        groups = [_group(title, (self._rows[f"{title}.{name}"] for name in names)) for title, names in SHOWN.items()]
-        rest: dict[str, list[FieldInfo]] = {}
-        for info in self._fields.values():
-            if info.path not in shown:
-                section = info.section if "." in info.path else "experiment"
-                rest.setdefault(section, []).append(info)
-        folded = _columns(_group(section, (self._rows[info.path] for info in infos)) for section, infos in rest.items())
-        folded.layout.display = "none"
+    def row(self, path: str) -> Any:
+        """The control of one field with its note, to be placed elsewhere than in the form."""
+        return self._rows[path]
+
+    def _draw(self, shown: Mapping[str, Sequence[str]], folded: bool) -> Any:
+        groups = [_group(title, (self._rows[path] for path in _paths(title, names))) for title, names in shown.items()]
         style = ipywidgets.HTML(_STYLE, layout={"display": "none"})
-        children = [_columns(groups), _fold("all settings", folded), folded, style]
+        children = [_columns(groups), *(self._draw_rest(shown) if folded else []), style]
         box = ipywidgets.VBox(children, layout={"flex": f"1 1 {WIDTH}", "min_width": "0"})
         box.add_class("kit-form")
         return box
+
+    def _draw_rest(self, shown: Mapping[str, Sequence[str]]) -> list[Any]:
+        """Every field that is not in sight, and the button that unfolds them."""
+        in_sight = {path for title, names in shown.items() for path in _paths(title, names)}
+        rest: dict[str, list[FieldInfo]] = {}
+        for info in self._fields.values():
+            if info.path not in in_sight:
+                section = info.section if "." in info.path else "experiment"
+                rest.setdefault(section, []).append(info)
+        content = _columns(
+            _group(section, (self._rows[info.path] for info in infos)) for section, infos in rest.items()
+        )
+        content.layout.display = "none"
+        return [_fold("all settings", content), content]
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
         display(self.ui)  # type: ignore[no-untyped-call]
+
+
+def _paths(title: str, names: Iterable[str]) -> list[str]:
+    return [name if "." in name else f"{title}.{name}" for name in names]
 
 
 def _group(title: str, rows: Iterable[Any]) -> Any:

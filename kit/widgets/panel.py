@@ -15,18 +15,22 @@ import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from kit.config import Config
 from kit.errors import ConfigError, KitError
 from kit.run.trial import Trial, fit, warm_up
+from kit.train.choices import explain_batch, explain_strategy
 from kit.widgets.background import Latest
 from kit.widgets.config_form import ConfigForm
 from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
 from kit.widgets.store_view import StoreFacts, StoreView
 from kit.widgets.trial_view import TrialView
+
+if TYPE_CHECKING:
+    from kit.machine import Machine
 
 _TICK_SECONDS = 0.05
 
@@ -189,7 +193,7 @@ class Panel:
 
     def _on_config(self, config: Config) -> None:
         self._show_code()
-        self._show_hints(device=device_hints(config))
+        self._show_hints(device=device_hints(config, self._base))
         if self.store is not None:
             self.store.look(config)
         if not self.busy and self.trial is None:
@@ -247,17 +251,40 @@ class Panel:
         self._display = LiveDisplay(self.ui, f"{self!r}\nRun this cell again for its controls.", self._still)
 
 
-def device_hints(config: Config) -> dict[str, str]:
-    """What `auto` came to on this machine and why, for the fields it stands in."""
+def device_hints(config: Config, base: Config | None = None) -> dict[str, str]:
+    """What `auto` came to on this machine and why, what the strategy means, and what a step sees.
+
+    `base` is the config that the learning rate was chosen for, by default this one.
+    """
     from kit.machine import hardware, resolve_devices
 
+    machine = hardware()
+    strategy = {"hardware.strategy": explain_strategy(config.hardware.strategy)}
     try:
-        resolved = resolve_devices(config, hardware())
+        resolved = resolve_devices(config, machine)
     except KitError as error:
-        return {"hardware.devices": str(error)}
+        return {**strategy, "hardware.devices": str(error)}
     precision = [reason for reason in resolved.reasons if reason.startswith(resolved.precision)]
     devices = [reason for reason in resolved.reasons if reason not in precision]
-    return {"hardware.devices": "; ".join(devices), "hardware.precision": "; ".join(precision)}
+    chosen = base or config
+    ranks = _ranks(chosen, machine)
+    seen = explain_batch(config, resolved.world_size, (chosen, ranks) if ranks else None)
+    return {
+        **strategy,
+        "hardware.devices": "; ".join(devices),
+        "hardware.precision": "; ".join(precision),
+        "loader.batch_size": seen,
+    }
+
+
+def _ranks(config: Config, machine: Machine) -> int:
+    """How many a config gets here; 0 where it gets none."""
+    from kit.machine import resolve_devices
+
+    try:
+        return resolve_devices(config, machine).world_size
+    except KitError:
+        return 0
 
 
 def _first_line(error: Exception) -> str:

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from kit.config import Config
 from kit.errors import ConfigError
 from kit.models import GPT, Tokens
-from kit.models.gpt import DecoderBlock
+from kit.models.gpt import DecoderBlock, attend
 from kit.train import GradientCheckpointing, make_trainer
 from kit.train.blocks import repeated_blocks
 
@@ -135,9 +135,52 @@ def test_tokens_are_the_same_for_the_same_seed_and_no_others():
 
 
 def test_its_arguments_are_kept_with_its_checkpoint():
-    assert dict(GPT(**SMALL).hparams) == {**SMALL, "learning_rate": 3e-4}
+    assert dict(GPT(**SMALL).hparams) == {**SMALL, "learning_rate": 3e-4, "window": None}
 
 
 def test_a_block_keeps_the_shape_of_what_it_is_given():
     values = torch.randn(2, 5, 16)
     assert DecoderBlock(16, 4)(values).shape == values.shape
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, 1), (5, 1), (8, 3), (9, 3), (10, 4), (12, 12), (7, 20)])
+def test_a_window_attends_as_a_mask_over_all_pairs_would(length, window):
+    torch.manual_seed(0)
+    queries, keys, values = torch.randn(3, 2, 2, length, 4, requires_grad=True).unbind(0)
+    place = torch.arange(length)
+    mask = (place <= place[:, None]) & (place > place[:, None] - window)
+    expected = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    torch.testing.assert_close(attend(queries, keys, values, window), expected)
+
+
+def test_a_window_keeps_scores_in_proportion_to_the_length():
+    def kept(length, window):
+        sizes = []
+        queries = torch.randn(1, 1, length, 4, requires_grad=True)
+        with (
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t),
+        ):
+            attend(queries, queries, queries, window)
+        return sum(sizes)
+
+    assert kept(512, 16) < 5 * kept(128, 16)
+    assert kept(512, None) > 12 * kept(128, None)
+
+
+def test_a_token_does_not_see_beyond_its_window_and_gradients_stay_finite():
+    torch.manual_seed(0)
+    model = GPT(vocabulary=16, width=8, heads=2, layers=1, context=12, window=4)
+    tokens = torch.randint(16, (1, 12))
+    changed = tokens.clone()
+    changed[0, 0] = (tokens[0, 0] + 1) % 16
+    before, after = model(tokens), model(changed)
+    assert not torch.equal(before[0, 3], after[0, 3])
+    torch.testing.assert_close(before[0, 4:], after[0, 4:])
+    model.loss(torch.randint(16, (2, 12))).backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+def test_a_window_without_tokens_is_refused():
+    with pytest.raises(ConfigError, match="0 tokens"):
+        GPT(window=0)

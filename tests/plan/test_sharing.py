@@ -142,3 +142,10 @@ def test_a_sequential_batch_finds_the_chunks_of_the_batch_before_on_their_way():
     reading = Sequential(tuple(axes))
     assert reading.joining(16, 0) == pytest.approx(reading.distinct(16))
     assert reading.joining(16, 2) < reading.joining(16, 0)
+
+
+@pytest.mark.parametrize("reading", [Shuffled, Sequential])
+def test_a_chunk_that_every_batch_wants_is_fetched_anew_once_those_it_served_are_gone(reading):
+    axes = (Axis(16, 4, 16, 4),)
+    whole = reading(axes, False) if reading is Shuffled else reading(axes)
+    assert whole.joining(2, 3) == pytest.approx(1 / 4)

@@ -1,3 +1,3 @@
-from trial_fixtures import config, no_survivors
+from trial_fixtures import config, no_predictions_left, no_survivors, own
 
-__all__ = ["config", "no_survivors"]
+__all__ = ["config", "no_predictions_left", "no_survivors", "own"]

@@ -110,3 +110,11 @@ def test_the_parts_always_sum_to_the_wall_time(nested):
     parts = sum(taken[f"{part}_seconds"] for part in (*PARTS, "other"))
     assert parts == pytest.approx(taken["step_seconds"], abs=1e-9)
     assert min(taken.values()) >= 0
+
+
+def test_saving_a_checkpoint_is_told_whole_and_once(clock, monkeypatch):
+    moments = iter([10.0, 12.5])
+    monkeypatch.setattr(time, "time", lambda: next(moments))
+    spend(clock, "save_checkpoint", 1.0)
+    assert clock.take_spans() == [("save", 10.0, 12.5)]
+    assert clock.take_spans() == []

@@ -4,9 +4,7 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-import zarr
 from trial_fixtures import last_steps
 
 from kit.config import Config
@@ -15,34 +13,6 @@ from kit.run.paths import find_runs
 from kit.run.trial import fit
 
 SECONDS = 90.0
-
-
-@pytest.fixture
-def own(config, tmp_path):
-    """Makes the config of a trial on a store of two small variables."""
-    group = zarr.open_group(str(tmp_path / "store.zarr"), mode="w")
-    values = np.random.default_rng(0).standard_normal((8, 16, 16)).astype("float32")
-    for name in ("sst", "ssh"):
-        array = group.create_array(
-            name, shape=values.shape, chunks=(4, 8, 8), dtype="float32", dimension_names=("time", "lat", "lon")
-        )
-        array[:] = values
-
-    def make(ranks=1, strategy=None, **changes):
-        base = config(ranks, strategy)
-        return base.replace(
-            {
-                "data.url": str(tmp_path / "store.zarr"),
-                "data.patch": {"time": 2, "lat": 8, "lon": 8},
-                "data.samples_per_epoch": 64,
-                "data.standardize": False,
-                "loader.batch_size": 2,
-                "model.arguments": {"variables": 2, "width": 4, "depth": 1},
-                **changes,
-            }
-        )
-
-    return make
 
 
 @pytest.mark.parametrize(("ranks", "strategy", "workers"), [(1, None, 0), (1, None, 2), (2, "ddp", 0), (2, "fsdp", 1)])

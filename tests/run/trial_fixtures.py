@@ -1,10 +1,13 @@
 """Fixtures of tests that run trials: one warm supervisor for the whole session, and proof that nothing survives."""
 
 import contextlib
+import tempfile
 import time
 
+import numpy as np
 import psutil
 import pytest
+import zarr
 
 from kit.config import Config
 from kit.run import client
@@ -26,11 +29,56 @@ def config(tmp_path):
         return Config.make(
             {
                 "hardware": hardware,
-                "trial": {"max_steps": 8, "warmup_steps": 1, "folder": str(tmp_path / "runs"), **trial},
+                "trial": {
+                    "max_steps": 8,
+                    "warmup_steps": 1,
+                    "folder": str(tmp_path / "runs"),
+                    "predict_memory": False,  # it would outlive the trial that a test is about
+                    **trial,
+                },
             }
         )
 
     return make
+
+
+@pytest.fixture
+def own(config, tmp_path):
+    """Makes the config of a trial on a store of two small variables; it needs neither module nor data."""
+    group = zarr.open_group(str(tmp_path / "store.zarr"), mode="w")
+    values = np.random.default_rng(0).standard_normal((8, 16, 16)).astype("float32")
+    for name in ("sst", "ssh"):
+        array = group.create_array(
+            name, shape=values.shape, chunks=(4, 8, 8), dtype="float32", dimension_names=("time", "lat", "lon")
+        )
+        array[:] = values
+
+    def make(ranks=1, strategy=None, **changes):
+        base = config(ranks, strategy)
+        return base.replace(
+            {
+                "data.url": str(tmp_path / "store.zarr"),
+                "data.patch": {"time": 2, "lat": 8, "lon": 8},
+                "data.samples_per_epoch": 64,
+                "data.standardize": False,
+                "loader.batch_size": 2,
+                "model.arguments": {"variables": 2, "width": 4, "depth": 1},
+                **changes,
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def no_predictions_left(tmp_path, monkeypatch):
+    """No prediction leaves a directory behind; one beside a trial gets a moment to end."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield folder
+    wait_until(lambda: list(folder.iterdir()) == [], SURVIVAL_SECONDS)
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ def case(module, strategy, settings=None, **more):
     return {**common, **more}
 
 
+SIX_DIGITS = 2e-6
 PAIRS = {
     "ddp": case("Net", "ddp"),
     "fsdp": case("Net", "fsdp"),
@@ -70,7 +71,7 @@ def test_two_ranks_train_as_one_process_with_the_same_global_batch(two_ranks, na
     expected = alone(PAIRS[name])
     answers = two_ranks[1][name]
     assert np.ptp(expected["losses"]) > 0, "nothing was learnt, so nothing would be compared"
-    np.testing.assert_allclose(mean_losses(answers), expected["losses"], rtol=1e-5)
+    np.testing.assert_allclose(mean_losses(answers), expected["losses"], rtol=SIX_DIGITS)
     assert [answer["steps"] for answer in answers] == [expected["steps"]] * 2
 
 
@@ -93,12 +94,55 @@ def test_data_parallel_ranks_hold_whole_models(two_ranks):
         assert [answer["held"] for answer in two_ranks[1][name]] == [whole, whole]
 
 
-def test_four_ranks_as_two_replicas_of_two_shards_train_as_one_process(tmp_path):
-    mesh = case("Net", "fsdp:2:2")
-    answers = train_ranks.run_ranks({"mesh": mesh}, 4, tmp_path)["mesh"]
-    expected = alone(mesh)
-    np.testing.assert_allclose(mean_losses(answers), expected["losses"], rtol=1e-5)
-    assert sum(answer["held"] for answer in answers) == 2 * expected["held"]
+FOUR = {
+    "ddp": case("Net", "ddp"),
+    "fsdp": case("Net", "fsdp"),
+    "fsdp:2:2": case("Net", "fsdp:2:2"),
+    "fsdp:2:2, checkpointed and clipped": case("Net", "fsdp:2:2", {**CHECKPOINTED, **CLIPPED}),
+    "fsdp:2:2, accumulated": case("Net", "fsdp:2:2", ACCUMULATED),
+    "fsdp:2:2, GPT": case("SmallGPT", "fsdp:2:2"),
+}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return train_ranks.run_ranks(FOUR, 4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_train_as_one_process_with_the_same_global_batch(four_ranks, name):
+    expected, answers = alone(FOUR[name]), four_ranks[name]
+    np.testing.assert_allclose(mean_losses(answers), expected["losses"], rtol=SIX_DIGITS)
+    copies = {"ddp": 4, "fsdp": 1}.get(name, 2)
+    assert sum(answer["held"] for answer in answers) == copies * expected["held"]
+
+
+RESUMED = {
+    "ddp": case("Net", "ddp"),
+    "fsdp, one file": case("Net", "fsdp", sharded=False),
+    "fsdp, sharded": case("Net", "fsdp", sharded=True),
+    "fsdp:2:1, sharded": case("Net", "fsdp:2:1", sharded=True),
+}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resumed")
+    more = {"resume": True, "steps": 10}  # two beyond the epoch of eight that is saved
+    cases = {name: {**one, **more, "checkpoint": str(folder / name)} for name, one in RESUMED.items()}
+    return folder, train_ranks.run_ranks(cases, 2, folder)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_ranks_go_on_from_their_checkpoint_exactly_as_one_process_does(resumed, tmp_path, name):
+    folder, answers = resumed
+    single = {**RESUMED[name], "strategy": "none", "sharded": False}
+    broken_off = train_ranks.fit({**single, "resume": True, "steps": 10, "checkpoint": str(tmp_path / "one")}, 1)
+    whole = train_ranks.fit({**single, "steps": 10}, 1)
+    np.testing.assert_allclose(mean_losses(answers[name]), broken_off["losses"], rtol=SIX_DIGITS)
+    assert broken_off["losses"][0] == pytest.approx(whole["losses"][8], rel=1e-6), "weights and momentum came back"
+    assert (folder / name).is_dir() == name.endswith("sharded")
+    assert [answer["steps"] for answer in answers[name]] == [16, 16]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

@@ -1,6 +1,7 @@
 """Small modules and data that the tests of kit.train fit, here and in child processes."""
 
 import os
+from contextlib import ExitStack
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -170,6 +171,36 @@ class Losses(Callback):
         self.held = sum(getattr(p, "_local_tensor", p).numel() for p in pl_module.parameters())
 
 
+class Save(Callback):
+    """Saves at the end of the first epoch, as a checkpoint callback does."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+class Collectives(Callback):
+    """Counts the reductions of gradients in the third step, by the name of the collective."""
+
+    def __init__(self):
+        self.counts = {}
+        self._seen = ExitStack()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 2:
+            self._profile = self._seen.enter_context(torch.profiler.profile())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 2:
+            self._seen.close()
+            for event in self._profile.events():
+                if event.name.startswith("gloo:"):
+                    self.counts[event.name] = self.counts.get(event.name, 0) + 1
+
+
 def regression(batch_size: int, samples: int = 64) -> DataLoader:
     """(batch, feature) inputs and targets, always in the same order."""
     generator = torch.Generator().manual_seed(0)
@@ -202,3 +233,33 @@ def _loader(dataset, batch_size: int) -> DataLoader:
 def plain(batch_size: int) -> DataLoader:
     """A loader that knows nothing of ranks."""
     return DataLoader(regression(batch_size).dataset, batch_size=batch_size)
+
+
+class Series(LightningModule):
+    """An LSTM that keeps the contract of sequence chunks; whole sequences go the same way."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(2))
+        self.memory = nn.LSTM(SIDE, SIDE, batch_first=True)
+        self.head = nn.Linear(SIDE, SIDE)
+
+    def chunk_step(self, chunk, state):
+        values, target = chunk
+        for block in self.blocks:
+            values = block(values)
+        values, state = self.memory(values, state)
+        return functional.mse_loss(self.head(values), target), state
+
+    def training_step(self, batch, batch_idx):
+        return self.chunk_step(batch, None)[0]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def series(batch_size: int, positions: int = 40) -> DataLoader:
+    """(batch, position, feature) inputs and the same, one position later."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(32, positions + 1, SIDE, generator=generator)
+    return _loader(TensorDataset(values[:, :-1], values[:, 1:]), batch_size)

@@ -25,12 +25,17 @@ def fit(case: dict, world_size: int) -> dict:
     torch.manual_seed(int(os.environ.get("RANK", 0)))
     module = UNet(variables=2, width=8, depth=2) if case["module"] == "UNet" else getattr(train_parts, case["module"])()
     losses = train_parts.Losses()
+    saving = [train_parts.Save(case["checkpoint"])] if case.get("resume") else []
+    counting = train_parts.Collectives() if case.get("counts") else None
+    callbacks = [losses, *saving, *([] if counting is None else [counting])]
     make_loader = getattr(train_parts, case["loader"])
     for _ in range(case.get("fits", 1)):
-        trainer = make_rank_trainer(case, world_size, module, losses)
+        trainer = make_rank_trainer(case, world_size, module, callbacks, case.get("steps", 5))
         trainer.fit(module, make_loader(case["global_batch"] // world_size))
-    if case.get("checkpoint"):
+    if case.get("checkpoint") and not saving:
         trainer.save_checkpoint(case["checkpoint"])
+    if case.get("resume"):
+        trainer = _resume(case, world_size, losses)
     return {
         "losses": losses.values,
         "held": losses.held,
@@ -39,22 +44,36 @@ def fit(case: dict, world_size: int) -> dict:
         "strategy": type(trainer.strategy).__name__,
         "children": len(psutil.Process().children()),
         "precision": trainer.precision,
+        "counts": {} if counting is None else counting.counts,
     }
 
 
-def make_rank_trainer(case: dict, world_size: int, module, losses):
+def _resume(case: dict, world_size: int, losses):
+    """Go on from the checkpoint at the end of the first epoch, in a module and a trainer made anew, to step 16."""
+    losses.values.clear()
+    module = getattr(train_parts, case["module"])()
+    trainer = make_rank_trainer(case, world_size, module, [losses], max_steps=16)
+    loader = getattr(train_parts, case["loader"])(case["global_batch"] // world_size)
+    trainer.fit(module, loader, ckpt_path=case["checkpoint"], weights_only=False)
+    return trainer
+
+
+def make_rank_trainer(case: dict, world_size: int, module, callbacks, max_steps: int = 5):
     from kit.train import make_trainer
 
     hardware = {"strategy": case["strategy"], "devices": world_size, "accelerator": "cpu"}
-    return make_trainer(
+    trainer = make_trainer(
         Config.make({"hardware": hardware, **case.get("settings", {})}),
         accelerator="cpu",
         world_size=world_size,
         precision=case.get("precision", "32-true"),
         module=module,
-        callbacks=[losses],
-        max_steps=5,
+        callbacks=callbacks,
+        max_steps=max_steps,
     )
+    if case.get("sharded") is not None and world_size > 1:
+        trainer.strategy._save_distributed_checkpoint = case["sharded"]
+    return trainer
 
 
 def fit_or_report(case: dict, world_size: int) -> dict:

@@ -121,7 +121,7 @@ def test_a_step_says_how_much_time_is_left(endless):
     left = threading.Event()
     endless.view.progress.observe(lambda _: left.set() if words(endless.view).endswith("left") else None, "value")
     assert left.wait(WAIT)
-    assert re.match(r"step \d+/2000 · \d+ s left", words(endless.view))
+    assert re.match(r"step \d+/2000 · \d+ (s|min \d+ s) left", words(endless.view))
     endless.stop()
     endless.wait(WAIT)
 
@@ -312,3 +312,25 @@ def test_the_newest_of_waiting_jobs_runs_and_the_others_do_not():
 def test_device_hints_name_what_is_missing(config):
     hints = panels.device_hints(config.replace({"hardware.devices": 3, "hardware.strategy": "ddp"}))
     assert hints["hardware.devices"]
+
+
+def test_the_strategy_says_what_it_means_and_a_mesh_that_does_not_fit_shows_its_arithmetic(config):
+    made = panels.panel(config)
+    control = made.form.controls["hardware.strategy"]
+    assert "fsdp:2:2" in control.options
+    control.value = "fsdp:2:2"
+    made.form.controls["hardware.devices"].value = "2"
+    said = [problem.message for problem in made.form.problems if problem.path == "hardware.strategy"]
+    assert any("2 replicas × 2 devices each = 4" in message for message in said)
+    made.form.controls["hardware.devices"].value = "4"
+    assert made.config.hardware.strategy == "fsdp:2:2"
+    assert "each holds 1/2 of a model" in made.form._hints["hardware.strategy"]
+
+
+def test_more_devices_show_the_global_batch_and_linear_scaling_against_the_config_it_began_with(config):
+    made = panels.panel(config)
+    size = config.loader.batch_size
+    assert "learning rate" not in made.form._hints["loader.batch_size"]
+    made.config = config.replace({"hardware.devices": 2, "hardware.strategy": "ddp"})
+    assert f"a step sees {2 * size} samples" in made.form._hints["loader.batch_size"]
+    assert "2 times the learning rate" in made.form._hints["loader.batch_size"]

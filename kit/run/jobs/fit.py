@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cloudpickle
 from lightning.pytorch import seed_everything
 
+from kit.run.jobs.batch_size import resize
 from kit.run.jobs.context import Context
 from kit.run.jobs.parts import make_data, make_module, show_cells
 from kit.run.memory.meter import MemoryMeter
+from kit.run.payload import Part
 from kit.run.recorder import Recorder
 from kit.run.timing import StepClock
+from kit.train.device_limit import DeviceLimit
 from kit.train.trainer import make_trainer
 
 
@@ -20,7 +25,7 @@ def fit(context: Context) -> None:
     show_cells(context.cells)
     seed_everything(context.config.training.seed, workers=True, verbose=False)
     module = make_module(payload["module"], context.config)
-    data = make_data(payload["data"], context.config)
+    data = _data(payload["data"], context)
     context.clock = StepClock()
     recorder = Recorder(context, context.clock)
     meter = MemoryMeter(context, context.clock) if context.config.trial.measure_memory else None
@@ -30,7 +35,7 @@ def fit(context: Context) -> None:
         world_size=context.world_size,
         precision=context.environment["precision"],
         module=module,
-        callbacks=[recorder] if meter is None else [recorder, meter],
+        callbacks=[*_limit(context), recorder, *([] if meter is None else [meter])],
         profiler=context.clock,
         default_root_dir=context.paths.directory,
     )
@@ -43,3 +48,14 @@ def fit(context: Context) -> None:
     if meter is not None:
         meter.end(trainer)
     recorder.end(trainer.global_step)
+
+
+def _data(part: Part, context: Context) -> dict[str, Any]:
+    """The data in the batches it makes, or in those that the trial was asked to take."""
+    data, asked = make_data(part, context.config), context.environment.get("batch_size")
+    return data if asked is None or part.kind == "default" else resize(data, int(asked))
+
+
+def _limit(context: Context) -> list[DeviceLimit]:
+    limit_bytes = context.config.hardware.device_memory_bytes
+    return [DeviceLimit(limit_bytes)] if limit_bytes else []

@@ -28,6 +28,7 @@ from kit.plan.memory.cards import THIS_MACHINE, Target, target_of
 from kit.run.memory.hollow import Parcel, hollow
 from kit.run.payload import Part, check_parts
 from kit.run.submission import check_targets, versions
+from kit.units import format_bytes
 
 MOST_RANKS = 1024
 _BF16_CAPABILITY = (8, 0)
@@ -41,6 +42,7 @@ _IMMATERIAL = (
     "hardware.devices",
     "hardware.precision",
     "hardware.threads_per_rank",
+    "hardware.device_memory_bytes",
     "loader.prefetch_factor",
     "loader.batches_ahead",
     "loader.requests_in_flight",
@@ -159,7 +161,15 @@ def find_target_device(device: str | int | Target, config: Config, world_size: i
 def here(config: Config, machine: Machine, world_size: int) -> Target:
     """This machine as a target: its CPU where the config asks for it."""
     gpus = () if config.hardware.accelerator == "cpu" else machine.gpus
-    return target_of(THIS_MACHINE, dataclasses.replace(machine, gpus=gpus), world_size)
+    target = target_of(THIS_MACHINE, dataclasses.replace(machine, gpus=gpus), world_size)
+    limit_bytes = config.hardware.device_memory_bytes
+    return _limited(target, limit_bytes) if 0 < limit_bytes < target.capacity_bytes else target
+
+
+def _limited(target: Target, limit_bytes: int) -> Target:
+    """A part of a target: what is held outside the allocator lies outside the limit too."""
+    reason = f"hardware.device_memory_bytes leaves {format_bytes(limit_bytes)} for the allocator of each rank"
+    return dataclasses.replace(target, capacity_bytes=limit_bytes, outside_bytes=(0, 0), reasons=(reason,))
 
 
 def _question(

@@ -1,0 +1,211 @@
+"""verify_levers: the same trial with and without a lever, or up a whole ladder of them; predicted beside measured.
+
+Each rung is a config that differs from the one before in what its lever changes. Every rung is a trial in fresh
+processes, one after another and never two at once, so that they do not slow each other. Memory is predicted before the
+trials and measured in them; throughput is measured only. Savings are those of this machine on this day: no percentage
+here comes from a book.
+
+A rung that cannot be run, or fails, stands in the table with its reason, and the next one builds on the last that ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from kit.config import Config
+from kit.errors import ConfigError, KitError, Problem
+from kit.run.attempts import measured_bytes, samples_per_second
+from kit.run.memory.prediction import predict_memory
+from kit.run.trial import fit
+from kit.tables import html_list, html_table, text_table
+from kit.units import format_bytes
+
+Change = Mapping[str, Any]
+LEVERS: dict[str, dict[str, Any]] = {
+    "bf16-mixed": {"hardware.precision": "bf16-mixed"},
+    "gradient checkpointing": {"levers.gradient_checkpointing": True},
+    "8-bit optimizer": {"levers.optimizer": "adamw-8bit"},
+    "fused optimizer": {"levers.optimizer": "adamw-fused"},
+    "flash attention": {"levers.attention": "flash"},
+}
+"""Levers by name, and what each changes."""
+_COLUMNS = (
+    "rung", "predicted", "measured", "ratio", "memory against first", "samples/s", "speed against first",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """One config of a ladder and what came of it."""
+
+    name: str
+    config: Config
+    predicted_bytes: int | None
+    """Peak allocated on each device; None where it is not known."""
+    measured_bytes: int | None
+    """Peak allocated on the fullest device."""
+    samples_per_second: float | None
+    """Of all devices together, after the warm-up steps."""
+    precision: str
+    """What the trial really computed in, as its Trainer says."""
+    run_directory: str
+    note: str = ""
+    """Why it did not run, or what it warned of."""
+
+    @property
+    def ran(self) -> bool:
+        return self.samples_per_second is not None or self.measured_bytes is not None
+
+    @property
+    def ratio(self) -> float | None:
+        """measured / predicted."""
+        predicted, measured = self.predicted_bytes, self.measured_bytes
+        return measured / predicted if predicted and measured else None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LeversCheck:
+    """The rungs in order; the first is what the others are held against."""
+
+    rungs: tuple[Rung, ...]
+
+    def memory_fraction(self, rung: Rung) -> float | None:
+        """Measured memory as a fraction of the first rung's."""
+        first = self.rungs[0].measured_bytes
+        return rung.measured_bytes / first if first and rung.measured_bytes else None
+
+    def predicted_fraction(self, rung: Rung) -> float | None:
+        """Predicted memory as a fraction of the first rung's."""
+        first = self.rungs[0].predicted_bytes
+        return rung.predicted_bytes / first if first and rung.predicted_bytes else None
+
+    def speed_fraction(self, rung: Rung) -> float | None:
+        """Throughput as a fraction of the first rung's."""
+        first = self.rungs[0].samples_per_second
+        return rung.samples_per_second / first if first and rung.samples_per_second else None
+
+    @property
+    def rows(self) -> list[list[str]]:
+        return [self._row(rung) for rung in self.rungs]
+
+    def _row(self, rung: Rung) -> list[str]:
+        speed = "–" if rung.samples_per_second is None else f"{rung.samples_per_second:,.1f}"
+        return [
+            rung.name, _bytes(rung.predicted_bytes), _bytes(rung.measured_bytes), _times(rung.ratio),
+            _times(self.memory_fraction(rung)), speed, _times(self.speed_fraction(rung)),
+        ]  # fmt: skip
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        same = "memory is the peak allocated on one device, speed that of all devices together"
+        notes = (f"{rung.name}: {rung.note}" for rung in self.rungs if rung.note)
+        return (same, "a fraction below 1 is less than the first rung has", *notes)
+
+    def __repr__(self) -> str:
+        return "\n".join([text_table(_COLUMNS, self.rows), *(f"- {text}" for text in self.sentences)])
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        caption = f"{len(self.rungs) - 1} levers, each with those above it"
+        return html_table(_COLUMNS, self.rows, caption=caption) + html_list(self.sentences)
+
+
+@overload
+def verify_levers(
+    config: Config, /, *, levers: Sequence[str | Change] | None = None, ladder: bool = True
+) -> LeversCheck: ...
+@overload
+def verify_levers(
+    module: Any, data: Any, config: Config, *, levers: Sequence[str | Change] | None = None, ladder: bool = True
+) -> LeversCheck: ...
+def verify_levers(
+    module: Any, data: Any = None, config: Config | None = None, *,
+    levers: Sequence[str | Change] | None = None, ladder: bool = True,
+) -> LeversCheck:  # fmt: skip
+    """Run the config, then run it again with each lever, and wait for all of it.
+
+    Args:
+        module: What `kit.fit` takes as module.
+        data: What `kit.fit` takes as data.
+        config: What the levers are added to. `verify_levers(config)` alone takes module and data from it.
+        levers: Names out of `LEVERS`, or `{"section.field": value}` of your own; by default every lever that the config
+            does not have yet.
+        ladder: Each lever comes on top of those before; False takes each alone.
+
+    Raises:
+        ConfigError: for an unknown lever, a ladder without rungs, and what `kit.fit` refuses of the config itself.
+        TrialError: when the trial of the config itself fails.
+    """
+    if config is None and isinstance(module, Config):
+        module, config = None, module
+    if not isinstance(config, Config):
+        raise ConfigError(f"verify_levers takes a Config, got {type(config).__name__}")
+    changes = _changes(config, levers)
+    first = _rung("as configured", module, data, config)
+    rungs, below = [first], config
+    for name, change in changes.items():
+        try:
+            changed = below.replace(change)
+            rungs.append(_rung(f"+ {name}" if ladder else name, module, data, changed))
+        except KitError as error:
+            rungs.append(_not_run(f"+ {name}" if ladder else name, below, str(error)))
+            continue
+        below = changed if ladder else config
+    return LeversCheck(tuple(rungs))
+
+
+def _changes(config: Config, levers: Sequence[str | Change] | None) -> dict[str, Change]:
+    if levers is None:
+        names = [name for name, change in LEVERS.items() if name != "fused optimizer" and _is_new(config, change)]
+        return {name: LEVERS[name] for name in names}
+    found: dict[str, Change] = {}
+    for lever in levers:
+        if isinstance(lever, Mapping):
+            found[", ".join(f"{path.rpartition('.')[2]}: {value}" for path, value in lever.items())] = lever
+        elif lever in LEVERS:
+            found[lever] = LEVERS[lever]
+        else:
+            known = ", ".join(LEVERS)
+            raise ConfigError([Problem("levers", f"{lever!r} is none of {known}; or give {{'section.field': value}}")])
+    if not found:
+        raise ConfigError([Problem("levers", "no levers are no ladder; leave it out for all of them")])
+    return found
+
+
+def _is_new(config: Config, change: Change) -> bool:
+    return any(config.get(path) != value for path, value in change.items())
+
+
+def _rung(name: str, module: Any, data: Any, config: Config) -> Rung:
+    given = (module, data) if module is not None or data is not None else None
+    predicted = _predict(given, config)
+    quiet = config.replace({"trial.predict_memory": False, "trial.measure_memory": True})
+    trial = (fit(*given, quiet) if given else fit(quiet)).wait()
+    return Rung(
+        name=name, config=config, predicted_bytes=predicted, measured_bytes=measured_bytes(trial),
+        samples_per_second=samples_per_second(trial), precision=str(trial.event("fit_started", "precision")),
+        run_directory=str(trial.run_directory), note="; ".join(trial.warnings),
+    )  # fmt: skip
+
+
+def _predict(given: tuple[Any, Any] | None, config: Config) -> int | None:
+    estimate = predict_memory(*given, config) if given else predict_memory(config)
+    return estimate.device_allocated_bytes if estimate.complete else None
+
+
+def _not_run(name: str, config: Config, reason: str) -> Rung:
+    return Rung(
+        name=name, config=config, predicted_bytes=None, measured_bytes=None, samples_per_second=None, precision="",
+        run_directory="", note=f"not run: {reason}",
+    )  # fmt: skip
+
+
+def _bytes(value: int | None) -> str:
+    return "–" if value is None else format_bytes(value)
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

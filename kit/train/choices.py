@@ -1,0 +1,70 @@
+"""What the choices of hardware mean, in sentences beside their controls; no torch, no device is asked.
+
+A strategy says what each device holds, with the worked example of eight devices, and which one to try when. A number of
+devices says what a step then sees, and what that does to the learning rate: with n times the samples in a step, linear
+scaling takes n times the rate (Goyal et al. 2017, arXiv:1706.02677), with some warm-up; it is a start to try from.
+"""
+
+from __future__ import annotations
+
+from kit.config import Config
+
+ESCALATION = (
+    "Begin with none on one device; take ddp when it is too slow, after a look whether the device waits for data; take "
+    "fsdp when it runs out of memory."
+)
+EXAMPLE = "fsdp:2:4 on 8 devices is 2 replicas, each sharded over 4 devices: each device holds a quarter of a model"
+
+
+def explain_strategy(strategy: str) -> str:
+    """What each device holds under `strategy`, and when to take another."""
+    if strategy == "none":
+        return f"One device holds the whole model. {ESCALATION}"
+    if strategy == "ddp":
+        return (
+            "A full copy of the model on every device, each with its own slice of the data; gradients are averaged. "
+            "Faster, not smaller: out of memory on one device is out of memory on all; then fsdp."
+        )
+    if strategy == "fsdp":
+        return (
+            "The model is sharded: each device holds its share of parameters, gradients and optimizer state, and "
+            f"gathers a block at a time. {EXAMPLE}."
+        )
+    replicas, size = (int(part) for part in strategy.split(":")[1:])
+    held = "a whole model" if size == 1 else f"1/{size} of a model"
+    worked = "" if strategy == "fsdp:2:4" else f" ({EXAMPLE})"
+    return (
+        f"{replicas} replica{'s' * (replicas > 1)} × {size} device{'s' * (size > 1)} each = {replicas * size} devices; "
+        f"each holds {held}, and gradients are averaged over the replicas{worked}."
+    )
+
+
+def global_batch(config: Config, world_size: int) -> int:
+    """Samples of one optimizer step: batch × devices × accumulation."""
+    return config.loader.batch_size * world_size * config.levers.accumulate_grad_batches
+
+
+def explain_batch(config: Config, world_size: int, before: tuple[Config, int] | None = None) -> str:
+    """What a step sees, and what linear scaling makes of the learning rate.
+
+    Args:
+        config: What would run.
+        world_size: Its ranks.
+        before: The config and ranks that the learning rate was chosen for; by default one device without accumulation.
+    """
+    size = global_batch(config, world_size)
+    accumulate = config.levers.accumulate_grad_batches
+    parts = [f"{config.loader.batch_size} a device", f"{world_size} device{'s' * (world_size > 1)}"]
+    parts += [f"{accumulate} accumulated"] if accumulate > 1 else []
+    text = f"a step sees {size} samples: {' × '.join(parts)}"
+    was = config.loader.batch_size if before is None else global_batch(*before)
+    if size == was:
+        return text
+    return f"{text}; {size / was:g} times the {was} before, so linear scaling takes {_rate(config, size / was)}"
+
+
+def _rate(config: Config, factor: float) -> str:
+    rate = config.model.arguments.get("learning_rate")
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        return f"{factor:g} times the learning rate"
+    return f"a learning rate of {rate * factor:g} instead of {rate:g}"

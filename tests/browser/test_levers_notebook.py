@@ -1,0 +1,47 @@
+"""The levers notebook as its reader meets it: tables, a chart, a search with a button that goes when it has ended."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
+
+SECOND = 1000
+STOPPABLE = """import kit
+config = kit.Config.load("datasets/tokens/recipe.yaml").replace({
+    "hardware.accelerator": "cpu", "hardware.device_memory_bytes": "256 MiB",
+})
+found = kit.find_batch_size(None, "datasets/tokens/source.py:Tokens", config, start=1, resolution=0)
+found"""
+
+
+def test_run_all_shows_the_ladder_the_search_and_the_back_off(notebook, artifacts):
+    opened = notebook("notebooks/04_levers.ipynb", width=1280, height=1400)
+    opened.run_all()
+    expect(opened.page.locator(".jp-Cell").last).to_contain_text("off their default", timeout=300 * SECOND)
+    assert opened.errors() == []
+    rungs = opened.page.get_by_role("rowheader", name=re.compile("gradient checkpointing"))
+    expect(rungs).to_have_count(1)
+    live = opened.page.locator(".kit-live").first
+    expect(live).to_contain_text("samples on each device")
+    expect(live.get_by_role("button", name="Stop")).to_have_count(0)
+    expect(live).to_contain_text("out of memory")
+    live.scroll_into_view_if_needed()
+    opened.page.screenshot(path=artifacts / "levers_search.png")
+
+
+def test_the_button_stops_a_search_and_keeps_what_it_found(notebook, project):
+    import nbformat
+
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(STOPPABLE)])
+    book.metadata.kernelspec = {"name": "kit", "display_name": "kit (training experiments)", "language": "python"}
+    nbformat.write(book, project / "notebooks" / "stoppable.ipynb")
+    opened = notebook("notebooks/stoppable.ipynb")
+    opened.run_all()
+    live = opened.page.locator(".kit-live").first
+    expect(live.get_by_role("rowheader", name=re.compile(r"^\d+$")).first).to_be_visible(timeout=120 * SECOND)
+    live.get_by_role("button", name="Stop").click()
+    expect(live).to_contain_text("(STOPPED)", timeout=60 * SECOND)
+    expect(live.get_by_role("button", name="Stop")).to_have_count(0)
+    assert opened.errors() == []

@@ -1,0 +1,67 @@
+import pytest
+
+import kit
+from kit.errors import ConfigError
+from kit.models import GPT, Tokens
+from kit.report.levers_chart import levers_figure
+
+
+def model():
+    return GPT(vocabulary=64, width=64, heads=2, layers=6, context=128)
+
+
+def data():
+    return Tokens(vocabulary=64, context=128, batch_size=8)
+
+
+@pytest.fixture
+def check(config):
+    return kit.verify_levers(model, data, config(max_steps=4), levers=["gradient checkpointing", "bf16-mixed"])
+
+
+def test_a_ladder_is_measured_and_predicted_rung_by_rung(check):
+    first, checkpointed, mixed = check.rungs
+    assert [rung.name for rung in check.rungs] == ["as configured", "+ gradient checkpointing", "+ bf16-mixed"]
+    assert mixed.config.levers.gradient_checkpointing, "each lever comes on top of those before"
+    assert [rung.precision for rung in check.rungs] == ["32-true", "32-true", "bf16-mixed"]
+    assert checkpointed.measured_bytes < 0.7 * first.measured_bytes
+    for rung in (first, checkpointed):
+        assert rung.ratio == pytest.approx(1, abs=0.1)
+        assert rung.samples_per_second > 0
+    assert check.memory_fraction(first) == check.speed_fraction(first) == 1
+    assert check.predicted_fraction(checkpointed) == pytest.approx(check.memory_fraction(checkpointed), abs=0.1)
+
+
+def test_the_table_and_the_chart_show_every_rung(check):
+    text = repr(check)
+    assert "+ bf16-mixed" in text
+    assert "predicted" in text
+    assert "+ bf16-mixed" in check._repr_html_()
+    memory, speed = levers_figure(check).axes
+    assert [label.get_text() for label in memory.get_yticklabels()] == [rung.name for rung in check.rungs]
+    assert len(memory.patches) == 2 * len(check.rungs)
+    assert len(speed.patches) == len(check.rungs)
+
+
+def test_a_lever_that_cannot_run_stands_there_with_its_reason_and_the_next_goes_on(config):
+    check = kit.verify_levers(
+        model, data, config(max_steps=3), levers=[{"levers.sequence_chunk": 8}, {"loader.pin_memory": False}]
+    )
+    assert not check.rungs[1].ran
+    assert "no chunk_step" in check.rungs[1].note
+    assert check.rungs[2].ran
+    assert not check.rungs[2].config.levers.sequence_chunk
+    assert "did not run" in [text.get_text() for text in levers_figure(check).axes[0].texts]
+
+
+def test_levers_alone_do_not_build_on_each_other(config):
+    check = kit.verify_levers(
+        model, data, config(max_steps=3), levers=["gradient checkpointing", "fused optimizer"], ladder=False
+    )
+    assert not check.rungs[2].config.levers.gradient_checkpointing
+
+
+@pytest.mark.parametrize(("levers", "words"), [(["magic"], "'magic' is none of"), ([], "no levers")])
+def test_unknown_levers_and_empty_ladders_are_refused(config, levers, words):
+    with pytest.raises(ConfigError, match=words):
+        kit.verify_levers(model, data, config(), levers=levers)
