@@ -60,6 +60,22 @@ def machine() -> dict[str, str]:
     return {"host": platform.node(), "boot": boot}
 
 
+def peak_rss_bytes() -> int:
+    """The most host memory that this process has held at once.
+
+    On Linux from /proc: `getrusage` answers for the process id, so right after an exec it still names the peak of the
+    program that started this one.
+    """
+    if LINUX:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    import resource
+
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
 def die_with_parent(parent: int) -> None:
     """Ask the operating system for SIGKILL when `parent` ends; end at once when it already has.
 

@@ -20,6 +20,7 @@ import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from kit.processes import peak_rss_bytes
 from kit.run.failure import DivergedError
 from kit.run.jobs.context import Context
 from kit.run.timing import StepClock
@@ -160,13 +161,12 @@ class Recorder(Callback):
         """Say that the fit has ended."""
         self.flush()
         counters = getattr(self.loader, "counters", None)
-        unit_bytes = 1 if sys.platform == "darwin" else 1024
         self.context.writer.write(
             "fit_ended",
             steps=steps,
             stopped=self.left,
             counters=counters() if callable(counters) else {},
-            peak_host_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes,
+            peak_host_rss_bytes=peak_rss_bytes(),
         )
 
 

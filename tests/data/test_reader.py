@@ -115,23 +115,21 @@ def test_sizes_are_those_of_the_arrays(tmp_path):
 
 
 MEASURE = """
-import resource, sys
+import sys
 import numpy as np
 from kit.data.dataset import open_dataset
 from kit.data.engine import Engine
-
-def peak_bytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+from kit.processes import peak_rss_bytes
 
 random = np.random.default_rng(0)
 dataset, budget = open_dataset(sys.argv[1]), int(sys.argv[2])
 with Engine(dataset, memory_bytes=budget, cache_bytes=budget // 8, requests_in_flight=256, batches_ahead=2) as engine:
     next(engine.stream([np.zeros((1, 3), np.int64)], (1, 32, 32)))
-    before = peak_bytes()
+    before = peak_rss_bytes()
     batches = (np.stack([random.integers(0, [256, 225, 225]) for _ in range(32)]) for _ in range(200))
     for values, valid in engine.stream(batches, (1, 32, 32)):
         pass
-    print(peak_bytes() - before, engine.counters["bytes_read"])
+    print(peak_rss_bytes() - before, engine.counters["bytes_read"])
 """
 
 

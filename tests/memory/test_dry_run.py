@@ -268,16 +268,15 @@ class Vast(LightningModule):
 
 
 VAST = """
-import resource
 import psutil, torch
 from dry_parts import loader, peak, predict, Perceptron, vectors
 from kit.config import Config
+from kit.processes import peak_rss_bytes
 from test_dry_run import Vast
 predict(Perceptron, lambda: loader(vectors), Config())  # what any first run loads
 before = psutil.Process().memory_info().rss
 recording = predict(Vast, lambda: loader(lambda: (torch.zeros(16384),)), Config())
-largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(recording.facts["parameters"], peak(recording), largest - before)
+print(recording.facts["parameters"], peak(recording), peak_rss_bytes() - before)
 """
 
 
