@@ -179,6 +179,9 @@ class Levers(Section):
     gradient_checkpointing: bool = setting(
         False, "Forget the activations of repeated blocks and compute them again in the backward pass."
     )
+    checkpoint_blocks: Names = setting(
+        (), "Class names of the blocks that gradient_checkpointing takes; empty for the repeated blocks of the module."
+    )
     optimizer: Literal["module", "adamw", "adamw-fused", "adamw-8bit", "sgd"] = setting(
         "module",
         "module: what configure_optimizers returns. The others take its place, on the same parameter groups and "
@@ -203,7 +206,9 @@ class Data(Section):
         "What builds the store: an import path such as datasets/ocean/source.py:Ocean, or a place: a Zarr store, "
         "a .nc or .npy file, a folder of images; empty to only read.",
     )
-    arguments: Arguments = setting(dict, "Keyword arguments of the source, such as its size and seed.")
+    arguments: Arguments = setting(
+        dict, "Keyword arguments of the source, such as its size and seed; without one, of data given as class or path."
+    )
     url: str = setting(
         "data/dataset.zarr", "Where the Zarr store is: a path, or file://, gs://, s3://, http(s)://, memory://."
     )
@@ -246,8 +251,12 @@ class Chunking(Section):
     )
     compression_level: int = setting(3, "zstd level: higher is smaller and slower to write.", ge=0, le=19)
     latency_seconds: float = setting(
-        0.03, "Time to the first byte of a request, for the plan.", unit="seconds", ge=0, le=60
+        0.03, "Mean time to the first byte of a request, for the plan.", unit="seconds", ge=0, le=60
     )
+    latency_deviation_seconds: float = setting(
+        0.012, "Its standard deviation: batches wait for their slowest request, for the plan.",
+        unit="seconds", ge=0, le=600,
+    )  # fmt: skip
     bandwidth_bytes_per_second: Bytes = setting(
         "80 MB", "Bytes per second of one connection, for the plan.", unit="bytes/s", ge=1
     )
@@ -308,6 +317,10 @@ class Build(Section):
     memory_bytes: Bytes = setting(
         "2 GiB", "Memory that building may add to each process: values, what is being decoded, encoded and sent.",
         unit="bytes", ge=1 << 20, le=1 << 50,
+    )  # fmt: skip
+    total_memory_bytes: Bytes = setting(
+        0, "Memory of all processes of a build together, Dask workers with the libraries they load; where it is short, "
+        "each gets less or fewer run. 0 for no other limit than memory_bytes.", unit="bytes", ge=0, le=1 << 50,
     )  # fmt: skip
     address: Annotated[str, Field(pattern=r"^$|^(tcp|tls|ws|wss|inproc)://[^@\s]+$")] = setting(
         "", "distributed: a running Dask scheduler, such as tcp://host:8786; empty starts a cluster on this machine.",
@@ -734,10 +747,19 @@ def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any]) -> st
     text = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if info is None:
         return f"{text}, got {shown}" + (" (this section takes a mapping of fields)" if kind == "model_type" else "")
+    if isinstance(value, str) and (path, value) in _REFUSED:
+        return f"{value} is refused: {_REFUSED[path, value]}"
     if info.kind in ("choice", "devices", "layout") or kind == "string_pattern_mismatch":
         close = difflib.get_close_matches(value, info.choices, n=1) if isinstance(value, str) else []
         return f"{shown} is not accepted" + (f"; did you mean {close[0]!r}?" if close else f". {info.help}")
     return f"{text}, got {shown}. {info.help}"
+
+
+_REFUSED = {
+    ("hardware.precision", "16-true"): "weights and gradients of 16 bits without a scaler underflow, and on a CPU are "
+    "computed many times slower besides, and end in nan; use 16-mixed on a GPU, bf16-mixed or bf16-true anywhere"
+}
+"""Values that others know and kit does not take, and why."""
 
 
 def _did_you_mean(path: str) -> str:

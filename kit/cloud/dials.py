@@ -54,6 +54,19 @@ class Dials:
         if problems:
             raise ConfigError(problems, "simulated cloud")
 
+    @property
+    def latency_mean_seconds(self) -> float:
+        """Mean time to the first byte."""
+        slow = 1 + self.slow_fraction * (self.slow_factor - 1)
+        return self.latency_seconds * math.exp(self.latency_spread**2 / 2) * slow
+
+    @property
+    def latency_deviation_seconds(self) -> float:
+        """Standard deviation of the time to the first byte."""
+        slow = 1 + self.slow_fraction * (self.slow_factor**2 - 1)
+        square = self.latency_seconds**2 * math.exp(2 * self.latency_spread**2) * slow
+        return math.sqrt(max(0.0, square - self.latency_mean_seconds**2))
+
     def _problems(self) -> list[tuple[str, str]]:
         found = []
         for item in fields(self):

@@ -103,6 +103,7 @@ def network_of(config: Config) -> Network:
     loader, chunking = config.loader, config.chunking
     return Network(
         latency_seconds=chunking.latency_seconds,
+        latency_deviation_seconds=chunking.latency_deviation_seconds,
         bandwidth_bytes_per_second=chunking.bandwidth_bytes_per_second,
         total_bandwidth_bytes_per_second=chunking.total_bandwidth_bytes_per_second,
         requests_per_second=chunking.requests_per_second or math.inf,

@@ -63,6 +63,8 @@ class Probe:
     """Median time to the first byte."""
     latency_mean_seconds: float
     """Mean: what requests one after another add up to."""
+    latency_deviation_seconds: float
+    """Standard deviation: how much slower than most the slowest of many are."""
     latency_p95_seconds: float
     bandwidth_bytes_per_second: float | None
     """Of one connection."""
@@ -93,6 +95,7 @@ class Probe:
         """
         changes: dict[str, Any] = {
             "latency_seconds": round(self.latency_mean_seconds, 6),
+            "latency_deviation_seconds": round(self.latency_deviation_seconds, 6),
             "total_bandwidth_bytes_per_second": max(1, round(self.total_bandwidth_bytes_per_second)),
             "request_cpu_seconds": round(self.request_cpu_seconds, 6),
         }
@@ -114,6 +117,7 @@ class Probe:
         return [
             row("latency_seconds", self.latency_seconds, format_seconds),
             row("latency_mean_seconds", self.latency_mean_seconds, format_seconds),
+            row("latency_deviation_seconds", self.latency_deviation_seconds, format_seconds),
             row("latency_p95_seconds", self.latency_p95_seconds, format_seconds),
             row("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, format_bytes, "/s"),
             row("total_bandwidth_bytes_per_second", self.total_bandwidth_bytes_per_second, format_bytes, "/s"),
@@ -192,6 +196,7 @@ def _probe(dataset: Dataset, source: Source, counters: Counters, budget_bytes: i
     for name, word in (
         ("latency_seconds", "median"),
         ("latency_mean_seconds", "mean"),
+        ("latency_deviation_seconds", "standard deviation"),
         ("latency_p95_seconds", "95 %"),
     ):
         how[name] = f"{word} of {len(latency.seconds)} requests of 1 byte, {latency.in_flight} in flight"
@@ -203,6 +208,7 @@ def _probe(dataset: Dataset, source: Source, counters: Counters, budget_bytes: i
     best, held_back = max(steps, key=_rate), _judge_rate(fast, middle, how)
     return Probe(
         url=dataset.url, latency_seconds=middle, latency_mean_seconds=statistics.fmean(latency.seconds),
+        latency_deviation_seconds=statistics.pstdev(latency.seconds),
         latency_p95_seconds=quantile(latency.seconds, 0.95), bandwidth_bytes_per_second=bandwidth,
         total_bandwidth_bytes_per_second=best.bytes_per_second, parallelism=_parallelism(one, best),
         requests_per_second=fast.requests_per_second, held_back=held_back,

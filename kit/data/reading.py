@@ -60,4 +60,4 @@ def _price(config: Config, info: ArrayInfo, variables: int, compression_ratio: f
         stride=tuple(data.stride.get(name, side) for name, side in zip(info.dims, default, strict=True)),
         batch_size=config.loader.batch_size, compression_ratio=compression_ratio, **pattern_of(config),
     )  # fmt: skip
-    return price(access, network_of(config), info.chunk, host_of(config), shard=info.shard, coalesced=True)
+    return price(access, network_of(config), info.chunk, host_of(config), shard=info.shard, closely=True)

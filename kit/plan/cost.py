@@ -19,22 +19,23 @@ with what lies between neighbours; decoded bytes whole chunks. A request's CPU s
 it shares its request or not, by one thread at a time; decoding has its own threads. The first line is Little's law for
 a closed system.
 
-Known error: the resources are taken to overlap perfectly, which is optimistic near a tie, and to have the host's cores
-to themselves. Slow tails of the latency and retries are not counted. `benchmarks/layouts.py` sets predictions beside
-measurements.
+Known error: the resources are taken to overlap perfectly, which is optimistic near a tie, and every request to take its
+mean; a store that stands is priced `closely`, with its slow requests (`kit.plan.pace`). The host's cores are taken to
+be free. Retries are not counted. `benchmarks/layouts.py` sets predictions beside measurements.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kit.plan.access import Access
 from kit.plan.block_order import Window, fit_window
 from kit.plan.coalescing import Coalescing
 from kit.plan.geometry import Axis
+from kit.plan.pace import Pipeline, seconds_per_batch
 from kit.plan.resources import Host, Network, Prices
 from kit.plan.runs import ALONE, Runs, expected_runs
 from kit.plan.sharing import Fetches, fetches, reading_of
@@ -44,7 +45,10 @@ _AS_GOOD_AS_READ = 2
 _MOST_CHUNKS_DRAWN = 2048
 """Of a batch: so many that the CPU binds, however they share requests; drawing them would take long."""
 
-Bound = Literal["latency", "bandwidth", "total bandwidth", "request rate", "CPU", "memory"]
+_WAITED_FOR = 1.25
+"""So many times the slowest resource's seconds that a pipeline played out takes: then slow requests bind."""
+
+Bound = Literal["latency", "bandwidth", "total bandwidth", "request rate", "CPU", "memory", "slow requests"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +128,13 @@ def price(
     *,
     shard: Sequence[int] | None = None,
     prices: Prices | None = None,
-    coalesced: bool = False,
+    closely: bool = False,
 ) -> LayoutCost:
     """The cost of reading batches with chunks of this size.
 
     Args:
-        coalesced: Count that neighbours in a shard share requests. A store is priced so; a plan ranks sizes without,
-            since what is gained hangs on the density of a batch in its shards, and shards can only be faster.
+        closely: Count that neighbours in a shard share requests, and play the pipeline out. A store is priced so; a
+            plan ranks sizes without, since it prices hundreds, and shards can only be faster.
 
     Raises:
         PlanError: for sides below 1 or a patch larger than its array.
@@ -143,7 +147,7 @@ def price(
     stored = union * chunk_bytes / access.compression_ratio
     kept = _kept_bytes(access, host, axes, chunk_bytes, window)
     joined = union if window else min(union, _joined(access, network, axes) * access.arrays)
-    together = _runs(access, network, axes, shard, chunk_bytes) if shard and coalesced else ALONE
+    together = _runs(access, network, axes, shard, chunk_bytes) if shard and closely else ALONE
     load = _Load(
         requests=joined * together.requests_per_chunk + indexes,
         stored_bytes=joined * chunk_bytes / access.compression_ratio * together.bytes_per_chunk,
@@ -151,6 +155,8 @@ def price(
         at_once=union * window.samples / access.batch_size if window else 0.0,
     )  # fmt: skip
     time = _time(access, network, host, load, kept)
+    if closely:
+        time = _played(access, network, host, load, time)
     mixes = access.order != "block" or (window is not None and window.full)
     per_sample = math.prod(axis.mean for axis in axes) * access.arrays
     epoch = access.epoch_samples / access.batch_size
@@ -242,7 +248,12 @@ class _Time:
     by_resource: tuple[tuple[Bound, float], ...]
     in_flight: float
     memory_bytes: float
-    fits: bool
+    room: float
+    """Requests whose answers fit the memory."""
+
+    @property
+    def fits(self) -> bool:
+        return self.room >= 1
 
 
 def _time(access: Access, network: Network, host: Host, load: _Load, kept_bytes: float) -> _Time:
@@ -265,7 +276,30 @@ def _time(access: Access, network: Network, host: Host, load: _Load, kept_bytes:
     }
     slowest_first = tuple(sorted(seconds.items(), key=lambda item: -item[1]))
     memory = fixed + in_flight * stored_chunk
-    return _Time(by_resource=slowest_first, in_flight=in_flight, memory_bytes=memory, fits=room >= 1)
+    return _Time(by_resource=slowest_first, in_flight=in_flight, memory_bytes=memory, room=room)
+
+
+def _played(access: Access, network: Network, host: Host, load: _Load, time: _Time) -> _Time:
+    """The same, as slow as the pipeline is when played out; in block order windows are read ahead, not batches."""
+    if access.order == "block" or not load.requests:
+        return time
+    ranks, each_bytes = access.ranks, load.stored_bytes / load.requests
+    threads = load.decoded_bytes / (host.decode_bytes_per_second * host.decode_threads)
+    played = seconds_per_batch(Pipeline(
+        requests_per_batch=load.requests, in_flight=max(1, int(min(network.requests_in_flight, time.room))),
+        batches_ahead=network.batches_ahead, latency_seconds=network.latency_seconds,
+        latency_deviation_seconds=network.latency_deviation_seconds,
+        transfer_seconds=each_bytes / network.bandwidth_bytes_per_second,
+        line_seconds=each_bytes * ranks / network.total_bandwidth_bytes_per_second,
+        admission_seconds=ranks / network.requests_per_second,
+        decode_seconds=max(load.chunks * host.request_cpu_seconds, threads) / load.requests,
+    ))  # fmt: skip
+    slowest, seconds = time.by_resource[0]
+    if played is None or played <= seconds:
+        return time
+    bound: Bound = "slow requests" if played > _WAITED_FOR * seconds else slowest
+    rest = [item for item in time.by_resource if item[0] != bound]
+    return replace(time, by_resource=((bound, played), *rest))
 
 
 def balanced_ratio(access: Access, network: Network) -> float:

@@ -121,6 +121,7 @@ def _time(case: Case) -> Iterator[str]:
             f"the store's request rate binds ({format_count(network.requests_per_second * share)}/s for each rank)"
         ),
         "CPU": _cpu(case),
+        "slow requests": "batches wait for their slowest requests",
     }[chosen.bound]
     yield (
         f"a batch of {case.access.batch_size}: {plural(chosen.requests_per_batch, 'request')} of "

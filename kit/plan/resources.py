@@ -20,7 +20,7 @@ class Network:
     """What lies between the store and the readers."""
 
     latency_seconds: float
-    """Time to the first byte of a request."""
+    """Mean time to the first byte of a request."""
     bandwidth_bytes_per_second: float
     """Of one connection."""
     requests_in_flight: int
@@ -30,12 +30,14 @@ class Network:
     requests_per_second: float = math.inf
     """What the store answers, all ranks together."""
     batches_ahead: int = 0
+    latency_deviation_seconds: float = 0.0
+    """Standard deviation of the time to the first byte: batches wait for their slowest request."""
 
     def __post_init__(self) -> None:
         if self.requests_in_flight < 1:
             raise PlanError(f"requests_in_flight is {self.requests_in_flight}, but must be at least 1")
-        if self.latency_seconds < 0 or self.batches_ahead < 0:
-            raise PlanError("latency_seconds and batches_ahead must be at least 0")
+        if min(self.latency_seconds, self.latency_deviation_seconds, self.batches_ahead) < 0:
+            raise PlanError("latency_seconds, latency_deviation_seconds and batches_ahead must be at least 0")
         for name in ("bandwidth_bytes_per_second", "total_bandwidth_bytes_per_second", "requests_per_second"):
             if not getattr(self, name) > 0:
                 raise PlanError(f"{name} is {getattr(self, name)}, but must be above 0")

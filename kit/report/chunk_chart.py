@@ -46,7 +46,8 @@ _MEASURED: Any = {
 }  # fmt: skip
 _BOUNDS: dict[str, tuple[str, str]] = {
     "latency": (BLUE, "o"), "bandwidth": (ORANGE, "s"), "total bandwidth": (VERMILION, "^"),
-    "request rate": (PURPLE, "v"), "CPU": (GREEN, "P"), "memory": (SKY, "X"), "does not fit": (INK, "x"),
+    "request rate": (PURPLE, "v"), "slow requests": (BLUE, "d"), "CPU": (GREEN, "P"), "memory": (SKY, "X"),
+    "does not fit": (INK, "x"),
 }  # fmt: skip
 """Colour and marker of each resource that may bind, and of layouts that the memory allowed does not hold."""
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SHOWN = {
     "pattern": ("data.patch", "data.order", "data.stride", "data.variables", "loader.batch_size"),
     "network": (
-        "chunking.latency_seconds", "chunking.bandwidth_bytes_per_second",
+        "chunking.latency_seconds", "chunking.latency_deviation_seconds", "chunking.bandwidth_bytes_per_second",
         "chunking.total_bandwidth_bytes_per_second", "chunking.requests_per_second", "loader.requests_in_flight",
         "chunking.decode_bytes_per_second", "chunking.compression_ratio",
     ),

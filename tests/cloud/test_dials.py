@@ -47,6 +47,15 @@ def test_latencies_have_the_median_and_the_tail_that_the_dials_say(name):
         assert drawn[0] < dials.latency_seconds
 
 
+@pytest.mark.parametrize("name", ["same region", "home WiFi"])
+def test_a_plan_can_be_told_their_mean_and_deviation(name):
+    dials = PRESETS[name]
+    link = Link(dials, 0.0)
+    drawn = [link.latency_seconds() for _ in range(40_000)]
+    assert statistics.fmean(drawn) == pytest.approx(dials.latency_mean_seconds, rel=0.03)
+    assert statistics.pstdev(drawn) == pytest.approx(dials.latency_deviation_seconds, rel=0.08)
+
+
 def test_the_same_seed_draws_the_same_latencies():
     first, second = (Link(PRESETS["home WiFi"], 0.0) for _ in range(2))
     assert [first.latency_seconds() for _ in range(20)] == [second.latency_seconds() for _ in range(20)]

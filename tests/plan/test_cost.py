@@ -200,7 +200,7 @@ def test_chunks_on_their_way_and_neighbours_in_a_shard_make_reading_faster_but_n
     )  # fmt: skip
     alone, ahead = (price(asked, network(batches_ahead=count), (64, 64)) for count in (2, 8))
     assert ahead.samples_per_second > 1.2 * alone.samples_per_second
-    sharded = price(asked, network(batches_ahead=2), (64, 64), shard=(1024, 1024), coalesced=True)
+    sharded = price(asked, network(batches_ahead=2), (64, 64), shard=(1024, 1024), closely=True)
     assert sharded.samples_per_second > 1.5 * alone.samples_per_second
     assert alone.requests_per_batch == ahead.requests_per_batch == sharded.requests_per_batch
 
