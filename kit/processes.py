@@ -7,6 +7,7 @@ signalled or believed alive on the id alone. On Linux both come from /proc; else
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import signal
@@ -74,6 +75,22 @@ def peak_rss_bytes() -> int:
 
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+def give_memory_back() -> None:
+    """Hand freed memory to the system; the allocator would keep it, in pieces that fit nothing else."""
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _trim() -> Any:
+    """glibc's `malloc_trim`; None elsewhere."""
+    try:
+        return ctypes.CDLL("libc.so.6").malloc_trim if LINUX else None
+    except (OSError, AttributeError):
+        return None
 
 
 def die_with_parent(parent: int) -> None:

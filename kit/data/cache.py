@@ -25,6 +25,8 @@ from kit.data.workers import Batch
 Key = tuple[int, tuple[int, ...]]
 """(variable, chunk coordinates)."""
 _FREE = -1
+_PARTS_A_TURN = 16
+"""Under one hold of the lock, which every thread that reads needs as well."""
 
 
 @dataclass(slots=True)
@@ -83,13 +85,14 @@ class ChunkCache:
         """The parts whose chunks are decoded, with those; and the chunks nobody reads yet, for the caller to read."""
         here: list[tuple[Part, NDArray[Any]]] = []
         new: list[Chunk] = []
-        with self._lock:
-            for part in parts:
-                chunk = self._find(stored, (variable, part.use.coords), new)
-                if chunk.decoded is None:
-                    chunk.parts.append(part)
-                else:
-                    here.append((part, chunk.decoded))
+        for first in range(0, len(parts), _PARTS_A_TURN):
+            with self._lock:
+                for part in parts[first : first + _PARTS_A_TURN]:
+                    chunk = self._find(stored, (variable, part.use.coords), new)
+                    if chunk.decoded is None:
+                        chunk.parts.append(part)
+                    else:
+                        here.append((part, chunk.decoded))
         return here, new
 
     def hold(self, stored: StoredArray, variable: int, coords: Iterable[tuple[int, ...]], window: int) -> list[Chunk]:

@@ -39,12 +39,15 @@ from kit.data.wanted import Answer, Wanted
 from kit.data.workers import Batch, Workers
 from kit.errors import MissingChunkError, StoreError
 from kit.plan.coalescing import LOCAL_GAP_BYTES, Coalescing, Run, runs
+from kit.processes import give_memory_back
 
 _LEAST_FOLDER_THREADS = 4
 _CLOSE_SECONDS = 5.0
 _PAUSE_SECONDS = 0.001
 _PARTS_PER_JOB = 64
 _INDEX_SHARE = 8
+_HOLES_SHARE = 2
+"""Of the memory allowed: so much decoded between two times that freed memory is handed back."""
 _READY_TOO = 2
 """Bytes in flight and as many ready to be decoded; more would only wait."""
 
@@ -79,6 +82,8 @@ class Reader:
         self._batch_bytes = 0
         self._stored_bytes: dict[str, int] = {}
         """The largest object met, for arrays whose chunks are objects of their own."""
+        self._scattered_bytes = 0
+        """Decoded since freed memory was last handed back."""
         self._gate = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kit-loop", daemon=True)
@@ -260,7 +265,7 @@ class Reader:
 
     def _decode_soon(self, answer: Answer) -> None:
         """In a decoding thread; of a folder in the thread that has just read it, which took no time to speak of."""
-        if self._near:
+        if self._near or answer.stored.in_place:
             try:
                 self._decode(answer)
             except BaseException as error:
@@ -277,6 +282,14 @@ class Reader:
                 part.scatter(decoded)
         finally:
             answer.claim.done()
+        self._hand_back(decoded.nbytes)
+
+    def _hand_back(self, decoded_bytes: int) -> None:
+        """Now and then return to the system what was freed: chunks come and go in an order that leaves holes."""
+        self._scattered_bytes += decoded_bytes  # counted without a lock: a lost count only delays it
+        if self._scattered_bytes > self._plan.memory_bytes // _HOLES_SHARE:
+            self._scattered_bytes = 0
+            give_memory_back()
 
     def _decoded(self, answer: Answer) -> NDArray[Any]:
         try:
@@ -330,11 +343,11 @@ class Reader:
     # -- by threads that wait
 
     def _read_object(self, item: Wanted) -> None:
+        if item.stored.per_shard is None:
+            self._read_run(item, None)
+            return
         wanted = item.part(self._cache.still_wanted(item.chunks))
         if not wanted.chunks:
-            return
-        if wanted.stored.per_shard is None:
-            self._read_run(wanted, None)
             return
         index = self._indexes.get(wanted.key, lambda: self._read_index(wanted))
         for run in self._runs(wanted, index)[::-1]:

@@ -46,6 +46,12 @@ class Room:
             self.taken_bytes -= size_bytes
             self._changed.notify()
 
+    def count_down(self, claim: Claim) -> bool:
+        """One part of a shared claim is done; whether it was the last."""
+        with self._changed:
+            claim._left -= 1
+            return claim._left == 0
+
     def close(self) -> None:
         """Nobody waits any more."""
         with self._changed:
@@ -64,11 +70,10 @@ class Room:
 class Claim:
     """What one request has taken, given back when all that came of it is done."""
 
-    __slots__ = ("_left", "_lock", "_room", "_size_bytes")
+    __slots__ = ("_left", "_room", "_size_bytes")
 
     def __init__(self, room: Room, size_bytes: int) -> None:
         self._room, self._size_bytes, self._left = room, size_bytes, 1
-        self._lock = threading.Lock()
 
     def share(self, parts: int) -> None:
         """It is done when so many parts are."""
@@ -76,13 +81,11 @@ class Claim:
 
     def correct(self, size_bytes: int) -> None:
         """The size was a guess; this is what came."""
-        self._room.give(self._size_bytes - size_bytes)
-        self._size_bytes = size_bytes
+        if size_bytes != self._size_bytes:
+            self._room.give(self._size_bytes - size_bytes)
+            self._size_bytes = size_bytes
 
     def done(self) -> None:
         """One part of it is done."""
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
+        if self._left == 1 or self._room.count_down(self):
             self._room.give(self._size_bytes)
