@@ -4,12 +4,15 @@
 
 The client is one process with one thread and bare sockets, which asks for whole objects as fast as answers come, and is
 pinned to one core; each server has the other. The cloud has no dials turned ("no limits"), but counts and does
-everything else. Peers are the least that serves the same bytes: aiohttp's web server and Python's threading HTTP
-server, each with one process. The medians are of rounds in turn.
+everything else. Peers are the least that serves the same bytes, aiohttp's web server and Python's threading HTTP
+server, and moto, an S3 server made for tests; each with one process. moto closes the connection after every answer and
+serves to strangers only what is uploaded as public: the client connects anew, which counts. The medians are of rounds
+in turn.
 """
 
 from __future__ import annotations
 
+import http.client
 import os
 import selectors
 import socket
@@ -58,23 +61,31 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 1024
 Server(("127.0.0.1", int(sys.argv[1])), partial(Quiet, directory=sys.argv[2])).serve_forever()
 """
-SERVERS = {"aiohttp": (AIOHTTP, "aiohttp"), "http.server": (HTTP_SERVER, "")}
+MOTO = """
+import sys
+from moto.server import main
+main(["-H", "127.0.0.1", "-p", sys.argv[1]])
+"""
+SERVERS = {"aiohttp": (AIOHTTP, "aiohttp"), "http.server": (HTTP_SERVER, ""), "moto": (MOTO, "moto")}
 
 
 class Channel:
     """One connection, on which one request follows another."""
 
     def __init__(self, port: int, size: int, name: str) -> None:
-        self._request = f"GET /bench/{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+        self._request = f"GET /bench/{name} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
         self._buffer = memoryview(bytearray(1 << 20))
-        self._size = size
-        self.socket = socket.create_connection(("127.0.0.1", port))
+        self._port, self._size = port, size
+        self.connect()
+
+    def connect(self) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", self._port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setblocking(False)
         self.ask()
 
     def ask(self) -> None:
-        self._head, self._left = b"", -1
+        self._head, self._left, self.is_last = b"", -1, False
         self.socket.sendall(self._request)
 
     def take(self) -> bool:
@@ -89,6 +100,7 @@ class Channel:
                 return False
             assert b" 200 " in head.splitlines()[0], head
             self._left, count = self._size, len(body)
+            self.is_last = b"connection: close" in head.lower()
         self._left -= count
         return self._left == 0
 
@@ -99,15 +111,26 @@ def drive(port: int, size: int, name: str, connections: int) -> float:
         channels = [Channel(port, size, name) for _ in range(connections)]
         selector = stack.enter_context(selectors.DefaultSelector())
         for channel in channels:
-            stack.enter_context(channel.socket)
+            stack.callback(lambda channel=channel: channel.socket.close())
             selector.register(channel.socket, selectors.EVENT_READ, channel)
         began, done = time.perf_counter(), 0
         while (now := time.perf_counter()) < began + SECONDS:
             for key, _ in selector.select(0.1):
                 if key.data.take():
                     done += 1
-                    key.data.ask()
+                    proceed(selector, key.data)
         return done / (now - began)
+
+
+def proceed(selector: selectors.BaseSelector, channel: Channel) -> None:
+    """Ask again, on a new connection where the server closes the old one."""
+    if not channel.is_last:
+        channel.ask()
+        return
+    selector.unregister(channel.socket)
+    channel.socket.close()
+    channel.connect()
+    selector.register(channel.socket, selectors.EVENT_READ, channel)
 
 
 @contextmanager
@@ -122,6 +145,8 @@ def serving(name: str, folder: str) -> Iterator[int]:
     try:
         pin(server.pid, 0)
         wait_for(port)
+        if name == "moto":
+            upload(port, folder)
         yield port
     finally:
         server.kill()
@@ -136,6 +161,17 @@ def wait_for(port: int) -> None:
         except OSError:
             time.sleep(0.1)
     raise SystemExit("a peer did not start")
+
+
+def upload(port: int, folder: str) -> None:
+    """Every file into the bucket `bench`, for everyone to read."""
+    connections = ((f"/bench/{path.name}", path.read_bytes()) for path in Path(folder).iterdir())
+    for place, body in [("/bench", b""), *connections]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("PUT", place, body, {"x-amz-acl": "public-read"})
+        status = connection.getresponse().status
+        connection.close()
+        assert status == 200, f"moto answers {status} to an upload"
 
 
 def pin(pid: int, core: int) -> None:

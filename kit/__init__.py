@@ -41,8 +41,12 @@ if TYPE_CHECKING:
     from kit.run.memory.prediction import predict_memory as predict_memory
     from kit.run.memory.residuals import residuals as residuals
     from kit.run.memory.what_if import what_if as what_if
+    from kit.run.model_dials import model_dials as model_dials
+    from kit.run.sequence_check import verify_sequences as verify_sequences
     from kit.run.trial import Trial as Trial
     from kit.run.trial import fit as fit
+    from kit.tables import table as table
+    from kit.widgets.build_panel import build_panel as build_panel
     from kit.widgets.chunk_panel import chunk_panel as chunk_panel
     from kit.widgets.memory_panel import memory_panel as memory_panel
     from kit.widgets.panel import panel as panel
@@ -57,6 +61,7 @@ _HOMES = {
     "batch_figure": "kit.report.batch_map",
     "breakdown_figure": "kit.report.memory_charts",
     "build": "kit.data.build",
+    "build_panel": "kit.widgets.build_panel",
     "chunk_figure": "kit.report.chunk_chart",
     "chunk_panel": "kit.widgets.chunk_panel",
     "chunk_table": "kit.plan.chunks",
@@ -70,6 +75,7 @@ _HOMES = {
     "memory_figure": "kit.report.memory_charts",
     "memory_model": "kit.run.memory.model",
     "memory_panel": "kit.widgets.memory_panel",
+    "model_dials": "kit.run.model_dials",
     "open_dataset": "kit.data.dataset",
     "panel": "kit.widgets.panel",
     "pipeline_figure": "kit.report.pipeline_chart",
@@ -81,9 +87,11 @@ _HOMES = {
     "results": "kit.report.results",
     "sequence_figure": "kit.report.levers_chart",
     "simulated_cloud": "kit.cloud.simulated_cloud",
+    "table": "kit.tables",
     "timeline_figure": "kit.report.memory_charts",
     "verify": "kit.data.verify",
     "verify_levers": "kit.run.levers_check",
+    "verify_sequences": "kit.run.sequence_check",
     "what_if": "kit.run.memory.what_if",
 }
 

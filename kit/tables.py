@@ -1,14 +1,19 @@
 """Small tables as plain text and as inline-styled HTML: how plans, hardware and results show themselves.
 
-Cells arrive as finished text (see `kit.units`); this file only aligns and escapes. The HTML carries no script and no
+Cells arrive as finished text (see `kit.units`); this file only aligns and escapes. `kit.table` shows rows of one's own,
+whose numbers it formats by the unit at the end of their name. The HTML carries no script and no
 style sheet, and takes its colours from JupyterLab's theme with a fallback elsewhere. One row may be marked: in the text
 with an arrow, in the HTML also for readers who hear the page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+
+from kit.units import format_bytes, format_count, format_seconds
 
 _RULE = "1px solid var(--jp-border-color2, #ccc)"
 _MARK = "background: var(--jp-rendermime-table-row-hover-background, rgba(86, 180, 233, 0.25)); font-weight: bold"
@@ -42,7 +47,7 @@ def html_table(
     A dense one has smaller letters and gaps, for many columns on a narrow page.
     """
     head = "".join(
-        f'<th scope="col" style="{_cell(c, dense)}; border-bottom: {_RULE}">{escape(name)}</th>'
+        f'<th scope="col" style="{_cell(c, dense, heading=dense)}; border-bottom: {_RULE}">{escape(name)}</th>'
         for c, name in enumerate(columns)
     )
     body = "".join(_row(row, mark if index == marked else "", dense) for index, row in enumerate(rows))
@@ -61,6 +66,12 @@ def html_list(items: Sequence[str]) -> str:
     return f'<ul style="{FRAME}; margin: 4px 0; padding-left: 1.5em">{body}</ul>'
 
 
+def html_warnings(items: Sequence[str]) -> str:
+    """Sentences that must not be overlooked, each with a bar at its side; nothing for none."""
+    style = f"{FRAME}; border-left: 4px solid var(--jp-warn-color1, #c77700); padding: 2px 0 2px 10px; margin: 4px 0"
+    return "".join(f'<div style="{style}"><b>warning</b>: {escape(item)}</div>' for item in items)
+
+
 def _row(cells: Sequence[str], mark: str, dense: bool) -> str:
     note = f' <span style="font-weight: normal">({escape(mark)})</span>' if mark else ""
     first, *others = cells
@@ -69,6 +80,79 @@ def _row(cells: Sequence[str], mark: str, dense: bool) -> str:
     return f'<tr style="{_MARK if mark else ""}">{head}{rest}</tr>'
 
 
-def _cell(column: int, dense: bool) -> str:
+def _cell(column: int, dense: bool, heading: bool = False) -> str:
+    """Headings of dense tables wrap where the page is narrow; numbers never do."""
     padding = "2px 4px" if dense else "2px 10px"
-    return f"text-align: {'right; white-space: nowrap' if column else 'left'}; padding: {padding}"
+    wrap = "normal; vertical-align: bottom" if heading else "nowrap"
+    return f"text-align: {f'right; white-space: {wrap}' if column else 'left'}; padding: {padding}"
+
+
+# -- rows of one's own
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Table:
+    """Named rows of named cells; what a row lacks is left empty."""
+
+    rows: Mapping[str, Mapping[str, object]]
+    caption: str = ""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of all cells, in the order they first come."""
+        return tuple(dict.fromkeys(name for row in self.rows.values() for name in row))
+
+    def _cells(self) -> list[list[str]]:
+        return [[label, *(_shown(name, row.get(name)) for name in self.columns)] for label, row in self.rows.items()]
+
+    def _headings(self) -> list[str]:
+        return ["", *map(_heading, self.columns)]
+
+    def __repr__(self) -> str:
+        return "\n".join([self.caption] * bool(self.caption) + [text_table(self._headings(), self._cells())])
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        table = html_table(self._headings(), self._cells(), caption=self.caption, dense=len(self.columns) > _MANY)
+        return f'<div style="overflow-x: auto">{table}</div>'
+
+
+def table(rows: Mapping[str, Mapping[str, object]], caption: str = "") -> Table:
+    """Rows to look at: `kit.table({"near": {"requests": 210, "read_bytes": 5 << 20, "took_seconds": 0.3}})`.
+
+    Args:
+        rows: Label -> name -> value. The end of a name is its unit and says how a number is shown: `_bytes`,
+            `_bytes_per_second`, `_seconds`, `_fraction`, `ratio`; others have three significant digits.
+    """
+    return Table(rows, caption)
+
+
+_MANY = 5
+_MISSING = "–"
+_UNITS: dict[str, Callable[[float], str]] = {
+    "_bytes_per_second": lambda value: f"{format_bytes(value)}/s",
+    "_bytes": format_bytes,
+    "_seconds": format_seconds,
+    "_fraction": lambda value: f"{value:.0%}",
+}
+
+
+def _unit(name: str) -> str:
+    return next((unit for unit in _UNITS if name.endswith(unit)), "")
+
+
+def _heading(name: str) -> str:
+    return name.removesuffix(_unit(name)).replace("_per_second", "/s").replace("_", " ")
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return _MISSING
+    if name.endswith("ratio") and isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if _unit(name):
+        return _UNITS[_unit(name)](value)
+    return format_count(value) if isinstance(value, int) else f"{value:.3g}"

@@ -30,7 +30,7 @@ from kit.data.dataset import Dataset, open_dataset
 from kit.data.layout import plan_chunks
 from kit.data.lock import write_lock
 from kit.data.manifest import ArrayRecord, Manifest, ObjectRecord
-from kit.data.progress import Progress, make_progress, say
+from kit.data.progress import Progress, make_progress, say, show_link
 from kit.data.schedulers import Scheduler, explain, open_scheduler
 from kit.data.session import (
     belongs_to_another,
@@ -112,13 +112,13 @@ def _run(job: _Job, plan: BuildPlan, progress: bool | Progress) -> None:
     """State the price where there is one, then write what is not finished."""
     if plan.read_ratio > _NOTEWORTHY_RATIO or plan.by_copy:
         say(str(plan), progress)
-    with open_scheduler(job.config.build, plan.slots, plan.threads) as scheduler:
+    with open_scheduler(job.config.build, plan.slots, plan.threads, plan.memory_bytes) as scheduler:
         if scheduler.link:
-            say(f"Dask dashboard: {scheduler.link}", progress)
+            show_link(scheduler.link, progress)
         if plan.by_copy and len(job.finished or {}) < job.blueprint.build.shards:
             _run_by_copy(job, plan, scheduler, progress)
         else:
-            _Builder(job, plan.last, make_progress(progress, "Building")).run(scheduler)
+            _Builder(job, plan.last, plan.threads, make_progress(progress, "Building")).run(scheduler)
 
 
 def _run_by_copy(job: _Job, plan: BuildPlan, scheduler: Scheduler, progress: bool | Progress) -> None:
@@ -126,9 +126,9 @@ def _run_by_copy(job: _Job, plan: BuildPlan, scheduler: Scheduler, progress: boo
     copy = _copy_job(job, plan)
     if copy.finished is not None:
         first = {name: pair.first for name, pair in plan.passes.items()}
-        _Builder(copy, first, make_progress(progress, "Copying", "pieces")).run(scheduler)
+        _Builder(copy, first, plan.threads, make_progress(progress, "Copying", "pieces")).run(scheduler)
     job.source, job.given = ZarrSource(copy.url, job.config.data.credentials), True
-    _Builder(job, plan.last, make_progress(progress, "Building")).run(scheduler)
+    _Builder(job, plan.last, plan.threads, make_progress(progress, "Building")).run(scheduler)
     _remove(copy.store, copy.url)
 
 
@@ -174,7 +174,7 @@ class _Job:
 class _Builder:
     """One session of building: what is finished, what is left, and the journal of this session."""
 
-    def __init__(self, job: _Job, groupings: Mapping[str, Grouping], progress: Progress) -> None:
+    def __init__(self, job: _Job, groupings: Mapping[str, Grouping], threads: int, progress: Progress) -> None:
         self.store, self.url, self.blueprint, self.progress = job.store, job.url, job.blueprint, progress
         self.finished = dict(job.finished or {})
         self._groupings = groupings
@@ -183,7 +183,7 @@ class _Builder:
         self._session, self._journals = uuid.uuid4().hex[:8], 0
         self._began = self._saved = time.monotonic()
         given = job.source if job.given else None
-        self._work = Work(job.config, job.url, job.blueprint.arrays, self._session, given)
+        self._work = Work(job.config, job.url, job.blueprint.arrays, self._session, given, threads)
         self._work.use(job.store, job.source)
 
     def run(self, scheduler: Scheduler) -> None:

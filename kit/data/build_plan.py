@@ -1,7 +1,9 @@
 """What a build will do before it does it: how shards are grouped, what is read, in how much memory, by what.
 
-The budget of a process is divided among the tasks it runs at once; where they would not fit, fewer run. A plan that
-cannot hold even one shard is refused with its arithmetic, before a byte is read or written.
+The budget of a process is divided among the tasks it runs at once; where they would not fit, fewer run. What all
+processes may take together is divided among them, and a Dask worker's libraries come first; where too little is left,
+fewer workers run. A plan that cannot hold even one shard is refused with its arithmetic, before a byte is read or
+written.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kit.cgroup import share
-from kit.config import Config
+from kit.config import Build, Config
 from kit.data.blueprint import Blueprint, make_blueprint
 from kit.data.layout import plan_chunks
-from kit.data.schedulers import Slots, slots_of
+from kit.data.schedulers import RUNTIME_BYTES, Slots, slots_of
 from kit.data.shards import ArrayWriter
 from kit.data.source import Source, chunk_of, load_source
 from kit.data.work import Group
@@ -41,7 +43,9 @@ class BuildPlan:
     threads: int
     """Tasks each process runs at once."""
     memory_bytes: int
-    """Allowed to each process."""
+    """Allowed to each process, over what it holds before."""
+    wanted: Slots
+    """What the settings ask for; memory may allow less."""
     scheduler: str
     scratch: bool
     """Whether there is a place for an intermediate copy."""
@@ -50,6 +54,13 @@ class BuildPlan:
     def peak_bytes(self) -> int:
         """Predicted peak of each process, over what it holds before."""
         return OVERHEAD_BYTES + self.threads * max(grouping.task_bytes for grouping in self._used)
+
+    @property
+    def total_bytes(self) -> int:
+        """Predicted peak of all processes of a build together; of one worker, where a cluster has its own number."""
+        if not self._is_distributed:
+            return self.peak_bytes
+        return max(1, self.slots.processes) * (RUNTIME_BYTES + self.peak_bytes)
 
     @property
     def tasks(self) -> int:
@@ -102,12 +113,15 @@ class BuildPlan:
         return self.passes[name].second if self.by_copy else self.groupings[name]
 
     def _sentences(self) -> Iterator[str]:
-        at_once = f"{self.threads} at once" + (f" in each of {self.slots.processes} workers" * self._is_distributed)
-        yield f"{format_count(self.tasks)} tasks, {at_once} ({self.scheduler})"
+        yield f"{format_count(self.tasks)} tasks, {self.threads} at once{self._where} ({self.scheduler})"
         yield (
             f"each process takes up to {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_bytes)} allowed"
             + (f"; {self.slots.threads} tasks at once would have less each" * (self.threads < self.slots.threads))
         )
+        if self._is_distributed and self.slots.processes:
+            together = f"{format_bytes(RUNTIME_BYTES)} each for Python and its libraries"
+            few = f"; {self.wanted.processes} workers would have too little each" * self._has_fewer_workers
+            yield f"all workers take up to {format_bytes(self.total_bytes)}, with {together}{few}"
         yield (
             f"reads {format_bytes(self.read_bytes)} of a source of {format_bytes(self.source_bytes)} "
             f"({self.read_ratio:.2f} ×)"
@@ -125,6 +139,17 @@ class BuildPlan:
     @property
     def _is_distributed(self) -> bool:
         return self.scheduler == "distributed"
+
+    @property
+    def _has_fewer_workers(self) -> bool:
+        return 0 < self.slots.processes < self.wanted.processes
+
+    @property
+    def _where(self) -> str:
+        if not self._is_distributed:
+            return ""
+        workers = self.slots.processes
+        return f" in each of {workers} workers" if workers > 1 else " in 1 worker" if workers else " in each worker"
 
     def __str__(self) -> str:
         return "\n".join(["Build plan", *(f"- {sentence}" for sentence in self.reasons)])
@@ -157,23 +182,50 @@ def plan_tasks(config: Config, blueprint: Blueprint, source: Source, threads: in
     Raises:
         BuildError: when one shard does not fit in memory, with the arithmetic.
     """
-    settings, slots = config.build, slots_of(config.build, threads)
-    budget_bytes = settings.memory_bytes if settings.address else min(settings.memory_bytes, _free_bytes(slots))
+    wanted = slots_of(config.build, threads)
     layouts = {name: _layout(writer, chunk_of(source, name)) for name, writer in blueprint.arrays.items()}
     largest = max(layouts.values(), key=lambda layout: layout.least_task_bytes)
-    _refuse_too_large(largest, budget_bytes)
-    most = max(1, min(slots.threads, (budget_bytes - OVERHEAD_BYTES) // largest.least_task_bytes))
-    counts = {most, *(1 << power for power in range(most.bit_length()))}
-    plans = [_plan_of(config, slots, layouts, count, budget_bytes) for count in sorted(counts, reverse=True)]
-    return min(plans, key=lambda plan: plan.moved_bytes / plan.threads)
+    plans = [
+        _plan_of(config, wanted, processes, layouts, count)
+        for processes in _process_counts(wanted, config.build)
+        for count in _task_counts(wanted, _budget_bytes(config.build, processes), largest)
+    ]
+    if not plans:
+        raise _too_large(largest, config.build)
+    return min(plans, key=lambda plan: plan.moved_bytes / (plan.threads * max(1, plan.slots.processes)))
 
 
-def _plan_of(config: Config, slots: Slots, layouts: Mapping[str, Layout], threads: int, budget_bytes: int) -> BuildPlan:
+def _task_counts(wanted: Slots, budget_bytes: int, largest: Layout) -> list[int]:
+    """Tasks that a process may run at once, most first; none where not even one fits."""
+    most = min(wanted.threads, (budget_bytes - OVERHEAD_BYTES) // largest.least_task_bytes)
+    return sorted({most, *(1 << power for power in range(most.bit_length()))}, reverse=True) if most > 0 else []
+
+
+def _process_counts(wanted: Slots, settings: Build) -> list[int]:
+    """As many as are wanted; fewer too, where they would have more memory each."""
+    if settings.address and settings.total_memory_bytes:
+        most = max(1, settings.total_memory_bytes // (settings.memory_bytes + RUNTIME_BYTES))
+        return [min(wanted.processes or most, most)]
+    if _budget_bytes(settings, wanted.processes) >= settings.memory_bytes:
+        return [wanted.processes]
+    return sorted({wanted.processes, *(1 << power for power in range(wanted.processes.bit_length()))}, reverse=True)
+
+
+def _budget_bytes(settings: Build, processes: int) -> int:
+    """What building may add to each of so many processes; below 0 where their libraries leave nothing."""
+    limits = [settings.total_memory_bytes] * bool(settings.total_memory_bytes)
+    limits += [share().memory_available_bytes] * (not settings.address)
+    runtime_bytes = RUNTIME_BYTES * (settings.scheduler == "distributed")
+    return min([settings.memory_bytes, *(limit // max(1, processes) - runtime_bytes for limit in limits)])
+
+
+def _plan_of(config: Config, wanted: Slots, processes: int, layouts: Mapping[str, Layout], threads: int) -> BuildPlan:
+    budget_bytes, slots = _budget_bytes(config.build, processes), Slots(processes=processes, threads=wanted.threads)
     each_bytes = (budget_bytes - OVERHEAD_BYTES) // threads
     groupings = {name: group_regions(layout, each_bytes) for name, layout in layouts.items()}
     return BuildPlan(
         groupings=groupings, passes=_passes(layouts, groupings, each_bytes), slots=slots, threads=threads,
-        memory_bytes=budget_bytes, scheduler=config.build.scheduler, scratch=bool(config.build.scratch),
+        memory_bytes=budget_bytes, wanted=wanted, scheduler=config.build.scheduler, scratch=bool(config.build.scratch),
     )  # fmt: skip
 
 
@@ -201,15 +253,12 @@ def _layout(writer: ArrayWriter, chunk: tuple[int, ...] | None) -> Layout:
     return Layout(shape=writer.shape, itemsize=writer.dtype.itemsize, source_chunk=chunk, target=writer.cut)
 
 
-def _free_bytes(slots: Slots) -> int:
-    return share().memory_available_bytes // slots.processes
-
-
-def _refuse_too_large(layout: Layout, budget_bytes: int) -> None:
-    needed_bytes = layout.least_task_bytes + OVERHEAD_BYTES
-    if needed_bytes > budget_bytes:
-        raise BuildError(
-            f"one task takes {layout.arithmetic()}, and with {format_bytes(OVERHEAD_BYTES)} for libraries and the "
-            f"allocator {format_bytes(needed_bytes)} of memory, where {format_bytes(budget_bytes)} is allowed; set a "
-            "smaller chunking.target_shard_bytes or a larger build.memory_bytes"
-        )
+def _too_large(layout: Layout, settings: Build) -> BuildError:
+    needed_bytes, allowed_bytes = layout.least_task_bytes + OVERHEAD_BYTES, _budget_bytes(settings, 1)
+    short = "memory_bytes" if allowed_bytes == settings.memory_bytes else "total_memory_bytes"
+    larger = f"a larger build.{short}" if getattr(settings, short) else "free some memory"
+    return BuildError(
+        f"one task takes {layout.arithmetic()}, and with {format_bytes(OVERHEAD_BYTES)} for libraries and the "
+        f"allocator {format_bytes(needed_bytes)} of memory, where {format_bytes(max(0, allowed_bytes))} is allowed; "
+        f"set a smaller chunking.target_shard_bytes or {larger}"
+    )

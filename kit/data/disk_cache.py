@@ -5,8 +5,8 @@ after what it is a part of: the URL, the object, the range asked for, and which 
 that is the object's size and checksum from the manifest, which every opening reads anew, so a rebuilt store finds no
 old entry; in any other store it is what the store says of the object (its entity tag or generation, else size and
 time), asked for once an object by each reader. What cannot be identified is not cached. A reader that goes on while its
-store is rebuilt may read either; opening it again ends that. Only what obstore reads is cached: `gs://`, `s3://`,
-`http(s)://`.
+store is rebuilt may read either; opening it again ends that. A file system that says nothing to identify objects by is
+refused by name.
 
 In a folder an entry is written under another name and moved into place, with its length and CRC-32C before it: one cut
 short, flipped or foreign is a miss and goes, never an error and never served. The total is kept in a file, under a lock

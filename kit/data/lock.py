@@ -1,11 +1,11 @@
 """One writer a store: a lock that names its holder, and that no kill leaves behind for good.
 
 On a local disk the kernel keeps the lock (`flock`) and drops it with its process, however that ends. Elsewhere the lock
-is an object with a token, written where there is none and read back after a pause: of two writers that found none, the
-one written last reads its own token and the other gives way. Its holder writes it anew every half minute; one that has
-not been for two minutes belongs to nobody. The pause must be longer than a request takes; a writer slower than that is
-what this cannot see, and what harm it does is bounded: both write the same bytes, or the second is refused by the
-record of the build.
+is an object with a token, created where there is none: one request with a condition, which one of any number of writers
+gets (Google, S3), and a look before writing where a file system has no such condition. Either way it is read back after
+a pause, for stores that take no notice of conditions: of two that wrote, the last reads its own token and the other
+gives way. Its holder writes it anew every half minute; one that has not been for two minutes belongs to nobody. Who
+takes it over says so first, in an object named after the lost lock, created in the same way: so only one does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.data import manifest as records
-from kit.data.stores import delete_object, is_shared, local_folder, read_object, redact, store_error, write_object
+from kit.data.manifest import crc32c
+from kit.data.stores import (
+    create_object,
+    delete_object,
+    is_shared,
+    local_folder,
+    read_object,
+    redact,
+    store_error,
+    write_object,
+)
 from kit.errors import StoreError, StoreLockedError
 
 if TYPE_CHECKING:
@@ -31,6 +41,8 @@ if TYPE_CHECKING:
 SETTLE_SECONDS = 0.5
 BEAT_SECONDS = 30.0
 STALE_SECONDS = 120.0
+_HEIR = ".partial"
+"""As drafts are named, which nobody takes for data."""
 
 
 @contextlib.contextmanager
@@ -128,19 +140,44 @@ def _object_lock(store: Store, url: str) -> Iterator[None]:
     finally:
         over.set()
         beat.join()
-        if _parse(read_object(store, records.LOCK_KEY, url)).get("token") == token:
+        if _is_ours(read_object(store, records.LOCK_KEY, url), token):
             delete_object(store, records.LOCK_KEY, url)
 
 
 def _claim(store: Store, url: str, token: str) -> None:
     found = read_object(store, records.LOCK_KEY, url)
-    if found is not None and not _is_stale(_parse(found)):
-        raise _locked(url, found)
-    write_object(store, records.LOCK_KEY, _holder(token), url)
+    if found is None and not create_object(store, records.LOCK_KEY, _holder(token), url):
+        found = read_object(store, records.LOCK_KEY, url)
+    if found is not None and not _is_ours(found, token):  # ours, when the answer to our first attempt was lost
+        if not _is_stale(_parse(found)):
+            raise _locked(url, found)
+        _take_over(store, url, token, found)
     time.sleep(SETTLE_SECONDS if is_shared(url) else 0.0)
     found = read_object(store, records.LOCK_KEY, url)
-    if _parse(found).get("token") != token:
+    if not _is_ours(found, token):
         raise _locked(url, found)
+
+
+def _take_over(store: Store, url: str, token: str, lost: bytes) -> None:
+    """Put our lock in the place of one whose holder is gone, unless another is about to."""
+    heir = f"{records.LOCK_KEY}.{crc32c(lost):08x}{_HEIR}"
+    if not create_object(store, heir, _holder(token), url):
+        found = read_object(store, heir, url)
+        if found is not None and not _is_ours(found, token) and not _is_stale(_parse(found)):
+            raise _locked(url, found)
+        write_object(store, heir, _holder(token), url)  # its writer was lost too
+    try:
+        found = read_object(store, records.LOCK_KEY, url)
+        if found == lost:
+            write_object(store, records.LOCK_KEY, _holder(token), url)
+        elif found is not None or not create_object(store, records.LOCK_KEY, _holder(token), url):
+            raise _locked(url, found)
+    finally:
+        delete_object(store, heir, url)
+
+
+def _is_ours(found: bytes | None, token: str) -> bool:
+    return _parse(found).get("token") == token
 
 
 def _is_stale(held: dict[str, Any]) -> bool:
@@ -149,6 +186,9 @@ def _is_stale(held: dict[str, Any]) -> bool:
 
 
 def _beat(store: Store, url: str, token: str, over: threading.Event) -> None:
+    """Renew the lock while it is ours; one that was taken over, because this machine slept, is left alone."""
     while not over.wait(BEAT_SECONDS):
         with contextlib.suppress(StoreError):
+            if not _is_ours(read_object(store, records.LOCK_KEY, url), token):
+                return
             write_object(store, records.LOCK_KEY, _holder(token), url)

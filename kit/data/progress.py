@@ -1,6 +1,7 @@
 """How far a long job is: one line that updates in place, in a notebook or a terminal, and nothing where nobody looks.
 
 A progress is any callable taking (done, total, bytes so far); raising from it stops the job like an interrupt would.
+One that has them is also told what begins, `begin(verb, noun)`, and where workers can be watched, `link(url)`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _SECONDS_BETWEEN = 0.25
 def make_progress(progress: bool | Progress, verb: str, noun: str = "shards") -> Progress:
     """The callable asked for: the caller's own, a line (True), or nothing (False)."""
     if callable(progress):
+        if hasattr(progress, "begin"):
+            progress.begin(verb, noun)
         return progress
     return ProgressLine(verb, noun) if progress else _silent
 
@@ -63,6 +66,14 @@ def say(text: str, progress: bool | Progress) -> None:
     display = (_notebook_display() or _terminal_display()) if progress is True else None
     if display is not None:
         display(text, True)
+
+
+def show_link(url: str, progress: bool | Progress) -> None:
+    """Where the workers of a job can be watched."""
+    if hasattr(progress, "link"):
+        progress.link(url)
+    else:
+        say(f"Dask dashboard: {url}", progress)
 
 
 def _notebook_display() -> Callable[[str, bool], None] | None:

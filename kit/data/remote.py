@@ -18,7 +18,7 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import FsspecStore
 
-from kit.data.retries import Retries
+from kit.data.retries import Retries, status_of
 
 READ_SECONDS = 20.0
 WRITE_SECONDS = 120.0
@@ -43,7 +43,38 @@ class RemoteStore(FsspecStore):
 
     async def set(self, key: str, value: Buffer, byte_range: tuple[int, int] | None = None) -> None:
         put = super().set
-        await Retries(WRITE_SECONDS).run_async(lambda: put(key, value, byte_range))
+        try:
+            await Retries(WRITE_SECONDS).run_async(lambda: put(key, value, byte_range))
+        except FileNotFoundError:
+            if not hasattr(self.fs, "sync_fs"):  # of an object store: a bucket that is not there is not made
+                raise
+            await self._make_folder(key)
+            await Retries(WRITE_SECONDS).run_async(lambda: put(key, value, byte_range))
+
+    async def create(self, key: str, data: bytes) -> bool:
+        """Put an object where there is none; False where there is one.
+
+        One request with a condition, where the store obeys it (Google, S3); a look before writing, where it does not.
+        An answer that is lost leaves it open who wrote: whoever creates must read what is there.
+        """
+        path = f"{self.path}/{key}"
+        try:
+            await Retries(WRITE_SECONDS).run_async(lambda: self.fs._pipe_file(path, data, mode="create"))
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            if not hasattr(self.fs, "sync_fs"):
+                raise
+            await self._make_folder(key)
+            return await self.create(key, data)
+        except OSError as error:
+            if status_of(error) not in (409, 412):  # S3 says 409 to one of two that come at the same moment
+                raise
+            return False
+        return True
+
+    async def _make_folder(self, key: str) -> None:
+        await self.fs._makedirs(f"{self.path}/{key}".rpartition("/")[0], exist_ok=True)
 
     async def delete(self, key: str) -> None:
         delete = super().delete

@@ -1,9 +1,9 @@
 """Requests: the seam between a reader and the store it reads, one way for each kind of store.
 
-A folder, and an object store that obstore knows, are read by threads that wait (`Blocking`); anything else by fsspec or
-another zarr store, on the loop that runs it (`Requests`). Both give the same: bytes, or None where there is no such
-object, or a StoreError without secrets; what passes is tried again by one policy (`kit.data.retries`) and counted, and
-a request without an answer is given up.
+A folder, an object store that obstore knows, and whatever is to be cached are read by threads that wait (`Blocking`);
+anything else by fsspec or another zarr store, on the loop that runs it (`Requests`). All give the same: bytes, or None
+where there is no such object, or a StoreError without secrets; what passes is tried again by one policy
+(`kit.data.retries`) and counted, and a request without an answer is given up.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from zarr.storage import LocalStore
 from kit.data.codec import Index, Octets, StoredArray, decode_index
 from kit.data.counters import Counters
 from kit.data.disk_cache import CachedReads, ReadCache
+from kit.data.file_system import open_file_system
 from kit.data.folder import Folder
 from kit.data.indexes import ShardIndexes
 from kit.data.objects import open_objects
@@ -55,10 +56,13 @@ def open_blocking(
     if isinstance(store, XarrayStore):
         return store.cutter.counted_by(counters)
     objects = open_objects(store, url, seconds, counters)
-    if objects is None or cache is None:
+    if cache is None:
         return objects
+    blocking = objects or open_file_system(store, url, seconds, counters)
+    if blocking is None:
+        return None
     return CachedReads(
-        objects.read, redact(url), cache.open(), objects.identity if known is None else known.get, counters
+        blocking.read, redact(url), cache.open(), blocking.identity if known is None else known.get, counters
     )
 
 

@@ -101,6 +101,11 @@ def passing(error: BaseException) -> Exception | None:
     return None
 
 
+def status_of(error: BaseException) -> int:
+    """The HTTP status that an error, or one behind it, tells of; 0 for none."""
+    return next((status for one in _chain(error) if (status := _status(one))), 0)
+
+
 def _chain(error: BaseException) -> Iterator[Exception]:
     """The error and what it was raised from; libraries put a broken connection behind errors of their own."""
     seen: BaseException | None = error

@@ -4,15 +4,16 @@
 a local cluster that ends with the build, or one at an address, which is left running. Dask is imported for the last
 only.
 
-A local Dask worker may hold `memory_bytes` for building beside what an interpreter with its libraries takes; one that
-holds more is killed by Dask and its task runs again, three times at most. Spilling and pausing are switched off: tasks
-keep nothing in the cluster, so there is nothing to spill, and a paused worker would wait for ever.
+A local Dask worker may hold what the plan allows it for building beside what an interpreter with its libraries takes;
+one that holds more is killed by Dask and its task runs again, three times at most. Spilling and pausing are switched
+off: tasks keep nothing in the cluster, so there is nothing to spill, and a paused worker would wait for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,12 +34,9 @@ class Slots:
     """How many tasks run at once, and where."""
 
     processes: int
+    """0 for every worker of a running cluster."""
     threads: int
     """Tasks each process runs at once, by the settings; memory may allow fewer."""
-
-    @property
-    def cores(self) -> int:
-        return self.processes * self.threads
 
 
 class Scheduler:
@@ -58,7 +56,7 @@ class Scheduler:
 
 
 def slots_of(settings: Build, asked: int | None = None) -> Slots:
-    """Processes and threads that the settings come to on this machine; of a running cluster, only the threads count."""
+    """Processes and threads that the settings come to on this machine; a running cluster has its own processes."""
     cores = share().cores
     wanted = settings.threads if asked is None else max(1, asked)
     if settings.scheduler == "single-threaded":
@@ -66,12 +64,17 @@ def slots_of(settings: Build, asked: int | None = None) -> Slots:
     if settings.scheduler == "threads":
         return Slots(processes=1, threads=wanted or min(cores, _MOST_THREADS))
     threads = wanted or 1
+    if settings.address:
+        return Slots(processes=settings.workers, threads=threads)
     return Slots(processes=settings.workers or max(1, cores // threads), threads=threads)
 
 
 @contextlib.contextmanager
-def open_scheduler(settings: Build, slots: Slots, threads: int) -> Iterator[Scheduler]:
+def open_scheduler(settings: Build, slots: Slots, threads: int, memory_bytes: int) -> Iterator[Scheduler]:
     """The scheduler asked for, with `threads` tasks at once in each process, ended at the end.
+
+    Args:
+        memory_bytes: What building may add to each process; workers of a running cluster have their own limit.
 
     Raises:
         ConfigError: when Dask is asked for and not installed.
@@ -83,7 +86,7 @@ def open_scheduler(settings: Build, slots: Slots, threads: int) -> Iterator[Sche
         with ThreadPoolExecutor(threads, thread_name_prefix="kit-build") as pool:
             yield Scheduler(pool, threads, threads)
     else:
-        with _dask(settings, slots, threads) as scheduler:
+        with _dask(settings, slots, threads, memory_bytes) as scheduler:
             yield scheduler
 
 
@@ -111,7 +114,7 @@ def explain(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def _dask(settings: Build, slots: Slots, threads: int) -> Iterator[Scheduler]:
+def _dask(settings: Build, slots: Slots, threads: int, memory_bytes: int) -> Iterator[Scheduler]:
     try:
         import dask
 
@@ -127,14 +130,17 @@ def _dask(settings: Build, slots: Slots, threads: int) -> Iterator[Scheduler]:
         else:
             cluster = distributed.LocalCluster(
                 n_workers=slots.processes, threads_per_worker=threads, processes=True, host="127.0.0.1",
-                memory_limit=settings.memory_bytes + RUNTIME_BYTES, dashboard_address=_dashboard(), silence_logs=50,
+                memory_limit=memory_bytes + RUNTIME_BYTES, dashboard_address=_dashboard(), silence_logs=50,
             )  # fmt: skip
             client = stack.enter_context(distributed.Client(stack.enter_context(cluster), set_as_default=False))
         workers = len(client.scheduler_info(n_workers=-1)["workers"])
         if not workers:
             raise BuildError(f"the Dask scheduler at {settings.address} has no workers; start some, then build again")
         executor = client.get_executor(pure=False, retries=0)
-        yield Scheduler(executor, workers * threads, workers * threads, client.dashboard_link or "", _spreader(client))
+        room = min(workers, slots.processes or workers) * threads
+        ahead = room if room == workers * threads else 0  # what waits could run on a worker that is not to be used
+        spread = stack.enter_context(_spreader(client))
+        yield Scheduler(executor, room, ahead, client.dashboard_link or "", spread)
 
 
 def _connect(distributed: Any, address: str) -> Any:
@@ -145,8 +151,40 @@ def _connect(distributed: Any, address: str) -> Any:
         raise BuildError(f"no Dask scheduler answers at {address}: {reason}; correct build.address") from None
 
 
-def _spreader(client: Any) -> Callable[[Any], Any]:
-    return lambda thing: client.scatter(thing, broadcast=True, hash=False)
+@contextlib.contextmanager
+def _spreader(client: Any) -> Iterator[Callable[[Any], Any]]:
+    """Hands a thing to every worker, and to each that takes the place of a lost one; taken back at the end.
+
+    Scattered data would be lost with the last worker that holds it.
+    """
+    plugins: Any = importlib.import_module("distributed.diagnostics.plugin")
+    names: list[str] = []
+
+    def spread(thing: Any) -> OnWorker:
+        names.append(f"kit-{uuid.uuid4().hex}")
+        plugin = plugins.WorkerPlugin()
+        plugin.thing = thing
+        client.register_plugin(plugin, name=names[-1])
+        return OnWorker(names[-1])
+
+    try:
+        yield spread
+    finally:
+        for name in names:
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                client.unregister_worker_plugin(name)
+
+
+class OnWorker:
+    """Stands for a thing that every worker has."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def run(self, task: Any) -> Any:
+        """What the thing itself makes of the task; call on a worker."""
+        worker: Any = importlib.import_module("distributed").get_worker()
+        return worker.plugins[self._name].thing.run(task)
 
 
 def _dashboard() -> str | None:

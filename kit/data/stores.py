@@ -29,7 +29,7 @@ from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
 from kit.config import project_folder
-from kit.data.remote import open_remote
+from kit.data.remote import RemoteStore, open_remote
 from kit.endpoints import endpoint_of, takes_no_key
 from kit.errors import StoreError
 
@@ -75,9 +75,9 @@ def _absolute(path: Path) -> Path:
 
 
 def _check_remote(url: str, scheme: str) -> None:
-    import fsspec
+    from fsspec.registry import known_implementations, registry
 
-    known = sorted({*fsspec.available_protocols()} - _WRAPPERS)
+    known = sorted({*known_implementations, *registry} - _WRAPPERS)
     if scheme in _WRAPPERS:
         raise StoreError(f"{redact(url)}: {scheme}:// wraps another URL; give the URL of the store itself")
     if scheme not in known:
@@ -257,6 +257,16 @@ def write_object(store: Store, key: str, data: bytes, url: str, seconds: float |
         StoreError: when the store does not take it.
     """
     _ask(lambda: store.set(key, default_buffer_prototype().buffer.from_bytes(data)), url, seconds)
+
+
+def create_object(store: Store, key: str, data: bytes, url: str) -> bool:
+    """Put `data` under `key` where there is nothing; False where there is something.
+
+    Raises:
+        StoreError: when the store does not take it.
+    """
+    assert isinstance(store, RemoteStore), "folders have locks of their own"
+    return _ask(lambda: store.create(key, data), url, None)
 
 
 def delete_object(store: Store, key: str, url: str) -> None:

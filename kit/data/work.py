@@ -7,9 +7,6 @@ handles: each process opens the store, and makes the source, once.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +19,7 @@ from kit.data.manifest import ObjectRecord
 from kit.data.shards import ArrayWriter, ShardTask, read_block
 from kit.data.source import Source, load_source
 from kit.data.stores import open_store, write_object
+from kit.processes import give_memory_back
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -51,16 +49,19 @@ class Work:
     Args:
         config: Names the store, and the source where `given` is None.
         given: A source in hand; it pickles.
+        threads: Tasks that run at once in a process, whatever a running cluster hands it.
     """
 
     def __init__(
-        self, config: Config, url: str, arrays: Mapping[str, ArrayWriter], session: str, given: Source | None = None
-    ) -> None:
+        self, config: Config, url: str, arrays: Mapping[str, ArrayWriter], session: str, given: Source | None,
+        threads: int,
+    ) -> None:  # fmt: skip
         self._config, self._url, self._arrays, self._session, self._given = config, url, arrays, session, given
+        self._threads = threads
         self._open()
 
     def _open(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._slots = threading.Lock(), threading.Semaphore(self._threads)
         self._store: Store | None = None
         self._source: Source | None = self._given
 
@@ -69,7 +70,7 @@ class Work:
         self._store, self._source = store, source
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_store": None, "_source": None}
+        return {**self.__dict__, "_lock": None, "_slots": None, "_store": None, "_source": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -82,11 +83,12 @@ class Work:
             BuildError: naming variable and region, when the source fails.
             StoreError: when the store does not take a shard.
         """
-        store, source = self._handles()
-        try:
-            return self._write(group, store, source)
-        finally:
-            _give_memory_back()
+        with self._slots:
+            store, source = self._handles()
+            try:
+                return self._write(group, store, source)
+            finally:
+                give_memory_back()
 
     def _handles(self) -> tuple[Store, Source]:
         with self._lock:
@@ -120,19 +122,3 @@ class Work:
 def run(work: Work, group: Group) -> list[ObjectRecord]:
     """`work.run(group)`, as a function that a scheduler can send."""
     return work.run(group)
-
-
-@functools.cache
-def _trim() -> Any:
-    """glibc's `malloc_trim`; None elsewhere."""
-    try:
-        return ctypes.CDLL("libc.so.6").malloc_trim if sys.platform == "linux" else None
-    except (OSError, AttributeError):
-        return None
-
-
-def _give_memory_back() -> None:
-    """Hand freed memory to the system: the allocator would keep a group's worth for each thread."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)

@@ -22,8 +22,8 @@ from typing import Literal
 
 from kit.config import Config
 from kit.errors import PlanError
-from kit.tables import html_list, html_table, text_table
-from kit.units import format_bytes
+from kit.tables import html_list, html_table, html_warnings, text_table
+from kit.units import format_bytes, parse_bytes
 
 DaskMode = Literal["single-threaded", "threads", "distributed"]
 
@@ -91,6 +91,7 @@ class Schedule:
             "build.workers": self.build.workers if self.build.mode == "distributed" else 0,
             "build.threads": self.build.threads,
             "build.memory_bytes": self.build.memory_bytes,
+            "build.total_memory_bytes": self.build.workers * self.build.memory_bytes,
         })  # fmt: skip
 
     @property
@@ -110,17 +111,15 @@ class Schedule:
         ranks = f"{self.ranks} rank" + "s" * (self.ranks > 1)
         return f"Schedule for {ranks} on {self.cores} cores, {format_bytes(self.memory_bytes)}"
 
-    @property
-    def _sentences(self) -> tuple[str, ...]:
-        return (*(f"warning: {text}" for text in self.warnings), *self.reasons)
-
     def __repr__(self) -> str:
-        return "\n".join([self._headline, text_table(_COLUMNS, self._rows), *(f"- {text}" for text in self._sentences)])
+        said = (*(f"warning: {text}" for text in self.warnings), *self.reasons)
+        return "\n".join([self._headline, text_table(_COLUMNS, self._rows), *(f"- {text}" for text in said)])
 
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        return html_table(_COLUMNS, self._rows, caption=self._headline) + html_list(self._sentences)
+        table = html_table(_COLUMNS, self._rows, caption=self._headline)
+        return table + html_warnings(self.warnings) + html_list(self.reasons)
 
 
 def advise_schedule(
@@ -128,7 +127,7 @@ def advise_schedule(
     *,
     cores: int | None = None,
     ranks: int | None = None,
-    memory_bytes: int | None = None,
+    memory_bytes: int | str | None = None,
     heavy_transform: bool = False,
     dask_threads: int | None = None,
 ) -> Schedule:
@@ -138,13 +137,14 @@ def advise_schedule(
         config: Its `loader` and `build` are checked, and its ranks counted where `ranks` is left out.
         cores: Of the machine; by default those that this process may use.
         ranks: Processes that train, one a GPU; by default the config's, else 1.
-        memory_bytes: Of the machine; by default what this process may use.
+        memory_bytes: Of the machine, as a number or a text such as "128 GiB"; by default what this process may use.
         heavy_transform: Samples are transformed by slow Python code, which threads cannot share.
         dask_threads: Threads that Dask already has in each process that loads, to be counted.
 
     Raises:
-        PlanError: for less than one core, rank or byte.
+        PlanError: for less than one core, rank or byte, and a memory that is no size.
     """
+    memory_bytes = _parsed(memory_bytes)
     if cores is None or memory_bytes is None or ranks is None:
         cores, memory_bytes, ranks = _look(config, cores, memory_bytes, ranks)
     for name, value in {"cores": cores, "ranks": ranks, "memory_bytes": memory_bytes}.items():
@@ -159,6 +159,13 @@ def advise_schedule(
         reasons=tuple(_reasons(cores, ranks, memory_bytes, spare, workers, dask, build)),
         warnings=tuple(_warnings(config, cores, ranks, memory_bytes, dask_threads)),
     )  # fmt: skip
+
+
+def _parsed(memory_bytes: int | str | None) -> int | None:
+    try:
+        return None if memory_bytes is None else parse_bytes(memory_bytes)
+    except ValueError as error:
+        raise PlanError(f"memory_bytes: {error}") from None
 
 
 def _look(
@@ -250,12 +257,18 @@ def _warnings(
 
 def _build_warnings(config: Config, cores: int, memory_bytes: int) -> Iterator[str]:
     build = config.build
+    if build.scheduler == "threads":
+        yield from _too_many(1, build.threads, cores, "build.threads")
     if build.scheduler != "distributed" or build.address:
         return
     threads = build.threads or 1
     workers = build.workers or max(1, cores // threads)
     yield from _too_many(workers, threads, cores, "build.workers or build.threads")
-    if workers * build.memory_bytes > memory_bytes:
+    if build.total_memory_bytes > memory_bytes:
+        yield (
+            f"build.total_memory_bytes {format_bytes(build.total_memory_bytes)} exceeds {format_bytes(memory_bytes)}"
+        )
+    elif not build.total_memory_bytes and workers * build.memory_bytes > memory_bytes:
         yield (
             f"{workers} workers × build.memory_bytes {format_bytes(build.memory_bytes)} exceed "
             f"{format_bytes(memory_bytes)}"
@@ -264,7 +277,5 @@ def _build_warnings(config: Config, cores: int, memory_bytes: int) -> Iterator[s
 
 def _too_many(processes: int, threads: int, cores: int, lower: str) -> Iterator[str]:
     if processes * threads > _SLACK * cores and processes * threads > cores + 1:
-        yield (
-            f"{processes} processes × {threads} threads = {processes * threads} threads on {cores} cores: they take "
-            f"turns; lower {lower}"
-        )
+        product = f"{processes} processes × {threads} threads = " * (processes > 1)
+        yield f"{product}{processes * threads} threads on {cores} cores: they take turns; lower {lower}"

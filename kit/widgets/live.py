@@ -1,8 +1,8 @@
 """Showing something live and leaving something still: two outputs of one cell.
 
-The first output is the widget. The second is a picture and a sentence under a display id, refreshed when there is a
-result; where the widget is alive a style rule hides it, and where it is not (a saved notebook, a page on GitHub, a run
-without a browser) it is what the reader sees. Nothing here touches an Output widget.
+The first output is the widget. The second is a picture (PNG) or a table (HTML) with a sentence, under a display id,
+refreshed when there is a result; where the widget is alive a style rule hides it, and where it is not (a saved
+notebook, a page on GitHub, a run without a browser) it is what the reader sees. Nothing here touches an Output widget.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def live_box(children: list[Any], **layout: str) -> Any:
 class LiveDisplay:
     """The two outputs of one cell; `refresh` renews the still."""
 
-    def __init__(self, box: Any, sentence: str, still: Callable[[], tuple[str, bytes | None]]) -> None:
+    def __init__(self, box: Any, sentence: str, still: Callable[[], tuple[str, bytes | str | None]]) -> None:
         from IPython.display import display
 
         self._still = still
@@ -71,9 +71,9 @@ class LiveDisplay:
             self._handle.update(self._bundle(), raw=True)
 
     def _bundle(self) -> Mapping[str, str]:
-        text, picture = self._still()
-        return (
-            {"text/plain": text}
-            if picture is None
-            else {"text/plain": text, "image/png": base64.b64encode(picture).decode()}
-        )
+        text, shown = self._still()
+        if shown is None:
+            return {"text/plain": text}
+        if isinstance(shown, str):
+            return {"text/plain": text, "text/html": shown}
+        return {"text/plain": text, "image/png": base64.b64encode(shown).decode()}

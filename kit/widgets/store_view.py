@@ -7,30 +7,23 @@ at. The button builds, and while it builds it stops; a stopped build resumes whe
 from __future__ import annotations
 
 import html
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from kit.config import Config
 from kit.errors import KitError, UnfinishedStoreError
-from kit.units import format_bytes, format_seconds
+from kit.units import format_bytes
 from kit.widgets.background import Latest
-from kit.widgets.trial_view import progress_html
+from kit.widgets.build_control import BuildControl
 
 if TYPE_CHECKING:
     from kit.data.dataset import Dataset
     from kit.plan.chunks import ChunkPlan
 
-_UPDATES_PER_SECOND = 5
 _QUIET, _ERROR = "var(--jp-ui-font-color2, #666)", "var(--jp-error-color1, #b3261e)"
-
-
-class _StopBuildError(Exception):
-    """Raised out of the progress report: the way to end a build between two shards."""
 
 
 @dataclass(kw_only=True)
@@ -54,19 +47,12 @@ class StoreView:
     def __init__(self, config: Config, on_facts: Callable[[StoreFacts], object] = lambda _: None) -> None:
         self.config, self.facts = config, StoreFacts()
         self._on_facts = on_facts
-        self._looking, self._building = Latest("kit-look"), Latest("kit-build")
-        self._stop_build = threading.Event()
+        self._looking = Latest("kit-look")
         self.summary = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
         self.chart = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
-        self.progress = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
-        self.button = ipywidgets.Button(
-            description="Build", icon="database", tooltip="write the store; stopped, it resumes where it was",
-            layout={"width": "90px", "flex": "0 0 auto"},
-        )  # fmt: skip
-        self.button.on_click(lambda _: self._clicked())
-        self._row = ipywidgets.HBox(
-            [self.button, self.progress], layout={"align_items": "center", "grid_gap": "12px", "display": "none"}
-        )
+        self.control = BuildControl(self.build, lambda: self.look(self.config))
+        self.button, self.progress, self._row = self.control.button, self.control.progress, self.control.ui
+        self._row.layout.display = "none"
         self.ui = ipywidgets.VBox([self.summary, self.chart, self._row])
         self.look(config)
 
@@ -79,90 +65,39 @@ class StoreView:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return when the newest config is shown and no build runs; False after `timeout` seconds."""
-        return self._looking.wait(timeout) and self._building.wait(timeout) and self._looking.wait(timeout)
+        return self._looking.wait(timeout) and self.control.wait(timeout) and self._looking.wait(timeout)
 
     def _look(self, config: Config) -> None:
         self._show(find_out(config))
         if self.facts.plan is not None and self.facts.dataset is None and config.data.source is not None:
-            self.facts.size = _expected_size(config, self.facts.plan)
+            self.facts.size = expected_size(config, self.facts.plan)
             self._show(self.facts)
 
     def _show(self, facts: StoreFacts) -> None:
         self.facts = facts
-        self.summary.value = _summary_html(facts, self.config)
+        self.summary.value = summary_html(facts, self.config)
         self.chart.value = "" if facts.plan is None else _plan_html(facts.plan, opened=facts.dataset is None)
         can_build = facts.plan is not None and facts.dataset is None and self.config.data.source is not None
-        self._row.layout.display = None if can_build or self._building.busy else "none"
+        self._row.layout.display = None if can_build or self.control.busy else "none"
         self._on_facts(facts)
 
     # -- building
 
     @property
     def building(self) -> bool:
-        return self._building.busy
+        return self.control.busy
 
     def build(self) -> None:
         """Start building in a thread; returns at once."""
-        self._stop_build.clear()
-        self._say("starting …", 0.0)
-        self.button.description, self.button.icon = "Stop", "stop"
-        self._building.submit(lambda: self._build(self.config))
+        self.control.build(self.config, self.facts.plan)
 
     def stop(self) -> None:
         """End the build after the shards now being written."""
-        self._stop_build.set()
-
-    def _clicked(self) -> None:
-        if self._building.busy:
-            self.stop()
-        else:
-            self.build()
-
-    def _build(self, config: Config) -> None:
-        from kit.data.build import build
-
-        report = _Report(self._say, self._stop_build)
-        try:
-            build(config, self.facts.plan, progress=report)
-            self._say("built", 1.0)
-        except _StopBuildError:
-            self._say("stopped; Build resumes where it was", 0.0)
-        except KitError as error:
-            self._say(f"not built: {error}", 0.0)
-        except Exception as error:
-            self._say(f"not built: {type(error).__name__}: {error}", 0.0)
-        finally:
-            self.button.description, self.button.icon = "Build", "database"
-            self._looking.submit(lambda: self._look(self.config))
-
-    def _say(self, words: str, fraction: float) -> None:
-        self.progress.value = progress_html(words, fraction, "part built")
+        self.control.stop()
 
 
-class _Report:
-    """A progress report in words with the time left; raising from it ends the build."""
-
-    def __init__(self, say: Callable[[str, float], None], stop: threading.Event) -> None:
-        self._say, self._stop = say, stop
-        self._first: tuple[float, int] | None = None
-        self._next = 0.0
-
-    def __call__(self, done: int, total: int, number_of_bytes: int) -> None:
-        if self._stop.is_set():
-            raise _StopBuildError
-        now = time.monotonic()
-        self._first = self._first or (now, done)
-        if now < self._next and done < total:
-            return
-        self._next = now + 1 / _UPDATES_PER_SECOND
-        start, before = self._first
-        left = (now - start) * (total - done) / (done - before) if done > before else 0.0
-        note = f" · {format_seconds(round(left))} left" if left >= 1 else ""
-        self._say(f"{done} of {total} shards, {format_bytes(number_of_bytes)}{note}", done / max(total, 1))
-
-
-def find_out(config: Config) -> StoreFacts:
-    """Plan and store of a config; what is missing is said, not raised."""
+def find_out(config: Config, source: Any = None) -> StoreFacts:
+    """Plan and store of a config, built from the source in hand where there is one; what is missing is said."""
     from kit.data.dataset import open_dataset
     from kit.data.layout import plan_chunks
 
@@ -172,9 +107,10 @@ def find_out(config: Config) -> StoreFacts:
     except UnfinishedStoreError as error:
         facts.missing = str(error)
     except KitError as error:
-        facts.missing = f"{config.data.url}: not built yet" if config.data.source is not None else str(error)
+        has_source = source is not None or config.data.source is not None
+        facts.missing = f"{config.data.url}: not built yet" if has_source else str(error)
     try:
-        facts.plan = plan_chunks(config)
+        facts.plan = plan_chunks(config, source=source)
         facts.hints = layout_hints(config, facts.plan)
     except KitError as error:
         facts.problem = str(error)
@@ -183,13 +119,16 @@ def find_out(config: Config) -> StoreFacts:
     return facts
 
 
-def _expected_size(config: Config, plan: ChunkPlan) -> str:
+def expected_size(config: Config, plan: ChunkPlan, source: Any = None) -> str:
+    """What a build would write, in words."""
     from kit.data.size import expected_bytes
 
     try:
-        size = expected_bytes(config, plan)
+        size = expected_bytes(config, plan, source=source)
     except KitError as error:
         return str(error)
+    except Exception as error:  # a source is the user's own code
+        return f"how large it will be is not known: {type(error).__name__}: {error}"
     raw, stored = format_bytes(size.raw_bytes), format_bytes(size.compressed_bytes)
     return f"{raw} of data, about {stored} stored in {size.objects:,} objects"
 
@@ -213,7 +152,8 @@ def _sizes(plan: ChunkPlan, sizes: tuple[int, ...]) -> str:
     return ", ".join(f"{name}: {size}" for name, size in zip(plan.dims, sizes, strict=True))
 
 
-def _summary_html(facts: StoreFacts, config: Config) -> str:
+def summary_html(facts: StoreFacts, config: Config) -> str:
+    """The state of the store in a line, with its size."""
     if facts.dataset is not None:
         words, note = f"{config.data.url} is built", _built_note(facts.dataset, facts.plan)
     else:

@@ -1,20 +1,32 @@
 """One writer a store: the second is told who the first is, and no kill leaves a store locked."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from kit.cloud.simulated_cloud import simulated_cloud
 from kit.data import lock
 from kit.data.build import build
 from kit.data.dataset import open_dataset
 from kit.data.lock import write_lock
-from kit.data.manifest import LOCK_KEY
-from kit.data.stores import list_objects, open_store, read_object, resolve_url, write_object
+from kit.data.manifest import LOCK_KEY, crc32c
+from kit.data.stores import (
+    create_object,
+    delete_object,
+    list_objects,
+    open_store,
+    read_object,
+    resolve_url,
+    write_object,
+)
+from kit.endpoints import VARIABLE
 from kit.errors import StoreLockedError
 
 HOLD = """
@@ -24,6 +36,29 @@ from kit.data.stores import open_store
 with write_lock(open_store(sys.argv[1], read_only=False), sys.argv[1]):
     print("held", flush=True)
     time.sleep(100)
+"""
+
+
+RACE = """
+import sys
+from kit.cloud.simulated_cloud import simulated_cloud
+from kit.data import lock
+from kit.data.lock import write_lock
+from kit.data.stores import open_store
+from kit.errors import StoreLockedError
+lock.SETTLE_SECONDS = 0.05
+url = sys.stdin.readline().strip()
+store = open_store(url, read_only=False)
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        with write_lock(store, url):
+            print("won", flush=True)
+            sys.stdin.readline()
+    except StoreLockedError as error:
+        print("lost", error, flush=True)
+        sys.stdin.readline()
+    print("over", flush=True)
 """
 
 
@@ -78,13 +113,13 @@ def test_a_lock_in_an_object_store_is_taken_over_when_nobody_renews_it(gcs, tiny
 def test_of_two_writers_that_found_no_lock_the_last_to_write_it_wins(gcs, monkeypatch):
     url = f"{gcs}/t.zarr"
     store = open_store(url, read_only=False)
-    original = write_object
 
     def overtaken(store, key, data, url):
-        original(store, key, data, url)
-        original(store, key, lock._holder("another"), url)
+        write_object(store, key, data, url)
+        write_object(store, key, lock._holder("another"), url)
+        return True
 
-    monkeypatch.setattr(lock, "write_object", overtaken)
+    monkeypatch.setattr(lock, "create_object", overtaken)  # as a store that takes no notice of conditions
     with pytest.raises(StoreLockedError), write_lock(store, url):
         pass
 
@@ -100,3 +135,95 @@ def test_a_held_lock_in_an_object_store_is_renewed(gcs, monkeypatch):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert read_object(store, LOCK_KEY, url) is None
+
+
+# -- two at the same moment
+
+
+@pytest.fixture
+def cloud(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with simulated_cloud("no limits") as cloud:
+        yield cloud
+
+
+@contextlib.contextmanager
+def racers(url):
+    """Two processes that try for the store at the moment they are told."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", RACE], **pipes) for _ in range(2)]
+    try:
+        assert ask(processes, url) == [["ready"]] * 2
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+
+def ask(processes, line):
+    for process in processes:
+        process.stdin.write(f"{line}\n")
+        process.stdin.flush()
+    return [process.stdout.readline().split(maxsplit=1) for process in processes]
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+@pytest.mark.parametrize("lost_before", [False, True], ids=["free", "lost"])
+def test_of_two_processes_that_race_for_a_store_exactly_one_wins_every_time(cloud, scheme, lost_before):
+    held = {"host": "elsewhere", "pid": 7, "token": "x", "beat": time.time() - lock.STALE_SECONDS - 1}
+    url = cloud.url("race/t.zarr", scheme)
+    store = open_store(url, read_only=False)
+    with racers(url) as processes:
+        for _ in range(20):
+            if lost_before:
+                write_object(store, LOCK_KEY, json.dumps(held).encode(), url)
+            answers = ask(processes, "go")
+            assert sorted(answer[0] for answer in answers) == ["lost", "won"], answers
+            (winner,) = (process for process, answer in zip(processes, answers, strict=True) if answer[0] == "won")
+            (told,) = (answer[1] for answer in answers if answer[0] == "lost")
+            assert f"process {winner.pid} on" in told
+            assert ask(processes, "release") == [["over"]] * 2
+            assert list_objects(store, ".kit", url) == []
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3", "memory"])
+def test_an_object_is_created_once(cloud, scheme):
+    url = "memory://once/t.zarr" if scheme == "memory" else cloud.url("once/t.zarr", scheme)
+    store = open_store(url, read_only=False)
+    assert create_object(store, "a/b", b"first", url)
+    assert not create_object(store, "a/b", b"second", url)
+    assert read_object(store, "a/b", url) == b"first"
+    delete_object(store, "a/b", url)
+    assert create_object(store, "a/b", b"third", url)
+    delete_object(store, "a/b", url)
+
+
+def test_a_lock_whose_taker_was_lost_too_is_taken(cloud):
+    url = cloud.url("race/twice.zarr")
+    store = open_store(url, read_only=False)
+    lost = json.dumps({"token": "x", "beat": 0.0}).encode()
+    heir = f"{LOCK_KEY}.{crc32c(lost):08x}.partial"
+    write_object(store, LOCK_KEY, lost, url)
+    write_object(store, heir, lock._holder("y"), url)
+    with pytest.raises(StoreLockedError, match=f"process {os.getpid()} on"), write_lock(store, url):
+        pass  # while its taker lives
+    write_object(store, heir, lost, url)
+    with write_lock(store, url):
+        assert list_objects(store, ".kit", url) == [LOCK_KEY]
+    assert list_objects(store, ".kit", url) == []
+
+
+def test_a_holder_that_lost_its_lock_while_it_slept_leaves_that_of_the_next_alone(cloud, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    url = cloud.url("race/slept.zarr")
+    store = open_store(url, read_only=False)
+    with write_lock(store, url):
+        write_object(store, LOCK_KEY, lock._holder("next"), url)
+        deadline = time.monotonic() + 20
+        while any(thread.name == "kit-lock" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert json.loads(read_object(store, LOCK_KEY, url))["token"] == "next"

@@ -90,6 +90,26 @@ def test_this_machine_is_looked_at_when_nothing_is_said():
     assert "<table" in found._repr_html_()
 
 
+def test_memory_may_be_written_with_its_unit():
+    assert str(advise_schedule(cores=20, ranks=1, memory_bytes="128 GiB")) == str(advise(20, 1, gib=128))
+    with pytest.raises(PlanError, match="memory_bytes: 'plenty' is not a size"):
+        advise_schedule(cores=20, ranks=1, memory_bytes="plenty")
+
+
+def test_a_limit_for_the_whole_build_takes_the_place_of_the_sum_of_its_workers():
+    build = {"scheduler": "distributed", "workers": 6, "threads": 1, "memory_bytes": "8 GiB"}
+    config = Config.make({"build": {**build, "total_memory_bytes": "12 GiB"}})
+    assert advise_schedule(config, cores=8, ranks=1, memory_bytes="16 GiB").warnings == ()
+    (warning,) = advise_schedule(config, cores=8, ranks=1, memory_bytes="8 GiB").warnings
+    assert warning == "build.total_memory_bytes 12 GiB exceeds 8 GiB"
+
+
+def test_more_building_threads_than_cores_are_warned_of():
+    config = Config.make({"build": {"scheduler": "threads", "threads": 32}})
+    (warning,) = advise_schedule(config, cores=8, ranks=1, memory_bytes="64 GiB").warnings
+    assert warning == "32 threads on 8 cores: they take turns; lower build.threads"
+
+
 @pytest.mark.parametrize("wrong", [{"cores": 0}, {"ranks": 0}, {"memory_bytes": 0}])
 def test_nothing_to_divide_is_refused(wrong):
     with pytest.raises(PlanError, match="must be at least 1"):
