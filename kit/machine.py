@@ -2,8 +2,8 @@
 
 `hardware()` looks (NVML and cgroups, never CUDA, never torch); `resolve_devices` decides, and is a pure function of the
 config's hardware section and the machine, so that the same two always give the same answer. "auto" is the one
-least-occupied GPU: most free memory (to a quarter of a GiB), then least utilised, then fewest processes, then first.
-Without GPUs it is the CPU, where several devices mean several ranks that share the cores.
+least-occupied GPU that no trial has claimed: most free memory (to a quarter of a GiB), then least utilised, then fewest
+processes, then first. Without GPUs it is the CPU, where several devices mean several ranks that share the cores.
 
 Refused before any process starts: devices that are not there, strategies that do not fit their number, several MIG
 instances, and 16-mixed on a CPU. GPUs are handed on as UUIDs only.
@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from kit.cgroup import Share, share
+from kit.claims import Claim, claims
 from kit.errors import HardwareError
 from kit.nvml import Gpu, GpuTable, read_gpus, visible
 from kit.tables import html_list, html_table, text_table
@@ -98,7 +99,7 @@ class Machine:
     def _sentences(self) -> tuple[str, ...]:
         auto = self.auto
         what = "the CPU" if not auto.devices else f"GPU {self._marked}"
-        notes = (note for note in self.notes if not any(note in reason for reason in auto.reasons))
+        notes = (note for note in (*self.notes, *_claims(self.gpus)) if not any(note in text for text in auto.reasons))
         return (f"auto is {what} with {auto.precision}", *auto.reasons, *notes)
 
     @property
@@ -126,11 +127,18 @@ def hardware(
     """
     table = visible(read(), os.environ if environment is None else environment)
     limits = read_share()
-    return Machine(
+    machine = Machine(
         gpus=table.gpus, cores=limits.cores, cores_installed=limits.cores_installed, memory_bytes=limits.memory_bytes,
         memory_available_bytes=limits.memory_available_bytes, memory_installed_bytes=limits.memory_installed_bytes,
         gpu_source=table.source, notes=table.notes,
     )  # fmt: skip
+    return with_claims(machine, claims()) if machine.gpus else machine
+
+
+def with_claims(machine: Machine, claimed: Mapping[str, Sequence[Claim]]) -> Machine:
+    """The machine with each GPU's claims, instead of those it knows."""
+    words = {uuid: ", ".join(map(str, found)) for uuid, found in claimed.items()}
+    return replace(machine, gpus=tuple(replace(gpu, claimed=words.get(gpu.uuid, "")) for gpu in machine.gpus))
 
 
 def resolve_devices(config: Config | HardwareSection, machine: Machine) -> Resolved:
@@ -167,9 +175,8 @@ def _choose(asked: HardwareSection, machine: Machine) -> tuple[list[Gpu], list[s
     """GPUs for `devices`, and why these."""
     gpus, devices = machine.gpus, asked.devices
     if devices == "auto":
-        gpu = min(gpus, key=_occupancy)
-        reason = f"GPU {gpus.index(gpu)} is the least occupied of {len(gpus)}: {_state(gpu)}"
-        return [gpu], [reason, *_crowded(gpus, [gpu])]
+        chosen = _least_occupied(gpus, 1)
+        return chosen, [_why_least(gpus, chosen), *_crowded(gpus, chosen)]
     if isinstance(devices, tuple):
         chosen, reasons = [_at(gpus, place) for place in devices], [f"GPUs {list(devices)} as named"]
     elif devices == -1:
@@ -180,11 +187,30 @@ def _choose(asked: HardwareSection, machine: Machine) -> tuple[list[Gpu], list[s
                 f"hardware.devices asks for {devices} GPUs, but only {len(gpus)} can be used here; take at most "
                 f"{len(gpus)}, or accelerator: cpu for {devices} CPU ranks"
             )
-        chosen = sorted(sorted(gpus, key=_occupancy)[:devices], key=gpus.index)
-        places = ", ".join(str(gpus.index(gpu)) for gpu in chosen)
-        reasons = [f"the {devices} least occupied of {len(gpus)} GPUs: {places}"]
+        chosen = _least_occupied(gpus, devices)
+        reasons = [_why_least(gpus, chosen)]
     _refuse_joined_instances(chosen)
     return chosen, [*reasons, *_crowded(gpus, chosen)]
+
+
+def _least_occupied(gpus: Sequence[Gpu], count: int) -> list[Gpu]:
+    """So many, claimed ones only when there are no others, in the order of the table."""
+    ranked = sorted(gpus, key=lambda gpu: (bool(gpu.claimed), _occupancy(gpu)))
+    return sorted(ranked[:count], key=gpus.index)
+
+
+def _why_least(gpus: Sequence[Gpu], chosen: Sequence[Gpu]) -> str:
+    places = ", ".join(str(gpus.index(gpu)) for gpu in chosen)
+    verb = f"GPU {places} is the" if len(chosen) == 1 else f"GPUs {places} are the"
+    state = f": {_state(chosen[0])}" if len(chosen) == 1 else ""
+    claimed = _claims(gpus)
+    if not claimed or len(claimed) == len(gpus):
+        return f"{verb} least occupied of {len(gpus)}{state}"
+    return f"{verb} least occupied of the {len(gpus) - len(claimed)} unclaimed{state}; {'; '.join(claimed)}"
+
+
+def _claims(gpus: Sequence[Gpu]) -> list[str]:
+    return [f"GPU {place} is claimed by {gpu.claimed}" for place, gpu in enumerate(gpus) if gpu.claimed]
 
 
 def _occupancy(gpu: Gpu) -> tuple[int, float, int]:
@@ -207,8 +233,13 @@ def _refuse_joined_instances(chosen: Sequence[Gpu]) -> None:
 
 
 def _crowded(gpus: Sequence[Gpu], chosen: Sequence[Gpu]) -> list[str]:
-    """A warning for each GPU taken although others already use it."""
-    return [
+    """A warning for each GPU taken although others already use it, or have claimed it."""
+    claimed = [
+        f"warning: GPU {gpus.index(gpu)} is claimed by {gpu.claimed}: two trials would share it"
+        for gpu in chosen
+        if gpu.claimed
+    ]
+    return claimed + [
         f"warning: GPU {gpus.index(gpu)} is in use ({_state(gpu)}): the run may be slow or out of memory"
         for gpu in chosen
         if gpu.processes or gpu.free_bytes < gpu.total_bytes * _CROWDED_FRACTION

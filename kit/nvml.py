@@ -48,6 +48,8 @@ class Gpu:
     capability: tuple[int, int] | None = None
     parent: str | None = None
     """UUID of the card, for a MIG instance."""
+    claimed: str = ""
+    """The trials that hold it, in words; see `kit.claims`."""
 
     @property
     def is_mig(self) -> bool:

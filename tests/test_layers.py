@@ -14,7 +14,7 @@ ROOT = Path(kit.__file__).parent
 # From the ground up. A room may import from its own row and from the rows above it in this table.
 LAYERS = [
     {"errors", "units", "tables", "processes"},
-    {"config", "endpoints", "events", "targets", "cgroup", "nvml"},
+    {"config", "endpoints", "events", "targets", "cgroup", "nvml", "claims", "signatures"},
     {"machine", "cloud"},
     {"plan"},
     {"data"},

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kit.claims import release
 from kit.events import SUPERVISOR, EventWriter
 from kit.processes import identify
 from kit.run.control import KILL, Control
@@ -36,6 +37,8 @@ class Order:
     paths: RunPaths
     world_size: int
     devices: tuple[str, ...]
+    claims: tuple[Path, ...]
+    """Released when the trial ends."""
     variables: dict[str, str]
     limits: Limits
     removed: Removed = "never"
@@ -47,6 +50,7 @@ class Order:
             RunPaths(Path(command["run_directory"])),
             int(command["world_size"]),
             tuple(command["devices"]),
+            tuple(Path(file) for file in command["claims"]),
             dict(command["variables"]),
             Limits(**command["limits"]),
             command.get("removed", "never"),
@@ -64,6 +68,7 @@ class Group:
             cold_reason: Why the ranks are fresh interpreters; None forks them.
         """
         self.paths, self.limits, self._removed = order.paths, order.limits, order.removed
+        self._claims = order.claims
         self.writer = EventWriter(order.paths.supervisor_events, SUPERVISOR)
         self.control = Control(order.paths.control)
         self.lifeline, self._held = os.pipe()
@@ -200,10 +205,12 @@ class Group:
         return judge(self.paths, ends, self.killing, self.limits, out_of_memory)
 
     def _end(self, verdict: Verdict) -> None:
+        release(self._claims)  # before anybody hears of the end, and starts the next
         self._write_end(verdict)
         self._close()
 
     def _close(self) -> None:
+        release(self._claims)
         if self._removed == "at end":
             shutil.rmtree(self.paths.directory, ignore_errors=True)
         self.writer.close()

@@ -15,11 +15,13 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from kit.claims import release
 from kit.config import Config
 from kit.errors import ConfigError, KitWarning, Problem
 from kit.events import SUPERVISOR, EventWriter
 from kit.processes import machine
 from kit.run.control import Control
+from kit.run.devices import Taken, take_devices
 from kit.run.paths import RunPaths
 from kit.run.payload import LARGE_BYTES, Part, check_parts, pack
 from kit.units import format_bytes
@@ -39,6 +41,8 @@ def prepare(module: object, data: object, config: object, batch_size: int | None
         config: A Config.
         batch_size: Samples per batch on each device, instead of what data of the caller's own makes.
 
+    Its GPUs are claimed for it: whoever starts it hands them to the supervisor.
+
     Raises:
         ConfigError, HardwareError, StoreError: see the module's first lines.
     """
@@ -48,15 +52,26 @@ def prepare(module: object, data: object, config: object, batch_size: int | None
         )
     module_part, data_part = Part.of(module), Part.of(data)
     check_targets(module_part, data_part, config)
-    check_parts(module_part, data_part, config.model.arguments)
-    resolved, used_bytes = _resolve(config)
-    predicted = _check_own_data(config, resolved.world_size) if data_part.kind == "default" else {}
-    payload = pack(module_part, data_part)
+    check_parts(module_part, data_part, config)
+    taken = take_devices(config)
+    try:
+        return _write(module_part, data_part, config, taken, {} if batch_size is None else {"batch_size": batch_size})
+    except BaseException:
+        release(taken.claims)
+        raise
+
+
+def _write(module: Part, data: Part, config: Config, taken: Taken, asked: dict[str, int]) -> RunPaths:
+    predicted = _check_own_data(config, taken.resolved.world_size) if data.kind == "default" else {}
+    payload = pack(module, data)
     paths = RunPaths.create(config)
-    found = {"payload_bytes": len(payload), "predicted": predicted, "device_used_bytes": used_bytes}
-    asked = {} if batch_size is None else {"batch_size": batch_size}
-    environment = {**environment_of(resolved), **found, **asked}
-    write_run(paths, config.to_yaml(), payload, environment)
+    found = {
+        "payload_bytes": len(payload),
+        "predicted": predicted,
+        "device_used_bytes": list(taken.used_bytes),
+        "claims": [str(file) for file in taken.claims],
+    }
+    write_run(paths, config.to_yaml(), payload, {**environment_of(taken.resolved), **found, **asked})
     _warn_if_large(paths, len(payload))
     return paths
 
@@ -73,16 +88,6 @@ def check_targets(module: Part, data: Part, config: Config) -> None:
         find_target(config.model.target if module.kind == "default" else module.value)
     if data.kind == "path":
         find_target(data.value)
-
-
-def _resolve(config: Config) -> tuple[Resolved, list[int]]:
-    """The devices of the ranks, and the bytes that others hold on each of them."""
-    from kit.machine import hardware, resolve_devices
-
-    machine = hardware()
-    resolved = resolve_devices(config, machine)
-    used_bytes = {gpu.uuid: gpu.total_bytes - gpu.free_bytes for gpu in machine.gpus}
-    return resolved, [used_bytes[uuid] for uuid in resolved.devices]
 
 
 def _check_own_data(config: Config, world_size: int) -> dict[str, float]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from kit.errors import KitError
+from kit.machine import Machine
 from kit.plan.memory.cards import Target
 from kit.run.memory.job import start_prediction
 from kit.run.memory.prediction import TIMEOUT_SECONDS, device_name, estimate_here
@@ -33,13 +35,18 @@ def foresee(module: object, data: object, trial: Trial) -> None:
 
     with contextlib.suppress(KitError, OSError):
         world_size = int(trial.environment["world_size"])
-        target = here(trial.config, hardware(), world_size)
+        target = here(trial.config, of_trial(hardware(), trial.environment["devices"]), world_size)
         question, _ = ask(module, data, trial.config, target, world_size)
         recording = known(question)
         if recording is not None:
             trial.paths.write_prediction(estimate_here(question, recording, target).to_dict())
         elif not _copied(question, trial.paths):
             _predict_beside(question, target, trial)
+
+
+def of_trial(machine: Machine, devices: Sequence[str]) -> Machine:
+    """The machine as a trial sees it: `auto` would pass over the GPUs that the trial itself has claimed."""
+    return replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in devices))
 
 
 def _copied(question: Question, paths: RunPaths) -> bool:

@@ -69,7 +69,7 @@ class Question:
 
     def with_config(self, config: Config, target: Target, world_size: int | None = None) -> Question:
         """The same module and data under another config or on another target."""
-        check_parts(self.module, self.data, config.model.arguments)
+        check_parts(self.module, self.data, config)
         return _question(self.module, self.data, self.parcel, config, target, world_size)
 
     @property
@@ -146,7 +146,7 @@ def ask(
         )
     parts = Part.of(module), Part.of(data)
     check_targets(*parts, config)
-    check_parts(*parts, config.model.arguments)
+    check_parts(*parts, config)
     target = find_target_device(device, config, world_size)
     return _question(*parts, hollow(*parts), config, target, world_size), target
 
