@@ -155,7 +155,7 @@ def _children(folders: list[str]) -> set[str]:
 def _names(file: Path, depth: int = 0) -> set[str] | None:
     """Every name a module has after import; None when reading cannot tell."""
     state = file.stat()
-    tree = _parsed(file, state.st_mtime_ns, state.st_size)
+    tree = parsed(file, state.st_mtime_ns, state.st_size)
     names: set[str] = set()
     for node in _top_level(tree.body):
         found = _star(node, file, depth) if _is_star(node) else set(_bound(node))
@@ -169,7 +169,7 @@ def _names(file: Path, depth: int = 0) -> set[str] | None:
 
 
 @functools.lru_cache(maxsize=32)
-def _parsed(file: Path, *_: int) -> ast.Module:
+def parsed(file: Path, *_: int) -> ast.Module:
     """The source of a file, read again when its time or size has changed."""
     try:
         return ast.parse(file.read_bytes())

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
+from kit.config import Config
 from kit.errors import ConfigError, Problem
 
 Kind = Literal["default", "path", "class", "factory", "instance"]
@@ -55,14 +56,26 @@ def _is_factory(value: object) -> bool:
     return callable(value) and not any(hasattr(value, mark) for mark in _INSTANCE_MARKS)
 
 
-def check_parts(module: Part, data: Part, arguments: Mapping[str, Any]) -> None:
+def own_arguments(config: Config) -> dict[str, Any]:
+    """What data of the caller's own is made with: `data.arguments`, unless they belong to a source."""
+    return dict(config.data.arguments) if config.data.source is None else {}
+
+
+def is_patch_data(kind: type) -> bool:
+    """Whether a data module is kit's own or one that was made from it: those are made with the config."""
+    return any(base.__module__ == "kit.data.module" and base.__name__ == "PatchData" for base in kind.__mro__)
+
+
+def check_parts(module: Part, data: Part, config: Config) -> None:
     """Refuse what could not be made in a rank, before there is one.
 
     Raises:
         ConfigError: for arguments that do not fit the class, and factories that need arguments.
     """
     if module.kind == "class":
-        _check_call(module, "model.arguments", arguments)
+        _check_call(module, "model.arguments", config.model.arguments)
+    if data.kind == "class" and own_arguments(config) and not is_patch_data(data.value):
+        _check_call(data, "data.arguments", own_arguments(config))
     if module.kind == "factory":
         _check_call(module, "module", {})
     if data.kind == "factory":

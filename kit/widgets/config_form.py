@@ -80,6 +80,17 @@ class ConfigForm:
                 self._writing = False
             self._accept(config, ())
 
+    def edit(self, changes: Mapping[str, Any]) -> None:
+        """Put values into controls, all before any is judged, as if they had been typed at once; others stay."""
+        with self._mutex:
+            self._writing = True
+            try:
+                for path, value in changes.items():
+                    write_control(self._fields[path], self.controls[path], value)
+            finally:
+                self._writing = False
+            self._accept(*self._apply(next(reversed(list(changes)))))
+
     def on_change(self, callback: Callable[[Config], object]) -> Callable[[], None]:
         """Call `callback(config)` after every valid change; the function returned ends that."""
         self._listeners.append(callback)

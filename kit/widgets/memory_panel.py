@@ -1,9 +1,9 @@
 """MemoryPanel: what a config would need of a device, and what if: move a slider and see.
 
-Batch size and accumulation answer while they are moved; whatever else is changed is recorded anew by dry runs in other
-processes, and until then the pictures are grey. Every control has a method or a property, so that a script does the
-same. Clicks return at once; `wait()` returns when everything asked is answered. Nothing is allocated on any device, and
-no such device need be here.
+Batch size and accumulation answer while they are moved; whatever else is changed, the sizes of the model among them, is
+recorded anew by dry runs in other processes, and until then the pictures are grey. Every control has a method or a
+property, so that a script does the same. Clicks return at once; `wait()` returns when everything asked is answered.
+Nothing is allocated on any device, and no such device need be here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from kit.report import figure as look
 from kit.report.memory_charts import memory_figure
 from kit.widgets.config_form import WIDTH, ConfigForm
 from kit.widgets.controls import LABEL_WIDTH
+from kit.widgets.dials_view import DialsView
 from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
 from kit.widgets.memory_answers import Answers, Model, Request
 from kit.widgets.memory_cards import CardAnswer, Device, sentence
 from kit.widgets.memory_view import MemoryView, headline
-from kit.widgets.steps import StepsSlider
+from kit.widgets.steps import StepsSlider, marks
 
 SHOWN = {
     "model": ("arguments",),
@@ -54,6 +55,7 @@ def memory_panel(
     *,
     device: Device = THIS_MACHINE,
     cards: Sequence[str] = SHOWN_CARDS,
+    sizes: Sequence[str] = (),
 ) -> MemoryPanel:
     """Sliders and dropdowns on a config, with what it would need of a device.
 
@@ -64,11 +66,12 @@ def memory_panel(
             the batch size of the form, whatever its own is.
         device: A GPU model, a size such as "24 GiB", or "this machine".
         cards: GPU models to judge beside it.
+        sizes: Arguments of the model that set its size and have names that `kit.model_dials` does not know.
 
     Raises:
         PlanError: for an unknown GPU model.
     """
-    return MemoryPanel(config or Config(), module, data, device=device, cards=cards)
+    return MemoryPanel(config or Config(), module, data, device=device, cards=cards, sizes=sizes)
 
 
 class MemoryPanel:
@@ -82,13 +85,15 @@ class MemoryPanel:
         *,
         device: Device = THIS_MACHINE,
         cards: Sequence[str] = SHOWN_CARDS,
+        sizes: Sequence[str] = (),
         make_model: Callable[[Config, Device], Model] | None = None,
     ) -> None:
         self._base, self._module, self._data = config, module, data
         self._cards = tuple(find_card(name).name for name in cards)
         self._display: LiveDisplay | None = None
         self.form = ConfigForm(config, SHOWN, folded=False)
-        self.sliders = {path: StepsSlider(self.form.controls[path], most) for path, most in SLIDERS.items()}
+        self.sliders = {path: _slider(self.form.controls[path], most) for path, most in SLIDERS.items()}
+        self.dials = DialsView(self.form, module, data, sizes)
         self.view = MemoryView(self.form.show_problems, self._refresh)
         self._answers = Answers(make_model or self._make_model, self.view)
         self.device_control = _device_control(device)
@@ -238,7 +243,7 @@ class MemoryPanel:
         )
         exports = ipywidgets.HBox(list(self.buttons.values()), layout={"grid_gap": "8px"})
         right = ipywidgets.VBox(
-            [*(self._slider_row(path) for path in SLIDERS), self.view.ui, exports, self.code],
+            [*(self._slider_row(path) for path in SLIDERS), self.dials.ui, self.view.ui, exports, self.code],
             layout={"flex": "100 1 480px", "min_width": "0"},
         )
         columns = ipywidgets.HBox(
@@ -262,6 +267,10 @@ class MemoryPanel:
 
     def _ipython_display_(self) -> None:
         self._display = LiveDisplay(self.ui, f"{self!r}\nRun this cell again for its controls.", self._still)
+
+
+def _slider(field: Any, most: int) -> StepsSlider:
+    return StepsSlider(field, marks(max(most, int(field.value))))
 
 
 def _device_control(device: Device) -> Any:

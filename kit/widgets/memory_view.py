@@ -28,7 +28,7 @@ _STYLE = (
     "filter .15s linear .2s }</style>"
 )
 _QUIET = "var(--jp-ui-font-color2, #666)"
-_HEADLINE_HEIGHT = "3.2em"
+_HEADLINE_HEIGHT = "4.7em"
 
 
 class MemoryView:
@@ -45,6 +45,7 @@ class MemoryView:
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self.estimate: MemoryEstimate | None = None
+        self._first: MemoryEstimate | None = None
         self.failure: Exception | None = None
         """Why there is no estimate of what was asked last."""
         self.cards_shown: tuple[CardAnswer, ...] = ()
@@ -71,9 +72,10 @@ class MemoryView:
         """Words and breakdown."""
         with self._drawing:
             self.estimate, self.failure = estimate, None
+            self._first = self._first or estimate
             self._bar.show([breakdown_info(estimate, above_timeline=True)])
             self.bar.value = _picture(self._bar.svg())
-            self.headline.value = _headline_html(estimate)
+            self.headline.value = _headline_html(estimate, self._first)
             self.show_error("")
             if self._problems_shown:
                 self._tell_problems(())
@@ -148,23 +150,26 @@ class MemoryView:
         self.error.layout.display = None if message else "none"
 
 
-def headline(estimate: MemoryEstimate) -> tuple[str, str]:
-    """(verdict, peak) in words."""
+def headline(estimate: MemoryEstimate, first: MemoryEstimate | None = None) -> tuple[str, str, str]:
+    """(verdict, size, peak) in words; the size beside that of the `first` model, where it is another."""
     least = "" if estimate.complete else "at least "
     verdict = f"{estimate.verdict} on {estimate.device}: {least}{format_bytes(estimate.device_reserved_bytes)} reserved"
-    return f"{verdict} of {format_bytes(estimate.capacity_bytes)}", f"peak: {peak_words(estimate)}"
+    size = f"{estimate.parameters:,} parameters"
+    if first is not None and first.parameters not in (0, estimate.parameters):
+        size += f", {estimate.parameters / first.parameters:.3g} times the {first.parameters:,} at first"
+    return f"{verdict} of {format_bytes(estimate.capacity_bytes)}", size, f"peak: {peak_words(estimate)}"
 
 
-def _headline_html(estimate: MemoryEstimate | None) -> str:
+def _headline_html(estimate: MemoryEstimate | None, first: MemoryEstimate | None = None) -> str:
     style = f"line-height:1.5;min-height:{_HEADLINE_HEIGHT}"
     if estimate is None:
         return f"<div style='{style}'></div>"
     sign, colour = VERDICTS[estimate.verdict]
-    verdict, peak = map(html.escape, headline(estimate))
+    verdict, size, peak = map(html.escape, headline(estimate, first))
     mark = f"<span aria-hidden='true' style='color:{colour};font-weight:700'>{sign}</span>"
     unknown = "" if estimate.complete else f"<div role='alert'>{html.escape(_unknown_words(estimate))}</div>"
-    first = f"<div style='font-size:1.15em'>{mark} <b>{verdict}</b></div>"
-    return f"<div style='{style}'>{first}<div>{peak}</div>{unknown}</div>"
+    top = f"<div style='font-size:1.15em'>{mark} <b>{verdict}</b></div>"
+    return f"<div style='{style}'>{top}<div>{size}</div><div>{peak}</div>{unknown}</div>"
 
 
 def _unknown_words(estimate: MemoryEstimate) -> str:

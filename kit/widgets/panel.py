@@ -21,8 +21,9 @@ import ipywidgets
 
 from kit.config import Config
 from kit.errors import ConfigError, KitError
+from kit.run.model_dials import model_dials
 from kit.run.trial import Trial, fit, warm_up
-from kit.train.choices import explain_batch, explain_strategy
+from kit.train.choices import explain_attention, explain_batch, explain_strategy
 from kit.widgets.background import Latest
 from kit.widgets.config_form import ConfigForm
 from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
@@ -217,7 +218,8 @@ class Panel:
         with self._hinting:
             self._device_hints = self._device_hints if device is None else device
             self._store_hints = self._store_hints if store is None else store
-            self.form.show_hints({**self._device_hints, **self._store_hints})
+            sizes = size_hints(self.config, self._module)
+            self.form.show_hints({**self._device_hints, **self._store_hints, **sizes})
 
     def _show_code(self) -> None:
         config = self.config.as_code(against=self._base)
@@ -231,7 +233,7 @@ class Panel:
         head = ipywidgets.HBox([self.button, self.view.progress], layout={"align_items": "center", "grid_gap": "12px"})
         store = [self.store.ui] if self.store is not None else []
         right = ipywidgets.VBox(
-            [*store, head, self.view.chart, self.view.error, self.code],
+            [*store, head, self.view.chart, self.view.notes, self.view.error, self.code],
             layout={"flex": "100 1 480px", "min_width": "0"},
         )
         columns = ipywidgets.HBox(
@@ -274,7 +276,16 @@ def device_hints(config: Config, base: Config | None = None) -> dict[str, str]:
         "hardware.devices": "; ".join(devices),
         "hardware.precision": "; ".join(precision),
         "loader.batch_size": seen,
+        "levers.attention": explain_attention(resolved.accelerator, config.levers.attention),
     }
+
+
+def size_hints(config: Config, module: Any = None) -> dict[str, str]:
+    """Where the sizes of the model stand, and where they are turned."""
+    with contextlib.suppress(KitError):  # a target that is not there is told when it is fitted
+        sizes = ", ".join(f"{dial.name} {dial.value}" for dial in model_dials(config, module))
+        return {"model.arguments": f"sizes: {sizes}; kit.memory_panel shows what they cost"} if sizes else {}
+    return {}
 
 
 def _ranks(config: Config, machine: Machine) -> int:

@@ -6,6 +6,7 @@ out is added to them when it is needed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets
@@ -30,11 +31,11 @@ def marks(largest: int) -> list[int]:
 
 
 class StepsSlider:
-    """A slider (`widget`) tied to a number field both ways."""
+    """A slider (`widget`) tied to a number field both ways, over these marks."""
 
-    def __init__(self, field: Any, largest: int) -> None:
+    def __init__(self, field: Any, over: Sequence[int]) -> None:
         value = int(field.value)
-        self._field, self._marks, self._following = field, marks(max(largest, value)), False
+        self._field, self._marks, self._following = field, tuple(over), False
         self.widget = ipywidgets.SelectionSlider(
             options=self._options(value), value=value, readout=False, tooltip=field.description,
             layout={"flex": "1 1 120px", "min_width": "100px", "margin": "1px 0"},

@@ -16,6 +16,8 @@ import ipywidgets
 from kit.config import Config
 from kit.report.trial_charts import TrialChart
 from kit.run.trial import Trial
+from kit.run.what_ran import what_ran
+from kit.tables import html_warnings
 from kit.units import format_bytes, format_seconds
 from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
 
@@ -37,6 +39,7 @@ class TrialView:
         self.trial: Trial | None = None
         self.progress = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
         self.chart = ipywidgets.HTML(layout={"margin": "4px 0 0", "width": "100%"})
+        self.notes = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
         self.error = ipywidgets.HTML(layout={"margin": "0", "display": "none"})
         self._drawing = threading.RLock()
         self.reset(config)
@@ -47,6 +50,7 @@ class TrialView:
             self._chart, self._seen, self._next_draw = TrialChart(config), (0, 0), 0.0
             self.say(words, 0.0)
             self.show_error("")
+            self.notes.value = ""
             self.chart.value = self._chart.svg()
 
     def watch(self, trial: Trial) -> None:
@@ -81,16 +85,17 @@ class TrialView:
         done, of = self._chart.trace.last_step, self._chart.trace.max_steps
         fraction = 1.0 if trial.state == "COMPLETE" else done / of
         self.say(in_words(trial, done, of), fraction, spoken=trial.ended or not done)
+        self.notes.value = notes_html(trial)
         if trial.error:
-            self.show_error(trial.error, trial.traceback, trial.warnings)
+            self.show_error(trial.error, trial.traceback)
 
     def say(self, words: str, fraction: float | None, *, spoken: bool = True) -> None:
         """Put words above the bar; no fraction is a bar that only shows that something goes on."""
         self.progress.value = progress_html(words, fraction, "part done", spoken=spoken)
 
-    def show_error(self, message: str, traceback: str = "", warnings: list[str] | None = None) -> None:
+    def show_error(self, message: str, traceback: str = "") -> None:
         """Show what went wrong, root cause first; an empty message clears the box."""
-        self.error.value = error_html(message, traceback, warnings or []) if message else ""
+        self.error.value = error_html(message, traceback, []) if message else ""
         self.error.layout.display = None if message else "none"
 
     @property
@@ -162,6 +167,13 @@ def _outcome(trial: Trial) -> str:
     return ", ".join(parts) or "nothing measured"
 
 
+def notes_html(trial: Trial) -> str:
+    """What really ran, in one line, and every warning in a line of its own."""
+    ran = html.escape(" · ".join(what_ran(trial)))
+    line = f"<div style='color:{_QUIET};font-size:.9em;line-height:1.4;margin:2px 0'>{ran}</div>" if ran else ""
+    return line + html_warnings(trial.warnings)
+
+
 def error_html(message: str, traceback: str, warnings: list[str]) -> str:
     """A box with the message, and details folded below it."""
     lines = traceback.rstrip().splitlines()
@@ -187,7 +199,9 @@ class _ShownTrial:
         )  # fmt: skip
         self.button.on_click(lambda _: trial.stop())
         head = ipywidgets.HBox([self.button, self.view.progress], layout={"align_items": "center", "grid_gap": "12px"})
-        self.ui = live_box([head, self.view.chart, self.view.error, *keyboard_guard()], max_width="800px")
+        self.ui = live_box(
+            [head, self.view.chart, self.view.notes, self.view.error, *keyboard_guard()], max_width="800px"
+        )
 
     def ended(self, trial: Trial, shown: LiveDisplay) -> None:
         if trial.ended:

@@ -93,8 +93,25 @@ def test_run_all_then_slide_and_change_a_lever(memory, artifacts):
     wait_for_cards(panel)
     assert bar(panel).get_attribute("aria-label") != before
 
+    turn_a_dial(opened, panel, artifacts)
     look_at_everything(opened, panel, artifacts)
     assert opened.errors() == []
+
+
+def turn_a_dial(opened, panel, artifacts):
+    """The width grows: more parameters, and a taller bar; length goes to the data as well."""
+    size = panel.get_by_text(re.compile(r"^[\d,]+ parameters"))
+    expect(size).to_have_text("3,099,648 parameters")
+    panel.locator(".noUi-handle").nth(2).focus()
+    for _ in range(4):
+        opened.page.keyboard.press("ArrowRight")
+    expect(panel.get_by_label("width", exact=True)).to_have_value("384", timeout=20 * SECOND)
+    expect(size).to_have_text("11,507,712 parameters, 3.71 times the 3,099,648 at first", timeout=60 * SECOND)
+    panel.get_by_label("context", exact=True).fill("384")
+    panel.get_by_label("context", exact=True).press("Enter")
+    expect(panel.get_by_text('"data.arguments": {"context": 384}')).to_be_visible(timeout=20 * SECOND)
+    wait_for_cards(panel)
+    picture(opened, panel, artifacts / "memory_dials.png")
 
 
 def look_at_everything(opened, panel, artifacts):

@@ -3,6 +3,7 @@ import threading
 
 import pytest
 
+from kit.config import Config
 from kit.errors import ConfigError
 from kit.run.payload import Part, check_parts, pack
 
@@ -46,13 +47,24 @@ def test_what_was_given_is_recognised(value, kind):
 
 def test_arguments_that_do_not_fit_the_class_are_refused_with_what_it_takes():
     with pytest.raises(ConfigError, match=r"model\.arguments: class Model cannot be made: .*'hidth'; it takes \(width"):
-        check_parts(Part.of(Model), Part.of(None), {"width": 3, "hidth": 3})
-    check_parts(Part.of(Model), Part.of(None), {"width": 3})
+        check_parts(Part.of(Model), Part.of(None), made_with(model={"width": 3, "hidth": 3}))
+    check_parts(Part.of(Model), Part.of(None), made_with(model={"width": 3}))
+
+
+def test_arguments_of_own_data_are_checked_unless_a_source_takes_them():
+    with pytest.raises(ConfigError, match=r"data\.arguments: class Model cannot be made: .*'hidth'"):
+        check_parts(Part.of(None), Part.of(Model), made_with(data={"width": 3, "hidth": 3}))
+    check_parts(Part.of(None), Part.of(Model), made_with(data={"width": 3}))
+    check_parts(Part.of(None), Part.of(Model), made_with(data={"seed": 3}, source="datasets/ocean/source.py:Ocean"))
+
+
+def made_with(model=None, data=None, source=None):
+    return Config().replace({"model.arguments": model or {}, "data.arguments": data or {}, "data.source": source})
 
 
 def test_a_factory_that_needs_arguments_is_refused():
     with pytest.raises(ConfigError, match=r"data: factory made cannot be made: missing a required argument: 'width'"):
-        check_parts(Part.of(None), Part.of(made), {})
+        check_parts(Part.of(None), Part.of(made), Config())
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_it_answers_as_soon_as_it_is_made_and_says_the_verdict_and_the_peak(benc
     panel = bench.panel().wait(WAIT)
     assert panel.estimate.batch_size == 4
     assert not panel.view.waiting
-    verdict, peak = headline(panel.estimate)
+    verdict, _, peak = headline(panel.estimate)
     assert verdict.startswith("fits on T4-16GB: ")
     assert verdict in panel.view.headline.value
     assert re.fullmatch(r"peak: [\d.]+ [MG]iB in \w+, at \w+ in layer11", peak)
@@ -381,7 +381,7 @@ def test_a_number_between_the_marks_gets_one():
     import ipywidgets
 
     field = ipywidgets.BoundedIntText(value=4, min=1, max=10_000)
-    slider = StepsSlider(field, 64)
+    slider = StepsSlider(field, marks(64))
     for value in (51, 1000, 1, 64):
         field.value = value
         assert (field.value, slider.widget.value) == (value, value)

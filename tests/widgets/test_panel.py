@@ -309,6 +309,13 @@ def test_the_newest_of_waiting_jobs_runs_and_the_others_do_not():
     assert ran == [2]
 
 
+def test_the_sizes_of_the_model_stand_beside_its_arguments(config):
+    made = panels.panel(config.replace({"model.target": "kit.models:GPT", "model.arguments": {"width": 384}}))
+    hint = made.form._hints["model.arguments"]
+    assert hint == "sizes: width 384, layers 12, context 1024; kit.memory_panel shows what they cost"
+    assert panels.size_hints(config.replace({"model.target": "kit.models:Nothing"})) == {}
+
+
 def test_device_hints_name_what_is_missing(config):
     hints = panels.device_hints(config.replace({"hardware.devices": 3, "hardware.strategy": "ddp"}))
     assert hints["hardware.devices"]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from kit.config import Config
 from kit.errors import ConfigError, Problem
-from kit.run.payload import Part
+from kit.run.payload import Part, is_patch_data, own_arguments
 from kit.targets import load_target
 
 
@@ -80,12 +80,10 @@ def _data_object(part: Part, config: Config) -> Any:
 
         return PatchData(config)
     if isinstance(value, type):
-        return value(config) if _is_patch_data(value) else value()
-    return value() if part.kind == "factory" or (part.kind == "path" and callable(value)) else value
-
-
-def _is_patch_data(kind: type) -> bool:
-    return any(base.__module__ == "kit.data.module" and base.__name__ == "PatchData" for base in kind.__mro__)
+        return value(config) if is_patch_data(value) else value(**own_arguments(config))
+    if part.kind == "path" and callable(value):
+        return value(**own_arguments(config))
+    return value() if part.kind == "factory" else value
 
 
 def _loader(dataset: Dataset[Any], config: Config) -> DataLoader[Any]:

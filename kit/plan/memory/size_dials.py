@@ -1,0 +1,163 @@
+"""Dials: which arguments of a model set its size, from where to where each may sensibly go, and why.
+
+An argument is a dial by its name, as models have called theirs (`hidden_dim`, `d_model`, `num_layers`, `max_seq_len`,
+`base_channels`, ...), and by its value, a whole number. Arguments that the data decides (a vocabulary, channels in) are
+no dials, and the answer says so. Nothing is made or imported here: what a dial costs is for a dry run to say.
+
+The order is the one to turn them in: widths first, and layers only on clear underfitting (BaseModel's advice for
+hidden_dim and num_layers), then what a sequence, a sketch or a factorisation has of its own.
+
+The one invariant: the value as it is stands among the marks, and every mark leaves the width divisible by its heads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["width", "channels", "layers", "depth", "sketch", "factors", "sequence", "size"]
+
+_NAMES: dict[Kind, str] = {
+    "width": r"(hidden|model|embed|embedding|emb|latent|mlp|ffn|ff|inner|intermediate)_(dim|size|width|units)"
+    r"|d_(model|ff|hidden|embed)|dim(_feedforward)?|width|hidden(_channels)?|units|(n|num)_(hidden|embd|embed|units)",
+    "channels": r"(base|model|init|initial|start|first)_(channels|features|filters|width|ch)|((num|n)_)?filters"
+    r"|channels",
+    "layers": r"(num_|n_)?((encoder|decoder|hidden)_)?(layers?|blocks?)",
+    "depth": r"depth|levels|(num_|n_)(levels|stages|downs)",
+    "sketch": r"sketch_(width|dim|size|depth)|(num_|n_)?(sketches|buckets)",
+    "factors": r"(num_|n_)?(topics|factors|components)|(lora_)?rank",
+    "sequence": r"(max_|n_)?(seq|sequence|context|ctx)(_len|_length|_size|_window)?|max_(length|len)|block_size"
+    r"|(n_|max_)?positions?|max_position_embeddings",
+}
+"""Whole names, in the order in which dials are offered."""
+_OF_THE_DATA = re.compile(
+    r"vocab(ulary)?(_size)?|(num_|n_)?(classes|labels|tokens|users|items|features|variables|values|categories)"
+    r"|(in|out|input|output)_(channels|dim|size|features)|(in|out)_dim|history|horizon|channels_(in|out)"
+)
+_HEADS = re.compile(r"(num_|n_)?(attention_)?heads?|nhead")
+_LIKELY_INPUT = 8
+"""`channels` below this number are more likely those of an image than those of a layer."""
+_EVEN = 8
+"""What matrix units take at a time; a size that is a multiple of it should stay one."""
+_MOST_SINGLE = 64
+
+_GROWTH: dict[Kind, str] = {
+    "width": "weights between two layers grow with its square, activations in proportion; the first to turn",
+    "channels": "weights between two layers grow with its square, activations in proportion; the first to turn",
+    "layers": "weights and activations grow with every one; after the width, and on clear underfitting",
+    "depth": "one more halves the resolution once more, and doubles the channels there in most designs",
+    "sketch": "inputs and the first layer grow in proportion; less of it is less exact",
+    "factors": "factors, and what ties each sample to them, grow in proportion",
+    "sequence": "activations grow in proportion, scores of attention that are kept with the square",
+    "size": "named by you as a size",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dial:
+    """One argument that sets the size of a model."""
+
+    name: str
+    kind: Kind
+    value: int
+    marks: tuple[int, ...]
+    """Values to choose from, rising."""
+    reason: str
+    """What grows with it."""
+    range_reason: str
+    """Why the marks are these."""
+    follows: bool = False
+    """Whether the data takes the same argument, with the same value: then the two are turned together."""
+
+    @property
+    def low(self) -> int:
+        return self.marks[0]
+
+    @property
+    def high(self) -> int:
+        return self.marks[-1]
+
+
+def find_dials(
+    arguments: Mapping[str, object], data: Mapping[str, object] | None = None, also: Sequence[str] = ()
+) -> tuple[list[Dial], dict[str, str]]:
+    """The dials among the arguments of a model, and why its other whole numbers are none.
+
+    Args:
+        arguments: What the model is made with, defaults included.
+        data: What its data is made with.
+        also: Arguments to be taken for sizes whatever they are called.
+    """
+    numbers = {name: value for name, value in arguments.items() if type(value) is int and value > 0}
+    kinds = {name: "size" if name in also else kind_of(name, value) for name, value in numbers.items()}
+    order = [*_NAMES, "size"]
+    found = [
+        _dial(name, kind, numbers, (data or {}).get(name) == numbers[name]) for name, kind in kinds.items() if kind
+    ]
+    others = {name: _why_none(name, numbers[name]) for name, kind in kinds.items() if not kind}
+    return sorted(found, key=lambda dial: order.index(dial.kind)), others
+
+
+def kind_of(name: str, value: int) -> Kind | None:
+    """Which kind of size an argument of that name is; None when it is none, or not known as one."""
+    plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    if _OF_THE_DATA.fullmatch(plain) or _HEADS.fullmatch(plain) or (plain == "channels" and value < _LIKELY_INPUT):
+        return None
+    return next((kind for kind, pattern in _NAMES.items() if re.fullmatch(pattern, plain)), None)
+
+
+def _why_none(name: str, value: int) -> str:
+    plain = name.lower()
+    if _HEADS.fullmatch(plain):
+        return "heads share the width: more of them are no more parameters"
+    if _OF_THE_DATA.fullmatch(plain) or (plain == "channels" and value < _LIKELY_INPUT):
+        return "the data decides it"
+    return "not known as a size"
+
+
+def _dial(name: str, kind: Kind, numbers: Mapping[str, int], follows: bool) -> Dial:
+    marks, why = _marks(kind, numbers[name], _heads(numbers))
+    with_data = "; the data follows" if follows else ""
+    return Dial(
+        name=name, kind=kind, value=numbers[name], marks=marks, reason=_GROWTH[kind] + with_data, range_reason=why,
+        follows=follows,
+    )  # fmt: skip
+
+
+def _heads(numbers: Mapping[str, int]) -> int:
+    return math.lcm(*(value for name, value in numbers.items() if _HEADS.fullmatch(name.lower())))
+
+
+def _marks(kind: Kind, value: int, heads: int) -> tuple[tuple[int, ...], str]:
+    if kind in ("layers", "depth"):
+        times, words = (4, "four times") if kind == "layers" else (2, "twice")
+        many = times * value > _MOST_SINGLE
+        marks = _between(value, 8, times, 1) if many else tuple(range(1, times * value + 1))
+        return marks, f"up to {words} as many"
+    if kind == "sequence":
+        step = _kept(value, _EVEN)
+        return _between(value, 2, 16, step), f"up to sixteen times as long{_in_multiples(step)}"
+    step = _kept(value, heads) if kind == "width" else 1
+    step = _kept(value, math.lcm(step, _EVEN), otherwise=step)
+    of_heads = f", which {heads} heads share" if kind == "width" and heads > 1 and step % heads == 0 else ""
+    return _between(value, 4, 8, step), f"an eighth to eight times{_in_multiples(step)}{of_heads}"
+
+
+def _kept(value: int, multiple: int, otherwise: int = 1) -> int:
+    """`multiple` when the value is one of it: then it should remain one."""
+    return multiple if value % multiple == 0 else otherwise
+
+
+def _in_multiples(step: int) -> str:
+    return f", in multiples of {step}" if step > 1 else ""
+
+
+def _between(value: int, per_doubling: int, times: int, step: int) -> tuple[int, ...]:
+    """The value and marks from an eighth of it to `times` as much, so many to each doubling, in multiples of `step`."""
+    doublings = range(-3, times.bit_length() - 1)
+    parts = [2.0**power * (1 + part / per_doubling) for power in doublings for part in range(per_doubling)]
+    found = {max(step, round(value * part / step) * step) for part in (*parts, times)}
+    return tuple(sorted({value, *found}))

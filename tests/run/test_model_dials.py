@@ -1,0 +1,124 @@
+"""model_dials: a user's class and kit's models alike, and turning one changes what is fitted."""
+
+import pytest
+from lightning.pytorch import LightningModule
+
+import kit
+from kit.config import Config
+from kit.errors import ConfigError, TargetError
+from kit.testing import TinyData, TinyModule
+
+TOKENS = {"vocabulary": 64, "width": 32, "heads": 2, "layers": 2, "context": 16}
+
+
+class Mine(LightningModule):
+    def __init__(self, hidden_dim: int = 64, num_layers: int = 2, k: int = 5, dropout: float = 0.1):
+        super().__init__()
+
+
+def gpt(**changes):
+    return Config().replace({"model.target": "kit.models:GPT", "model.arguments": TOKENS, **changes})
+
+
+def names(dials):
+    return [(dial.name, dial.value) for dial in dials]
+
+
+def test_the_dials_stand_where_the_config_has_them_else_at_the_defaults():
+    config = gpt(**{"model.arguments": {"width": 384, "heads": 6}})
+    assert names(kit.model_dials(config)) == [("width", 384), ("layers", 12), ("context", 1024)]
+
+
+@pytest.mark.parametrize(
+    ("target", "found"),
+    [
+        ("kit.models:UNet", ["width", "depth"]),
+        ("kit.models:Recurrent", ["width", "layers"]),
+        ("kit.models:Recommender", ["width"]),
+        ("kit.models:Encoder", ["width", "layers", "context"]),
+        ("kit.models:ResNet", ["width"]),
+    ],
+)
+def test_every_model_of_kit_has_dials(target, found):
+    assert [dial.name for dial in kit.model_dials(Config().replace({"model.target": target}))] == found
+
+
+def test_a_class_of_ones_own_has_them_too():
+    dials = kit.model_dials(Config(), Mine)
+    assert names(dials) == [("hidden_dim", 64), ("num_layers", 2)]
+    assert dials.others == {"k": "not known as a size"}
+    assert names(kit.model_dials(Config(), Mine, also=["k"])) == [("hidden_dim", 64), ("num_layers", 2), ("k", 5)]
+
+
+@pytest.mark.parametrize("module", [TinyModule(), lambda: TinyModule()])
+def test_what_is_made_already_has_none_and_says_why(module):
+    dials = kit.model_dials(Config(), module)
+    assert len(dials) == 0
+    assert "its size is settled; give a class or an import path" in repr(dials)
+
+
+def test_a_target_that_is_not_there_is_refused():
+    with pytest.raises(TargetError, match="did you mean 'GPT'"):
+        kit.model_dials(Config().replace({"model.target": "kit.models:GPTT"}))
+
+
+def test_the_table_names_ranges_and_reasons():
+    dials = kit.model_dials(gpt())
+    for text in (repr(dials), dials._repr_html_()):
+        assert "width" in text
+        assert "weights between two layers grow with its square" in text
+        assert "vocabulary is no dial: the data decides it" in text
+
+
+def test_turning_one_changes_the_model_and_the_data_that_follows():
+    dials = kit.model_dials(gpt(), data="kit.models:Tokens")
+    assert not dials[2].follows, "the data is made with another length"
+    config = gpt(**{"data.arguments": {"context": 16}})
+    dials = kit.model_dials(config, data="kit.models:Tokens")
+    assert dials.changes(width=64) == {"model.arguments": {**TOKENS, "width": 64}}
+    assert dials.changes(context=32) == {
+        "model.arguments": {**TOKENS, "context": 32}, "data.arguments": {"context": 32},
+    }  # fmt: skip
+
+
+def test_data_of_a_source_does_not_follow():
+    config = gpt(**{"data.arguments": {"context": 16}, "data.source": "datasets/ocean/source.py:Ocean"})
+    assert not kit.model_dials(config, data="kit.models:Tokens")[2].follows
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"widht": 64}, r"model\.arguments\.widht: is no dial; did you mean 'width'"),
+        ({"heads": 4}, r"is no dial \(heads share the width.*the dials are width, layers, context"),
+        ({"width": 0}, "0 is no size"),
+        ({"width": 6.5}, "6.5 is no size"),
+    ],
+)
+def test_what_cannot_be_turned_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        kit.model_dials(gpt()).changes(**values)
+
+
+def test_a_turned_config_is_fitted_and_predicted_with_data_of_that_length(config):
+    base = config(max_steps=2, warmup_steps=1).replace(
+        {
+            "model.target": "kit.models:GPT",
+            "model.arguments": TOKENS,
+            "data.arguments": {"vocabulary": 64, "context": 16},
+        }
+    )
+    turned = base.replace(kit.model_dials(base, data="kit.models:Tokens").changes(context=32))
+    trial = kit.fit(None, "kit.models:Tokens", turned).wait(60)
+    assert trial.state == "COMPLETE"
+    short, long = (kit.predict_memory(None, "kit.models:Tokens", one, device="T4-16GB") for one in (base, turned))
+    assert long.device_allocated_bytes > short.device_allocated_bytes
+    assert long.parameters == short.parameters + 16 * 32
+
+
+def test_a_class_of_ones_own_data_is_made_with_the_arguments_of_the_config(config):
+    wide = config(max_steps=2, warmup_steps=1).replace(
+        {"model.arguments": {"width": 16}, "data.arguments": {"width": 16}}
+    )
+    assert kit.fit(TinyModule, TinyData, wide).wait(60).state == "COMPLETE"
+    assert kit.model_dials(wide, TinyModule, TinyData)[0].follows

@@ -1,0 +1,103 @@
+"""The dials of the memory panel: they edit the form's config, follow it, and are redrawn for another model."""
+
+import pytest
+from lightning.pytorch import LightningModule
+
+import kit
+from kit.config import Config
+from kit.widgets.config_form import ConfigForm
+from kit.widgets.dials_view import DialsView
+
+TOKENS = {"vocabulary": 64, "width": 32, "heads": 2, "layers": 2, "context": 16}
+WAIT = 60
+
+
+class Mine(LightningModule):
+    def __init__(self, hidden_dim: int = 64, k: int = 5):
+        super().__init__()
+
+
+@pytest.fixture
+def form():
+    return ConfigForm(Config().replace({"model.target": "kit.models:GPT", "model.arguments": TOKENS}))
+
+
+def test_there_is_a_field_and_a_slider_for_each_dial(form):
+    view = DialsView(form)
+    assert {name: field.value for name, field in view.fields.items()} == {"width": 32, "layers": 2, "context": 16}
+    assert view.sliders["layers"].widget.options == tuple(range(1, 9))
+    assert view.fields["width"].tooltip.endswith("in multiples of 8, which 2 heads share")
+
+
+def test_a_slider_turns_the_argument_of_the_form_once(form):
+    view, heard = DialsView(form), []
+    form.on_change(heard.append)
+    view.sliders["width"].widget.value = 64
+    assert view.fields["width"].value == 64
+    assert form.config.model.arguments == {**TOKENS, "width": 64}
+    assert heard == [form.config]
+
+
+def test_model_and_data_that_go_together_change_in_one_step():
+    base = Config().replace(
+        {"model.target": "kit.models:GPT", "model.arguments": TOKENS, "data.arguments": {"context": 16}}
+    )
+    form, heard = ConfigForm(base), []
+    view = DialsView(form, data="kit.models:Tokens")
+    form.on_change(heard.append)
+    view.fields["context"].value = 32
+    assert (form.config.model.arguments["context"], form.config.data.arguments["context"]) == (32, 32)
+    assert len(heard) == 1
+
+
+def test_dials_follow_the_config_and_an_edit_that_waits_stays_where_it_is(form):
+    view = DialsView(form)
+    form.controls["hardware.strategy"].value = "ddp"
+    view.fields["layers"].value = 3
+    assert form.controls["hardware.strategy"].value == "ddp"
+    assert [problem.path for problem in form.problems] == ["hardware.strategy"]
+    form.controls["model.arguments"].value = '{"width": 48, "heads": 2}'
+    assert {name: field.value for name, field in view.fields.items()} == {"width": 48, "layers": 12, "context": 1024}
+
+
+def test_rows_stay_while_the_same_arguments_are_dials_and_another_model_has_its_own(form):
+    view = DialsView(form)
+    rows = view.ui.children
+    view.fields["width"].value = 64
+    assert view.ui.children is rows
+    form.config = form.config.replace({"model.target": "kit.models:UNet", "model.arguments": {}})
+    assert [*view.fields] == ["width", "depth"]
+    form.config = form.config.replace({"model.target": "kit.models:Nothing"})
+    assert view.ui.children == ()
+    form.config = form.config.replace({"model.target": "kit.models:UNet"})
+    assert [*view.fields] == ["width", "depth"]
+
+
+def test_a_class_of_ones_own_has_them_and_a_name_may_be_added():
+    assert [*DialsView(ConfigForm(), Mine, also=("k",)).fields] == ["hidden_dim", "k"]
+    assert DialsView(ConfigForm(), lambda: Mine()).ui.children == ()
+
+
+def test_turning_returns_at_once_and_the_parameters_of_before_stand_beside_the_new_ones():
+    config = Config().replace({"model.target": "kit.models:GPT", "model.arguments": TOKENS, "loader.batch_size": 2})
+    panel = kit.memory_panel(config, data=tokens, device="T4-16GB", cards=())
+    panel.wait(WAIT)
+    first = panel.estimate.parameters
+    panel.dials.fields["width"].value = 64
+    assert panel.busy
+    assert panel.view.waiting, "grey until it is recorded"
+    panel.wait(WAIT)
+    assert panel.estimate.parameters > 2 * first
+    times = f"{panel.estimate.parameters:,} parameters, {panel.estimate.parameters / first:.3g} times the {first:,}"
+    assert times in panel.view.headline.value
+    assert "&quot;width&quot;: 64" in panel.code.value
+    panel.dials.fields["width"].value = 33
+    with pytest.raises(kit.KitError, match="cannot be shared by 2 heads"):
+        panel.wait(WAIT)
+    assert "cannot be shared by 2 heads" in panel.view.error.value
+
+
+def tokens():
+    from kit.models import Tokens
+
+    return Tokens(vocabulary=64, context=16, batch_size=2, sequences=64)
