@@ -92,6 +92,7 @@ def test_any_text_is_a_config_or_one_clear_error(text):
         ("name: ../x", "name", "lower-case letters"),
         ("hardware: {strategy: dpp}", "hardware.strategy", "did you mean 'ddp'"),
         ("hardware: {precision: bf16}", "hardware.precision", "did you mean 'bf16-true'"),
+        ("hardware: {precision: 16-true}", "hardware.precision", "and end in nan; use 16-mixed on a GPU"),
         ("hardware: {devices: foo}", "hardware.devices", "'foo' is not accepted"),
         ("hardware: {devices: 0}", "hardware.devices", "0 devices"),
         ("hardware: {devices: [0, 0], strategy: ddp}", "hardware.devices", "twice"),

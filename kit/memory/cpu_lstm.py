@@ -50,8 +50,8 @@ def _row_bytes(values: int, size: int) -> int:
 
 def lstm_layer(_mode: Any, _func: Any, values: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fake kernel of `aten::mkldnn_rnn_layer`: output, last state, last cell and the workspace with its bytes."""
-    state, cell, width, batch_first, train = args[4], args[5], args[9], args[13], args[14]
-    batch, steps = _sizes(values, batch_first)
+    state, cell, width, train = args[4], args[5], args[9], args[14]
+    steps, batch = _sizes(values)
     kept = workspace_bytes(steps, batch, values.shape[-1], width, values.element_size()) if train else 0
     output = values.new_empty((*values.shape[:2], width))
     return output, torch.empty_like(state), torch.empty_like(cell), values.new_empty((kept,), dtype=torch.uint8)
@@ -59,8 +59,8 @@ def lstm_layer(_mode: Any, _func: Any, values: Tensor, *args: Any) -> tuple[Tens
 
 def forward_scratch_bytes(args: Sequence[Any], _: Any) -> int:
     """Of `aten::mkldnn_rnn_layer` while it runs: weights in its own layout, and in float32 the gates of all steps."""
-    values, width, batch_first = args[0], int(args[10]), args[14]
-    batch, steps = _sizes(values, batch_first)
+    values, width = args[0], int(args[10])
+    steps, batch = _sizes(values)
     inputs, size = int(values.shape[-1]) + width, int(values.element_size())
     if size < _FLOAT_BYTES:
         return 4 * width * size * (inputs + 1) + 6 * _FLOAT_BYTES * batch * width
@@ -70,12 +70,13 @@ def forward_scratch_bytes(args: Sequence[Any], _: Any) -> int:
 
 def backward_scratch_bytes(args: Sequence[Any], _: Any) -> int:
     """Of its backward pass: the same, gradients of the weights in its own layout, and in half precision all that comes
-    in as float32."""
-    values, width, batch_first = args[0], int(args[15]), args[21]
-    batch, steps = _sizes(values, batch_first)
+    in as float32. A gradient that comes in turned round, as it does from a layer with `batch_first`, is copied."""
+    values, came, width = args[0], args[10], int(args[15])
+    steps, batch = _sizes(values)
     features, size = int(values.shape[-1]), int(values.element_size())
     gates = _row_bytes(4 * width, _FLOAT_BYTES)
-    gradients = gates * (features + width) + 4 * width * size
+    copied = 0 if came is None or came.is_contiguous() else int(came.nbytes)
+    gradients = gates * (features + width) + 4 * width * size + copied
     rows = [(number, _row_bytes(number, size)) for number in (features, width)]
     if size < _FLOAT_BYTES:
         weights = 4 * width * sum(size * -(-number // _HALF_LANES) * _HALF_LANES for number, _ in rows)
@@ -85,7 +86,6 @@ def backward_scratch_bytes(args: Sequence[Any], _: Any) -> int:
     return gradients + weights + gates * batch * steps + 2 * size * batch * width + _SCRATCH_BYTES
 
 
-def _sizes(values: Tensor, batch_first: bool) -> tuple[int, int]:
-    """(batch, steps)"""
-    first, second = int(values.shape[0]), int(values.shape[1])
-    return (first, second) if batch_first else (second, first)
+def _sizes(values: Tensor) -> tuple[int, int]:
+    """(steps, batch): torch has turned the values round before, whatever `batch_first` it hands on."""
+    return int(values.shape[0]), int(values.shape[1])

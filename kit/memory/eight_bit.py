@@ -1,4 +1,4 @@
-"""8-bit optimizers (bitsandbytes) on fake tensors.
+"""8-bit optimizers (bitsandbytes, and torchao's states for shards) on fake tensors.
 
 They look their quantization maps up in tables of 256 numbers, sorted in Python while the first step makes its state.
 Sorting needs numbers, which a fake tensor has not, so the tables are made for real; all else is as in a real step.
@@ -16,16 +16,18 @@ from typing import Any
 from torch._subclasses import fake_tensor
 
 from kit.memory.patches import replaced
-from kit.train.optimizers import quiet_import
+from kit.train.eight_bit import is_installed, make_tables, quiet_import
 
 
 @contextlib.contextmanager
 def eight_bit_on_fakes(wanted: bool = True) -> Iterator[None]:
-    """Inside, bitsandbytes' optimizers step on fake tensors.
+    """Inside, 8-bit optimizers step on fake tensors. To be entered before any fake mode.
 
     Args:
-        wanted: Load bitsandbytes where it is installed; else only what is loaded already is looked after.
+        wanted: Load the libraries where they are installed; else only what is loaded already is looked after.
     """
+    if is_installed() if wanted else "torchao.optim" in sys.modules:
+        make_tables()
     functional = _functional(wanted)
     if functional is None:
         yield

@@ -14,7 +14,6 @@ Private parts of torch used here, all tested on its upgrade: `_get_dispatch_mode
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -305,11 +304,10 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _is_for_subclass(self, types: tuple[type, ...]) -> bool:
-        """Tensors such as DTensor run their own operators first, on the tensors inside them."""
+        """Tensors made of others, such as DTensor, run their own operators first, on the tensors inside them."""
         answer = self._passes_on.get(types)
         if answer is None:
-            sharded = sys.modules.get("torch.distributed.tensor")
-            answer = sharded is not None and any(issubclass(kind, sharded.DTensor) for kind in types)
+            answer = any(hasattr(kind, "__tensor_flatten__") for kind in types)
             self._passes_on[types] = answer
         return answer
 

@@ -5,6 +5,10 @@ pre-norm, attention is torch's scaled_dot_product_attention with a causal mask, 
 weight of the output layer, so these parameters exist once. A sequence may be shorter than `context`, never longer.
 With `window` a token sees only so many, itself among them: scores then grow with the length and not with its square.
 
+It can be trained in sequence chunks (`levers.sequence_chunk`): the keys and values of earlier tokens are the state, all
+of them, or as many as the window reaches. The loss is that of the whole sequence; the gradient is not quite: it ends at
+the state, so that no token teaches the keys and values of an earlier chunk.
+
 `Tokens` are uniformly random and seeded: enough to measure a model, and its loss can fall no lower than the tokens that
 are repeated let it. Nothing here reads a file.
 """
@@ -12,6 +16,7 @@ are repeated let it. Nothing here reads a file.
 from __future__ import annotations
 
 import math
+from typing import overload
 
 import torch
 from lightning.pytorch import LightningModule
@@ -21,6 +26,11 @@ from typing_extensions import override
 
 from kit.errors import ConfigError
 from kit.models.random_data import Field, RandomData
+
+Seen = tuple[()] | tuple[Tensor, Tensor]
+"""Keys and values of earlier tokens, (batch, head, token, width) each, as one block computed them; () of none."""
+ChunkState = tuple[int, list[Seen]]
+"""Tokens before a sequence chunk, and what each block has seen of them."""
 
 
 class DecoderBlock(nn.Module):
@@ -36,44 +46,80 @@ class DecoderBlock(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
         )
 
-    def forward(self, values: Tensor) -> Tensor:
-        values = values + self._attention(self.norm_attention(values))
-        change: Tensor = self.perceptron(self.norm_perceptron(values))
-        return values + change
+    @overload
+    def forward(self, values: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, values: Tensor, seen: Seen) -> tuple[Tensor, Seen]: ...
+    def forward(self, values: Tensor, seen: Seen | None = None) -> Tensor | tuple[Tensor, Seen]:
+        """Of a whole sequence the values; with what was `seen` before, also what the tokens after these will see."""
+        values, now = self._attended(values, seen)
+        values = values + self.perceptron(self.norm_perceptron(values))
+        return values if seen is None else (values, now)
 
-    def _attention(self, values: Tensor) -> Tensor:
-        split = self.queries_keys_values(values).unflatten(-1, (3, self.heads, -1))
+    def _attended(self, values: Tensor, seen: Seen | None) -> tuple[Tensor, Seen]:
+        split = self.queries_keys_values(self.norm_attention(values)).unflatten(-1, (3, self.heads, -1))
         queries, keys, mixed = split.permute(2, 0, 3, 1, 4)
-        seen = attend(queries, keys, mixed, self.window)
-        change: Tensor = self.projection(seen.transpose(1, 2).flatten(2))
-        return change
+        if seen:
+            keys, mixed = torch.cat([seen[0], keys], dim=2), torch.cat([seen[1], mixed], dim=2)
+        found = attend(queries, keys, mixed, self.window)
+        values = values + self.projection(found.transpose(1, 2).flatten(2))
+        return values, () if seen is None else self._seen_later(keys, mixed)
+
+    def _seen_later(self, keys: Tensor, values: Tensor) -> Seen:
+        """A copy of what the window still reaches, which does not hold the rest."""
+        first = 0 if self.window is None else max(0, keys.shape[2] - self.window + 1)
+        return keys[:, :, first:].detach().clone(), values[:, :, first:].detach().clone()
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
     """Causal attention of (batch, head, token, width); with `window`, to the last so many tokens only.
 
-    Queries go in blocks as long as the window, each with its own keys and those of the block before, in which all that
-    the window reaches lies. So the scores are (token, 2 window), and the mask is (window, 2 window).
+    The queries are those of the last tokens; keys and values may begin earlier. Beyond one window, queries go in blocks
+    as long as it, each with its own keys and those of the block before, in which all that the window reaches lies. So
+    the scores are (token, 2 window), and the mask is (window, 2 window).
     """
-    length = queries.shape[2]
-    if window is None or length <= window:
+    length, known = queries.shape[2], keys.shape[2]
+    if known == length and (window is None or length <= window):
         return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    if window is None or length <= window:
+        mask = _reach(length, known, known - length, window or known, queries.device)
+        return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    return _attend_in_blocks(queries, keys, values, window)
+
+
+def _reach(length: int, known: int, earlier: int, window: int, device: torch.device) -> Tensor:
+    """Which of `known` tokens each of `length` sees, (length, known), the first of which stands at `earlier`."""
+    own = torch.arange(earlier, earlier + length, device=device)[:, None]
+    other = torch.arange(known, device=device)
+    return (other <= own) & (other > own - window)
+
+
+def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    length, earlier = queries.shape[2], min(window, keys.shape[2] - queries.shape[2])
     blocks = -(-length // window)
-    padded = [functional.pad(part, (0, 0, 0, blocks * window - length)) for part in (queries, keys, values)]
-    asked, known, mixed = (part.reshape(*part.shape[:2], blocks, window, -1) for part in padded)
-    place, other = torch.arange(window, device=queries.device), torch.arange(2 * window, device=queries.device)
-    seen = (other > place[:, None]) & (other <= place[:, None] + window)
+    after = blocks * window - length
+    asked = _blocks(functional.pad(queries, (0, 0, 0, after)), window)
+    keys, values = (
+        _blocks(functional.pad(part[:, :, -(length + earlier) :], (0, 0, window - earlier, after)), window)
+        for part in (keys, values)
+    )
+    mask = _reach(window, 2 * window, window, window, queries.device)
     first = (torch.arange(blocks, device=queries.device) == 0)[:, None, None]
+    absent = torch.arange(2 * window, device=queries.device) < window - earlier
     found = functional.scaled_dot_product_attention(
-        asked, _with_block_before(known), _with_block_before(mixed), attn_mask=seen & ~(first & (other < window))
+        asked, _with_block_before(keys), _with_block_before(values), attn_mask=mask & ~(first & absent)
     )
     return found.flatten(2, 3)[:, :, :length]
 
 
+def _blocks(tokens: Tensor, size: int) -> Tensor:
+    """(batch, head, token, width) to (batch, head, block, size, width)."""
+    return tokens.reshape(*tokens.shape[:2], -1, size, tokens.shape[3])
+
+
 def _with_block_before(blocks: Tensor) -> Tensor:
-    """(batch, head, block, window, width) to the same with the block before in front, zeros before the first."""
-    before = functional.pad(blocks[:, :, :-1], (0, 0, 0, 0, 1, 0))
-    return torch.cat([before, blocks], dim=3)
+    """(batch, head, 1 + block, window, width) to each block but the first with the one before in front."""
+    return torch.cat([blocks[:, :, :-1], blocks[:, :, 1:]], dim=3)
 
 
 class GPT(LightningModule):
@@ -134,22 +180,48 @@ class GPT(LightningModule):
         Raises:
             ConfigError: when the sequence is longer than `context`.
         """
-        length = tokens.shape[1]
-        if length > self.context:
-            raise ConfigError(
-                f"GPT was made for {self.context} tokens, a sequence has {length}; "
-                f"set model.arguments.context: {length}"
-            )
-        values = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        values = self._embedded(tokens, 0)
         for block in self.blocks:
             values = block(values)
         logits: Tensor = self.head(self.norm(values))
         return logits
 
+    def _embedded(self, tokens: Tensor, before: int) -> Tensor:
+        """Tokens that stand after so many others, as blocks take them."""
+        length = before + tokens.shape[1]
+        if length > self.context:
+            raise ConfigError(
+                f"GPT was made for {self.context} tokens, a sequence has {length}; "
+                f"set model.arguments.context: {length}"
+            )
+        values: Tensor = self.tokens(tokens) + self.positions(torch.arange(before, length, device=tokens.device))
+        return values
+
     def loss(self, batch: Tensor) -> Tensor:
         """Mean cross-entropy of the token that follows each, over (batch, token + 1)."""
-        logits = self(batch[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        return _cross_entropy(self(batch[:, :-1]), batch[:, 1:])
+
+    def sequence_chunks(self, batch: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        """(batch, token + 1) cut into chunks of at most `length` tokens, each with those that follow them."""
+        ends = range(length, batch.shape[1] - 1 + length, length)
+        tokens, following = batch[:, :-1], batch[:, 1:]
+        return [(tokens[:, end - length : end], following[:, end - length : end]) for end in ends]
+
+    def chunk_step(self, chunk: tuple[Tensor, Tensor], state: ChunkState | None) -> tuple[Tensor, ChunkState]:
+        """The loss of a sequence chunk, and the keys and values that the next one sees (`kit.train.SequenceChunks`).
+
+        The numbers are those of the whole sequence. The gradient ends at the state: no token teaches the keys and
+        values of an earlier chunk.
+        """
+        tokens, following = chunk
+        before, seen = state or (0, [()] * len(self.blocks))
+        values, now = self._embedded(tokens, before), []
+        for block, of_block in zip(self.blocks, seen, strict=True):
+            values, kept = block(values, of_block)
+            now.append(kept)
+        loss = _cross_entropy(self.head(self.norm(values)), following)
+        self.log("loss", loss, batch_size=len(tokens))
+        return loss, (before + tokens.shape[1], now)
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -160,6 +232,10 @@ class GPT(LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+
+def _cross_entropy(logits: Tensor, following: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
 class Tokens(RandomData):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from kit.plan.memory.estimate import MemoryEstimate
-    from kit.run.levers_check import LeversCheck
+    from kit.run.levers_check import LeversCheck, Rung
+    from kit.run.sequence_check import SequenceCheck
 
 _ROW_INCHES, _EDGE_INCHES = 0.5, 0.75
 _WIDTH_INCHES = 8.6
@@ -49,30 +49,32 @@ def levers_figure(check: LeversCheck) -> Figure:
     return figure
 
 
-def sequence_figure(curves: Mapping[str, Mapping[int, MemoryEstimate]]) -> Figure:
-    """Predicted peak against the length of a sequence, a line for each name.
-
-    Args:
-        curves: Name of a line, such as `whole`, to length in positions, to the estimate there.
-    """
-    figure = look.figure(6.4, 3.2)
-    axes = look.add_axes(
-        figure,
-        (0.1, 0.16, 0.86, 0.72),
-        title="predicted peak on a device, MiB",
-        x="positions of a sequence",
-        grid="both",
-    )
+def sequence_figure(check: SequenceCheck) -> Figure:
+    """Peak against the length of a sequence, whole and in chunks: lines are predicted, dots are measured."""
+    figure = look.figure(6.8, 3.4)
+    title = "peak allocated on a device, MiB (line: predicted, dots: measured)"
+    axes = look.add_axes(figure, (0.1, 0.16, 0.68, 0.72), title=title, x="positions of a sequence", grid="both")
     with look.drawing():
-        for place, (name, estimates) in enumerate(curves.items()):
-            lengths = sorted(estimates)
-            sizes = [estimates[length].device_allocated_bytes / 2**20 for length in lengths]
-            style = look.DASHES[place % len(look.DASHES)]
-            axes.plot(lengths, sizes, style, marker="o", color=look.COLOURS[place % len(look.COLOURS)], label=name)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.06 * check.lengths[-1])
+        for place, (name, rungs) in enumerate(check.curves.items()):
+            _curve(axes, name, rungs, look.COLOURS[place], look.DASHES[place])
         axes.set_ylim(bottom=0)
-        axes.legend(loc="upper left")
+        axes.set_xticks([0, *check.lengths])
     return figure
+
+
+def _curve(axes: Axes, name: str, rungs: Mapping[int, Rung], colour: str, dashes: str) -> None:
+    predicted = {length: rung.predicted_bytes / 2**20 for length, rung in rungs.items() if rung.predicted_bytes}
+    measured = {length: rung.measured_bytes / 2**20 for length, rung in rungs.items() if rung.measured_bytes}
+    axes.plot(list(predicted), list(predicted.values()), dashes, color=colour)
+    axes.plot(list(measured), list(measured.values()), "o", color=colour, label=name)
+    for end, height in list((measured or predicted).items())[-1:]:
+        ratio = rungs[end].ratio
+        text = name if ratio is None else f"{name}\nratio {ratio:.3f}"
+        axes.annotate(
+            text, (end, height), xytext=(10, 0), textcoords="offset points", va="center", color=colour,
+            annotation_clip=False,
+        )  # fmt: skip
 
 
 def _memory_row(axes: Axes, row: int, rung: Any) -> None:

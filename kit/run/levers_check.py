@@ -144,14 +144,14 @@ def verify_levers(
     if not isinstance(config, Config):
         raise ConfigError(f"verify_levers takes a Config, got {type(config).__name__}")
     changes = _changes(config, levers)
-    first = _rung("as configured", module, data, config)
+    first = run_rung("as configured", module, data, config)
     rungs, below = [first], config
     for name, change in changes.items():
         try:
             changed = below.replace(change)
-            rungs.append(_rung(f"+ {name}" if ladder else name, module, data, changed))
+            rungs.append(run_rung(f"+ {name}" if ladder else name, module, data, changed))
         except KitError as error:
-            rungs.append(_not_run(f"+ {name}" if ladder else name, below, str(error)))
+            rungs.append(not_run(f"+ {name}" if ladder else name, below, str(error)))
             continue
         below = changed if ladder else config
     return LeversCheck(tuple(rungs))
@@ -179,7 +179,8 @@ def _is_new(config: Config, change: Change) -> bool:
     return any(config.get(path) != value for path, value in change.items())
 
 
-def _rung(name: str, module: Any, data: Any, config: Config) -> Rung:
+def run_rung(name: str, module: Any, data: Any, config: Config) -> Rung:
+    """Predict one config, run it, and wait for it."""
     given = (module, data) if module is not None or data is not None else None
     predicted = _predict(given, config)
     quiet = config.replace({"trial.predict_memory": False, "trial.measure_memory": True})
@@ -196,7 +197,8 @@ def _predict(given: tuple[Any, Any] | None, config: Config) -> int | None:
     return estimate.device_allocated_bytes if estimate.complete else None
 
 
-def _not_run(name: str, config: Config, reason: str) -> Rung:
+def not_run(name: str, config: Config, reason: str) -> Rung:
+    """What stands in place of a rung that could not be run."""
     return Rung(
         name=name, config=config, predicted_bytes=None, measured_bytes=None, samples_per_second=None, precision="",
         run_directory="", note=f"not run: {reason}",

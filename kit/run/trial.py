@@ -23,8 +23,9 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
+from kit.claims import hand_over, release
 from kit.config import Config
-from kit.errors import TrialError, TrialStopped
+from kit.errors import HardwareError, TrialError, TrialStopped
 from kit.events import Event, EventReader
 from kit.run import client
 from kit.run.control import KILL, STOP, Control
@@ -33,6 +34,7 @@ from kit.run.out_of_memory import as_details
 from kit.run.paths import EVENT_FILES, RunPaths
 from kit.run.submission import prepare
 from kit.run.watch import watch
+from kit.run.what_ran import what_ran
 
 State = Literal["WAITING", "RUNNING", "COMPLETE", "FAILED", "STOPPED", "LOST"]
 Cause = Literal["error", "device_oom", "host_oom", "killed", "diverged", "timeout", "stalled", "data"]
@@ -54,8 +56,9 @@ def fit(module: Any, data: Any = None, config: Config | None = None) -> Trial:
     Args:
         module: What is trained: a LightningModule class (made with `model.arguments`), an import path, a function
             without arguments that makes one, or an instance. None takes `model.target`.
-        data: What it is trained on: a LightningDataModule class (made without arguments), an import path, a function
-            without arguments, an instance, a DataLoader or a Dataset. None takes the config's own data.
+        data: What it is trained on: a LightningDataModule class or an import path (made with `data.arguments`, where
+            there is no `data.source` that they belong to), a function without arguments, an instance, a DataLoader or
+            a Dataset. None takes the config's own data.
         config: What to run. `fit(config)` alone takes module and data from it.
 
     Raises:
@@ -199,8 +202,12 @@ class Trial:
         supervisor_died = self._supervisor is not None and not self._supervisor.alive
         if supervisor_died and self.state == "WAITING" and not self._resubmitted and self.run_directory.exists():
             self._resubmitted = True
-            self.submit("cold", f"the warm process could not be used: {reason}")
-            return
+            try:
+                self.submit("cold", f"the warm process could not be used: {reason}")
+            except HardwareError as error:
+                reason = str(error)
+            else:
+                return
         self.state, self.message, self._news = "LOST", reason, True
 
     def submit(self, start: Literal["warm", "cold"] | None = None, reason: str = "") -> None:
@@ -208,14 +215,27 @@ class Trial:
 
         Raises:
             TrialError: when none can be started.
+            HardwareError: when a GPU of the run was given to another trial meanwhile.
         """
-        asked: Literal["warm", "cold"] = start or self.config.trial.start
+        try:
+            self._submit(start or self.config.trial.start, reason)
+        except BaseException:
+            release(self._claims)
+            raise
+
+    def _submit(self, start: Literal["warm", "cold"], reason: str) -> None:
         for _ in range(2):
-            self._supervisor = client.supervisor(asked)
+            self._supervisor = client.supervisor(start)
             self._note_supervisor(self._supervisor)
+            hand_over(self._claims, self._supervisor.identity, self.config.name)
             if self._supervisor.send(self._start_command(reason)):
                 return
-        raise TrialError(f"no process to run trials in could be started: {client.supervisor(asked).last_words()}")
+        raise TrialError(f"no process to run trials in could be started: {client.supervisor(start).last_words()}")
+
+    @property
+    def _claims(self) -> list[Path]:
+        """The claims on the GPUs of this run."""
+        return [Path(file) for file in self.environment.get("claims", ())]
 
     def _start_command(self, reason: str) -> dict[str, Any]:
         """The environment goes down the pipe and never into a file, as it may hold keys."""
@@ -225,6 +245,7 @@ class Trial:
             "run_directory": str(self.run_directory),
             "world_size": self.environment["world_size"],
             "devices": self.environment["devices"],
+            "claims": self.environment.get("claims", []),
             "limits": {name: getattr(trial, name) for name in ("timeout_seconds", "stall_seconds", "grace_seconds")},
             "variables": dict(os.environ),
             "reason": reason,
@@ -379,4 +400,5 @@ class Trial:
         done = max((int(event["step"]) for event in self.steps), default=0)
         lines = [f"Trial {self.name}: {self.state}, step {done} of {self.config.trial.max_steps}"]
         lines += [f"  {self.cause or self.state.lower()}: {self.message}"] if self.message else []
+        lines += [f"  {sentence}" for sentence in (*what_ran(self), *(f"warning: {text}" for text in self.warnings))]
         return "\n".join([*lines, f"  {self.run_directory}"])

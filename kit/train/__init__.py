@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kit.train.attention import AttentionKernel as AttentionKernel
     from kit.train.device_limit import DeviceLimit as DeviceLimit
+    from kit.train.eight_bit import ShardedAdamW8bit as ShardedAdamW8bit
     from kit.train.levers import GradientCheckpointing as GradientCheckpointing
     from kit.train.optimizers import OptimizerChoice as OptimizerChoice
+    from kit.train.resuming import WholeEpochs as WholeEpochs
     from kit.train.sequence_chunks import SequenceChunks as SequenceChunks
     from kit.train.shard import SelfShardedStrategy as SelfShardedStrategy
     from kit.train.shard import ShardStrategy as ShardStrategy
@@ -27,6 +29,8 @@ _HOMES = {
     "SelfShardedStrategy": "kit.train.shard",
     "SequenceChunks": "kit.train.sequence_chunks",
     "ShardStrategy": "kit.train.shard",
+    "ShardedAdamW8bit": "kit.train.eight_bit",
+    "WholeEpochs": "kit.train.resuming",
     "make_strategy": "kit.train.strategies",
     "make_trainer": "kit.train.trainer",
 }

@@ -30,6 +30,7 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 """Torch's name of each kernel."""
+AUTO = "auto"
 
 _backends: Any = torch.backends
 _THEN = {
@@ -69,7 +70,7 @@ class AttentionKernel(Callback):
     """Prefer one kernel for `scaled_dot_product_attention` while fitting, and count what ran in the first batch.
 
     Args:
-        name: `math`, `efficient`, `flash` or `cudnn`.
+        name: `math`, `efficient`, `flash` or `cudnn`; `auto` leaves the choice to torch, and only counts.
         stands_in: The CPU stands in for a GPU (a dry run): all kernels are taken for available, and nothing is counted.
 
     Raises:
@@ -77,7 +78,7 @@ class AttentionKernel(Callback):
     """
 
     def __init__(self, name: str, stands_in: bool = False) -> None:
-        if name not in KERNELS:
+        if name not in (AUTO, *KERNELS):
             raise ConfigError([Problem("levers.attention", f"{name!r} is none of {', '.join(KERNELS)}")])
         self.name = name
         self.ran: Counter[str] = Counter()
@@ -86,18 +87,24 @@ class AttentionKernel(Callback):
         self._switches = ExitStack()
         self._counting = ExitStack()
         self._counted = True
+        self._silent = False
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._silent = self.name == AUTO
+        if self.name == AUTO:
+            self._counted = _is_compiled(pl_module)
+            return
+        self._counted = self._stands_in
         device = trainer.strategy.root_device.type
         reason = "" if self._stands_in else available_kernels(device)[self.name]
         if reason:
             message = f"levers.attention: {self.name} {reason}; torch chooses among "
             message += " and ".join(name for name, why in available_kernels(device).items() if not why)
             warnings.warn(message, KitWarning, stacklevel=2)
+            self._silent = True
             return
         self._switches.enter_context(sdpa_kernel(preferred_kernels(self.name), set_priority=True))
-        self._counted = self._stands_in
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -128,6 +135,8 @@ class AttentionKernel(Callback):
         self._counted = True
 
     def _explain(self, module_name: str) -> None:
+        if self._silent:
+            return
         if not self.ran:
             message = f"levers.attention: {self.name} does nothing: {module_name} does not call "
             warnings.warn(message + "scaled_dot_product_attention", KitWarning, stacklevel=3)
@@ -136,6 +145,11 @@ class AttentionKernel(Callback):
             message = f"levers.attention: {self.name} did not take every call of the first batch ({counts}): "
             message += self._seen.why(self.name) or "its rules (type, head size, mask, dropout) were not met"
             warnings.warn(message, KitWarning, stacklevel=3)
+
+
+def _is_compiled(module: LightningModule) -> bool:
+    """Compiled code would be compiled anew to be counted."""
+    return any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules())
 
 
 class _Calls(TorchFunctionMode):

@@ -7,13 +7,14 @@ changed here; a module without blocks gives an empty list.
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from kit.errors import ConfigError
+from kit.errors import ConfigError, Problem
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -53,9 +54,10 @@ def named_blocks(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     classes = sorted({class_name(module) for module in inside})
     absent = [name for name in names if name not in classes]
     if absent:
-        raise ConfigError(
-            f"blocks {', '.join(absent)}: {class_name(root)} holds no module of that class; it has {', '.join(classes)}"
-        )
+        close = difflib.get_close_matches(absent[0], classes, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        message = f"{class_name(root)} holds no {', '.join(absent)}; it has {', '.join(classes)}{hint}"
+        raise ConfigError([Problem("levers.checkpoint_blocks", message)])
     return [module for module in inside if class_name(module) in names]
 
 

@@ -39,6 +39,14 @@ def explain_strategy(strategy: str) -> str:
     )
 
 
+def explain_attention(accelerator: str, wanted: str) -> str:
+    """Which kernels of attention a `cpu` or `gpu` has, and what becomes of the one that is wanted."""
+    if accelerator == "gpu":
+        return "a GPU has math, efficient, and where torch was built with them flash and cudnn; a trial says which ran"
+    here = "the CPU has math and flash; efficient and cudnn need a GPU"
+    return f"{here}, so torch chooses" if wanted in ("efficient", "cudnn") else here
+
+
 def global_batch(config: Config, world_size: int) -> int:
     """Samples of one optimizer step: batch × devices × accumulation."""
     return config.loader.batch_size * world_size * config.levers.accumulate_grad_batches

@@ -9,8 +9,9 @@ left alone: computing them twice would update the statistics twice.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -94,14 +95,34 @@ def _warn_of_the_rest(module: nn.Module, found: Sequence[nn.Module], able: Seque
     warnings.warn(message, KitWarning, stacklevel=2)
 
 
+def lever_entries(config: Config) -> list[dict[str, Any]]:
+    """The levers that `config` switches on, as a LightningCLI file names them under `trainer.callbacks`.
+
+    Accumulation, clipping and precision are arguments of the Trainer itself, and the strategy is a class of its own.
+    """
+    levers = config.levers
+    chosen: list[tuple[type[Callback], dict[str, Any]]] = []
+    if levers.gradient_checkpointing:
+        chosen.append((GradientCheckpointing, {"blocks": list(levers.checkpoint_blocks) or None}))
+    if levers.optimizer != "module":
+        chosen.append((OptimizerChoice, {"name": levers.optimizer}))
+    if levers.sequence_chunk:
+        chosen.append((SequenceChunks, {"length": levers.sequence_chunk}))
+    if levers.attention != "auto":
+        chosen.append((AttentionKernel, {"name": levers.attention}))
+    return [{"class_path": f"kit.train.{kind.__name__}", "init_args": arguments} for kind, arguments in chosen]
+
+
 def lever_callbacks(config: Config, stands_in: bool = False) -> list[Callback]:
     """Callbacks for the levers that `config` switches on; with `stands_in`, the CPU plays the part of a GPU."""
-    levers = config.levers
-    callbacks: list[Callback] = [GradientCheckpointing()] if levers.gradient_checkpointing else []
-    if levers.optimizer != "module":
-        callbacks.append(OptimizerChoice(levers.optimizer))
-    if levers.sequence_chunk:
-        callbacks.append(SequenceChunks(levers.sequence_chunk))
-    if levers.attention != "auto":
-        callbacks.append(AttentionKernel(levers.attention, stands_in))
-    return callbacks
+    made: list[Callback] = []
+    for entry in lever_entries(config):
+        kind = _KINDS[entry["class_path"].rpartition(".")[2]]
+        more = {"stands_in": stands_in} if kind is AttentionKernel else {}
+        made.append(kind(**entry["init_args"], **more))
+    return made
+
+
+_KINDS: dict[str, Callable[..., Callback]] = {
+    kind.__name__: kind for kind in (GradientCheckpointing, OptimizerChoice, SequenceChunks, AttentionKernel)
+}

@@ -5,8 +5,8 @@ rates, weight decay, which parameters), so schedulers, Lightning and a module in
 they hold. Only the rule and its state change. Every optimizer that `configure_optimizers` returns is turned.
 
 Bytes of state and temporaries per trainable parameter of p bytes: AdamW 2 p, and p more during the step (foreach, the
-default on a GPU) or none (fused); 8-bit AdamW 2 bytes and one float per 128 for parameters of 4,096 elements or more;
-SGD p with momentum and none without.
+default on a GPU) or none (fused); 8-bit AdamW 2 bytes and one float per 128 for parameters of 4,096 elements or more
+(bitsandbytes; `kit.train.eight_bit` for shards); SGD p with momentum and none without.
 
 Private parts of torch used here, tested on its upgrade: what schedulers mark a step with (`_opt_called`,
 `_wrapped_by_lr_sched`) and the names of an optimizer's hooks.
@@ -14,14 +14,12 @@ Private parts of torch used here, tested on its upgrade: what schedulers mark a 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
-import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from kit.errors import ConfigError, KitWarning, Problem
+from kit.train.eight_bit import ShardedAdamW8bit, is_installed, quiet_import
 
 OPTIMIZERS = ("adamw", "adamw-fused", "adamw-8bit", "sgd")
 """What `levers.optimizer` offers instead of the module's own."""
@@ -42,8 +41,8 @@ class OptimizerChoice(Callback):
     """Step with `name` wherever the module's `configure_optimizers` returns an optimizer.
 
     Args:
-        name: One of OPTIMIZERS. `adamw-8bit` becomes `adamw`, with a warning, when bitsandbytes is not installed or the
-            parameters are sharded (its kernels do not take a shard).
+        name: One of OPTIMIZERS. `adamw-8bit` is bitsandbytes', and for sharded parameters, which its kernels do not
+            take, torchao's; where that is not installed it becomes `adamw`, with a warning.
 
     Raises:
         ConfigError: for another name.
@@ -121,12 +120,15 @@ def turn(optimizer: Optimizer, name: str) -> str:
     return name
 
 
+def _is_sharded(groups: Iterable[dict[str, Any]]) -> bool:
+    return any(isinstance(value, DTensor) for group in groups for value in group["params"])
+
+
 def _why_not_eight_bit(optimizer: Optimizer) -> str:
-    if any(isinstance(value, DTensor) for group in optimizer.param_groups for value in group["params"]):
-        return "does not take sharded parameters"
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return "needs bitsandbytes, which is not installed (pip install 'kit[eight-bit]')"
-    return ""
+    how = "which is not installed (pip install 'kit[eight-bit]')"
+    if _is_sharded(optimizer.param_groups):
+        return "" if is_installed() else f"of sharded parameters needs torchao, {how}"
+    return "" if importlib.util.find_spec("bitsandbytes") is not None else f"needs bitsandbytes, {how}"
 
 
 def _forced(name: str) -> dict[str, Any]:
@@ -138,6 +140,8 @@ def _forced(name: str) -> dict[str, Any]:
 
 
 def _make(name: str, groups: list[dict[str, Any]]) -> Optimizer:
+    if name == "adamw-8bit" and _is_sharded(groups):
+        return ShardedAdamW8bit(groups)
     if name == "adamw-8bit":
         with quiet_import():
             eight_bit: Any = importlib.import_module("bitsandbytes.optim")
@@ -146,18 +150,6 @@ def _make(name: str, groups: list[dict[str, Any]]) -> Optimizer:
     if name == "sgd":
         return torch.optim.SGD(groups)
     return torch.optim.AdamW(groups, fused=True if name == "adamw-fused" else None)
-
-
-@contextlib.contextmanager
-def quiet_import() -> Iterator[None]:
-    """bitsandbytes logs, while it is loaded, that kernels are missing which no optimizer uses."""
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _keep_hooks(optimizer: Optimizer, before: dict[str, Any]) -> None:

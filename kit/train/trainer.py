@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from kit.config import Config
 from kit.errors import HardwareError, KitWarning
 from kit.train.levers import lever_callbacks
+from kit.train.resuming import WholeEpochs
 from kit.train.strategies import make_strategy
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -51,7 +52,7 @@ def make_trainer(
         precision: What `auto` was resolved to; `16-mixed` on the CPU becomes `bf16-mixed`, with a warning.
         module: The module to be trained, when it is at hand: one in manual optimization, or one that shards itself in
             `configure_model`, is given what it can have.
-        callbacks: Run after those of the levers.
+        callbacks: Run after those of the levers and `WholeEpochs`.
         profiler: Lightning profiler, or none.
         max_steps: Optimizer steps, instead of `trial.max_steps`.
         default_root_dir: Where Lightning or the user's own callbacks write; the current folder by default.
@@ -69,7 +70,7 @@ def make_trainer(
         strategy=strategy,
         max_steps=config.trial.max_steps if max_steps is None else max_steps,
         max_epochs=-1,
-        callbacks=[*lever_callbacks(config, stands_in), *callbacks],
+        callbacks=[*lever_callbacks(config, stands_in), WholeEpochs(), *callbacks],
         profiler=profiler,
         default_root_dir=default_root_dir,
         logger=False,

@@ -23,6 +23,7 @@ def test_run_all_shows_the_ladder_the_search_and_the_back_off(notebook, artifact
     assert opened.errors() == []
     rungs = opened.page.get_by_role("rowheader", name=re.compile("gradient checkpointing"))
     expect(rungs).to_have_count(1)
+    expect(opened.page.get_by_role("rowheader", name=re.compile("in chunks of"))).to_have_count(3)
     live = opened.page.locator(".kit-live").first
     expect(live).to_contain_text("samples on each device")
     expect(live.get_by_role("button", name="Stop")).to_have_count(0)

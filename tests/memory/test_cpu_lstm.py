@@ -46,15 +46,23 @@ def held_meanwhile(operator, arguments):
     return int(held.max() - held[-1]), out
 
 
+def ones(like, turned):
+    """Contiguous, or as a gradient comes out of a layer that has the batch first."""
+    return torch.ones_like(like.transpose(0, 1).contiguous()).transpose(0, 1) if turned else torch.ones_like(like)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "turned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(16, 32, 16, 512), (32, 8, 256, 256), (10, 4, 8, 100), (16, 8, 1024, 64)])
-def test_what_both_passes_hold_meanwhile_is_foreseen(shape, dtype):
+@pytest.mark.parametrize(
+    "shape", [(16, 32, 16, 512), (32, 8, 256, 256), (10, 4, 8, 100), (16, 8, 1024, 64), (256, 4, 16, 64)]
+)
+def test_what_both_passes_hold_meanwhile_is_foreseen(shape, dtype, turned):
     arguments = layer(*shape, dtype)
     held, (output, state, cell, kept) = held_meanwhile(torch.ops.aten.mkldnn_rnn_layer, arguments)
     foreseen = scratch_bytes("mkldnn_rnn_layer", arguments, None, None)
     assert foreseen == pytest.approx(held, rel=0.05, abs=40 << 10)
     values, *weights, before, cell_before = arguments[:7]
-    gradients = [torch.ones_like(tensor) for tensor in (output, state, cell)]
+    gradients = [ones(output, turned), torch.ones_like(state), torch.ones_like(cell)]
     arguments = (values, *weights, before, cell_before, output, state, cell, *gradients)
     arguments += (False, 2, shape[3], 1, True, True, False, [], False, kept)
     held, _ = held_meanwhile(torch.ops.aten.mkldnn_rnn_layer_backward, arguments)

@@ -29,6 +29,9 @@ TWO_RANKS = {
     "ddp, running statistics": case("Statistics", "ddp", measured=True),
     "fsdp": case("Decoder", "fsdp", measured=True),
     "fsdp, bf16, all levers": case("Decoder", "fsdp", ALL_LEVERS, precision="bf16-mixed"),
+    "fsdp, 8 bits": case("Decoder", "fsdp", {"levers": {"optimizer": "adamw-8bit"}}, measured=True),
+    "ddp, sequence chunks": case("Decoder", "ddp", {"levers": {"sequence_chunk": 24}}, measured=True),
+    "fsdp, sequence chunks": case("Decoder", "fsdp", {"levers": {"sequence_chunk": 24}}, measured=True),
     "fsdp, manual": case("Manual", "fsdp", optimizers=2),
     "fsdp, shards itself from meta": case("SelfSharded", "fsdp"),
 }
@@ -97,8 +100,11 @@ def test_the_profiler_measures_under_data_parallelism_what_was_predicted(real, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world_size"), [("fsdp", 2), ("fsdp of 4", 4)])
-def test_when_sharded_gloo_holds_at_most_two_late_copies_of_a_unit_more(real, name, world_size):
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [("fsdp", 2), ("fsdp, 8 bits", 2), ("fsdp, sequence chunks", 2), ("fsdp of 4", 4), ("ddp, sequence chunks", 2)],
+)
+def test_when_sharded_or_in_chunks_gloo_holds_at_most_two_late_copies_of_a_unit_more(real, name, world_size):
     predicted, _ = peak(dry({**TWO_RANKS, **FOUR_RANKS}[name], world_size))
     block = 4 * sum(parameter.numel() for parameter in ranks.Decoder().blocks[0].parameters())
     assert 0.99 * predicted <= real(name, world_size)[1] <= 1.01 * predicted + 2 * block
@@ -125,6 +131,16 @@ def test_parameters_and_optimizer_state_of_1024_ranks_are_the_sum_of_padded_shar
     moments = 2 * sum(padded(shape, shard_size) for shape in shapes)
     counters = 4 * len(shapes)
     assert most_of(recording, "optimizer_state") == moments + counters
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+def test_sharded_8_bit_state_is_two_bytes_an_element_and_its_scales_and_tables(device_kind):
+    recording = dry(case("Decoder", "fsdp", {"levers": {"optimizer": "adamw-8bit"}}), 4, device_kind=device_kind)
+    sizes = [math.ceil(shape[0] / 4) * math.prod(shape[1:]) for shape in whole("Decoder")]
+    small = [size for size in sizes if size < 4096 or size % 256]
+    large = [size for size in sizes if size not in small]
+    state = sum(8 * size for size in small) + sum(2 * (size + 4 * size // 256 + 4 * 256) for size in large)
+    assert most_of(recording, "optimizer_state") == state + 4 * len(sizes)
 
 
 def test_data_parallelism_of_1024_ranks_adds_one_bucket_of_gradients_to_one_device():

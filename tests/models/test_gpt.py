@@ -184,3 +184,86 @@ def test_a_token_does_not_see_beyond_its_window_and_gradients_stay_finite():
 def test_a_window_without_tokens_is_refused():
     with pytest.raises(ConfigError, match="0 tokens"):
         GPT(window=0)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 7, 50])
+@pytest.mark.parametrize(("earlier", "length"), [(0, 9), (1, 1), (2, 9), (5, 3), (9, 8)])
+def test_keys_of_earlier_tokens_are_seen_as_far_as_the_window_reaches(earlier, length, window):
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 2, 2, earlier + length, 4).unbind(0)
+    queries = torch.randn(2, 2, earlier + length, 4)
+    whole = attend(queries, keys, values, window)
+    torch.testing.assert_close(attend(queries[:, :, earlier:], keys, values, window), whole[:, :, earlier:])
+
+
+class Silent(GPT):
+    """Without a Trainer there is nobody to log to."""
+
+    def log(self, *_, **__):
+        pass
+
+
+def in_chunks(model, batch, length):
+    """The loss of a batch trained a chunk at a time, gradients added up, and the last state."""
+    state, total = None, 0.0
+    for chunk in model.sequence_chunks(batch, length):
+        loss, state = model.chunk_step(chunk, state)
+        share = chunk[0].shape[1] / (batch.shape[1] - 1)
+        (loss * share).backward()
+        total += loss.item() * share
+    return total, state
+
+
+def gradients(model):
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 20])
+def test_the_loss_in_chunks_is_that_of_the_whole_sequence(length, window):
+    model, batch = Silent(**SMALL, window=window), only_batch(small_tokens())
+    loss, (positions, _) = in_chunks(model, batch, length)
+    assert loss == pytest.approx(model.loss(batch).item(), rel=1e-6)
+    assert positions == 8
+
+
+def test_a_chunk_is_tokens_and_those_that_follow_them_none_lost():
+    batch = torch.arange(18).reshape(2, 9)
+    chunks = Silent(**SMALL).sequence_chunks(batch, 3)
+    assert [tokens.shape[1] for tokens, _ in chunks] == [3, 3, 2]
+    for place, whole in enumerate((batch[:, :-1], batch[:, 1:])):
+        assert torch.equal(torch.cat([chunk[place] for chunk in chunks], dim=1), whole)
+
+
+def test_a_window_is_all_that_its_state_holds():
+    model, batch = Silent(**SMALL, window=3), only_batch(small_tokens())
+    _, (_, seen) = in_chunks(model, batch, 5)
+    assert [part.shape for of_block in seen for part in of_block] == [(16, 2, 2, 8)] * 4
+    _, (_, seen) = in_chunks(Silent(**SMALL), batch, 5)
+    assert [part.shape for of_block in seen for part in of_block] == [(16, 2, 8, 8)] * 4
+
+
+def test_the_gradient_in_one_chunk_is_that_of_the_whole_sequence_and_in_two_it_ends_at_the_state():
+    model, batch = Silent(**SMALL), only_batch(small_tokens())
+    model.loss(batch).backward()
+    whole = gradients(model)
+    in_chunks(model, batch, 8)
+    for one, other in zip(gradients(model), whole, strict=True):
+        torch.testing.assert_close(one, other)
+    _, (_, seen) = in_chunks(model, batch, 4)
+    assert not any(part.requires_grad for of_block in seen for part in of_block)
+    by_name = dict(
+        zip([name for name, _ in model.named_parameters()], zip(gradients(model), whole, strict=True), strict=True)
+    )
+    cut, full = by_name["blocks.0.queries_keys_values.weight"]
+    assert not torch.allclose(cut[16:], full[16:], rtol=1e-2)  # keys and values are taught by their own chunk only
+    cut, full = by_name["blocks.1.perceptron.2.weight"]
+    torch.testing.assert_close(cut, full)  # after the last attention nothing is cut
+
+
+def test_chunks_beyond_the_context_are_refused_as_whole_sequences_are():
+    model = Silent(**SMALL)
+    with pytest.raises(ConfigError, match="made for 8 tokens, a sequence has 9"):
+        in_chunks(model, torch.zeros(1, 10, dtype=torch.int64), 3)

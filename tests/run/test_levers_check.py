@@ -5,6 +5,8 @@ from kit.errors import ConfigError
 from kit.models import GPT, Tokens
 from kit.report.levers_chart import levers_figure
 
+NO_SUCH_BLOCKS = {"levers.gradient_checkpointing": True, "levers.checkpoint_blocks": ["Block"]}
+
 
 def model():
     return GPT(vocabulary=64, width=64, heads=2, layers=6, context=128)
@@ -44,13 +46,11 @@ def test_the_table_and_the_chart_show_every_rung(check):
 
 
 def test_a_lever_that_cannot_run_stands_there_with_its_reason_and_the_next_goes_on(config):
-    check = kit.verify_levers(
-        model, data, config(max_steps=3), levers=[{"levers.sequence_chunk": 8}, {"loader.pin_memory": False}]
-    )
+    check = kit.verify_levers(model, data, config(max_steps=3), levers=[NO_SUCH_BLOCKS, {"loader.pin_memory": False}])
     assert not check.rungs[1].ran
-    assert "no chunk_step" in check.rungs[1].note
+    assert "GPT holds no Block" in check.rungs[1].note
     assert check.rungs[2].ran
-    assert not check.rungs[2].config.levers.sequence_chunk
+    assert not check.rungs[2].config.levers.gradient_checkpointing
     assert "did not run" in [text.get_text() for text in levers_figure(check).axes[0].texts]
 
 

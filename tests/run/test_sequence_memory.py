@@ -1,45 +1,74 @@
 """Memory against the length of a sequence, predicted and measured: flat with sequence chunks, growing without."""
 
-import functools
-
 import pytest
 
 import kit
+from kit.errors import ConfigError, TrialError
 from kit.models import Field, RandomData
 from kit.report.levers_chart import sequence_figure
 
 LENGTHS = (256, 1024)
 CHUNK = 64
+TOKENS = "datasets/tokens/source.py:Tokens"
 
 
-def data(length):
-    field = Field(shape=(length, 16))
-    return functools.partial(RandomData, (field, field), batch_size=4, samples=8)
+class Series(RandomData):
+    def __init__(self, context):
+        field = Field(shape=(context, 16))
+        super().__init__((field, field), batch_size=4, samples=16)
 
 
-@pytest.fixture
 def recurrent(config):
     arguments = {"features": 16, "width": 64, "layers": 1}
-    return config(max_steps=3).replace({"model.target": "kit.models:Recurrent", "model.arguments": arguments})
+    return config.replace({"model.target": "kit.models:Recurrent", "model.arguments": arguments})
 
 
-def predicted(config, chunk, length):
-    return kit.predict_memory(None, data(length), config.replace({"levers.sequence_chunk": chunk}))
+def windowed(config):
+    arguments = {"vocabulary": 256, "width": 64, "heads": 2, "layers": 3, "context": 1024, "window": 32}
+    changes = {"model.target": "kit.models:GPT", "model.arguments": arguments, "loader.batch_size": 2}
+    return config.replace({**changes, "data.arguments": {"vocabulary": 256}})
 
 
-def test_prediction_and_measurement_are_flat_with_chunks_and_grow_without(recurrent):
-    curves = {
-        name: {length: predicted(recurrent, chunk, length) for length in LENGTHS}
-        for name, chunk in (("whole", 0), ("in chunks", CHUNK))
-    }
-    sizes = {name: [found.device_allocated_bytes for found in curve.values()] for name, curve in curves.items()}
-    assert all(found.complete for curve in curves.values() for found in curve.values())
-    assert sizes["whole"][1] > 3 * sizes["whole"][0]
-    assert sizes["in chunks"][1] < 1.3 * sizes["in chunks"][0]  # the batch itself is longer
-    for name, chunk in (("whole", 0), ("in chunks", CHUNK)):
-        trial = kit.fit(None, data(LENGTHS[1]), recurrent.replace({"levers.sequence_chunk": chunk})).wait(60)
-        measured = trial.event("memory_measured", "device_allocated_bytes")
-        assert measured / sizes[name][1] == pytest.approx(1, abs=0.12)
-    (axes,) = sequence_figure(curves).axes
-    assert [list(line.get_xdata()) for line in axes.lines] == [list(LENGTHS)] * 2
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["whole", "in chunks"]
+@pytest.mark.parametrize(("of", "data"), [(recurrent, Series), (windowed, TOKENS)])
+def test_prediction_and_measurement_are_flat_with_chunks_and_grow_without(config, of, data):
+    check = kit.verify_sequences(None, data, of(config(max_steps=3)), lengths=LENGTHS, chunk=CHUNK)
+    rungs = [*check.whole, *check.chunked]
+    assert [rung.config.data.arguments["context"] for rung in rungs] == 2 * list(LENGTHS)
+    assert [rung.config.levers.sequence_chunk for rung in rungs] == [0, 0, CHUNK, CHUNK]
+    assert all(rung.ratio == pytest.approx(1, abs=0.01) for rung in rungs)
+    assert check.growth(check.whole) > 3
+    assert check.growth(check.chunked) < 1.3  # the batch itself is longer
+    assert "4 times the length" in repr(check)
+    (axes,) = sequence_figure(check).axes
+    assert [list(line.get_xdata()) for line in axes.lines] == [list(LENGTHS)] * 4
+    assert {text.get_text().splitlines()[0] for text in axes.texts} == {"whole", "in chunks of 64"}
+
+
+def test_a_module_without_chunk_step_keeps_its_one_line_and_says_why(config):
+    plain = config(max_steps=2).replace({"model.target": "kit.testing:TinyModule", "data.arguments": {}})
+    check = kit.verify_sequences(None, "kit.testing:TinyData", plain, lengths=(8, 16), chunk=4, argument="samples")
+    assert all(rung.ran for rung in check.whole)
+    assert not any(rung.ran for rung in check.chunked)
+    assert "has no chunk_step" in repr(check)
+    assert len(sequence_figure(check).axes[0].texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lengths": (8,)}, "draw no line"),
+        ({"lengths": (0, 8)}, "draw no line"),
+        ({"chunk": 0}, "no chunk"),
+        ({"data": Series(8)}, "has its length already"),
+    ],
+)
+def test_what_draws_no_line_is_refused_before_any_process(config, changes, words):
+    given = {"data": Series, "lengths": LENGTHS, "chunk": CHUNK, **changes}
+    with pytest.raises(ConfigError, match=words):
+        kit.verify_sequences(None, given.pop("data"), config(), **given)
+
+
+def test_whole_sequences_that_fail_are_a_failure(config):
+    short = windowed(config()).replace({"model.arguments": {"vocabulary": 256, "width": 64, "heads": 2, "context": 8}})
+    with pytest.raises((TrialError, ConfigError), match="made for 8 tokens"):
+        kit.verify_sequences(None, TOKENS, short, lengths=LENGTHS, chunk=CHUNK)

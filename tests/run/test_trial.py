@@ -11,6 +11,7 @@ import warnings
 import pytest
 from trial_fixtures import steps_taken, wait_until
 
+import kit
 from kit.config import Config
 from kit.errors import ConfigError, EventLogError, HardwareError, KitWarning, StoreError, TargetError, TrialError
 from kit.run.paths import RunPaths, find_runs
@@ -38,6 +39,15 @@ def test_a_trial_runs_to_its_end_and_says_so(config, ranks, strategy):
     assert trial.event("fit_ended", "steps") == 8
     assert trial.event("fit_ended", "peak_host_rss_bytes") > 0
     assert trial.event("trial_ended", "exit_codes") == {str(rank): 0 for rank in range(ranks)}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_the_precision_that_ran_is_read_back_and_stands_in_the_results(config, precision):
+    asked = config(max_steps=3).replace({"hardware.precision": precision})
+    trial = fit(MODULE, DATA, asked).wait(SECONDS)
+    assert trial.event("fit_started", "precision") == precision
+    (row,) = kit.results(asked.trial.folder)
+    assert row["precision"] == precision
 
 
 def test_the_parts_of_a_step_sum_to_its_wall_time(config):

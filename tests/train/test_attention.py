@@ -111,10 +111,11 @@ def test_attention_of_torchs_own_layers_is_counted():
     assert fit(Encoder(), "flash").ran == {"flash": 1}
 
 
-def test_a_module_that_attends_by_hand_is_told_that_the_lever_does_nothing():
-    def by_hand(query, key, value, attn_mask):
-        return (query @ key.transpose(-1, -2)).softmax(-1) @ value
+def by_hand(query, key, value, attn_mask):
+    return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
+
+def test_a_module_that_attends_by_hand_is_told_that_the_lever_does_nothing():
     with pytest.warns(KitWarning, match="flash does nothing: Attends does not call scaled_dot_product_attention"):
         fit(Attends(call=by_hand), "flash")
 
@@ -123,6 +124,20 @@ def test_auto_leaves_torch_alone():
     module = Attends()
     assert fit(module, "auto") is None
     assert module.switches[0] == _cur_sdpa_kernel_backends(with_priority=True)
+
+
+def test_auto_can_be_counted_too_and_says_nothing():
+    config = Config.make({"trial": {"max_steps": 2, "warmup_steps": 0}})
+    for call, ran in ((functional.scaled_dot_product_attention, {"flash": 1}), (by_hand, {})):
+        counting, module = AttentionKernel("auto"), Attends(call=call)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", KitWarning)
+            trainer = make_trainer(
+                config, accelerator="cpu", world_size=1, precision="32-true", module=module, callbacks=[counting]
+            )
+            trainer.fit(module, train_parts.regression(8))
+        assert counting.ran == ran
+        assert module.switches[0] == _cur_sdpa_kernel_backends(with_priority=True)
 
 
 def test_standing_in_for_a_gpu_every_kernel_can_be_asked_for():

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from kit.config import Config
-from kit.train.choices import explain_batch, explain_strategy, global_batch
+from kit.train.choices import explain_attention, explain_batch, explain_strategy, global_batch
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,9 @@ def test_nothing_is_said_of_the_rate_while_the_step_sees_as_much_as_before():
 def test_explaining_needs_no_torch():
     code = "import sys, kit.train.choices; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_the_kernels_of_attention_that_are_here_are_said():
+    assert explain_attention("cpu", "auto") == "the CPU has math and flash; efficient and cudnn need a GPU"
+    assert explain_attention("cpu", "cudnn").endswith("so torch chooses")
+    assert "a trial says which ran" in explain_attention("gpu", "cudnn")

@@ -1,3 +1,4 @@
+import json
 import warnings
 
 import pytest
@@ -8,8 +9,11 @@ from torch import nn
 from kit.config import Config
 from kit.errors import ConfigError, KitWarning
 from kit.models import UNet
-from kit.train import GradientCheckpointing, make_trainer
+from kit.train import AttentionKernel, GradientCheckpointing, OptimizerChoice, SequenceChunks, make_trainer
 from kit.train.blocks import holds_its_parameters_alone, outermost, repeated_blocks
+from kit.train.levers import lever_callbacks, lever_entries
+
+LEVERS = (GradientCheckpointing, OptimizerChoice, SequenceChunks, AttentionKernel)
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +131,57 @@ def test_a_module_without_blocks_says_that_the_lever_does_nothing():
 
 
 def test_a_class_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(ConfigError, match=r"Transformer: Net holds no module of that class; it has .*Layer"):
+    with pytest.raises(ConfigError, match=r"checkpoint_blocks: Net holds no Transformer; it has .*Layer"):
         fit(train_parts.Net(), GradientCheckpointing(["Transformer"]))
+    with pytest.raises(ConfigError, match=r"did you mean Layer\?"):
+        fit(train_parts.Net(), GradientCheckpointing(["Layers"]))
+
+
+def test_a_config_may_name_the_blocks():
+    levers = {"gradient_checkpointing": True, "checkpoint_blocks": ["Linear"]}
+    (lever,) = lever_callbacks(Config.make({"levers": levers}))
+    assert lever.blocks == ("Linear",)
+    (lever,) = lever_callbacks(Config.make({"levers": {"gradient_checkpointing": True}}))
+    assert lever.blocks is None
+    assert lever_callbacks(Config.make({"levers": {"checkpoint_blocks": ["Linear"]}})) == []
+
+
+EVERY_LEVER = {
+    "gradient_checkpointing": True,
+    "checkpoint_blocks": ["DecoderBlock"],
+    "optimizer": "adamw-fused",
+    "sequence_chunk": 3,
+    "attention": "math",
+}
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's own call
+def test_an_exported_yaml_names_every_lever_and_trains_as_the_config_does(tmp_path, monkeypatch):
+    from lightning.pytorch.cli import LightningCLI
+
+    config = Config.make({"levers": EVERY_LEVER, "trial": {"max_steps": 3, "warmup_steps": 0}})
+    small = {"vocabulary": 32, "width": 16, "heads": 2, "layers": 2, "context": 8}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = {"accelerator": "cpu", "max_steps": 3, "enable_model_summary": False, **quiet}
+    job = {
+        "seed_everything": 0,
+        "trainer": {**trainer, "callbacks": lever_entries(config)},
+        "model": {"class_path": "kit.models.GPT", "init_args": small},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(job))  # JSON is YAML
+    monkeypatch.setattr("sys.argv", ["job.py", "--config", str(path)])
+    cli = LightningCLI(save_config_callback=None, run=False)
+    mine, exported = lever_callbacks(config), [part for part in cli.trainer.callbacks if type(part) in LEVERS]
+    assert [type(part) for part in exported] == [type(part) for part in mine] == list(LEVERS)
+    losses = []
+    for trainer in (cli.trainer, make_trainer(config, accelerator="cpu", world_size=1, precision="32-true")):
+        torch.manual_seed(0)
+        kept = train_parts.Losses()
+        trainer.callbacks.append(kept)
+        trainer.fit(train_parts.SmallGPT(), train_parts.tokens(8))
+        losses.append(kept.values)
+    assert losses[0] == losses[1]
 
 
 def test_layers_made_in_configure_model_are_found():

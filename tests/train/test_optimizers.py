@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from kit.config import Config
 from kit.errors import ConfigError, KitWarning
-from kit.train import OptimizerChoice, make_trainer
+from kit.train import OptimizerChoice, ShardedAdamW8bit, make_trainer
 from kit.train.optimizers import OPTIMIZERS, find_optimizers, turn
 
 KINDS = {"adamw": "AdamW", "adamw-fused": "AdamW", "adamw-8bit": "AdamW8bit", "sgd": "SGD"}
@@ -23,37 +23,11 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-class Wide(train_parts.Net):
-    """Two groups of different rates and decays, one scheduler a step, and a layer large enough for 8 bits."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Sequential(nn.Linear(train_parts.SIDE, 512), nn.Linear(512, train_parts.SIDE))
-        self.rates = []
-
-    def training_step(self, batch, batch_idx):
-        self.rates.append([group["lr"] for group in self.mine.param_groups])
-        values, target = batch
-        return super().training_step((self.wide(values), target), batch_idx)
-
-    def configure_optimizers(self):
-        wide = list(self.wide.parameters())
-        rest = [p for name, p in self.named_parameters() if not name.startswith("wide.")]
-        groups = [{"params": wide, "lr": 1e-3, "weight_decay": 0.5}, {"params": rest, "lr": 2e-3}]
-        self.mine = torch.optim.Adam(groups, betas=(0.8, 0.9))
-        schedule = torch.optim.lr_scheduler.StepLR(self.mine, step_size=1, gamma=0.5)
-        return {"optimizer": self.mine, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
 def fit(module, steps=4, precision="32-true", **levers):
     config = Config.make({"trial": {"max_steps": steps, "warmup_steps": 0}, "levers": levers})
     trainer = make_trainer(config, accelerator="cpu", world_size=1, precision=precision, module=module)
     trainer.fit(module, train_parts.regression(8))
     return trainer
-
-
-def state_bytes(optimizer):
-    return tensor_bytes(optimizer.state.values())
 
 
 def tensor_bytes(states):
@@ -64,7 +38,7 @@ def tensor_bytes(states):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_groups_rates_and_schedulers_go_on_as_the_module_made_them(name):
-    module = Wide()
+    module = train_parts.Wide()
     trainer = fit(module, optimizer=name)
     (optimizer,) = trainer.optimizers
     assert optimizer is module.mine
@@ -76,17 +50,17 @@ def test_groups_rates_and_schedulers_go_on_as_the_module_made_them(name):
 
 @pytest.mark.parametrize(("name", "low", "high"), [("adamw", 8, 8), ("adamw-fused", 8, 8), ("sgd", 0, 0)])
 def test_the_state_is_as_large_as_the_rule_says(name, low, high):
-    module = Wide()
+    module = train_parts.Wide()
     trainer = fit(module, optimizer=name)
     parameters = sum(p.numel() for p in module.parameters())
-    assert low * parameters <= state_bytes(trainer.optimizers[0]) <= high * parameters
+    assert low * parameters <= train_parts.state_bytes(trainer.optimizers[0]) <= high * parameters
 
 
 def test_eight_bits_take_a_quarter_of_the_state_and_learn_as_well():
     losses = {}
     for name in ("adamw", "adamw-8bit"):
         torch.manual_seed(0)
-        module = Wide()
+        module = train_parts.Wide()
         trainer = fit(module, steps=30, optimizer=name)
         weights = [p for p in module.wide.parameters() if p.numel() >= 4096]
         kept = tensor_bytes(trainer.optimizers[0].state[p] for p in weights)
@@ -170,7 +144,7 @@ def test_optimizers_are_found_in_every_form_that_lightning_takes(make):
 
 
 def test_the_module_gets_its_own_method_back():
-    module = Wide()
+    module = train_parts.Wide()
     fit(module, optimizer="adamw")
     assert "configure_optimizers" not in vars(module)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
@@ -181,9 +155,9 @@ def test_the_module_gets_its_own_method_back():
 
 
 def test_a_resumed_fit_reads_the_state_of_the_lever(tmp_path):
-    trainer = fit(Wide(), steps=8, optimizer="adamw")
+    trainer = fit(train_parts.Wide(), steps=8, optimizer="adamw")
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = Wide()
+    again = train_parts.Wide()
     config = Config.make({"trial": {"max_steps": 10, "warmup_steps": 0}, "levers": {"optimizer": "adamw"}})
     more = make_trainer(config, accelerator="cpu", world_size=1, precision="32-true", module=again)
     more.fit(again, train_parts.regression(8), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
@@ -193,27 +167,36 @@ def test_a_resumed_fit_reads_the_state_of_the_lever(tmp_path):
 def test_without_bitsandbytes_adamw_takes_its_place_and_says_why(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    module = Wide()
+    module = train_parts.Wide()
     with pytest.warns(KitWarning, match=r"adamw-8bit needs bitsandbytes, .*eight-bit.*; AdamW is used"):
         trainer = fit(module, optimizer="adamw-8bit")
     assert type(trainer.optimizers[0]) is torch.optim.AdamW
 
 
-def test_sharded_parameters_get_adamw_and_say_why():
+@pytest.fixture
+def one_shard():
+    """A parameter sharded over the one rank of a real group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        with pytest.warns(KitWarning, match="adamw-8bit does not take sharded parameters; AdamW is used"):
-            assert turn(optimizer, "adamw-8bit") == "adamw"
-        assert isinstance(optimizer.param_groups[0]["params"][0], DTensor)
-    finally:
-        torch.distributed.destroy_process_group()
+    yield nn.Parameter(distribute_tensor(torch.ones(64, 64), init_device_mesh("cpu", (1,))))
+    torch.distributed.destroy_process_group()
+
+
+def test_sharded_parameters_get_8_bits_of_torchao(one_shard):
+    optimizer = torch.optim.SGD([one_shard], lr=0.1)
+    assert turn(optimizer, "adamw-8bit") == "adamw-8bit"
+    assert type(optimizer) is ShardedAdamW8bit
+    assert isinstance(optimizer.param_groups[0]["params"][0], DTensor)
+
+
+def test_without_torchao_sharded_parameters_get_adamw_and_say_why(one_shard, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    optimizer = torch.optim.SGD([one_shard], lr=0.1)
+    with pytest.warns(KitWarning, match=r"of sharded parameters needs torchao, .*eight-bit.*; AdamW is used"):
+        assert turn(optimizer, "adamw-8bit") == "adamw"
 
 
 def test_a_module_without_an_optimizer_is_told_that_the_lever_does_nothing():

@@ -23,6 +23,10 @@ def with_levers(**levers):
     return {"levers": {**CHUNKED["levers"], **levers}}
 
 
+def of_tokens(module, strategy, length, **more):
+    return case(strategy, {"levers": {"sequence_chunk": length, **more}}, module=module, loader="tokens")
+
+
 PAIRS = {
     "ddp": case("ddp"),
     "fsdp": case("fsdp"),
@@ -32,7 +36,15 @@ PAIRS = {
     "fsdp, checkpointed": case("fsdp", with_levers(gradient_checkpointing=True)),
     "fsdp, clipped": case("fsdp", {**CHUNKED, "training": {"gradient_clip_norm": 0.1}}),
     "fsdp, fitted twice": case("fsdp", fits=2),
+    "GPT, ddp": of_tokens("SmallGPT", "ddp", 3),
+    "GPT, fsdp": of_tokens("SmallGPT", "fsdp", 3),
+    "GPT with a window, ddp": of_tokens("WindowedGPT", "ddp", 4),
+    "GPT with a window, fsdp, checkpointed": of_tokens("WindowedGPT", "fsdp", 4, gradient_checkpointing=True),
 }
+
+
+COUNTED = {"ddp": 1, "fsdp": 3, "GPT, ddp": 1, "GPT, fsdp": 3}
+"""Reductions of a step: one bucket under ddp; two blocks, and the rest, under fsdp."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +54,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    counted = {f"{name}, counted": {**PAIRS[name], "counts": True} for name in ("ddp", "fsdp")}
+    counted = {f"{name}, counted": {**PAIRS[name], "counts": True} for name in COUNTED}
     return train_ranks.run_ranks({**PAIRS, **counted}, 2, tmp_path_factory.mktemp("chunks"))
 
 
@@ -58,7 +70,7 @@ def test_two_ranks_train_in_chunks_as_one_process_does(two_ranks, name):
     np.testing.assert_allclose(found, expected, rtol=2e-6)
 
 
-@pytest.mark.parametrize(("name", "units"), [("ddp", 1), ("fsdp", 3)])  # one bucket; two blocks, and the rest
+@pytest.mark.parametrize(("name", "units"), COUNTED.items())
 def test_gradients_are_synchronized_once_a_step_however_many_chunks_there_are(two_ranks, name, units):
     for answer in two_ranks[f"{name}, counted"]:
         reductions = sum(count for event, count in answer["counts"].items() if "reduce" in event)
@@ -70,6 +82,13 @@ def test_the_loss_of_a_step_is_that_of_the_whole_sequence_for_any_chunk():
     for length in (1, 7, 16, 39, 40, 100):
         found = alone(case("none", {"levers": {"sequence_chunk": length}}))["losses"][0]
         assert found == pytest.approx(whole, rel=1e-6), length
+
+
+@pytest.mark.parametrize("module", ["SmallGPT", "WindowedGPT"])
+def test_a_gpt_in_chunks_has_the_loss_of_whole_sequences(module):
+    whole = alone(case("none", {}, module=module, loader="tokens"))["losses"][0]
+    for length in (1, 3, 8, 100):
+        assert alone(of_tokens(module, "none", length))["losses"][0] == pytest.approx(whole, rel=1e-6), length
 
 
 def test_one_chunk_trains_exactly_as_the_whole_sequence():

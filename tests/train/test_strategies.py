@@ -138,9 +138,9 @@ def test_ranks_go_on_from_their_checkpoint_exactly_as_one_process_does(resumed, 
     folder, answers = resumed
     single = {**RESUMED[name], "strategy": "none", "sharded": False}
     broken_off = train_ranks.fit({**single, "resume": True, "steps": 10, "checkpoint": str(tmp_path / "one")}, 1)
-    whole = train_ranks.fit({**single, "steps": 10}, 1)
+    whole = train_ranks.fit({**single, "steps": 16}, 1)
     np.testing.assert_allclose(mean_losses(answers[name]), broken_off["losses"], rtol=SIX_DIGITS)
-    assert broken_off["losses"][0] == pytest.approx(whole["losses"][8], rel=1e-6), "weights and momentum came back"
+    np.testing.assert_allclose(broken_off["losses"], whole["losses"][8:], rtol=SIX_DIGITS)
     assert (folder / name).is_dir() == name.endswith("sharded")
     assert [answer["steps"] for answer in answers[name]] == [16, 16]
 

@@ -158,6 +158,40 @@ class SmallGPT(GPT):
         super().__init__(vocabulary=32, width=16, heads=2, layers=2, context=8)
 
 
+class Wide(Net):
+    """Two groups of different rates and decays, one scheduler a step, and a layer large enough for 8 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(SIDE, 1024), nn.Linear(1024, SIDE))
+        self.rates = []
+
+    def training_step(self, batch, batch_idx):
+        self.rates.append([group["lr"] for group in self.mine.param_groups])
+        values, target = batch
+        return super().training_step((self.wide(values), target), batch_idx)
+
+    def configure_optimizers(self):
+        wide = list(self.wide.parameters())
+        rest = [p for name, p in self.named_parameters() if not name.startswith("wide.")]
+        groups = [{"params": wide, "lr": 1e-3, "weight_decay": 0.5}, {"params": rest, "lr": 2e-3}]
+        self.mine = torch.optim.Adam(groups, betas=(0.8, 0.9))
+        schedule = torch.optim.lr_scheduler.StepLR(self.mine, step_size=1, gamma=0.5)
+        return {"optimizer": self.mine, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def state_bytes(optimizer):
+    """Bytes that this rank holds of an optimizer's state, scalars left out."""
+    from kit.memory.truth import storages_of
+
+    return sum(size for size in storages_of(optimizer).values() if size > 4)
+
+
+class WindowedGPT(GPT):
+    def __init__(self):
+        super().__init__(vocabulary=32, width=16, heads=2, layers=2, context=8, window=3)
+
+
 class Losses(Callback):
     """Keeps the loss of every batch and the number of parameters this rank holds while it trains."""
 

@@ -45,6 +45,9 @@ def fit(case: dict, world_size: int) -> dict:
         "children": len(psutil.Process().children()),
         "precision": trainer.precision,
         "counts": {} if counting is None else counting.counts,
+        "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+        "state_bytes": sum(train_parts.state_bytes(optimizer) for optimizer in trainer.optimizers),
+        "rates": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
     }
 
 

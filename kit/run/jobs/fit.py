@@ -9,11 +9,13 @@ from lightning.pytorch import seed_everything
 
 from kit.run.jobs.batch_size import resize
 from kit.run.jobs.context import Context
+from kit.run.jobs.levers_used import LeversUsed
 from kit.run.jobs.parts import make_data, make_module, show_cells
 from kit.run.memory.meter import MemoryMeter
 from kit.run.payload import Part
 from kit.run.recorder import Recorder
 from kit.run.timing import StepClock
+from kit.train.attention import AUTO, AttentionKernel
 from kit.train.device_limit import DeviceLimit
 from kit.train.trainer import make_trainer
 
@@ -35,7 +37,13 @@ def fit(context: Context) -> None:
         world_size=context.world_size,
         precision=context.environment["precision"],
         module=module,
-        callbacks=[*_limit(context), recorder, *([] if meter is None else [meter])],
+        callbacks=[
+            *_limit(context),
+            *_counting(context),
+            LeversUsed(context),
+            recorder,
+            *([] if meter is None else [meter]),
+        ],
         profiler=context.clock,
         default_root_dir=context.paths.directory,
     )
@@ -54,6 +62,11 @@ def _data(part: Part, context: Context) -> dict[str, Any]:
     """The data in the batches it makes, or in those that the trial was asked to take."""
     data, asked = make_data(part, context.config), context.environment.get("batch_size")
     return data if asked is None or part.kind == "default" else resize(data, int(asked))
+
+
+def _counting(context: Context) -> list[AttentionKernel]:
+    """Where torch chooses the kernel of attention, what it chose is counted; a lever counts by itself."""
+    return [AttentionKernel(AUTO)] if context.config.levers.attention == AUTO else []
 
 
 def _limit(context: Context) -> list[DeviceLimit]:
