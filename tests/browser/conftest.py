@@ -123,6 +123,10 @@ def chromium():
         browser.close()
 
 
+SIZES = ((1400, "Light"), (1400, "Dark"), (800, "Dark"), (800, "Light"))
+OUTPUT = "xpath=ancestor::*[contains(@class, 'jp-OutputArea-output')]"
+
+
 class Notebook:
     """One notebook in one tab, driven by Lab's own commands."""
 
@@ -145,6 +149,17 @@ class Notebook:
         self.command("apputils:change-theme", theme=name)
         self.page.wait_for_function("(name) => document.body.dataset.jpThemeName === name", arg=name)
         self.page.locator("#jupyterlab-splash").wait_for(state="detached")
+
+    def pictures(self, places, name, artifacts):
+        """Pictures for people, wide and narrow, light and dark; nothing may be wider than the output it stands in."""
+        for width, theme in SIZES:
+            self.page.set_viewport_size({"width": width, "height": 1500})
+            self.use_theme(f"JupyterLab {theme}")
+            for part, place in places.items():
+                place.scroll_into_view_if_needed()
+                self.page.screenshot(path=artifacts / f"{name}_{part}_{width}_{theme.lower()}.png")
+                box, around = place.bounding_box(), place.locator(OUTPUT).last.bounding_box()
+                assert box["x"] + box["width"] <= around["x"] + around["width"] + 1, f"{part} at {width} pixels"
 
     def errors(self):
         output = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"

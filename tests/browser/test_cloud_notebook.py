@@ -9,21 +9,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
 
 SECOND = 1000
 PLACES = ("same region", "across the ocean", "home WiFi")
-SIZES = ((1400, "Light"), (1400, "Dark"), (800, "Dark"), (800, "Light"))
-OUTPUT = "xpath=ancestor::*[contains(@class, 'jp-OutputArea-output')]"
-
-
-def pictures(opened, places, artifacts):
-    """Pictures for people, wide and narrow, light and dark; nothing may be wider than the output it stands in."""
-    page = opened.page
-    for width, theme in SIZES:
-        page.set_viewport_size({"width": width, "height": 1500})
-        opened.use_theme(f"JupyterLab {theme}")
-        for part, place in places.items():
-            place.scroll_into_view_if_needed()
-            page.screenshot(path=artifacts / f"cloud_{part}_{width}_{theme.lower()}.png")
-            box, around = place.bounding_box(), place.locator(OUTPUT).last.bounding_box()
-            assert box["x"] + box["width"] <= around["x"] + around["width"] + 1, f"{part} at {width} pixels"
 
 
 def test_building_three_places_and_a_cache(notebook, artifacts):
@@ -55,7 +40,7 @@ def test_building_three_places_and_a_cache(notebook, artifacts):
     advice = panel.locator("table", has_text="Schedule for")
     panel.get_by_label("machine").select_option("8 GPUs, 160 cores")
     expect(advice).to_contain_text("8 ranks on 160 cores")
-    pictures(opened, {"panel": panel, "advice": advice}, artifacts)
+    opened.pictures({"panel": panel, "advice": advice}, "cloud", artifacts)
 
     link = panel.get_by_role("link", name="Dask dashboard")
     panel.get_by_role("button", name="Build").click()
@@ -69,5 +54,5 @@ def test_building_three_places_and_a_cache(notebook, artifacts):
     panel.get_by_label("memory", exact=True).first.fill("3 MiB")
     panel.get_by_label("memory", exact=True).first.press("Enter")
     expect(panel.get_by_role("alert").first).to_contain_text("is allowed", timeout=30 * SECOND)
-    pictures(opened, {"bills": bills, "cache": epochs, "chart": chart, "row": row}, artifacts)
+    opened.pictures({"bills": bills, "cache": epochs, "chart": chart, "row": row}, "cloud", artifacts)
     assert opened.errors() == []

@@ -9,25 +9,10 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
 SECOND = 1000
 COMPLETE = re.compile(r"^complete — ")
-OUTPUT = "xpath=ancestor::*[contains(@class, 'jp-OutputArea-output')]"
-SIZES = ((1400, "Light"), (1400, "Dark"), (800, "Dark"), (800, "Light"))
 
 
 def status(box):
     return box.locator("[role=status]").last
-
-
-def pictures(opened, places, name, artifacts):
-    """Pictures for people, wide and narrow, light and dark; nothing may be wider than the output it stands in."""
-    page = opened.page
-    for width, theme in SIZES:
-        page.set_viewport_size({"width": width, "height": 1500})
-        opened.use_theme(f"JupyterLab {theme}")
-        for part, place in places.items():
-            place.scroll_into_view_if_needed()
-            page.screenshot(path=artifacts / f"{name}_{part}_{width}_{theme.lower()}.png")
-            box, around = place.bounding_box(), place.locator(OUTPUT).last.bounding_box()
-            assert box["x"] + box["width"] <= around["x"] + around["width"] + 1, f"{part} at {width} pixels"
 
 
 def drawn(panel):
@@ -62,7 +47,7 @@ def test_chunks_run_all_then_change_the_order_probe_and_measure(notebook, artifa
     panel.get_by_label("patch").press("Enter")
     expect(panel.get_by_role("alert")).to_have_count(0, timeout=20 * SECOND)
     places = {"panel": panel, "measured": measured, "chart": page.locator(".jp-OutputArea-output img:visible").last}
-    pictures(opened, places, "chunks", artifacts)
+    opened.pictures(places, "chunks", artifacts)
     assert opened.errors() == []
 
 
@@ -78,4 +63,4 @@ def test_streaming_run_all_draws_the_pipeline_before_and_after(notebook, artifac
     assert opened.errors() == []
     compared = page.locator("table", has_text="predicted and measured").last
     places = {"before": charts.nth(0), "after": charts.nth(1), "rows": rows, "compared": compared}
-    pictures(opened, places, "streaming", artifacts)
+    opened.pictures(places, "streaming", artifacts)
