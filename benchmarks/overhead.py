@@ -7,10 +7,15 @@ in a fresh fork of a process that has imported Lightning: a process that has fit
 kit. The plain fit stands twice, so that the second row shows what chance alone does to a ratio; ratios are medians over
 rounds. The C allocator is told not to return memory to the system between steps: whether it does depends on the layout
 of the heap, and changes a step by a factor of two with or without kit.
+
+What timing itself takes is too little to be seen in that. A second table has it alone: the actions and hooks of one
+step, written down in a real fit, are played again and again to the callbacks of a trial, with its clock, and their
+events are written to a real file. Fractions are of the step of the first table.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import statistics
@@ -19,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +33,18 @@ from publish import publish
 from torch.utils.data import DataLoader, TensorDataset
 
 from kit.config import Config
+from kit.events import EventWriter
+from kit.run.communication import CommunicationTimer
+from kit.run.control import Control
+from kit.run.jobs.context import Context
+from kit.run.paths import RunPaths
+from kit.run.recorder import Recorder
+from kit.run.timing import StepClock
 from kit.run.trial import fit
 
 REPETITIONS = 30
 STEPS, DROPPED = 40, 10
+PLAYED, ROUNDS = 2000, 15
 ANSWER = "samples/s"
 BATCH_SIZE = 8
 
@@ -134,6 +148,92 @@ def main() -> None:
         row = {"way": way, "samples/s": speed, "ms a step": 1000 * BATCH_SIZE / speed, "ratio": middle}
         rows.append({**row, "middle half of ratios": f"{low:.3f} to {high:.3f}"})
     publish("samples per second of one fit", rows, repetitions=REPETITIONS)
+    step_seconds = BATCH_SIZE / statistics.median(speeds["Lightning alone"] for speeds in rounds)
+    publish("what timing takes of a step", instrumentation(step_seconds), repetitions=ROUNDS, steps=PLAYED)
+
+
+class Tape(StepClock):
+    """A clock that writes down what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[bool, str]] = []
+
+    def start(self, action_name: str) -> None:
+        self.heard.append((True, action_name))
+        super().start(action_name)
+
+    def stop(self, action_name: str) -> None:
+        self.heard.append((False, action_name))
+        super().stop(action_name)
+
+
+class Steps(Callback):
+    """Where in the tape each step ends, and what its hooks were given."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.ends: list[int] = []
+        self.given: tuple[Any, Any] = (None, None)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, place: int) -> None:  # noqa: ARG002
+        self.ends.append(len(self.tape.heard))
+        self.given = outputs, batch
+
+
+def instrumentation(step_seconds: float) -> list[dict[str, Any]]:
+    """CPU seconds a step of the clock alone, and of the clock with all that a trial writes down."""
+    torch.set_num_threads(1)
+    tape = Tape()
+    steps = Steps(tape)
+    with tempfile.TemporaryDirectory() as folder:
+        recorder, timer = parts_of_a_trial(RunPaths(Path(folder)), tape)
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_steps=8, max_epochs=-1, callbacks=[timer, recorder, steps], profiler=tape,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Convolutions(), loader())
+        actions = tape.heard[steps.ends[-3] : steps.ends[-2]]
+        clock = [played(actions, StepClock()) for _ in range(ROUNDS)]
+        whole = []
+        for number in range(ROUNDS):
+            (run := Path(folder, str(number))).mkdir()
+            mine = StepClock()
+            callbacks = parts_of_a_trial(RunPaths(run), mine)
+            whole.append(played(actions, mine, functools.partial(hooks, trainer, callbacks, steps.given)))
+    found = {"clock": statistics.median(clock), "clock, callbacks and events": statistics.median(whole)}
+    return [
+        {"what": what, "µs a step": 1e6 * seconds, "fraction of a step": seconds / step_seconds}
+        for what, seconds in found.items()
+    ]
+
+
+def parts_of_a_trial(paths: RunPaths, clock: StepClock) -> tuple[Recorder, CommunicationTimer]:
+    Control.create(paths.control)
+    writer = EventWriter(paths.events(0), 0)
+    context = Context(paths, Config(), {"world_size": 1}, 0, writer, Control(paths.control))
+    return Recorder(context, clock), CommunicationTimer(clock)
+
+
+def played(actions: Sequence[tuple[bool, str]], clock: StepClock, hooks: Callable[[], None] | None = None) -> float:
+    """CPU seconds of one step."""
+    began = time.process_time()
+    for _ in range(PLAYED):
+        for starts, action in actions:
+            (clock.start if starts else clock.stop)(action)
+        if hooks is not None:
+            hooks()
+    return (time.process_time() - began) / PLAYED
+
+
+def hooks(trainer: Trainer, callbacks: tuple[Recorder, CommunicationTimer], given: tuple[Any, Any]) -> None:
+    """What a trial does at every step, as if each were a new one."""
+    recorder, timer = callbacks
+    module, (outputs, batch) = trainer.lightning_module, given
+    recorder._steps_done = trainer.global_step - 1
+    recorder.on_train_batch_start(trainer, module, batch, 0)
+    timer.on_before_backward(trainer, module, outputs["loss"])
+    recorder.on_train_batch_end(trainer, module, outputs, batch, 0)
 
 
 def one_round(ways: Mapping[str, Callable[[], float]]) -> dict[str, float]:

@@ -25,16 +25,28 @@ if TYPE_CHECKING:
     from kit.plan.chunks import chunk_table as chunk_table
     from kit.plan.schedule import advise_schedule as advise_schedule
     from kit.report.batch_map import batch_figure as batch_figure
+    from kit.report.calibration_chart import calibration_figure as calibration_figure
     from kit.report.chunk_chart import chunk_figure as chunk_figure
+    from kit.report.comparison import compare as compare
+    from kit.report.comparison_chart import comparison_figure as comparison_figure
+    from kit.report.comparison_chart import roofline_figure as roofline_figure
+    from kit.report.diagnosis import diagnose as diagnose
     from kit.report.levers_chart import levers_figure as levers_figure
     from kit.report.levers_chart import sequence_figure as sequence_figure
     from kit.report.memory_charts import breakdown_figure as breakdown_figure
     from kit.report.memory_charts import memory_figure as memory_figure
     from kit.report.memory_charts import timeline_figure as timeline_figure
     from kit.report.pipeline_chart import pipeline_figure as pipeline_figure
+    from kit.report.profile import Profile as Profile
+    from kit.report.profile import profile as profile
+    from kit.report.profile_chart import profile_figure as profile_figure
     from kit.report.results import results as results
+    from kit.report.timing import timing as timing
+    from kit.report.timing_chart import timing_figure as timing_figure
+    from kit.report.trace_viewer import TraceViewer as TraceViewer
     from kit.run.back_off import back_off as back_off
     from kit.run.batch_search import find_batch_size as find_batch_size
+    from kit.run.calibration.calibrate import calibrate as calibrate
     from kit.run.levers_check import verify_levers as verify_levers
     from kit.run.memory.largest_batch import largest_batch as largest_batch
     from kit.run.memory.model import memory_model as memory_model
@@ -42,6 +54,8 @@ if TYPE_CHECKING:
     from kit.run.memory.residuals import residuals as residuals
     from kit.run.memory.what_if import what_if as what_if
     from kit.run.model_dials import model_dials as model_dials
+    from kit.run.peaks import device_peaks as device_peaks
+    from kit.run.repeats import try_change as try_change
     from kit.run.sequence_check import verify_sequences as verify_sequences
     from kit.run.trial import Trial as Trial
     from kit.run.trial import fit as fit
@@ -55,6 +69,8 @@ _HOMES = {
     "Config": "kit.config",
     "KitError": "kit.errors",
     "PatchData": "kit.data.module",
+    "Profile": "kit.report.profile",
+    "TraceViewer": "kit.report.trace_viewer",
     "Trial": "kit.run.trial",
     "advise_schedule": "kit.plan.schedule",
     "back_off": "kit.run.back_off",
@@ -62,9 +78,15 @@ _HOMES = {
     "breakdown_figure": "kit.report.memory_charts",
     "build": "kit.data.build",
     "build_panel": "kit.widgets.build_panel",
+    "calibrate": "kit.run.calibration.calibrate",
+    "calibration_figure": "kit.report.calibration_chart",
     "chunk_figure": "kit.report.chunk_chart",
     "chunk_panel": "kit.widgets.chunk_panel",
     "chunk_table": "kit.plan.chunks",
+    "compare": "kit.report.comparison",
+    "comparison_figure": "kit.report.comparison_chart",
+    "device_peaks": "kit.run.peaks",
+    "diagnose": "kit.report.diagnosis",
     "expected_bytes": "kit.data.size",
     "find_batch_size": "kit.run.batch_search",
     "fit": "kit.run.trial",
@@ -83,12 +105,18 @@ _HOMES = {
     "plan_chunks": "kit.data.layout",
     "predict_memory": "kit.run.memory.prediction",
     "probe": "kit.data.probe",
+    "profile": "kit.report.profile",
+    "profile_figure": "kit.report.profile_chart",
     "residuals": "kit.run.memory.residuals",
     "results": "kit.report.results",
+    "roofline_figure": "kit.report.comparison_chart",
     "sequence_figure": "kit.report.levers_chart",
     "simulated_cloud": "kit.cloud.simulated_cloud",
     "table": "kit.tables",
     "timeline_figure": "kit.report.memory_charts",
+    "timing": "kit.report.timing",
+    "timing_figure": "kit.report.timing_chart",
+    "try_change": "kit.run.repeats",
     "verify": "kit.data.verify",
     "verify_levers": "kit.run.levers_check",
     "verify_sequences": "kit.run.sequence_check",

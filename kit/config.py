@@ -69,6 +69,7 @@ Sizes = Annotated[dict[str, Annotated[int, Field(ge=1)]], AfterValidator(FrozenM
 Arguments = Annotated[dict[str, Any], BeforeValidator(_freeze), AfterValidator(FrozenMapping)]
 Bytes = Annotated[int, BeforeValidator(_bytes)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_from_list)]
+Counts = Annotated[tuple[Annotated[int, Field(ge=0, le=256)], ...], BeforeValidator(_from_list)]
 Indices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_from_list), Field(min_length=1)]
 
 
@@ -168,6 +169,38 @@ class Loader(Section):
     )
     shuffle: bool = setting(True, "Draw samples in a new order each epoch.")
     drop_last: bool = setting(False, "Leave out the samples that do not fill the last global batch.")
+
+
+class Calibration(Section):
+    """Finding the loader's settings by measurement, before training begins."""
+
+    enabled: bool = setting(
+        False, "Before training, measure which loader settings are fast, and train with the cheapest of them."
+    )
+    candidate_workers: Counts = setting(
+        (), "Numbers of loader processes to try; empty for 0, 1, 2, 4, ... up to what CPUs and memory allow, 32 at "
+        "most.", unit="processes",
+    )  # fmt: skip
+    candidate_prefetch: Counts = setting(
+        (2, 4, 8), "Prefetch factors to try with each number of loader processes.", unit="batches", min_length=1
+    )
+    timeout_seconds: float = setting(
+        20.0, "Longest that one candidate is measured, from its first batch on.", unit="seconds", gt=0, le=3600
+    )
+    max_measure_batches: int = setting(
+        200, "Most batches one candidate is measured over, after its warm-up; fewer where their pace has settled.",
+        unit="batches", ge=2, le=100_000,
+    )  # fmt: skip
+    cap_workers_by_ram: bool = setting(
+        True, "Leave out numbers of loader processes whose memory, measured on samples, does not fit what is free."
+    )
+    ram_safety_margin: float = setting(
+        0.2, "Part of the free memory that loader processes must leave: lower it to allow more of them.", ge=0, lt=1
+    )
+    step_seconds: float = setting(
+        0.0, "Time of a training step to be simulated after each batch: nothing faster than it is worth paying for. 0 "
+        "asks for the fastest loader.", unit="seconds", ge=0, le=3600,
+    )  # fmt: skip
 
 
 class Levers(Section):
@@ -371,6 +404,10 @@ class Trial(Section):
         300.0, "A trial silent for this long is ended, with the stack of every thread in its log.",
         unit="seconds", gt=0,
     )  # fmt: skip
+    validate_every_steps: int = setting(
+        0, "Optimizer steps between two validations of a trial; 0 for none.", unit="steps", ge=0
+    )
+    validation_batches: int = setting(10, "Batches of each validation of a trial.", unit="batches", ge=1)
     grace_seconds: float = setting(
         5.0, "How long ranks get to finish their step after Stop before they are killed.", unit="seconds", gt=0
     )
@@ -382,6 +419,25 @@ class Trial(Section):
         "Measure the peak memory of the first two optimizer steps on the CPU (a GPU counts by itself). Switch it "
         "off for a module that starts a profiler of its own.",
     )
+    count_work: bool = setting(
+        True,
+        "Count the arithmetic, memory traffic and host syncs of one warm-up step, which then takes longer: what MFU "
+        "and diagnosis are computed from.",
+    )
+
+
+class Profiler(Section):
+    """How a trial is looked at from close by: one pass with each profiler."""
+
+    folder: str = setting("output/profiler", "Where results go, in {name}/profiler_logs.")
+    passes: Names = setting(
+        (), "simple times Lightning's actions, advanced every Python function, pytorch every operation and the device; "
+        "empty for all three.",
+    )  # fmt: skip
+    active_steps: int = setting(
+        3, "Steps that the pytorch pass keeps; each is about a megabyte of trace.", unit="steps", ge=1, le=100
+    )
+    memory: bool = setting(False, "Let the pytorch pass record every allocation too, which makes it slower.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +452,9 @@ class FieldInfo:
     """Words to offer: all that are accepted for kind `choice`, some of them otherwise."""
     bounds: dict[str, float]
     """Any of `ge`, `gt`, `le`, `lt`."""
-    kind: Literal["bool", "int", "float", "choice", "text", "sizes", "arguments", "names", "devices", "layout"]
+    kind: Literal[
+        "bool", "int", "float", "choice", "text", "sizes", "arguments", "names", "counts", "devices", "layout"
+    ]
 
     @property
     def section(self) -> str:
@@ -425,6 +483,7 @@ class Config(Section):
     hardware: Hardware = setting(Hardware, "Devices, strategy and precision.")
     training: Training = setting(Training, "Seed, length and clipping.")
     loader: Loader = setting(Loader, "Batches and how they are read ahead.")
+    calibration: Calibration = setting(Calibration, "Loader settings found by measurement.")
     levers: Levers = setting(Levers, "Switches that trade time for memory.")
     data: Data = setting(Data, "The store and what one sample is.")
     chunking: Chunking = setting(Chunking, "Chunks and shards of the store.")
@@ -432,6 +491,7 @@ class Config(Section):
     cache: Cache = setting(Cache, "What is kept of a remote store.")
     model: Model = setting(Model, "What is trained.")
     trial: Trial = setting(Trial, "How a short run is started, bounded and kept.")
+    profiler: Profiler = setting(Profiler, "How a trial is looked at from close by.")
 
     # -- making one
 
@@ -617,6 +677,9 @@ def _disagreements(config: Config) -> Iterator[tuple[str, str]]:
         if dimension not in config.data.patch:
             known = ", ".join(config.data.patch) or "empty"
             yield "data.stride", f"dimension {dimension!r} is not in data.patch ({known})"
+    for factor in config.calibration.candidate_prefetch:
+        if not 1 <= factor <= 64:
+            yield "calibration.candidate_prefetch", f"{factor} is none; a loader process keeps 1 to 64 batches ready"
     if config.trial.warmup_steps >= config.trial.max_steps:
         yield (
             "trial.warmup_steps",
@@ -691,7 +754,7 @@ def _kind(name: str, annotation: Any) -> Any:
         if python in parts:
             return kind
     if typing.get_origin(annotation) is tuple:
-        return "names"
+        return "names" if typing.get_args(annotation)[0] is str else "counts"
     return "arguments" if name in ("arguments", "readers") else "sizes"
 
 

@@ -9,7 +9,7 @@ with an arrow, in the HTML also for readers who hear the page.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -41,16 +41,21 @@ def html_table(
     marked: int | None = None,
     mark: str = "chosen",
     dense: bool = False,
+    highlighted: Collection[tuple[int, int]] = (),
 ) -> str:
     """The same table as HTML; `caption` stands above it, `mark` is what the marked row is called.
 
-    A dense one has smaller letters and gaps, for many columns on a narrow page.
+    A dense one has smaller letters and gaps, for many columns on a narrow page. Single cells are `highlighted` by
+    (row, column).
     """
     head = "".join(
         f'<th scope="col" style="{_cell(c, dense, heading=dense)}; border-bottom: {_RULE}">{escape(name)}</th>'
         for c, name in enumerate(columns)
     )
-    body = "".join(_row(row, mark if index == marked else "", dense) for index, row in enumerate(rows))
+    body = "".join(
+        _row(row, mark if index == marked else "", dense, {column for place, column in highlighted if place == index})
+        for index, row in enumerate(rows)
+    )
     title = (
         f'<caption style="text-align: left; font-weight: bold; padding: 2px 0">{escape(caption)}</caption>'
         if caption
@@ -72,11 +77,14 @@ def html_warnings(items: Sequence[str]) -> str:
     return "".join(f'<div style="{style}"><b>warning</b>: {escape(item)}</div>' for item in items)
 
 
-def _row(cells: Sequence[str], mark: str, dense: bool) -> str:
+def _row(cells: Sequence[str], mark: str, dense: bool, highlighted: Collection[int] = ()) -> str:
     note = f' <span style="font-weight: normal">({escape(mark)})</span>' if mark else ""
     first, *others = cells
     head = f'<th scope="row" style="{_cell(0, dense)}; font-weight: inherit">{escape(first)}{note}</th>'
-    rest = "".join(f'<td style="{_cell(1, dense)}">{escape(cell)}</td>' for cell in others)
+    rest = "".join(
+        f'<td style="{_cell(1, dense)}{f"; {_MARK}" if place in highlighted else ""}">{escape(cell)}</td>'
+        for place, cell in enumerate(others, start=1)
+    )
     return f'<tr style="{_MARK if mark else ""}">{head}{rest}</tr>'
 
 

@@ -230,3 +230,17 @@ def test_the_long_context_profile_is_a_model_with_a_window():
 def test_a_profile_by_another_name_is_refused_with_the_close_one():
     with pytest.raises(ConfigError, match="did you mean 'long context'"):
         Config.profile("long contxt")
+
+
+def test_candidates_of_a_calibration_are_lists_of_numbers_within_bounds():
+    text = "calibration:\n  candidate_workers: [0, 4, 6]\n  candidate_prefetch: [2]\n"
+    config = Config.from_yaml(text)
+    assert config.calibration.candidate_workers == (0, 4, 6)
+    assert Config.from_yaml(config.to_yaml()) == config
+    assert not config.calibration.enabled
+    for wrong in ([-1], [300], ["4"]):
+        with pytest.raises(ConfigError, match="candidate_workers"):
+            Config().replace({"calibration.candidate_workers": wrong})
+    for wrong in ([0], [65], []):
+        with pytest.raises(ConfigError, match="candidate_prefetch"):
+            Config().replace({"calibration.candidate_prefetch": wrong})

@@ -58,6 +58,7 @@ class PipelineInfo:
     wait: Mapping[int, Spans]
     """For every batch but the first."""
     save: Mapping[int, Spans]
+    validation: Mapping[int, Spans]
     epoch: Mapping[int, Spans]
     waits: tuple[float, ...]
     """Seconds that each step after warm-up waited for its batch, all ranks."""
@@ -157,7 +158,8 @@ def pipeline_info(events: Iterable[Event], config: Config, seconds: tuple[float,
         overlaps=reads,
         train={rank: cut(spans) for rank, spans in trained.items()},
         wait={rank: cut(_waited(found[1:])) for rank, found in steps.items()},
-        save={rank: cut(_saves(events, rank)) for rank in steps},
+        save={rank: cut(_told(events, rank, "save")) for rank in steps},
+        validation={rank: cut(_told(events, rank, "validation")) for rank in steps},
         epoch={rank: cut(_epochs(found, asked.get(rank))) for rank, found in steps.items()},
         waits=tuple(
             number(event["wait_seconds"]) for found in steps.values() for event in found if event["step"] > warm
@@ -192,11 +194,12 @@ def _waited(steps: Sequence[Event]) -> list[tuple[float, float]]:
     return [(event["train_started"] - number(event["wait_seconds"]), event["train_started"]) for event in steps]
 
 
-def _saves(events: Sequence[Event], rank: int) -> list[tuple[float, float]]:
+def _told(events: Sequence[Event], rank: int, name: str) -> list[tuple[float, float]]:
+    """What the rank told whole."""
     return [
         (event["started"], event["ended"])
         for event in events
-        if event["kind"] == "span" and event["rank"] == rank and event["name"] == "save"
+        if event["kind"] == "span" and event["rank"] == rank and event["name"] == name
     ]
 
 

@@ -36,7 +36,7 @@ _NEAR = 0.2
 _LEFT, _SPLIT, _HISTOGRAM_LEFT, _RIGHT = 0.105, 0.655, 0.735, 0.965
 _COLOURS = {
     "set-up": look.PURPLE, "loader start-up": look.ORANGE, "get batch": look.SKY, "train": look.BLUE,
-    "waiting for data": look.VERMILION, "save": look.YELLOW, "epoch": look.GREEN,
+    "waiting for data": look.VERMILION, "validation": "#999999", "save": look.YELLOW, "epoch": look.GREEN,
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def _limits(info: PipelineInfo, seconds: tuple[float, float] | None) -> tuple[fl
 def _draw_gantt(axes: Axes, info: PipelineInfo, low: float, high: float) -> None:
     least_gap = (high - low) / _PIXELS
     rows = {"set-up": info.set_up, "get batch": info.get_batch, "train": info.train}
-    rows |= {"save": info.save} if any(info.save.values()) else {}
+    rows |= {name: spans for name, spans in _told(info).items() if any(spans.values())}
     rows["epoch"] = info.epoch
     for place, (name, spans) in enumerate(rows.items()):
         _draw_row(axes, place, name, spans, info, least_gap)
@@ -169,11 +169,16 @@ def _bars(axes: Axes, spans: Spans, extent: tuple[float, float], name: str, leas
     axes.broken_barh(shown, extent, facecolor=_COLOURS[name], zorder=2, **edge)
 
 
+def _told(info: PipelineInfo) -> dict[str, Mapping[int, Spans]]:
+    """What has a row only where it happened."""
+    return {"validation": info.validation, "save": info.save}
+
+
 def _draw_key(chart: Figure, info: PipelineInfo) -> None:
     from matplotlib.patches import Patch
 
     names = ["set-up", "loader start-up", "get batch", "train", "waiting for data", "epoch"]
-    names += ["save"] if any(info.save.values()) else []
+    names += [name for name, spans in _told(info).items() if any(spans.values())]
     handles = [Patch(facecolor=_COLOURS[name], label=name) for name in names]
     chart.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(0.0, 0.0), ncols=len(names), columnspacing=1.4,

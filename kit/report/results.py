@@ -45,7 +45,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 def results(folder: str | Path = "runs") -> Results:
     """One row per run directory in `folder`, newest first; a relative folder starts at the project folder."""
-    rows = [_row(paths) for paths in find_runs(folder)]
+    rows = [row_of(paths) for paths in find_runs(folder)]
     return Results(reversed(rows), where=str(runs_folder(folder)))
 
 
@@ -103,7 +103,8 @@ class Results(Sequence[Row]):
 # -- rows
 
 
-def _row(paths: RunPaths) -> Row:
+def row_of(paths: RunPaths) -> Row:
+    """The row of one run; a run that cannot be read is a row that says so."""
     row: Row = {**dict.fromkeys(COLUMNS), "run": paths.directory.name, "run_directory": str(paths.directory)}
     try:
         trial = Trial.open(paths.directory)

@@ -2,9 +2,10 @@
 
 Bytes, seconds, samples per second and fractions; nothing is drawn here and no file is read. A trace takes events one by
 one, so that a live chart pays only for what is new. A step counts towards throughput once every rank has reported it,
-and it lasts as long as its slowest rank. The first `warmup_steps` steps are kept in every series and left out of every
-average. A series of more than `LARGEST_SERIES` points is binned: memory keeps the largest value of a bin, because a
-peak must not be averaged away; throughput keeps samples over seconds.
+and it lasts as long as its slowest rank, a validation before it left out (in the shares it is not). The first
+`warmup_steps` steps are kept in every series and left out of every average. A series of more than `LARGEST_SERIES`
+points is binned: memory keeps the largest value of a bin, because a peak must not be averaged away; throughput keeps
+samples over seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kit.units import format_bytes
 
 LARGEST_SERIES = 400
 """More than one point a pixel of a chart column cannot be seen, and makes a live chart slow."""
-PHASES = ("wait", "transfer", "forward", "backward", "optimizer", "other")
+PHASES = ("wait", "transfer", "forward", "backward", "optimizer", "communication", "validation", "other")
 PHASE_LABELS = {"wait": "data wait", **{phase: phase for phase in PHASES[1:]}}
 MEMORY_KINDS = ("host_rss_bytes", "device_allocated_bytes", "device_reserved_bytes")
 
@@ -149,7 +150,8 @@ class Trace:
         step = self._open.setdefault(event["step"], _Step())
         step.ranks += 1
         step.samples += _finite(event.get("samples"))
-        step.slowest_seconds = max(step.slowest_seconds, _finite(event.get("step_seconds")))
+        training = _finite(event.get("step_seconds")) - _finite(event.get("validation_seconds"))
+        step.slowest_seconds = max(step.slowest_seconds, training)
         for phase in PHASES:
             step.phase_seconds[phase] += _finite(event.get(f"{phase}_seconds"))
         if step.ranks >= (self.world_size or 1):

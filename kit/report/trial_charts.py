@@ -38,10 +38,12 @@ _Box = tuple[float, float, float, float]
 WIDTH_INCHES, HEIGHT_INCHES = 7.8, 3.4
 PHASE_COLOURS = {
     "wait": look.VERMILION, "transfer": look.ORANGE, "forward": look.SKY, "backward": look.BLUE,
-    "optimizer": look.GREEN, "other": "#999999",
+    "optimizer": look.GREEN, "communication": look.PURPLE, "validation": look.YELLOW, "other": "#999999",
 }  # fmt: skip
 _LEFT, _RIGHT, _COLUMN, _BOTTOM, _TOP = 0.075, 0.575, 0.40, 0.25, 0.905
 _LEGEND_TOP, _LABELLED_RANKS = 0.118, 5
+_TWO_ROWS = 6
+"""Names that fit into two rows of the legend."""
 _LEGEND: dict[str, Any] = {"ncols": 3, "columnspacing": 1.5, "handletextpad": 0.6, "borderaxespad": 0.2}
 
 
@@ -56,7 +58,7 @@ class TrialChart:
             self._memory = _memory_panels(self.figure, world_size, has_device)
             _rank_legend(self.figure, self._memory[0], world_size)
             self._speed = _SpeedPanel(self.figure, _box(_RIGHT, 0.47, 1.0))
-            self._band = _BandPanel(self.figure, _box(_RIGHT, 0.0, 0.30))
+            self._band = _BandPanel(self.figure, _box(_RIGHT, 0.0, 0.30), _phases(config, world_size))
             for axes in self._all_axes():
                 _shade_warmup(axes, self.trace.warmup_steps)
                 _limit_steps(axes, self._steps)
@@ -167,7 +169,7 @@ class _SpeedPanel:
 class _BandPanel:
     """Where the time of all ranks goes, step by step, stacked to 100 %."""
 
-    def __init__(self, figure: Figure, box: _Box) -> None:
+    def __init__(self, figure: Figure, box: _Box, named: list[str]) -> None:
         from matplotlib.collections import PolyCollection
         from matplotlib.patches import Patch
 
@@ -180,8 +182,9 @@ class _BandPanel:
         for phase in PHASES:
             self.bands[phase] = PolyCollection([], facecolors=PHASE_COLOURS[phase], edgecolors="none")
             self.axes.add_collection(self.bands[phase], autolim=False)
-        patches = [Patch(facecolor=PHASE_COLOURS[phase], label=PHASE_LABELS[phase]) for phase in PHASES]
+        patches = [Patch(facecolor=PHASE_COLOURS[phase], label=PHASE_LABELS[phase]) for phase in named]
         place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (_RIGHT, _LEGEND_TOP)}
+        place |= {"fontsize": 7.5, "labelspacing": 0.1} if len(named) > _TWO_ROWS else {}
         figure.legend(handles=patches, handlelength=0.9, handleheight=0.9, **place, **_LEGEND)
 
     def show(self, info: ThroughputInfo) -> None:
@@ -193,6 +196,13 @@ class _BandPanel:
             top = [low + share for low, share in zip(bottom, shares, strict=True)]
             self.bands[phase].set_verts([_ribbon(info.steps, bottom, top)] if info.steps else [])
             bottom = top
+
+
+def _phases(config: Config, world_size: int) -> list[str]:
+    """Those that a trial of this config can spend time on."""
+    absent = ["communication"] if world_size == 1 else []
+    absent += [] if config.trial.validate_every_steps else ["validation"]
+    return [phase for phase in PHASES if phase not in absent]
 
 
 def _ribbon(steps: tuple[float, ...], bottom: list[float], top: list[float]) -> list[tuple[float, float]]:

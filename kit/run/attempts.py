@@ -10,30 +10,26 @@ the series, and `wait()` raises it.
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import json
-import sys
-import threading
-import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from typing_extensions import override
+
 from kit.config import Config
-from kit.errors import ConfigError, KitError, TrialError, TrialStopped
+from kit.errors import ConfigError
+from kit.run.series import Series
 from kit.run.submission import prepare
 from kit.run.trial import Trial
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
 
 Outcome = Literal["fits", "out of memory", "data ends"]
-State = Literal["RUNNING", "COMPLETE", "STOPPED", "FAILED"]
 Looks = Generator[int, bool, None]
 """A rule: yields the batch size to try, hears whether it fitted."""
 
-_TICK_SECONDS = 0.02
 _COLUMNS = ("batch", "outcome", "predicted", "measured", "ratio", "samples/s")
 
 
@@ -79,24 +75,16 @@ class Task:
         return self.data is None
 
 
-class Attempts:
+class Attempts(Series):
     """A series of trials in a thread; `looks` is the rule, `adapt` makes the config of a batch size."""
 
     def __init__(self, title: str, task: Task) -> None:
-        self.title = title
+        super().__init__(title, task.config.trial.grace_seconds)
         self.task = task
-        self.state: State = "RUNNING"
         self.attempts: list[Attempt] = []
         self.reasons: list[str] = []
-        self.trial: Trial | None = None
-        """The trial that runs, or the last one."""
-        self.error: TrialError | KitError | None = None
         self.path = task.folder / "attempts.json"
         """The results file."""
-        self._stopping = threading.Event()
-        self._ended = threading.Event()
-        self._callbacks: list[Callable[[Any], object]] = []
-        self._lock = threading.Lock()
 
     # -- to be said by those who inherit
 
@@ -116,27 +104,25 @@ class Attempts:
 
     # -- running
 
+    @override
     def start(self) -> Self:
         self.task.folder.mkdir(parents=True, exist_ok=True)
-        threading.Thread(target=self._run, name=self.title, daemon=True).start()
-        return self
+        return super().start()
 
-    def _run(self) -> None:
-        try:
-            self._follow(self.looks())
-            if self._stopping.is_set():
-                self.state = "STOPPED"
-            else:
-                self.conclude()
-                self.state = "FAILED" if self.error is not None else "COMPLETE"
-        except KitError as error:
-            self.error, self.state = error, "FAILED"
-        except Exception as error:  # a thread has nobody to raise to: wait() does
-            self.error, self.state = TrialError(f"{type(error).__name__}: {error}"), "FAILED"
-        finally:
-            self._write()
-            self._ended.set()
-            self._tell()
+    @override
+    def work(self) -> None:
+        self._follow(self.looks())
+        if not self._stopping.is_set():
+            self.conclude()
+
+    @override
+    def finish(self) -> None:
+        self._write()
+
+    @property
+    @override
+    def kept(self) -> str:
+        return f"interrupted after {len(self.attempts)} trials; they are kept in {self.path}"
 
     def _follow(self, looks: Looks) -> None:
         try:
@@ -162,11 +148,7 @@ class Attempts:
             if not self._is_too_large_for_data(error):
                 raise
             return _attempt(config, batch_size, "data ends", predicted, None, str(error))
-        self._tell()
-        while self.trial.poll() not in ("COMPLETE", "FAILED", "STOPPED", "LOST"):
-            if self._stopping.is_set():
-                self.trial.stop()
-            time.sleep(_TICK_SECONDS)
+        self.follow(self.trial)
         return self._judged(self.trial, config, batch_size, predicted)
 
     def _submit(self, config: Config, batch_size: int) -> Trial:
@@ -193,64 +175,7 @@ class Attempts:
             return _attempt(config, batch_size, "data ends", predicted, trial, f"a batch holds {most} samples at most")
         return _attempt(config, batch_size, "fits", predicted, trial, trial.message)
 
-    # -- ending it
-
-    def stop(self) -> None:
-        """End the trial that runs and ask for no other. Returns at once."""
-        self._stopping.set()
-
-    @property
-    def ended(self) -> bool:
-        return self._ended.is_set()
-
-    def wait(self, timeout: float | None = None) -> Self:
-        """Return when there is an answer, or it was stopped. An interrupt stops it and keeps what it found.
-
-        Raises:
-            KitError: when it FAILED.
-            TrialStopped: after an interrupt.
-            TimeoutError: after `timeout` seconds; it goes on.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            while not self._ended.wait(_TICK_SECONDS):
-                if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError(f"{self.title} is still running after {timeout} s; it goes on")
-        except KeyboardInterrupt:
-            self.stop()
-            self._ended.wait(self.task.config.trial.grace_seconds + 10)
-            raise TrialStopped(f"interrupted after {len(self.attempts)} trials; they are kept in {self.path}") from None
-        if self.error is not None:
-            raise self.error
-        return self
-
-    def __await__(self) -> Generator[Any, None, Self]:
-        return self._wait_async().__await__()
-
-    async def _wait_async(self) -> Self:
-        try:
-            while not self.ended:
-                await asyncio.sleep(_TICK_SECONDS)
-        except asyncio.CancelledError:
-            self.stop()
-            raise
-        return self.wait()
-
     # -- telling
-
-    def on_change(self, callback: Callable[[Any], object]) -> Callable[[], None]:
-        """Call `callback(self)` after every attempt, from a background thread; the function returned ends that."""
-        with self._lock:
-            self._callbacks.append(callback)
-        if self.ended:
-            callback(self)
-        return lambda: self._callbacks.remove(callback)
-
-    def _tell(self) -> None:
-        with self._lock:
-            callbacks = list(self._callbacks)
-        for callback in callbacks:
-            callback(self)
 
     def _write(self) -> None:
         draft = self.path.with_suffix(".tmp")
@@ -278,16 +203,10 @@ class Attempts:
         table = [text_table(_COLUMNS, self.rows)] if self.attempts else []
         return "\n".join([f"{self.title}: {self.answer}", *table, *(f"- {text}" for text in self.sentences)])
 
+    @override
     def _repr_html_(self) -> str:
         table = html_table(_COLUMNS, self.rows, caption=f"{self.title}: {self.answer}")
         return table + html_list(self.sentences)
-
-    def _ipython_display_(self) -> None:
-        """Live and with a button where widgets are installed, else the text."""
-        try:
-            importlib.import_module("kit.widgets.attempts_view").display(self)
-        except ImportError:
-            sys.stdout.write(f"{self!r}\n")
 
 
 def _attempt(

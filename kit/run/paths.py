@@ -96,6 +96,11 @@ class RunPaths:
         """The memory estimate of the run, as JSON."""
         return self.directory / "prediction.json"
 
+    @property
+    def calibration(self) -> Path:
+        """The loader setting that was chosen, with its evidence, as JSON."""
+        return self.directory / "calibration.json"
+
     def write_prediction(self, estimate: Mapping[str, Any]) -> None:
         """Keep an estimate with the run, in one step."""
         draft = self.prediction.with_suffix(".tmp")

@@ -44,6 +44,12 @@ class Part:
             return cls("class", value)
         return cls("factory" if _is_factory(value) else "instance", value)
 
+    @property
+    def is_dataset(self) -> bool:
+        """Whether it is seen to be a data set, whose loader kit makes; one that a function makes is not seen."""
+        given = self.kind in ("class", "instance")
+        return given and hasattr(self.value, "__getitem__") and not hasattr(self.value, "train_dataloader")
+
     def __str__(self) -> str:
         name = getattr(self.value, "__qualname__", type(self.value).__name__)
         return {"path": str(self.value), "class": f"class {name}", "factory": f"factory {name}"}.get(self.kind, name)

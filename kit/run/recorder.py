@@ -1,9 +1,11 @@
 """The callback that says what a fit does: one `step` event a batch, and when to leave.
 
 On the CPU an event is written at once. On a GPU reading the loss would make the host wait for the device at every step,
-so events are kept and written together every half second, with one wait for all their losses. A loss that is not
-finite ends the fit at that point, with the step and the last finite loss. Leaving on request goes by an exception that
-is no `Exception`, which skips Lightning's validation at stop time (see `kit.run.control` for when).
+so events are kept and written together every half second, with one wait for all their losses. A loss that is not finite
+ends the fit at that point, with the step and the last finite loss. The parts of a step are then of the device's own
+clock, read at the same moment; what the host was busy with stands beside them as `host_seconds`. Leaving on request
+goes by an exception that is no `Exception`, which skips Lightning's validation at stop time (see `kit.run.control` for
+when).
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from kit.processes import peak_rss_bytes
+from kit.run.device_clock import DeviceClock, DeviceStep, Mark
 from kit.run.failure import DivergedError
 from kit.run.jobs.context import Context
-from kit.run.timing import StepClock
+from kit.run.timing import PARTS, StepClock
 
 _COUNTED = ("requests", "bytes_read")
 _FLUSH_SECONDS = 0.5
@@ -45,7 +48,8 @@ class Recorder(Callback):
         self._batches = self._steps_done = 0
         self._train_started = 0.0
         self._read_span: tuple[float, float] | None = None
-        self._kept: list[tuple[dict[str, Any], torch.Tensor | None]] = []
+        self._validation_started = 0.0
+        self._kept: list[tuple[dict[str, Any], torch.Tensor | None, DeviceStep | None]] = []
         self._flushed = time.perf_counter()
         self._last_finite: float | None = None
         self._residence = _Residence()
@@ -67,6 +71,16 @@ class Recorder(Callback):
             parameters=sum(parameter.numel() for parameter in pl_module.parameters()),
         )
         self.clock.take()
+        if device.type == "cuda":
+            self.clock.device = DeviceClock(_cuda_mark, self.clock.part)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        self._validation_started = time.time()
+        self.clock.enter("validation")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        self.clock.leave()
+        self.clock.note_span("validation", self._validation_started, time.time())
 
     def on_train_batch_start(
         self,
@@ -87,6 +101,7 @@ class Recorder(Callback):
         batch_idx: int,  # noqa: ARG002
     ) -> None:
         seconds = self.clock.take()
+        on_device = None if self.clock.device is None else self.clock.device.take()
         self._batches += 1
         done = trainer.global_step
         stepped = done > self._steps_done
@@ -101,12 +116,12 @@ class Recorder(Callback):
             "loss": None,
             **seconds,
             "samples": samples,
-            "samples_per_second": samples / seconds["step_seconds"] if seconds["step_seconds"] > 0 else None,
+            "samples_per_second": _rate(samples, seconds),
             "host_rss_bytes": self._residence.host_rss_bytes(),
             **_device_bytes(pl_module.device),
         }
         self._steps_done = done
-        self._kept.append((fields, _loss(outputs, trainer)))
+        self._kept.append((fields, _loss(outputs, trainer), on_device))
         now = time.perf_counter()
         if pl_module.device.type != "cuda" or now - self._flushed >= _FLUSH_SECONDS:
             self.flush()
@@ -129,10 +144,12 @@ class Recorder(Callback):
             DivergedError: at the first loss that is not finite.
         """
         kept, self._kept = self._kept, []
-        tensors = [loss.float() for _, loss in kept if loss is not None]
+        tensors = [loss.float() for _, loss, _ in kept if loss is not None]
         losses = iter(torch.stack(tensors).tolist() if tensors else [])
         diverged: DivergedError | None = None
-        for fields, tensor in kept:
+        for fields, tensor, on_device in kept:
+            if on_device is not None:
+                fields.update(_of_device(fields, on_device))
             if tensor is not None:
                 fields["loss"] = next(losses)
                 diverged = diverged or self._check(fields["loss"], int(fields["step"]))
@@ -165,9 +182,30 @@ class Recorder(Callback):
             "fit_ended",
             steps=steps,
             stopped=self.left,
+            validation_seconds=self.clock.take()["validation_seconds"],
             counters=counters() if callable(counters) else {},
             peak_host_rss_bytes=peak_rss_bytes(),
         )
+
+
+def _cuda_mark() -> Mark:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _rate(samples: int, seconds: dict[str, float]) -> float | None:
+    """Of training: a validation between two steps is none of their time."""
+    training = seconds["step_seconds"] - seconds["validation_seconds"]
+    return samples / training if training > 0 else None
+
+
+def _of_device(fields: dict[str, Any], step: DeviceStep) -> dict[str, Any]:
+    """The seconds of a step by the device's clock in place of the host's, which are kept beside them."""
+    found = step.seconds()
+    names = (*PARTS, "other")
+    seconds = {f"{name}_seconds": found.get(name, 0.0) for name in names}
+    seconds["step_seconds"] = sum(seconds.values())
+    host = {name: fields[f"{name}_seconds"] for name in (*names, "step")}
+    return {**seconds, "samples_per_second": _rate(fields["samples"], seconds), "host_seconds": host}
 
 
 def _loss(outputs: Any, trainer: Trainer) -> torch.Tensor | None:

@@ -13,11 +13,12 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.claims import release
 from kit.config import Config
-from kit.errors import ConfigError, KitWarning, Problem
+from kit.errors import ConfigError, KitWarning, Problem, TrialError
 from kit.events import SUPERVISOR, EventWriter
 from kit.processes import machine
 from kit.run.control import Control
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 _PACKAGES = ("kit", "torch", "lightning", "zarr", "fsspec", "gcsfs", "numpy", "pydantic", "cloudpickle")
 
 
-def prepare(module: object, data: object, config: object, batch_size: int | None = None) -> RunPaths:
+def prepare(
+    module: object, data: object, config: object, batch_size: int | None = None,
+    profile: Mapping[str, str] | None = None, job: str | None = None,
+) -> RunPaths:  # fmt: skip
     """A complete run directory for this trial.
 
     Args:
@@ -40,6 +44,8 @@ def prepare(module: object, data: object, config: object, batch_size: int | None
         data: As `kit.fit` takes it.
         config: A Config.
         batch_size: Samples per batch on each device, instead of what data of the caller's own makes.
+        profile: Which profiler looks on (`pass`) and where it writes (`folder`); None for none.
+        job: What the ranks do; None for a fit.
 
     Its GPUs are claimed for it: whoever starts it hands them to the supervisor.
 
@@ -55,25 +61,54 @@ def prepare(module: object, data: object, config: object, batch_size: int | None
     check_parts(module_part, data_part, config)
     taken = take_devices(config)
     try:
-        return _write(module_part, data_part, config, taken, {} if batch_size is None else {"batch_size": batch_size})
+        asked = {"batch_size": batch_size, "profile": profile, "job": job}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return _write(module_part, data_part, config, taken, given)
     except BaseException:
         release(taken.claims)
         raise
 
 
-def _write(module: Part, data: Part, config: Config, taken: Taken, asked: dict[str, int]) -> RunPaths:
-    predicted = _check_own_data(config, taken.resolved.world_size) if data.kind == "default" else {}
-    payload = pack(module, data)
+def _write(module: Part, data: Part, config: Config, taken: Taken, asked: dict[str, Any]) -> RunPaths:
+    kind = "dataset" if data.is_dataset else data.kind
+    paths = _fill(pack(module, data), {"module": module.kind, "data": kind}, config, taken, asked)
+    _warn_if_large(paths, paths.payload.stat().st_size)
+    return paths
+
+
+def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken, asked: Mapping[str, Any]) -> RunPaths:
+    predicted = _check_own_data(config, taken.resolved.world_size) if given["data"] == "default" else {}
     paths = RunPaths.create(config)
     found = {
         "payload_bytes": len(payload),
         "predicted": predicted,
         "device_used_bytes": list(taken.used_bytes),
         "claims": [str(file) for file in taken.claims],
+        "given": given,
     }
     write_run(paths, config.to_yaml(), payload, {**environment_of(taken.resolved), **found, **asked})
-    _warn_if_large(paths, len(payload))
     return paths
+
+
+def again(earlier: RunPaths, config: Config) -> RunPaths:
+    """A run directory for what `earlier` ran, with another config: module and data are taken as they were sent.
+
+    Raises:
+        ConfigError, HardwareError, StoreError: see the module's first lines.
+        TrialError: when module and data are no longer there.
+    """
+    try:
+        payload, before = earlier.payload.read_bytes(), json.loads(earlier.environment.read_bytes())
+    except (OSError, ValueError) as error:
+        raise TrialError(f"{earlier.directory} cannot be run again: {error}") from error
+    given = before.get("given", {"module": "path", "data": "path"})
+    asked = {name: before[name] for name in ("batch_size",) if name in before}
+    taken = take_devices(config)
+    try:
+        return _fill(payload, given, config, taken, asked)
+    except BaseException:
+        release(taken.claims)
+        raise
 
 
 def check_targets(module: Part, data: Part, config: Config) -> None:

@@ -21,6 +21,8 @@ from kit.units import format_bytes, format_seconds
 Killing = Literal["stop", "kill", "timeout", "stalled", "sibling", "kernel"]
 EXIT_FAILED = 1
 EXIT_CANNOT_WRITE = 74
+JOB_ENDED = ("fit_ended", "prediction_ended", "calibration_ended", "peaks_measured")
+"""What a rank says last, by its job."""
 _TAIL_BYTES = 1 << 18
 _CRASHES = {"SIGSEGV": "segmentation fault", "SIGBUS": "bus error", "SIGFPE": "arithmetic error", "SIGILL": "bad code"}
 
@@ -162,7 +164,7 @@ class _Tail:
         found: dict[str, Any] = {event["kind"]: event for event in events}
         last = steps[-1] if steps else {}
         rss = number(last.get("host_rss_bytes"))
-        ended = found.get("fit_ended") or found.get("prediction_ended")
+        ended = next((found[kind] for kind in JOB_ENDED if kind in found), None)
         return cls(int(last.get("step", 0)), rss if rss == rss else 0.0, found.get("failed"), ended)
 
 

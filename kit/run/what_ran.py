@@ -1,8 +1,8 @@
 """what_ran: sentences about what a trial really did, beside what its config asked for.
 
-They come from the trial's own events: the precision its Trainer computed in, the optimizer that stepped, the blocks
-that were checkpointed, the kernels that attention ran in and those that are here. Nothing is guessed: an event that is
-not there gives no sentence.
+They come from the trial's own events: the loader setting that was calibrated, the precision its Trainer computed in,
+the optimizer that stepped, the blocks that were checkpointed, the kernels that attention ran in and those that are
+here. Nothing is guessed: an event that is not there gives no sentence.
 """
 
 from __future__ import annotations
@@ -17,8 +17,19 @@ if TYPE_CHECKING:
 def what_ran(trial: Trial) -> list[str]:
     """Sentences, in the order in which a config names the choices."""
     found: dict[str, Any] = trial.event("levers_used") or {}
-    sentences = [_precision(trial), _optimizers(found), _blocks(found), _chunks(found), _attention(found)]
+    sentences = [
+        _loader(trial),
+        _precision(trial),
+        _optimizers(found),
+        _blocks(found),
+        _chunks(found),
+        _attention(found),
+    ]
     return [sentence for sentence in sentences if sentence]
+
+
+def _loader(trial: Trial) -> str:
+    return str(trial.event("calibrated", "headline") or "")
 
 
 def _precision(trial: Trial) -> str:

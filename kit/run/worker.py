@@ -71,6 +71,14 @@ def _job(name: str) -> Callable[[Context], None]:
         from kit.run.jobs.predict import predict
 
         return predict
+    if name == "peaks":
+        from kit.run.jobs.peaks import peaks
+
+        return peaks
+    if name == "calibrate":
+        from kit.run.jobs.calibrate import calibrate
+
+        return calibrate
     from kit.run.jobs.fit import fit
 
     return fit

@@ -78,12 +78,23 @@ def make_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        limit_val_batches=0,
+        **_validation(config),
         **_optimization(config, module),
         **_precision(
             precision, accelerator, isinstance(strategy, ModelParallelStrategy), _environment(world_size), stands_in
         ),
     )
+
+
+def _validation(config: Config) -> dict[str, Any]:
+    every = config.trial.validate_every_steps
+    if not every:
+        return {"limit_val_batches": 0}
+    return {
+        "limit_val_batches": config.trial.validation_batches,
+        "val_check_interval": every * config.levers.accumulate_grad_batches,
+        "check_val_every_n_epoch": None,
+    }
 
 
 def _environment(world_size: int) -> ClusterEnvironment:

@@ -1,4 +1,4 @@
-"""AttemptsView: a batch search or a back-off while it runs: its table, and one button that stops it.
+"""AttemptsView: a batch search, a back-off or a profile while it runs: its table, and one button that stops it.
 
 A view only: what it shows is `_repr_html_` of the series, and the button does what `stop()` does. When the series has
 ended the button is gone and the still below is its text.
@@ -13,13 +13,13 @@ import ipywidgets
 from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
 
 if TYPE_CHECKING:
-    from kit.run.attempts import Attempts
+    from kit.run.series import Series
 
 
 class AttemptsView:
     """The widgets of one series."""
 
-    def __init__(self, series: Attempts) -> None:
+    def __init__(self, series: Series) -> None:
         self.series = series
         self._display: LiveDisplay | None = None
         self.button = ipywidgets.Button(

@@ -21,6 +21,7 @@ from kit.widgets.controls import LABEL_WIDTH, make_control, read_control, write_
 SHOWN = {
     "hardware": ("accelerator", "devices", "strategy", "precision"),
     "loader": ("batch_size", "num_workers", "requests_in_flight"),
+    "calibration": ("enabled",),
     "levers": ("accumulate_grad_batches", "gradient_checkpointing"),
     "chunking": ("chunk", "shard"),
     "trial": ("max_steps", "warmup_steps"),

@@ -92,6 +92,7 @@ _PLACEHOLDERS = {
     "layout": "auto, or time: 2, lat: 64",
     "devices": "auto, 2, or a list: 0, 1",
     "names": "all, or a list: u, v",
+    "counts": "such as 0, 2, 4",
     "arguments": 'such as {"size": 3}',
     "float": "none",
 }
@@ -105,6 +106,7 @@ def _parser(info: FieldInfo) -> Callable[[str], Any]:
         "layout": lambda text: text if text in info.choices else _sizes(text),
         "devices": _devices,
         "names": _names,
+        "counts": _counts,
         "arguments": lambda text: _arguments(info, text),
         "float": _float,
     }
@@ -136,6 +138,13 @@ def _devices(text: str) -> str | int | list[int]:
 
 def _names(text: str) -> list[str]:
     return [name for name in (part.strip() for part in text.split(",")) if name]
+
+
+def _counts(text: str) -> list[int]:
+    parts = _names(text.strip("[]"))
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{text!r} is no list of whole numbers, such as 0, 2, 4")
+    return [int(part) for part in parts]
 
 
 def _float(text: str) -> float | None:

@@ -13,20 +13,25 @@ import contextlib
 import html
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from kit.config import Config
-from kit.errors import ConfigError, KitError
+from kit.errors import ConfigError, KitError, TrialError
+from kit.report.profile import Profile, profile
+from kit.run.calibration.calibrate import calibrate
+from kit.run.calibration.result import Calibration
 from kit.run.model_dials import model_dials
 from kit.run.trial import Trial, fit, warm_up
 from kit.train.choices import explain_attention, explain_batch, explain_strategy
 from kit.widgets.background import Latest
+from kit.widgets.calibration_view import CalibrationView
 from kit.widgets.config_form import ConfigForm
 from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
+from kit.widgets.profile_view import ProfileView
 from kit.widgets.store_view import StoreFacts, StoreView
 from kit.widgets.trial_view import TrialView
 
@@ -64,6 +69,8 @@ class Panel:
         self.store = StoreView(config, self._on_facts) if data is None else None
         self.button = ipywidgets.Button(layout={"width": "90px", "flex": "0 0 auto"})
         self.code = ipywidgets.HTML(layout={"margin": "6px 0 0", "width": "100%"})
+        self.profiling = ProfileView(self._profile)
+        self.calibration = CalibrationView(self._calibrate, self._on_calibrated)
         self._label(busy=False)
         self.button.on_click(lambda _: self._clicked())
         self.form.on_change(self._on_config)
@@ -111,9 +118,45 @@ class Panel:
     def _submit(self, config: Config) -> Trial:
         if self.form.problems:
             raise ConfigError(self.form.problems)
+        if self.profiling.busy:
+            raise TrialError("a profile is running, and the trial would be seen in it; stop it or wait for it")
+        if self.calibration.busy:
+            raise TrialError("the loader is being calibrated, and the trial would slow it; stop it or wait for it")
         self.view.reset(config, "checking …")
         given = self._module is not None or self._data is not None
         return fit(self._module, self._data, config) if given else fit(config)
+
+    def profile(self) -> Profile:
+        """Run the config under each profiler, and return at once; the tables appear under the trial.
+
+        Raises:
+            KitError: for edits in the form that do not fit, and as `kit.profile` does.
+        """
+        return self.profiling.run()
+
+    def _profile(self) -> Profile:
+        if self.form.problems:
+            raise ConfigError(self.form.problems)
+        if self.busy:
+            raise TrialError("a trial is running, and would be seen in the profile; stop it or wait for it")
+        given = self._module is not None or self._data is not None
+        return profile(self._module, self._data, self.config) if given else profile(self.config)
+
+    def calibrate(self) -> None:
+        """Measure loader settings in a thread, and take the cheapest fast one over into the form; returns at once."""
+        self.calibration.start()
+
+    def _calibrate(self, on_start: Callable[[Trial], object]) -> Calibration:
+        if self.form.problems:
+            raise ConfigError(self.form.problems)
+        if self.busy:
+            raise TrialError("a trial is running, and would slow what is measured; stop it or wait for it")
+        given = self._module is not None or self._data is not None
+        asked = (self._module, self._data, self.config) if given else (self.config,)
+        return calibrate(*asked, on_start=on_start)
+
+    def _on_calibrated(self, found: Calibration) -> None:
+        self.config = found.apply(self.config)
 
     def stop(self) -> None:
         """Ask the trial to end after its current step; what it measured is kept."""
@@ -163,7 +206,8 @@ class Panel:
 
     @property
     def _preparing(self) -> bool:
-        return self._starting.busy or (self.store is not None and not self.store.wait(0))
+        building = self.store is not None and not self.store.wait(0)
+        return self._starting.busy or self.profiling.busy or self.calibration.busy or building
 
     # -- what happens
 
@@ -185,7 +229,8 @@ class Panel:
             self._settle()
 
     def _settle(self) -> None:
-        """The end of a trial, however it came."""
+        """The end of a trial or a profile, however it came."""
+        self.profiling.settle()
         if self.trial is not None and self.trial.ended:
             self.view.show(self.trial)
             self._label(busy=False)
@@ -233,7 +278,16 @@ class Panel:
         head = ipywidgets.HBox([self.button, self.view.progress], layout={"align_items": "center", "grid_gap": "12px"})
         store = [self.store.ui] if self.store is not None else []
         right = ipywidgets.VBox(
-            [*store, head, self.view.chart, self.view.notes, self.view.error, self.code],
+            [
+                *store,
+                head,
+                self.view.chart,
+                self.view.notes,
+                self.view.error,
+                self.calibration.ui,
+                self.profiling.ui,
+                self.code,
+            ],
             layout={"flex": "100 1 480px", "min_width": "0"},
         )
         columns = ipywidgets.HBox(

@@ -135,7 +135,10 @@ def in_words(trial: Trial, done: int, of: int) -> str:
     if done:
         left = seconds_left(trial, of)
         return f"step {done}/{of}" + (f" · {left} left" if left else "")
-    return f"{_STARTING}: reading the first batch …" if trial.event("fit_started") else f"{_STARTING}: loading torch …"
+    if trial.event("fit_started"):
+        return f"{_STARTING}: reading the first batch …"
+    tried = sum(event["kind"] == "calibration_step" for event in trial.events)
+    return f"calibrating the loader: {tried} settings measured …" if tried else f"{_STARTING}: loading torch …"
 
 
 def seconds_left(trial: Trial, of: int) -> str:

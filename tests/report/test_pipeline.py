@@ -114,9 +114,12 @@ def test_a_part_shows_what_reaches_into_it_and_keeps_the_shares_of_the_whole():
     assert part.finding == whole.finding
 
 
-def test_saving_is_a_row_of_its_own():
-    saved = {"kind": "span", "rank": 0, "time": START + 2, "name": "save", "started": START + 1, "ended": START + 2}
-    assert info_of(*steps(), saved).save[0] == ((1.0, 2.0),)
+@pytest.mark.parametrize("name", ["save", "validation"])
+def test_what_is_told_whole_is_a_row_of_its_own(name):
+    told = {"kind": "span", "rank": 0, "time": START + 2, "name": name, "started": START + 1, "ended": START + 2}
+    info = info_of(*steps(), told)
+    assert getattr(info, name)[0] == ((1.0, 2.0),)
+    assert {"save": info.validation, "validation": info.save}[name][0] == ()
 
 
 def test_without_a_finished_step_there_is_nothing_to_show():

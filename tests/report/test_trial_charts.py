@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.config import Config
-from kit.report.trace import LARGEST_SERIES, PHASES, Trace
+from kit.report.trace import LARGEST_SERIES, PHASE_LABELS, PHASES, Trace
 from kit.report.trial_charts import (
     TrialChart,
     byte_limit,
@@ -174,3 +174,17 @@ def test_a_png_stands_alone():
     chart = TrialChart(CONFIG)
     chart.add([step(1)])
     assert chart.png().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "every", "absent"), [(1, 0, {"communication", "validation"}), (2, 0, {"validation"}), (2, 4, set())]
+)
+def test_the_legend_names_what_a_trial_can_spend_time_on(world_size, every, absent):
+    chart = TrialChart(CONFIG.replace({"trial.validate_every_steps": every}), world_size)
+    named = {text.get_text() for text in chart.figure.legends[-1].get_texts()}
+    assert named == {PHASE_LABELS[phase] for phase in PHASES} - absent
+
+
+def test_a_validation_is_in_the_shares_and_in_no_throughput():
+    info = throughput_info([step(n, seconds=0.2, wait=0.0, validation_seconds=0.1) for n in (3, 4)], CONFIG)
+    assert info.mean_samples_per_second == pytest.approx(80)

@@ -41,7 +41,7 @@ def test_time_is_charged_to_the_innermost_named_action(clock):
     spend(clock, STEP, 4.0, inside=[(FORWARD, 8.0), (BACKWARD, 16.0), (AFTER, 32.0)])
     clock.now[0] += 64.0
     taken = clock.take()
-    assert [taken[f"{part}_seconds"] for part in PARTS] == [1.0, 2.0, 8.0, 48.0, 4.0]
+    assert [taken[f"{part}_seconds"] for part in PARTS] == [1.0, 2.0, 8.0, 48.0, 4.0, 0.0, 0.0]
     assert taken["other_seconds"] == 64.0
     assert taken["step_seconds"] == 127.0
 
@@ -118,3 +118,45 @@ def test_saving_a_checkpoint_is_told_whole_and_once(clock, monkeypatch):
     spend(clock, "save_checkpoint", 1.0)
     assert clock.take_spans() == [("save", 10.0, 12.5)]
     assert clock.take_spans() == []
+
+
+def test_what_is_entered_takes_everything_until_it_is_left(clock):
+    clock.start(EPOCH)
+    clock.enter("validation")
+    spend(clock, MOVE, 2.0, inside=[(FORWARD, 3.0)])
+    clock.enter("communication")  # inside of the other: that one has it
+    clock.now[0] += 4.0
+    clock.leave()
+    clock.leave()
+    clock.leave()  # nothing was entered any more
+    spend(clock, MOVE, 1.0)
+    taken = clock.take()
+    assert taken["validation_seconds"] == 9.0
+    assert taken["transfer_seconds"] == 1.0
+    assert taken["communication_seconds"] == taken["forward_seconds"] == 0.0
+
+
+def test_the_rest_of_an_action_can_turn_out_to_be_something_else(clock):
+    clock.start(STEP)
+    clock.start(BACKWARD)
+    clock.now[0] += 5.0
+    clock.turn_to("communication")
+    clock.now[0] += 2.0
+    clock.stop(BACKWARD)
+    clock.now[0] += 1.0
+    clock.stop(STEP)
+    taken = clock.take()
+    assert [taken[f"{part}_seconds"] for part in ("backward", "communication", "optimizer")] == [5.0, 2.0, 1.0]
+
+
+def test_a_device_clock_hears_of_every_turn(clock):
+    class Listening:
+        def __init__(self):
+            self.heard = []
+
+        def turn(self, part):
+            self.heard.append(part)
+
+    clock.device = Listening()
+    spend(clock, STEP, 1.0, inside=[(FORWARD, 1.0), (BACKWARD, 1.0)])
+    assert clock.device.heard == ["optimizer", "forward", "optimizer", "backward", "optimizer", "other"]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 from lightning.pytorch import seed_everything
+from lightning.pytorch.profilers import Profiler
 
+from kit.run.communication import CommunicationTimer
+from kit.run.cpu_use import CpuUse
 from kit.run.jobs.batch_size import resize
+from kit.run.jobs.calibrate import calibrated
 from kit.run.jobs.context import Context
 from kit.run.jobs.levers_used import LeversUsed
 from kit.run.jobs.parts import make_data, make_module, show_cells
 from kit.run.memory.meter import MemoryMeter
 from kit.run.payload import Part
 from kit.run.recorder import Recorder
+from kit.run.step_work import StepWork
 from kit.run.timing import StepClock
 from kit.train.attention import AUTO, AttentionKernel
 from kit.train.device_limit import DeviceLimit
@@ -27,7 +33,7 @@ def fit(context: Context) -> None:
     show_cells(context.cells)
     seed_everything(context.config.training.seed, workers=True, verbose=False)
     module = make_module(payload["module"], context.config)
-    data = _data(payload["data"], context)
+    data = calibrated(context, _data(payload["data"], context))
     context.clock = StepClock()
     recorder = Recorder(context, context.clock)
     meter = MemoryMeter(context, context.clock) if context.config.trial.measure_memory else None
@@ -41,10 +47,13 @@ def fit(context: Context) -> None:
             *_limit(context),
             *_counting(context),
             LeversUsed(context),
+            *([StepWork(context)] if context.config.trial.count_work else []),
+            CpuUse(context),
+            CommunicationTimer(context.clock),
             recorder,
             *([] if meter is None else [meter]),
         ],
-        profiler=context.clock,
+        profiler=_listening(context, context.clock),
         default_root_dir=context.paths.directory,
     )
     try:
@@ -62,6 +71,16 @@ def _data(part: Part, context: Context) -> dict[str, Any]:
     """The data in the batches it makes, or in those that the trial was asked to take."""
     data, asked = make_data(part, context.config), context.environment.get("batch_size")
     return data if asked is None or part.kind == "default" else resize(data, int(asked))
+
+
+def _listening(context: Context, clock: StepClock) -> Profiler:
+    """The clock, and the profiler of this pass, where the trial is one."""
+    asked = context.environment.get("profile")
+    if asked is None:
+        return clock
+    from kit.run.profilers import Both, make_profiler
+
+    return Both(clock, make_profiler(asked["pass"], Path(asked["folder"]), context.config))
 
 
 def _counting(context: Context) -> list[AttentionKernel]:

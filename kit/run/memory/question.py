@@ -35,6 +35,7 @@ _BF16_CAPABILITY = (8, 0)
 _IMMATERIAL = (
     "name",
     "trial",
+    "calibration",
     "chunking",
     "training.seed",
     "training.max_epochs",

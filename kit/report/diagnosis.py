@@ -1,0 +1,286 @@
+"""diagnose: what a trial suffers from, in sentences, with what to change, what that should bring, and how to try it.
+
+The evidence is the trial's own (`kit.report.evidence`), the rules are data (`kit.report.rules`). A finding names one
+thing that is wrong; rules that were asked and found nothing are told too, and so are those that the trial could not
+answer, with what they need. Specific causes come before the general complaint they explain, larger effects before
+smaller ones. No finding is a clean bill. Nothing is changed by itself: `finding.try_it()` runs the change beside the
+config as it is, and says whether it helped (`kit.try_change`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kit.config import Config
+from kit.errors import ConfigError, KitError, Problem, TrialError
+from kit.report.evidence import Evidence, evidence_of
+from kit.report.profile import Profile
+from kit.report.roofline import Roofline, roofline_of
+from kit.report.rule import Change, Rule, show
+from kit.report.rules import RULES
+from kit.run.peaks import Peaks, device_peaks
+from kit.run.repeats import Source, Tried, try_change
+from kit.run.trial import Trial
+from kit.tables import FRAME, html_list, html_table, text_table
+
+GENERAL = ("waiting for data", "training shorter than preprocessing")
+"""Complaints that another finding about data explains."""
+_SPECIFIC = ("no prefetch", "chunks that do not fit", "Python in the data", "all cores busy")
+_COLUMNS = ("rule", "found", "threshold", "source")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong."""
+
+    rule: Rule
+    value: float
+    sentence: str
+    setting: str
+    """What to change, in words."""
+    change: Change
+    """Fields of the config that do it; empty where none does."""
+    predicted_gain: float | None
+    """Throughput after over before, at most; None where it cannot be bounded."""
+    source: Source
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    @property
+    def evidence(self) -> str:
+        """The value beside the threshold, and who set that."""
+        rule = self.rule
+        value, limit = show(rule.unit, self.value), show(rule.unit, rule.threshold)
+        return f"{rule.looks_at}: {value}, a finding from {limit} on ({rule.source})"
+
+    @property
+    def effect(self) -> str:
+        if self.predicted_gain is None:
+            return "what it brings cannot be foreseen"
+        return f"predicted: {self.predicted_gain:.2f} × as fast at most"
+
+    @property
+    def code(self) -> str:
+        """The change as one line; empty where no field of the config does it."""
+        changed = self.source.config.replace(self.change) if self.change else None
+        return changed.as_code(self.source.config) if changed is not None else ""
+
+    def try_it(self, repeats: int = 3, on_run: Callable[[Trial], object] | None = None) -> Tried:
+        """Run before and after, `repeats` times each, and wait.
+
+        Raises:
+            ConfigError: where no field of the config makes the change; `kit.try_change` takes a new module or new data.
+        """
+        given = (self.source.earlier,) if self.source.earlier else (
+            self.source.module, self.source.data, self.source.config)  # fmt: skip
+        if not self.change:
+            message = f"no setting does it ({self.setting}); try kit.try_change(..., new_module=...) or new_data"
+            raise ConfigError([Problem(self.name, message)])
+        return try_change(
+            *given, change=self.change, repeats=repeats, predicted_gain=self.predicted_gain, on_run=on_run
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Diagnosis:
+    """What the rules say of one trial."""
+
+    evidence: Evidence
+    findings: tuple[Finding, ...]
+    """What is wrong, the most worth mending first."""
+    values: dict[str, float]
+    """What each rule that was asked measured, by its name."""
+    unasked: tuple[Rule, ...]
+    """Rules that the trial could not answer."""
+    roofline: Roofline | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        return not self.findings
+
+    def __getitem__(self, name: str) -> Finding:
+        """The finding of a rule.
+
+        Raises:
+            KeyError: when there is none of that name, with those there are.
+        """
+        for finding in self.findings:
+            if finding.name == name:
+                return finding
+        raise KeyError(f"no finding {name!r}; there are {', '.join(self.names) or 'none'}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(finding.name for finding in self.findings)
+
+    @property
+    def headline(self) -> str:
+        asked = f"{len(self.values)} of {len(RULES)} rules asked"
+        if self.clean:
+            return f"Nothing found: {asked}."
+        count = len(self.findings)
+        return f"{count} finding{'s' * (count > 1)}; {asked}."
+
+    @property
+    def sentences(self) -> list[str]:
+        """The whole diagnosis as text."""
+        lines = [text for finding in self.findings for text in _told(finding)]
+        lines += [self.roofline.sentence] if self.roofline else []
+        return [*lines, *self.notes]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """Every rule: what was found, from which value on it is a finding, and who says so."""
+        return [self._row(rule) for rule in RULES]
+
+    def _row(self, rule: Rule) -> list[str]:
+        value = self.values.get(rule.name)
+        found = f"not told: needs {rule.needs}" if value is None else show(rule.unit, value)
+        return [rule.name, found, show(rule.unit, rule.threshold), rule.source]
+
+    @property
+    def table(self) -> str:
+        return text_table(_COLUMNS, self.rows)
+
+    def __repr__(self) -> str:
+        return "\n".join([self.headline, *(f"- {text}" for text in self.sentences)])
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        return self.findings_html + self.details_html
+
+    @property
+    def findings_html(self) -> str:
+        return f'<div style="{FRAME}"><b>{escape(self.headline)}</b></div>' + "".join(map(finding_html, self.findings))
+
+    @property
+    def details_html(self) -> str:
+        """The roofline in a sentence, notes, and all rules behind a fold."""
+        more = ([self.roofline.sentence] if self.roofline else []) + list(self.notes)
+        table = html_table(_COLUMNS, self.rows, dense=True)
+        fold = f'<details style="{FRAME}"><summary>all rules, thresholds and sources</summary>{table}</details>'
+        return html_list(more) + fold
+
+    def _ipython_display_(self) -> None:
+        """With buttons where widgets are installed, else as the notebook shows HTML or text."""
+        try:
+            importlib.import_module("kit.widgets.diagnosis_view").display(self)
+        except ImportError:
+            sys.stdout.write(f"{self!r}\n")
+
+
+def finding_html(finding: Finding) -> str:
+    """One finding: the sentence, what to change and why one may believe it."""
+    style = (
+        f"{FRAME}; border-left: 4px solid var(--jp-warn-color1, #c77700); padding: 2px 0 2px 10px; margin: 8px 0 2px"
+    )
+    code = f"<br><code>{escape(finding.code)}</code>" if finding.code else ""
+    small = "font-size: 0.88em; opacity: 0.8"
+    return (
+        f'<div style="{style}"><b>{escape(finding.name)}</b>: {escape(finding.sentence)}<br>'
+        f"Change {escape(finding.setting)}; {escape(finding.effect)}.{code}"
+        f'<div style="{small}">{escape(finding.evidence)}</div></div>'
+    )
+
+
+def _told(finding: Finding) -> list[str]:
+    return [
+        f"{finding.name}: {finding.sentence}",
+        f"  change {finding.setting}; {finding.effect}",
+        f"  {finding.evidence}",
+    ]
+
+
+def diagnose(*given: Any, peaks: Peaks | bool = True, profile: Profile | None = None) -> Diagnosis:
+    """Say what a trial suffers from.
+
+    Args:
+        given: A trial, or its run directory; or what `kit.fit` takes, which is then run, and waited for.
+        peaks: What the device can do, measured where it is not known yet (two seconds); False leaves out what needs it.
+        profile: A finished profile of the same, for the rules that ask for traces and functions.
+
+    Raises:
+        TrialError: when the trial has failed, or has not measured a step.
+        ConfigError: for arguments that are none of these.
+    """
+    trial, source = _trial(given)
+    found, notes = _peaks(trial.config, peaks)
+    try:
+        evidence = evidence_of(trial, found, profile)
+    except ValueError as error:
+        raise TrialError(f"{trial.name} cannot be diagnosed: {error}") from error
+    return judge(evidence, source, notes)
+
+
+def judge(evidence: Evidence, source: Source, notes: Sequence[str] = ()) -> Diagnosis:
+    """What the rules say of this evidence; `source` is what a change is tried on."""
+    measured = {rule: rule.measure(evidence) for rule in RULES}
+    known = {rule: value for rule, value in measured.items() if value is not None and math.isfinite(value)}
+    findings = [_finding(rule, value, evidence, source) for rule, value in known.items() if value >= rule.threshold]
+    return Diagnosis(
+        evidence=evidence, findings=tuple(_sorted(findings)), roofline=roofline_of(evidence),
+        values={rule.name: value for rule, value in known.items()},
+        unasked=tuple(rule for rule in RULES if rule not in known), notes=(*evidence.notes, *notes),
+    )  # fmt: skip
+
+
+def _finding(rule: Rule, value: float, evidence: Evidence, source: Source) -> Finding:
+    change, gain = rule.change(evidence), rule.effect(evidence)
+    return Finding(
+        rule=rule, value=value, sentence=rule.sentence(evidence, value), setting=rule.setting(evidence),
+        change=_possible(change, evidence.config), source=source,
+        predicted_gain=gain if gain is not None and math.isfinite(gain) else None,
+    )  # fmt: skip
+
+
+def _possible(change: Change, config: Config) -> Change:
+    """The change, unless the config refuses it or has it already."""
+    try:
+        return dict(change) if config.diff(config.replace(change)) else {}
+    except ConfigError:
+        return {}
+
+
+def _sorted(findings: Sequence[Finding]) -> list[Finding]:
+    explained = any(finding.name in _SPECIFIC for finding in findings)
+
+    def order(finding: Finding) -> tuple[bool, float]:
+        return explained and finding.name in GENERAL, -(finding.predicted_gain or 0.0)
+
+    return sorted(findings, key=order)
+
+
+def _trial(given: Sequence[Any]) -> tuple[Trial, Source]:
+    if len(given) == 1 and isinstance(given[0], str | Path):
+        given = (Trial.open(given[0]),)
+    source = Source.of(given)
+    trial = source.earlier
+    if trial is None:
+        from kit.run.trial import fit
+
+        trial = fit(source.module, source.data, source.config).wait()
+    elif trial.poll() in ("FAILED", "LOST"):
+        raise trial.failure()
+    return trial, source
+
+
+def _peaks(config: Config, asked: Peaks | bool) -> tuple[Peaks | None, tuple[str, ...]]:
+    if isinstance(asked, Peaks):
+        return asked, ()
+    if not asked:
+        return None, ()
+    try:
+        return device_peaks(config), ()
+    except KitError as error:
+        return None, (f"the peak of the device was not measured: {error}",)

@@ -1,0 +1,172 @@
+"""Calibration: the loader setting that was chosen, with its evidence; kept in the run directory, taken up again.
+
+A result holds as long as machine, data and config are those it was measured on; `changed` names what is not. It is one
+JSON file beside the run, and one for each experiment name below the folder of runs, where the next run finds it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from kit.config import Config
+from kit.errors import ConfigError, Problem, TrialError
+from kit.plan.calibration import LoaderSetting, Measurement
+from kit.run.paths import runs_folder
+from kit.tables import html_list, html_table, text_table
+from kit.units import format_count, format_seconds
+
+FOLDER = ".calibrations"
+"""Below the folder of runs."""
+_COLUMNS = ("setting", "batches/s", "±", "of peak", "batches", "first batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Calibration:
+    """What a sweep found; print it, draw it with `kit.calibration_figure`, or `apply` it."""
+
+    chosen: LoaderSetting | None
+    """None when nothing could be measured."""
+    measured: tuple[Measurement, ...] = ()
+    """In the order in which they were tried."""
+    dropped: tuple[tuple[str, str], ...] = ()
+    """Settings left out, and why."""
+    reasons: tuple[str, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """What the caps on processes were made from: cores, bytes, and how busy loading keeps a core."""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """Machine, data and config that it holds for."""
+    seconds: float = 0.0
+    """What the sweep took."""
+    reloaded: bool = False
+    """Whether it was taken up from an earlier run."""
+    again: str = ""
+    """Why an earlier result was not; empty where there was none."""
+    error: str = ""
+
+    @property
+    def peak(self) -> float:
+        """Batches per second of the fastest setting."""
+        return max((item.batches_per_second for item in self.measured), default=0.0)
+
+    @property
+    def batches_per_second(self) -> float:
+        """Of the chosen setting."""
+        return next((item.batches_per_second for item in self.measured if item.setting == self.chosen), 0.0)
+
+    def apply(self, config: Config) -> Config:
+        """The config with the chosen setting.
+
+        Raises:
+            ConfigError: when there is none.
+        """
+        if self.chosen is None:
+            raise ConfigError([Problem("calibration", f"no setting was chosen: {self.error}")])
+        return config.replace(self.chosen.changes)
+
+    # -- keeping it
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave."""
+        chosen = values["chosen"]
+        measured = [Measurement(**{**item, "setting": LoaderSetting(**item["setting"])}) for item in values["measured"]]
+        read = {
+            "chosen": LoaderSetting(**chosen) if chosen else None,
+            "measured": tuple(measured),
+            "dropped": tuple((text, reason) for text, reason in values["dropped"]),
+            "reasons": tuple(values["reasons"]),
+        }
+        return cls(**{**values, **read})
+
+    def save(self, path: Path) -> Path:
+        """Write it; the file is replaced in one move."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(self.to_dict(), indent=2), encoding="utf-8")
+        return draft.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """A saved result, such as `calibration.json` of a run directory.
+
+        Raises:
+            TrialError: when the file cannot be read or holds none.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TrialError(f"{path} holds no calibration: {error}; calibrate again with kit.calibrate") from error
+
+    # -- showing it
+
+    @property
+    def rows(self) -> list[list[str]]:
+        return [
+            [
+                str(item.setting), format_count(item.batches_per_second), f"{item.error:.0%}",
+                f"{item.batches_per_second / self.peak:.0%}", str(item.batches),
+                format_seconds(item.first_batch_seconds),
+            ]
+            for item in self.measured
+        ]  # fmt: skip
+
+    @property
+    def headline(self) -> str:
+        if self.chosen is None:
+            return f"loader not calibrated: {self.error}"
+        speed = f"{format_count(self.batches_per_second)} batches/s"
+        how = "taken up again" if self.reloaded else f"measured in {format_seconds(self.seconds)}"
+        again = f"; again, since {self.again}" if self.again and not self.reloaded else ""
+        return f"loader calibrated: {self.chosen}, {speed} ({how}{again})"
+
+    @property
+    def sentences(self) -> list[str]:
+        return [*self.reasons, *(f"left out {text}: {reason}" for text, reason in self.dropped)]
+
+    @property
+    def _marked(self) -> int | None:
+        settings = [item.setting for item in self.measured]
+        return settings.index(self.chosen) if self.chosen in settings else None
+
+    def __repr__(self) -> str:
+        table = [text_table(_COLUMNS, self.rows, self._marked)] if self.measured else []
+        return "\n".join([self.headline, *table, *(f"- {text}" for text in self.sentences)])
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        table = html_table(_COLUMNS, self.rows, caption=self.headline, marked=self._marked)
+        return table + html_list(self.sentences)
+
+
+def saved_path(config: Config) -> Path:
+    """Where the last result of an experiment is kept for its next run."""
+    return runs_folder(config.trial.folder) / FOLDER / f"{config.name}.json"
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is no longer as it was, each as a sentence; empty when a result still holds."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [f"{name} was {_short(old.get(name))}, now {_short(new.get(name))}" for name in names]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _short(value: Any) -> str:
+    text = "not there" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,238 @@
+"""The sweep: measures what the rules of `kit.plan.calibration` ask for, on one rank's data, and says what it chose.
+
+One rank measures, on its share of the cores: what the other ranks read at the same time is not seen. A candidate that
+cannot run is left out with its reason; the first one must run.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kit.cgroup import Share, share
+from kit.config import Config
+from kit.errors import ConfigError, Problem
+from kit.plan.calibration import (
+    LoaderSetting,
+    Looks,
+    Measurement,
+    MemoryCap,
+    choose,
+    cpu_cap,
+    sweep_engine,
+    sweep_workers,
+    why_chosen,
+    worker_counts,
+)
+from kit.run.calibration.measure import Limits, Observed, StoppedError, measure
+from kit.run.calibration.result import Calibration
+from kit.run.calibration.subject import OwnSubject, Subject
+from kit.units import format_bytes
+
+_SHARED_MEMORY = Path("/dev/shm")
+_PROBE_BATCHES = 4
+_DIALS = ("num_workers", "prefetch_factor", "requests_in_flight", "batches_ahead", "cache_bytes")
+
+
+@dataclass(slots=True)
+class Resources:
+    """What one rank may use."""
+
+    cores: int
+    free_bytes: int
+    shared_bytes: int
+    """Of shared memory, where batches lie on their way from a loader process."""
+
+    @classmethod
+    def of(cls, mine: Share, ranks: int) -> Resources:
+        free = mine.memory_available_bytes // ranks
+        shared = shutil.disk_usage(_SHARED_MEMORY).free // ranks if _SHARED_MEMORY.is_dir() else free
+        return cls(max(1, mine.cores // ranks), free, shared)
+
+
+class Sweep:
+    """One calibration; `run` it once.
+
+    Args:
+        subject: The data of this rank.
+        config: What asks for it.
+        resources: What this rank may use.
+        tell: Hears each measurement.
+        stopping: Whether to leave.
+    """
+
+    def __init__(
+        self, subject: Subject, config: Config, resources: Resources,
+        tell: Callable[[Measurement], None] = lambda _: None, stopping: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._subject, self._config, self._resources, self._tell = subject, config, resources, tell
+        asked = config.calibration
+        self._limits = Limits(
+            timeout_seconds=asked.timeout_seconds, most_batches=asked.max_measure_batches,
+            step_seconds=asked.step_seconds, stopping=stopping,
+        )  # fmt: skip
+        self._observed = Observed()
+        self._memory: MemoryCap | None = None
+        self._cpu_workers = 0
+        self._turn = 0
+        self._reasons: list[str] = []
+        self.measured: list[Measurement] = []
+        self.dropped: list[tuple[str, str]] = []
+
+    def run(self) -> Calibration:
+        """Sweep and choose.
+
+        Raises:
+            ConfigError: when there is nothing to measure.
+            StoppedError: when asked to leave.
+        """
+        began = time.perf_counter()
+        base = self._subject.present()
+        if isinstance(self._subject, OwnSubject):
+            base = self._sweep_engine(self._subject, base)
+        best = max((item.batches_per_second for item in self.measured), default=0.0)
+        prefetch = self._config.calibration.candidate_prefetch
+        self._follow(sweep_workers(base, self._counts(), prefetch, self._why_not, best))
+        candidates = self._candidates()
+        chosen = choose(candidates, self._observed.batch_bytes)
+        return Calibration(
+            chosen=chosen.setting, measured=tuple(self.measured), dropped=tuple(self.dropped),
+            reasons=(why_chosen(chosen, candidates), *self._reasons), limits=self._facts(),
+            seconds=time.perf_counter() - began,
+        )  # fmt: skip
+
+    def _sweep_engine(self, subject: OwnSubject, base: LoaderSetting) -> LoaderSetting:
+        """The dials that processes are tried with."""
+        config, arrays = subject.config, subject.dataset.select(subject.config.data.variables)
+        largest = min(sum(info.nbytes for info in arrays), config.loader.memory_bytes // 2)
+        self._follow(sweep_engine(base, [] if config.data.order == "block" else [largest], lambda _: ""))
+        if not self.measured:
+            raise self._nothing()
+        return choose(self.measured, self._observed.batch_bytes).setting
+
+    def _counts(self) -> Iterator[int]:
+        named = self._config.calibration.candidate_workers
+        if not named and not self._subject.workers_change_nothing:
+            self._reasons.append(
+                "an iterable data set keeps its number of processes: others may repeat its samples; where it shares "
+                "them out, name numbers in calibration.candidate_workers"
+            )
+            yield self._subject.present().num_workers
+            return
+        counts = worker_counts(named, self._cpu_cap)
+        yield from (count for count in counts if count or not self._subject.own)  # 0 was measured with the dials
+
+    def _candidates(self) -> list[Measurement]:
+        named = self._config.calibration.candidate_workers
+        found = [item for item in self.measured if not named or item.setting.num_workers in named]
+        if not found:
+            raise self._nothing()
+        return found
+
+    def _nothing(self) -> ConfigError:
+        why = "; ".join(f"{text}: {reason}" for text, reason in self.dropped)
+        return ConfigError([Problem("calibration.candidate_workers", f"no candidate could be measured ({why})")])
+
+    # -- measuring
+
+    def _follow(self, looks: Looks) -> None:
+        try:
+            setting = next(looks)
+            while True:
+                setting = looks.send(self._try(setting))
+        except StopIteration:
+            return
+
+    def _try(self, setting: LoaderSetting) -> Measurement | None:
+        try:
+            found = self._measure(setting, self._limits)
+        except StoppedError:
+            raise
+        except Exception as error:
+            if not self.measured and not isinstance(error, ConfigError):
+                raise
+            self.dropped.append((str(setting), (str(error).splitlines() or [type(error).__name__])[0]))
+            return None
+        self.measured.append(found)
+        self._tell(found)
+        return found
+
+    def _measure(self, setting: LoaderSetting, limits: Limits) -> Measurement:
+        filling = 2 * (setting.cache_bytes or 0) // max(1, self._observed.batch_bytes)
+        self._turn += 1
+        with warnings.catch_warnings():  # processes beyond the cores are tried on purpose
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            with self._subject.loader(setting, self._turn) as loader:
+                return measure(loader, setting, limits, self._observed, filling)
+
+    # -- caps
+
+    def _cpu_cap(self) -> int:
+        busy = self._observed.busy or 1.0
+        self._cpu_workers = cpu_cap(self._resources.cores, busy)
+        cores = f"{self._resources.cores} core" + "s" * (self._resources.cores > 1)
+        self._reasons.append(
+            f"at most {self._cpu_workers} processes for {cores}: loading keeps a core {min(1.0, busy):.0%} busy"
+        )
+        return self._cpu_workers
+
+    def _why_not(self, setting: LoaderSetting) -> str:
+        """One process is what memory is measured on; more of them must fit."""
+        if not self._config.calibration.cap_workers_by_ram or setting.num_workers < 2:
+            return ""
+        reason = self._memory_cap(setting).why_not(setting)
+        if reason:
+            self.dropped.append((str(setting), reason))
+        return reason
+
+    def _memory_cap(self, setting: LoaderSetting) -> MemoryCap:
+        if self._memory is None:
+            if not self._observed.worker_bytes:
+                probe = replace(setting, num_workers=1)
+                self._measure(probe, replace(self._limits, most_batches=_PROBE_BATCHES))
+            self._memory = MemoryCap(
+                free_bytes=self._resources.free_bytes, shared_bytes=self._resources.shared_bytes,
+                margin=self._config.calibration.ram_safety_margin, worker_bytes=self._observed.worker_bytes,
+                batch_bytes=self._observed.batch_bytes,
+            )  # fmt: skip
+            self._reasons.append(self._told(self._memory))
+        return self._memory
+
+    @staticmethod
+    def _told(cap: MemoryCap) -> str:
+        return (
+            f"a process holds {format_bytes(cap.worker_bytes)} for itself and a batch is "
+            f"{format_bytes(cap.batch_bytes)}: {format_bytes(cap.free_bytes * (1 - cap.margin))} of memory hold "
+            f"{cap.most(2)} processes of two batches"
+        )
+
+    def _facts(self) -> dict[str, float]:
+        return {
+            "cores": self._resources.cores, "busy": self._observed.busy, "cpu_workers": self._cpu_workers,
+            "free_bytes": self._resources.free_bytes, "shared_bytes": self._resources.shared_bytes,
+            "worker_bytes": self._observed.worker_bytes, "batch_bytes": self._observed.batch_bytes,
+        }  # fmt: skip
+
+
+def identity_of(subject: Subject, config: Config, ranks: int, mine: Share | None = None) -> dict[str, Any]:
+    """What a result holds for: the machine, the data, and the settings that change how fast it is read."""
+    mine = mine or share()
+    values = config.values()
+    loader = {name: value for name, value in values["loader"].items() if name not in _DIALS}
+    calibration = {name: value for name, value in values["calibration"].items() if name != "enabled"}
+    wanted = {"loader": loader, "calibration": calibration, "ranks": ranks}
+    if subject.own:
+        wanted |= {"data": values["data"], "chunking": values["chunking"], "cache": values["cache"]}
+    else:
+        wanted["data.arguments"] = values["data"]["arguments"]
+    return {
+        "machine": {"cores": mine.cores, "memory_bytes": mine.memory_bytes, "system": platform.platform()},
+        "data": subject.identity(),
+        "config": wanted,
+    }

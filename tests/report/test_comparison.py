@@ -1,0 +1,110 @@
+import math
+
+import pytest
+
+import kit
+from kit.errors import ConfigError, TrialError
+from kit.report.comparison import Comparison, Figure, Group
+from kit.testing import TinyData, TinyModule
+
+
+def row(speed, world_size=1, **more):
+    return {
+        "run": "r", "state": "COMPLETE", "message": None, "world_size": world_size, "samples_per_second": speed,
+        "data_wait_fraction": 0.1, "device_allocated_bytes_measured": None, "host_rss_peak_bytes": 1 << 20, **more,
+    }  # fmt: skip
+
+
+def group(name, speeds, changes=None, world_size=1):
+    config = kit.Config().replace(changes or {})
+    return Group(name=name, config=config, rows=tuple(row(speed, world_size) for speed in speeds))
+
+
+TWO_DEVICES = {"hardware.devices": 2, "hardware.strategy": "ddp"}
+
+
+@pytest.fixture
+def comparison():
+    return Comparison(
+        (
+            group("one", [100.0, 110.0, 90.0]),
+            group("wide", [150.0], {"loader.batch_size": 64, "name": "other"}),
+            group("two", [160.0, 170.0], TWO_DEVICES, world_size=2),
+        )
+    )
+
+
+def test_repeats_have_a_mean_and_a_spread_and_a_single_run_has_none():
+    assert Figure((90.0, 110.0)).text(lambda value: f"{value:.0f}") == "100 ± 14"
+    assert Figure((90.0,)).text(lambda value: f"{value:.0f}") == "90"
+    assert Figure(()).text(str) == "–"
+    assert math.isnan(Figure((1.0,)).spread)
+
+
+def test_only_settings_that_differ_are_shown_and_those_unlike_the_first_are_marked(comparison):
+    assert list(comparison.differences) == ["hardware.devices", "hardware.strategy", "loader.batch_size"]
+    assert comparison.differences["loader.batch_size"] == (16, 64, 16)
+    assert comparison.changed == {(1, 4), (2, 2), (2, 3)}
+    assert comparison.columns[2:5] == ("hardware.devices", "hardware.strategy", "loader.batch_size")
+    assert "*64" in repr(comparison)
+    assert comparison._repr_html_().count('font-weight: bold">64') == 1
+
+
+def test_scaling_is_told_of_groups_that_differ_in_their_devices_only(comparison):
+    one, wide, two = comparison.groups
+    assert comparison.scaling_efficiency(two) == pytest.approx(165 / 100 / 2)
+    assert comparison.scaling_efficiency(one) is None
+    assert comparison.scaling_efficiency(wide) is None
+    assert comparison.columns[-1] == "scaling efficiency"
+    assert [line[-1] for line in comparison.rows] == ["–", "–", "0.82"]
+
+
+def test_what_nobody_measured_is_no_column(comparison):
+    assert [quantity.title for quantity in comparison.quantities] == ["samples/s", "data wait", "host RSS"]
+
+
+def test_the_chart_has_a_panel_for_each_quantity_and_a_row_for_each_group(comparison):
+    panels = kit.comparison_figure(comparison).axes
+    assert [axes.get_title(loc="left") for axes in panels] == ["samples/s", "data wait", "host RSS"]
+    assert [label.get_text() for label in panels[0].get_yticklabels()] == ["one", "wide", "two"]
+    assert [len(line.get_xdata()) for line in panels[0].lines] == [3, 2], "single runs have no dots"
+    for axes in panels:
+        assert len(axes.patches) == 3
+        assert axes.get_xlim()[0] == 0
+
+
+def test_runs_of_one_config_are_repeats_wherever_they_are_kept(config, tmp_path):
+    trials = [kit.fit(TinyModule, TinyData, config(max_steps=4)).wait() for _ in range(2)]
+    elsewhere = kit.fit(TinyModule, TinyData, config(max_steps=4, folder=str(tmp_path / "more"))).wait()
+    longer = kit.fit(TinyModule, TinyData, config(max_steps=5)).wait()
+    found = kit.compare(*trials, elsewhere.run_directory, longer, names=["short"])
+    assert [(group.name, len(group.rows)) for group in found.groups] == [("short", 3), ("experiment", 1)]
+    assert list(found.differences) == ["trial.max_steps"]
+    assert "seed 13 in all of them" in found.sentences
+    whole = kit.compare(config().trial.folder)
+    assert [len(group.rows) for group in whole.groups] == [2, 1]
+    assert len(kit.compare(kit.results(config().trial.folder)[:2]).groups) == 2
+
+
+def test_before_and_after_a_change_stand_apart_though_their_config_is_the_same(config):
+    tried = kit.try_change(TinyModule, TinyData, config(max_steps=4), new_module=lambda: TinyModule(width=8), repeats=2)
+    found = kit.compare(tried)
+    assert [group.name for group in found.groups] == ["before", "after"]
+    assert found.differences == {}
+    assert "their configs are the same: module or data differ" in found.sentences
+
+
+def test_a_trial_that_failed_is_named(config):
+    trial = kit.fit("kit.testing:FaultyModule", TinyData, config().replace({"model.arguments": {"seconds": 0.0}}))
+    with pytest.raises(TrialError):
+        trial.wait()
+    found = kit.compare(trial)
+    assert any(text.startswith(f"{trial.name}: failed") for text in found.sentences)
+    assert found.rows[0][-1] == "–"
+
+
+def test_nothing_to_compare_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no runs to compare"):
+        kit.compare(tmp_path)
+    with pytest.raises(TrialError, match="does not exist"):
+        kit.compare(tmp_path / "nowhere")

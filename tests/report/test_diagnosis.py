@@ -1,0 +1,261 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from diagnosis_parts import evidence, shares, source, work
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+import kit
+from kit.config import Config
+from kit.errors import ConfigError, TrialError
+from kit.report.diagnosis import diagnose, judge
+from kit.report.evidence import Layout
+from kit.report.rules import RULES
+from kit.report.torch_trace import TraceInfo
+from kit.testing import TinyData, TinyModule
+
+LAYOUT = Layout(
+    seconds_per_batch=1.0, planned_seconds_per_batch=0.1, chunk=(1, 8, 8), planned_chunk=(4, 64, 64),
+    dims=("time", "lat", "lon"),
+)  # fmt: skip
+LINE = {"place": "cell 3, line 4, in training_step", "calls": 4000, "syncs": 2000}
+
+
+def trace(**gaps):
+    return TraceInfo(
+        path="x", rank=0, device="cpu", steps=3, window_seconds=1.0, busy_seconds=1 - sum(gaps.values()),
+        host_seconds=1.0, overlap_seconds=float("nan"), gaps=(), gap_seconds=gaps, operations=(), syncs_per_step=0,
+        memory={},
+    )  # fmt: skip
+
+
+def function(calls, seconds):
+    return {"function": "item", "calls": calls, "call_seconds": seconds / calls, "own_fraction": seconds}
+
+
+FAULTS = {
+    "waiting for data": evidence(shares=shares(wait=0.45)),
+    "no prefetch": evidence(shares=shares(wait=0.2), workers=0, thread_cores=0.8),
+    "chunks that do not fit": evidence(shares=shares(wait=0.2), own_loader=True, layout=LAYOUT, thread_cores=0.8),
+    "Python in the data": evidence(shares=shares(wait=0.3), thread_cores=0.99),
+    "all cores busy": evidence(shares=shares(wait=0.2), accelerator="gpu", process_cores=3.9, thread_cores=0.8),
+    "training shorter than preprocessing": evidence(shares=shares(wait=0.2), read_seconds=0.9, thread_cores=0.8),
+    "loader start-up": evidence(start_up_seconds=4.0, total_seconds=10.0),
+    "slow transfer": evidence(shares=shares(transfer=0.15), accelerator="gpu"),
+    "sync in the step": evidence(work=work(own_syncs=2000, lines=(LINE,))),
+    "full precision": evidence({"hardware.precision": "32-true"}),
+    "many tiny operations": evidence(work=work(calls=100_000)),
+    "many tiny calls": evidence(functions=(function(2000, 0.02), function(10_000, 0.05))),
+    "idle gaps": evidence(trace=trace(**{"data loading": 0.3})),
+    "device memory near its limit": evidence(device_allocated_bytes=9.5e9, device_limit_bytes=1e10),
+    "host memory near its limit": evidence(host_bytes=9.5e10),
+    "fragmentation": evidence(accelerator="gpu", device_allocated_bytes=4 << 30, device_reserved_bytes=6 << 30),
+    "stragglers": evidence(world_size=2, rank_seconds={0: 0.4, 1: 0.6}),
+    "communication": evidence(world_size=2, rank_seconds={0: 0.4, 1: 0.4}, shares=shares(communication=0.4)),
+    "BatchNorm under checkpointing": evidence({"levers.gradient_checkpointing": True}, work=work(batch_norms_again=3)),
+}
+
+
+def names(found):
+    return judge(found, source(found)).names
+
+
+def test_there_is_a_fault_for_every_rule():
+    assert set(FAULTS) == {rule.name for rule in RULES}
+
+
+def test_a_healthy_trial_gets_a_clean_bill_and_hears_what_it_was_asked():
+    found = evidence()
+    diagnosis = judge(found, source(found))
+    assert diagnosis.clean
+    assert diagnosis.findings == ()
+    assert diagnosis.headline.startswith("Nothing found: ")
+    assert len(diagnosis.values) + len(diagnosis.unasked) == len(RULES)
+    assert "not told: needs a PyTorch trace" in diagnosis.table
+    assert "all rules, thresholds and sources" in diagnosis._repr_html_()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_found_and_named(name):
+    assert name in names(FAULTS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in ("waiting for data", "Python in the data")])
+def test_no_other_fault_is_named(name):
+    assert names(FAULTS[name]) == (name,)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_finding_says_what_to_change_what_to_expect_and_why(name):
+    found = FAULTS[name]
+    finding = judge(found, source(found))[name]
+    assert finding.sentence.endswith(".")
+    assert finding.setting
+    assert finding.rule.source in finding.evidence
+    assert finding.predicted_gain is None or finding.predicted_gain >= 1
+    changed = found.config.replace(finding.change)
+    assert bool(finding.change) == bool(found.config.diff(changed)), "a change changes something"
+    assert finding.code.startswith("config.replace(") == bool(finding.change)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_that_the_trial_cannot_answer_is_not_guessed(rule):
+    nothing = evidence(
+        work=None, peaks=None, thread_cores=None, process_cores=None, workers=None, total_seconds=None, host_bytes=None,
+        shares={},
+    )  # fmt: skip
+    assert rule.measure(nothing) is None
+
+
+def test_specific_causes_come_before_the_complaint_they_explain():
+    found = evidence(shares=shares(wait=0.6), workers=0, thread_cores=0.99)
+    assert names(found) == (
+        "Python in the data", "no prefetch", "waiting for data", "training shorter than preprocessing",
+    )  # fmt: skip
+
+
+def test_effects_follow_from_the_parts_of_a_step():
+    waiting = FAULTS["waiting for data"]
+    assert judge(waiting, source(waiting))["waiting for data"].predicted_gain == pytest.approx(1 / 0.55)
+    full = FAULTS["full precision"]
+    passes = full.shares["forward"] + full.shares["backward"]
+    gain = judge(full, source(full))["full precision"].predicted_gain
+    assert gain == pytest.approx(1 / (1 - passes * (1 - 1 / 4)))
+
+
+def test_more_processes_than_cores_are_never_advised():
+    """One core trains, so three of four prepare: 0.7 / 3 s a batch; four cores share 1 s of work."""
+    found = evidence(shares=shares(wait=0.7), thread_cores=0.99)
+    finding = judge(found, source(found))["Python in the data"]
+    assert finding.change == {"loader.num_workers": 3}
+    assert finding.predicted_gain == pytest.approx(1 / 0.3)
+    lone = replace(found, cores=1)
+    assert judge(lone, source(lone))["Python in the data"].predicted_gain == pytest.approx(1)
+
+
+def test_a_loader_of_the_callers_own_is_calibrated_as_the_config_does_not_make_it():
+    found = evidence(shares=shares(wait=0.7), thread_cores=0.99, given_loader=True)
+    finding = judge(found, source(found))["Python in the data"]
+    assert finding.change == {"calibration.enabled": True}
+    assert "your own DataLoader" in finding.setting
+
+
+def test_a_store_of_other_chunks_is_built_beside_the_one_there_is():
+    found = FAULTS["chunks that do not fit"]
+    change = judge(found, source(found))["chunks that do not fit"].change
+    assert change["data.url"] == "data/dataset-4x64x64.zarr"
+    assert change["data.source"] == "data/dataset.zarr", "what is stored is the source, where there is no other"
+    assert change["chunking.chunk"] == {"time": 4, "lat": 64, "lon": 64}
+
+
+def test_one_value_asked_for_stops_a_gpu_and_costs_a_cpu_nothing():
+    one = work(own_syncs=1, lines=({**LINE, "syncs": 1},))
+    assert names(evidence(work=one, accelerator="gpu")) == ("sync in the step",)
+    assert names(evidence(work=one)) == ()
+
+
+def test_what_no_setting_mends_is_not_tried():
+    found = FAULTS["sync in the step"]
+    finding = judge(found, source(found))["sync in the step"]
+    assert "cell 3, line 4" in finding.sentence
+    with pytest.raises(ConfigError, match="no setting does it .*new_module"):
+        finding.try_it()
+
+
+def test_a_finding_that_is_not_there_is_answered_with_those_that_are():
+    found = FAULTS["loader start-up"]
+    with pytest.raises(KeyError, match="loader start-up"):
+        judge(found, source(found))["full precision"]
+
+
+parts = st.floats(0, 1)
+
+
+@given(st.lists(parts, min_size=5, max_size=5), parts, st.booleans(), st.booleans(), st.integers(0, 4))
+def test_any_evidence_gets_an_answer(weights, cores, own, gpu, workers):
+    total = sum(weights) or 1.0
+    names_ = ("wait", "transfer", "forward", "backward", "optimizer")
+    found = evidence(
+        shares={name: weight / total for name, weight in zip(names_, weights, strict=True)}, thread_cores=cores,
+        process_cores=4 * cores, own_loader=own, accelerator="gpu" if gpu else "cpu", workers=workers,
+        layout=LAYOUT if own else None,
+    )  # fmt: skip
+    diagnosis = judge(found, source(found))
+    assert all(finding.value >= finding.rule.threshold for finding in diagnosis.findings)
+    assert all(finding.predicted_gain is None or finding.predicted_gain > 0.99 for finding in diagnosis.findings)
+
+
+# -- real trials
+
+
+class Slow(Dataset):
+    """Vectors that take Python a while."""
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        for _ in range(20_000):
+            index = (index * 31 + 7) % 1009
+        return torch.ones(8), torch.tensor([index / 1009])
+
+
+def test_a_slow_transform_is_found_in_a_real_trial_and_can_be_tried(config):
+    trial = kit.fit(TinyModule, Slow(), config(max_steps=8, warmup_steps=3)).wait()
+    diagnosis = diagnose(trial)
+    assert {"Python in the data", "no prefetch", "waiting for data"} <= set(diagnosis.names)
+    assert diagnosis.roofline.bound == "data"
+    tried = diagnosis["waiting for data"].try_it(repeats=2)
+    assert tried.after.config.loader.num_workers >= 1
+    assert tried.predicted_gain == diagnosis["waiting for data"].predicted_gain
+
+
+def test_a_config_is_run_and_then_diagnosed(own):
+    diagnosis = diagnose(own().replace({"trial.max_steps": 6}), peaks=False)
+    assert diagnosis.evidence.own_loader
+    assert diagnosis.evidence.layout is not None
+    assert diagnosis.evidence.requests_per_sample > 0
+    assert diagnosis.roofline is None
+
+
+def test_a_run_directory_is_as_good_as_its_trial(config):
+    trial = kit.fit(TinyModule, TinyData, config(max_steps=6, warmup_steps=3)).wait()
+    first, second = diagnose(trial, peaks=False), diagnose(trial.run_directory, peaks=False)
+    assert first.values == second.values
+
+
+def test_two_ranks_are_judged_together(config):
+    trial = kit.fit(TinyModule, TinyData, config(ranks=2, max_steps=8, warmup_steps=3)).wait()
+    found = diagnose(trial, peaks=False)
+    assert set(found.evidence.rank_seconds) == {0, 1}
+    assert found.evidence.work.samples == 8
+    assert "stragglers" in found.values
+    assert "communication" in found.values
+
+
+def test_a_profile_answers_the_rules_that_ask_for_one(config, tmp_path):
+    settings = config(max_steps=8, warmup_steps=2).replace({"profiler.folder": str(tmp_path / "profiles")})
+    profile = kit.profile(TinyModule, Slow(), settings).wait()
+    diagnosis = diagnose(TinyModule, Slow(), settings, peaks=False, profile=profile)
+    assert diagnosis["idle gaps"].sentence.endswith("data loading.")
+    assert "many tiny calls" in diagnosis.values
+
+
+def test_a_trial_of_warm_up_steps_only_cannot_be_diagnosed(config):
+    trial = kit.fit(TinyModule(seconds=0.2), TinyData, config(max_steps=30, warmup_steps=20))
+    while not trial.steps:
+        trial.poll()
+    trial.stop()
+    trial.wait()
+    with pytest.raises(TrialError, match="all .* were warm-up"):
+        diagnose(trial, peaks=False)
+
+
+def test_a_failed_trial_is_not_diagnosed(config):
+    trial = kit.fit("kit.testing:FaultyModule", TinyData, config().replace({"model.arguments": {"faults": {}}}))
+    trial.wait()
+    missing = Config().replace({"data.url": "nowhere.zarr"})
+    with pytest.raises(kit.KitError, match=r"nowhere\.zarr"):
+        diagnose(missing)

@@ -1,0 +1,125 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kit
+from kit.config import Config
+from kit.errors import ConfigError, TrialError
+from kit.run.repeats import Side, Tried
+from kit.testing import FaultyModule, TinyData, TinyModule
+
+
+def tried(before, after, note=""):
+    sides = [
+        Side(name=name, config=Config(), samples_per_second=tuple(speeds), run_directories=(), note=note)
+        for name, speeds in (("before", before), ("after", after))
+    ]
+    return Tried(before=sides[0], after=sides[1], predicted_gain=None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ([100, 102, 98], [150, 149, 152], "helps"),
+        ([100, 102, 98], [70, 71, 69], "hurts"),
+        ([100, 102, 98], [101, 103, 99], "within the noise"),
+        ([100, 140, 80], [120, 90, 160], "within the noise"),
+        ([100, 101], [100.5, 300], "within the noise"),
+    ],
+)
+def test_a_change_helps_only_beyond_the_noise_of_repeated_runs(before, after, verdict):
+    assert tried(before, after).verdict == verdict
+
+
+def test_a_difference_within_the_noise_is_said_not_to_help():
+    text = tried([100, 140, 80], [120, 90, 160]).sentence
+    assert "not seen to help" in text
+    assert "noise" in text
+
+
+def test_the_interval_is_students_on_the_logarithms():
+    """Two and two runs: pooled variance of ln 2 and ln 2 about their means, t(2) = 4.303."""
+    found = tried([1.0, 4.0], [2.0, 8.0])
+    half = 4.303 * math.sqrt(2 * math.log(2) ** 2)
+    assert found.gain == pytest.approx(2)
+    assert found.noise == pytest.approx((2 * math.exp(-half), 2 * math.exp(half)))
+
+
+speeds = st.lists(st.floats(1, 1000), min_size=2, max_size=5)
+
+
+@given(before=speeds, after=speeds, factor=st.floats(0.01, 100))
+def test_the_verdict_does_not_depend_on_the_unit_and_turns_round_with_the_sides(before, after, factor):
+    found, back = tried(before, after), tried(after, before)
+    low, high = found.noise
+    assert low <= found.gain * (1 + 1e-9)
+    assert high >= found.gain * (1 - 1e-9)
+    scaled = tried([value * factor for value in before], [value * factor for value in after])
+    assert scaled.noise == pytest.approx(found.noise, rel=1e-6)
+    assert back.noise == pytest.approx((1 / high, 1 / low), rel=1e-6)
+
+
+def slow():
+    return TinyModule(seconds=0.03)
+
+
+def test_a_faster_module_is_seen_to_help_and_its_runs_are_kept(config):
+    found = kit.try_change(slow, TinyData, config(max_steps=5), new_module=TinyModule, repeats=2)
+    assert found.verdict == "helps"
+    assert found.gain > 3
+    for side in (found.before, found.after):
+        assert len(side.samples_per_second) == len(side.run_directories) == 2
+    assert "helps" in repr(found)
+    assert "before" in found._repr_html_()
+
+
+def test_a_trial_is_run_again_with_what_it_was_given(config):
+    trial = kit.fit(slow, TinyData, config(max_steps=4)).wait()
+    found = kit.try_change(trial, change={"trial.max_steps": 6}, repeats=2)
+    assert [len(kit.Trial.open(folder).steps) for folder in found.after.run_directories] == [6, 6]
+    assert [len(kit.Trial.open(folder).steps) for folder in found.before.run_directories] == [4, 4]
+    assert found.before.mean < 1.2 * 4 / 0.03, "the module of the trial, not another one"
+    assert "trial.max_steps: 4 → 6" in found.sentences
+
+
+def broken():
+    return FaultyModule({(0, 2): "raise"})
+
+
+def test_a_change_that_fails_is_told_and_one_failure_is_enough(config):
+    found = kit.try_change(TinyModule, TinyData, config(max_steps=4), new_module=broken, repeats=3)
+    assert found.verdict == "did not run"
+    assert "a scripted fault" in found.sentence
+    assert found.after.run_directories == ()
+
+
+def test_what_fails_before_the_change_is_raised(config):
+    with pytest.raises(TrialError, match="a scripted fault"):
+        kit.try_change(broken, TinyData, config(max_steps=4), change={"loader.pin_memory": True}, repeats=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"change": {"loader.batch_size": 2}, "repeats": 1}, "too few"),
+        ({}, "nothing is changed"),
+        ({"change": {"loader.batchsize": 2}}, "did you mean loader.batch_size"),
+    ],
+)
+def test_what_says_nothing_is_refused_before_anything_runs(config, options, words):
+    with pytest.raises(ConfigError, match=words):
+        kit.try_change(TinyModule, TinyData, config(), **options)
+
+
+def test_arguments_that_are_no_trial_are_refused(config):
+    with pytest.raises(ConfigError, match="give a trial, a config, or module, data and config"):
+        kit.try_change(TinyModule, config(), change={"loader.batch_size": 2})
+
+
+def test_a_run_without_its_payload_cannot_be_run_again(config):
+    trial = kit.fit(TinyModule, TinyData, config(max_steps=4)).wait()
+    trial.paths.payload.unlink()
+    with pytest.raises(TrialError, match="cannot be run again"):
+        kit.try_change(trial, change={"trial.max_steps": 6}, repeats=2)

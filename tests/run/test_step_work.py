@@ -1,0 +1,131 @@
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import kit
+from kit.run.step_work import WorkMode
+from kit.testing import TinyData, TinyModule
+
+CPU = torch.device("cpu")
+
+
+def counted(work, backward=False):
+    with WorkMode(CPU) as mode:
+        mode.backward = backward
+        work()
+    return mode.found({})
+
+
+def test_flops_of_a_convolution_are_those_that_torch_counts():
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 4))
+    x = torch.randn(2, 3, 8, 8)
+
+    def work():
+        net(x).sum().backward()
+
+    with FlopCounterMode(display=False) as truth:
+        work()
+    assert counted(work)["flops"] == {"float32": truth.get_total_flops()}
+
+
+def test_attention_on_the_cpu_counts_as_on_a_gpu():
+    """Two products of (8 × 64) with (64 × 8) per head, forward; torch's own counter knows no formula for the CPU."""
+    q = torch.randn(1, 2, 8, 64)
+    found = counted(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    assert found["flops"] == {"float32": 2 * 2 * (8 * 64 * 8) * 2}
+
+
+def test_flops_are_told_by_number_format():
+    layer, x = torch.nn.Linear(8, 4), torch.randn(2, 8)
+
+    def mixed():
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+
+    assert counted(lambda: layer(x))["flops"] == {"float32": 2 * 2 * 8 * 4}
+    assert counted(mixed)["flops"] == {"bfloat16": 2 * 2 * 8 * 4}
+
+
+def test_bytes_are_those_that_an_operation_reads_and_writes_and_views_move_none():
+    x = torch.ones(1000)
+    assert counted(lambda: x + x)["bytes"] == 3 * 4000
+    assert counted(lambda: x.view(10, 100)[3:5].T)["bytes"] == 0
+    wide = torch.ones(1).expand(1000)
+    assert counted(lambda: x + wide)["bytes"] == 2 * 4000 + 4
+
+
+def test_a_sync_is_put_down_to_the_line_that_asks():
+    x = torch.ones(4)
+    found = counted(lambda: [bool(value > 0) for value in x])
+    assert found["own_syncs"] == found["syncs"] == 4
+    (line,) = [line for line in found["lines"] if line["syncs"]]
+    assert line["place"].startswith("test_step_work.py, line ")
+    assert line["syncs"] == 4
+
+
+def test_batch_norm_that_runs_again_in_the_backward_pass_is_seen():
+    block = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+    x = torch.randn(2, 1, 8, 8, requires_grad=True)
+    loss, again = block(x).sum(), checkpoint(block, x, use_reentrant=False).sum()
+    assert counted(loss.backward, backward=True)["batch_norms_again"] == 0
+    assert counted(again.backward, backward=True)["batch_norms_again"] == 1
+
+
+def test_what_cannot_be_counted_ends_no_step(monkeypatch):
+    def broken(*_):
+        raise ValueError("no formula")
+
+    monkeypatch.setattr(WorkMode, "_flops_of", broken)
+    assert counted(lambda: torch.ones(2, 2) @ torch.ones(2, 2))["flops"] == {}
+
+
+class Asking(TinyModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.last = loss.item()
+        return loss
+
+
+def test_a_trial_counts_one_warm_up_step_and_only_the_users_syncs(config):
+    trial = kit.fit(Asking(), TinyData(width=8, batch_size=4), config(warmup_steps=4)).wait()
+    (event,) = [event for event in trial.events if event["kind"] == "work_counted"]
+    assert event["samples"] == 4
+    assert event["flops"] == {"float32": 2 * (2 * 4 * 8 * 1)}, "forward and the gradient of the weights"
+    assert event["own_syncs"] == 1
+
+
+@pytest.mark.parametrize("change", [{"warmup_steps": 2}, {"warmup_steps": 4, "count_work": False}])
+def test_without_a_warm_up_step_to_spare_or_when_switched_off_nothing_is_counted(config, change):
+    trial = kit.fit(TinyModule(), TinyData(), config(**change)).wait()
+    assert trial.event("work_counted") is None
+
+
+class Failing(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise ValueError("in the step that is counted")
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_a_step_that_fails_while_it_is_counted_fails_as_any_other(config):
+    trial = kit.fit(Failing(), TinyData(), config(warmup_steps=4))
+    with pytest.raises(kit.KitError, match="in the step that is counted"):
+        trial.wait()
+    assert trial.cause == "error"
+
+
+def test_cpu_seconds_of_a_rank_and_its_loader_processes_are_told(config):
+    trial = kit.fit(TinyModule(seconds=0.02), TinyData(num_workers=1), config(warmup_steps=2)).wait()
+    used = trial.event("cpu_used")
+    assert used["workers"] == 1
+    assert 0 < used["thread_seconds"] <= used["process_seconds"]
+    assert used["thread_seconds"] < 0.5 * used["wall_seconds"], "a step that sleeps uses no CPU"

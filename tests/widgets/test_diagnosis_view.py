@@ -1,0 +1,69 @@
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.config import Config
+from kit.report.diagnosis import judge
+from kit.run.repeats import Source
+from kit.testing import TinyData, TinyModule
+from kit.widgets.diagnosis_view import DiagnosisView
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+
+from diagnosis_parts import evidence, source, work
+
+SHORT = {"start_up_seconds": 4.0, "total_seconds": 10.0}
+
+
+def wait_until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_a_clean_bill_has_no_buttons():
+    found = evidence()
+    view = DiagnosisView(judge(found, source(found)))
+    assert view.findings == []
+    assert "Nothing found" in view.ui.children[0].value
+
+
+def test_only_what_a_setting_mends_has_a_button():
+    found = evidence(work=work(own_syncs=100), **SHORT)
+    view = DiagnosisView(judge(found, source(found)))
+    buttons = {item.finding.name: item.button in item.ui.children for item in view.findings}
+    assert buttons == {"loader start-up": True, "sync in the step": False}
+
+
+@pytest.fixture
+def view(tmp_path):
+    """Of a trial of four steps, which is advised to be longer."""
+    config = Config.make({
+        "hardware": {"accelerator": "cpu", "threads_per_rank": 1},
+        "trial": {"folder": str(tmp_path / "runs"), "predict_memory": False, "max_steps": 4, "warmup_steps": 1},
+    })  # fmt: skip
+    trial = kit.fit(TinyModule, TinyData, config).wait()
+    found = evidence({"trial.max_steps": 4, "trial.warmup_steps": 1}, **SHORT)
+    return DiagnosisView(judge(found, Source(None, None, config, trial)))
+
+
+def test_a_click_tries_the_change_and_shows_before_and_after(view):
+    (item,) = view.findings
+    item.button.click()
+    wait_until(lambda: item.tried is not None and not item.button.disabled)
+    assert item.tried.after.config.trial.max_steps == 16
+    assert item.answer.value == item.tried._repr_html_()
+    assert repr(item.tried) in view._still()[0]
+
+
+def test_what_cannot_be_tried_says_why_and_can_be_clicked_again(view):
+    (item,) = view.findings
+    item.finding.source.earlier.paths.payload.unlink()
+    item.button.click()
+    wait_until(lambda: "not tried" in item.answer.value)
+    assert "cannot be run again" in item.answer.value
+    wait_until(lambda: not item.button.disabled)
