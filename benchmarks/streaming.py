@@ -4,7 +4,7 @@
 
 Batches of 64 random patches of 64 × 64 × 4 float32 from a cloud with 30 ms to the first byte, 80 MB/s a connection and
 400 MB/s in total, in a process of its own on the same cores. Every reader has a process of its own and is asked in
-turn; each may have 64 requests in flight (256 in the last row) and 8 batches ahead. "plain GETs" ask for the very
+turn; each may have 256 requests in flight (64 in the last row) and 8 batches ahead. "plain GETs" ask for the very
 ranges that kit asked for and decode nothing: the limit. It is the faster of obstore in threads and bare sockets on an
 event loop; tensorstore is the faster of one read for a patch and one for a batch; a DataLoader has the best of the
 worker counts tried, in brackets. Ratios are medians over rounds. xbatcher has windows on a grid but no random offsets,
@@ -47,14 +47,15 @@ LAYOUTS = (
     Layout(chunk=64, shard=1024),
     Layout(chunk=128, compressed=False, together=False),
 )
-MANY_IN_FLIGHT = (LAYOUTS[0], 256)
+FEW_IN_FLIGHT = (LAYOUTS[0], 64)
 ROUNDS = 3
 WORKERS = {"DataLoader + zarr": (8, 16), "xbatcher": (8, 16)}
 """Tried on the first layout; the best is kept for the others."""
 BLOCK_LAYOUTS = (Layout(chunk=128), LAYOUTS[3])
 MEMORY_LAYOUT = BLOCK_LAYOUTS[0]
 BLOCK_WORKERS = 8
-MEMORY_LIMIT = "56 MiB"
+MEMORY_LIMITS = {"56 MiB": "16 MiB", "256 MiB": "64 MiB"}
+"""Allowed in all, and of it for the cache or the window."""
 TIMES = 10
 Answer = dict[str, float]
 
@@ -151,7 +152,7 @@ def ratio(rows: Sequence[dict[str, Answer]], name: str) -> float:
 
 def random_rows(readers: Readers) -> Iterator[dict[str, Any]]:
     workers: dict[str, Sequence[int]] = dict(WORKERS)
-    for layout, in_flight in [*((layout, REQUESTS_IN_FLIGHT) for layout in LAYOUTS), MANY_IN_FLIGHT]:
+    for layout, in_flight in [*((layout, REQUESTS_IN_FLIGHT) for layout in LAYOUTS), FEW_IN_FLIGHT]:
         row, best = random_row(layout, readers, workers, in_flight)
         workers = {name: (count,) for name, (_, count) in best.items()}
         yield row
@@ -206,9 +207,9 @@ def block_row(layout: Layout, readers: Readers) -> dict[str, Any]:
     }
 
 
-def memory_row(order: str, cloud: SimulatedCloud, readers: Readers) -> dict[str, Any]:
-    small = {"loader__memory_bytes": MEMORY_LIMIT, "loader__batch_size": 16, "loader__batches_ahead": 2}
-    kept = {"loader__window_bytes": "24 MiB"} if order == "block" else {"loader__cache_bytes": "16 MiB"}
+def memory_row(order: str, limit: str, cloud: SimulatedCloud, readers: Readers) -> dict[str, Any]:
+    small = {"loader__memory_bytes": limit, "loader__batch_size": 16, "loader__batches_ahead": 2}
+    kept = {f"loader__{'window' if order == 'block' else 'cache'}_bytes": MEMORY_LIMITS[limit]}
     answer = readers.ask("kit's memory", cloud, MEMORY_LAYOUT, order, times=TIMES, **small, **kept)
     mebibytes = {name: answer[f"{name}_bytes"] / 2**20 for name in ("limit", "grown", "streamed")}
     return {
@@ -226,7 +227,7 @@ def memory_row(order: str, cloud: SimulatedCloud, readers: Readers) -> dict[str,
 def memory_table(readers: Readers) -> list[dict[str, Any]]:
     with simulated_cloud(SITUATION) as cloud:
         write(cloud, [MEMORY_LAYOUT])
-        return [memory_row(order, cloud, readers) for order in ("random", "block")]
+        return [memory_row(order, limit, cloud, readers) for limit in MEMORY_LIMITS for order in ("random", "block")]
 
 
 def tables(readers: Readers, wanted: Sequence[str]) -> None:

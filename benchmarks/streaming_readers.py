@@ -36,7 +36,7 @@ PEERS = Path(__file__).parents[1] / ".peers"
 ANSWER = "answer "
 WARM_SECONDS, SECONDS = 1.0, 2.5
 AHEAD = 8
-REQUESTS_IN_FLIGHT = 64
+REQUESTS_IN_FLIGHT = 256
 WINDOW_BYTES = 192 << 20
 """Of decoded chunks, for kit's windows and tensorstore's cache: a third of the field, or a cache would hold it all."""
 
@@ -139,20 +139,21 @@ def _sizes(batches: Iterator[Any]) -> Iterator[int]:
 @contextlib.contextmanager
 def _recorded(path: str) -> Iterator[None]:
     """Every request for an object, in the order they were made, in a file."""
-    from kit.data.objects import Objects
+    from kit.data.wire import Ask, Wire
 
     made: list[tuple[str, int | None, int | None]] = []
-    read = Objects.read
+    send = Wire._send
 
-    def listening(self: Objects, key: str, first: int | None = None, last: int | None = None) -> Any:
-        made.append((self._prefix + key, first, last))
-        return read(self, key, first, last)
+    def listening(self: Wire, asked: Ask) -> None:
+        prefix = self._url.partition("://")[2].partition("/")[2]
+        made.append((f"{prefix}/{asked.key}", asked.first, asked.last))
+        send(self, asked)
 
-    Objects.read = listening  # type: ignore[method-assign]
+    Wire._send = listening  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Objects.read = read  # type: ignore[method-assign]
+        Wire._send = send  # type: ignore[method-assign]
         if path:
             Path(path).write_text(json.dumps(made))
 

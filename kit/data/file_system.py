@@ -1,6 +1,6 @@
 """FileSystem: synchronous reads of any fsspec file system, for threads, so that what they gave can be cached.
 
-It serves the schemes that obstore does not (`kit.data.objects`), and only where a cache is asked for: without one the
+It serves the schemes that a wire does not (`kit.data.wire`), and only where a cache is asked for: without one the
 loop reads them. Which object a path names is told by what the file system itself says of it: an entity tag, generation,
 version or checksum, else the time it was changed, with size and number. One that says none of these could serve old
 bytes for new ones, so a cache for it is refused by name.

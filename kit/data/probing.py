@@ -21,9 +21,9 @@ from typing import Protocol
 from kit.data.codec import Octets
 from kit.data.counters import Counters
 from kit.data.dataset import Dataset
-from kit.data.objects import Objects
 from kit.data.remote import RemoteStore
 from kit.data.requests import Requests, open_blocking
+from kit.data.wire import Wire
 
 SMALLEST_RANGE_BYTES = 256 << 10
 _LATENCY_LOOPS = 8
@@ -66,14 +66,14 @@ class _OnLoop:
 
 def open_source(dataset: Dataset, counters: Counters) -> Source:
     """The store of a dataset, read as the engine reads it; `close_source` lets go of it."""
-    blocking = open_blocking(dataset.open_store(), dataset.url, _REQUEST_SECONDS, counters)
-    if isinstance(blocking, Objects):
+    blocking = open_blocking(dataset.open_store(), dataset.url, _REQUEST_SECONDS, counters, _MOST_AT_ONCE)
+    if isinstance(blocking, Wire):
         blocking.retries = replace(blocking.retries, most_pause_seconds=_REFUSED_PAUSE_SECONDS)
     return _OnLoop(dataset, counters) if blocking is None else blocking
 
 
 def close_source(source: Source) -> None:
-    if isinstance(source, _OnLoop):
+    if isinstance(source, _OnLoop | Wire):
         source.close()
 
 

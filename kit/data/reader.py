@@ -2,7 +2,8 @@
 
 A batch is planned as a whole: the union of its chunks over all variables. A chunk that the cache holds, or that is on
 its way for another batch, is taken from there; the rest are read, neighbours in a shard by one request, at most
-`requests_in_flight` at once. Folders and object stores are read by threads that wait, other stores on one asyncio loop.
+`requests_in_flight` at once. Object stores are read by a wire in one thread, folders and caches by threads that wait,
+other stores on one asyncio loop.
 Decoding and scattering run in `decode_threads` threads; when they fall behind, no more is asked for.
 
 Strict: an object or inner chunk that is not there is an error, never fill values, and so are bytes that fail their
@@ -36,6 +37,8 @@ from kit.data.requests import Requests, open_blocking, read_index
 from kit.data.room import Claim, Room
 from kit.data.stores import redact
 from kit.data.wanted import Answer, Wanted
+from kit.data.wire import Wire
+from kit.data.wire_reads import WireReads
 from kit.data.workers import Batch, Workers
 from kit.errors import MissingChunkError, StoreError
 from kit.plan.coalescing import LOCAL_GAP_BYTES, Coalescing, Run, runs
@@ -69,16 +72,24 @@ class Reader:
         store = plan.open_store()
         self._requests = Requests(store, plan.url, plan.requests_in_flight, plan.request_seconds, counters)
         known = identities(plan.manifest) if plan.manifest and plan.read_cache else None
-        self._source = open_blocking(store, plan.url, plan.request_seconds, counters, plan.read_cache, known)
+        self._source = open_blocking(
+            store, plan.url, plan.request_seconds, counters, plan.requests_in_flight, plan.read_cache, known
+        )
         self._near = isinstance(self._source, Folder)
         self._coalescing = Coalescing(LOCAL_GAP_BYTES) if self._near else plan.coalescing
-        fetchers = plan.requests_in_flight if self._source else 0
+        self._wire = self._source if isinstance(self._source, Wire) else None
+        fetchers = plan.requests_in_flight if self._source and not self._wire else 0
         if self._near:
             fetchers = min(fetchers, max(_LEAST_FOLDER_THREADS, 2 * plan.decode_threads))
         self._stored: tuple[StoredArray, ...] = ()
         self._fetchers = Workers(fetchers, "kit-read")
         self._decoders = Workers(plan.decode_threads, "kit-decode")
         self._room = Room(self._room_bytes)
+        self._by_wire = (
+            None
+            if self._wire is None
+            else WireReads(self._wire, plan.url, self._cache, self._indexes, self._runs, self._try_take, self._deliver)
+        )
         self._batch_bytes = 0
         self._stored_bytes: dict[str, int] = {}
         """The largest object met, for arrays whose chunks are objects of their own."""
@@ -139,6 +150,8 @@ class Reader:
         self._room.close()
         self._fetchers.close()
         self._decoders.close()
+        if self._wire is not None:
+            self._wire.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_SECONDS)
@@ -219,7 +232,9 @@ class Reader:
         if not chunks:
             return
         found = [*self._objects(stored, chunks)]
-        if self._source is not None:
+        if self._by_wire is not None:
+            self._by_wire.ask(found)
+        elif self._source is not None:
             for item in found:
                 self._fetchers.put(item, self._read_object, item)
         elif not self.closed:
@@ -333,6 +348,9 @@ class Reader:
             return run.last - run.first
         stored = wanted.stored
         return self._stored_bytes.get(stored.name) or math.prod(stored.chunk) * stored.dtype.itemsize
+
+    def _try_take(self, wanted: Wanted, run: Run[Chunk] | None) -> Claim | None:
+        return self._room.try_take(self._size_of(wanted, run))
 
     def _give_up_unwanted(self) -> None:
         """End requests that nobody waits for any more; a thread's own are given up when their turn comes."""

@@ -1,7 +1,8 @@
 """Requests: the seam between a reader and the store it reads, one way for each kind of store.
 
-A folder, an object store that obstore knows, and whatever is to be cached are read by threads that wait (`Blocking`);
-anything else by fsspec or another zarr store, on the loop that runs it (`Requests`). All give the same: bytes, or None
+An object store whose address is known is read by a wire, which a thread may wait for too; a folder, and whatever is to
+be cached, by threads that wait (`Blocking`); anything else by fsspec or another zarr store, on the loop that runs it
+(`Requests`). All give the same: bytes, or None
 where there is no such object, or a StoreError without secrets; what passes is tried again by one policy
 (`kit.data.retries`) and counted, and a request without an answer is given up.
 """
@@ -16,16 +17,17 @@ from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteReque
 from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import LocalStore
 
+from kit.data.addresses import address_of
 from kit.data.codec import Index, Octets, StoredArray, decode_index
 from kit.data.counters import Counters
 from kit.data.disk_cache import CachedReads, ReadCache
 from kit.data.file_system import open_file_system
 from kit.data.folder import Folder
 from kit.data.indexes import ShardIndexes
-from kit.data.objects import open_objects
 from kit.data.remote import RemoteStore
 from kit.data.retries import Retries
 from kit.data.stores import redact, store_error
+from kit.data.wire import Wire
 from kit.data.xarray_dataset import XarrayStore
 from kit.errors import KitError, StoreError
 
@@ -42,12 +44,14 @@ def open_blocking(
     url: str,
     seconds: float,
     counters: Counters,
+    in_flight: int,
     cache: ReadCache | None = None,
     known: Mapping[str, str] | None = None,
 ) -> Blocking | None:
     """The store for threads; None when only a loop can read it.
 
     Args:
+        in_flight: Requests sent and not answered, at most.
         cache: Keeps what an object store gives.
         known: Which objects there are, where a manifest tells; else each is asked for.
     """
@@ -55,10 +59,11 @@ def open_blocking(
         return Folder(store.root, counters)
     if isinstance(store, XarrayStore):
         return store.cutter.counted_by(counters)
-    objects = open_objects(store, url, seconds, counters)
+    address = address_of(store, url)
+    wire = None if address is None else Wire(address, url, in_flight, seconds, counters)
     if cache is None:
-        return objects
-    blocking = objects or open_file_system(store, url, seconds, counters)
+        return wire
+    blocking = wire or open_file_system(store, url, seconds, counters)
     if blocking is None:
         return None
     return CachedReads(

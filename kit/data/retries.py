@@ -4,8 +4,8 @@ Tried again are 408, 429 and 5xx, connections that break or cannot be made, and 
 an answer: 403 and 404 come back at once, and so does a certificate that is refused. The pause before attempt n + 1 is
 drawn from 0 to `min(most, first × 2^(n-1))` seconds ("full jitter"), so that many readers refused together do not come
 back together. No attempt begins after the deadline; one that has begun is ended by its client's own limit. The
-clients' own retries are switched off, so that every request is counted; aiohttp alone asks once more by itself,
-uncounted, when a connection that it had kept is gone.
+clients' own retries are switched off, so that every request is counted; aiohttp and libcurl alone ask once more by
+themselves, uncounted, when a connection that they had kept is gone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ FIRST_PAUSE_SECONDS = 0.1
 MOST_PAUSE_SECONDS = 2.0
 _NOT_PASSING = (501, 505)
 """Of the 5xx: what the server will never do."""
-_STATUS = re.compile(r"status code: (\d{3})")
-_CERTIFICATE = re.compile(r"certificate|tls handshake", re.IGNORECASE)
 _BROKEN = {
     "ClientConnectionError", "ClientPayloadError",  # aiohttp
     "ChunkedEncodingError", "ConnectionError", "ReadTimeout",  # requests, as gcsfs raises them
@@ -47,7 +45,7 @@ class Retries:
 
     def run(self, work: Callable[[], Result]) -> Result:
         """`work()`, tried again as long as it pays; its last error otherwise, with a note of the attempts."""
-        attempts = _Attempts(self)
+        attempts = Attempts(self)
         while True:
             try:
                 return work()
@@ -57,7 +55,7 @@ class Retries:
 
     async def run_async(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """As `run`, on a loop."""
-        attempts = _Attempts(self)
+        attempts = Attempts(self)
         while True:
             try:
                 return await work()
@@ -66,7 +64,7 @@ class Retries:
             self.counted()
 
 
-class _Attempts:
+class Attempts:
     """Those of one piece of work."""
 
     def __init__(self, policy: Retries) -> None:
@@ -125,21 +123,12 @@ def _status(error: Exception) -> int:
         value = str(getattr(error, name, ""))
         if re.fullmatch(r"[1-5]\d\d", value):
             return int(value)
-    if _from_obstore(error):
-        found = _STATUS.search(str(error))
-        return int(found[1]) if found else 0
     return 0
 
 
 def _is_broken(error: Exception) -> bool:
     """Whether the connection broke, could not be made, or ended before the body did."""
-    if _from_obstore(error):
-        return "HTTP error" in str(error) and not _CERTIFICATE.search(str(error))
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"ClientSSLError", "SSLError", "SSLCertVerificationError"}:
         return False
     return isinstance(error, ConnectionError | TimeoutError | http.client.IncompleteRead) or bool(names & _BROKEN)
-
-
-def _from_obstore(error: Exception) -> bool:
-    return type(error).__module__.startswith("obstore") and type(error).__name__ == "GenericError"

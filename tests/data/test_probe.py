@@ -47,10 +47,10 @@ def url(shaped, folder, monkeypatch):
     return shaped.upload(folder, "probed/x.zarr")
 
 
-@pytest.mark.parametrize("way", ["obstore", "fsspec"])
+@pytest.mark.parametrize("way", ["wire", "fsspec"])
 def test_it_finds_latency_bandwidths_and_parallelism(shaped, url, way, monkeypatch):
     if way == "fsspec":
-        monkeypatch.setattr("kit.data.requests.open_objects", lambda *_: None)
+        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
     shaped.turn(**SLOW)
     mark = shaped.counts()
     found = probe(url)

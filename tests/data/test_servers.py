@@ -23,18 +23,18 @@ def bucket(request):
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("way", ["obstore", "fsspec"])
+@pytest.mark.parametrize("way", ["wire", "fsspec"])
 def test_a_dataset_is_built_verified_and_streamed(bucket, way, tiny_config, tmp_path, monkeypatch):
     if way == "fsspec":
-        monkeypatch.setattr("kit.data.requests.open_objects", lambda *_: None)
+        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
     changes = {"data__samples_per_epoch": 16, "loader__batch_size": 4}
     here = tiny_config(tmp_path / "here.zarr", **changes)
     there = tiny_config(f"{bucket}/there.zarr", **changes)
     for config in (here, there):
         build(config, progress=False)
     assert "all" in str(verify(there))
-    is_blocking = open_blocking(open_dataset(there.data.url).open_store(), there.data.url, 20.0, None) is not None
-    assert is_blocking == (way == "obstore")
+    is_blocking = open_blocking(open_dataset(there.data.url).open_store(), there.data.url, 20.0, None, 4) is not None
+    assert is_blocking == (way == "wire")
     pairs = zip(PatchData(here).train_dataloader(), PatchData(there).train_dataloader(), strict=True)
     assert all((one[name] == other[name]).all() for one, other in pairs for name in one)
 

@@ -1,0 +1,110 @@
+"""How a reader asks a wire for chunks: without a thread that waits, each told of its bytes where they arrive.
+
+The index of a shard is fetched once whoever asks, before the chunks that wait already; what it says then becomes one
+request for each run of neighbours. A request whose chunks nobody wants any more is dropped when its turn comes, and one
+for which there is no room in memory holds up those behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+
+from kit.data.cache import Chunk, ChunkCache
+from kit.data.codec import Index, Octets, decode_index
+from kit.data.indexes import ShardIndexes
+from kit.data.room import Claim
+from kit.data.wanted import Wanted
+from kit.data.wire import Ask, Wire
+from kit.plan.coalescing import Run
+
+Runs = Callable[[Wanted, Index | None], list[Run[Chunk]]]
+Take = Callable[[Wanted, Run[Chunk] | None], Claim | None]
+Deliver = Callable[[Wanted, Run[Chunk] | None, Octets | None, Claim], None]
+
+
+class WireReads:
+    """The requests of one reader.
+
+    Args:
+        runs: The requests for what is wanted of a shard, by its index.
+        take: Room in memory for the answer to one; None when there is none now.
+        deliver: Takes the answer.
+    """
+
+    def __init__(
+        self, wire: Wire, url: str, cache: ChunkCache, indexes: ShardIndexes, runs: Runs, take: Take, deliver: Deliver
+    ) -> None:
+        self._wire, self._url, self._indexes, self._runs = wire, url, indexes, runs
+        self.cache, self.take, self.deliver = cache, take, deliver
+
+    def ask(self, found: Iterable[Wanted]) -> None:
+        """Ask for objects, or for what is wanted of shards.
+
+        Raises:
+            StoreError: when the wire is closed.
+        """
+        whole: list[Ask] = []
+        for item in found:
+            if item.stored.per_shard is None:
+                whole.append(_Bytes(self, item, None))
+                continue
+            future, mine = self._indexes.claim(item.key)
+            if mine:
+                self._wire.ask([_IndexBytes(self._indexes, item, self._url)], soon=True)
+            future.add_done_callback(partial(self._ask_runs, item))
+        self._wire.ask(whole)
+
+    def _ask_runs(self, item: Wanted, index: Future[Index | None]) -> None:
+        wanted = item.part(self.cache.still_wanted(item.chunks))
+        try:
+            found = self._runs(wanted, index.result()) if wanted.chunks else []
+            self._wire.ask([_Bytes(self, item.part(chunk for _, _, chunk in run.items), run) for run in found])
+        except BaseException as error:
+            item.fail(error)
+
+
+class _Bytes(Ask):
+    """One object, or neighbours in a shard."""
+
+    __slots__ = ("_claim", "_reads", "_run", "_wanted")
+
+    def __init__(self, reads: WireReads, wanted: Wanted, run: Run[Chunk] | None) -> None:
+        super().__init__(wanted.key, *(() if run is None else (run.first, run.last)))
+        self._reads, self._wanted, self._run = reads, wanted, run
+        self._claim: Claim | None = None
+
+    def begin(self) -> bool | None:
+        if self._claim is None:  # else it has been sent before
+            if not self._reads.cache.still_wanted(self._wanted.chunks):
+                return False
+            self._claim = self._reads.take(self._wanted, self._run)
+        return True if self._claim is not None else None
+
+    def done(self, data: Octets | None) -> None:
+        claim, self._claim = self._claim, None  # from here on it is the answer's
+        assert claim is not None
+        self._reads.deliver(self._wanted, self._run, data, claim)
+
+    def fail(self, error: BaseException) -> None:
+        if self._claim is not None:
+            self._claim.done()
+        self._wanted.fail(error)
+
+
+class _IndexBytes(Ask):
+    """The index of a shard."""
+
+    __slots__ = ("_indexes", "_url", "_wanted")
+
+    def __init__(self, indexes: ShardIndexes, wanted: Wanted, url: str) -> None:
+        super().__init__(wanted.key, *wanted.stored.index_span)
+        self._indexes, self._wanted, self._url = indexes, wanted, url
+
+    def done(self, data: Octets | None) -> None:
+        index = None if data is None else decode_index(self._wanted.stored, self.key, data, self._url)
+        self._indexes.give(self.key, index)
+
+    def fail(self, error: BaseException) -> None:
+        self._indexes.give(self.key, error)

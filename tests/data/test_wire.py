@@ -1,0 +1,258 @@
+"""Objects by a wire and by fsspec are the same bytes from the same server, in a forked process too."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import multiprocessing
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from zarr_stores import write_array
+
+from kit.cloud.simulated_cloud import simulated_cloud
+from kit.data.addresses import address_of
+from kit.data.counters import Counters
+from kit.data.dataset import open_dataset
+from kit.data.engine import Engine
+from kit.data.stores import open_store
+from kit.data.wire import Wire
+from kit.endpoints import VARIABLE
+from kit.errors import CorruptChunkError, MissingChunkError, StoreError
+
+SHAPE, PATCH = (6, 40, 50), (2, 9, 11)
+SCHEMES = ["gs", "s3", "http"]
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    """A bucket `b` with an array in chunks and one in shards, on a server of our own."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    random = np.random.default_rng(0)
+    for name, shards in {"chunks": None, "shards": (6, 20, 50)}.items():
+        values = random.normal(size=SHAPE).astype("f4")
+        write_array(tmp_path / "b" / name, "a", values, chunks=(2, 10, 25), shards=shards)
+    with simulated_cloud("no limits", folder=tmp_path) as running:
+        yield running
+
+
+def url_of(cloud, scheme, layout):
+    """Plain HTTP lists nothing, so its readers name the variable."""
+    return cloud.url(f"b/{layout}", scheme)
+
+
+def some_offsets(seed=0):
+    return np.random.default_rng(seed).integers(0, np.array(SHAPE) - PATCH + 1, (20, 3))
+
+
+def read(dataset):
+    with Engine(dataset, requests_in_flight=8) as engine:
+        ((values, valid),) = engine.stream([some_offsets()], PATCH)
+        return values, valid, engine.counters, type(engine._open()._source)
+
+
+@pytest.mark.parametrize("layout", ["chunks", "shards"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_both_clients_give_the_values_of_the_folder(cloud, tmp_path, scheme, layout, monkeypatch):
+    dataset = open_dataset(url_of(cloud, scheme, layout), variables=["a"])
+    by_wire = read(dataset)
+    monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+    by_fsspec = read(dataset)
+    local = read(open_dataset(str(tmp_path / "b" / layout)))
+    assert (by_wire[3], by_fsspec[3]) == (Wire, type(None))
+    for got in (by_wire, by_fsspec):
+        assert np.array_equal(got[0], local[0])
+        assert np.array_equal(got[1], local[1])
+        assert got[2]["chunks_decoded"] == local[2]["chunks_decoded"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_object_is_read_whole_in_part_and_from_its_end(cloud, tmp_path, scheme):
+    (tmp_path / "b" / "x").mkdir()
+    (tmp_path / "b" / "x" / "k").write_bytes(b"0123456789")
+    counters, url = Counters(), url_of(cloud, scheme, "x")
+    source = Wire(address_of(open_store(url), url), url, 4, 5.0, counters)
+    assert bytes(source.read("k")) == b"0123456789"
+    assert bytes(source.read("k", 2, 5)) == b"234"
+    assert bytes(source.read("k", -3)) == b"789"
+    assert source.read("nothing") is None
+    assert (counters.values()["requests"], counters.values()["bytes_read"]) == (4, 16)
+
+
+@pytest.mark.parametrize("by", ["wire", "fsspec"])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_refusal_is_an_error_without_a_secret(cloud, scheme, by, monkeypatch):
+    if by == "fsspec":
+        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+    dataset = open_dataset(url_of(cloud, scheme, "chunks"))
+    cloud.script("b/chunks/a/c/*", [403] * 50)
+    with pytest.raises(StoreError) as caught:
+        read(dataset)
+    assert not isinstance(caught.value, MissingChunkError | CorruptChunkError)
+    assert "rights" in str(caught.value)
+
+
+@pytest.mark.parametrize("by", ["wire", "fsspec"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_truncated_object_on_the_store_is_named_as_damage(cloud, tmp_path, scheme, by, monkeypatch):
+    if by == "fsspec":
+        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+    dataset = open_dataset(url_of(cloud, scheme, "chunks"), variables=["a"])
+    for path in (tmp_path / "b" / "chunks" / "a" / "c").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CorruptChunkError, match="of a is damaged"):
+        read(dataset)
+
+
+def _read_in_child(dataset, connection):
+    values, _, _, source = read(dataset)
+    connection.send((float(values.sum()), source.__name__))
+
+
+@pytest.mark.parametrize("scheme", ["gs", "http"])
+def test_a_process_forked_after_a_wire_was_used_reads_by_one_of_its_own(cloud, scheme):
+    dataset = open_dataset(url_of(cloud, scheme, "chunks"), variables=["a"])
+    values, *_ = read(dataset)
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_read_in_child, args=(dataset, there))
+    child.start()
+    try:
+        assert here.poll(60)
+        assert here.recv() == (float(values.sum()), "Wire")
+        child.join(20)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+    assert np.array_equal(read(dataset)[0], values)
+
+
+# -- what is sent
+
+
+class _Noting(http.server.BaseHTTPRequestHandler):
+    """Answers every range with `0123456789`, as `server.status` says, and notes what was asked."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.server.seen.append((self.path, dict(self.headers)))
+        if self.server.status == 302 and not self.path.startswith("/elsewhere"):
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{self.server.server_port}/elsewhere")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(206 if self.server.status == 302 else self.server.status)
+        self.send_header("Content-Length", "10")
+        self.end_headers()
+        self.wfile.write(b"0123456789")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def noting(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Noting)
+    server.seen, server.status = [], 206
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv(VARIABLE, json.dumps({"gs://b": address, "s3://b": address}))
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask_noting(url, credentials):
+    """What `a b` is, asked of the server by a wire."""
+    store = open_store(url, credentials)
+    wire = Wire(address_of(store, url), url, 2, 5.0, Counters())
+    try:
+        return bytes(wire.read("a b", 0, 10))
+    finally:
+        wire.close()
+
+
+@pytest.mark.parametrize("token", [None, "session-token-7"])
+def test_a_request_to_s3_is_signed_as_botocore_signs_it(noting, monkeypatch, token):
+    from botocore.auth import S3SigV4Auth
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import Credentials
+
+    monkeypatch.setenv("MINE", ":".join(["key-1", "secret-2", *([token] if token else [])]))
+    assert ask_noting("s3://b/x", "env:MINE") == b"0123456789"
+    path, headers = noting.seen[-1]
+    assert (path, headers["Range"]) == ("/b/x/a%20b", "bytes=0-9")
+    told = re.fullmatch(
+        r"AWS4-HMAC-SHA256 Credential=(\S+), ?SignedHeaders=(\S+), ?Signature=(\S+)", headers["Authorization"]
+    )
+    lower = {name.lower(): value for name, value in headers.items()}
+    request = AWSRequest("GET", f"http://{headers['Host']}{path}", {name: lower[name] for name in told[2].split(";")})
+    request.context["timestamp"] = lower["x-amz-date"]
+    auth = S3SigV4Auth(Credentials("key-1", "secret-2"), "s3", "us-east-1")
+    assert told[1] == auth.scope(request)
+    assert told[3] == auth.signature(auth.string_to_sign(request, auth.canonical_request(request)), request)
+    assert lower.get("x-amz-security-token") == token
+    assert ("x-amz-security-token" in told[2].split(";")) == bool(token)
+
+
+def test_a_token_is_shown_to_its_store_and_to_nobody_it_points_to(noting, monkeypatch):
+    monkeypatch.setenv("MINE", "ya29.token")
+    noting.status = 302
+    assert ask_noting("gs://b/x", "env:MINE") == b"0123456789"
+    (_, first), (path, second) = noting.seen
+    assert first["Authorization"] == "Bearer ya29.token"
+    assert (path, "Authorization" in second) == ("/elsewhere", False)
+
+
+def test_an_answer_that_is_not_the_range_asked_for_is_an_error(noting):
+    noting.status = 200
+    with pytest.raises(StoreError, match="answers 200 OK; a range was asked for"):
+        ask_noting("gs://b/x", "anonymous")
+
+
+def test_no_repr_of_an_address_shows_a_key(noting, monkeypatch):
+    monkeypatch.setenv("MINE", "key-1:secret-2")
+    store = open_store("s3://b/x", "env:MINE")
+    shown = repr(address_of(store, "s3://b/x"))
+    assert "s3://b/x" in shown
+    assert not re.search("secret-2|key-1", shown)
+
+
+# -- its thread
+
+
+def test_its_thread_ends_when_nothing_is_asked_for_and_comes_back(cloud, monkeypatch):
+    monkeypatch.setattr("kit.data.wire._LINGER_SECONDS", 0.05)
+    url = url_of(cloud, "gs", "chunks")
+    wire = Wire(address_of(open_store(url), url), url, 4, 20.0, Counters())
+    for _ in range(3):
+        assert wire.read("a/zarr.json") is not None
+        thread = wire._thread
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_whoever_waits_when_it_is_closed_is_told_so(cloud):
+    url = url_of(cloud, "gs", "chunks")
+    cloud.turn(latency_seconds=30.0)
+    wire = Wire(address_of(open_store(url), url), url, 1, 60.0, Counters())
+    with ThreadPoolExecutor(3) as threads:
+        asked = [threads.submit(wire.read, "a/zarr.json") for _ in range(3)]
+        while len(wire._sent) + len(wire._asked) < 3:
+            time.sleep(0.01)
+        wire.close()
+        for one in asked:
+            with pytest.raises(StoreError, match="closed while a/zarr.json was being read"):
+                one.result(20)
+    cloud.turn("no limits")
+    with pytest.raises(StoreError, match="is closed"):
+        wire.read("a/zarr.json")
+    wire.close()
