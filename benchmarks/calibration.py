@@ -1,11 +1,11 @@
 """The loader setting that a calibration takes, beside exhaustive search over the same dials.
 
-    python benchmarks/calibration.py [--record]
+    python benchmarks/calibration.py [wait step compute engine] [--record]
 
-Four pipelines: samples that wait as for a network; the same under a simulated training step; samples that compute in
-Python; and kit's engine on a simulated bucket. Exhaustive search measures every number of processes up to the same cap
-with every prefetch factor, or every combination of the engine's dials, each over all batches that a candidate is
-allowed.
+Four pipelines, or those that are named: samples that wait as for a network; the same under a simulated training step;
+samples that compute in Python; and kit's engine on a simulated bucket. Exhaustive search measures every number of
+processes up to the same cap with every prefetch factor, or every combination of the engine's dials, each over all
+batches that a candidate is allowed.
 Afterwards both choices are measured in turn, with the same samples, and the medians compared: the best of many noisy
 figures is better than what it stands for. Goals: 0.9 of the best throughput, in a third of the time.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -31,12 +32,13 @@ import kit
 from kit.cgroup import share
 from kit.config import Config
 from kit.data.module import PatchData
-from kit.plan.calibration import AHEAD, REQUESTS, LoaderSetting, Measurement
+from kit.plan.calibration import LoaderSetting, Measurement
+from kit.plan.loader_sweep import AHEAD, REQUESTS
 from kit.run.calibration.measure import Limits, Observed, measure
 from kit.run.calibration.subject import Subject, subject_of
 from kit.run.calibration.sweep import Resources, Sweep
 
-MOST_BATCHES = 200
+MOST_BATCHES = {"processes": 200, "engine": 100}
 TIMEOUT_SECONDS = 10.0
 TURNS = 5
 STEP_SECONDS = 0.01
@@ -62,16 +64,15 @@ class Samples(Dataset[torch.Tensor]):
 
 def compare(name: str, data: dict[str, Any], config: Config) -> dict[str, Any]:
     """One row: what calibration took, what exhaustive search found, throughput and time of one over the other."""
-    config = config.replace(
-        {"calibration.max_measure_batches": MOST_BATCHES, "calibration.timeout_seconds": TIMEOUT_SECONDS}
-    )
     subject = subject_of(data)
+    most = MOST_BATCHES["engine" if subject.own else "processes"]
+    config = config.replace({"calibration.max_measure_batches": most, "calibration.timeout_seconds": TIMEOUT_SECONDS})
     found = Sweep(subject, config, Resources.of(share(), 1)).run()
     assert found.chosen is not None
     began = time.perf_counter()
     limits = Limits(
-        timeout_seconds=TIMEOUT_SECONDS, most_batches=MOST_BATCHES,
-        step_seconds=config.calibration.step_seconds, until_settled=False,
+        timeout_seconds=TIMEOUT_SECONDS, most_batches=most,
+        step_seconds=config.calibration.step_seconds, to_the_end=True,
     )  # fmt: skip
     if subject.own:
         grid = engine_grid(subject, max(item.setting.cache_bytes or 0 for item in found.measured))
@@ -140,18 +141,27 @@ def on_a_bucket(folder: str) -> dict[str, Any]:
         return compare("kit's engine, simulated bucket", {"datamodule": PatchData(config)}, config)
 
 
+def on_the_engine() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return on_a_bucket(folder)
+
+
+PLAIN = Config()
+STEPPING = PLAIN.replace({"calibration.step_seconds": STEP_SECONDS, "calibration.candidate_workers": NAMED})
+PIPELINES = {
+    "wait": lambda: compare("samples wait 2 ms", loader(0.002, 0), PLAIN),
+    "step": lambda: compare(f"the same, {1000 * STEP_SECONDS:g} ms a step", loader(0.002, 0), STEPPING),
+    "compute": lambda: compare("samples compute 2 ms", loader(0.0, 30_000), PLAIN),
+    "engine": on_the_engine,
+}
+
+
 def main() -> None:
+    wanted = [name for name in sys.argv[1:] if name in PIPELINES] or list(PIPELINES)
+    sys.argv[1:] = [name for name in sys.argv[1:] if name not in PIPELINES]
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    plain = Config()
-    stepping = plain.replace({"calibration.step_seconds": STEP_SECONDS, "calibration.candidate_workers": NAMED})
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [
-            compare("samples wait 2 ms", loader(0.002, 0), plain),
-            compare(f"the same, {1000 * STEP_SECONDS:g} ms a step", loader(0.002, 0), stepping),
-            compare("samples compute 2 ms", loader(0.0, 30_000), plain),
-            on_a_bucket(folder),
-        ]
+    rows = [PIPELINES[name]() for name in wanted]
     publish("calibrated loader setting beside exhaustive search", rows, most_batches=MOST_BATCHES, turns=TURNS)
 
 

@@ -1,11 +1,10 @@
-"""Calibration: which loader settings to try, when to stop trying, and which to take. Rules only; nothing is measured.
+"""Calibration: one loader setting, what it gave, how many fit, and which is chosen. Rules only; nothing is measured.
 
 As in the description that it follows: a cap on loader processes from CPUs and free memory, a sweep of num_workers ×
 prefetch_factor in batches per second, warm-up batches skipped, an early stop on a plateau, and the cheapest setting
-that reaches at least 90 % of the peak. What that leaves open is fixed so:
+that reaches at least 90 % of the peak. What that leaves open is fixed here, in `kit.plan.loader_sweep` (which settings
+are tried, and what a plateau is) and in `kit.plan.loader_pace` (how long each is measured), so:
 
-- **candidates**: 0, 1, 2, 4, 8, 16, 32 processes and the cap itself, each with the prefetch factors of the config.
-  Without processes there is nothing to prefetch, so 0 is one candidate.
 - **CPU cap**: a rank's share of the cores, over how busy loading keeps one core (its CPU seconds a second, measured
   without processes, between 1/16 and 1), rounded down: processes that wait for a disk or a network hold no core. Counts
   that the caller names are not capped by CPUs.
@@ -14,23 +13,23 @@ that reaches at least 90 % of the peak. What that leaves open is fixed so:
   have room for them too.
 - **warm-up**: two batches, and as many as are on order before the first is taken (processes × prefetch factor, or the
   batches the engine reads ahead).
-- **plateau**: two values of a dial in a row, or one prefetch factor, that do not beat the best so far by 5 %.
-- **measured long enough**: five blocks of batches, each as many as are on order (5 to 40), over half a second, whose
-  mean is known to 3 % (standard error); or the most batches, or the time from its first batch on, that the config
-  allows *one candidate*.
 - **cheapest**: fewest processes, then fewest bytes kept ready (batches on order, cache), then fewest requests in
   flight.
-
-The engine's own dials come first, without processes: requests in flight and batches ahead rise together from 8 and 1 to
-their plateau, then each falls again while 90 % of the peak remain; then a cache of the whole store, or of half of
-`loader.memory_bytes`, measured once it has had time to fill. Processes are tried with the cheapest of those settings.
+- **again, in turn**: a machine is faster in one second than in the next, so settings measured at different times do not
+  compare. Before a choice stands, it is measured again in turn with what decides it: the fastest setting (or the
+  fastest of the dearer ones, when it is itself the fastest), and what is cheaper and may reach 90 % within twice the
+  standard error. That is done once, and while the choice is in doubt up to three times in all. What was measured in
+  turn replaces the first look. Where the figures then ask the sweep for more settings, they are measured, and it is
+  done again. A setting with a cache is measured once, since it would have to be filled again: where it is chosen,
+  there are no turns.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kit.units import format_bytes, format_count
@@ -40,12 +39,10 @@ ENOUGH = 0.9
 MOST_WORKERS = 32
 GAIN = 1.05
 """What counts as faster."""
-PATIENCE = 2
-REQUESTS = (8, 16, 32, 64, 128, 256)
-AHEAD = (1, 2, 4, 8, 16, 32)
+DOUBT = 2.0
+"""Standard errors within which two figures may be the same."""
 _SHARE = 1 / 16
 """The least that loading is taken to keep a core busy."""
-_BLOCK, _LARGEST_BLOCK, _BLOCKS, _SETTLED, _SETTLED_SECONDS = 5, 40, 5, 0.03, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,34 +108,10 @@ class Measurement:
     """Start to first batch."""
     whole_seconds: float
     """What trying it cost."""
-
-
-Looks = Generator[LoaderSetting, Measurement | None, None]
-"""A rule: yields the setting to measure, hears what it gave, or None where it could not run."""
-Drop = Callable[[LoaderSetting], str]
-"""Why a setting is left out; empty for none."""
-
-
-class Plateau:
-    """Whether going on with a dial has stopped paying."""
-
-    def __init__(self, patience: int, best: float = 0.0) -> None:
-        self.best, self._patience, self._stale = best, patience, 0
-
-    def reached(self, batches_per_second: float) -> bool:
-        self._stale = 0 if batches_per_second > GAIN * self.best else self._stale + 1
-        self.best = max(self.best, batches_per_second)
-        return self._stale >= self._patience
-
-
-def worker_counts(named: Sequence[int], cap: Callable[[], int]) -> Iterator[int]:
-    """Processes to try, rising; `cap` is asked once 0 has been measured, and not for counts that were named."""
-    if named:
-        yield from sorted(set(named))
-        return
-    yield 0
-    most = cap()
-    yield from sorted({*(count for count in (1, 2, 4, 8, 16, 32) if count <= most), most} - {0})
+    turns: int = 0
+    """How often it was measured again in turn with others; the figures are then those of the turns."""
+    paces: tuple[float, ...] = ()
+    """Seconds a batch of each block of batches: what the error is made from."""
 
 
 def cpu_cap(cores: int, busy: float) -> int:
@@ -181,68 +154,6 @@ class MemoryCap:
         return f"their batches need {format_bytes(workers * ready)} of {format_bytes(allowed)} of shared memory allowed"
 
 
-def sweep_workers(
-    base: LoaderSetting, counts: Iterable[int], prefetch: Sequence[int], drop: Drop, best: float = 0.0
-) -> Looks:
-    """Processes rising, with rising prefetch factors each, until more of either does not pay.
-
-    Args:
-        base: Where the other dials stand.
-        counts: Processes to try, rising; asked for one at a time.
-        prefetch: Factors to try with each.
-        drop: What is left out.
-        best: Batches per second that are had already, 0 for none.
-    """
-    plateau = Plateau(PATIENCE, best)
-    for count in counts:
-        inner = Plateau(1)
-        for factor in sorted(set(prefetch)) if count else [base.prefetch_factor]:
-            setting = replace(base, num_workers=count, prefetch_factor=factor)
-            if drop(setting):
-                break
-            found = yield setting
-            if found is None or inner.reached(found.batches_per_second):
-                break
-        if not inner.best or plateau.reached(inner.best):  # where these do not fit, more will not
-            return
-
-
-def sweep_engine(base: LoaderSetting, caches: Sequence[int], drop: Drop) -> Looks:
-    """Requests in flight and batches ahead rise together, then each falls while that is enough, then the cache.
-
-    Together, because each limits the other: so many batches on order give so many requests and no more. Where memory
-    holds no more batches, requests rise alone.
-    """
-    known: dict[LoaderSetting, Measurement | None] = {}
-
-    def look(setting: LoaderSetting) -> Generator[LoaderSetting, Measurement | None, Measurement | None]:
-        if setting not in known:
-            known[setting] = None if drop(setting) else (yield setting)
-        return known[setting]
-
-    plateau, ahead, best = Plateau(PATIENCE), AHEAD[0], None
-    for requests, wanted in zip(REQUESTS, AHEAD, strict=True):
-        setting = replace(base, num_workers=0, requests_in_flight=requests, batches_ahead=wanted, cache_bytes=0)
-        found = yield from look(setting)
-        if found is None:
-            found = yield from look(replace(setting, batches_ahead=ahead))
-        else:
-            ahead = wanted
-        if found is None or plateau.reached(found.batches_per_second):
-            break
-        best = found if best is None or found.batches_per_second > GAIN * best.batches_per_second else best
-    if best is None:
-        return
-    for dial, values in (("batches_ahead", AHEAD), ("requests_in_flight", REQUESTS)):
-        for value in sorted((value for value in values if value < getattr(best.setting, dial)), reverse=True):
-            found = yield from look(replace(best.setting, **{dial: value}))
-            if found is None or found.batches_per_second < ENOUGH * plateau.best:
-                break
-            best = found
-    for size_bytes in caches:
-        yield from look(replace(best.setting, cache_bytes=size_bytes))
-
-
 def choose(measured: Sequence[Measurement], batch_bytes: int) -> Measurement:
     """The cheapest that reaches `ENOUGH` of the peak."""
     peak = max(item.batches_per_second for item in measured)
@@ -263,19 +174,46 @@ def why_chosen(chosen: Measurement, measured: Sequence[Measurement]) -> str:
     )
 
 
-def block_size(setting: LoaderSetting) -> int:
-    """Batches that are timed together: one that is late holds up those on order, which then come all at once."""
-    return min(_LARGEST_BLOCK, max(_BLOCK, setting.num_workers, setting.batches_ready))
+def finalists(
+    measured: Sequence[Measurement], batch_bytes: int, able: Callable[[Measurement], bool] = lambda _: True
+) -> list[Measurement]:
+    """What must be measured in turn before the choice stands, in the order of `measured`; none where nothing can be.
+
+    Args:
+        measured: What may be chosen.
+        batch_bytes: Of one batch.
+        able: Whether something can be measured in turn.
+    """
+    chosen = choose(measured, batch_bytes)
+    if not able(chosen):
+        return []
+    rivals = filter(able, _rivals(measured, chosen, batch_bytes))
+    doubted = filter(able, _cheaper_in_doubt(measured, chosen, batch_bytes))
+    ids = {id(item) for item in (chosen, *itertools.islice(rivals, 1), *doubted)}
+    return [item for item in measured if id(item) in ids] if len(ids) > 1 else []
 
 
-def standard_error(block_seconds: Sequence[float]) -> float:
-    """Of the mean, as a fraction of it; 1 for fewer than two blocks."""
-    if len(block_seconds) < 2 or not sum(block_seconds):
-        return 1.0
-    return float(statistics.stdev(block_seconds) / len(block_seconds) ** 0.5 / statistics.fmean(block_seconds))
+def _rivals(measured: Sequence[Measurement], chosen: Measurement, batch_bytes: int) -> list[Measurement]:
+    """From the fastest down, the dearer ones first: they would be worth their price next."""
+    cost = chosen.setting.cost(batch_bytes)
+    others = [item for item in measured if item is not chosen]
+    return sorted(others, key=lambda item: (item.setting.cost(batch_bytes) <= cost, -item.batches_per_second))
 
 
-def settled(block_seconds: Sequence[float]) -> bool:
-    """Whether more batches would hardly change the answer."""
-    enough = len(block_seconds) >= _BLOCKS and sum(block_seconds) >= _SETTLED_SECONDS
-    return enough and standard_error(block_seconds) <= _SETTLED
+def in_doubt(measured: Sequence[Measurement], batch_bytes: int) -> bool:
+    """Whether the errors allow another choice."""
+    chosen = choose(measured, batch_bytes)
+    peak = max(measured, key=lambda item: item.batches_per_second)
+    return (chosen is not peak and _near(chosen, peak)) or bool(_cheaper_in_doubt(measured, chosen, batch_bytes))
+
+
+def _cheaper_in_doubt(measured: Sequence[Measurement], chosen: Measurement, batch_bytes: int) -> list[Measurement]:
+    peak = max(measured, key=lambda item: item.batches_per_second)
+    cost = chosen.setting.cost(batch_bytes)
+    return [item for item in measured if item.setting.cost(batch_bytes) < cost and _near(item, peak)]
+
+
+def _near(item: Measurement, peak: Measurement) -> bool:
+    """Whether the truth may lie on the other side of `ENOUGH`."""
+    ratio = item.batches_per_second / peak.batches_per_second
+    return abs(ratio - ENOUGH) <= DOUBT * ratio * math.hypot(item.error, peak.error)

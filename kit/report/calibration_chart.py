@@ -32,7 +32,8 @@ def calibration_figure(calibration: Calibration) -> Figure:
     width = left + _BARS_INCHES
     figure = look.figure(width, height)
     rectangle = (left / width, 0.5 / height, 0.96 * _BARS_INCHES / width, (height - _EDGE_INCHES) / height)
-    axes = look.add_axes(figure, rectangle, title="loader settings tried, in order", x="batches/s", grid="x")
+    title = f"loader settings tried, in order; dashed: {ENOUGH:.0%} of the peak"
+    axes = look.add_axes(figure, rectangle, title=title, x="batches/s", grid="x")
     with look.drawing():
         axes.set_ylim(rows - 0.5, -0.5)
         axes.set_yticks(range(len(names)))
@@ -42,10 +43,6 @@ def calibration_figure(calibration: Calibration) -> Figure:
         longest = max((item.batches_per_second + _whisker(item) for item in calibration.measured), default=0.0)
         axes.set_xlim(0, 1.25 * longest or 1.0)
         axes.axvline(ENOUGH * calibration.peak, linestyle="--", linewidth=1.1, color=look.INK)
-        axes.annotate(
-            f"{ENOUGH:.0%} of the peak", (ENOUGH * calibration.peak, 1), xycoords=("data", "axes fraction"),
-            xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8, color=look.INK,
-        )  # fmt: skip
     return figure
 
 

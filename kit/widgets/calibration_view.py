@@ -14,7 +14,7 @@ import ipywidgets
 from kit.errors import KitError
 from kit.report.calibration_chart import calibration_figure
 from kit.report.figure import svg
-from kit.units import format_count
+from kit.units import format_count, format_seconds
 from kit.widgets.background import Latest
 from kit.widgets.trial_view import progress_html
 
@@ -79,7 +79,8 @@ class CalibrationView:
         self.found = found
         chart = svg(calibration_figure(found), found.headline) if found.measured else ""
         self.result.value = found._repr_html_() + chart
-        self._say(found.headline, 1.0)
+        how = "taken up again" if found.reloaded else f"in {format_seconds(found.seconds)}"
+        self._say(f"loader calibrated {how}: {len(found.measured)} settings measured", 1.0)
 
     def _run(self) -> None:
         try:
@@ -103,7 +104,9 @@ class CalibrationView:
         steps = [event for event in job.events if event["kind"] == "calibration_step"]
         if steps and not job.ended and not self._stopping:
             speed = format_count(float(steps[-1]["batches_per_second"]))
-            self._say(f"{len(steps)} settings measured; {steps[-1]['setting']}: {speed} batches/s", None)
+            looked = sum(not step["again"] for step in steps)
+            doing = f"{looked} settings measured" + ", the best of them again" * steps[-1]["again"]
+            self._say(f"{doing}; {steps[-1]['setting']}: {speed} batches/s", None)
 
     def _say(self, words: str, fraction: float | None) -> None:
         self.progress.value = progress_html(words, fraction, "part measured")

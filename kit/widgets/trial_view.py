@@ -137,7 +137,7 @@ def in_words(trial: Trial, done: int, of: int) -> str:
         return f"step {done}/{of}" + (f" · {left} left" if left else "")
     if trial.event("fit_started"):
         return f"{_STARTING}: reading the first batch …"
-    tried = sum(event["kind"] == "calibration_step" for event in trial.events)
+    tried = sum(event["kind"] == "calibration_step" and not event["again"] for event in trial.events)
     return f"calibrating the loader: {tried} settings measured …" if tried else f"{_STARTING}: loading torch …"
 
 

@@ -114,6 +114,22 @@ def test_an_error_stands_beside_the_control_and_the_last_valid_config_stays(note
     expect(panel.get_by_text(re.compile('"hardware.strategy": "ddp"'))).to_be_visible(timeout=20 * SECOND)
 
 
+def test_the_loader_is_calibrated_by_a_button_and_the_form_takes_the_choice_over(notebook, lab, artifacts):
+    few = '"calibration.candidate_workers": [0, 2], "calibration.max_measure_batches": 60, "loader.num_workers": 3})'
+    write(lab, "calibrate.ipynb", PANEL.replace("})", ", " + few))
+    page = notebook("calibrate.ipynb", width=1280, height=1400)
+    page.run_all()
+    panel = page.page.locator(".kit-live")
+    expect(panel.get_by_label("num workers")).to_have_value("3", timeout=60 * SECOND)
+    button(panel, "Calibrate loader").click()
+    expect(panel.get_by_text("loader calibrated: no processes")).to_be_visible(timeout=60 * SECOND)
+    expect(panel.get_by_label("num workers")).to_have_value("0", timeout=20 * SECOND)
+    expect(panel.locator("table tr", has_text="2 processes × 2")).to_be_visible()
+    expect(panel.get_by_text("is the fastest")).to_be_visible()
+    panel.get_by_text("loader calibrated: no processes").scroll_into_view_if_needed()
+    page.page.screenshot(path=artifacts / "start_calibrated.png")
+
+
 def write(lab, name, *cells):
     kernel = {"name": "kit", "display_name": "kit (training experiments)", "language": "python"}
     notebook = nbformat.v4.new_notebook(

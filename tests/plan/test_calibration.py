@@ -1,86 +1,22 @@
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from noisy_loader import PLAIN, measured
 
 from kit.plan.calibration import (
-    AHEAD,
     ENOUGH,
     MOST_WORKERS,
-    REQUESTS,
     LoaderSetting,
-    Measurement,
     MemoryCap,
     choose,
     cpu_cap,
-    settled,
-    standard_error,
-    sweep_engine,
-    sweep_workers,
+    finalists,
+    in_doubt,
     why_chosen,
-    worker_counts,
 )
 
 MIB = 1 << 20
-PLAIN = LoaderSetting(num_workers=0, prefetch_factor=2)
 OWN = LoaderSetting(num_workers=3, prefetch_factor=2, requests_in_flight=64, batches_ahead=2, cache_bytes=MIB)
-
-
-def measured(setting, speed):
-    return Measurement(
-        setting=setting, batches_per_second=speed, batches=10, seconds=1.0, error=0.0, first_batch_seconds=0.1,
-        whole_seconds=1.0,
-    )  # fmt: skip
-
-
-def follow(looks, speed):
-    """Every measurement a rule asks for, where `speed` gives batches per second, or None where it cannot run."""
-    found = []
-    try:
-        setting = next(looks)
-        while True:
-            gave = speed(setting)
-            if gave is not None:
-                found.append(measured(setting, gave))
-            setting = looks.send(None if gave is None else found[-1])
-    except StopIteration:
-        return found
-
-
-def keep(_):
-    return ""
-
-
-def workers(counts, speed, prefetch=(2, 4, 8), drop=keep):
-    return follow(sweep_workers(PLAIN, iter(counts), prefetch, drop), speed)
-
-
-def tried(found):
-    return [(item.setting.num_workers, item.setting.prefetch_factor) for item in found]
-
-
-def test_without_processes_there_is_one_candidate_whatever_the_prefetch_factors():
-    assert tried(workers([0], lambda _: 1.0)) == [(0, 2)]
-
-
-def test_a_larger_prefetch_factor_is_tried_until_it_does_not_pay():
-    found = workers([1], lambda setting: {2: 1.0, 4: 2.0, 8: 2.01, 16: 9.0}[setting.prefetch_factor], (2, 4, 8, 16))
-    assert tried(found) == [(1, 2), (1, 4), (1, 8)]
-
-
-def test_the_sweep_ends_when_two_numbers_of_processes_in_a_row_bring_nothing():
-    found = workers([0, 1, 2, 4, 8, 16], lambda setting: min(setting.num_workers, 2) + 1.0, (2,))
-    assert tried(found) == [(0, 2), (1, 2), (2, 2), (4, 2), (8, 2)]
-
-
-def test_more_processes_are_not_tried_where_fewer_do_not_fit():
-    found = workers(
-        [0, 1, 2, 4, 8], lambda setting: setting.num_workers + 1.0, (2,), lambda s: "no" * (s.num_workers > 1)
-    )
-    assert tried(found) == [(0, 2), (1, 2)]
-    found = workers([0, 1, 2, 4], lambda setting: None if setting.num_workers > 1 else 1.0 + setting.num_workers, (2,))
-    assert tried(found) == [(0, 2), (1, 2)]
 
 
 @given(st.integers(1, 200), st.floats(0, 2))
@@ -94,22 +30,6 @@ def test_the_cap_by_cpus_never_leaves_none_and_never_exceeds_the_most(cores, bus
 def test_processes_that_wait_half_of_the_time_may_be_twice_as_many():
     assert cpu_cap(4, 1.0) == 4
     assert cpu_cap(4, 0.5) == 8
-
-
-@given(st.integers(1, 100))
-def test_numbers_of_processes_double_up_to_the_cap_and_end_with_it(cap):
-    counts = list(worker_counts((), lambda: cap))
-    assert counts == sorted(set(counts))
-    assert counts[0] == 0
-    assert counts[-1] == cap or cap > MOST_WORKERS
-    assert all(later <= 2 * count or count == 0 for count, later in itertools.pairwise(counts[:-1]))
-
-
-def test_named_numbers_are_tried_as_they_are():
-    def cap():
-        raise AssertionError("named numbers are not capped by CPUs")
-
-    assert list(worker_counts((8, 0, 4, 4), cap)) == [0, 4, 8]
 
 
 @given(
@@ -154,44 +74,6 @@ def test_the_choice_is_the_cheapest_of_those_that_reach_enough_of_the_peak(point
     assert str(chosen.setting) in why_chosen(chosen, found)
 
 
-def engine_speed(per_batch, most):
-    """Requests under way are limited by the dial and by the batches on order; the store gives so much and no more."""
-
-    def speed(setting):
-        under_way = min(setting.requests_in_flight, per_batch * (setting.batches_ahead + 1))
-        return min(most, under_way / per_batch) * (2.0 if setting.cache_bytes else 1.0)
-
-    return speed
-
-
-@given(st.floats(0.5, 64), st.floats(0.5, 400), st.booleans())
-def test_the_engines_dials_climb_to_the_best_of_all_their_combinations(per_batch, most, cached):
-    speed = engine_speed(per_batch, most)
-    caches = [MIB] if cached else []
-    found = follow(sweep_engine(OWN, caches, keep), speed)
-    settings_tried = [item.setting for item in found]
-    assert len(settings_tried) == len(set(settings_tried))
-    assert all(setting.num_workers == 0 for setting in settings_tried)
-    reached = choose(found, MIB).batches_per_second
-    best = max(speed(combined(*pair, caches)) for pair in itertools.product(REQUESTS, AHEAD))
-    assert reached >= ENOUGH * best / 1.05  # a gain of less than 5 % is not gone after
-    assert len(found) <= 2 * len(REQUESTS) + len(AHEAD)
-
-
-def test_where_memory_holds_no_more_batches_requests_rise_alone():
-    def speed(setting):
-        return float(setting.requests_in_flight) if setting.batches_ahead <= 2 else None
-
-    found = follow(sweep_engine(OWN, [], keep), speed)
-    assert choose(found, MIB).setting.requests_in_flight == REQUESTS[-1]
-
-
-def combined(requests, ahead, caches):
-    return LoaderSetting(
-        num_workers=0, prefetch_factor=2, requests_in_flight=requests, batches_ahead=ahead, cache_bytes=sum(caches)
-    )
-
-
 def test_a_setting_names_the_fields_that_it_changes():
     assert PLAIN.changes == {"loader.num_workers": 0, "loader.prefetch_factor": 2}
     assert OWN.changes["loader.requests_in_flight"] == 64
@@ -203,14 +85,33 @@ def test_the_warm_up_passes_over_what_was_on_order_before_the_first_batch():
     assert LoaderSetting(num_workers=4, prefetch_factor=8).warmup_batches == 34
 
 
-@pytest.mark.parametrize(
-    ("blocks", "enough"),
-    [([1.0] * 5, True), ([1.0] * 4, False), ([0.01] * 5, False), ([1.0, 2.0] * 3, False), ([], False)],
-)
-def test_a_pace_has_settled_after_enough_blocks_that_agree(blocks, enough):
-    assert settled(blocks) == enough
+def at(workers, speed, error=0.01):
+    return measured(LoaderSetting(num_workers=workers, prefetch_factor=2), speed, error)
 
 
-def test_the_error_of_too_few_blocks_is_everything():
-    assert standard_error([1.0]) == 1.0
-    assert standard_error([1.0, 1.0]) == 0.0
+def numbers(found):
+    return [item.setting.num_workers for item in finalists(found, MIB)]
+
+
+def test_the_choice_and_the_fastest_are_measured_again_and_what_is_plainly_slower_is_not():
+    found = [at(0, 10.0), at(1, 50.0), at(2, 95.0), at(4, 100.0)]
+    assert numbers(found) == [2, 4]
+    assert not in_doubt(found, MIB)
+
+
+def test_a_choice_that_is_the_fastest_is_compared_with_the_fastest_of_the_dearer():
+    assert numbers([at(0, 10.0), at(1, 50.0), at(2, 100.0), at(4, 80.0), at(8, 90.0)]) == [2, 8]
+    assert numbers([at(0, 10.0), at(1, 50.0), at(2, 100.0)]) == [1, 2]
+
+
+@pytest.mark.parametrize(("speed", "error", "doubted"), [(88.0, 0.03, True), (88.0, 0.001, False), (50.0, 0.1, False)])
+def test_what_is_cheaper_and_may_be_enough_is_in_doubt(speed, error, doubted):
+    found = [at(1, speed, error), at(2, 99.0, 0.001), at(4, 100.0, 0.001)]
+    assert in_doubt(found, MIB) == doubted
+    assert (1 in numbers(found)) == doubted
+
+
+def test_a_choice_near_the_line_is_in_doubt_and_one_alone_is_not():
+    assert in_doubt([at(0, 91.0, 0.03), at(2, 100.0)], MIB)
+    assert not in_doubt([at(0, 91.0, 0.5)], MIB)
+    assert numbers([at(0, 91.0)]) == []

@@ -15,6 +15,7 @@ from kit.config import Config
 from kit.data.module import PatchData
 from kit.errors import ConfigError, TrialError
 from kit.plan.calibration import LoaderSetting, Measurement
+from kit.plan.loader_pace import block_size, standard_error
 from kit.run.calibration.measure import Limits, Observed, StoppedError, batch_bytes, measure
 from kit.run.calibration.result import Calibration, changed
 from kit.run.calibration.subject import apply_setting, set_loader, subject_of
@@ -70,6 +71,35 @@ def test_the_time_ends_a_measurement_and_what_came_until_then_counts():
 def test_a_simulated_step_is_the_least_that_a_batch_takes():
     found = measure(Batches(100), PLAIN, replace(LIMITS, step_seconds=0.02), Observed())
     assert found.batches_per_second <= 50
+
+
+def test_a_rival_that_is_plainly_slower_ends_it_early_unless_everything_is_asked_for():
+    long = replace(LIMITS, timeout_seconds=60.0, most_batches=10**6)
+    found = measure(Paced(0.01), PLAIN, replace(long, rival=1000.0), Observed())
+    assert found.batches < 1000
+    assert len(found.paces) == found.batches // block_size(PLAIN)
+    assert found.error == standard_error(found.paces)
+    whole = measure(Paced(0.001), PLAIN, replace(long, most_batches=400, rival=1e6, to_the_end=True), Observed())
+    assert whole.batches == 400
+
+
+class Paced:
+    """Batches after `seconds` of waiting each, the first after `start` more."""
+
+    def __init__(self, seconds, start=0.0):
+        self.seconds, self.start = seconds, start
+
+    def __iter__(self):
+        time.sleep(self.start)
+        for _ in range(10**6):
+            time.sleep(self.seconds)
+            yield torch.zeros(1)
+
+
+def test_what_starts_slowly_is_measured_longer_at_once():
+    limits = replace(LIMITS, slow_start_seconds=0.1, growth=3.0)
+    assert measure(Paced(0.0, start=0.2), PLAIN, limits, Observed()).batches == 30
+    assert measure(Paced(0.0), PLAIN, replace(limits, slow_start_seconds=60.0), Observed()).batches == 10
 
 
 def test_a_cache_is_given_batches_to_fill_with_before_anything_counts():
@@ -154,6 +184,19 @@ def test_more_processes_are_chosen_where_samples_wait_and_the_evidence_is_whole(
     assert found.limits["worker_bytes"] > 0
     assert found.limits["batch_bytes"] == 2 * (8 + 1) * 4
     assert data["train_dataloaders"].num_workers == 0
+
+
+def test_what_decides_is_measured_again_in_turn_and_said():
+    heard = []
+    data = {"train_dataloaders": DataLoader(Waiting(0.004), batch_size=2)}
+    found = sweep(
+        data, asked(candidate_workers=[0, 4], max_measure_batches=80, timeout_seconds=60.0), tell=heard.append
+    )
+    again = [item for item in found.measured if item.turns]
+    assert [item.setting.num_workers for item in again] == [0, 4]
+    assert sum(item.turns for item in again) == sum(item.turns for item in heard)
+    assert any("measured again in turn" in reason for reason in found.reasons)
+    assert "turns" in repr(found).splitlines()[1]
 
 
 def test_no_process_is_chosen_where_a_step_takes_longer_than_loading():

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kit.errors import ConfigError, Problem
-from kit.plan.calibration import LoaderSetting, Measurement, block_size, settled, standard_error
+from kit.plan.calibration import LoaderSetting, Measurement
+from kit.plan.loader_pace import SLOW_SECONDS, block_size, long_enough, standard_error, together
 
 
 class StoppedError(Exception):
@@ -29,8 +31,13 @@ class Limits:
     timeout_seconds: float
     most_batches: int
     step_seconds: float = 0.0
-    until_settled: bool = True
-    """Whether a pace that has settled ends it."""
+    slow_start_seconds: float = math.inf
+    growth: float = 1.0
+    """Times as many batches and as much time for what takes longer than that to its first batch."""
+    to_the_end: bool = False
+    """Whether time and batches are used up, whatever is known before."""
+    rival: float = 0.0
+    """Batches per second that it is compared with; 0 for nothing."""
     stopping: Callable[[], bool] = lambda: False
 
 
@@ -57,8 +64,8 @@ class _Clock:
     seen: int = 0
     skipped: int = 0
     """Batches of the warm-up; 0 while it lasts."""
-    marks: list[float] = field(default_factory=list)
-    """The end of the warm-up, then the ends of blocks."""
+    marks: list[tuple[int, float]] = field(default_factory=list)
+    """Batches seen, and when: the end of the warm-up, then the ends of blocks."""
     cpu: float = 0.0
     last: float = 0.0
 
@@ -66,36 +73,50 @@ class _Clock:
         """One more batch has been used; whether that is enough."""
         self.last, self.seen = time.perf_counter(), self.seen + 1
         passed = self.last - self.first
+        growth = self.limits.growth if self.first - self.began > self.limits.slow_start_seconds else 1.0
+        timeout_seconds, most_batches = growth * self.limits.timeout_seconds, growth * self.limits.most_batches
         if not self.skipped:
-            if self.seen >= self.warmup_batches or (self.seen > 1 and passed > self.limits.timeout_seconds / 2):
-                self.skipped, self.cpu, self.marks = self.seen, time.process_time(), [self.last]
-        elif (self.seen - self.skipped) % block_size(self.setting) == 0:
-            self.marks.append(self.last)
-        most = self.skipped > 0 and self.seen - self.skipped >= self.limits.most_batches
-        enough = self.limits.until_settled and settled(self.blocks)
-        return passed >= self.limits.timeout_seconds or most or enough
+            if self.seen >= self.warmup_batches or (self.seen > 1 and passed > timeout_seconds / 2):
+                self.skipped, self.cpu, self.marks = self.seen, time.process_time(), [(self.seen, self.last)]
+        elif self._block_is_full:
+            self.marks.append((self.seen, self.last))
+        most = self.skipped > 0 and self.seen - self.skipped >= most_batches
+        return passed >= timeout_seconds or most or self._enough
 
     @property
-    def blocks(self) -> list[float]:
-        return [later - earlier for earlier, later in itertools.pairwise(self.marks)]
+    def _block_is_full(self) -> bool:
+        batches, seconds = self.seen - self.marks[-1][0], self.last - self.marks[-1][1]
+        return batches >= block_size(self.setting) or (batches >= together(self.setting) and seconds >= SLOW_SECONDS)
+
+    @property
+    def _enough(self) -> bool:
+        if self.limits.to_the_end or len(self.marks) < 2:
+            return False
+        return long_enough(self.paces, self.marks[-1][1] - self.marks[0][1], self.limits.rival)
+
+    @property
+    def paces(self) -> tuple[float, ...]:
+        """Seconds a batch of each block."""
+        pairs = itertools.pairwise(self.marks)
+        return tuple((after - before) / (last - first) for (first, before), (last, after) in pairs)
 
     @property
     def busy(self) -> float:
         """CPU seconds of this process a second since the warm-up, simulated steps left out; 0 for not known."""
         idle = self.limits.step_seconds * (self.seen - self.skipped)
-        seconds = self.last - self.marks[0] - idle if self.marks else 0.0
+        seconds = self.last - self.marks[0][1] - idle if self.marks else 0.0
         return (time.process_time() - self.cpu) / seconds if seconds > 0 else 0.0
 
     def result(self) -> Measurement:
         """Too short for the warm-up, everything after the first batch counts, and the error says so."""
-        since, batches = self.marks[0] if self.marks else 0.0, self.seen - self.skipped
+        since, batches = self.marks[0][1] if self.marks else 0.0, self.seen - self.skipped
         if not self.skipped or not batches:
             since, batches = (self.first, self.seen - 1) if self.seen > 1 else (self.began, self.seen)
         seconds = max(1e-9, self.last - since)
         return Measurement(
             setting=self.setting, batches_per_second=batches / seconds, batches=batches, seconds=seconds,
-            error=standard_error(self.blocks), first_batch_seconds=self.first - self.began,
-            whole_seconds=time.perf_counter() - self.began,
+            error=standard_error(self.paces), first_batch_seconds=self.first - self.began,
+            whole_seconds=time.perf_counter() - self.began, paces=self.paces,
         )  # fmt: skip
 
 

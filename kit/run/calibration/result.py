@@ -21,7 +21,8 @@ from kit.units import format_count, format_seconds
 
 FOLDER = ".calibrations"
 """Below the folder of runs."""
-_COLUMNS = ("setting", "batches/s", "±", "of peak", "batches", "first batch")
+_COLUMNS = ("processes × prefetch factor", "batches/s", "±", "of peak", "batches", "turns", "first batch")
+_OWN_COLUMNS = ("setting", *_COLUMNS[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -77,7 +78,7 @@ class Calibration:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """What `to_dict` gave."""
         chosen = values["chosen"]
-        measured = [Measurement(**{**item, "setting": LoaderSetting(**item["setting"])}) for item in values["measured"]]
+        measured = [_measurement(item) for item in values["measured"]]
         read = {
             "chosen": LoaderSetting(**chosen) if chosen else None,
             "measured": tuple(measured),
@@ -108,14 +109,18 @@ class Calibration:
     # -- showing it
 
     @property
+    def _columns(self) -> tuple[str, ...]:
+        return _OWN_COLUMNS if any(item.setting.own for item in self.measured) else _COLUMNS
+
+    @property
     def rows(self) -> list[list[str]]:
+        return [self._row(item) for item in self.measured]
+
+    def _row(self, item: Measurement) -> list[str]:
         return [
-            [
-                str(item.setting), format_count(item.batches_per_second), f"{item.error:.0%}",
-                f"{item.batches_per_second / self.peak:.0%}", str(item.batches),
-                format_seconds(item.first_batch_seconds),
-            ]
-            for item in self.measured
+            str(item.setting), format_count(item.batches_per_second), f"{item.error:.0%}" if item.error < 1 else "?",
+            f"{item.batches_per_second / self.peak:.0%}", str(item.batches), str(item.turns or ""),
+            format_seconds(item.first_batch_seconds),
         ]  # fmt: skip
 
     @property
@@ -137,14 +142,19 @@ class Calibration:
         return settings.index(self.chosen) if self.chosen in settings else None
 
     def __repr__(self) -> str:
-        table = [text_table(_COLUMNS, self.rows, self._marked)] if self.measured else []
+        table = [text_table(self._columns, self.rows, self._marked)] if self.measured else []
         return "\n".join([self.headline, *table, *(f"- {text}" for text in self.sentences)])
 
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        table = html_table(_COLUMNS, self.rows, caption=self.headline, marked=self._marked)
+        table = html_table(self._columns, self.rows, caption=self.headline, marked=self._marked)
         return table + html_list(self.sentences)
+
+
+def _measurement(values: Mapping[str, Any]) -> Measurement:
+    read = {"setting": LoaderSetting(**values["setting"]), "paces": tuple(values.get("paces", ()))}
+    return Measurement(**{**values, **read})
 
 
 def saved_path(config: Config) -> Path:

@@ -1,16 +1,17 @@
 """The sweep: measures what the rules of `kit.plan.calibration` ask for, on one rank's data, and says what it chose.
 
-One rank measures, on its share of the cores: what the other ranks read at the same time is not seen. A candidate that
-cannot run is left out with its reason; the first one must run.
+`kit.plan.loader_search` asks, this measures. One rank does, on its share of the cores: what the other ranks read at the
+same time is not seen. A candidate that cannot run is left out with its reason; the first one must run.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,9 @@ from typing import Any
 from kit.cgroup import Share, share
 from kit.config import Config
 from kit.errors import ConfigError, Problem
-from kit.plan.calibration import (
-    LoaderSetting,
-    Looks,
-    Measurement,
-    MemoryCap,
-    choose,
-    cpu_cap,
-    sweep_engine,
-    sweep_workers,
-    why_chosen,
-    worker_counts,
-)
+from kit.plan.calibration import LoaderSetting, Measurement, MemoryCap, choose, cpu_cap, why_chosen
+from kit.plan.loader_search import Ask, Bounds, search
+from kit.plan.loader_sweep import Looks, sweep_engine, sweep_workers, worker_counts
 from kit.run.calibration.measure import Limits, Observed, StoppedError, measure
 from kit.run.calibration.result import Calibration
 from kit.run.calibration.subject import OwnSubject, Subject
@@ -63,7 +55,7 @@ class Sweep:
         subject: The data of this rank.
         config: What asks for it.
         resources: What this rank may use.
-        tell: Hears each measurement.
+        tell: Hears each measurement; one that was taken again in turn counts a turn.
         stopping: Whether to leave.
     """
 
@@ -77,13 +69,15 @@ class Sweep:
             timeout_seconds=asked.timeout_seconds, most_batches=asked.max_measure_batches,
             step_seconds=asked.step_seconds, stopping=stopping,
         )  # fmt: skip
+        self._bounds = Bounds(timeout_seconds=asked.timeout_seconds, most_batches=asked.max_measure_batches)
         self._observed = Observed()
         self._memory: MemoryCap | None = None
         self._cpu_workers = 0
         self._turn = 0
-        self._reasons: list[str] = []
-        self.measured: list[Measurement] = []
-        self.dropped: list[tuple[str, str]] = []
+        self._base: LoaderSetting | None = None
+        self._reasons: dict[str, None] = {}
+        self._dropped: dict[str, str] = {}
+        self._figures: dict[LoaderSetting, Measurement] = {}
 
     def run(self) -> Calibration:
         """Sweep and choose.
@@ -93,33 +87,53 @@ class Sweep:
             StoppedError: when asked to leave.
         """
         began = time.perf_counter()
-        base = self._subject.present()
-        if isinstance(self._subject, OwnSubject):
-            base = self._sweep_engine(self._subject, base)
-        best = max((item.batches_per_second for item in self.measured), default=0.0)
-        prefetch = self._config.calibration.candidate_prefetch
-        self._follow(sweep_workers(base, self._counts(), prefetch, self._why_not, best))
-        candidates = self._candidates()
+        bounds = Bounds(timeout_seconds=self._limits.timeout_seconds, most_batches=self._limits.most_batches)
+        found = self._answer(
+            search(self._rule, bounds, self._figures, self._eligible, lambda: self._observed.batch_bytes)
+        )
+        candidates = [item for item in self._figures.values() if self._eligible(item.setting)]
+        if not candidates:
+            raise self._nothing()
         chosen = choose(candidates, self._observed.batch_bytes)
         return Calibration(
-            chosen=chosen.setting, measured=tuple(self.measured), dropped=tuple(self.dropped),
-            reasons=(why_chosen(chosen, candidates), *self._reasons), limits=self._facts(),
+            chosen=chosen.setting, measured=tuple(self._figures.values()), dropped=tuple(self._dropped.items()),
+            reasons=(why_chosen(chosen, candidates), *found, *self._reasons), limits=self._facts(),
             seconds=time.perf_counter() - began,
         )  # fmt: skip
 
-    def _sweep_engine(self, subject: OwnSubject, base: LoaderSetting) -> LoaderSetting:
-        """The dials that processes are tried with."""
+    def _eligible(self, setting: LoaderSetting) -> bool:
+        named = self._config.calibration.candidate_workers
+        return not named or setting.num_workers in named
+
+    # -- what to try
+
+    def _rule(self) -> Looks:
+        """The engine's dials, then processes."""
+        step, prefetch = self._limits.step_seconds, self._config.calibration.candidate_prefetch
+        ceiling, best, reasons = 1 / step if step else math.inf, 0.0, list[str]()
+        base = self._subject.present()
+        if isinstance(self._subject, OwnSubject):
+            reasons += yield from sweep_engine(base, self._caches(self._subject), lambda _: "", ceiling)
+            alone = [item for item in self._figures.values() if not item.setting.num_workers]
+            if not alone:
+                raise self._nothing()
+            best = max(item.batches_per_second for item in alone)
+            self._base = self._base or choose(alone, self._observed.batch_bytes).setting
+            base = self._base
+        reasons += yield from sweep_workers(base, self._counts(), prefetch, self._why_not, best, ceiling)
+        return reasons
+
+    @staticmethod
+    def _caches(subject: OwnSubject) -> list[int]:
+        """Sizes to try: none where each chunk is read once an epoch."""
         config, arrays = subject.config, subject.dataset.select(subject.config.data.variables)
         largest = min(sum(info.nbytes for info in arrays), config.loader.memory_bytes // 2)
-        self._follow(sweep_engine(base, [] if config.data.order == "block" else [largest], lambda _: ""))
-        if not self.measured:
-            raise self._nothing()
-        return choose(self.measured, self._observed.batch_bytes).setting
+        return [] if config.data.order == "block" else [largest]
 
     def _counts(self) -> Iterator[int]:
         named = self._config.calibration.candidate_workers
         if not named and not self._subject.workers_change_nothing:
-            self._reasons.append(
+            self._say(
                 "an iterable data set keeps its number of processes: others may repeat its samples; where it shares "
                 "them out, name numbers in calibration.candidate_workers"
             )
@@ -128,59 +142,62 @@ class Sweep:
         counts = worker_counts(named, self._cpu_cap)
         yield from (count for count in counts if count or not self._subject.own)  # 0 was measured with the dials
 
-    def _candidates(self) -> list[Measurement]:
-        named = self._config.calibration.candidate_workers
-        found = [item for item in self.measured if not named or item.setting.num_workers in named]
-        if not found:
-            raise self._nothing()
-        return found
-
     def _nothing(self) -> ConfigError:
-        why = "; ".join(f"{text}: {reason}" for text, reason in self.dropped)
+        why = "; ".join(f"{text}: {reason}" for text, reason in self._dropped.items())
         return ConfigError([Problem("calibration.candidate_workers", f"no candidate could be measured ({why})")])
 
     # -- measuring
 
-    def _follow(self, looks: Looks) -> None:
+    def _answer(self, asks: Generator[Ask, Measurement | None, list[str]]) -> list[str]:
         try:
-            setting = next(looks)
+            ask = next(asks)
             while True:
-                setting = looks.send(self._try(setting))
-        except StopIteration:
-            return
+                ask = asks.send(self._try(ask))
+        except StopIteration as end:
+            return list(end.value)
 
-    def _try(self, setting: LoaderSetting) -> Measurement | None:
+    def _try(self, ask: Ask) -> Measurement | None:
+        most = ask.fraction * self._limits.most_batches
+        limits = replace(
+            self._limits, rival=ask.rival, timeout_seconds=ask.fraction * self._limits.timeout_seconds,
+            most_batches=round(most) if ask.again else math.ceil(most),
+            slow_start_seconds=math.inf if ask.again else self._bounds.slow_start_seconds, growth=1 / ask.fraction,
+        )  # fmt: skip
         try:
-            found = self._measure(setting, self._limits)
+            found = self._measure(ask.setting, limits, replace(self._observed) if ask.again else self._observed)
         except StoppedError:
             raise
         except Exception as error:
-            if not self.measured and not isinstance(error, ConfigError):
+            if not self._figures and not isinstance(error, ConfigError):
                 raise
-            self.dropped.append((str(setting), (str(error).splitlines() or [type(error).__name__])[0]))
+            self._dropped[str(ask.setting)] = (str(error).splitlines() or [type(error).__name__])[0]
             return None
-        self.measured.append(found)
-        self._tell(found)
+        self._tell(replace(found, turns=int(ask.again)))
         return found
 
-    def _measure(self, setting: LoaderSetting, limits: Limits) -> Measurement:
-        filling = 2 * (setting.cache_bytes or 0) // max(1, self._observed.batch_bytes)
+    def _measure(self, setting: LoaderSetting, limits: Limits, observed: Observed) -> Measurement:
+        filling = 2 * (setting.cache_bytes or 0) // max(1, observed.batch_bytes)
         self._turn += 1
         with warnings.catch_warnings():  # processes beyond the cores are tried on purpose
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             with self._subject.loader(setting, self._turn) as loader:
-                return measure(loader, setting, limits, self._observed, filling)
+                return measure(loader, setting, limits, observed, filling)
 
     # -- caps
 
     def _cpu_cap(self) -> int:
-        busy = self._observed.busy or 1.0
-        self._cpu_workers = cpu_cap(self._resources.cores, busy)
-        cores = f"{self._resources.cores} core" + "s" * (self._resources.cores > 1)
-        self._reasons.append(
-            f"at most {self._cpu_workers} processes for {cores}: loading keeps a core {min(1.0, busy):.0%} busy"
-        )
+        if not self._cpu_workers:
+            busy = self._observed.busy or 1.0
+            self._cpu_workers = cpu_cap(self._resources.cores, busy)
+            cores = f"{self._resources.cores} core" + "s" * (self._resources.cores > 1)
+            self._say(
+                f"at most {self._cpu_workers} processes for {cores}: loading keeps a core {min(1.0, busy):.0%} busy"
+            )
         return self._cpu_workers
+
+    def _say(self, reason: str) -> None:
+        """Once, however often a sweep is gone through."""
+        self._reasons[reason] = None
 
     def _why_not(self, setting: LoaderSetting) -> str:
         """One process is what memory is measured on; more of them must fit."""
@@ -188,20 +205,20 @@ class Sweep:
             return ""
         reason = self._memory_cap(setting).why_not(setting)
         if reason:
-            self.dropped.append((str(setting), reason))
+            self._dropped[str(setting)] = reason
         return reason
 
     def _memory_cap(self, setting: LoaderSetting) -> MemoryCap:
         if self._memory is None:
             if not self._observed.worker_bytes:
                 probe = replace(setting, num_workers=1)
-                self._measure(probe, replace(self._limits, most_batches=_PROBE_BATCHES))
+                self._measure(probe, replace(self._limits, most_batches=_PROBE_BATCHES), self._observed)
             self._memory = MemoryCap(
                 free_bytes=self._resources.free_bytes, shared_bytes=self._resources.shared_bytes,
                 margin=self._config.calibration.ram_safety_margin, worker_bytes=self._observed.worker_bytes,
                 batch_bytes=self._observed.batch_bytes,
             )  # fmt: skip
-            self._reasons.append(self._told(self._memory))
+            self._say(self._told(self._memory))
         return self._memory
 
     @staticmethod

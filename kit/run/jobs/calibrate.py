@@ -132,8 +132,9 @@ class _Measuring:
 
     def _tell(self, item: Measurement) -> None:
         self._context.writer.write(
-            "calibration_step", setting=str(item.setting), batches_per_second=item.batches_per_second
-        )
+            "calibration_step", setting=str(item.setting), batches_per_second=item.batches_per_second,
+            again=item.turns > 0,
+        )  # fmt: skip
 
 
 def _stay_on(cores: int) -> None:
