@@ -5,8 +5,9 @@
 A small convolutional network whose step takes at least 20 ms on one thread; the first steps are dropped. Each fit runs
 in a fresh fork of a process that has imported Lightning: a process that has fitted before is faster, with or without
 kit. The plain fit stands twice, so that the second row shows what chance alone does to a ratio; ratios are medians over
-rounds. The C allocator is told not to return memory to the system between steps: whether it does depends on the layout
-of the heap, and changes a step by a factor of two with or without kit.
+rounds, each within its round. Beside the pace stands the CPU time of a step, of all threads of the process: that of
+others on the machine is not in it. The C allocator is told not to return memory to the system between steps: whether it
+does depends on the layout of the heap, and changes a step by a factor of two with or without kit.
 
 What timing itself takes is too little to be seen in that. A second table has it alone: the actions and hooks of one
 step, written down in a real fit, are played again and again to the callbacks of a trial, with its clock, and their
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,7 +43,7 @@ from kit.run.recorder import Recorder
 from kit.run.timing import StepClock
 from kit.run.trial import fit
 
-REPETITIONS = 30
+REPETITIONS = 10
 STEPS, DROPPED = 40, 10
 PLAYED, ROUNDS = 2000, 15
 ANSWER = "samples/s"
@@ -79,9 +80,17 @@ def loader() -> DataLoader[tuple[torch.Tensor, ...]]:
 class Clock(Callback):
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.cpu: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.times.append(time.perf_counter())
+        self.cpu.append(time.process_time())
+
+
+class Pace(NamedTuple):
+    samples_per_second: float
+    cpu_seconds: float
+    """Of a step."""
 
 
 def serve() -> None:
@@ -94,7 +103,7 @@ def serve() -> None:
 
 
 def fit_alone() -> None:
-    """One fit without kit; prints samples per second."""
+    """One fit without kit; prints its pace."""
     torch.set_num_threads(1)
     clock = Clock()
     trainer = Trainer(
@@ -109,21 +118,26 @@ def fit_alone() -> None:
         enable_model_summary=False,
     )
     trainer.fit(Convolutions(), loader())
-    print(ANSWER, (STEPS - DROPPED) * BATCH_SIZE / (clock.times[-1] - clock.times[DROPPED - 1]), flush=True)
+    wall, cpu = (taken[-1] - taken[DROPPED - 1] for taken in (clock.times, clock.cpu))
+    print(ANSWER, (STEPS - DROPPED) * BATCH_SIZE / wall, cpu / (STEPS - DROPPED), flush=True)
 
 
-def without_kit(server: subprocess.Popen[str]) -> float:
+def without_kit(server: subprocess.Popen[str]) -> Pace:
     assert server.stdin is not None
     assert server.stdout is not None
     print(file=server.stdin, flush=True)
-    return next(float(line.split()[1]) for line in server.stdout if line.startswith(ANSWER))
+    answer = next(line for line in server.stdout if line.startswith(ANSWER))
+    return Pace(*map(float, answer.split()[1:]))
 
 
-def inside_kit(folder: str) -> float:
+def inside_kit(folder: str) -> Pace:
     hardware = {"accelerator": "cpu", "devices": 1, "threads_per_rank": 1}
-    config = Config.make({"hardware": hardware, "trial": {"max_steps": STEPS, "folder": folder}})
-    steps = fit(Convolutions, loader, config).wait().steps[DROPPED:]
-    return sum(step["samples"] for step in steps) / sum(step["step_seconds"] for step in steps)
+    limits = {"max_steps": STEPS, "warmup_steps": DROPPED, "folder": folder}
+    trial = fit(Convolutions, loader, Config.make({"hardware": hardware, "trial": limits})).wait()
+    steps, used = trial.steps[DROPPED:], trial.event("cpu_used")
+    assert used is not None
+    speed = sum(step["samples"] for step in steps) / sum(step["step_seconds"] for step in steps)
+    return Pace(speed, used["process_seconds"] / len(steps))
 
 
 def main() -> None:
@@ -141,14 +155,9 @@ def main() -> None:
             "inside kit": lambda: inside_kit(folder),
         }
         rounds = [one_round(ways) for _ in range(REPETITIONS + 1)][1:]  # the first starts both interpreters
-    rows = []
-    for way in ways:
-        speed = statistics.median(speeds[way] for speeds in rounds)
-        low, middle, high = statistics.quantiles(speeds[way] / speeds["Lightning alone"] for speeds in rounds)
-        row = {"way": way, "samples/s": speed, "ms a step": 1000 * BATCH_SIZE / speed, "ratio": middle}
-        rows.append({**row, "middle half of ratios": f"{low:.3f} to {high:.3f}"})
+    rows = [row(way, rounds) for way in ways]
     publish("samples per second of one fit", rows, repetitions=REPETITIONS)
-    step_seconds = BATCH_SIZE / statistics.median(speeds["Lightning alone"] for speeds in rounds)
+    step_seconds = statistics.median(paces["Lightning alone"].cpu_seconds for paces in rounds)
     publish("what timing takes of a step", instrumentation(step_seconds), repetitions=ROUNDS, steps=PLAYED)
 
 
@@ -236,8 +245,22 @@ def hooks(trainer: Trainer, callbacks: tuple[Recorder, CommunicationTimer], give
     recorder.on_train_batch_end(trainer, module, outputs, batch, 0)
 
 
-def one_round(ways: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """Samples per second of each way, taken in random order: whoever comes second finds another machine."""
+def row(way: str, rounds: Sequence[Mapping[str, Pace]]) -> dict[str, Any]:
+    """Medians over rounds; ratios are within a round."""
+    mine, beside = [paces[way] for paces in rounds], [paces["Lightning alone"] for paces in rounds]
+    speeds = [a.samples_per_second / b.samples_per_second for a, b in zip(mine, beside, strict=True)]
+    costs = [a.cpu_seconds / b.cpu_seconds for a, b in zip(mine, beside, strict=True)]
+    low, middle, high = statistics.quantiles(costs)
+    return {
+        "way": way, "samples/s": statistics.median(pace.samples_per_second for pace in mine),
+        "ratio": statistics.median(speeds),
+        "CPU ms a step": 1000 * statistics.median(pace.cpu_seconds for pace in mine), "CPU ratio": middle,
+        "middle half of CPU ratios": f"{low:.3f} to {high:.3f}",
+    }  # fmt: skip
+
+
+def one_round(ways: Mapping[str, Callable[[], Pace]]) -> dict[str, Pace]:
+    """The pace of each way, taken in random order: whoever comes second finds another machine."""
     order = random.sample(list(ways), len(ways))
     return {way: ways[way]() for way in order}
 

@@ -32,8 +32,13 @@ def _workers(found: Evidence) -> int:
     return max(1, each - (0 if found.on_gpu else 1), min(2, each))
 
 
+def _makes_own(found: Evidence) -> bool:
+    """Whether the caller's data makes its loader without kit's engine, so that only calibrating reaches it."""
+    return found.given_loader and not found.own_loader
+
+
 def _worker_change(found: Evidence) -> Change:
-    if found.given_loader:
+    if _makes_own(found):
         return {"calibration.enabled": True}
     workers = _workers(found)
     return {} if workers <= found.config.loader.num_workers else {"loader.num_workers": workers}
@@ -50,7 +55,7 @@ def _wait_setting(found: Evidence) -> str:
 
 
 def _workers_words(found: Evidence) -> str:
-    if found.given_loader:
+    if _makes_own(found):
         return "num_workers and prefetch_factor of your own DataLoader, which calibration.enabled finds and sets"
     return "loader.num_workers and loader.prefetch_factor, whose best values kit.calibrate finds"
 

@@ -13,7 +13,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ GENERAL = ("waiting for data", "training shorter than preprocessing")
 """Complaints that another finding about data explains."""
 _SPECIFIC = ("no prefetch", "chunks that do not fit", "Python in the data", "all cores busy")
 _COLUMNS = ("rule", "found", "threshold", "source")
+_BUSY_FRACTION = 0.1
+"""Of the time without a core, from which on figures are those of a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +59,26 @@ class Finding:
 
     @property
     def evidence(self) -> str:
-        """The value beside the threshold, and who set that."""
-        rule = self.rule
-        value, limit = show(rule.unit, self.value), show(rule.unit, rule.threshold)
-        return f"{rule.looks_at}: {value}, a finding from {limit} on ({rule.source})"
+        """What was looked at, and the value."""
+        return f"{self.rule.looks_at}: {show(self.rule.unit, self.value)}"
+
+    @property
+    def threshold(self) -> str:
+        """From which value on it is a finding, and who says so."""
+        return f"a finding from {show(self.rule.unit, self.rule.threshold)} on ({self.rule.source})"
 
     @property
     def effect(self) -> str:
         if self.predicted_gain is None:
-            return "what it brings cannot be foreseen"
-        return f"predicted: {self.predicted_gain:.2f} × as fast at most"
+            return "cannot be foreseen"
+        return f"{self.predicted_gain:.2f} × as fast at most"
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """What to change, what that should bring, and why one may believe it."""
+        code = {"in code": self.code} if self.code else {}
+        told = {"change": self.setting, **code, "predicted": self.effect}
+        return {**told, "evidence": self.evidence, "threshold": self.threshold}
 
     @property
     def code(self) -> str:
@@ -129,14 +141,16 @@ class Diagnosis:
         if self.clean:
             return f"Nothing found: {asked}."
         count = len(self.findings)
-        return f"{count} finding{'s' * (count > 1)}; {asked}."
+        return f"{count} findings, the most worth mending first; {asked}." if count > 1 else f"1 finding; {asked}."
 
     @property
     def sentences(self) -> list[str]:
-        """The whole diagnosis as text."""
-        lines = [text for finding in self.findings for text in _told(finding)]
-        lines += [self.roofline.sentence] if self.roofline else []
-        return [*lines, *self.notes]
+        """What is wrong, how far the step is from what the device can do, and what could not be learned."""
+        return [*(f"{finding.name}: {finding.sentence}" for finding in self.findings), *self._rest]
+
+    @property
+    def _rest(self) -> list[str]:
+        return [*([self.roofline.sentence] if self.roofline else []), *self.notes]
 
     @property
     def rows(self) -> list[list[str]]:
@@ -153,7 +167,8 @@ class Diagnosis:
         return text_table(_COLUMNS, self.rows)
 
     def __repr__(self) -> str:
-        return "\n".join([self.headline, *(f"- {text}" for text in self.sentences)])
+        told = [line for finding in self.findings for line in _told(finding)]
+        return "\n".join([self.headline, *told, *(f"- {text}" for text in self._rest)])
 
     __str__ = __repr__
 
@@ -167,10 +182,9 @@ class Diagnosis:
     @property
     def details_html(self) -> str:
         """The roofline in a sentence, notes, and all rules behind a fold."""
-        more = ([self.roofline.sentence] if self.roofline else []) + list(self.notes)
         table = html_table(_COLUMNS, self.rows, dense=True)
         fold = f'<details style="{FRAME}"><summary>all rules, thresholds and sources</summary>{table}</details>'
-        return html_list(more) + fold
+        return html_list(self._rest) + fold
 
     def _ipython_display_(self) -> None:
         """With buttons where widgets are installed, else as the notebook shows HTML or text."""
@@ -181,25 +195,26 @@ class Diagnosis:
 
 
 def finding_html(finding: Finding) -> str:
-    """One finding: the sentence, what to change and why one may believe it."""
-    style = (
-        f"{FRAME}; border-left: 4px solid var(--jp-warn-color1, #c77700); padding: 2px 0 2px 10px; margin: 8px 0 2px"
+    """One finding: the sentence, and under it what to change and why one may believe it, a line each."""
+    frame = (
+        f"{FRAME}; border-left: 4px solid var(--jp-warn-color1, #c77700); padding: 2px 8px 2px 10px; margin: 10px 0 2px"
     )
-    code = f"<br><code>{escape(finding.code)}</code>" if finding.code else ""
-    small = "font-size: 0.88em; opacity: 0.8"
+    columns = "display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 1px 12px; margin-top: 3px"
+    rows = "".join(_reason_html(name, text) for name, text in finding.reasons.items())
     return (
-        f'<div style="{style}"><b>{escape(finding.name)}</b>: {escape(finding.sentence)}<br>'
-        f"Change {escape(finding.setting)}; {escape(finding.effect)}.{code}"
-        f'<div style="{small}">{escape(finding.evidence)}</div></div>'
+        f'<div style="{frame}; line-height: 1.45"><b>{escape(finding.name)}</b>: {escape(finding.sentence)}'
+        f'<div style="{columns}; font-size: 0.92em">{rows}</div></div>'
     )
+
+
+def _reason_html(name: str, text: str) -> str:
+    shown = f"<code>{escape(text)}</code>" if name == "in code" else escape(text)
+    return f'<span style="opacity: 0.75">{name}</span><span style="overflow-wrap: anywhere">{shown}</span>'
 
 
 def _told(finding: Finding) -> list[str]:
-    return [
-        f"{finding.name}: {finding.sentence}",
-        f"  change {finding.setting}; {finding.effect}",
-        f"  {finding.evidence}",
-    ]
+    reasons = (f"    {name}: {text}" for name, text in finding.reasons.items())
+    return [f"- {finding.name}: {finding.sentence}", *reasons]
 
 
 def diagnose(*given: Any, peaks: Peaks | bool = True, profile: Profile | None = None) -> Diagnosis:
@@ -231,8 +246,19 @@ def judge(evidence: Evidence, source: Source, notes: Sequence[str] = ()) -> Diag
     return Diagnosis(
         evidence=evidence, findings=tuple(_sorted(findings)), roofline=roofline_of(evidence),
         values={rule.name: value for rule, value in known.items()},
-        unasked=tuple(rule for rule in RULES if rule not in known), notes=(*evidence.notes, *notes),
+        unasked=tuple(rule for rule in RULES if rule not in known), notes=(*evidence.notes, *_busy(evidence), *notes),
     )  # fmt: skip
+
+
+def _busy(evidence: Evidence) -> tuple[str, ...]:
+    """Rules are asked all the same: what is wrong on a busy machine is seldom right on a quiet one."""
+    queued = evidence.queued_fraction or 0.0
+    if queued < _BUSY_FRACTION:
+        return ()
+    return (
+        f"the machine was busy: training waited {queued:.0%} of the time for a core that others had; figures and "
+        "predicted effects are of that time, so run it again when less else runs",
+    )
 
 
 def _finding(rule: Rule, value: float, evidence: Evidence, source: Source) -> Finding:
@@ -253,12 +279,15 @@ def _possible(change: Change, config: Config) -> Change:
 
 
 def _sorted(findings: Sequence[Finding]) -> list[Finding]:
-    explained = any(finding.name in _SPECIFIC for finding in findings)
+    """Complaints that others explain come last, and say so."""
+    explained = [one for one in findings if one.name in GENERAL and any(two.name in _SPECIFIC for two in findings)]
+    others = [one for one in findings if one not in explained]
+    told = [replace(one, sentence=f"{one.sentence} Findings above say why.") for one in explained]
+    return [*sorted(others, key=_order), *sorted(told, key=_order)]
 
-    def order(finding: Finding) -> tuple[bool, float]:
-        return explained and finding.name in GENERAL, -(finding.predicted_gain or 0.0)
 
-    return sorted(findings, key=order)
+def _order(finding: Finding) -> float:
+    return -(finding.predicted_gain or 0.0)
 
 
 def _trial(given: Sequence[Any]) -> tuple[Trial, Source]:

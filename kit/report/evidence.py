@@ -100,6 +100,8 @@ class Evidence:
     layout: Layout | None
     thread_cores: float | None
     """Cores that the training thread of a rank used or queued for: 1 is one core at 100 %; the busiest rank."""
+    queued_fraction: float | None = None
+    """Of the time, what the training thread of a rank was ready and had no core; the worst rank."""
     process_cores: float | None
     """Cores used by all ranks and their loader processes."""
     workers: int | None
@@ -258,12 +260,13 @@ def _layout(config: Config) -> tuple[Layout | None, tuple[str, ...]]:
 def _cpu(trial: Trial) -> dict[str, Any]:
     found = [event for event in trial.events if event["kind"] == "cpu_used" and event["wall_seconds"] > 0]
     if not found:
-        return {"thread_cores": None, "process_cores": None, "workers": None}
+        return {"thread_cores": None, "process_cores": None, "workers": None, "queued_fraction": None}
     used = [(event["process_seconds"] + event["workers_seconds"]) / event["wall_seconds"] for event in found]
     return {
         "thread_cores": max(
             (event["thread_seconds"] + event["queued_seconds"]) / event["wall_seconds"] for event in found
         ),
+        "queued_fraction": max(event["queued_seconds"] / event["wall_seconds"] for event in found),
         "process_cores": sum(used),
         "workers": max(int(event["workers"]) for event in found),
     }

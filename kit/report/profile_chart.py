@@ -8,8 +8,9 @@ and the gaps in the colour of what the host did meanwhile. Memory is drawn where
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kit.errors import TrialError
 from kit.report import figure as look
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 WIDTH_INCHES = 7.8
 _BARS = 7
 _LONGEST_NAME = 28
+_SEEN_FRACTION = 0.002
+"""Of the line, about a pixel."""
 _MOST_GAPS = 4000
 _COLOURS = {
     "host sync": look.PURPLE, "data loading": look.VERMILION, "host-to-device copy": look.ORANGE,
@@ -43,7 +46,7 @@ def profile_figure(profile: Profile) -> Figure:
     trace = profile.trace
     columns = {
         "Lightning's actions": _merged((row["action"], row["own_seconds"]) for row in profile.actions),
-        "Python functions": _merged((row["function"], row["own_seconds"]) for row in profile.functions),
+        "Python functions": _merged((_function(row), row["own_seconds"]) for row in profile.functions),
         "operations": [] if trace is None else _of_device(trace),
     }
     shown = {title: bars for title, bars in columns.items() if bars}
@@ -97,7 +100,7 @@ def _draw_below(chart: Figure, trace: TraceInfo, height: float) -> None:
     line = look.add_axes(chart, (0.075, (0.75 + memory) / height, 0.885, 0.28 / height), grid="")
     line.set_title(f"the {trace.device.upper()}, and what it waited for")
     line.broken_barh([(0, 1e3 * trace.window_seconds)], (0, 1), facecolor="#333333", linewidth=0)
-    seen = {cause for cause in CAUSES if trace.gap_fraction(cause) > 0 and cause != "launching"}
+    seen = {cause for cause in CAUSES if trace.gap_fraction(cause) >= _SEEN_FRACTION and cause != "launching"}
     for cause in seen:
         spans = [(1e3 * gap.begin, 1e3 * gap.seconds) for gap in trace.gaps[:_MOST_GAPS] if gap.cause == cause]
         line.broken_barh(spans, (0, 1), facecolor=_COLOURS[cause], linewidth=0)
@@ -128,9 +131,21 @@ def _draw_memory(axes: Axes, trace: TraceInfo) -> None:
 
 
 def _plain(name: str) -> str:
-    """Without the kind that Lightning puts before an action, and what Python puts around what is built in."""
+    """Without the kind that Lightning puts before an action, and what Python puts around what is built in.
+
+    Of a strategy the name is left out too: there is one, and its actions are told from others by theirs.
+    """
     built_in = re.match(r"<(?:built-in )?method '?([\w.]+)", name)
-    return built_in[1].removeprefix("torch._C.") if built_in else (name.rpartition("]")[2] or name).lstrip(".")
+    if built_in:
+        return built_in[1].removeprefix("torch._C.")
+    kind, _, plain = name.rpartition("]")
+    return plain.rpartition(".")[2] if kind.endswith("[Strategy") else (plain or name).lstrip(".")
+
+
+def _function(row: Mapping[str, Any]) -> str:
+    """One without a name of its own is told by its place."""
+    name = str(row["function"])
+    return f"{name} {Path(row['file']).name}:{row['line']}" if row["file"] != "~" and name.startswith("<") else name
 
 
 def _short(text: str, most: int) -> str:

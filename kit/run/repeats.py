@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any, Literal
 
 from kit.config import Config
@@ -20,7 +21,7 @@ from kit.errors import ConfigError, KitError, Problem, StoreError, TrialError
 from kit.run.attempts import samples_per_second
 from kit.run.submission import again, prepare
 from kit.run.trial import Trial
-from kit.tables import html_list, html_table, text_table
+from kit.tables import FRAME, html_list, html_table, text_table
 
 Verdict = Literal["helps", "hurts", "within the noise", "did not run"]
 Change = Mapping[str, Any]
@@ -141,7 +142,8 @@ class Tried:
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        return html_table(_COLUMNS, self.rows, caption=self.sentence) + html_list(self.sentences[1:])
+        said = f'<div style="{FRAME}; font-weight: bold">{escape(self.sentence)}</div>'
+        return said + html_table(_COLUMNS, self.rows) + html_list(self.sentences[1:])
 
 
 def try_change(

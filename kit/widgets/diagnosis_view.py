@@ -23,19 +23,29 @@ REPEATS = 3
 
 
 class DiagnosisView:
-    """The widgets of one diagnosis."""
+    """The widgets of one diagnosis; `check` raises a KitError while something runs that a trial would disturb."""
 
-    def __init__(self, diagnosis: Diagnosis) -> None:
-        self.diagnosis = diagnosis
+    def __init__(self, diagnosis: Diagnosis, check: Callable[[], object] = lambda: None) -> None:
+        self.diagnosis, self._check = diagnosis, check
         self._display: LiveDisplay | None = None
         self._busy = threading.Lock()
         self.findings = [_FindingView(finding, self._try) for finding in diagnosis.findings]
         head = ipywidgets.HTML(f"<b>{html.escape(diagnosis.headline)}</b>")
-        rest = ipywidgets.HTML(diagnosis.details_html, layout={"width": "100%"})
+        rest = ipywidgets.HTML(_lines(diagnosis.details_html), layout={"width": "100%"})
         self.ui = live_box([head, *(view.ui for view in self.findings), rest, *keyboard_guard()])
+
+    @property
+    def busy(self) -> bool:
+        """Whether a change is being tried."""
+        return self._busy.locked()
 
     def _try(self, view: _FindingView) -> None:
         """In a thread; a second click waits for none, as trials beside each other would slow each other."""
+        try:
+            self._check()
+        except KitError as error:
+            view.say(f"not tried: {error}")
+            return
         if not self._busy.acquire(blocking=False):
             view.say("another change is being tried; this one can follow")
             return
@@ -56,9 +66,10 @@ class DiagnosisView:
     def display(self) -> None:
         self._display = LiveDisplay(self.ui, "Run this cell again for its buttons.", self._still)
 
-    def _still(self) -> tuple[str, bytes | None]:
-        answers = [repr(view.tried) for view in self.findings if view.tried is not None]
-        return "\n".join([repr(self.diagnosis), *answers]), None
+    def _still(self) -> tuple[str, str]:
+        tried = [view.tried for view in self.findings if view.tried is not None]
+        text = "\n".join([repr(self.diagnosis), *map(repr, tried)])
+        return text, self.diagnosis._repr_html_() + "".join(answer._repr_html_() for answer in tried)
 
 
 class _FindingView:
@@ -88,11 +99,16 @@ class _FindingView:
         except KitError as error:
             self.say(f"not tried: {error}")
             return
-        self.answer.value = self.tried._repr_html_()
+        self.answer.value = _lines(self.tried._repr_html_())
 
     def _on_run(self, _: Trial) -> None:
         self._runs += 1
         self.say(f"run {self._runs} of {2 * REPEATS} …")
+
+
+def _lines(text: str) -> str:
+    """With lines as close as elsewhere on the page; a widget's own are as far apart as its controls."""
+    return f'<div style="line-height: 1.45">{text}</div>'
 
 
 def display(diagnosis: Any) -> None:

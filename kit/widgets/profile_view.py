@@ -121,7 +121,7 @@ class ProfileView:
         self.words.value = f"<span style='margin-left:8px'>{html.escape(text)}</span>"
 
     def _label(self, busy: bool) -> None:
-        self.button.description, self.button.icon = ("Stop", "stop") if busy else ("Profile", "stethoscope")
+        self.button.description, self.button.icon = ("Stop", "stop") if busy else ("Profile", "bar-chart")
         self.button.tooltip = (
             "end the pass that runs; what the ones before it found is kept"
             if busy

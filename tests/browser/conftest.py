@@ -39,6 +39,9 @@ _CONNECTED = """() => {
   return kernel && kernel.connectionStatus === 'connected' && ['idle', 'busy'].includes(kernel.status);
 }"""
 
+_PAINTED = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 150)))"
+"""A frame within the page is painted only once it is in sight."""
+
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
@@ -157,6 +160,7 @@ class Notebook:
             self.use_theme(f"JupyterLab {theme}")
             for part, place in places.items():
                 place.scroll_into_view_if_needed()
+                self.page.evaluate(_PAINTED)
                 self.page.screenshot(path=artifacts / f"{name}_{part}_{width}_{theme.lower()}.png")
                 box, around = place.bounding_box(), place.locator(OUTPUT).last.bounding_box()
                 assert box["x"] + box["width"] <= around["x"] + around["width"] + 1, f"{part} at {width} pixels"

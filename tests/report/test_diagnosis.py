@@ -77,6 +77,15 @@ def test_a_healthy_trial_gets_a_clean_bill_and_hears_what_it_was_asked():
     assert "all rules, thresholds and sources" in diagnosis._repr_html_()
 
 
+def test_figures_of_a_busy_machine_are_said_to_be_so():
+    busy = evidence(queued_fraction=0.4)
+    diagnosis = judge(busy, source(busy))
+    assert "training waited 40% of the time for a core" in diagnosis.notes[0]
+    assert diagnosis.notes[0] in diagnosis._repr_html_()
+    quiet = evidence(queued_fraction=0.02)
+    assert judge(quiet, source(quiet)).notes == ()
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_found_and_named(name):
     assert name in names(FAULTS[name])
@@ -93,7 +102,9 @@ def test_each_finding_says_what_to_change_what_to_expect_and_why(name):
     finding = judge(found, source(found))[name]
     assert finding.sentence.endswith(".")
     assert finding.setting
-    assert finding.rule.source in finding.evidence
+    assert finding.rule.looks_at in finding.evidence
+    assert finding.rule.source in finding.threshold
+    assert all(text in repr(judge(found, source(found))) for text in finding.reasons.values())
     assert finding.predicted_gain is None or finding.predicted_gain >= 1
     changed = found.config.replace(finding.change)
     assert bool(finding.change) == bool(found.config.diff(changed)), "a change changes something"
@@ -114,6 +125,8 @@ def test_specific_causes_come_before_the_complaint_they_explain():
     assert names(found) == (
         "Python in the data", "no prefetch", "waiting for data", "training shorter than preprocessing",
     )  # fmt: skip
+    told = [finding.sentence.endswith("Findings above say why.") for finding in judge(found, source(found)).findings]
+    assert told == [False, False, True, True]
 
 
 def test_effects_follow_from_the_parts_of_a_step():
@@ -133,6 +146,13 @@ def test_more_processes_than_cores_are_never_advised():
     assert finding.predicted_gain == pytest.approx(1 / 0.3)
     lone = replace(found, cores=1)
     assert judge(lone, source(lone))["Python in the data"].predicted_gain == pytest.approx(1)
+
+
+def test_data_of_the_callers_own_that_reads_by_the_engine_takes_its_processes_from_the_config():
+    found = evidence(shares=shares(wait=0.7), thread_cores=0.99, given_loader=True, own_loader=True)
+    finding = judge(found, source(found))["Python in the data"]
+    assert finding.change == {"loader.num_workers": 3}
+    assert "loader.num_workers" in finding.setting
 
 
 def test_a_loader_of_the_callers_own_is_calibrated_as_the_config_does_not_make_it():

@@ -1,0 +1,82 @@
+"""The notebook on slow training as its reader meets it: five mistakes named, one tried by its button, a clean bill."""
+
+import json
+import re
+
+import nbformat
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+SECOND = 1000
+NAMED_FIRST = ("chunks that do not fit", "no prefetch", "Python in the data", "sync in the step")
+PANEL = """import kit
+config = kit.Config.load("datasets/slow/recipe.yaml").replace({"trial.max_steps": 6, "trial.warmup_steps": 2})
+kit.build(config)
+panel = kit.panel(config, data="datasets/slow/parts.py:ValueByValue")
+panel.fit()
+panel"""
+VERDICT = re.compile(r"It (helps|hurts|is not seen to help)")
+
+
+def computes_in_16_bits(project):
+    """As the kernel measured it."""
+    (kept,) = (project / "runs" / ".peaks").glob("*.json")
+    flops = json.loads(kept.read_text())["flops_per_second"]
+    return flops["bfloat16"] >= 1.3 * flops["float32"]
+
+
+def test_what_is_planted_is_named_and_one_change_is_tried(notebook, project, artifacts):
+    opened = notebook("notebooks/06_profile.ipynb", width=1400, height=1500)
+    page, wrong = opened.page, []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.run_all(wait=False)
+    charts = page.locator(".jp-OutputArea-output img:visible")
+    expect(charts).to_have_count(4, timeout=360 * SECOND)
+    assert opened.errors() == []
+
+    first, mended, healthy = (page.locator(".kit-live").nth(place) for place in range(3))
+    for name in NAMED_FIRST:
+        expect(first.locator("b", has_text=re.compile(f"^{name}$"))).to_have_count(1)
+    if computes_in_16_bits(project):
+        expect(mended.locator("b", has_text=re.compile("^full precision$"))).to_have_count(1)
+    expect(healthy).to_contain_text("Nothing found")
+    expect(page.get_by_text(re.compile("^It helps"))).to_have_count(1)
+    timeline = page.frame_locator("iframe").locator("#said")
+    expect(timeline).to_contain_text("µs to")
+
+    finding = first.locator(".widget-vbox", has=page.get_by_role("button", name="Try it")).filter(
+        has_text="no prefetch"
+    ).last  # fmt: skip
+    finding.get_by_role("button", name="Try it").click()
+    expect(first.get_by_role("button", name="Try it").first).to_be_disabled()
+    expect(finding.get_by_text(re.compile(r"run \d of 6"))).to_be_visible(timeout=60 * SECOND)
+    expect(finding.get_by_text(VERDICT)).to_be_visible(timeout=180 * SECOND)
+    answer = finding.get_by_role("table")
+    expect(answer).to_contain_text("before")
+    expect(answer).to_contain_text("after")
+    expect(first.get_by_role("button", name="Try it").first).to_be_enabled()
+
+    places = {"timing": charts.first, "findings": first, "tried": answer, "trace": page.locator("iframe")}
+    places |= {"profile": charts.nth(1), "compared": charts.nth(2), "healthy": healthy}
+    opened.pictures(places, "profile", artifacts)
+    assert opened.errors() == []
+    assert wrong == []
+
+
+def test_a_panel_diagnoses_its_trial(notebook, project, artifacts):
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(PANEL)])
+    book.metadata.kernelspec = {"name": "kit", "display_name": "kit (training experiments)", "language": "python"}
+    nbformat.write(book, project / "notebooks" / "diagnosed.ipynb")
+    opened = notebook("notebooks/diagnosed.ipynb", width=1400, height=1500)
+    opened.run_all()
+    panel = opened.page.locator(".kit-live").first
+    diagnose = panel.get_by_role("button", name="Diagnose")
+    expect(diagnose).to_be_enabled(timeout=120 * SECOND)
+    diagnose.click()
+    expect(panel.get_by_text("kit.diagnose(")).to_be_visible(timeout=60 * SECOND)
+    expect(panel.locator("b", has_text=re.compile("^chunks that do not fit$"))).to_be_visible()
+    expect(panel.get_by_role("button", name="Try it").first).to_be_enabled()
+    opened.pictures({"panel": panel}, "diagnosed", artifacts)
+    assert opened.errors() == []
