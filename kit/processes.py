@@ -61,6 +61,17 @@ def machine() -> dict[str, str]:
     return {"host": platform.node(), "boot": boot}
 
 
+@functools.cache
+def cpu_name() -> str:
+    """The processor as its maker calls it, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
 def peak_rss_bytes() -> int:
     """The most host memory that this process has held at once.
 

@@ -9,6 +9,7 @@ perfect.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from kit.config import Config
-from kit.errors import ConfigError, Problem
-from kit.report.results import Results, Row, row_of
+from kit.errors import ConfigError, Problem, TrialError
+from kit.report.results import Results
+from kit.report.row import Row, config_of, flat
+from kit.report.row_file import UNREADABLE, row_of
 from kit.run.paths import RunPaths, find_runs, runs_folder
 from kit.run.repeats import Side, Tried
 from kit.run.trial import Trial
@@ -26,8 +29,9 @@ from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
 
 _MISSING = "–"
-_NO_DIFFERENCE = ("name", "trial.folder", "trial.predict_memory", "trial.measure_memory", "trial.start")
-_DEVICES = ("hardware.devices", "hardware.strategy", "hardware.threads_per_rank")
+_FEW = 4
+NO_DIFFERENCE = ("name", "trial.folder", "trial.predict_memory", "trial.measure_memory", "trial.start")
+DEVICES = ("hardware.devices", "hardware.strategy", "hardware.threads_per_rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +96,14 @@ class Comparison:
     """Groups, the first of which the others are held against."""
 
     groups: tuple[Group, ...]
+    unreadable: tuple[Row, ...] = ()
+    """Runs that are in no group."""
 
     @property
     def differences(self) -> dict[str, tuple[Any, ...]]:
         """The value of each group for every field of the config that is not the same in all of them."""
         first = self.groups[0].config
-        paths = {path for group in self.groups for path in first.diff(group.config) if path not in _NO_DIFFERENCE}
+        paths = {path for group in self.groups for path in first.diff(group.config) if path not in NO_DIFFERENCE}
         ordered = (info.path for info in Config.fields() if info.path in paths)
         return {path: tuple(group.config.get(path) for group in self.groups) for path in ordered}
 
@@ -130,7 +136,7 @@ class Comparison:
         return [self._row(place, group) for place, group in enumerate(self.groups)]
 
     def _row(self, place: int, group: Group) -> list[str]:
-        settings = [_value(values[place]) for values in self.differences.values()]
+        settings = [setting_text(values[place]) for values in self.differences.values()]
         figures = [group.figure(quantity.column).text(quantity.form) for quantity in self.quantities]
         speed = group.figure("samples_per_second").mean / self.groups[0].figure("samples_per_second").mean
         against = _MISSING if math.isnan(speed) else f"{speed:.2f} ×"
@@ -149,7 +155,8 @@ class Comparison:
         }
 
     @property
-    def sentences(self) -> list[str]:
+    def remarks(self) -> list[str]:
+        """How to read it."""
         seeds = {group.config.training.seed for group in self.groups}
         runs = {len(group.rows) for group in self.groups}
         lines = [f"seed {seeds.pop()} in all of them" if len(seeds) == 1 else "seeds differ between the groups"]
@@ -159,8 +166,18 @@ class Comparison:
             lines.append("mean ± standard deviation over the runs of a config")
         if not self.differences and len(self.groups) > 1:
             lines.append("their configs are the same: module or data differ")
-        failed = [row for group in self.groups for row in group.rows if row["state"] not in ("COMPLETE", "STOPPED")]
-        return [*lines, *(f"{row['run']}: {row['state'].lower()}, {row['message'] or ''}" for row in failed)]
+        return lines
+
+    @property
+    def troubles(self) -> list[str]:
+        """Every run that did not end well, and why."""
+        rows = [*(row for group in self.groups for row in group.rows), *self.unreadable]
+        failed = (row for row in rows if row["state"] not in ("COMPLETE", "STOPPED"))
+        return [f"{row['run']}: {row['state'].lower()}, {row['message'] or ''}" for row in failed]
+
+    @property
+    def sentences(self) -> list[str]:
+        return [*self.remarks, *self.troubles]
 
     def __repr__(self) -> str:
         changed = self.changed
@@ -173,8 +190,13 @@ class Comparison:
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
+        """A column a config while they are few, as names of settings are long; else a row."""
         caption = f"{len(self.groups)} configs, settings that differ from the first marked"
-        table = html_table(self.columns, self.rows, caption=caption, dense=True, highlighted=self.changed)
+        columns, rows, changed = list(self.columns), self.rows, self.changed
+        if len(self.groups) <= _FEW:
+            columns, *rows = map(list, zip(columns, *rows, strict=True))
+            changed = {(column - 1, row + 1) for row, column in changed}
+        table = html_table(columns, rows, caption=caption, dense=True, highlighted=changed)
         return f'<div style="overflow-x: auto">{table}</div>{html_list(self.sentences)}'
 
 
@@ -186,19 +208,23 @@ def compare(*runs: Trial | Tried | Results | Row | str | Path, names: Sequence[s
         names: What the groups are called, in the order in which they first come; by default the name of their config.
 
     Raises:
-        TrialError: for what is no run.
+        TrialError: for what is no run, or when none of them can be read.
         ConfigError: for no runs, or more names than groups.
     """
     pairs = [pair for item in runs for pair in _labelled(item)]
+    unreadable = tuple(row for _, row in pairs if row["state"] == UNREADABLE)
     groups: dict[tuple[str, str], list[Row]] = {}
     for label, row in pairs:
-        groups.setdefault((label, _key(row)), []).append(row)
+        if row["state"] != UNREADABLE:
+            groups.setdefault((label, _key(row)), []).append(row)
+    if not groups and unreadable:
+        raise TrialError(f"none of these runs can be read; {unreadable[0]['run']}: {unreadable[0]['message']}")
     if not groups:
         raise ConfigError([Problem("runs", "no runs to compare; give trials, run directories or a folder of runs")])
     if len(names) > len(groups):
         raise ConfigError([Problem("names", f"{len(names)} names for {len(groups)} configs")])
     found = [_group(label, rows) for (label, _), rows in groups.items()]
-    return Comparison(tuple(_named(found, names)))
+    return Comparison(tuple(_named(found, names)), unreadable)
 
 
 def _labelled(item: Any) -> Iterable[tuple[str, Row]]:
@@ -222,14 +248,13 @@ def _of_side(side: Side) -> list[Row]:
 
 
 def _key(row: Row) -> str:
-    """The fingerprint of what makes a difference."""
-    config = _config(row)
-    plain = Config()
-    return config.replace({path: plain.get(path) for path in _NO_DIFFERENCE}).fingerprint
+    """Everything that makes a difference."""
+    values = row["config"] or flat(_config(row).values())
+    return json.dumps({path: value for path, value in values.items() if path not in NO_DIFFERENCE}, sort_keys=True)
 
 
 def _config(row: Row) -> Config:
-    return Config.load(RunPaths.open(row["run_directory"]).config)
+    return config_of(row) if row["config"] else Config.load(RunPaths.open(row["run_directory"]).config)
 
 
 def _group(label: str, rows: Sequence[Row]) -> Group:
@@ -250,10 +275,11 @@ def _named(groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
 
 
 def _may_differ() -> set[str]:
-    return {*_NO_DIFFERENCE, *_DEVICES}
+    return {*NO_DIFFERENCE, *DEVICES}
 
 
-def _value(value: Any) -> str:
+def setting_text(value: Any) -> str:
+    """The value of a field in a table."""
     if value is None or value == "" or value == {}:
         return _MISSING
     if isinstance(value, dict):

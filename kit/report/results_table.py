@@ -1,7 +1,8 @@
 """The table of results that people see: fewer columns than the rows hold, formatted, and none that is empty.
 
 What is predicted stands as three columns under one heading: predicted, measured, ratio; in HTML in a table of its own
-below, so that each fits a narrow page. Rows that went wrong say why below.
+below, so that each fits a narrow page. Rows that went wrong say why below. Of very many rows the first are shown, and
+how many are not; Markdown, which goes into a file, has them all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kit.tables import FRAME, text_table
 from kit.units import format_bytes
 
 Row = Mapping[str, Any]
+MOST_ROWS = 100
 _MISSING = "–"
 _COMPARED = ("predicted", "measured", "ratio")
 _RULE = "1px solid var(--jp-border-color2, #ccc)"
@@ -30,8 +32,9 @@ class Column(NamedTuple):
 
 def as_text(rows: Sequence[Row]) -> str:
     """The rows as aligned text."""
-    columns, cells = _table(rows)
-    return "\n".join([text_table(_flat(columns), cells), *_troubles(rows)])
+    shown = rows[:MOST_ROWS]
+    columns, cells = _table(shown)
+    return "\n".join([text_table(_flat(columns), cells), *_troubles(shown), *_left_out(rows)])
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -42,16 +45,17 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def as_html(rows: Sequence[Row]) -> str:
+def as_html(rows: Sequence[Row], caption: str = "") -> str:
     """The rows as two HTML tables, each with two lines of headings: the trials, and what was predicted of them."""
-    columns, cells = _table(rows)
-    caption = f"{len(rows)} {'trial' if len(rows) == 1 else 'trials'}, newest first"
+    shown = rows[:MOST_ROWS]
+    columns, cells = _table(shown)
+    caption = caption or f"{len(rows)} {'trial' if len(rows) == 1 else 'trials'}, newest first"
     compared = [place for place, column in enumerate(columns) if column.title in _COMPARED]
     facts = [place for place in range(len(columns)) if place not in compared]
     tables = _table_html(caption, columns, cells, facts)
     if compared:
         tables += _table_html("predicted and measured", columns, cells, [0, *compared], "0.92em")
-    notes = "".join(f"<li>{escape(trouble)}</li>" for trouble in _troubles(rows))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in (*_troubles(shown), *_left_out(rows)))
     return (
         f'<div style="{FRAME}; overflow-x: auto; font-size: 0.88em">{tables}'
         + (f'<ul style="margin: 4px 0; padding-left: 1.5em">{notes}</ul>' if notes else "")
@@ -102,6 +106,11 @@ def _flat(columns: Sequence[Column]) -> list[str]:
 def _troubles(rows: Sequence[Row]) -> list[str]:
     wrong = (row for row in rows if row["message"] and row["state"] not in ("COMPLETE", "STOPPED"))
     return [f"{row['run']}: {row['message']}" for row in wrong]
+
+
+def _left_out(rows: Sequence[Row]) -> list[str]:
+    more = len(rows) - MOST_ROWS
+    return [f"{more:,} more: choose with where(...) or a slice, or write all with to_csv(path)"] if more > 0 else []
 
 
 # -- HTML

@@ -8,15 +8,17 @@ wanted. Ranks on the CPU claim nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kit.claims import choosing
 from kit.config import Config
 from kit.errors import HardwareError, KitWarning
 from kit.machine import Machine, Resolved, hardware, resolve_devices, with_claims
 from kit.nvml import Gpu
+from kit.processes import cpu_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class Taken:
     """What others hold on each of them."""
     claims: tuple[Path, ...]
     """To be handed over to the supervisor, or released."""
+    hardware: Mapping[str, Any] = field(default_factory=dict)
+    """What the row of the trial tells of the machine."""
 
 
 def take_devices(config: Config) -> Taken:
@@ -39,7 +43,7 @@ def take_devices(config: Config) -> Taken:
     machine = hardware()
     resolved = resolve_devices(config, machine)
     if not resolved.devices:
-        return Taken(resolved=resolved, used_bytes=(), claims=())
+        return Taken(resolved=resolved, used_bytes=(), claims=(), hardware=_facts(machine, ()))
     with choosing() as desk:
         machine = with_claims(machine, desk.claims)
         resolved = resolve_devices(config, machine)
@@ -51,7 +55,18 @@ def take_devices(config: Config) -> Taken:
     if shared:
         warnings.warn(f"{_named(machine, shared)}; the trials share it", KitWarning, stacklevel=4)
     used_bytes = tuple(gpu.total_bytes - gpu.free_bytes for gpu in gpus)
-    return Taken(resolved=resolved, used_bytes=used_bytes, claims=tuple(claimed))
+    return Taken(resolved=resolved, used_bytes=used_bytes, claims=tuple(claimed), hardware=_facts(machine, gpus))
+
+
+def _facts(machine: Machine, gpus: Sequence[Gpu]) -> dict[str, Any]:
+    """The machine and the first of these GPUs, with the memory of the smallest."""
+    return {
+        "device": gpus[0].name if gpus else "CPU",
+        "cpu": cpu_name(),
+        "cores": machine.cores,
+        "memory_bytes": machine.memory_bytes,
+        "device_memory_bytes": min((gpu.total_bytes for gpu in gpus), default=None),
+    }
 
 
 def _is_chosen_by_kit(config: Config) -> bool:

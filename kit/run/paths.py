@@ -101,6 +101,11 @@ class RunPaths:
         """The loader setting that was chosen, with its evidence, as JSON."""
         return self.directory / "calibration.json"
 
+    @property
+    def row(self) -> Path:
+        """The row of `kit.results`, once the trial has ended, as JSON."""
+        return self.directory / "row.json"
+
     def write_prediction(self, estimate: Mapping[str, Any]) -> None:
         """Keep an estimate with the run, in one step."""
         draft = self.prediction.with_suffix(".tmp")

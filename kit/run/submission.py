@@ -84,6 +84,7 @@ def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken
         "predicted": predicted,
         "device_used_bytes": list(taken.used_bytes),
         "claims": [str(file) for file in taken.claims],
+        "hardware": dict(taken.hardware),
         "given": given,
     }
     write_run(paths, config.to_yaml(), payload, {**environment_of(taken.resolved), **found, **asked})

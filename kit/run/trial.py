@@ -170,6 +170,9 @@ class Trial:
                 self._take(self._reader.read())
                 if lifeless and not self.ended:
                     self._end_lifeless(lifeless)
+                if self.state in ENDED:
+                    self._take(self._reader.read())  # what a rank wrote last, while other files were being read
+                    self._keep_row()
         self._notify()
         return self.state
 
@@ -181,6 +184,12 @@ class Trial:
             elif event["kind"] == "trial_ended":
                 self.state, self.cause, self.message = event["state"], event.get("cause"), event["message"]
         self._news = self._news or bool(events)
+
+    def _keep_row(self) -> None:
+        """Leave the row of a trial that this process has started in its directory; the reports above know how."""
+        is_trial = not {"job", "removed"} & self.environment.keys()
+        if self._supervisor is not None and is_trial and self.run_directory.exists():
+            importlib.import_module("kit.report.row_file").keep_row(self)
 
     # -- life and death
 

@@ -50,6 +50,15 @@ def test_only_settings_that_differ_are_shown_and_those_unlike_the_first_are_mark
     assert comparison._repr_html_().count('font-weight: bold">64') == 1
 
 
+def test_a_few_configs_stand_side_by_side_and_many_below_each_other(comparison):
+    few, many = comparison, Comparison(comparison.groups * 2)
+    for shown, head, side in ((few, "two", "loader.batch_size"), (many, "loader.batch_size", "two")):
+        page = shown._repr_html_()
+        assert f">{head}</th>" in page.partition("</thead>")[0]
+        assert f">{side}</th>" in page.partition("</thead>")[2]
+        assert page.count('font-weight: bold">64') == len(shown.groups) // 3
+
+
 def test_scaling_is_told_of_groups_that_differ_in_their_devices_only(comparison):
     one, wide, two = comparison.groups
     assert comparison.scaling_efficiency(two) == pytest.approx(165 / 100 / 2)

@@ -6,44 +6,14 @@ import json
 import os
 
 import pytest
+from made_runs import COMPLETE, make_run
 
-from kit.config import Config
+from kit.errors import ConfigError
 from kit.events import EventWriter
-from kit.processes import identify, machine
-from kit.report.results import COLUMNS, Results, results
-from kit.run.control import Control
+from kit.report.results import Results, results
+from kit.report.results_table import MOST_ROWS
+from kit.report.row import COLUMNS
 from kit.run.paths import RunPaths
-
-PHASES = ("wait", "transfer", "forward", "backward", "optimizer", "other")
-
-
-def make_run(folder, changes=None, steps=6, end=None, counters=None, device=False, predicted=None):
-    config = Config().replace(
-        {"trial.max_steps": 6, "trial.warmup_steps": 2, "trial.folder": str(folder), **(changes or {})}
-    )
-    paths = RunPaths.create(config)
-    paths.config.write_text(config.to_yaml())
-    environment = {"world_size": 1, "accelerator": "cpu", "precision": "32-true", "machine": machine()}
-    environment["predicted"] = predicted or {}
-    paths.environment.write_text(json.dumps({**environment, "supervisor": identify(os.getpid())}))
-    Control.create(paths.control)
-    rank, supervisor = EventWriter(paths.events(0), 0), EventWriter(paths.supervisor_events, -1)
-    supervisor.write("trial_started", processes=[identify(os.getpid())])
-    rank.write("fit_started", strategy="auto", accelerator="cpu", precision="32-true", world_size=1, max_steps=6)
-    seconds = {f"{phase}_seconds": 0.1 for phase in PHASES}
-    memory = {"device_allocated_bytes": 1 << 31, "device_reserved_bytes": 1 << 32} if device else {}
-    for step in range(1, steps + 1):
-        rank.write("step", step=step, samples=12, step_seconds=0.6, host_rss_bytes=step << 20, **seconds, **memory)
-    if counters is not None:
-        rank.write("fit_ended", steps=steps, counters=counters, peak_host_rss_bytes=1 << 30)
-    if end is not None:
-        supervisor.write("trial_ended", **{"cause": None, "message": "", **end})
-    rank.close()
-    supervisor.close()
-    return paths
-
-
-COMPLETE = {"state": "COMPLETE", "message": "6 steps"}
 
 
 def test_a_complete_run_is_one_row_of_measurements(tmp_path):
@@ -189,3 +159,50 @@ def test_on_a_cpu_reserved_bytes_that_nothing_measures_are_not_shown_and_predict
     tables = found._repr_html_().split("<table")[1:]
     assert ["predicted" in table for table in tables] == [False, True]
     assert all(found[0]["run"].rpartition("-")[0] in table for table in tables)
+
+
+def test_rows_are_chosen_by_columns_by_settings_and_by_conditions(tmp_path):
+    for name, batch in (("small", 8), ("large", 32)):
+        make_run(tmp_path, {"name": name, "loader.batch_size": batch}, end=COMPLETE)
+    make_run(tmp_path, {"name": "failed"}, end={"state": "FAILED", "cause": "error", "message": "no"})
+    found = results(tmp_path)
+    assert [row["name"] for row in found.where(state="FAILED")] == ["failed"]
+    assert [row["name"] for row in found.where(**{"loader.batch_size": 32})] == ["large"]
+    assert [row["name"] for row in found.where(lambda row: row["batch_size"] < 10, state="COMPLETE")] == ["small"]
+    assert isinstance(found.where(state="LOST"), Results)
+    assert found.best("batch_size")["name"] == "large"
+    assert found.best("batch_size", lowest=True)["name"] == "small"
+
+
+def test_an_unknown_name_is_answered_with_the_one_that_was_meant(tmp_path):
+    make_run(tmp_path, end=COMPLETE)
+    with pytest.raises(ConfigError, match="did you mean 'samples_per_second'"):
+        results(tmp_path).best("sample_per_second")
+    with pytest.raises(ConfigError, match="did you mean 'loader.batch_size'"):
+        results(tmp_path).where(**{"loader.batchsize": 1})
+    with pytest.raises(ConfigError, match="none of 1 rows has a number"):
+        results(tmp_path).best("device_memory_bytes")
+
+
+def test_of_very_many_rows_the_first_are_shown_and_markdown_has_them_all(tmp_path):
+    make_run(tmp_path, end=COMPLETE)
+    many = Results(list(results(tmp_path)) * (MOST_ROWS + 7))
+    assert "7 more" in repr(many)
+    assert "7 more" in many._repr_html_()
+    assert len(repr(many).splitlines()) == MOST_ROWS + 2
+    assert len(many.to_markdown().splitlines()) == MOST_ROWS + 7 + 2
+
+
+def test_no_secret_is_in_a_row(tmp_path):
+    asked = {
+        "data.url": "https://me:hunter2@host/data.zarr?sig=hunter2",
+        "data.arguments": {"token": "hunter2", "inner": [{"API_KEY": "hunter2"}], "tokens": 3, "key": "sst"},
+    }
+    make_run(tmp_path, asked, end={"state": "FAILED", "cause": "data", "message": "no s3://a:hunter2@b/c?X=hunter2"})
+    found = results(tmp_path)
+    assert "hunter2" not in found.to_json() + found.to_csv() + found.to_markdown() + found._repr_html_()
+    assert "hunter2" not in (RunPaths.open(found[0]["run_directory"]).row).read_text()
+    assert found[0]["config"]["data.url"] == "https://host/data.zarr"
+    assert found[0]["config"]["data.arguments"]["tokens"] == 3
+    assert found[0]["config"]["data.arguments"]["key"] == "sst"
+    assert found[0]["message"] == "no s3://b/c"
