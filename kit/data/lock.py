@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 SETTLE_SECONDS = 0.5
 BEAT_SECONDS = 30.0
 STALE_SECONDS = 120.0
+_TURN_SECONDS = 0.05
 _HEIR = ".partial"
 """As drafts are named, which nobody takes for data."""
 
@@ -88,6 +89,33 @@ def _file_lock(folder: Path) -> Iterator[None]:
         descriptor = _take(path)
     except OSError as error:
         raise store_error(str(folder), error) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def turn_at(path: Path, seconds: float) -> Iterator[None]:
+    """Hold the lock file `path`, after all who hold it before; it goes with the process that holds it.
+
+    Raises:
+        StoreLockedError: naming the holder, when one keeps it for longer than `seconds`.
+        StoreError: when the file cannot be made.
+    """
+    give_up = time.monotonic() + seconds
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = _take(path)
+            break
+        except StoreLockedError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(_TURN_SECONDS)
+        except OSError as error:
+            raise store_error(str(path), error) from None
     try:
         yield
     finally:

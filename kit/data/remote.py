@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import functools
+import io
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
@@ -23,6 +24,8 @@ from kit.data.retries import Retries, status_of
 READ_SECONDS = 20.0
 WRITE_SECONDS = 120.0
 """Attempts begin for so long; a large object takes its time on a narrow connection."""
+_LARGE_BYTES = 1 << 20
+"""Of a body, from where on aiohttp would warn."""
 NO_RETRIES = {"retries": {"max_attempts": 0}}
 """botocore's words for it."""
 
@@ -150,8 +153,13 @@ def _gcs_class() -> Any:
     """gcsfs' plain class: fsspec's default one asks a second service, over gRPC, what kind of bucket this is."""
     from gcsfs.core import GCSFileSystem
 
+    one_attempt = GCSFileSystem._request.__wrapped__
+
     class Gcs(GCSFileSystem):  # type: ignore[misc]
-        _request = GCSFileSystem._request.__wrapped__  # one attempt
+        async def _request(self, *args: Any, data: Any = None, **options: Any) -> Any:
+            if isinstance(data, bytes) and len(data) > _LARGE_BYTES:
+                data = io.BytesIO(data)  # sent in pieces, between which the loop does other things
+            return await one_attempt(self, *args, data=data, **options)
 
         @staticmethod
         def close_session(loop: object, session: Any, asynchronous: bool = False) -> None:  # noqa: ARG004

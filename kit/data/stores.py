@@ -246,7 +246,7 @@ def read_object(store: Store, key: str, url: str, seconds: float = ANSWER_SECOND
     Raises:
         StoreError: when the store does not answer or refuses.
     """
-    buffer = _ask(lambda: store.get(key, default_buffer_prototype()), url, seconds)
+    buffer = ask(lambda: store.get(key, default_buffer_prototype()), url, seconds)
     return None if buffer is None else buffer.to_bytes()
 
 
@@ -256,7 +256,7 @@ def write_object(store: Store, key: str, data: bytes, url: str, seconds: float |
     Raises:
         StoreError: when the store does not take it.
     """
-    _ask(lambda: store.set(key, default_buffer_prototype().buffer.from_bytes(data)), url, seconds)
+    ask(lambda: store.set(key, default_buffer_prototype().buffer.from_bytes(data)), url, seconds)
 
 
 def create_object(store: Store, key: str, data: bytes, url: str) -> bool:
@@ -266,12 +266,12 @@ def create_object(store: Store, key: str, data: bytes, url: str) -> bool:
         StoreError: when the store does not take it.
     """
     assert isinstance(store, RemoteStore), "folders have locks of their own"
-    return _ask(lambda: store.create(key, data), url, None)
+    return ask(lambda: store.create(key, data), url, None)
 
 
 def delete_object(store: Store, key: str, url: str) -> None:
     """Remove the object under `key`, if it is there."""
-    _ask(lambda: store.delete(key), url, ANSWER_SECONDS)
+    ask(lambda: store.delete(key), url, ANSWER_SECONDS)
 
 
 def list_objects(store: Store, prefix: str, url: str, most: int | None = None) -> list[str]:
@@ -285,7 +285,7 @@ def list_objects(store: Store, prefix: str, url: str, most: int | None = None) -
                 break
         return sorted(keys)
 
-    return _ask(collect, url, None)
+    return ask(collect, url, None)
 
 
 def sizes_of_objects(store: Store, keys: Iterable[str], url: str, at_once: int = 16) -> dict[str, int]:
@@ -302,16 +302,24 @@ def sizes_of_objects(store: Store, keys: Iterable[str], url: str, at_once: int =
         await asyncio.gather(*(one(key) for key in keys))
         return sizes
 
-    return _ask(measure, url, None)
+    return ask(measure, url, None)
 
 
-def _ask(question: Callable[[], Coroutine[Any, Any, Result]], url: str, seconds: float | None) -> Result:
+def ask(question: Callable[[], Coroutine[Any, Any, Result]], url: str, seconds: float | None) -> Result:
+    """The answer of `question()`, run on the loop that stores share, within `seconds`.
+
+    Raises:
+        StoreError: for whatever goes wrong, without secrets.
+    """
+
     async def answer() -> Result:
         return await asyncio.wait_for(question(), seconds)
 
     try:
         return sync(answer())
-    except TimeoutError:
+    except TimeoutError as error:
+        if seconds is None:
+            raise store_error(url, error) from None
         raise StoreError(f"{redact(url)}: no answer within {seconds:g} s; check the network") from None
     except StoreError:
         raise

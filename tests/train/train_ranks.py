@@ -88,19 +88,19 @@ def fit_or_report(case: dict, world_size: int) -> dict:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def run_ranks(cases: dict, world_size: int, folder: Path, timeout_seconds: float = 150) -> dict:
-    """Fits every case in `world_size` ranks; name of the case to a list of what each rank said."""
+def run_ranks(cases: dict, world_size: int, folder: Path, timeout_seconds: float = 150, script=__file__) -> dict:
+    """Every case in `world_size` ranks of `script`; name of the case to a list of what each rank said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     (folder / "cases.json").write_text(json.dumps(cases))
-    ranks = [_start(rank, world_size, port, folder) for rank in range(world_size)]
+    ranks = [_start(rank, world_size, port, folder, script) for rank in range(world_size)]
     _wait(ranks, folder, time.monotonic() + timeout_seconds)
     answers = [json.loads((folder / f"answer.{rank}.json").read_text()) for rank in range(world_size)]
     return {name: [answer[name] for answer in answers] for name in cases}
 
 
-def _start(rank: int, world_size: int, port: int, folder: Path) -> subprocess.Popen:
+def _start(rank: int, world_size: int, port: int, folder: Path, script: str) -> subprocess.Popen:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -115,7 +115,7 @@ def _start(rank: int, world_size: int, port: int, folder: Path) -> subprocess.Po
         "SLURM_LOCALID": "0",
     }
     with (folder / f"log.{rank}.txt").open("wb") as log:
-        command = [sys.executable, __file__, str(folder)]
+        command = [sys.executable, script, str(folder)]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -134,10 +134,11 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, deadline: float) -> None:
         raise AssertionError(f"ranks ended with {codes}\n{logs}")
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, do=fit_or_report) -> None:
+    """Be one rank, which answers each case by `do`."""
     world_size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
     cases = json.loads((folder / "cases.json").read_text())
-    answers = {name: fit_or_report(case, world_size) for name, case in cases.items()}
+    answers = {name: do(case, world_size) for name, case in cases.items()}
     (folder / f"answer.{rank}.json").write_text(json.dumps(answers))
 
 

@@ -1,0 +1,289 @@
+"""Uploads: a file or folder put into a store as a parcel, and the parcels that are there.
+
+A part that is there with its size is not sent again, so an upload that was killed goes on where it was. The list goes
+last, and only when the source has not changed since the first byte was read: at every moment a reader finds the last
+whole parcel of that name, or none. What fails and may pass is tried again by the store (`kit.data.retries`). Memory:
+`at_once` parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from zarr.core.buffer import default_buffer_prototype
+
+from kit.config import Checkpoint
+from kit.data.parcels import (
+    PackedFile,
+    Parcel,
+    Part,
+    Signature,
+    check_name,
+    list_key,
+    part_key,
+    saved_at,
+    signature,
+    spans,
+)
+from kit.data.stores import (
+    ask,
+    delete_object,
+    list_objects,
+    local_folder,
+    open_store,
+    read_object,
+    redact,
+    resolve_url,
+    sizes_of_objects,
+    write_object,
+)
+from kit.errors import StoreError
+from kit.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store
+
+_DEFAULTS = Checkpoint()
+_LOOK_SECONDS = 0.1
+_PROBE = ".kit-can-write"
+
+
+class UploadCancelled(StoreError):  # noqa: N818 - it was asked for
+    """An upload that was given up on request; what it sent stays, unseen, for the next attempt."""
+
+
+class SourceChanged(StoreError):  # noqa: N818 - no fault of anyone
+    """The file or folder became another while it was read; nothing was published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What one upload did."""
+
+    url: str
+    """Of the parcel."""
+    parcel: Parcel
+    sent_bytes: int
+    """The rest was there."""
+    seconds: float
+
+    def __str__(self) -> str:
+        there = self.parcel.size_bytes - self.sent_bytes
+        known = f", {format_bytes(there)} of them were there" if there else ""
+        return f"{redact(self.url)}: {format_bytes(self.parcel.size_bytes)} in {format_seconds(self.seconds)}{known}"
+
+
+class Parcels:
+    """The parcels below one URL, open for writing or only for reading."""
+
+    def __init__(self, url: str, store: Store) -> None:
+        self.url, self.store = url, store
+
+    @classmethod
+    def open(cls, url: str, credentials: str = "default", *, read_only: bool = False) -> Self:
+        """The parcels below `url`, none of which is read yet.
+
+        Raises:
+            StoreError: within seconds, when the URL, the credentials or the network do not lead to a store.
+        """
+        url = resolve_url(url)
+        return cls(url, open_store(url, credentials, read_only=read_only))
+
+    def check_writable(self) -> None:
+        """Write one small object, and remove it where that is allowed.
+
+        Raises:
+            StoreError: when the store does not take it.
+        """
+        key = f"{_PROBE}-{os.getpid()}-{time.time_ns():x}"
+        write_object(self.store, key, b"kit asks whether it may write here\n", self.url)
+        with contextlib.suppress(StoreError):
+            delete_object(self.store, key, self.url)
+
+    # -- what is there
+
+    def find(self, name: str) -> Parcel | None:
+        """The whole parcel of that name; None when there is none."""
+        data = read_object(self.store, list_key(check_name(name)), self.url)
+        return None if data is None else Parcel.load(data, f"{redact(self.url)}/{name}")
+
+    def all(self) -> list[Parcel]:
+        """Every whole parcel, the one saved first first."""
+        found = [self.find(name) for name in self._names()]
+        return sorted((parcel for parcel in found if parcel is not None), key=lambda parcel: parcel.saved)
+
+    def _names(self) -> list[str]:
+        async def names() -> list[str]:
+            return sorted([name.strip("/") async for name in self.store.list_dir("")])
+
+        return [name for name in ask(names, self.url, None) if not name.startswith(".")]
+
+    # -- putting something there
+
+    def send(
+        self,
+        source: Path,
+        name: str = "",
+        *,
+        part_bytes: int = _DEFAULTS.part_bytes,
+        at_once: int = _DEFAULTS.parts_in_flight,
+        cancelled: threading.Event | None = None,
+    ) -> Upload:
+        """Put a file or folder there, under its own name when none is given.
+
+        Raises:
+            SourceChanged: when it was written to meanwhile.
+            UploadCancelled: when `cancelled` was set.
+            StoreError: when it cannot be read, or the store does not take it.
+        """
+        began, name = time.monotonic(), check_name(name or source.name)
+        before = _look_at(source)
+        known = self._known_parts(name)
+        sending = _Sending(self, source, name, known, at_once, cancelled or threading.Event())
+        files = sending.run(before, part_bytes)
+        if _look_at(source) != before:
+            raise SourceChanged(f"{source} changed while it was uploaded; nothing was published")
+        parcel = Parcel(name, saved_at(before), files)
+        write_object(self.store, list_key(name), parcel.dump(), self.url)
+        self._remove(name, known.keys() - {part.sha256 for part in parcel.parts()})
+        return Upload(f"{self.url}/{name}", parcel, sending.sent_bytes, time.monotonic() - began)
+
+    def _known_parts(self, name: str) -> dict[str, int]:
+        keys = list_objects(self.store, f"{name}/parts", self.url)
+        sizes = sizes_of_objects(self.store, keys, self.url)
+        return {key.rpartition("/")[2]: size for key, size in sizes.items()}
+
+    # -- removing
+
+    def prune(self, keep: int) -> None:
+        """Remove the whole parcels saved first, until `keep` are left: the list of each before its parts."""
+        for parcel in self.all()[:-keep] if keep else ():
+            delete_object(self.store, list_key(parcel.name), self.url)
+            self._remove(parcel.name, [part.sha256 for part in parcel.parts()])
+
+    def _remove(self, name: str, parts: Sequence[str] | set[str]) -> None:
+        """Parts that no list names; where removing is not allowed they stay, unseen."""
+        with contextlib.suppress(StoreError):
+            for sha256 in set(parts):
+                delete_object(self.store, part_key(name, sha256), self.url)
+
+
+class _Sending:
+    """The parts of one source on their way."""
+
+    def __init__(
+        self, to: Parcels, source: Path, name: str, known: dict[str, int], at_once: int, cancelled: threading.Event
+    ) -> None:
+        self._to, self._source, self._name = to, source, name
+        self._known, self._at_once = known, at_once
+        self._cancelled, self._over = cancelled, threading.Event()
+        self.sent_bytes = 0
+
+    def run(self, seen: Signature, part_bytes: int) -> tuple[PackedFile, ...]:
+        try:
+            return ask(lambda: self._all(seen, part_bytes), self._to.url, None)
+        except BaseException:  # an interrupt of this thread is unknown to the loop
+            self._over.set()
+            raise
+
+    async def _all(self, seen: Signature, part_bytes: int) -> tuple[PackedFile, ...]:
+        wanted = [(path, span) for path, size, _ in seen for span in spans(size, part_bytes)]
+        slots = asyncio.Semaphore(self._at_once)
+        tasks = [asyncio.ensure_future(self._one(slots, path, span)) for path, span in wanted]
+        try:
+            await self._watch(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        parts: dict[str, list[Part]] = {path: [] for path, _, _ in seen}
+        for (path, _), task in zip(wanted, tasks, strict=True):
+            parts[path].append(task.result())
+        return tuple(PackedFile(path, tuple(found)) for path, found in parts.items())
+
+    async def _watch(self, tasks: Sequence[asyncio.Future[Part]]) -> None:
+        """Until all are done, one has failed, or it is cancelled."""
+        waiting: set[asyncio.Future[Part]] = set(tasks)
+        while waiting:
+            if self._cancelled.is_set() or self._over.is_set():
+                raise UploadCancelled(f"{self._source.name}: given up")
+            done, waiting = await asyncio.wait(waiting, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+
+    async def _one(self, slots: asyncio.Semaphore, path: str, span: tuple[int, int]) -> Part:
+        async with slots:
+            data, sha256 = await asyncio.to_thread(self._read, path, *span)
+            if self._known.get(sha256) != len(data):
+                self._known[sha256] = len(data)  # of equal parts one is sent
+                buffer = default_buffer_prototype().buffer.from_bytes(data)
+                await self._to.store.set(part_key(self._name, sha256), buffer)
+                self.sent_bytes += len(data)
+            return Part(sha256, len(data))
+
+    def _read(self, path: str, first: int, last: int) -> tuple[bytes, str]:
+        file = self._source / path if path else self._source
+        try:
+            with file.open("rb") as opened:
+                opened.seek(first)
+                data = opened.read(last - first)
+        except FileNotFoundError:
+            raise SourceChanged(f"{file} was removed while it was uploaded; nothing was published") from None
+        except OSError as error:
+            raise StoreError(f"{file} cannot be read: {error}") from None
+        if len(data) < last - first:
+            raise SourceChanged(f"{file} became shorter while it was uploaded; nothing was published")
+        return data, hashlib.sha256(data).hexdigest()
+
+
+def _look_at(source: Path) -> Signature:
+    try:
+        return signature(source)
+    except FileNotFoundError as error:
+        raise SourceChanged(f"{error.filename} is not there; nothing was published") from None
+    except OSError as error:
+        raise StoreError(f"{source} cannot be read: {error}") from None
+
+
+def upload_checkpoint(
+    path: str | Path, url: str, *, credentials: str = "default", name: str = "", keep: int = 0
+) -> Upload:
+    """Copy a checkpoint, a file or the folder of a sharded one, to below a URL; calling it again goes on.
+
+    Args:
+        path: The file or folder.
+        url: Where checkpoints are kept: a path or URL; this one gets its own name there.
+        credentials: As `data.credentials`.
+        name: Instead of the file's own.
+        keep: Remove the oldest whole ones there until so many are left; 0 keeps all.
+
+    Raises:
+        StoreError: when it cannot be read, changes meanwhile, or the store does not take it.
+    """
+    parcels = Parcels.open(url, credentials)
+    sent = parcels.send(Path(path), name)
+    parcels.prune(keep)
+    return sent
+
+
+def latest_checkpoint(url: str, *, credentials: str = "default") -> str | None:
+    """The URL of the checkpoint below `url` that was saved last and is whole; None when there is none.
+
+    Raises:
+        StoreError: when the store cannot be reached or read.
+    """
+    folder = local_folder(resolve_url(url))
+    if folder is not None and not folder.exists():
+        return None
+    parcels = Parcels.open(url, credentials, read_only=True)
+    found = parcels.all()
+    return f"{parcels.url}/{found[-1].name}" if found else None
