@@ -139,6 +139,28 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
+def read_joules(uuid: str) -> float | None:
+    """What the card of that UUID has taken since its driver was loaded; None where there is no such counter.
+
+    Volta and newer have one, of the whole board; a MIG instance has none. It moves every 20 to 100 ms (PETSc's manual
+    of `PetscLogGpuEnergyMeter`).
+    """
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    try:
+        handle = _ask(nvml, nvml.nvmlDeviceGetHandleByUUID, uuid)
+        millijoules = None if handle is None else _ask(nvml, nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+    finally:
+        nvml.nvmlShutdown()
+    return None if millijoules is None else millijoules / 1000
+
+
 # -- nvidia-smi
 
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from fake_nvml import FakeNvml, card
 
 import kit.nvml
 from kit.cgroup import Share, core_quota, memory_limit, share
 from kit.config import Config
 from kit.errors import HardwareError
 from kit.machine import Machine, hardware, resolve_devices
-from kit.nvml import Gpu, GpuTable, parse_smi, read_nvml, visible
+from kit.nvml import Gpu, GpuTable, parse_smi, read_joules, read_nvml, visible
 
 GIB = 1 << 30
 
@@ -202,55 +203,6 @@ def test_hidden_gpus_are_the_reason_for_the_cpu():
 # -- readers
 
 
-class FakeNvml:
-    """The part of `pynvml` that is used, over a table of cards; a missing key is a question the card does not know."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, cards, driver=True):
-        self.cards, self.driver, self.open = cards, driver, 0
-
-    def nvmlInit(self):
-        if not self.driver:
-            raise self.NVMLError("Driver Not Loaded")
-        self.open += 1
-
-    def nvmlShutdown(self):
-        self.open -= 1
-
-    def nvmlDeviceGetCount(self):
-        return len(self.cards)
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return self.cards[index]
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, place):
-        return self.answer(handle["instances"], place)
-
-    def answer(self, card, key):
-        try:
-            value = card[key]
-        except (KeyError, IndexError):
-            raise self.NVMLError("Not Supported") from None
-        if value == "lost":
-            raise self.NVMLError("GPU is lost")
-        return value
-
-    def __getattr__(self, name):
-        return lambda handle: self.answer(handle, name)
-
-
-def card(**changes):
-    return {
-        "nvmlDeviceGetName": "NVIDIA H100", "nvmlDeviceGetUUID": b"GPU-h100",
-        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, free=60 * GIB, used=20 * GIB),
-        "nvmlDeviceGetCudaComputeCapability": (9, 0), "nvmlDeviceGetMigMode": [0, 0],
-        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=37, memory=5),
-        "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1), SimpleNamespace(pid=2)], **changes,
-    }  # fmt: skip
-
-
 def test_the_real_binding_has_every_question_that_is_asked():
     import pynvml
 
@@ -306,6 +258,21 @@ def test_mig_instances_are_listed_instead_of_their_card():
 
 def test_no_driver_is_no_table():
     assert read_nvml(FakeNvml([], driver=False)) is None
+
+
+def test_joules_are_those_of_the_card_of_that_uuid(monkeypatch):
+    nvml = FakeNvml([card(nvmlDeviceGetTotalEnergyConsumption=5500), card(nvmlDeviceGetUUID="GPU-old")])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert read_joules("GPU-h100") == 5.5
+    assert read_joules("GPU-old") is None, "no counter"
+    assert read_joules("GPU-gone") is None
+    assert nvml.open == 0
+
+
+@pytest.mark.parametrize("nvml", [None, FakeNvml([], driver=False)])
+def test_no_joules_without_the_binding_or_a_driver(monkeypatch, nvml):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert read_joules("GPU-h100") is None
 
 
 def test_nvidia_smi_text_is_read_and_what_cannot_be_read_is_noted():

@@ -69,6 +69,8 @@ class Recorder(Callback):
             batches_per_epoch=int(batches) if math.isfinite(batches) else None,
             max_steps=trainer.max_steps,
             parameters=sum(parameter.numel() for parameter in pl_module.parameters()),
+            module=_class(pl_module),
+            data=_class(getattr(trainer, "datamodule", None)),
         )
         self.clock.take()
         if device.type == "cuda":
@@ -186,6 +188,11 @@ class Recorder(Callback):
             counters=counters() if callable(counters) else {},
             peak_host_rss_bytes=peak_rss_bytes(),
         )
+
+
+def _class(thing: object) -> str | None:
+    """What a module or data is called; None for none."""
+    return None if thing is None else f"{type(thing).__module__}:{type(thing).__qualname__}"
 
 
 def _cuda_mark() -> Mark:

@@ -11,6 +11,7 @@ from lightning.pytorch.profilers import Profiler
 
 from kit.run.communication import CommunicationTimer
 from kit.run.cpu_use import CpuUse
+from kit.run.energy_use import EnergyUse
 from kit.run.jobs.batch_size import resize
 from kit.run.jobs.calibrate import calibrated
 from kit.run.jobs.context import Context
@@ -49,6 +50,7 @@ def fit(context: Context) -> None:
             LeversUsed(context),
             *([StepWork(context)] if context.config.trial.count_work else []),
             CpuUse(context),
+            EnergyUse(context),
             CommunicationTimer(context.clock),
             recorder,
             *([] if meter is None else [meter]),

@@ -1,0 +1,94 @@
+"""The ladder: the order of its rungs, what each sets, and targets that make no sense."""
+
+import pytest
+
+from kit.config import Config
+from kit.errors import ConfigError, PlanError
+from kit.plan.ladder import CHECKPOINTING_TIME, PART_TIME, RunTarget, parts_of, rungs, target_from
+
+PLAIN = Config()
+
+
+def digits(config, devices):
+    return [(rung.strategy, rung.most_parts > 8, rung.eight_bit, rung.checkpointing) for rung in rungs(config, devices)]
+
+
+def test_rungs_rise_by_the_dearest_change_in_them():
+    found = digits(PLAIN, 1)
+    assert found[:4] == [
+        ("none", False, False, False),
+        ("none", False, False, True),
+        ("none", False, True, False),
+        ("none", False, True, True),
+    ]
+    assert found == sorted(found)
+    assert len(found) == 8
+
+
+def test_sharding_comes_last_and_one_device_never_shards():
+    found = digits(PLAIN, 4)
+    assert [strategy for strategy, *_ in found] == ["ddp"] * 8 + ["fsdp"] * 8
+    assert {strategy for strategy, *_ in digits(PLAIN, 1)} == {"none"}
+
+
+def test_what_a_config_has_already_is_no_rung_and_is_not_taken_back():
+    config = PLAIN.replace({"levers.gradient_checkpointing": True, "levers.optimizer": "adamw-8bit"})
+    assert {(eight_bit, again) for _, _, eight_bit, again in digits(config, 1)} == {(False, True)}
+    sharded = PLAIN.replace({"hardware.strategy": "fsdp:2:2", "hardware.devices": 4})
+    assert {strategy for strategy, *_ in digits(sharded, 4)} == {"fsdp:2:2"}
+    assert {strategy for strategy, *_ in digits(sharded, 8)} == {"fsdp"}
+
+
+def test_an_optimizer_with_less_state_is_left_alone():
+    assert not any(eight_bit for _, _, eight_bit, _ in digits(PLAIN.replace({"levers.optimizer": "sgd"}), 1))
+
+
+def test_every_rung_makes_a_config_that_holds():
+    for devices in (1, 2, 6):
+        for rung in rungs(PLAIN, devices):
+            config = PLAIN.replace(rung.changes())
+            assert config.levers.gradient_checkpointing == rung.checkpointing
+
+
+def test_time_is_that_of_the_changes_that_are_new():
+    rung = next(rung for rung in rungs(PLAIN, 1) if rung.checkpointing)
+    assert rung.time_factor(PLAIN, 1) == CHECKPOINTING_TIME
+    assert rung.time_factor(PLAIN, 4) == pytest.approx(CHECKPOINTING_TIME * PART_TIME**2)
+    assert rung.time_factor(PLAIN.replace({"levers.gradient_checkpointing": True}), 1) == 1
+
+
+def test_parts_are_equal():
+    assert parts_of(12, 8) == [1, 2, 3, 4, 6]
+    assert parts_of(1, 8) == [1]
+    assert parts_of(7, 1 << 30) == [1, 7]
+
+
+def test_a_target_is_a_device_or_a_mapping():
+    assert target_from("H100-80GB") == RunTarget(device="H100-80GB")
+    assert target_from(1 << 30).device == 1 << 30
+    found = target_from({"device": "T4", "devices": 8, "hours": 2, "money": 10, "prices": 3.0})
+    assert found.limits == "2 h and 10.00"
+    assert found.over(3600, 8) == pytest.approx(2.4)  # 24 of 10
+    assert found.over(7200, 1) == pytest.approx(1.0)  # 2 h of 2 h
+    assert not target_from("T4").limited
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"devcies": 2}, "did you mean 'devices'"),
+        ({"devices": 0}, "0 devices"),
+        ({"hours": -1}, "hours is -1"),
+        ({"money": 5}, "has no price"),
+        (3.5, "is no target"),
+        (True, "is no target"),
+    ],
+)
+def test_a_target_that_makes_no_sense_is_refused(wrong, words):
+    with pytest.raises(PlanError, match=words):
+        target_from(wrong)
+
+
+def test_a_price_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="no example"):
+        target_from({"money": 5, "prices": "nobody"})

@@ -1,0 +1,151 @@
+"""predict_run from real trials: what stands in a row, what is measured beside it, and what is refused."""
+
+import csv
+import io
+
+import pytest
+
+from kit.errors import ConfigError, PlanError, TrialError
+from kit.report.big_run import predict_run, strategy_for
+from kit.report.results import results
+from kit.report.scaling_chart import scaling_figure
+from kit.run.trial import fit
+from kit.testing import TinyData, TinyModule
+
+
+class Slow(TinyModule):
+    def __init__(self):
+        super().__init__(seconds=0.004)
+
+
+def tried(config, ranks=1, **trial):
+    settings = {"max_steps": 14, "warmup_steps": 3, "count_work": False, "measure_memory": False, **trial}
+    return fit(Slow, TinyData, config(ranks, **settings)).wait()
+
+
+@pytest.fixture
+def one(config):
+    return tried(config)
+
+
+def test_a_run_is_foretold_with_time_money_energy_and_what_holds_it_up(one):
+    run = predict_run(
+        one, devices=[4, 1, 2], epochs=3, prices={"per_device_hour": 2, "currency": "EUR"}, memory=False,
+        cores_per_node=64, power={"grid": "France"},
+    )  # fmt: skip
+    assert [row.devices for row in run.rows] == [1, 2, 4]
+    assert [row.strategy for row in run.rows] == ["none", "ddp", "ddp"]
+    assert run.samples_per_epoch == 4096
+    first, last = run.rows[0], run.row(4)
+    assert last.total_seconds == pytest.approx(3 * last.seconds_per_epoch)
+    assert last.money == pytest.approx(2 * last.device_hours)
+    assert last.device_hours == pytest.approx(4 * last.total_seconds / 3600)
+    assert 0 < last.watt_hours[1] <= last.watt_hours[0] <= last.watt_hours[2]
+    assert last.grams == pytest.approx(last.watt_hours[0] / 1000 * 56)
+    assert first.efficiency == pytest.approx(1)
+    assert all(row.low_seconds <= row.total_seconds <= row.high_seconds for row in run.rows)
+    assert run.caps[0].devices == 1
+    assert "France" in str(run)
+    assert "EUR" in str(run)
+    assert not run.checks
+
+
+def test_what_was_measured_on_more_devices_stands_beside_what_fewer_foretold(config, one):
+    run = predict_run([tried(config, 2), one], devices=[1, 2, 8], memory=False)
+    (check,) = run.checks
+    assert check.point.devices == 2
+    assert check.ratio == pytest.approx(check.measured_seconds / check.point.seconds_per_batch)
+    assert run.scaling.fitted
+    assert "fitted to 1, 2 devices" in str(run)
+    assert "ratio" in str(run)
+    assert "ratio" in run._repr_html_()
+
+
+def test_trials_repeated_on_one_count_are_averaged_and_rows_and_folders_are_taken(config, one):
+    again = tried(config)
+    both = predict_run([one, again], devices=[1], memory=False)
+    alone = [predict_run(run, devices=[1], memory=False) for run in (one, str(again.run_directory))]
+    seconds = [run.scaling.base.train_seconds for run in (*alone, both)]
+    assert seconds[2] == pytest.approx((seconds[0] + seconds[1]) / 2)
+    rows = results(one.config.trial.folder)
+    assert predict_run(rows[0], devices=[1], memory=False).rows
+    assert len(predict_run(rows, devices=[1], memory=False).scaling.steps) == 1
+
+
+def test_watts_that_the_trial_measured_are_billed_in_place_of_rated_ones(one):
+    started = one.event("fit_started")
+    started.update(accelerator="gpu", device="NVIDIA H100 80GB HBM3")
+    rated = predict_run(one, devices=[2], memory=False)
+    assert "700 W rated" in str(rated)
+    for rank, joules in enumerate((600.0, 660.0)):
+        one.events.append({"kind": "energy_measured", "time": 0.0, "rank": rank, "joules": joules, "seconds": 2.0})
+    run = predict_run(one, devices=[2], memory=False, power={"server_watts": 0, "pue": 1})
+    assert run.power.device_watts == pytest.approx(315)
+    assert run.rows[0].watt_hours == pytest.approx([315 * run.rows[0].device_hours] * 3)
+    assert "measured by NVML" in str(run)
+
+
+def test_memory_says_whether_each_count_fits(one):
+    said = predict_run(one, devices=[1, 2])
+    assert said.rows[0].fits is None
+    assert "pass module= and data=" in str(said)
+    run = predict_run(one, devices=[1, 2], module=Slow, data=TinyData)
+    assert [row.memory.world_size for row in run.rows] == [1, 2]
+    assert all(row.fits for row in run.rows)
+
+
+def test_what_kits_own_loader_asks_of_the_store_is_a_limit(own):
+    trial = fit(own().replace({"trial.max_steps": 12, "trial.warmup_steps": 3})).wait()
+    run = predict_run(trial, devices=[1, 64], memory=False, cores_per_node=10_000)
+    assert run.scaling.loading.requests > 0
+    assert run.scaling.loading.requests_per_second == 5000
+    assert run.samples_per_epoch == 64
+    assert "store requests/s" in dict(run.rows[0].seconds_by_limit)
+
+
+def test_a_table_goes_to_csv_and_a_chart(one, tmp_path):
+    run = predict_run(one, devices=[1, 2, 4], memory=False, prices=1.0)
+    text = run.to_csv(tmp_path / "run.csv")
+    lines = list(csv.DictReader(io.StringIO(text)))
+    assert (tmp_path / "run.csv").read_text() == text
+    assert [line["devices"] for line in lines] == ["1", "2", "4"]
+    assert float(lines[0]["total_seconds"]) == run.rows[0].total_seconds
+    time, cost = scaling_figure(run).axes
+    assert time.get_xscale() == "log"
+    assert cost.get_title(loc="left") == "money"
+    assert len(cost.patches) == 3
+    assert "perfect scaling" in {label.get_text() for label in time.get_legend().get_texts()}
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "strategy"),
+    [("ddp", 1, "none"), ("none", 4, "ddp"), ("fsdp", 4, "fsdp"), ("fsdp:2:2", 8, "fsdp:4:2"), ("fsdp:2:4", 6, "fsdp")],
+)  # fmt: skip
+def test_a_strategy_stays_the_same_idea_on_other_counts(given, devices, strategy):
+    assert strategy_for(given, devices) == strategy
+
+
+def test_what_cannot_be_foretold_is_refused(config, one):
+    for devices in ([], [0], [5000]):
+        with pytest.raises(ConfigError, match="devices"):
+            predict_run(one, devices=devices)
+    with pytest.raises(ConfigError, match="epochs"):
+        predict_run(one, epochs=0)
+    with pytest.raises(ConfigError, match="none to predict from"):
+        predict_run([])
+    with pytest.raises(ConfigError, match="no example"):
+        predict_run(one, devices=[1], prices="nobody", memory=False)
+    with pytest.raises(PlanError, match="no link"):
+        predict_run(one, devices=[1], within="string", memory=False)
+    with pytest.raises(PlanError, match="were not asked for"):
+        predict_run(one, devices=[1], memory=False).row(2)
+    other = fit(Slow, TinyData, one.config.replace({"training.seed": 99})).wait()
+    with pytest.raises(ConfigError, match=r"differ in training\.seed"):
+        predict_run([one, other])
+
+
+def test_a_trial_that_was_all_warm_up_tells_nothing(config):
+    trial = tried(config, max_steps=4, warmup_steps=3)
+    trial.steps[:] = [event for event in trial.steps if event["step"] <= 3]
+    with pytest.raises(TrialError, match="warm-up"):
+        predict_run(trial)

@@ -1,0 +1,134 @@
+"""recommend: each rung of the ladder is what fits at some size, nothing is changed that need not be, and refusals."""
+
+import pytest
+from scaling_parts import Blocks, blocks_data, cpu_of
+
+from kit.errors import ConfigError, PlanError
+from kit.report.recommend import recommend
+from kit.run.trial import fit
+from kit.testing import TinyData, TinyModule
+from kit.units import format_bytes
+
+HELD = {"levers.gradient_checkpointing": True, "levers.optimizer": "adamw-8bit"}
+ACCUMULATING = {"levers.accumulate_grad_batches": 2}
+"""From here on more parts need no other recording."""
+
+
+def advised(config, capacity_bytes, devices=1, **target):
+    return recommend(Blocks, blocks_data, config, {"device": cpu_of(capacity_bytes), "devices": devices, **target})
+
+
+def needs(tried):
+    return tried.estimate.total_bytes[1]
+
+
+def test_every_rung_that_needs_less_than_those_before_it_is_taken_where_it_just_fits(config):
+    given = config()
+    refused = advised(given, 1000)
+    assert not refused.fits
+    names = [tried.name for tried in refused.tried]
+    assert names[:5] == [
+        "as configured",
+        "accumulation in 8",
+        "checkpointing + accumulation in 8",
+        "8-bit optimizer + accumulation in 8",
+        "checkpointing + 8-bit optimizer + accumulation in 8",
+    ]
+    least = float("inf")
+    taken = []
+    for tried in refused.tried:
+        if needs(tried) >= least:
+            continue
+        least = needs(tried)
+        found = advised(given, least)
+        assert needs(found.chosen) <= least
+        assert found.chosen.rung == tried.rung
+        assert found.chosen.parts <= tried.parts
+        assert all(not before.estimate.fits for before in found.tried[:-1])
+        taken.append(found)
+    assert len(taken) >= 4
+    assert "nothing to change" in str(taken[0])
+    assert taken[0].config == given
+
+
+def test_the_config_sets_what_the_changes_say_and_keeps_the_global_batch(config):
+    given = config()
+    whole = needs(advised(given, 1 << 30).chosen)
+    found = advised(given, 0.9 * whole)
+    changed = found.config
+    assert set(given.diff(changed)) == {"loader.batch_size", "levers.accumulate_grad_batches"}
+    assert changed.loader.batch_size * changed.levers.accumulate_grad_batches == 512
+    assert "make its loader with this size" in str(found)
+    assert "accumulation" in found._repr_html_()
+    assert "<table" in found._repr_html_()
+
+
+def test_a_refusal_says_by_how_much_and_gives_no_config(config):
+    given = config().replace(HELD)
+    found = advised(given, 100_000)
+    least = min(tried.estimate.total_bytes[1] for tried in found.tried)
+    assert format_bytes(least - 100_000) in found.refusal
+    assert "too much" in str(found)
+    with pytest.raises(PlanError, match="nothing fits a small CPU"):
+        found.config  # noqa: B018
+    assert "<table" in found._repr_html_()
+
+
+def test_copies_are_preferred_until_only_shards_fit(config):
+    given = config().replace({**HELD, **ACCUMULATING})
+    copies = advised(given, 1 << 30, devices=2)
+    assert copies.config.hardware.strategy == "ddp"
+    assert copies.config.hardware.devices == 2
+    refused = advised(given, 1000, devices=2)
+    ddp = min(needs(tried) for tried in refused.tried if tried.rung.strategy == "ddp")
+    shards = advised(given, ddp - 1, devices=2)
+    assert shards.config.hardware.strategy == "fsdp"
+    assert "since whole they do not fit" in str(shards)
+
+
+def test_a_rung_that_cannot_be_had_is_passed_over_with_its_reason(config):
+    given = config().replace({"levers.checkpoint_blocks": ["NoSuchBlock"], **ACCUMULATING})
+    found = advised(given, 1000)
+    passed = [tried for tried in found.tried if tried.estimate is None]
+    assert passed
+    assert all(tried.rung.checkpointing and "NoSuchBlock" in tried.note for tried in passed)
+    assert any(tried.rung.eight_bit and tried.estimate is not None for tried in found.tried)
+    assert "nothing fits" in found.refusal
+
+
+# -- time
+
+
+def test_limits_need_a_trial_and_take_the_fewest_devices_that_keep_within_them(config):
+    given = config(max_steps=12, warmup_steps=2, count_work=False)
+    with pytest.raises(PlanError, match="needs a trial"):
+        recommend(TinyModule, TinyData, given, {"hours": 1})
+    trial = fit(TinyModule, TinyData, given).wait()
+    roomy = {"device": "this machine", "devices": 2, "hours": 100, "cores": 64}
+    found = recommend(TinyModule, TinyData, given, roomy, trial=trial)
+    assert found.chosen.rung.devices == 1
+    assert found.chosen.seconds > 0
+    assert found.config == given
+    tight = {**roomy, "hours": 1e-9}
+    refused = recommend(TinyModule, TinyData, given, tight, trial=trial)
+    assert "times the limit" in refused.refusal
+    dear = {**roomy, "hours": None, "money": 1e-9, "prices": 1000.0}
+    assert "nothing keeps within" in recommend(TinyModule, TinyData, given, dear, trial=trial).refusal
+    with pytest.raises(PlanError, match="tells no time of"):
+        recommend(TinyModule, TinyData, given, {"device": "T4", "hours": 1}, trial=trial)
+    assert any("times are factors only" in text for text in _told(given, trial).reasons)
+
+
+def _told(given, trial):
+    return recommend(TinyModule, TinyData, given, "T4", trial=trial)
+
+
+@pytest.mark.parametrize("target", [3.5, {"devcies": 2}, {"devices": 0}])
+def test_what_is_no_target_is_refused_before_anything_runs(config, target):
+    with pytest.raises(PlanError):
+        recommend(Blocks, blocks_data, config(), target)
+
+
+def test_what_is_no_config_is_refused():
+    with pytest.raises(ConfigError, match="takes a Config"):
+        recommend(Blocks, blocks_data, None, "T4")
