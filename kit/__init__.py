@@ -14,23 +14,31 @@ if TYPE_CHECKING:
     from kit.data.build import build as build
     from kit.data.build_plan import plan_build as plan_build
     from kit.data.dataset import open_dataset as open_dataset
+    from kit.data.downloads import download_once as download_once
+    from kit.data.downloads import fetch_checkpoint as fetch_checkpoint
     from kit.data.layout import plan_chunks as plan_chunks
     from kit.data.measuring import measure_reading as measure_reading
     from kit.data.module import PatchData as PatchData
     from kit.data.probe import probe as probe
     from kit.data.size import expected_bytes as expected_bytes
+    from kit.data.uploads import latest_checkpoint as latest_checkpoint
+    from kit.data.uploads import upload_checkpoint as upload_checkpoint
     from kit.data.verify import verify as verify
     from kit.errors import KitError as KitError
     from kit.machine import hardware as hardware
     from kit.plan.chunks import chunk_table as chunk_table
     from kit.plan.schedule import advise_schedule as advise_schedule
     from kit.report.batch_map import batch_figure as batch_figure
+    from kit.report.big_run import predict_run as predict_run
     from kit.report.calibration_chart import calibration_figure as calibration_figure
     from kit.report.chunk_chart import chunk_figure as chunk_figure
+    from kit.report.commit import Committed as Committed
+    from kit.report.commit import commit as commit
     from kit.report.comparison import compare as compare
     from kit.report.comparison_chart import comparison_figure as comparison_figure
     from kit.report.comparison_chart import roofline_figure as roofline_figure
     from kit.report.diagnosis import diagnose as diagnose
+    from kit.report.html_report import html_report as html_report
     from kit.report.levers_chart import levers_figure as levers_figure
     from kit.report.levers_chart import sequence_figure as sequence_figure
     from kit.report.memory_charts import breakdown_figure as breakdown_figure
@@ -40,7 +48,9 @@ if TYPE_CHECKING:
     from kit.report.profile import Profile as Profile
     from kit.report.profile import profile as profile
     from kit.report.profile_chart import profile_figure as profile_figure
+    from kit.report.recommend import recommend as recommend
     from kit.report.results import results as results
+    from kit.report.scaling_chart import scaling_figure as scaling_figure
     from kit.report.timing import timing as timing
     from kit.report.timing_chart import timing_figure as timing_figure
     from kit.report.trace_viewer import TraceViewer as TraceViewer
@@ -66,6 +76,7 @@ if TYPE_CHECKING:
     from kit.widgets.panel import panel as panel
 
 _HOMES = {
+    "Committed": "kit.report.commit",
     "Config": "kit.config",
     "KitError": "kit.errors",
     "PatchData": "kit.data.module",
@@ -83,15 +94,20 @@ _HOMES = {
     "chunk_figure": "kit.report.chunk_chart",
     "chunk_panel": "kit.widgets.chunk_panel",
     "chunk_table": "kit.plan.chunks",
+    "commit": "kit.report.commit",
     "compare": "kit.report.comparison",
     "comparison_figure": "kit.report.comparison_chart",
     "device_peaks": "kit.run.peaks",
     "diagnose": "kit.report.diagnosis",
+    "download_once": "kit.data.downloads",
     "expected_bytes": "kit.data.size",
+    "fetch_checkpoint": "kit.data.downloads",
     "find_batch_size": "kit.run.batch_search",
     "fit": "kit.run.trial",
     "hardware": "kit.machine",
+    "html_report": "kit.report.html_report",
     "largest_batch": "kit.run.memory.largest_batch",
+    "latest_checkpoint": "kit.data.uploads",
     "levers_figure": "kit.report.levers_chart",
     "measure_reading": "kit.data.measuring",
     "memory_figure": "kit.report.memory_charts",
@@ -104,12 +120,15 @@ _HOMES = {
     "plan_build": "kit.data.build_plan",
     "plan_chunks": "kit.data.layout",
     "predict_memory": "kit.run.memory.prediction",
+    "predict_run": "kit.report.big_run",
     "probe": "kit.data.probe",
     "profile": "kit.report.profile",
     "profile_figure": "kit.report.profile_chart",
+    "recommend": "kit.report.recommend",
     "residuals": "kit.run.memory.residuals",
     "results": "kit.report.results",
     "roofline_figure": "kit.report.comparison_chart",
+    "scaling_figure": "kit.report.scaling_chart",
     "sequence_figure": "kit.report.levers_chart",
     "simulated_cloud": "kit.cloud.simulated_cloud",
     "table": "kit.tables",
@@ -117,6 +136,7 @@ _HOMES = {
     "timing": "kit.report.timing",
     "timing_figure": "kit.report.timing_chart",
     "try_change": "kit.run.repeats",
+    "upload_checkpoint": "kit.data.uploads",
     "verify": "kit.data.verify",
     "verify_levers": "kit.run.levers_check",
     "verify_sequences": "kit.run.sequence_check",

@@ -426,6 +426,60 @@ class Trial(Section):
     )
 
 
+class Commit(Section):
+    """How a committed run is laid out; a trial takes nothing from here."""
+
+    folder: str = setting("committed", "Where kit.commit writes the files of a run that is to be kept.")
+    output: str = setting("output", "Where committed runs write checkpoints and logs, each in a folder of its own.")
+    nodes: int = setting(
+        1, "Machines of the committed run, each with hardware.devices: ranks and the global batch grow with them.",
+        unit="nodes", ge=1, le=100_000,
+    )  # fmt: skip
+    checkpoint_every_steps: int = setting(
+        500, "Optimizer steps between two checkpoints, each in place of the one before; what a restart has to repeat.",
+        unit="steps", ge=1,
+    )  # fmt: skip
+    restarts: int = setting(
+        3, "Times that torchrun starts all ranks again after one of them failed.", unit="restarts", ge=0, le=1000
+    )
+
+
+class Checkpoint(Section):
+    """Where the checkpoints of a committed run are copied to; a trial keeps none."""
+
+    url: str = setting(
+        "", "A path or URL, such as gs://bucket/run-7, that checkpoints are copied to while training goes on; empty "
+        "for none.",
+    )  # fmt: skip
+    credentials: Annotated[str, Field(pattern=r"^(default|anonymous|env:[A-Za-z_][A-Za-z0-9_]*)$")] = setting(
+        "default",
+        "Where the key to that place is found: default, anonymous, or env:NAME. Never the key itself.",
+        suggestions=("default", "anonymous"),
+    )
+    every_seconds: float = setting(
+        60.0, "Shortest time between two looks for a checkpoint that is not copied yet.", unit="seconds", ge=0
+    )
+    every_steps: int = setting(
+        0, "Fewest optimizer steps between two such looks; 0 for every_seconds alone.", unit="steps", ge=0
+    )
+    during_training: bool = setting(True, "Copy while training; otherwise only at its end.")
+    on_fit_end: bool = setting(True, "Copy the newest and the best checkpoint at the end of training, and wait for it.")
+    keep: int = setting(
+        0, "Whole checkpoints kept there, the oldest removed first; 0 keeps all.", unit="checkpoints", ge=0
+    )
+    required: bool = setting(
+        False, "End the training when a checkpoint cannot be copied; otherwise it is warned of, and the next is tried."
+    )
+    deadline_seconds: float = setting(
+        300.0, "How long the end of training waits for the last copy.", unit="seconds", gt=0, le=86_400
+    )
+    part_bytes: Bytes = setting(
+        "16 MiB", "Size of the objects a checkpoint is cut into: what a copy that is broken off need not send again.",
+        unit="bytes", ge=1 << 10, le=1 << 30,
+    )  # fmt: skip
+    parts_in_flight: int = setting(4, "Parts on their way at once, each held in memory.", unit="parts", ge=1, le=256)
+
+
 class Profiler(Section):
     """How a trial is looked at from close by: one pass with each profiler."""
 
@@ -491,6 +545,8 @@ class Config(Section):
     cache: Cache = setting(Cache, "What is kept of a remote store.")
     model: Model = setting(Model, "What is trained.")
     trial: Trial = setting(Trial, "How a short run is started, bounded and kept.")
+    commit: Commit = setting(Commit, "How a committed run is laid out.")
+    checkpoint: Checkpoint = setting(Checkpoint, "Where the checkpoints of a committed run are copied to.")
     profiler: Profiler = setting(Profiler, "How a trial is looked at from close by.")
 
     # -- making one
@@ -511,10 +567,15 @@ class Config(Section):
     def from_yaml(cls, text: str, where: str = "") -> Config:
         """The Config a YAML 1.2 text describes; missing fields take their defaults.
 
+        A file that `kit.commit` wrote gives the Config it was committed from.
+
         Raises:
             ConfigError: with line and column for broken YAML and duplicate keys, with the dotted path otherwise.
         """
-        return cls.make(_load_yaml(text, where), where)
+        values = _load_yaml(text, where)
+        if "trainer" not in values:
+            return cls.make(values, where)
+        return cls.make(_load_yaml(committed_text(values, where), where), where)
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
@@ -837,6 +898,35 @@ def _did_you_mean(path: str) -> str:
 
 
 # -- YAML
+
+COMMITTED = "kit.train.CommittedConfig"
+"""The callback that carries the Config in a committed file, which is otherwise LightningCLI's own."""
+
+
+def read_yaml(text: str, where: str = "") -> dict[str, Any]:
+    """The mapping that a YAML 1.2 text holds.
+
+    Raises:
+        ConfigError: with line and column for broken YAML, aliases, duplicate keys and what is too large or deep.
+    """
+    return _load_yaml(text, where)
+
+
+def committed_text(values: Mapping[str, Any], where: str = "") -> str:
+    """The text of the Config that a committed file carries.
+
+    Raises:
+        ConfigError: when it carries none.
+    """
+    trainer = values.get("trainer")
+    callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
+    for entry in callbacks if isinstance(callbacks, list) else ():
+        if isinstance(entry, dict) and entry.get("class_path") == COMMITTED:
+            text = (entry.get("init_args") or {}).get("config")
+            if isinstance(text, str):
+                return text
+    message = f"no {COMMITTED} with its config among trainer.callbacks; it is no file that kit.commit wrote"
+    raise ConfigError([Problem("trainer.callbacks", message)], where)
 
 
 def _load_yaml(text: str, where: str) -> dict[str, Any]:

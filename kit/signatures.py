@@ -9,8 +9,9 @@ tell, the answer is None, never a guess. A default that is no plain value (a nam
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,31 @@ def signature_of(value: str | Callable[..., Any]) -> dict[str, Any] | None:
         return None
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {item.name: item.default for item in parameters if item.kind in kinds}
+
+
+def class_bodies(text: str, until: str, depth: int = _DEEPEST) -> Iterator[ast.ClassDef]:
+    """The class that an import path points to, then those of its bases whose source can be read.
+
+    The class named `until` and its bases are left out.
+
+    Raises:
+        TargetError: for a path that leads nowhere.
+    """
+    target = find_target(text)
+    if target.file is None or target.name == until or depth == 0:
+        return
+    body = _body(target.file)
+    node = next((item for item in body if isinstance(item, ast.ClassDef) and item.name == target.name), None)
+    if node is None:
+        origin = _origin(body, target.name, target.file, target.module)
+        if origin is not None:
+            yield from class_bodies(origin, until, depth - 1)
+        return
+    yield node
+    for base in (item.id for item in node.bases if isinstance(item, ast.Name)):
+        place = _place(base, target.file, target.module)
+        with contextlib.suppress(TargetError):  # a base from a package that is not here
+            yield from class_bodies(place, until, depth - 1) if place else ()
 
 
 def _read(text: str, depth: int) -> dict[str, Any] | None:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kit.train.attention import AttentionKernel as AttentionKernel
+    from kit.train.checkpoint_upload import CheckpointUpload as CheckpointUpload
+    from kit.train.committed import CommittedConfig as CommittedConfig
+    from kit.train.committed import CommittedData as CommittedData
     from kit.train.device_limit import DeviceLimit as DeviceLimit
     from kit.train.eight_bit import ShardedAdamW8bit as ShardedAdamW8bit
     from kit.train.levers import GradientCheckpointing as GradientCheckpointing
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AttentionKernel": "kit.train.attention",
+    "CheckpointUpload": "kit.train.checkpoint_upload",
+    "CommittedConfig": "kit.train.committed",
+    "CommittedData": "kit.train.committed",
     "DeviceLimit": "kit.train.device_limit",
     "GradientCheckpointing": "kit.train.levers",
     "OptimizerChoice": "kit.train.optimizers",

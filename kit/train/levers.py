@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -24,6 +23,7 @@ from kit.config import Config
 from kit.errors import KitWarning
 from kit.train.attention import AttentionKernel
 from kit.train.blocks import class_name, find_blocks, outermost
+from kit.train.entries import lever_entries
 from kit.train.optimizers import OptimizerChoice
 from kit.train.sequence_chunks import SequenceChunks
 
@@ -93,24 +93,6 @@ def _warn_of_the_rest(module: nn.Module, found: Sequence[nn.Module], able: Seque
     else:
         return
     warnings.warn(message, KitWarning, stacklevel=2)
-
-
-def lever_entries(config: Config) -> list[dict[str, Any]]:
-    """The levers that `config` switches on, as a LightningCLI file names them under `trainer.callbacks`.
-
-    Accumulation, clipping and precision are arguments of the Trainer itself, and the strategy is a class of its own.
-    """
-    levers = config.levers
-    chosen: list[tuple[type[Callback], dict[str, Any]]] = []
-    if levers.gradient_checkpointing:
-        chosen.append((GradientCheckpointing, {"blocks": list(levers.checkpoint_blocks) or None}))
-    if levers.optimizer != "module":
-        chosen.append((OptimizerChoice, {"name": levers.optimizer}))
-    if levers.sequence_chunk:
-        chosen.append((SequenceChunks, {"length": levers.sequence_chunk}))
-    if levers.attention != "auto":
-        chosen.append((AttentionKernel, {"name": levers.attention}))
-    return [{"class_path": f"kit.train.{kind.__name__}", "init_args": arguments} for kind, arguments in chosen]
 
 
 def lever_callbacks(config: Config, stands_in: bool = False) -> list[Callback]:

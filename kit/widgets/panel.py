@@ -21,6 +21,8 @@ import ipywidgets
 
 from kit.config import Config
 from kit.errors import ConfigError, KitError, TrialError
+from kit.report.commit import Committed
+from kit.report.diagnosis import Diagnosis
 from kit.report.profile import Profile, profile
 from kit.run.calibration.calibrate import calibrate
 from kit.run.calibration.result import Calibration
@@ -29,7 +31,9 @@ from kit.run.trial import Trial, fit, warm_up
 from kit.train.choices import explain_attention, explain_batch, explain_strategy
 from kit.widgets.background import Latest
 from kit.widgets.calibration_view import CalibrationView
+from kit.widgets.commit_view import CommitView
 from kit.widgets.config_form import ConfigForm
+from kit.widgets.diagnosis_control import DiagnosisControl
 from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
 from kit.widgets.profile_view import ProfileView
 from kit.widgets.store_view import StoreFacts, StoreView
@@ -69,13 +73,16 @@ class Panel:
         self.store = StoreView(config, self._on_facts) if data is None else None
         self.button = ipywidgets.Button(layout={"width": "90px", "flex": "0 0 auto"})
         self.code = ipywidgets.HTML(layout={"margin": "6px 0 0", "width": "100%"})
+        self.diagnosing = DiagnosisControl(self._ended_trial, lambda: self._check_alone(self.diagnosing))
         self.profiling = ProfileView(self._profile)
         self.calibration = CalibrationView(self._calibrate, self._on_calibrated)
+        self.committing = CommitView(config, module, data, lambda: self.trial if self._has_ended else None)
         self._label(busy=False)
         self.button.on_click(lambda _: self._clicked())
         self.form.on_change(self._on_config)
         self._show_code()
         self._show_hints()
+        self.committing.look(config)
         self.ui = self._draw()
 
     # -- what the controls do
@@ -111,6 +118,7 @@ class Panel:
                 self.view.show_error(_first_line(error))
                 raise
             self._label(busy=True)
+            self.diagnosing.offer(possible=False)
             self.view.watch(self.trial)
             self.trial.on_change(self._on_trial)
             return self.trial
@@ -118,13 +126,38 @@ class Panel:
     def _submit(self, config: Config) -> Trial:
         if self.form.problems:
             raise ConfigError(self.form.problems)
-        if self.profiling.busy:
-            raise TrialError("a profile is running, and the trial would be seen in it; stop it or wait for it")
-        if self.calibration.busy:
-            raise TrialError("the loader is being calibrated, and the trial would slow it; stop it or wait for it")
+        self._check_alone(self)
         self.view.reset(config, "checking …")
         given = self._module is not None or self._data is not None
         return fit(self._module, self._data, config) if given else fit(config)
+
+    def diagnose(self) -> Diagnosis:
+        """Say what the last trial suffers from; the findings appear under it, each with a button that tries its change.
+
+        Raises:
+            TrialError: when no trial has ended here, and as `kit.diagnose` does.
+        """
+        return self.diagnosing.run()
+
+    def _ended_trial(self) -> Trial:
+        if self.trial is None or not self.trial.ended:
+            raise TrialError("no trial has ended here; fit one first")
+        return self.trial
+
+    def _check_alone(self, mine: object) -> None:
+        """That nothing else here runs in processes of its own.
+
+        Raises:
+            TrialError: while something does, and says what.
+        """
+        others: dict[str, Any] = {
+            "a trial is running": self, "a profile is running": self.profiling,
+            "the loader is being calibrated": self.calibration,
+            "the last trial is being diagnosed, or a change tried": self.diagnosing,
+        }  # fmt: skip
+        for what, part in others.items():
+            if part is not mine and part.busy:
+                raise TrialError(f"{what}, and each would slow the other; stop it or wait for it")
 
     def profile(self) -> Profile:
         """Run the config under each profiler, and return at once; the tables appear under the trial.
@@ -137,8 +170,7 @@ class Panel:
     def _profile(self) -> Profile:
         if self.form.problems:
             raise ConfigError(self.form.problems)
-        if self.busy:
-            raise TrialError("a trial is running, and would be seen in the profile; stop it or wait for it")
+        self._check_alone(self.profiling)
         given = self._module is not None or self._data is not None
         return profile(self._module, self._data, self.config) if given else profile(self.config)
 
@@ -149,8 +181,7 @@ class Panel:
     def _calibrate(self, on_start: Callable[[Trial], object]) -> Calibration:
         if self.form.problems:
             raise ConfigError(self.form.problems)
-        if self.busy:
-            raise TrialError("a trial is running, and would slow what is measured; stop it or wait for it")
+        self._check_alone(self.calibration)
         given = self._module is not None or self._data is not None
         asked = (self._module, self._data, self.config) if given else (self.config,)
         return calibrate(*asked, on_start=on_start)
@@ -200,6 +231,20 @@ class Panel:
         finally:
             self._settle()
 
+    def commit(self) -> Committed:
+        """Write the config as a file that runs anywhere, with the last trial as its evidence where it ran the same.
+
+        Raises:
+            KitError: for edits in the form that do not fit, and as `kit.commit` does.
+        """
+        if self.form.problems:
+            raise ConfigError(self.form.problems)
+        return self.committing.commit()
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.trial is not None and self.trial.ended
+
     def save(self, path: str | Path) -> Path:
         """Write the config as YAML, to be committed."""
         return self.config.save(path)
@@ -207,7 +252,8 @@ class Panel:
     @property
     def _preparing(self) -> bool:
         building = self.store is not None and not self.store.wait(0)
-        return self._starting.busy or self.profiling.busy or self.calibration.busy or building
+        measuring = self.diagnosing.busy or self.profiling.busy or self.calibration.busy
+        return self._starting.busy or measuring or building or self.committing.busy
 
     # -- what happens
 
@@ -234,12 +280,14 @@ class Panel:
         if self.trial is not None and self.trial.ended:
             self.view.show(self.trial)
             self._label(busy=False)
+            self.diagnosing.button.disabled = False
         if self._display is not None:
             self._display.refresh()
 
     def _on_config(self, config: Config) -> None:
         self._show_code()
         self._show_hints(device=device_hints(config, self._base))
+        self.committing.look(config)
         if self.store is not None:
             self.store.look(config)
         if not self.busy and self.trial is None:
@@ -284,9 +332,11 @@ class Panel:
                 self.view.chart,
                 self.view.notes,
                 self.view.error,
+                self.diagnosing.ui,
                 self.calibration.ui,
                 self.profiling.ui,
                 self.code,
+                self.committing.ui,
             ],
             layout={"flex": "100 1 480px", "min_width": "0"},
         )

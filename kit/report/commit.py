@@ -1,0 +1,214 @@
+"""commit: the end of an experiment, as files that run it unchanged on the real machine.
+
+A LightningCLI YAML with every choice settled and its reason, the evidence it was chosen on, a job script, and on choice
+a SLURM batch file; `Committed` gives the lines to start it with. Nothing is started or uploaded. A file that is there
+with another content is not replaced unless asked: what was committed once stays what it was.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from kit.config import Config, project_folder, read_yaml, resolve_path
+from kit.errors import ConfigError, Problem
+from kit.report.commit_evidence import evidence_record
+from kit.report.commit_job import make_job
+from kit.report.committed_yaml import Job, committed_yaml
+from kit.report.launch_lines import Launch
+from kit.run.trial import Trial
+from kit.tables import FRAME, html_list
+
+Slurm = Literal["", "torchrun", "python"]
+
+
+def commit(
+    config: Config, trial: Trial | str | Path | None = None, *, module: Any = None, data: Any = None,
+    slurm: Slurm = "", replace: bool = False,
+) -> Committed:  # fmt: skip
+    """Write the files of a run that is to be kept, into `commit.folder`.
+
+    Args:
+        config: What to run; `commit` says on how many nodes, and where the files go.
+        trial: The trial that it was chosen by, or its run directory: its row is the evidence, its devices, precision
+            and loader settings are those of the file.
+        module: What is trained, as `kit.fit` was given it: a class or an import path. None takes `model.target`.
+        data: A LightningDataModule class or its import path, as `kit.fit` was given it. None takes the config's own.
+        slurm: Write a batch file too, in which srun starts `torchrun` on every node, or each rank with `python`.
+        replace: Replace the files of an earlier commit of this config.
+
+    Raises:
+        ConfigError: for what a file cannot name, and for files that are there with another content.
+        HardwareError: for devices left open that this machine does not have.
+        TargetError: for a class that no other machine could import.
+    """
+    found = Trial.open(trial) if isinstance(trial, str | Path) else trial
+    job, notes = make_job(config, found, module, data)
+    folder = resolve_folder(config)
+    file = folder / f"{job.stem}.yaml"
+    launch = launch_of(job, file)
+    files = {file: committed_yaml(job, commands_of(launch)), file.with_suffix(".sh"): launch.script(_up(folder))}
+    files |= {file.with_suffix(".sbatch"): launch.sbatch(slurm)} if slurm else {}
+    _refuse_other(files, replace)
+    evidence = json.dumps(evidence_record(job, found, notes), indent=2, ensure_ascii=False) + "\n"
+    for path, text in {**files, file.with_suffix(".evidence.json"): evidence}.items():
+        _write(path, text)
+    file.with_suffix(".sh").chmod(0o755)
+    return Committed(file)
+
+
+def preview(config: Config, module: Any = None, data: Any = None, trial: Trial | None = None) -> tuple[str, Launch]:
+    """The text of the file as it would be, and how it would be started; nothing is written but drafts of modules.
+
+    Raises:
+        KitError: as `commit` does.
+    """
+    job, _ = make_job(config, trial, module, data)
+    launch = launch_of(job, resolve_folder(config) / f"{job.stem}.yaml")
+    return committed_yaml(job, commands_of(launch)), launch
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed file, read back."""
+
+    file: Path
+
+    @classmethod
+    def open(cls, file: str | Path) -> Self:
+        """A committed file by its path, relative to the project folder.
+
+        Raises:
+            ConfigError: when it cannot be read, or is no file that `kit.commit` wrote.
+        """
+        found = cls(resolve_path(file))
+        _ = found.config, found.launch
+        return found
+
+    @cached_property
+    def config(self) -> Config:
+        """The Config that was committed."""
+        return Config.load(self.file)
+
+    @property
+    def text(self) -> str:
+        return self.file.read_text(encoding="utf-8")
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """What LightningCLI reads."""
+        return read_yaml(self.text, str(self.file))
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """What it was chosen on; empty when the file beside it is not there."""
+        path = self.file.with_suffix(".evidence.json")
+        return dict(json.loads(path.read_bytes())) if path.is_file() else {}
+
+    @cached_property
+    def launch(self) -> Launch:
+        """How to start it; `launch.spread(nodes)` for other machines.
+
+        Raises:
+            ConfigError: when the file does not say for how many devices it is.
+        """
+        trainer = self.values["trainer"]
+        counts = {name: trainer.get(name) for name in ("num_nodes", "devices")}
+        wrong = [name for name, count in counts.items() if not isinstance(count, int) or count < 1]
+        if wrong:
+            message = f"{counts[wrong[0]]!r} is no number of them; kit.commit writes one"
+            raise ConfigError([Problem(f"trainer.{wrong[0]}", message)], str(self.file))
+        return Launch(
+            file=_called(self.file), name=self.file.stem, nodes=counts["num_nodes"], devices=counts["devices"],
+            restarts=self.config.commit.restarts, gpu=trainer.get("accelerator") == "gpu",
+        )  # fmt: skip
+
+    @property
+    def files(self) -> list[Path]:
+        """Everything that belongs to it, the file itself first."""
+        suffixes = (".yaml", ".evidence.json", ".sh", ".sbatch")
+        paths = [self.file, *(self.file.with_suffix(suffix) for suffix in suffixes)]
+        return [path for path in dict.fromkeys(paths) if path.is_file()]
+
+    @property
+    def notes(self) -> list[str]:
+        """What its user should know."""
+        return [str(note) for note in self.evidence.get("notes", ())]
+
+    def __repr__(self) -> str:
+        lines = [f"{_called(self.file)}: {self._headline}"]
+        lines += [f"  {command}" for command in commands_of(self.launch).values()]
+        lines += [f"- {note}" for note in self.notes]
+        return "\n".join([*lines, *(f"  {_called(path)}" for path in self.files[1:])])
+
+    @property
+    def _headline(self) -> str:
+        launch = self.launch
+        ranks = "1 rank" if launch.world_size == 1 else f"{launch.world_size} ranks"
+        epochs = "1 epoch" if self.config.training.max_epochs == 1 else f"{self.config.training.max_epochs} epochs"
+        nodes = "" if launch.nodes == 1 else f" on {launch.nodes} nodes"
+        return f"{self.config.name}, {ranks}{nodes}, {epochs}"
+
+    def _repr_html_(self) -> str:
+        commands = "\n".join(commands_of(self.launch).values())
+        files = ", ".join(_called(path) for path in self.files)
+        body = f"<b>{html.escape(self._headline)}</b><pre style='white-space:pre-wrap'>{html.escape(commands)}</pre>"
+        notes = html_list(self.notes) if self.notes else ""
+        text = html.escape(self.text)
+        whole = f"<details><summary>{html.escape(files)}</summary><pre>{text}</pre></details>"
+        return f"<div style='{FRAME}'>{body}{notes}{whole}</div>"
+
+
+def launch_of(job: Job, file: Path) -> Launch:
+    """How the file of a job is started."""
+    return Launch(
+        file=_called(file), name=job.stem, nodes=job.nodes, devices=job.devices,
+        restarts=job.config.commit.restarts, gpu=job.accelerator == "gpu",
+    )  # fmt: skip
+
+
+def commands_of(launch: Launch) -> dict[str, str]:
+    """The lines that start a file, by what starts it: those that fit its number of nodes."""
+    if launch.nodes > 1:
+        return {"torchrun on every node, HEAD being the name of one": launch.torchrun_nodes}
+    lines = {"python": launch.python}
+    return lines | ({"torchrun": launch.torchrun} if launch.world_size > 1 else {})
+
+
+def resolve_folder(config: Config) -> Path:
+    """Where the files of a commit go."""
+    given = Path(config.commit.folder).expanduser()
+    return given if given.is_absolute() else project_folder() / given
+
+
+def _called(path: Path) -> str:
+    """As it is called from the project folder."""
+    root = project_folder()
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+
+
+def _up(folder: Path) -> str:
+    return os.path.relpath(project_folder(), folder)
+
+
+def _refuse_other(files: dict[Path, str], replace: bool) -> None:
+    other = [path for path, text in files.items() if path.exists() and path.read_text(encoding="utf-8") != text]
+    if other and not replace:
+        message = f"{other[0]} is there with another content; commit(..., replace=True) writes it anew"
+        raise ConfigError([Problem("commit.folder", message)])
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + ".tmp")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        message = f"cannot write {path}: {error.strerror or error}; choose another folder"
+        raise ConfigError([Problem("commit.folder", message)]) from error

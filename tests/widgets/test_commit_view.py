@@ -1,0 +1,59 @@
+"""The panel's file and command: they follow the settings, and one click writes what is shown."""
+
+import html
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.errors import ConfigError
+from kit.widgets.panel import panel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+import committed_parts as parts
+
+WAIT = 120
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return parts.make_project(tmp_path)
+
+
+def shown(view):
+    assert view.wait(WAIT)
+    return html.unescape(re.sub("<[^>]+>", "", view.text.value))
+
+
+def test_file_and_command_follow_the_settings(small):
+    made = panel(small)
+    assert "torchrun --standalone --nproc-per-node 2" in shown(made.committing)
+    made.config = small.replace({"hardware.devices": 3, "training.max_epochs": 5})
+    text = shown(made.committing)
+    assert "--nproc-per-node 3" in text
+    assert "max_epochs: 5" in text
+    made.wait(WAIT)
+
+
+def test_a_click_writes_what_is_shown(small):
+    made = panel(small)
+    text = shown(made.committing)
+    made.committing.button.click()
+    made.wait(WAIT)
+    committed = made.committing.committed
+    assert committed.text in text
+    assert kit.Config.load(committed.file) == small
+    assert committed.file.name in made.committing.words.value
+    assert made.commit().file == committed.file
+
+
+def test_what_cannot_be_committed_says_why_where_the_file_would_be(small):
+    made = panel(small.replace({"commit.nodes": 2, "hardware.strategy": "none", "hardware.devices": 1}))
+    assert "2 nodes are more than one device" in shown(made.committing)
+    with pytest.raises(ConfigError, match="2 nodes"):
+        made.commit()
+    assert "2 nodes" in made.committing.words.value
+    made.wait(WAIT)
