@@ -12,46 +12,23 @@ import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 
-from kit.run.jobs.context import Context
+from kit.run.after_warmup import AfterWarmup
 
 _SCHEDULE = Path("/proc/thread-self/schedstat")
 
 
-class CpuUse(Callback):
+class CpuUse(AfterWarmup["_Look"]):
     """Writes `cpu_used` when training ends, if a step was measured."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._began: _Look | None = None
-        self._written = False
+    def look(self, trainer: Trainer) -> _Look:  # noqa: ARG002
+        return _look()
 
-    def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
-        if self._began is None and trainer.global_step >= self._context.config.trial.warmup_steps:
-            self._began = _look()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        self._write(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        """A fit that leaves on request leaves by an exception."""
-        self._write(trainer)
-
-    def _write(self, trainer: Trainer) -> None:
-        if self._began is None or self._written:
-            return
-        self._written = True
-        began, now = self._began, _look()
+    def write(self, trainer: Trainer, began: _Look) -> None:
+        now = _look()
         common = began.workers.keys() & now.workers.keys()
         self._context.writer.write(
             "cpu_used",
