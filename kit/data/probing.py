@@ -23,7 +23,7 @@ from kit.data.counters import Counters
 from kit.data.dataset import Dataset
 from kit.data.remote import RemoteStore
 from kit.data.requests import Requests, open_blocking
-from kit.data.wire import Wire
+from kit.data.wire import Ask, Wire
 
 SMALLEST_RANGE_BYTES = 256 << 10
 _LATENCY_LOOPS = 8
@@ -142,12 +142,29 @@ class Prober:
         return min(wished, most)
 
     def load(self, in_flight: int, range_bytes: int, seconds: float, least: int = 1) -> Load:
-        """Keep `in_flight` requests of `range_bytes` going for so long and so many; the first of each is left out."""
+        """Keep `in_flight` requests of `range_bytes` going for so long and so many; the first of each is left out.
+
+        As the engine reads: a wire is told what to do with an answer, any other store is read by threads that wait, so
+        that the CPU of a request is what the engine will need for one.
+        """
         run = _Run(seconds, in_flight, least, self._retries)
+        if isinstance(self._source, Wire):
+            self._keep_asking(self._source, run, in_flight, range_bytes)
+            return run.load(range_bytes)
         with ThreadPoolExecutor(in_flight, "kit-probe") as threads:
             for future in [threads.submit(self._keep_reading, run, range_bytes) for _ in range(in_flight)]:
                 future.result()
         return run.load(range_bytes)
+
+    def _keep_asking(self, wire: Wire, run: _Run, in_flight: int, range_bytes: int) -> None:
+        for _ in range(in_flight):
+            wire.ask([_Chain(self, wire, run, 1, opening=True)])
+        run.opened.wait()
+        run.open()
+        wire.ask(_Chain(self, wire, run, range_bytes) for _ in range(in_flight))
+        run.over.wait()
+        if run.error is not None:
+            raise run.error
 
     def _keep_reading(self, run: _Run, range_bytes: int) -> None:
         try:
@@ -166,6 +183,11 @@ class Prober:
 
     def _read(self, count: int) -> int:
         """One request for a range somewhere in an object."""
+        data = self._source.read(*self.draw(count))
+        return self.took(data)
+
+    def draw(self, count: int) -> tuple[str, int, int]:
+        """A range of so many bytes somewhere in an object, off the budget."""
         with self._lock:
             part = self._random.choice(self._parts)
             part = part if part.size >= count else self._parts[-1]
@@ -173,23 +195,74 @@ class Prober:
             first = self._random.randint(0, part.size - count)
             self.requests += 1
             self.budget_bytes -= count
-        data = self._source.read(part.key, first, first + count)
+        return part.key, first, first + count
+
+    def took(self, data: Octets | None) -> int:
+        """Count what came."""
         found = 0 if data is None else len(data)
         with self._lock:
             self.bytes_read += found
         return found
 
 
+class _Chain(Ask):
+    """One of the requests that are kept going: each answer asks for the next; `opening`: it only opens a connection."""
+
+    __slots__ = ("_began", "_opening", "_prober", "_range_bytes", "_run", "_wire")
+
+    def __init__(self, prober: Prober, wire: Wire, run: _Run, range_bytes: int, opening: bool = False) -> None:
+        super().__init__(*prober.draw(range_bytes))
+        self._prober, self._wire, self._run, self._range_bytes = prober, wire, run, range_bytes
+        self._opening = opening
+        self._began = 0.0
+
+    def begin(self) -> bool | None:
+        self._began = self._began or time.perf_counter()
+        return True
+
+    def done(self, data: Octets | None) -> None:
+        count = self._prober.took(data)
+        if self._opening:
+            self._run.one_opened()
+            return
+        run = self._run
+        run.done.append((self._began, time.perf_counter(), count))
+        if run.goes_on and self._prober.budget_bytes > 0 and run.error is None:
+            self._wire.ask([_Chain(self._prober, self._wire, run, self._range_bytes)])
+        else:
+            run.one_ended()
+
+    def fail(self, error: BaseException) -> None:
+        self._run.error = error
+        self._run.opened.set()
+        self._run.over.set()
+
+
 class _Run:
-    """What the threads of one load share."""
+    """What the requests of one load share."""
 
     def __init__(self, seconds: float, in_flight: int, least: int, retries: Callable[[], int]) -> None:
         self.done: list[tuple[float, float, int]] = []
         self._retries = retries
-        self.ready = threading.Barrier(in_flight, self._begin)
+        self.ready = threading.Barrier(in_flight, self.open)
         self._seconds, self._in_flight, self._least = seconds, in_flight, least
+        self.error: BaseException | None = None
+        self.opened, self.over = threading.Event(), threading.Event()
+        self._opened = self._ended = 0
 
-    def _begin(self) -> None:
+    def one_opened(self) -> None:
+        """In the wire's thread, as `one_ended`."""
+        self._opened += 1
+        if self._opened == self._in_flight:
+            self.opened.set()
+
+    def one_ended(self) -> None:
+        self._ended += 1
+        if self._ended == self._in_flight:
+            self.over.set()
+
+    def open(self) -> None:
+        """Every connection is open: time counts from here."""
         self._start, self._cpu, self._refused = time.perf_counter(), time.process_time(), self._retries()
 
     @property

@@ -154,7 +154,7 @@ def test_a_step_is_several_requests_long_within_bounds():
 @given(st.integers(1, 8), st.integers(1, 20), st.floats(0.01, 0.5))
 def test_a_load_of_even_requests_has_the_rate_it_was_made_of(in_flight, rounds, seconds):
     run = probing._Run(rounds * seconds, in_flight, 1, itertools.repeat(0).__next__)
-    run._begin()
+    run.open()
     run._start = 0.0
     for number, _ in itertools.product(range(rounds), range(in_flight)):
         run.done.append((number * seconds, (number + 1) * seconds, 100))
