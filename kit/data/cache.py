@@ -50,7 +50,7 @@ class Part:
 class Chunk:
     """One chunk of one variable: waited for, being read, or decoded."""
 
-    __slots__ = ("coords", "decoded", "key", "parts", "stored", "window")
+    __slots__ = ("coords", "decoded", "key", "parts", "since", "stored", "window")
 
     def __init__(self, stored: StoredArray, key: Key) -> None:
         self.stored, self.key, self.coords = stored, key, key[1]
@@ -59,6 +59,8 @@ class Chunk:
         """Who waits for it."""
         self.window = _FREE
         """The last window that holds it."""
+        self.since = _FREE
+        """The first one, where a window is why it was asked for."""
 
     @property
     def wanted(self) -> bool:
@@ -78,6 +80,12 @@ class ChunkCache:
         self.held_bytes = 0
         """Decoded chunks that a window holds."""
         self._released = _FREE
+
+    @property
+    def held_chunks(self) -> int:
+        """Chunks that windows hold, decoded or not."""
+        with self._lock:
+            return sum(len(chunks) for chunks in self._held.values())
 
     def join(
         self, stored: StoredArray, variable: int, parts: Sequence[Part]
@@ -100,9 +108,12 @@ class ChunkCache:
         new: list[Chunk] = []
         with self._lock:
             for place in coords if window > self._released else ():
+                known = len(new)
                 chunk = self._find(stored, (variable, place), new)
                 if chunk.window >= window:
                     continue
+                if len(new) > known:
+                    chunk.since = window
                 if chunk.window == _FREE and chunk.decoded is not None:
                     self.free_bytes -= _bytes(chunk.decoded)
                     self.held_bytes += _bytes(chunk.decoded)
@@ -170,6 +181,7 @@ class ChunkCache:
         """A chunk that no window holds any more; one still on its way goes to those who wait for it."""
         if chunk.decoded is not None and self._forget(chunk):
             self.held_bytes -= _bytes(chunk.decoded)
+            chunk.decoded = None  # whoever asked for it may know it for long
 
     def _forget(self, chunk: Chunk) -> bool:
         if self._chunks.get(chunk.key) is not chunk:
@@ -183,6 +195,7 @@ class ChunkCache:
             if chunk.decoded is not None and chunk.window == _FREE:
                 del self._chunks[key]
                 self.free_bytes -= _bytes(chunk.decoded)
+                chunk.decoded = None
                 if self.free_bytes <= self._budget_bytes:
                     return
 

@@ -9,6 +9,7 @@ store is opened after it. Leaving the stream early cancels what was read ahead.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from kit.data.counters import Counters
 from kit.data.dataset import Dataset
 from kit.data.disk_cache import ReadCache
+from kit.data.early import WINDOWS_DECODED
 from kit.data.packing import Packing
 from kit.data.reader import Reader
 from kit.data.reader_plan import Allocate, Arrays, ReaderPlan
@@ -30,6 +32,7 @@ from kit.plan.coalescing import Coalescing
 
 REQUEST_SECONDS = 60.0
 """How long one request may take before the store counts as out of reach; below a trial's stall limit."""
+_OPENING = threading.RLock()
 _inherited: list[Reader] = []
 """Readers of a parent process: kept, because collecting a loop that runs in another process would disturb it."""
 
@@ -47,9 +50,11 @@ class Engine:
         request_seconds: How long one request may take.
         cache_bytes: Decoded chunks kept for later batches, the least recently used dropped first.
         coalescing: Which neighbours in a shard share a request; what pays in a folder is known without.
-        memory_bytes: Host memory for batches, chunks being read and decoded, cache and windows.
+        memory_bytes: Host memory for batches, chunks being read and decoded, cache and windows, with the holes they
+            leave; opening takes `kit.plan.resources.OPENING_BYTES` besides, once.
         allocate: Makes the arrays of a batch; `numpy.empty` unless told otherwise.
         read_cache: Keeps what requests to an object store gave.
+        as_stored: Give the numbers of one variable in their stored type, neither decoded nor masked.
 
     Raises:
         ConfigError: for an unknown or non-numeric variable, or one to be standardised without statistics.
@@ -70,8 +75,10 @@ class Engine:
         memory_bytes: int = 4 << 30,
         allocate: Allocate = np.empty,
         read_cache: ReadCache | None = None,
+        as_stored: bool = False,
     ) -> None:
         arrays = tuple(dataset.select(variables))
+        assert len(arrays) == 1 or not as_stored, "one array has one type"
         self._plan = ReaderPlan(
             url=dataset.url,
             open_store=dataset.open_store,
@@ -88,6 +95,7 @@ class Engine:
             allocate=allocate,
             read_cache=read_cache,
             manifest=dataset.manifest,
+            as_stored=as_stored,
         )
         self._batches_ahead = batches_ahead
         self._counters = Counters()
@@ -109,6 +117,14 @@ class Engine:
     def count(self, **counts: int) -> None:
         """Add to the counters what the engine itself cannot see."""
         self._counters.add(**counts)
+
+    def read(self, offsets: NDArray[np.int64], patch: Sequence[int]) -> Arrays:
+        """One batch by itself, from any thread; several may be read at once.
+
+        Raises:
+            As `stream`.
+        """
+        return self._open().start(offsets, patch).result()
 
     def stream(self, batches: Iterable[NDArray[np.int64]], patch: Sequence[int]) -> Iterator[Arrays]:
         """Values and validity of each batch of offsets `(sample, dim)`, in order.
@@ -139,7 +155,8 @@ class Engine:
     ) -> Iterator[Arrays]:
         """As `stream`, for batches with the number of the last window each draws from; numbers never fall.
 
-        While a window is served its chunks are held, and those of the next one are read, whatever `batches_ahead` is.
+        While a window is served its chunks are held, and those of the next one are read, whatever `batches_ahead` is;
+        those of the one after it are asked for too, where memory holds their stored bytes.
 
         Raises:
             As `stream`.
@@ -152,7 +169,11 @@ class Engine:
             self._first_window = windows.end()
 
     def _open(self) -> Reader:
-        """This process's reader, opened on first use."""
+        """This process's reader, opened on first use by whichever thread comes first."""
+        with _OPENING:
+            return self._open_once()
+
+    def _open_once(self) -> Reader:
         reader = self._reader
         if reader is not None and reader.pid != os.getpid():
             _inherited.append(reader)
@@ -198,15 +219,21 @@ class _Windows:
         self._read: deque[tuple[NDArray[np.int64], int]] = deque()
         """Batches whose chunks are held, not yet begun."""
         self._begun: deque[tuple[Future[Arrays], int]] = deque()
-        self._more = True
+        self._drawn: tuple[NDArray[np.int64], int] | None = None
+        self._held = False
+        """Whether the first windows are held, so that their memory is known."""
+        self._early_for = first
+        """The last window that may be asked for before its turn to be decoded."""
 
     def serve(self) -> Iterator[Arrays]:
+        self._reader.release(self._first - 1)
         self._hold()
         while self._begin():
             future, window = self._begun[0]
             arrays = future.result()  # it leaves the queue only when it is there, so that an interrupt still cancels it
             self._begun.popleft()
             self._spans.hand_over()
+            self._held = True
             if window > self._served:
                 self._served = window
                 self._reader.release(window - 1)
@@ -222,15 +249,25 @@ class _Windows:
         return self._last + 1
 
     def _hold(self) -> None:
-        """Read all that the window being served and the next one need, and one batch at least."""
-        while self._more and (self._last <= self._served + 1 or not (self._read or self._begun)):
-            self._more = (drawn := next(self._batches, None)) is not None
-            if drawn is not None:
-                offsets, window = drawn
-                self._last = self._first + window
-                if self._last <= self._served + 1:
-                    self._reader.hold(offsets, self._patch, self._last)
-                self._read.append((offsets, self._last))
+        """Ask for all that the window being served and the next one need, the one after it where there is memory."""
+        while (drawn := self._draw()) is not None and (self._may_ask(drawn[1]) or not (self._read or self._begun)):
+            offsets, self._last = drawn
+            self._drawn = None
+            self._reader.hold(offsets, self._patch, self._last)
+            self._read.append(drawn)
+
+    def _may_ask(self, window: int) -> bool:
+        ahead = window - self._served
+        first = ahead == WINDOWS_DECODED and self._held and window > self._early_for
+        if first and self._reader.has_room_for_early_answers:
+            self._early_for = window
+        return ahead < WINDOWS_DECODED or window <= self._early_for
+
+    def _draw(self) -> tuple[NDArray[np.int64], int] | None:
+        """The next batch that is not held yet."""
+        if self._drawn is None and (following := next(self._batches, None)) is not None:
+            self._drawn = following[0], self._first + following[1]
+        return self._drawn
 
     def _begin(self) -> bool:
         """Begin batches up to so many ahead, none beyond the next window while another is under way."""

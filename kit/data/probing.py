@@ -65,7 +65,14 @@ class _OnLoop:
 
 
 def open_source(dataset: Dataset, counters: Counters) -> Source:
-    """The store of a dataset, read as the engine reads it; `close_source` lets go of it."""
+    """The store of a dataset by the client that the engine has for it, so that a request costs what it costs there.
+
+    Unlike the engine's it sends more at once and comes back sooner when it is refused: what the store allows is to be
+    used up and seen. `close_source` lets go of it.
+
+    Raises:
+        StoreError: when the store cannot be opened.
+    """
     blocking = open_blocking(dataset.open_store(), dataset.url, _REQUEST_SECONDS, counters, _MOST_AT_ONCE)
     if isinstance(blocking, Wire):
         blocking.retries = replace(blocking.retries, most_pause_seconds=_REFUSED_PAUSE_SECONDS)

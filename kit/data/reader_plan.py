@@ -18,8 +18,8 @@ from kit.data.packing import Packing
 from kit.plan.access import VALUE_BYTES
 from kit.plan.coalescing import Coalescing
 
-Arrays = tuple[NDArray[np.float32], NDArray[np.bool_]]
-"""Values and validity, both `(sample, variable, *dims)`."""
+Arrays = tuple[NDArray[Any], NDArray[np.bool_]]
+"""Values (float32, unless asked for as stored) and validity, both `(sample, variable, *dims)`."""
 Allocate = Callable[[tuple[int, ...], Any], NDArray[Any]]
 """An array of a shape and type for a batch, such as `numpy.empty`; another may give pinned memory."""
 
@@ -48,6 +48,8 @@ class ReaderPlan:
     read_cache: ReadCache | None = None
     """What keeps the answers of a remote store."""
     manifest: Manifest | None = None
+    as_stored: bool = False
+    """Give the numbers of the one array as they are stored; all of them count as valid."""
 
 
 def batch_bytes(arrays: Sequence[ArrayInfo], samples: int, patch: Sequence[int]) -> int:

@@ -49,7 +49,7 @@ class Answer:
     size_bytes: int
     shared: bool
     """Whether they are part of a longer answer."""
-    claim: Claim
+    claim: Claim | None
     """The memory of that answer."""
 
     @property
@@ -60,3 +60,9 @@ class Answer:
     def fail(self, error: BaseException) -> None:
         """Tell all who wait for this chunk."""
         self.cache.fail(self.chunk, error)
+
+    def give_room_back(self) -> None:
+        """It needs no room of requests any more; safe to call twice."""
+        claim, self.claim = self.claim, None
+        if claim is not None:
+            claim.done()

@@ -312,6 +312,7 @@ class Wire:
             for easy in good:
                 asked, parts = self._take(easy)
                 self._answer(asked, easy.getinfo(pycurl.RESPONSE_CODE), parts)
+                parts.clear()  # the handle knows them until it is used again
                 if asked.head:
                     easy.close()
                 else:

@@ -7,37 +7,25 @@ for which there is no room in memory holds up those behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 
-from kit.data.cache import Chunk, ChunkCache
+from kit.data.cache import Chunk
 from kit.data.codec import Index, Octets, decode_index
 from kit.data.indexes import ShardIndexes
+from kit.data.intake import Intake
 from kit.data.room import Claim
 from kit.data.wanted import Wanted
 from kit.data.wire import Ask, Wire
 from kit.plan.coalescing import Run
 
-Runs = Callable[[Wanted, Index | None], list[Run[Chunk]]]
-Take = Callable[[Wanted, Run[Chunk] | None], Claim | None]
-Deliver = Callable[[Wanted, Run[Chunk] | None, Octets | None, Claim], None]
-
 
 class WireReads:
-    """The requests of one reader.
+    """The requests of one reader."""
 
-    Args:
-        runs: The requests for what is wanted of a shard, by its index.
-        take: Room in memory for the answer to one; None when there is none now.
-        deliver: Takes the answer.
-    """
-
-    def __init__(
-        self, wire: Wire, url: str, cache: ChunkCache, indexes: ShardIndexes, runs: Runs, take: Take, deliver: Deliver
-    ) -> None:
-        self._wire, self._url, self._indexes, self._runs = wire, url, indexes, runs
-        self.cache, self.take, self.deliver = cache, take, deliver
+    def __init__(self, wire: Wire, url: str, intake: Intake) -> None:
+        self._wire, self._url, self._intake = wire, url, intake
 
     def ask(self, found: Iterable[Wanted]) -> None:
         """Ask for objects, or for what is wanted of shards.
@@ -48,19 +36,26 @@ class WireReads:
         whole: list[Ask] = []
         for item in found:
             if item.stored.per_shard is None:
-                whole.append(_Bytes(self, item, None))
+                whole.append(_Bytes(self._intake, item, None))
                 continue
-            future, mine = self._indexes.claim(item.key)
+            future, mine = self._intake.indexes.claim(item.key)
             if mine:
-                self._wire.ask([_IndexBytes(self._indexes, item, self._url)], soon=True)
+                self._wire.ask([_IndexBytes(self._intake.indexes, item, self._url)], soon=True)
             future.add_done_callback(partial(self._ask_runs, item))
         self._wire.ask(whole)
 
+    def give_up_unwanted(self) -> None:
+        """Nothing to do: what nobody wants any more is left out when its turn comes."""
+
+    def close(self) -> None:
+        """End the connections."""
+        self._wire.close()
+
     def _ask_runs(self, item: Wanted, index: Future[Index | None]) -> None:
-        wanted = item.part(self.cache.still_wanted(item.chunks))
+        wanted = item.part(self._intake.cache.still_wanted(item.chunks))
         try:
-            found = self._runs(wanted, index.result()) if wanted.chunks else []
-            self._wire.ask([_Bytes(self, item.part(chunk for _, _, chunk in run.items), run) for run in found])
+            found = self._intake.runs(wanted, index.result()) if wanted.chunks else []
+            self._wire.ask([_Bytes(self._intake, item.part(chunk for _, _, chunk in run.items), run) for run in found])
         except BaseException as error:
             item.fail(error)
 
@@ -68,24 +63,24 @@ class WireReads:
 class _Bytes(Ask):
     """One object, or neighbours in a shard."""
 
-    __slots__ = ("_claim", "_reads", "_run", "_wanted")
+    __slots__ = ("_claim", "_intake", "_run", "_wanted")
 
-    def __init__(self, reads: WireReads, wanted: Wanted, run: Run[Chunk] | None) -> None:
+    def __init__(self, intake: Intake, wanted: Wanted, run: Run[Chunk] | None) -> None:
         super().__init__(wanted.key, *(() if run is None else (run.first, run.last)))
-        self._reads, self._wanted, self._run = reads, wanted, run
+        self._intake, self._wanted, self._run = intake, wanted, run
         self._claim: Claim | None = None
 
     def begin(self) -> bool | None:
         if self._claim is None:  # else it has been sent before
-            if not self._reads.cache.still_wanted(self._wanted.chunks):
+            if not self._intake.cache.still_wanted(self._wanted.chunks):
                 return False
-            self._claim = self._reads.take(self._wanted, self._run)
+            self._claim = self._intake.room.try_take(self._intake.size_of(self._wanted, self._run))
         return True if self._claim is not None else None
 
     def done(self, data: Octets | None) -> None:
         claim, self._claim = self._claim, None  # from here on it is the answer's
         assert claim is not None
-        self._reads.deliver(self._wanted, self._run, data, claim)
+        self._intake.deliver(self._wanted, self._run, data, claim)
 
     def fail(self, error: BaseException) -> None:
         if self._claim is not None:

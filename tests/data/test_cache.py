@@ -99,6 +99,19 @@ def test_a_window_keeps_its_chunks_until_it_is_released():
     assert ask(cache, 2)[2]
 
 
+def test_whoever_knows_a_chunk_that_was_dropped_does_not_keep_what_was_decoded():
+    cache = ChunkCache(budget_bytes=16)
+    (held,) = cache.hold(STORED, 0, [(1,)], window=1)
+    old, new = (ask(cache, place)[2][0] for place in (2, 3))
+    for chunk in (held, old, new):
+        arrive(cache, chunk)
+    assert held.decoded is not None
+    cache.release(1)
+    assert held.decoded is None
+    assert old.decoded is None
+    assert new.decoded is not None
+
+
 def test_what_a_window_released_before_it_came_is_only_given_to_who_waits():
     cache = ChunkCache()
     (chunk,) = cache.hold(STORED, 0, [(1,)], window=1)

@@ -17,6 +17,7 @@ from kit.data.patches import PatchLoader
 from kit.data.reader_plan import batch_bytes, largest_chunk_bytes
 from kit.data.sampling import SamplePlan
 from kit.errors import ConfigError
+from kit.plan.resources import OPENING_BYTES
 
 SHAPE, CHUNK, PATCH = (64, 256, 256), (1, 64, 64), (1, 32, 32)
 DATA_BYTES = 64 * 256 * 256 * 4
@@ -34,8 +35,9 @@ def stored(request, tmp_path_factory):
 
 def held_bytes(reader):
     """What a reader has in memory beside its batches."""
-    cache = reader._cache
-    return reader._room.taken_bytes + cache.free_bytes + cache.held_bytes + reader._indexes.nbytes
+    intake, cache = reader._intake, reader._intake.cache
+    requests = intake.room.taken_bytes + intake._early.nbytes
+    return requests + cache.free_bytes + cache.held_bytes + intake.indexes.nbytes
 
 
 def everywhere(samples=512, seed=0):
@@ -57,7 +59,7 @@ def test_what_is_read_and_kept_stays_within_the_memory_given(stored, wrap, cache
             seen.append(held_bytes(engine._open()))
             day, y, x = offsets[0]
             assert np.array_equal(got[0, 0, 0], values[day, y : y + 32, x : x + 32])
-        most, read = engine._open()._room.most_bytes, engine.counters["bytes_read"]
+        most, read = engine._open()._intake.room.most_bytes, engine.counters["bytes_read"]
     batches_bytes = 4 * batch_bytes(dataset.select(), 32, PATCH)
     assert read > 5 * MEMORY_BYTES
     assert max(seen) + batches_bytes <= MEMORY_BYTES
@@ -68,7 +70,7 @@ def test_too_little_for_one_chunk_is_slow_and_right(stored):
     dataset, values = stored
     with Engine(dataset, memory_bytes=1) as engine:
         ((got, _),) = engine.stream([np.zeros((1, 3), np.int64)], (3, 70, 70))
-        assert engine._open()._room.most_bytes <= 3 * 70 * 70 * 4 * 4
+        assert engine._open()._intake.room.most_bytes <= 3 * 70 * 70 * 4 * 4
     assert np.array_equal(got[0, 0], values[:3, :70, :70])
 
 
@@ -143,3 +145,36 @@ def test_the_memory_of_a_process_grows_by_no_more_than_what_it_was_given(tmp_pat
     grown, read = map(int, done.stdout.split())
     assert read > 10 * budget
     assert grown < budget + (10 << 20)  # threads and the allocator have their own
+
+
+FROM_A_CLOUD = """
+import sys
+import gcsfs
+import numpy as np
+from kit.data.dataset import open_dataset
+from kit.data.engine import Engine
+from kit.processes import peak_rss_bytes
+
+before, budget, random = peak_rss_bytes(), int(sys.argv[2]), np.random.default_rng(0)
+everywhere = (random.integers(0, [1, 1985, 1985], (16, 3)) for _ in range(10_000))
+engine = Engine(open_dataset(sys.argv[1]), memory_bytes=budget, cache_bytes=budget // 4, requests_in_flight=64)
+with engine:
+    for values, valid in engine.stream(everywhere, (4, 64, 64)):
+        if engine.counters["bytes_read"] > 10 * budget:
+            break
+print(peak_rss_bytes() - before)
+"""
+
+
+@pytest.mark.parametrize("shards", [None, (4, 1024, 1024)])
+def test_a_process_grows_by_no_more_than_it_was_given_and_opening_takes_however_much_it_streams(
+    tmp_path, cloud, shards
+):
+    values = np.random.default_rng(0).integers(0, 1 << 12, (4, 2048, 2048)).astype(np.float32)  # 64 MiB
+    write_array(tmp_path, "a", values, chunks=(4, 128, 128), shards=shards)
+    url = cloud.upload(tmp_path, f"memory/{'chunks' if shards is None else 'shards'}")
+    for budget in (24 << 20, 56 << 20):
+        command = [sys.executable, "-c", FROM_A_CLOUD, url, str(budget)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) < budget + OPENING_BYTES

@@ -1,0 +1,221 @@
+"""Intake: what becomes of the bytes that requests give: room for them, decoded chunks, and batches that are told.
+
+Whichever way a store is read, a request takes room for its answer first, and gives the answer here. Decoding and
+scattering run in `decode_threads` threads; when they fall behind, there is no room and no more is asked for. A chunk
+that cannot be had fails the batches that wait for it.
+
+Strict: an object or inner chunk that is not there is an error, never fill values, and so are bytes that fail their
+checksum or are too few. Only a store that kit did not build may leave chunks out, as Zarr allows; they are filled and
+counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.data.cache import Chunk, ChunkCache, Part
+from kit.data.codec import Index, Octets, damage
+from kit.data.counters import Counters
+from kit.data.early import EarlyAnswers
+from kit.data.indexes import LARGEST_BYTES, ShardIndexes
+from kit.data.reader_plan import ReaderPlan, largest_chunk_bytes
+from kit.data.room import Claim, Room
+from kit.data.stores import redact
+from kit.data.wanted import Answer, Wanted
+from kit.data.workers import Batch, Workers
+from kit.errors import MissingChunkError
+from kit.plan.coalescing import Coalescing, Run, runs
+from kit.plan.resources import HOLES_SHARE
+from kit.processes import give_memory_back
+
+_PARTS_PER_JOB = 64
+_INDEX_SHARE = 8
+_LEAST_HOLES_BYTES = 2 << 20
+"""Handing memory back more often would cost more than it gives."""
+_READY_TOO = 2
+"""Bytes in flight and as many ready to be decoded; more would only wait."""
+
+
+class Intake:
+    """Takes answers; call from any thread.
+
+    Args:
+        coalescing: Which neighbours in a shard share a request.
+        decode_at_once: Decode in the thread that has just read, which took no time to speak of.
+        decoding: Threads that decode at once, at most.
+    """
+
+    def __init__(
+        self, plan: ReaderPlan, counters: Counters, coalescing: Coalescing, *, decode_at_once: bool, decoding: int
+    ) -> None:
+        self._plan, self._counters, self._coalescing = plan, counters, coalescing
+        self._decode_at_once = decode_at_once
+        self._where = redact(plan.url)
+        self.cache = ChunkCache(plan.cache_bytes)
+        self.indexes = ShardIndexes(min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
+        self.room = Room(self._room_bytes)
+        self._early = EarlyAnswers()
+        self.decoders = Workers(plan.decode_threads, "kit-decode")
+        self.batch_bytes = 0
+        """Memory of the largest batch so far."""
+        self._decoding_bytes = decoding * largest_chunk_bytes(plan.arrays)
+        self._stored_bytes: dict[str, int] = {}
+        """The largest object met, for arrays whose chunks are objects of their own."""
+        self._holes_bytes = plan.memory_bytes // HOLES_SHARE
+        self._freed_bytes = 0
+        """Read and decoded since freed memory was last handed back: what came took the place of as much that went."""
+
+    def close(self) -> None:
+        """Nobody waits for room, and nothing more is decoded."""
+        self.room.close()
+        self.decoders.close()
+
+    # -- windows
+
+    @property
+    def has_room_for_early_answers(self) -> bool:
+        """Whether memory holds the stored bytes of one window more than the two that are held now."""
+        plan, chunk = self._plan, largest_chunk_bytes(self._plan.arrays)
+        others = self._holes_bytes + self.cache.free_bytes + self.indexes.nbytes + self._decoding_bytes
+        requests = _READY_TOO * plan.requests_in_flight * chunk + plan.batches_held * self.batch_bytes
+        return others + requests + self.cache.held_chunks * chunk * 3 // 2 <= plan.memory_bytes
+
+    def release(self, window: int) -> None:
+        """Drop what this window and those before it held; answers whose turn has come are decoded."""
+        self.cache.release(window)
+        self._decode_all(self._early.serve(window + 1))
+
+    def decode_wanted(self) -> None:
+        """Decode early answers that a batch waits for by now."""
+        self._decode_all(self._early.wanted())
+
+    # -- before a request
+
+    def runs(self, wanted: Wanted, index: Index | None) -> list[Run[Chunk]]:
+        """The requests for what is wanted of a shard; chunks that it does not hold are settled at once."""
+        stored, spans = wanted.stored, []
+        for chunk in wanted.chunks:
+            span = None if index is None else stored.locate(index, chunk.coords)
+            if span is None:
+                self._fill(wanted, chunk, index)
+            else:
+                spans.append((*span, chunk))
+        found = runs(spans, self._coalescing)
+        self._counters.add(
+            requests_saved=len(spans) - len(found), bytes_wasted=sum(max(0, run.wasted_bytes) for run in found)
+        )
+        return found
+
+    def size_of(self, wanted: Wanted, run: Run[Chunk] | None) -> int:
+        """Bytes that a request will bring; of an object not known before, those of the largest one like it."""
+        if run is not None:
+            return run.last - run.first
+        stored = wanted.stored
+        return self._stored_bytes.get(stored.name) or math.prod(stored.chunk) * stored.dtype.itemsize
+
+    def _room_bytes(self) -> int:
+        """Memory left for what is asked for and not decoded, but no more than keeps the requests going."""
+        plan, cache = self._plan, self.cache
+        others = cache.free_bytes + cache.held_bytes + self._early.nbytes + self.indexes.nbytes + self._decoding_bytes
+        left = plan.memory_bytes - self._holes_bytes - others - plan.batches_held * self.batch_bytes
+        return min(left, _READY_TOO * plan.requests_in_flight * self.room.largest_bytes)
+
+    # -- after it
+
+    def deliver(self, wanted: Wanted, run: Run[Chunk] | None, data: Octets | None, claim: Claim) -> None:
+        """Pass on what a request gave; `run` is None for a whole object."""
+        if data is None:
+            for chunk in wanted.chunks:
+                self._fill(wanted, chunk, None)
+            claim.done()
+        elif run is None:
+            self._stored_bytes[wanted.stored.name] = max(self._stored_bytes.get(wanted.stored.name, 0), len(data))
+            claim.correct(len(data))
+            self._decode_soon(Answer(self.cache, wanted.stored, wanted.chunks[0], data, len(data), False, claim))
+        else:
+            claim.share(len(run.items))
+            for first, last, chunk in run.items:
+                part, shared = data[first - run.first : last - run.first], len(run.items) > 1
+                self._decode_soon(Answer(self.cache, wanted.stored, chunk, part, last - first, shared, claim))
+
+    def scatter_soon(self, batch: Batch[Any], here: Sequence[tuple[Part, NDArray[Any]]]) -> None:
+        """Copy what is decoded already, in decoding threads."""
+        for start in range(0, len(here), _PARTS_PER_JOB):
+            self.decoders.put(batch, _scatter, here[start : start + _PARTS_PER_JOB])
+
+    def _decode_soon(self, answer: Answer) -> None:
+        """When the turn of its window has come."""
+        if not self._early.keep(answer):
+            self._decode_now_or_soon(answer)
+
+    def _decode_all(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            if self.cache.still_wanted([answer.chunk]):
+                self._decode_now_or_soon(answer)
+            else:
+                answer.give_room_back()
+
+    def _decode_now_or_soon(self, answer: Answer) -> None:
+        if self._decode_at_once or answer.stored.in_place:
+            try:
+                self._decode(answer)
+            except BaseException as error:
+                answer.fail(error)
+        else:
+            self.decoders.put(answer, self._decode, answer)
+
+    def _decode(self, answer: Answer) -> None:
+        try:
+            decoded = self._decoded(answer)
+            # A chunk that lies in bytes it shares with others would keep all of them in memory.
+            kept = decoded.copy() if answer.shared and answer.stored.in_place else decoded
+            for part in self.cache.settle(answer.chunk, kept):
+                part.scatter(decoded)
+        finally:
+            answer.give_room_back()
+        self._hand_back(answer.size_bytes + decoded.nbytes)
+
+    def _decoded(self, answer: Answer) -> NDArray[Any]:
+        try:
+            if len(answer.data) != answer.size_bytes:
+                raise ValueError(f"the store gave {len(answer.data)} bytes instead of {answer.size_bytes}")
+            decoded = answer.stored.decode(answer.data)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise damage(f"{self._where}: chunk {answer.chunk.coords} of {answer.stored.name}", error) from error
+        self._counters.add(chunks_decoded=1)
+        return decoded
+
+    def _fill(self, wanted: Wanted, chunk: Chunk, index: Index | None) -> None:
+        """A chunk that is not there: an error in a store that kit built, else Zarr's fill value."""
+        stored = wanted.stored
+        if self._plan.strict:
+            reason = f"there is no object {wanted.key}" if index is None else f"the shard {wanted.key} does not hold it"
+            missing = MissingChunkError(
+                f"{self._where}: chunk {chunk.coords} of {stored.name} is missing: {reason}; verify the store, then "
+                "build it anew"
+            )
+            self.cache.fail(chunk, missing)
+            return
+        filled = np.broadcast_to(np.asarray(stored.fill_value, stored.dtype), stored.chunk)
+        self._counters.add(chunks_filled=1)
+        for part in self.cache.settle(chunk, filled):
+            self.decoders.put(part.batch, part.scatter, filled)
+
+    def _hand_back(self, freed_bytes: int) -> None:
+        """Now and then return to the system what was freed: chunks come and go in an order that leaves holes."""
+        self._freed_bytes += freed_bytes  # counted without a lock: a lost count only delays it
+        if self._freed_bytes > max(_LEAST_HOLES_BYTES, self._holes_bytes):
+            self._freed_bytes = 0
+            give_memory_back()
+
+
+def _scatter(here: Sequence[tuple[Part, NDArray[Any]]]) -> None:
+    for part, decoded in here:
+        part.scatter(decoded)
