@@ -199,7 +199,7 @@ def open_dataset(
         _check_metadata(store, url, found)
     group = _open_group(store, url)
     arrays = _open_arrays(group, url, found, variables)
-    infos = {name: _array_info(name, array, found) for name, array in sorted(arrays.items())}
+    infos = {name: array_info(name, array, found) for name, array in sorted(arrays.items())}
     order = [*found.arrays] if found else [*infos]
     named = _named_coordinates(group, arrays)
     coordinates = {name for name, info in infos.items() if name in named or _is_coordinate(info)}
@@ -302,7 +302,8 @@ def _is_coordinate(info: ArrayInfo) -> bool:
     return info.dims == (info.name,) or len(info.shape) == 0
 
 
-def _array_info(name: str, array: zarr.Array[Any], found: Manifest | None) -> ArrayInfo:
+def array_info(name: str, array: zarr.Array[Any], found: Manifest | None) -> ArrayInfo:
+    """What a reader needs of one array; the manifest knows its statistics."""
     attributes = dict(array.attrs)
     statistics = found.arrays.get(name) if found else None
     dtype = _dtype(array, attributes)

@@ -109,8 +109,7 @@ class SamplePlan:
     @cached_property
     def batches_per_epoch(self) -> int:
         """Steps of an epoch, the same on every rank."""
-        full, rest = divmod(self.samples, self.global_batch_size)
-        return full + (rest >= self.world_size and not self.drop_last)
+        return _steps(self.samples, self.global_batch_size, self.world_size, self.drop_last)
 
     def positions(self, step: int, rank: int) -> range:
         """The run of positions in the epoch that `rank` reads at `step`."""
@@ -166,11 +165,17 @@ class SamplePlan:
         problems = [*_changes(mine, other)]
         if problems:
             raise ConfigError(problems)
-        theirs = int(other["batch_size"]) * int(other["world_size"])
-        seen = min(step * theirs, self.samples)
-        if self.windows is not None or (seen % self.global_batch_size and seen < self.samples):
+        ranks = int(other["world_size"])
+        theirs = int(other["batch_size"]) * ranks
+        if self.windows is None and step >= _steps(self.samples, theirs, ranks, self.drop_last):
+            return self.batches_per_epoch
+        seen = step * theirs
+        following, inside = divmod(seen, self.global_batch_size)
+        # A remainder joins the last batch where it is smaller than the ranks: then that batch has begun.
+        begun = following >= self.batches_per_epoch and not self.drop_last
+        if self.windows is not None or inside or begun:
             raise ConfigError([_other_batches(self, other, seen)])
-        return min(seen // self.global_batch_size, self.batches_per_epoch)
+        return min(following, self.batches_per_epoch)
 
     def _places(self, step: int, rank: int) -> range:
         """The batch in the row of samples that its rank is served."""
@@ -314,6 +319,11 @@ def _problems(plan: SamplePlan) -> Iterator[Problem]:
         return
     if plan.global_batch_size > plan.samples:
         yield _batch_too_large(plan)
+
+
+def _steps(samples: int, global_batch_size: int, world_size: int, drop_last: bool) -> int:
+    full, rest = divmod(samples, global_batch_size)
+    return full + (rest >= world_size and not drop_last)
 
 
 def _changes(mine: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 A few samples are collated by the loader's own function, two, three and four at a time; what grows with their number is
 known for any number then. Where samples differ in size, the longest is looked for within a time budget and every sample
 of the batch is as long: a prediction that only holds for average data is none. What was looked at is said in `notes`.
-The patches of a config are known from its source or store without reading a chunk.
+The patches of a config are known from its source or store without reading a chunk, and rows from their array.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from kit.config import Config
 from kit.data.dataset import open_dataset
 from kit.data.module import PatchData
+from kit.data.rows.module import RowData
 from kit.data.source import load_source
 from kit.errors import ConfigError, Problem
 from kit.memory.batch_shapes import LARGEST_CONSTANT, Batches, TensorShape, describe
@@ -226,6 +227,17 @@ def _patch_geometry(config: Config) -> tuple[tuple[str, ...], tuple[int, ...], i
     return tuple(source.dims), tuple(source.shape), len(config.data.variables or source.variables)
 
 
+def row_batches(data: RowData, batch_size: int | None = None) -> Batches:
+    """The batches of rows, from the shape of their array; no row is read.
+
+    Raises:
+        ConfigError: when an epoch of one rank has no such batch.
+    """
+    size = batch_size or data.config.loader.batch_size
+    values = torch.empty((size, *data.shape[1:]), dtype=data.rows.dtype, device="meta")
+    return replace(describe((values, torch.arange(size)), size), length=1)
+
+
 # -- what Trainer.fit takes
 
 
@@ -281,6 +293,8 @@ def loaders_of(data: Mapping[str, Any], batch_size: int | None) -> Any:
         return data["train_dataloaders"]
     if _is_plain_patch_data(module):
         return patch_batches(module.config, batch_size)
+    if isinstance(module, RowData) and type(module).train_dataloader is RowData.train_dataloader:
+        return row_batches(module, batch_size)
     module.prepare_data()
     module.setup("fit")
     return module.train_dataloader()

@@ -1,9 +1,10 @@
 """Subject: data whose loader can be set, tried at one setting after another and then handed to a Trainer.
 
-kit's own loader takes every dial. A torch DataLoader takes processes and prefetch factor: it is copied for each try, so
-the one that trains has not been iterated. An iterable data set keeps its number of processes, unless the config names
-candidates: where it does not share its samples out among them, more processes would train on each sample several times.
-What makes its batches in another way is refused. Loaders for validation stay as they are.
+kit's own loader takes every dial, its loader of rows processes and prefetch factor. A torch DataLoader takes processes
+and prefetch factor: it is copied for each try, so the one that trains has not been iterated. An iterable data set keeps
+its number of processes, unless the config names candidates: where it does not share its samples out among them, more
+processes would train on each sample several times. What makes its batches in another way is refused. Loaders for
+validation stay as they are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from kit.config import Config, Loader
 from kit.data.module import PatchData
+from kit.data.rows.module import RowData
 from kit.data.stores import redact
 from kit.errors import ConfigError, Problem
 from kit.plan.calibration import LoaderSetting
@@ -44,6 +46,36 @@ class Subject(Protocol):
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a result to hold, as JSON values."""
+
+
+class RowSubject:
+    """Rows, whose loader reads whole batches in threads or processes."""
+
+    own = False
+    workers_change_nothing = True
+
+    def __init__(self, data: RowData) -> None:
+        self._data = data
+
+    def present(self) -> LoaderSetting:
+        loader = self._data.config.loader
+        return LoaderSetting(num_workers=loader.num_workers, prefetch_factor=loader.prefetch_factor)
+
+    @contextmanager
+    def loader(self, setting: LoaderSetting, turn: int) -> Iterator[Iterable[Any]]:
+        tried = copy.copy(self._data)
+        tried.config, tried.loader = self._data.config.replace(setting.changes), None
+        loader = tried.train_dataloader()
+        loader.set_epoch(turn)
+        try:
+            yield loader
+        finally:
+            loader.close()
+
+    def identity(self) -> dict[str, Any]:
+        rows = self._data.rows
+        order = self._data.order().identity()
+        return {"place": rows.place, "shape": [*rows.shape], "dtype": rows.stored_dtype, "order": order}
 
 
 class OwnSubject:
@@ -126,6 +158,8 @@ def subject_of(data: Data) -> Subject:
     module = data.get("datamodule")
     if isinstance(module, PatchData):
         return OwnSubject(module)
+    if isinstance(module, RowData):
+        return RowSubject(module)
     if isinstance(module, LightningDataModule):
         module.prepare_data()
         module.setup("fit")
@@ -141,7 +175,7 @@ def apply_setting(data: Data, setting: LoaderSetting) -> Data:
     module = data.get("datamodule")
     if module is None:
         return {"train_dataloaders": set_loader(data["train_dataloaders"], setting)}
-    if isinstance(module, PatchData):
+    if isinstance(module, PatchData | RowData):
         module.config = module.config.replace(setting.changes)
         return data
     own: Callable[[], Any] = module.train_dataloader

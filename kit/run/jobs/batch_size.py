@@ -1,8 +1,8 @@
 """resize: the caller's own data in batches of another size, for a search that tries several.
 
 A DataLoader is made anew around the same data set, sampler and collation; everything else about it stays. A data module
-keeps its class and answers `train_dataloader` with loaders made anew. A loader that makes its batches by itself cannot
-be asked for others, and is refused.
+keeps its class and answers `train_dataloader` with loaders made anew; kit's own takes the size. A loader that makes its
+batches by itself cannot be asked for others, and is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from kit.data.rows.module import RowData
 from kit.errors import ConfigError, Problem
 
 _KEPT = (
@@ -27,6 +28,9 @@ def resize(data: dict[str, Any], batch_size: int) -> dict[str, Any]:
         ConfigError: when a loader makes its batches by itself; for a data module, once its loader is asked for.
     """
     module = data.get("datamodule")
+    if isinstance(module, RowData):
+        module.take_batches_of(batch_size)
+        return data
     if not isinstance(module, LightningDataModule):
         return {"train_dataloaders": _resized(data["train_dataloaders"], batch_size)}
     own = module.train_dataloader

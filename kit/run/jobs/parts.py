@@ -64,6 +64,9 @@ def make_data(part: Part, config: Config) -> dict[str, Any]:
     """
     value = _data_object(part, config)
     if isinstance(value, LightningDataModule):
+        use_config = getattr(value, "use_config", None)
+        if use_config is not None:  # one of kit's own, which leaves the rest to the config
+            use_config(config)
         return {"datamodule": value}
     if isinstance(value, Dataset) and not isinstance(value, DataLoader):
         value = _loader(value, config)

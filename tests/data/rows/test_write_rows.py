@@ -1,0 +1,193 @@
+"""An array is told before it is made, and written whole or not at all, whatever its size."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from row_files import numbers
+
+import kit
+from kit.data.rows import write
+from kit.data.rows.write import _drawn
+from kit.errors import BuildError, ConfigError, RowsError, StoreLockedError
+
+PLACES = ("x.npy", "x.zarr")
+
+
+def square(start, stop):
+    """Rows that tell where they belong."""
+    return np.arange(start, stop, dtype="float64")[:, None] * [1, 1, 2]
+
+
+def whole(rows):
+    found = rows.take(slice(None))
+    rows.close()
+    return found.numpy()
+
+
+def test_the_size_of_an_array_is_told_before_there_is_one(tmp_path):
+    size = kit.array_bytes((500_000, 100_000), path=tmp_path / "large.npy")
+    assert (size.memory_bytes, size.disk_bytes) == (200_000_000_000, 200_000_000_128)
+    assert size.gibibytes == pytest.approx(186.26, abs=0.01)
+    assert size.fits_memory is (size.free_memory_bytes >= 200_000_000_000)
+    assert str(size).startswith("500,000 × 100,000 float32: 186 GiB\n")
+    assert "in memory" in size._repr_html_()
+    assert not [*tmp_path.iterdir()]
+    np.save(tmp_path / "x.npy", numbers())
+    assert kit.array_bytes((53, 7), path=tmp_path).disk_bytes == (tmp_path / "x.npy").stat().st_size
+    assert kit.array_bytes(8, "bfloat16").memory_bytes == 16
+
+
+@pytest.mark.parametrize(("shape", "dtype", "why"), [
+    ((0, 3), "float32", "whole numbers of 1 or more"), ((), "float32", "whole numbers"),
+    ((2.5,), "int8", "whole numbers"), ((2,), "floot", "no type of numbers"), ((2,), "object", "no type of numbers"),
+])  # fmt: skip
+def test_what_is_no_size_is_refused(shape, dtype, why):
+    with pytest.raises(ConfigError, match=why):
+        kit.array_bytes(shape, dtype)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("row_block", [1, 7, 0])
+def test_a_function_is_written_block_by_block(tmp_path, place, row_block):
+    seen = []
+    rows = kit.write_rows(
+        tmp_path / place, square, (53, 3), row_block=row_block, progress=lambda *told: seen.append(told)
+    )
+    assert np.array_equal(whole(rows), square(0, 53))
+    blocks = -(-53 // (row_block or 53))
+    assert seen[-1][:2] == (blocks, blocks)
+    assert rows.stored_dtype == "float32"
+
+
+def test_the_columns_of_a_function_are_found_out(tmp_path):
+    assert kit.write_rows(tmp_path / "x.npy", square, 5, dtype="int16", progress=False).shape == (5, 3)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_rows_are_copied_in_their_order_or_drawn_whatever_the_blocks(tmp_path, place):
+    rows = kit.open_rows(torch.from_numpy(numbers(dtype="int32")))
+    copied = kit.write_rows(tmp_path / place, rows, progress=False)
+    assert copied.stored_dtype == "int32"
+    assert np.array_equal(whole(copied), numbers())
+    drawn = {
+        block: whole(kit.write_rows(tmp_path / f"{block}{place}", rows, 200, row_block=block, progress=False))
+        for block in (3, 64, 0)
+    }
+    expected = numbers()[_drawn(53, 0, 200, 13)]
+    assert all(np.array_equal(found, expected) for found in drawn.values())
+    other = whole(kit.write_rows(tmp_path / f"other{place}", rows, (200, 7), seed=1, progress=False))
+    assert not np.array_equal(other, expected)
+
+
+def test_drawn_rows_are_drawn_evenly():
+    counts = np.bincount(_drawn(10, 0, 100_000, 5), minlength=10)
+    assert counts.min() > 9_600
+    assert np.array_equal(_drawn(10, 13, 29, 5), _drawn(10, 0, 40, 5)[13:29])
+
+
+def test_what_is_there_is_not_lost(tmp_path):
+    kit.write_rows(tmp_path / "x.npy", square, (5, 3), progress=False)
+    before = (tmp_path / "x.npy").read_bytes()
+    with pytest.raises(RowsError, match="is there already"):
+        kit.write_rows(tmp_path / "x.npy", square, (9, 3), progress=False)
+
+    def fails(start, stop):
+        if start:
+            raise RuntimeError("no more rows")
+        return square(start, stop)
+
+    with pytest.raises(RuntimeError, match="no more rows"):
+        kit.write_rows(tmp_path / "x.npy", fails, (9, 3), row_block=4, overwrite=True, progress=False)
+    assert (tmp_path / "x.npy").read_bytes() == before
+    assert [item.name for item in tmp_path.iterdir()] == ["x.npy"]
+    assert len(kit.write_rows(tmp_path / "x.npy", square, (9, 3), overwrite=True, progress=False)) == 9
+    kit.write_rows(tmp_path / "x.zarr", square, (5, 3), progress=False)
+    with pytest.raises(BuildError):
+        kit.write_rows(tmp_path / "x.zarr", square, (9, 3), progress=False)
+
+
+REFUSED = {
+    "no shape": ({"source": square}, "say how many"),
+    "no rows": ({"source": square, "shape": (0, 3)}, "whole numbers of 1 or more"),
+    "other columns": ({"source": square, "shape": (5, 4)}, r"shape \(5, 3\), not \(5, 4\)"),
+    "other columns of rows": ({"source": numbers(), "shape": (5, 4)}, "columns"),
+    "no number": ({"source": square, "shape": (5, 3), "dtype": "object"}, "no real number"),
+    "no type of numpy": ({"source": square, "shape": (5, 3), "dtype": "bfloat16"}, "cannot be stored"),
+    "large block": ({"source": square, "shape": (5, 3), "row_block": 5, "memory_bytes": 100}, "allow 180 B"),
+    "large row": ({"source": square, "shape": (5, 3), "memory_bytes": 10}, "does not hold a row"),
+    "torch": ({"path": "x.pt", "source": square, "shape": (5, 3)}, "use .npy or Zarr"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, case):
+    arguments, why = REFUSED[case]
+    given = {"path": "x.npy", **arguments}
+    with pytest.raises((ConfigError, RowsError), match=why):
+        kit.write_rows(tmp_path / given.pop("path"), given.pop("source"), progress=False, **given)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_full_disk_is_refused_before_a_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "free_disk_bytes", lambda _: 100)
+    with pytest.raises(BuildError, match="takes 636 B and 100 B is free"):
+        kit.write_rows(tmp_path / "x.npy", square, (53, 3), progress=False)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_memory_stays_that_of_the_blocks(tmp_path):
+    block = 4 << 20
+
+    def make(start, stop):
+        return np.ones((stop - start, 1024), "float32")
+
+    kit.write_rows(tmp_path / "warm.npy", make, (1024, 1024), memory_bytes=block, progress=False)
+    before, most = psutil.Process().memory_info().rss, []
+    kit.write_rows(
+        tmp_path / "x.npy", make, (32 << 10, 1024), memory_bytes=block,
+        progress=lambda *_: most.append(psutil.Process().memory_info().rss),
+    )  # fmt: skip
+    assert (tmp_path / "x.npy").stat().st_size == (128 << 20) + 128
+    assert max(most) - before < 4 * block
+
+
+VICTIM = """
+    import sys, time
+    import numpy as np, kit
+
+    def slow(start, stop):
+        print("block", start, flush=True)
+        if start:
+            time.sleep(60)
+        return np.arange(start, stop, dtype="float32")[:, None] * [1, 1, 2]
+
+    kit.write_rows(sys.argv[1], slow, (8, 3), row_block=4, progress=False)
+"""
+
+
+def test_a_killed_write_leaves_nothing_for_data_and_is_begun_anew(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(VICTIM), str(tmp_path / "x.npy")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
+        assert victim.stdout.readline() == "block 0\n"
+        assert victim.stdout.readline() == "block 4\n"
+        with pytest.raises(StoreLockedError):
+            kit.write_rows(tmp_path / "x.npy", square, (8, 3), progress=False)
+        os.kill(victim.pid, signal.SIGKILL)
+    assert not (tmp_path / "x.npy").exists()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            rows = kit.write_rows(tmp_path / "x.npy", square, (8, 3), progress=False)
+            break
+        except StoreLockedError:  # the kernel has not yet taken the lock from the dead
+            assert time.monotonic() < deadline
+    assert np.array_equal(whole(rows), square(0, 8))
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["x.npy"]
