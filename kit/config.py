@@ -153,7 +153,8 @@ class Loader(Section):
         unit="bytes", ge=0, le=1 << 50,
     )  # fmt: skip
     memory_bytes: Bytes = setting(
-        "4 GiB", "Host memory of a rank for batches, chunks being read and decoded, cache and windows: obeyed.",
+        "4 GiB", "Host memory of a rank for batches, chunks being read and decoded, cache and windows, with the holes "
+        "they leave: obeyed. Opening a store takes up to 12 MiB more of each process, once.",
         unit="bytes", ge=1 << 20, le=1 << 50,
     )  # fmt: skip
     window_bytes: Bytes = setting(
@@ -424,6 +425,10 @@ class Trial(Section):
         "Count the arithmetic, memory traffic and host syncs of one warm-up step, which then takes longer: what MFU "
         "and diagnosis are computed from.",
     )
+    codecarbon: Annotated[str, Field(pattern=r"^([A-Z]{3})?$")] = setting(
+        "", "Country, as DEU, for whose grid codecarbon estimates energy and CO2 of the trial too, offline; empty for "
+        "not. It is an extra: kit[co2].",
+    )  # fmt: skip
 
 
 class Commit(Section):
@@ -478,6 +483,37 @@ class Checkpoint(Section):
         unit="bytes", ge=1 << 10, le=1 << 30,
     )  # fmt: skip
     parts_in_flight: int = setting(4, "Parts on their way at once, each held in memory.", unit="parts", ge=1, le=256)
+
+
+class Queries(Section):
+    """How event tables are asked for: in how many query chunks, by how many processes, and what is kept of it."""
+
+    fit_query_chunks: int = setting(
+        1, "Queries that a table is cut into while its features are fitted, one after another: more need less memory "
+        "at once, here and in the database.", unit="query chunks", ge=1, le=65_536,
+    )  # fmt: skip
+    load_query_chunks: int = setting(
+        1, "Queries that a table is cut into for each epoch. All events of an entity are in one, so more cost time, "
+        "never samples.", unit="query chunks", ge=1, le=65_536,
+    )  # fmt: skip
+    num_concurrent_features: int = setting(
+        4, "Columns whose features are fitted at once.", unit="columns", ge=1, le=1024
+    )
+    num_cpus: int = setting(
+        4, "Cores that one column may use while it is fitted; times num_concurrent_features no more than there are.",
+        unit="cores", ge=1, le=1024,
+    )  # fmt: skip
+    batch_rows: int = setting(65_536, "Rows that the database sends at a time.", unit="rows", ge=1, le=1 << 24)
+    prefetch: bool = setting(
+        True, "Read the next query chunk while this one is trained on, where memory_bytes holds both."
+    )
+    memory_bytes: Bytes = setting(
+        "4 GiB", "Host memory of a rank for query chunks, read and arranged: obeyed.",
+        unit="bytes", ge=1 << 20, le=1 << 50,
+    )  # fmt: skip
+    cache_path: str = setting(
+        "", "A folder that keeps the results of queries as Parquet, for later epochs and other tasks; empty for none."
+    )
 
 
 class Profiler(Section):
@@ -547,6 +583,7 @@ class Config(Section):
     trial: Trial = setting(Trial, "How a short run is started, bounded and kept.")
     commit: Commit = setting(Commit, "How a committed run is laid out.")
     checkpoint: Checkpoint = setting(Checkpoint, "Where the checkpoints of a committed run are copied to.")
+    queries: Queries = setting(Queries, "How event tables are asked for.")
     profiler: Profiler = setting(Profiler, "How a trial is looked at from close by.")
 
     # -- making one
@@ -910,6 +947,11 @@ def read_yaml(text: str, where: str = "") -> dict[str, Any]:
         ConfigError: with line and column for broken YAML, aliases, duplicate keys and what is too large or deep.
     """
     return _load_yaml(text, where)
+
+
+def write_yaml(values: Mapping[str, Any]) -> str:
+    """YAML 1.2 that `read_yaml` reads back as equal values."""
+    return _dump_yaml(values, {})
 
 
 def committed_text(values: Mapping[str, Any], where: str = "") -> str:

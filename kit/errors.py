@@ -75,8 +75,32 @@ class StoreLockedError(StoreError):
     """A store that another process is writing."""
 
 
+class MissingRowsError(StoreError, FileNotFoundError):
+    """An array whose rows are asked for that is not there."""
+
+
+class RowsError(StoreError, ValueError):
+    """An array whose rows cannot be read: no array, cut short, empty, or of a type that is no number."""
+
+
 class BuildError(KitError, RuntimeError):
     """A dataset that could not be built; nothing half-made is published."""
+
+
+class QueryError(KitError, RuntimeError):
+    """A query that a database refused, or that ended before its last row: what came of it is not to be used."""
+
+
+class SchemaChangedError(QueryError):
+    """A table whose columns are no longer those it was opened with."""
+
+
+class UnreachableDatabaseError(KitError, ConnectionError):
+    """A database that does not answer, or does not let this user in."""
+
+
+class PartitionError(KitError, ValueError):
+    """A table that cannot be cut into query chunks as asked."""
 
 
 class TrialError(KitError, RuntimeError):

@@ -68,6 +68,37 @@ def class_bodies(text: str, until: str, depth: int = _DEEPEST) -> Iterator[ast.C
             yield from class_bodies(place, until, depth - 1) if place else ()
 
 
+def class_constant(value: str | type, name: str, until: str) -> Any:
+    """The plain value that a class, or a base of it, binds to a name in its body; UNKNOWN where none can be told.
+
+    Args:
+        value: An import path, or a class.
+        name: The attribute.
+        until: The base at which reading ends.
+
+    Raises:
+        TargetError: for a path that leads nowhere.
+    """
+    if not isinstance(value, str):
+        return getattr(value, name, UNKNOWN)
+    for item in (item for node in class_bodies(value, until) for item in node.body):
+        if isinstance(item, ast.Assign | ast.AnnAssign) and item.value is not None and name in _bound(item):
+            found = _plain_mapping(item.value) if isinstance(item.value, ast.Dict) else _plain(item.value)
+            if found is not UNKNOWN:
+                return found
+    return UNKNOWN
+
+
+def _plain_mapping(node: ast.Dict) -> Any:
+    keys, values = [*map(_plain, node.keys)], [*map(_plain, node.values)]
+    return UNKNOWN if UNKNOWN in [*keys, *values] else dict(zip(keys, values, strict=True))
+
+
+def _bound(item: ast.Assign | ast.AnnAssign) -> list[str]:
+    targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
 def _read(text: str, depth: int) -> dict[str, Any] | None:
     target = find_target(text)
     if target.file is None or depth == 0:

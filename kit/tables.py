@@ -131,7 +131,8 @@ def table(rows: Mapping[str, Mapping[str, object]], caption: str = "") -> Table:
 
     Args:
         rows: Label -> name -> value. The end of a name is its unit and says how a number is shown: `_bytes`,
-            `_bytes_per_second`, `_seconds`, `_fraction`, `ratio`; others have three significant digits.
+            `_bytes_per_second`, `_seconds`, `_fraction`, `ratio`; others have three significant digits. What begins
+            with `bytes_per_` is bytes too.
     """
     return Table(rows, caption)
 
@@ -161,6 +162,8 @@ def _shown(name: str, value: object) -> str:
         return f"{value:.2f}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
+    if name.startswith("bytes_per_"):
+        return format_bytes(value)
     if _unit(name):
         return _UNITS[_unit(name)](value)
     return format_count(value) if isinstance(value, int) else f"{value:.3g}"

@@ -29,7 +29,14 @@ HEAVY = {
     "torch": {"train", "models", "memory", "testing", "data", "run"},
     "lightning": {"train", "models", "memory", "testing", "data", "run"},
 }
-ONLY = {"ipywidgets": {"widgets"}, "matplotlib": {"report", "widgets"}, "anywidget": {"widgets"}}
+ONLY = {
+    "ipywidgets": {"widgets"},
+    "anywidget": {"widgets"},
+    "matplotlib": {"report", "widgets"},
+    "duckdb": {"data"},
+    "psycopg": {"data"},
+    "pyarrow": {"data"},
+}
 
 
 def _imports(path):

@@ -9,6 +9,7 @@ arguments has decided on one.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
@@ -16,38 +17,48 @@ from kit.config import Config
 from kit.errors import ConfigError, Problem
 from kit.plan.memory.size_dials import Dial, find_dials
 from kit.run.payload import Part
-from kit.signatures import UNKNOWN, signature_of
+from kit.signatures import UNKNOWN, class_constant, signature_of
 from kit.tables import html_list, html_table, text_table
 
 MODEL_ARGUMENTS, DATA_ARGUMENTS = "model.arguments", "data.arguments"
+ORDER = "dial_order"
+"""The class attribute by which a model states its own order: arguments in that order, each with a sentence."""
 _COLUMNS = ("argument", "value", "from", "to")
 
 
 class ModelDials(Sequence[Dial]):
     """The dials of a config, those to turn first in front."""
 
-    def __init__(self, config: Config, dials: Sequence[Dial], others: Mapping[str, str], note: str = "") -> None:
+    def __init__(
+        self,
+        config: Config,
+        dials: Sequence[Dial],
+        others: Mapping[str, str],
+        note: str = "",
+        order: Sequence[str] = (),
+    ) -> None:
         self.config = config
         self._dials = tuple(dials)
         self.others = dict(others)
         """Whole numbers the model is made with that are no dials, and why not."""
         self.note = note
         """Why there are no dials at all, if so."""
+        self.order = tuple(order)
+        """Dials in the order in which the model itself says to turn them; empty where it says none."""
 
-    def changes(self, **values: int) -> dict[str, Any]:
+    def changes(self, **values: float) -> dict[str, Any]:
         """What `Config.replace` takes to turn these dials, for the data as well where it follows.
 
         Raises:
-            ConfigError: for a name that is no dial, and a value that is no whole number from 1 on.
+            ConfigError: for a name that is no dial, and a value that is no size: a whole number from 1 on, or for a
+                quality a number above 0.
         """
         model, data = dict(self.config.model.arguments), dict(self.config.data.arguments)
         for name, value in values.items():
             dial = self._named(name)
-            if type(value) is not int or value < 1:
-                raise ConfigError([Problem(f"{MODEL_ARGUMENTS}.{name}", f"{value!r} is no size; give 1 or more")])
-            model[name] = value
+            model[name] = _fitting(dial, value)
             if dial.follows:
-                data[name] = value
+                data[name] = model[name]
         follows = any(self._named(name).follows for name in values)
         return {MODEL_ARGUMENTS: model, **({DATA_ARGUMENTS: data} if follows else {})}
 
@@ -79,6 +90,12 @@ class ModelDials(Sequence[Dial]):
         return (html_table(_COLUMNS, self._rows) if self else "") + html_list(self._sentences)
 
     @property
+    def order_sentence(self) -> str:
+        """In which order to turn them, as far as the model says."""
+        steps = [name if not place else f"then {name}" for place, name in enumerate(self.order)]
+        return f"change {', '.join(steps)}" if steps else ""
+
+    @property
     def _rows(self) -> list[list[str]]:
         return [[dial.name, str(dial.value), str(dial.low), str(dial.high)] for dial in self]
 
@@ -86,7 +103,7 @@ class ModelDials(Sequence[Dial]):
     def _sentences(self) -> list[str]:
         turned = [f"{dial.name}: {dial.reason}; {dial.range_reason}" for dial in self]
         others = [f"{name} is no dial: {why}" for name, why in self.others.items()]
-        return [*filter(None, [self.note]), *turned, *others]
+        return [*filter(None, [self.note, self.order_sentence]), *turned, *others]
 
 
 def model_dials(config: Config, module: Any = None, data: Any = None, *, also: Sequence[str] = ()) -> ModelDials:
@@ -108,11 +125,38 @@ def model_dials(config: Config, module: Any = None, data: Any = None, *, also: S
     taken = signature_of(config.model.target if part.kind == "default" else part.value)
     given = dict(config.model.arguments)
     arguments = {**_known(taken or {}), **given}
-    dials, others = find_dials(arguments, _data_arguments(data, config), also)
+    stated = _stated(config.model.target if part.kind == "default" else part.value)
+    dials, others = find_dials(arguments, _data_arguments(data, config), also, stated)
     note = (
         "" if taken is not None else "the arguments of the model cannot be read: these are those that the config gives"
     )
-    return ModelDials(config, dials, others, note)
+    order = [dial.name for dial in dials if dial.name in stated]
+    return ModelDials(config, dials, others, note, order)
+
+
+def _fitting(dial: Dial, value: float) -> float:
+    """The value as the argument takes it."""
+    if dial.whole and (type(value) is not int or value < 1):
+        problem = f"{value!r} is no size; give 1 or more"
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        problem = f"{value!r} is no {dial.kind}; give a number above 0"
+    else:
+        return value if dial.whole else float(value)
+    raise ConfigError([Problem(f"{MODEL_ARGUMENTS}.{dial.name}", problem)])
+
+
+def _stated(target: Any) -> dict[str, str]:
+    """What the model says of its dials, in the order in which to turn them.
+
+    Raises:
+        ConfigError: when that is no mapping of arguments to sentences.
+    """
+    found = class_constant(target, ORDER, until="LightningModule")
+    if found is UNKNOWN:
+        return {}
+    if not isinstance(found, Mapping) or not all(isinstance(word, str) for pair in found.items() for word in pair):
+        raise ConfigError([Problem("model", f"its {ORDER} is {found!r}; map arguments to a sentence each")])
+    return dict(found)
 
 
 def _known(signature: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """DialsView: a number field and a slider for each size of a model, as `kit.model_dials` finds them.
 
+Where the model says in which order to turn them, that stands above them.
+
 It edits the arguments in a form and follows them, so that the form's config stays the only one. The rows stay the same
 widgets while the same arguments are dials; another model gets rows of its own.
 """
@@ -21,6 +23,7 @@ from kit.widgets.controls import LABEL_WIDTH
 from kit.widgets.steps import StepsSlider
 
 _LARGEST = 2**31 - 1
+_LEAST_QUALITY = 0.01
 _NUMBER_WIDTH = "262px"
 _QUIET = "var(--jp-ui-font-color2, #666)"
 
@@ -60,7 +63,7 @@ class DialsView:
         finally:
             self._following = False
 
-    def _turn(self, name: str, value: int) -> None:
+    def _turn(self, name: str, value: float) -> None:
         if not self._following:
             self._form.edit(self.dials.changes(**{name: value}))
 
@@ -68,8 +71,9 @@ class DialsView:
         self.fields = {dial.name: _field(dial) for dial in dials}
         self.sliders = {dial.name: StepsSlider(self.fields[dial.name], dial.marks) for dial in dials}
         for name, field in self.fields.items():
-            field.observe(lambda change, name=name: self._turn(name, int(change["new"])), "value")
-        self.ui.children = [_heading(), *(self._row(dial) for dial in dials)] if self.fields else []
+            field.observe(lambda change, name=name: self._turn(name, change["new"]), "value")
+        heading = _heading(dials.order_sentence)
+        self.ui.children = [heading, *(self._row(dial) for dial in dials)] if self.fields else []
 
     def _row(self, dial: Dial) -> Any:
         number = ipywidgets.VBox([self.fields[dial.name]], layout={"flex": f"0 0 {_NUMBER_WIDTH}"})
@@ -85,13 +89,15 @@ def _drawn(dial: Dial) -> tuple[str, str]:
 
 
 def _field(dial: Dial) -> Any:
-    return ipywidgets.BoundedIntText(
-        value=dial.value, min=1, max=_LARGEST, description=dial.name.replace("_", " "),
+    kind, least = (ipywidgets.BoundedIntText, 1) if dial.whole else (ipywidgets.BoundedFloatText, _LEAST_QUALITY)
+    return kind(
+        value=dial.value, min=least, max=_LARGEST, description=dial.name.replace("_", " "),
         tooltip=f"model.arguments.{dial.name}: {dial.range_reason}",
         layout={"width": "auto", "margin": "1px 0"}, style={"description_width": LABEL_WIDTH},
     )  # fmt: skip
 
 
-def _heading() -> Any:
-    text = "<div style='font-weight:600;margin:8px 0 2px;line-height:1.4'>model size</div>"
+def _heading(order: str) -> Any:
+    words = f" <span style='font-weight:400;color:{_QUIET}'>{html.escape(order)}</span>" if order else ""
+    text = f"<div style='font-weight:600;margin:8px 0 2px;line-height:1.4'>model size{words}</div>"
     return ipywidgets.HTML(text, layout={"margin": "0"})

@@ -1,4 +1,4 @@
-"""A slider of whole numbers over many sizes: every number while they are small, then eight to each doubling.
+"""A slider over many sizes: every whole number while they are small, then eight to each doubling, or marks of your own.
 
 It drives a number field and follows it: the field is exact, the slider is quick. A number that the slider's marks leave
 out is added to them when it is needed.
@@ -33,20 +33,20 @@ def marks(largest: int) -> list[int]:
 class StepsSlider:
     """A slider (`widget`) tied to a number field both ways, over these marks."""
 
-    def __init__(self, field: Any, over: Sequence[int]) -> None:
-        value = int(field.value)
+    def __init__(self, field: Any, over: Sequence[float]) -> None:
+        value = field.value
         self._field, self._marks, self._following = field, tuple(over), False
         self.widget = ipywidgets.SelectionSlider(
             options=self._options(value), value=value, readout=False, tooltip=field.description,
             layout={"flex": "1 1 120px", "min_width": "100px", "margin": "1px 0"},
         )  # fmt: skip
-        field.observe(lambda change: self._follow(int(change["new"])), "value")
+        field.observe(lambda change: self._follow(change["new"]), "value")
         self.widget.observe(lambda change: self._lead(change["new"]), "value")
 
-    def _options(self, value: int) -> list[int]:
+    def _options(self, value: float) -> list[float]:
         return sorted({*self._marks, value})
 
-    def _follow(self, value: int) -> None:
+    def _follow(self, value: float) -> None:
         self._following = True  # new options move the slider for a moment
         try:
             if value not in self.widget.options:
@@ -55,6 +55,6 @@ class StepsSlider:
         finally:
             self._following = False
 
-    def _lead(self, value: int | None) -> None:
+    def _lead(self, value: float | None) -> None:
         if value is not None and not self._following:
             self._field.value = value

@@ -16,6 +16,7 @@ from kit.plan.memory.size_dials import find_dials, kind_of
         ("layers", "num_layers n_layer layers n_blocks blocks num_hidden_layers encoder_layers num_encoder_layers"),
         ("depth", "depth levels num_levels n_stages"),
         ("sketch", "sketch_width sketch_dim num_buckets"),
+        ("quality", "sketch_quality emde_quality"),
         ("factors", "topics num_topics rank lora_rank n_components factors"),
         ("sequence", "max_seq_len seq_len sequence_length context context_length n_ctx max_length block_size"),
         ("sequence", "n_positions max_position_embeddings"),
@@ -33,6 +34,8 @@ def test_the_names_that_models_use_are_known(kind, names):
         ("num_classes", "the data decides it"),
         ("in_channels", "the data decides it"),
         ("channels", "the data decides it"),
+        ("sketched_columns", "the data decides it"),
+        ("numbers", "the data decides it"),
         ("heads", "heads share the width: more of them are no more parameters"),
         ("nhead", "heads share the width: more of them are no more parameters"),
         ("warmup", "not known as a size"),
@@ -44,6 +47,24 @@ def test_other_numbers_are_no_dials_and_say_why(name, why):
 
 def test_only_whole_numbers_from_one_on_are_looked_at():
     assert find_dials({"width": 0.5, "layers": True, "depth": 0, "context": None, "hidden_dim": "8"}) == ([], {})
+
+
+@pytest.mark.parametrize("value", [1.0, 1, 0.3, 1e-7])
+def test_a_quality_may_be_a_fraction_and_its_marks_are_shares_of_it(value):
+    (dial,), _ = find_dials({"sketch_quality": value})
+    assert (dial.kind, dial.value, dial.whole) == ("quality", value, False)
+    assert 0 < dial.low == pytest.approx(value / 8)
+    assert dial.high == pytest.approx(2 * value)
+    assert list(dial.marks) == sorted(set(dial.marks))
+    assert value in dial.marks
+
+
+def test_what_the_model_states_comes_first_in_its_order_with_its_words():
+    arguments = {"hidden_dim": 64, "k": 5, "sketch_quality": 1.0, "num_layers": 4}
+    dials, others = find_dials(arguments, stated={"k": "first of all", "sketch_quality": "then", "absent": "never"})
+    assert [dial.name for dial in dials] == ["k", "sketch_quality", "hidden_dim", "num_layers"]
+    assert [dial.reason for dial in dials[:2]] == ["first of all", "then"]
+    assert (dials[0].kind, others) == ("size", {})
 
 
 def test_an_argument_may_be_said_to_be_a_size():

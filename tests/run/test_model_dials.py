@@ -122,3 +122,66 @@ def test_a_class_of_ones_own_data_is_made_with_the_arguments_of_the_config(confi
     )
     assert kit.fit(TinyModule, TinyData, wide).wait(60).state == "COMPLETE"
     assert kit.model_dials(wide, TinyModule, TinyData)[0].follows
+
+
+SKETCHES = {"sketched_columns": 2, "numbers": 3, "categories": [5, 7], "sketch_quality": 0.125}
+
+
+def test_a_quality_is_turned_by_fractions_with_the_data_that_has_it_too(config):
+    base = config(max_steps=2, warmup_steps=1).replace(
+        {
+            "model.target": "kit.models:SketchModel",
+            "model.arguments": {**SKETCHES, "hidden_dim": 64},
+            "data.arguments": {**SKETCHES, "batch_size": 4, "entities": 16},
+        }
+    )
+    dials = kit.model_dials(base, data="kit.models:Sketches")
+    assert dials[2].follows
+    turned = base.replace(dials.changes(sketch_quality=1, hidden_dim=128))
+    assert turned.data.arguments["sketch_quality"] == 1.0
+    assert kit.fit(None, "kit.models:Sketches", turned).wait(60).state == "COMPLETE"
+    small, large = (kit.predict_memory(None, "kit.models:Sketches", one, device="T4-16GB") for one in (base, turned))
+    assert large.parameters - small.parameters > 2 * 2 * 4 * 112 * 64
+    assert large.device_allocated_bytes > small.device_allocated_bytes
+
+
+@pytest.mark.parametrize("value", [0, -0.5, True, float("inf"), float("nan"), "1"])
+def test_what_is_no_quality_is_refused(value):
+    config = Config().replace({"model.target": "kit.models:SketchModel"})
+    with pytest.raises(ConfigError, match=r"model\.arguments\.sketch_quality: .* is no quality; give a number above 0"):
+        kit.model_dials(config).changes(sketch_quality=value)
+
+
+class Ordered(Mine):
+    dial_order = {"k": "first", "num_layers": "later", "gone": "never"}  # noqa: RUF012
+
+
+def test_a_model_states_its_own_order_and_its_names_are_dials():
+    dials = kit.model_dials(Config(), Ordered)
+    assert [(dial.name, dial.reason) for dial in dials[:2]] == [("k", "first"), ("num_layers", "later")]
+    assert names(dials) == [("k", 5), ("num_layers", 2), ("hidden_dim", 64)]
+    assert dials.order == ("k", "num_layers")
+    assert "change k, then num_layers" in dials._repr_html_()
+    assert kit.model_dials(Config(), Mine).order_sentence == ""
+
+
+def test_the_order_is_read_from_source_text_and_from_a_base(tmp_path):
+    source = tmp_path / "model_with_order.py"
+    source.write_text(
+        "raise ImportError('never imported')\n"
+        "class Base:\n    dial_order: dict[str, str] = {'layers': 'first', 'width': 'second'}\n"
+        "class Model(Base):\n    def __init__(self, width=8, layers=2): ...\n"
+        "class Computed(Base):\n    dial_order = dict(width='first')\n    def __init__(self, width=8): ...\n"
+    )
+    dials = kit.model_dials(Config().replace({"model.target": f"{source}:Model"}))
+    assert dials.order_sentence == "change layers, then width"
+    assert kit.model_dials(Config().replace({"model.target": f"{source}:Computed"})).order == ("width",)
+
+
+class Wrong(Mine):
+    dial_order = ("hidden_dim",)
+
+
+def test_an_order_that_is_no_mapping_is_refused():
+    with pytest.raises(ConfigError, match="dial_order is .*map arguments to a sentence each"):
+        kit.model_dials(Config(), Wrong)

@@ -101,3 +101,17 @@ def tokens():
     from kit.models import Tokens
 
     return Tokens(vocabulary=64, context=16, batch_size=2, sequences=64)
+
+
+def test_the_order_that_a_model_states_stands_above_its_dials_and_a_quality_has_fractions():
+    form = ConfigForm(Config().replace({"model.target": "kit.models:SketchModel"}))
+    view = DialsView(form)
+    assert [*view.fields] == ["hidden_dim", "num_layers", "sketch_quality"]
+    assert "change hidden_dim, then num_layers, then sketch_quality" in view.ui.children[0].value
+    view.sliders["sketch_quality"].widget.value = 0.25
+    assert view.fields["sketch_quality"].value == 0.25
+    assert form.config.model.arguments == {"sketch_quality": 0.25}
+    view.fields["sketch_quality"].value = 0.3
+    assert view.sliders["sketch_quality"].widget.value == 0.3
+    form.config = Config().replace({"model.target": "kit.models:UNet"})
+    assert "change" not in view.ui.children[0].value

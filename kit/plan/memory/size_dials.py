@@ -1,11 +1,15 @@
 """Dials: which arguments of a model set its size, from where to where each may sensibly go, and why.
 
 An argument is a dial by its name, as models have called theirs (`hidden_dim`, `d_model`, `num_layers`, `max_seq_len`,
-`base_channels`, ...), and by its value, a whole number. Arguments that the data decides (a vocabulary, channels in) are
-no dials, and the answer says so. Nothing is made or imported here: what a dial costs is for a dry run to say.
+`base_channels`, ...), and by its value, a whole number; only a quality (`sketch_quality`) may be a fraction. Arguments
+that the data decides (a vocabulary, channels in) are no dials, and the answer says so. Nothing is made or imported
+here: what a dial costs is for a dry run to say.
 
 The order is the one to turn them in: widths first, and layers only on clear underfitting (BaseModel's advice for
-hidden_dim and num_layers), then what a sequence, a sketch or a factorisation has of its own.
+hidden_dim and num_layers), then what a sequence, a sketch or a factorisation has of its own. A model that knows better
+states its own order, as a class attribute that maps arguments to a sentence each:
+
+    dial_order = {"hidden_dim": "the first to turn: ...", "num_layers": "only after it: ..."}
 
 The one invariant: the value as it is stands among the marks, and every mark leaves the width divisible by its heads.
 """
@@ -16,9 +20,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
-Kind = Literal["width", "channels", "layers", "depth", "sketch", "factors", "sequence", "size"]
+Kind = Literal["width", "channels", "layers", "depth", "sketch", "quality", "factors", "sequence", "size"]
 
 _NAMES: dict[Kind, str] = {
     "width": r"(hidden|model|embed|embedding|emb|latent|mlp|ffn|ff|inner|intermediate)_(dim|size|width|units)"
@@ -28,13 +32,15 @@ _NAMES: dict[Kind, str] = {
     "layers": r"(num_|n_)?((encoder|decoder|hidden)_)?(layers?|blocks?)",
     "depth": r"depth|levels|(num_|n_)(levels|stages|downs)",
     "sketch": r"sketch_(width|dim|size|depth)|(num_|n_)?(sketches|buckets)",
+    "quality": r"(sketch|emde)_quality",
     "factors": r"(num_|n_)?(topics|factors|components)|(lora_)?rank",
     "sequence": r"(max_|n_)?(seq|sequence|context|ctx)(_len|_length|_size|_window)?|max_(length|len)|block_size"
     r"|(n_|max_)?positions?|max_position_embeddings",
 }
 """Whole names, in the order in which dials are offered."""
 _OF_THE_DATA = re.compile(
-    r"vocab(ulary)?(_size)?|(num_|n_)?(classes|labels|tokens|users|items|features|variables|values|categories)"
+    r"vocab(ulary)?(_size)?|(num_|n_|sketched_)?(classes|labels|tokens|users|items|features|variables|values|categories"
+    r"|columns|numbers)"
     r"|(in|out|input|output)_(channels|dim|size|features)|(in|out)_dim|history|horizon|channels_(in|out)"
 )
 _HEADS = re.compile(r"(num_|n_)?(attention_)?heads?|nhead")
@@ -43,6 +49,7 @@ _LIKELY_INPUT = 8
 _EVEN = 8
 """What matrix units take at a time; a size that is a multiple of it should stay one."""
 _MOST_SINGLE = 64
+_QUALITIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1.25, 1.5, 2)
 
 _GROWTH: dict[Kind, str] = {
     "width": "weights between two layers grow with its square, activations in proportion; the first to turn",
@@ -50,6 +57,7 @@ _GROWTH: dict[Kind, str] = {
     "layers": "weights and activations grow with every one; after the width, and on clear underfitting",
     "depth": "one more halves the resolution once more, and doubles the channels there in most designs",
     "sketch": "inputs and the first layer grow in proportion; less of it is less exact",
+    "quality": "the sketches that go in, and the layers at both ends, grow in proportion; less of it is less exact",
     "factors": "factors, and what ties each sample to them, grow in proportion",
     "sequence": "activations grow in proportion, scores of attention that are kept with the square",
     "size": "named by you as a size",
@@ -62,8 +70,9 @@ class Dial:
 
     name: str
     kind: Kind
-    value: int
-    marks: tuple[int, ...]
+    value: float
+    """A whole number, but for a quality."""
+    marks: tuple[float, ...]
     """Values to choose from, rising."""
     reason: str
     """What grows with it."""
@@ -73,16 +82,24 @@ class Dial:
     """Whether the data takes the same argument, with the same value: then the two are turned together."""
 
     @property
-    def low(self) -> int:
+    def low(self) -> float:
         return self.marks[0]
 
     @property
-    def high(self) -> int:
+    def high(self) -> float:
         return self.marks[-1]
+
+    @property
+    def whole(self) -> bool:
+        """Whether only whole numbers are values of it."""
+        return self.kind != "quality"
 
 
 def find_dials(
-    arguments: Mapping[str, object], data: Mapping[str, object] | None = None, also: Sequence[str] = ()
+    arguments: Mapping[str, object],
+    data: Mapping[str, object] | None = None,
+    also: Sequence[str] = (),
+    stated: Mapping[str, str] | None = None,
 ) -> tuple[list[Dial], dict[str, str]]:
     """The dials among the arguments of a model, and why its other whole numbers are none.
 
@@ -90,18 +107,35 @@ def find_dials(
         arguments: What the model is made with, defaults included.
         data: What its data is made with.
         also: Arguments to be taken for sizes whatever they are called.
+        stated: The model's own order: arguments in the order in which to turn them, each with a sentence. They are
+            dials whatever they are called, in front of all others.
     """
-    numbers = {name: value for name, value in arguments.items() if type(value) is int and value > 0}
-    kinds = {name: "size" if name in also else kind_of(name, value) for name, value in numbers.items()}
-    order = [*_NAMES, "size"]
+    first, own = dict(stated or {}), data or {}
+    numbers = {name: value for name, value in arguments.items() if _is_number(value, name)}
+    kinds = {name: "size" if name in also else _kind(name, value, name in first) for name, value in numbers.items()}
     found = [
-        _dial(name, kind, numbers, (data or {}).get(name) == numbers[name]) for name, kind in kinds.items() if kind
+        _dial(name, kind, numbers, first.get(name), follows=own.get(name) == numbers[name])
+        for name, kind in kinds.items()
+        if kind
     ]
     others = {name: _why_none(name, numbers[name]) for name, kind in kinds.items() if not kind}
-    return sorted(found, key=lambda dial: order.index(dial.kind)), others
+    ranks, order = [*first], [*_NAMES, "size"]
+    place = {name: ranks.index(name) if name in first else len(ranks) for name in numbers}
+    return sorted(found, key=lambda dial: (place[dial.name], order.index(dial.kind))), others
 
 
-def kind_of(name: str, value: int) -> Kind | None:
+def _is_number(value: object, name: str) -> TypeGuard[float]:
+    """Whether it is a whole number from 1 on, or the fraction of a quality."""
+    if type(value) is float:
+        return kind_of(name, value) == "quality" and 0 < value < math.inf
+    return type(value) is int and value > 0
+
+
+def _kind(name: str, value: float, stated: bool) -> Kind | None:
+    return kind_of(name, value) or ("size" if stated else None)
+
+
+def kind_of(name: str, value: float) -> Kind | None:
     """Which kind of size an argument of that name is; None when it is none, or not known as one."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     if _OF_THE_DATA.fullmatch(plain) or _HEADS.fullmatch(plain) or (plain == "channels" and value < _LIKELY_INPUT):
@@ -109,7 +143,7 @@ def kind_of(name: str, value: int) -> Kind | None:
     return next((kind for kind, pattern in _NAMES.items() if re.fullmatch(pattern, plain)), None)
 
 
-def _why_none(name: str, value: int) -> str:
+def _why_none(name: str, value: float) -> str:
     plain = name.lower()
     if _HEADS.fullmatch(plain):
         return "heads share the width: more of them are no more parameters"
@@ -118,17 +152,22 @@ def _why_none(name: str, value: int) -> str:
     return "not known as a size"
 
 
-def _dial(name: str, kind: Kind, numbers: Mapping[str, int], follows: bool) -> Dial:
-    marks, why = _marks(kind, numbers[name], _heads(numbers))
+def _dial(name: str, kind: Kind, numbers: Mapping[str, float], stated: str | None, follows: bool) -> Dial:
+    value = numbers[name]
+    marks, why = _shares(value) if kind == "quality" else _marks(kind, int(value), _heads(numbers))
     with_data = "; the data follows" if follows else ""
     return Dial(
-        name=name, kind=kind, value=numbers[name], marks=marks, reason=_GROWTH[kind] + with_data, range_reason=why,
+        name=name, kind=kind, value=value, marks=marks, reason=(stated or _GROWTH[kind]) + with_data, range_reason=why,
         follows=follows,
     )  # fmt: skip
 
 
-def _heads(numbers: Mapping[str, int]) -> int:
-    return math.lcm(*(value for name, value in numbers.items() if _HEADS.fullmatch(name.lower())))
+def _heads(numbers: Mapping[str, float]) -> int:
+    return math.lcm(*(int(value) for name, value in numbers.items() if _HEADS.fullmatch(name.lower())))
+
+
+def _shares(value: float) -> tuple[tuple[float, ...], str]:
+    return tuple(sorted({value, *(float(f"{value * share:.6g}") for share in _QUALITIES)})), "an eighth to twice"
 
 
 def _marks(kind: Kind, value: int, heads: int) -> tuple[tuple[int, ...], str]:

@@ -1,0 +1,207 @@
+"""DuckDB: a table or query of a database file, read by an embedded database, read-only.
+
+The file is open only while a read is: in between, its owner can write to it. `memory_bytes` and `threads` bound the
+embedded database. Its highest memory is what its own profiler says of each query: the buffers of the file, of sorting
+and of grouping, without the batches it hands over. The state is the size and time of the file and of its write-ahead
+log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kit.config import resolve_path
+from kit.data.tables import sql
+from kit.data.tables.arrow_types import DUCKDB
+from kit.data.tables.extras import needed
+from kit.errors import ConfigError, Problem, QueryError, UnreachableDatabaseError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from kit.data.tables.declared import DuckDBConnection, ParquetConnection
+
+MEMORY = ":memory:"
+"""The place of a database without a file."""
+
+
+class EmbeddedDatabase:
+    """What files are read by: DuckDB within this process."""
+
+    shares_process = True
+
+    def __init__(self, connection: DuckDBConnection | ParquetConnection, path: str = "") -> None:
+        self.dialect = sql.duckdb_dialect(DUCKDB)
+        self._given, self._path = connection.path, path
+        self._memory_bytes, self._threads = connection.memory_bytes, connection.threads
+        needed("duckdb", self._field("kind"))
+        self._check()
+
+    def failures(self) -> tuple[type[Exception], ...]:
+        """What DuckDB raises, and pyarrow for it while it streams."""
+        return needed("duckdb").Error, needed("pyarrow").ArrowException, OSError
+
+    def advice(self, error: Exception) -> str:
+        """Memory that ran out has a way out."""
+        short = "out of memory" in str(error).lower()
+        return "give connection.memory_bytes more, or read in more query chunks" if short else ""
+
+    def _session(self, place: str, *, read_only: bool = False) -> DuckDBSession:
+        duckdb = needed("duckdb")
+        _refuse_forked(place)
+        try:
+            opened = duckdb.connect(place, read_only=read_only, config={"temp_directory": _spill_folder(place)})
+        except duckdb.Error as error:
+            raise UnreachableDatabaseError(
+                f"{self._given} cannot be opened: {first_line(error)}; close what is writing to it"
+            ) from None
+        session, settings = DuckDBSession(opened, place), {"TimeZone": "UTC", "enable_profiling": "no_output"}
+        settings |= {"threads": str(self._threads)} if self._threads else {}
+        settings |= {"memory_limit": f"{self._memory_bytes >> 10}KiB"} if self._memory_bytes else {}
+        session.prepare(settings)
+        return session
+
+    def _field(self, name: str) -> str:
+        return f"{self._path}.connection.{name}" if self._path else f"connection.{name}"
+
+    def _state_of(self, files: Iterable[Path]) -> str:
+        return " ".join(f"{file.name} {_state(file)}" for file in files)
+
+    def _check(self) -> None:
+        """Refuse files that are not there."""
+
+
+class DuckDBDatabase(EmbeddedDatabase):
+    """The database file of a declaration."""
+
+    def __init__(self, connection: DuckDBConnection, table: str, query: str, path: str = "") -> None:
+        super().__init__(connection, path)
+        self._relation = f'{sql.bracketed(query)} AS "source"' if query else sql.quoted_table(table)
+
+    def connect(self) -> DuckDBSession:
+        """The file, read-only.
+
+        Raises:
+            UnreachableDatabaseError: when another process is writing to it, or it is none of DuckDB's.
+            QueryError: when it was being read while this process was forked.
+        """
+        file = self._file()
+        if not file.is_file():
+            raise UnreachableDatabaseError(f"there is no file {file} any more")
+        return self._session(str(file), read_only=True)
+
+    def relation(self, statement: sql.Statement) -> str:  # noqa: ARG002 - nothing to place
+        """The table, or the query in brackets."""
+        return self._relation
+
+    def identity(self) -> str:
+        """Kind and file."""
+        return f"duckdb {self._file()}"
+
+    def state(self) -> str:
+        """Of the file and its write-ahead log."""
+        log = self._file().with_name(self._file().name + ".wal")
+        return self._state_of([self._file(), *([log] if log.exists() else [])])
+
+    def _file(self) -> Path:
+        return resolve_path(self._given)
+
+    def _check(self) -> None:
+        if not self._file().is_file():
+            raise ConfigError([Problem(self._field("path"), f"there is no file {self._file()}")])
+
+
+_open: Counter[tuple[int, str]] = Counter()
+"""Connections by process and file. DuckDB keeps one instance of a file, which does not survive a fork."""
+
+
+class DuckDBSession:
+    """One connection, and the file it holds open."""
+
+    def __init__(self, opened: Any, place: str) -> None:
+        self.pid = os.getpid()
+        self._opened, self._place = opened, place
+        self._peak_bytes = 0
+        _open[self.pid, place] += 1
+
+    def prepare(self, settings: Mapping[str, str]) -> None:
+        """Bound what the embedded database may take, and have its profiler count.
+
+        Settings of the connection's start would have to be equal for all that have the same file open.
+        """
+        for name, value in settings.items():
+            self._opened.execute(f"SET {name} = '{value}'")
+
+    def view(self, name: str, files: Sequence[str]) -> None:
+        """Give Parquet files a name."""
+        self._opened.read_parquet(list(files), union_by_name=False, hive_partitioning=False).create_view(name)
+
+    def described(self, relation: str, values: Sequence[Any]) -> list[tuple[str, str]]:
+        """Names and types of the columns."""
+        rows = self._opened.execute(f"DESCRIBE SELECT * FROM {relation}", list(values)).fetchall()
+        return [(str(row[0]), str(row[1])) for row in rows]
+
+    def rows(self, statement: sql.Statement) -> list[tuple[Any, ...]]:
+        """All rows of a small result."""
+        rows: list[tuple[Any, ...]] = self._opened.execute(statement.text, statement.values).fetchall()
+        return rows
+
+    def batches(
+        self, statement: sql.Statement, schema: pyarrow.Schema, batch_rows: int
+    ) -> Iterator[pyarrow.RecordBatch]:
+        """The rows as they are computed."""
+        relation = self._opened.sql(statement.text, params=statement.values)
+        for batch in relation.to_arrow_reader(batch_rows):
+            yield batch.cast(schema)
+        self._peak_bytes = _peak(json.loads(self._opened.get_profiling_information("json")))
+
+    def peak_bytes(self) -> int | None:
+        """The highest memory of the buffers."""
+        return self._peak_bytes or None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        _open[self.pid, self._place] -= 1
+        self._opened.close()
+
+
+def _peak(profile: Any) -> int:
+    if isinstance(profile, dict):
+        return max([int(profile.get("peak_buffer_memory", 0)), *map(_peak, profile.values())])
+    return max(map(_peak, profile), default=0) if isinstance(profile, list) else 0
+
+
+def _state(file: Path) -> str:
+    try:
+        found = file.stat()
+    except OSError:
+        return "missing"
+    return f"{found.st_size}-{found.st_mtime_ns}"
+
+
+def _refuse_forked(file: str) -> None:
+    for (pid, place), count in _open.items():
+        if count and pid != os.getpid() and place == file != MEMORY:
+            raise QueryError(
+                f"{file} was being read when this process was forked, and DuckDB cannot go on with it here; close that "
+                "read first, or start processes by spawn"
+            )
+
+
+def _spill_folder(place: str) -> str:
+    """Where what exceeds memory goes: not beside the file, which may lie where nothing can be written."""
+    name = uuid.uuid4().hex if place == MEMORY else hashlib.sha256(place.encode()).hexdigest()[:16]
+    return str(Path(tempfile.gettempdir()) / f"kit-duckdb-{os.getpid()}-{name}")
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the statement it quotes."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,334 @@
+"""A Parquet cache of query results: what a database was asked once is read from a file in later epochs and tasks.
+
+A result is named after everything that decides its rows: the source, the state of its data, its schema, and the query
+without the size of its batches. So a table that has changed finds no old result, and nothing is ever invalidated in
+place. Beside the Parquet file lies a marker with its rows, bytes and CRC-32C, written last: without it there is no
+result, and a file that does not match it is discarded and asked for anew, with the reason in the `CacheUse`.
+
+A result is written whole before its first row is handed on, under a name of its own, and moved into place, in a turn
+that the kernel takes from a killed process. So a query that fails half-way leaves nothing and yields nothing, of two
+processes that want the same result one asks and the other waits, and readers wait for nobody. A disk that refuses is no
+error of the reader's: the rows then come from the source, and the use says why.
+
+The one invariant: rows from the cache are those that the source gave for this query in this state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kit.config import resolve_path
+from kit.data.lock import turn_at
+from kit.data.tables.expected import checked, expected_schema
+from kit.data.tables.query_result import (
+    FORMAT,
+    CacheEntry,
+    DamagedError,
+    NotKeptError,
+    Result,
+    digest,
+    marker_text,
+    read_entry,
+    reopened,
+    why_not_kept,
+    write_result,
+)
+from kit.data.tables.source import Query
+from kit.errors import ConfigError, Problem, StoreError
+from kit.tables import text_table
+from kit.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from kit.data.tables.source import TableSource
+
+How = Literal["hit", "filled", "refilled", "not kept"]
+
+_DRAFT, _RESULT, _MARKER, _TURN = ".partial", ".parquet", ".json", ".turn"
+_USES = 1000
+"""Uses that a source remembers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUse:
+    """What one query took from the cache, and why."""
+
+    how: How
+    reason: str
+    rows: int = 0
+    file_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.how}: {self.reason}"
+
+
+class QueryCache:
+    """Results of queries in a folder that all processes of a machine share; call from any thread of any process.
+
+    Args:
+        folder: Where they are kept; made if need be. Relative paths start at the project folder.
+
+    Raises:
+        ConfigError: when the folder cannot be made.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = resolve_path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"{self.folder} cannot be written: {error.strerror}"
+            raise ConfigError([Problem("queries.cache_path", message)]) from None
+        self._remove_leftovers()
+
+    def over(self, source: TableSource) -> CachedSource:
+        """The source, read through this cache."""
+        return CachedSource(source, self)
+
+    # -- what is there
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all results on disk."""
+        return sum(entry.file_bytes for entry in self.entries())
+
+    def entries(self, source: TableSource | None = None) -> tuple[CacheEntry, ...]:
+        """The results that are kept, of one source or of all, the oldest first."""
+        found = (read_entry(path) for path in self.folder.glob(f"*{_MARKER}"))
+        mine = None if source is None else source_key(source)
+        kept = (entry for entry in found if entry is not None and mine in (None, entry.source_key))
+        return tuple(sorted(kept, key=lambda entry: (entry.created, entry.key)))
+
+    def drop(self, source: TableSource | None = None, *, stale: bool = False) -> int:
+        """Remove results, of one source or of all; with `stale` those of a source whose state is another by now.
+
+        Returns:
+            The bytes freed. Who is reading a result reads it to its end.
+
+        Raises:
+            ConfigError: for `stale` without a source, whose state would have to be asked.
+        """
+        if stale and source is None:
+            raise ConfigError([Problem("source", "stale results are those of one source; say which")])
+        now = source.state() if stale and source is not None else None
+        dropped = [entry for entry in self.entries(source) if now is None or entry.state != now]
+        for entry in dropped:
+            self._remove(entry.key)
+        return sum(entry.file_bytes for entry in dropped)
+
+    def __repr__(self) -> str:
+        entries = self.entries()
+        size = sum(entry.file_bytes for entry in entries)
+        head = f"{len(entries)} results, {format_bytes(size)}, in {self.folder}"
+        rows = [
+            [entry.source, entry.query, format_count(entry.rows), format_bytes(entry.file_bytes)] for entry in entries
+        ]
+        return "\n".join([head, *[text_table(("table", "query", "rows", "file"), rows)] * bool(rows)])
+
+    # -- reading
+
+    def obtain(self, source: TableSource, query: Query) -> tuple[Result | None, CacheUse]:
+        """The result of a query, asked for and kept if it is not; None where it cannot be kept.
+
+        Raises:
+            QueryError: when the source fails; nothing is kept then.
+        """
+        state, expected = source.state(), expected_schema(source, query)
+        key = _key(source, state, expected, query)
+        found = self._open(key, expected)
+        if isinstance(found, Result):
+            return found, _hit(found)
+        try:
+            with contextlib.ExitStack() as turn:
+                self._take_turn(turn, key)
+                found = self._open(key, expected)  # another may have filled it meanwhile
+                if isinstance(found, Result):
+                    return found, _hit(found)
+                return self._fill(source, query, state, key, expected, found)
+        except NotKeptError as error:
+            return None, CacheUse(how="not kept", reason=str(error))
+
+    def _open(self, key: str, expected: pyarrow.Schema) -> Result | str:
+        """The result if it is whole, else why it is not; empty when there is none."""
+        entry = read_entry(self._path(key, _MARKER))
+        if entry is None:
+            return "its marker is damaged" if self._path(key, _MARKER).exists() else ""
+        try:
+            return Result.open(self._path(key, _RESULT), entry, expected)
+        except FileNotFoundError:
+            return "its file is gone"
+        except DamagedError as error:
+            return str(error)
+
+    def _take_turn(self, turn: contextlib.ExitStack, key: str) -> None:
+        try:
+            turn.enter_context(turn_at(self._path(key, _TURN), math.inf))
+        except StoreError as error:
+            raise NotKeptError(str(error)) from None
+
+    def _fill(
+        self, source: TableSource, query: Query, state: str, key: str, expected: pyarrow.Schema, damage: str
+    ) -> tuple[Result, CacheUse]:
+        self._remove_drafts(key)
+        self._remove(key)
+        draft = self._path(key, f".{os.getpid()}.{uuid.uuid4().hex[:8]}{_DRAFT}")
+        try:
+            rows = write_result(draft, expected, checked(source.read(query), expected, source.name), query.batch_rows)
+            file_bytes, crc32c = digest(draft)
+            entry = CacheEntry(
+                key=key, source=source.name, source_key=source_key(source), state=state, query=describe(query),
+                rows=rows, file_bytes=file_bytes, crc32c=crc32c, created=time.time(),
+            )  # fmt: skip
+            result = reopened(draft, entry, expected)
+            if source.state() != state:
+                reason = "the table changed while it was read"
+                return result, CacheUse(how="not kept", reason=reason, rows=rows, file_bytes=file_bytes)
+            self._publish(draft, entry)
+        finally:
+            draft.unlink(missing_ok=True)
+        how: How = "refilled" if damage else "filled"
+        reason = f"the result was discarded and asked for anew: {damage}" if damage else "asked for the first time"
+        return result, CacheUse(how=how, reason=reason, rows=rows, file_bytes=file_bytes)
+
+    def _publish(self, draft: Path, entry: CacheEntry) -> None:
+        marker = draft.with_name(f"{draft.name}{_MARKER}{_DRAFT}")
+        try:
+            marker.write_text(marker_text(entry))
+            draft.replace(self._path(entry.key, _RESULT))
+            marker.replace(self._path(entry.key, _MARKER))
+        except OSError as error:
+            raise NotKeptError(why_not_kept(error)) from None
+        finally:
+            marker.unlink(missing_ok=True)
+
+    # -- removing
+
+    def _path(self, key: str, end: str) -> Path:
+        return self.folder / f"{key}{end}"
+
+    def _remove(self, key: str) -> None:
+        """The marker first: without it the file is no result."""
+        for end in (_MARKER, _RESULT):
+            with contextlib.suppress(OSError):
+                self._path(key, end).unlink(missing_ok=True)
+
+    def _remove_drafts(self, key: str) -> None:
+        """What a killed process left; only in the turn of this key, in which nobody else writes."""
+        for path in self.folder.glob(f"{key}.*{_DRAFT}"):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _remove_leftovers(self) -> None:
+        """What killed processes left: drafts, and results without a marker; those being written are left alone."""
+        drafts = {path.name.partition(".")[0] for path in self.folder.glob(f"*{_DRAFT}")}
+        results = {path.stem for path in self.folder.glob(f"*{_RESULT}")}
+        marked = {path.stem for path in self.folder.glob(f"*{_MARKER}")}
+        for key in drafts | (results - marked):
+            with contextlib.suppress(StoreError), turn_at(self._path(key, _TURN), 0.0):
+                self._remove_drafts(key)
+                if not self._path(key, _MARKER).exists():
+                    self._remove(key)
+
+
+class CachedSource:
+    """A table whose query results are kept: itself a `TableSource`, with the rows of the one it stands before.
+
+    Args:
+        source: What is asked for what is not kept, and for the state of the data each time.
+        cache: Where results are kept.
+    """
+
+    def __init__(self, source: TableSource, cache: QueryCache) -> None:
+        self.source, self.cache = source, cache
+        self.name, self.date_column = source.name, source.date_column
+        self.main_entity_column = source.main_entity_column
+        self.partition_column = source.partition_column
+        self.partition_transformation = source.partition_transformation
+        self.uses: deque[CacheUse] = deque(maxlen=_USES)
+        """What the last queries took from the cache, the latest last."""
+
+    def schema(self) -> pyarrow.Schema:
+        return self.source.schema()
+
+    def row_count(self) -> int:
+        return self.source.row_count()
+
+    def null_count(self, column: str) -> int:
+        return self.source.null_count(column)
+
+    def value_counts(self, column: str) -> list[tuple[Any, int]]:
+        return self.source.value_counts(column)
+
+    def identity(self) -> str:
+        return self.source.identity()
+
+    def state(self) -> str:
+        return self.source.state()
+
+    def memory_bytes(self) -> int | None:
+        return self.source.memory_bytes()
+
+    def close(self) -> None:
+        self.source.close()
+
+    def read(self, query: Query = Query()) -> Iterator[pyarrow.RecordBatch]:  # noqa: B008 - frozen
+        """The rows of the query; none before all of them are there.
+
+        Raises:
+            QueryError: when the source fails, or a file changes while it is read.
+        """
+        result, use = self.cache.obtain(self.source, query)
+        self.uses.append(use)
+        return (
+            checked(self.source.read(query), expected_schema(self.source, query), self.name)
+            if result is None
+            else (result.batches(query.batch_rows))
+        )
+
+    @property
+    def counts(self) -> dict[How, int]:
+        """How often the last queries found their result, and how often not."""
+        hows: tuple[How, ...] = ("hit", "filled", "refilled", "not kept")
+        return {how: sum(use.how == how for use in self.uses) for how in hows}
+
+
+def source_key(source: TableSource) -> str:
+    """What tells a source from all others, whatever the state of its data; names no secret."""
+    return _hash(source.identity())
+
+
+def describe(query: Query) -> str:
+    """The query in a few words, without the values of its partition."""
+    parts = [", ".join(query.columns) or "all columns", f"where {query.where}" if query.where else ""]
+    if query.partition is not None:
+        part = query.partition
+        parts.append(f"{part.transformation} of {part.column}, query chunk {part.number + 1} of {part.count}")
+    return "; ".join(filter(None, parts))
+
+
+def _key(source: TableSource, state: str, expected: pyarrow.Schema, query: Query) -> str:
+    columns = [(field.name, str(field.type)) for field in expected]
+    asked = dataclasses.asdict(dataclasses.replace(query, batch_rows=1))
+    return _hash([FORMAT, source_key(source), state, columns, asked])
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:40]
+
+
+def _hit(result: Result) -> CacheUse:
+    entry = result.entry
+    return CacheUse(how="hit", reason="kept from before", rows=entry.rows, file_bytes=entry.file_bytes)

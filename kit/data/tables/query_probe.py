@@ -1,0 +1,119 @@
+"""Reads a table in so many query chunks, as an epoch does, and says what that took: run in a process of its own.
+
+`python -m kit.data.tables.query_probe` takes its task from its standard input, which is also its lifeline, and answers
+with one line of JSON. Memory is what the process grew by from the moment everything was loaded: on Linux the kernel's
+own peak, started again then; elsewhere the peak since its start, less what it held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import cloudpickle
+import numpy as np
+import psutil
+
+from kit.data.tables.event_chunks import arrange, gather, serve
+from kit.data.tables.event_table import EventTable
+from kit.errors import KitError
+from kit.processes import give_memory_back, peak_rss_bytes, watch_lifeline
+
+HEAD = struct.Struct("<Q")
+Phase = Literal["load", "fit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What to read and how."""
+
+    source: Any
+    columns: tuple[str, ...]
+    where: str
+    count: int
+    batch_rows: int
+    phase: Phase
+    fitting: dict[str, Any]
+    """Further settings of `Config.queries`."""
+
+
+def main() -> None:
+    stdin = sys.stdin.buffer
+    task = cloudpickle.loads(stdin.read(HEAD.unpack(stdin.read(HEAD.size))[0]))
+    watch_lifeline(stdin.fileno(), whole_group=False)
+    try:
+        answer = probe(task)
+    except (KitError, MemoryError) as error:
+        answer = {"error": f"{type(error).__name__}: {error}".rstrip(": ")}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # the lifeline is still being read
+
+
+def probe(task: Task) -> dict[str, Any]:
+    """`{"client_bytes", "database_bytes", "seconds", "rows", "entities", "largest_rows"}`."""
+    _load_everything(task)
+    give_memory_back()
+    before = _restart_peak()
+    started = time.perf_counter()
+    read = _fit(task) if task.phase == "fit" else _load(task)
+    seconds = time.perf_counter() - started
+    return {
+        "client_bytes": max(0, peak_rss_bytes() - before), "database_bytes": task.source.memory_bytes(),
+        "seconds": seconds, **read,
+    }  # fmt: skip
+
+
+def _load(task: Task) -> dict[str, Any]:
+    table = EventTable(
+        task.source, columns=task.columns, where=task.where, query_chunks=task.count, batch_rows=task.batch_rows
+    )
+    rows = entities = largest = 0
+    for number in range(task.count):
+        with contextlib.closing(table.read(number)) as batches:
+            events = gather(batches, table.schema)
+        order, offsets = arrange(events, table.entity, table.date)
+        chunk = serve(events, order, offsets, np.arange(len(offsets) - 1))
+        rows, entities = rows + events.num_rows, entities + len(chunk)
+        largest = max(largest, events.num_rows)
+        del events, order, offsets, chunk
+        give_memory_back()
+    return {"rows": rows, "entities": entities, "largest_rows": largest}
+
+
+def _fit(task: Task) -> dict[str, Any]:
+    from kit.config import Config
+    from kit.data.tables.fitting import fit_features
+
+    asked = {"fit_query_chunks": task.count, "batch_rows": task.batch_rows, **task.fitting}
+    config = Config().replace({f"queries.{name}": value for name, value in asked.items()})
+    fit_features(task.source, config, columns=task.columns, where=task.where, announce=None)
+    return {"rows": task.source.row_count(), "entities": 0, "largest_rows": 0}
+
+
+def _load_everything(task: Task) -> None:
+    """Read nothing, by the same way: what is loaded once is not what a query chunk needs."""
+    nothing = EventTable(task.source, columns=task.columns, where="1 = 0", query_chunks=1, batch_rows=task.batch_rows)
+    with contextlib.closing(nothing.read(0)) as batches:
+        events = gather(batches, nothing.schema)
+    serve(events, *arrange(events, nothing.entity, nothing.date), np.zeros(0, np.int64))
+    if task.phase == "fit":
+        import kit.data.tables.fitting  # noqa: F401
+
+
+def _restart_peak() -> int:
+    """What the process holds now, from which its peak is counted."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(psutil.Process().memory_info().rss)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""SQL: the few statements that sources send, for the dialects of DuckDB and of PostgreSQL.
+
+Names are quoted and never taken apart from their quotes; values never enter the text but go as parameters. Only what a
+declaration gives as SQL (`query`, `where`) is passed on as it is: in brackets, and closed on a line of its own, so that
+a comment at its end ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kit.data.tables.arrow_types import Column, Kind
+from kit.data.tables.partition import HASH_DIGITS, Partition
+from kit.data.tables.source import Query
+from kit.errors import PartitionError, QueryError
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Where the databases' SQL differs."""
+
+    known: Mapping[str, Kind]
+    """What its types are read as."""
+    types: Mapping[Kind, str]
+    """What values are cast to."""
+    hash_number: str
+    """A whole number from `{text}`, as `kit.data.tables.partition.hash_number`."""
+    is_one_of: str
+    """Whether `{value}` is in the list `{values}` of `{type}`."""
+    ordered_text: str
+    """`{text}` in the order of its code points."""
+
+
+_TYPES: Mapping[Kind, str] = {
+    "integer": "BIGINT", "number": "FLOAT8", "bool": "BOOLEAN", "text": "TEXT", "time": "TIMESTAMP",
+    "zoned time": "TIMESTAMP WITH TIME ZONE", "date": "DATE",
+}  # fmt: skip
+_HASHED: tuple[Kind, ...] = ("integer", "bool", "text", "date")
+"""Kinds whose text is the same in every database."""
+
+
+def duckdb_dialect(known: Mapping[str, Kind]) -> Dialect:
+    """DuckDB's."""
+    return Dialect(
+        known=known,
+        types=_TYPES,
+        hash_number=f"CAST('0x' || substr(md5({{text}}), 1, {HASH_DIGITS}) AS BIGINT)",
+        is_one_of="{value} IN (SELECT unnest(CAST({values} AS {type}[])))",
+        ordered_text="{text}",
+    )
+
+
+def postgres_dialect(known: Mapping[str, Kind]) -> Dialect:
+    """PostgreSQL's."""
+    digits = f"substr(md5(convert_to({{text}}, 'UTF8')), 1, {HASH_DIGITS})"
+    return Dialect(
+        known=known,
+        types=_TYPES,
+        hash_number=f"CAST(CAST('x' || {digits} AS BIT({4 * HASH_DIGITS})) AS BIGINT)",
+        is_one_of="{value} = ANY(CAST({values} AS {type}[]))",
+        ordered_text='{text} COLLATE "C"',
+    )
+
+
+@dataclass(slots=True)
+class Statement:
+    """A text with places `$1`, `$2`, ... and the values for them."""
+
+    text: str = ""
+    values: list[Any] = field(default_factory=list)
+
+    def place(self, value: Any) -> str:
+        """The place of a value that the text is going to hold."""
+        self.values.append(value)
+        return f"${len(self.values)}"
+
+
+def quoted(name: str) -> str:
+    """A name as an identifier, whatever it is made of.
+
+    Raises:
+        QueryError: for a name that no database has: empty, or with a null character.
+    """
+    if not name or "\0" in name:
+        raise QueryError(f"{name!r} is no name of a table or column")
+    return '"' + name.replace('"', '""') + '"'
+
+
+def quoted_table(name: str) -> str:
+    """`schema.table` as identifiers."""
+    return ".".join(map(quoted, name.split(".")))
+
+
+def bracketed(sql: str) -> str:
+    """SQL of a declaration in brackets."""
+    return f"({sql.strip().removesuffix(';')}\n)"
+
+
+def select(
+    dialect: Dialect, statement: Statement, relation: str, columns: Sequence[Column], wheres: Sequence[str]
+) -> Statement:
+    """Columns of a relation, cast to what they are read as, where all of `wheres` hold."""
+    statement.text = f"SELECT {', '.join(_cast(dialect, column) for column in columns)} FROM {relation}"
+    return _filtered(statement, wheres)
+
+
+def count(statement: Statement, relation: str, wheres: Sequence[str]) -> Statement:
+    """How many rows there are."""
+    statement.text = f"SELECT count(*) FROM {relation}"
+    return _filtered(statement, wheres)
+
+
+def value_counts(
+    dialect: Dialect, statement: Statement, relation: str, column: Column, wheres: Sequence[str]
+) -> Statement:
+    """Each value of a column and how many rows have it, in order."""
+    value = _value(dialect, column)
+    statement.text = f"SELECT {value} AS value, count(*) AS rows FROM {relation}"
+    _filtered(statement, [*wheres, is_known(column)])
+    statement.text += f" GROUP BY {value} ORDER BY {_ordered(dialect, column)}"
+    return statement
+
+
+def is_known(column: Column) -> str:
+    """That a column has a value."""
+    return f"{quoted(column.name)} IS NOT NULL"
+
+
+def is_null(column: Column) -> str:
+    """That it has none."""
+    return f"{quoted(column.name)} IS NULL"
+
+
+def in_partition(dialect: Dialect, statement: Statement, column: Column, partition: Partition) -> str:
+    """The condition that a row is in a query chunk.
+
+    Raises:
+        PartitionError: for a column of numbers or times, which have no text that all databases share.
+    """
+    if column.kind not in _HASHED:
+        raise PartitionError(
+            f"{column.name} is {column.type_name}, which names no entity; partition by whole numbers, text, dates or "
+            "true and false"
+        )
+    if partition.transformation == "exact_group":
+        values = statement.place(list(partition.values))
+        return dialect.is_one_of.format(value=_value(dialect, column), values=values, type=dialect.types[column.kind])
+    text = f"CAST({_value(dialect, column)} AS TEXT)"
+    total, number = statement.place(partition.count), statement.place(partition.number)
+    return f"{dialect.hash_number.format(text=text)} % CAST({total} AS BIGINT) = CAST({number} AS BIGINT)"
+
+
+def order_by(dialect: Dialect, columns: Mapping[str, Column], query: Query) -> str:
+    """The end of a statement that sorts."""
+    parts = []
+    for name in query.order_by:
+        column = columns[name.removeprefix("-")]
+        parts.append(f"{_ordered(dialect, column)} {'DESC' if name.startswith('-') else 'ASC'} NULLS LAST")
+    return f" ORDER BY {', '.join(parts)}" if parts else ""
+
+
+def _filtered(statement: Statement, wheres: Sequence[str]) -> Statement:
+    given = [bracketed(where) for where in wheres if where.strip()]
+    statement.text += f" WHERE {' AND '.join(given)}" if given else ""
+    return statement
+
+
+def _value(dialect: Dialect, column: Column) -> str:
+    assert column.kind is not None, f"{column.name} is not read"
+    return f"CAST({quoted(column.name)} AS {dialect.types[column.kind]})"
+
+
+def _cast(dialect: Dialect, column: Column) -> str:
+    return f"{_value(dialect, column)} AS {quoted(column.name)}"
+
+
+def _ordered(dialect: Dialect, column: Column) -> str:
+    value = _value(dialect, column)
+    return dialect.ordered_text.format(text=value) if column.kind == "text" else value
