@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from kit.config import Config
 from kit.machine import hardware
 from kit.models import GPT
-from kit.report.big_run import predict_run
+from kit.report.predict_run import predict_run
 from kit.report.timing import timing
 from kit.run.trial import Trial, fit
 

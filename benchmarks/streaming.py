@@ -13,6 +13,10 @@ which spares it three of four requests where a chunk is a patch.
 Block order reads a window of chunks, 192 MiB decoded, for many samples; the field has 576 MiB. tensorstore is given the
 same offsets and as large a cache; the eight workers of a DataLoader read sample by sample.
 
+Memory is what the process grows by at its peak, from before the store is opened on and with everything imported, while
+it streams ten times `loader.memory_bytes`: batches, chunks, cache or window, connections, threads, and what the
+allocator holds.
+
 Peers that are no part of kit are installed beside the environment, not into it:
 
     pip install --no-deps --target .peers tensorstore ml_dtypes xbatcher

@@ -123,7 +123,8 @@ def _module_file(text: str, module: str) -> Path | None:
     for index in range(1, len(parts)):
         parent, child = ".".join(parts[:index]), parts[index]
         folders = list(spec.submodule_search_locations or ())
-        found = importlib.machinery.PathFinder.find_spec(f"{parent}.{child}", folders) if folders else None
+        # By its own name alone: a folder without __init__ would ask for its parent, which is not imported.
+        found = importlib.machinery.PathFinder.find_spec(child, folders) if folders else None
         if found is None:
             raise TargetError(f"{text}: {parent} has no module {child!r}{_hint(child, _children(folders))}")
         spec = found

@@ -105,3 +105,15 @@ def test_looking_for_a_model_imports_nothing():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_module_in_folders_without_init_is_found_without_importing_them(tmp_path, monkeypatch):
+    folder = tmp_path / "outer_of_none" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "parts.py").write_text("class Net: ...\n")
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert find_target("outer_of_none.inner.parts:Net").file == folder / "parts.py"
+    assert "outer_of_none" not in sys.modules
+    with pytest.raises(TargetError, match="outer_of_none.inner has no module 'part'; did you mean 'parts'"):
+        find_target("outer_of_none.inner.part:Net")

@@ -38,7 +38,7 @@ from kit.data.stores import (
     sizes_of_objects,
     store_error,
 )
-from kit.data.uploads import Parcels
+from kit.data.uploads import last_parcel
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError
 from kit.units import format_bytes
 
@@ -108,7 +108,7 @@ def fetch_checkpoint(
     """
 
     def find() -> tuple[str, str] | None:
-        found = _last_parcel(resolve_url(url), credentials)
+        found = last_parcel(url, credentials)
         if found is None:
             return None
         source, parcel = found
@@ -119,19 +119,6 @@ def fetch_checkpoint(
         return None
     source, place = found
     return download_once(source, Path(folder) / place, credentials=credentials, together=together)
-
-
-def _last_parcel(url: str, credentials: str) -> tuple[str, Parcel] | None:
-    """The parcel at the URL, or the one below it that was saved last, and its URL."""
-    folder = local_folder(url)
-    if folder is not None and not folder.is_dir():
-        return None
-    parcels = Parcels.open(url, credentials, read_only=True)
-    data = read_object(parcels.store, LIST_NAME, url)
-    if data is not None:
-        return url, Parcel.load(data, redact(url))
-    found = parcels.all()
-    return (f"{url}/{found[-1].name}", found[-1]) if found else None
 
 
 # -- what is there

@@ -23,6 +23,7 @@ from zarr.core.buffer import default_buffer_prototype
 
 from kit.config import Checkpoint
 from kit.data.parcels import (
+    LIST_NAME,
     PackedFile,
     Parcel,
     Part,
@@ -118,10 +119,12 @@ class Parcels:
 
     def all(self) -> list[Parcel]:
         """Every whole parcel, the one saved first first."""
-        found = [self.find(name) for name in self._names()]
+        found = [self.find(name) for name in self.names()]
         return sorted((parcel for parcel in found if parcel is not None), key=lambda parcel: parcel.saved)
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """What has begun to be put there, whole or not."""
+
         async def names() -> list[str]:
             return sorted([name.strip("/") async for name in self.store.list_dir("")])
 
@@ -281,9 +284,23 @@ def latest_checkpoint(url: str, *, credentials: str = "default") -> str | None:
     Raises:
         StoreError: when the store cannot be reached or read.
     """
-    folder = local_folder(resolve_url(url))
-    if folder is not None and not folder.exists():
+    found = last_parcel(url, credentials)
+    return None if found is None else found[0]
+
+
+def last_parcel(url: str, credentials: str = "default") -> tuple[str, Parcel] | None:
+    """The parcel at the URL, or the whole one below it that was saved last, and its URL; None when there is none.
+
+    Raises:
+        StoreError: when the store cannot be reached or read.
+    """
+    url = resolve_url(url)
+    folder = local_folder(url)
+    if folder is not None and not folder.is_dir():
         return None
     parcels = Parcels.open(url, credentials, read_only=True)
+    data = read_object(parcels.store, LIST_NAME, url)
+    if data is not None:
+        return url, Parcel.load(data, redact(url))
     found = parcels.all()
-    return f"{parcels.url}/{found[-1].name}" if found else None
+    return (f"{url}/{found[-1].name}", found[-1]) if found else None

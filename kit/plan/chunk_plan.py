@@ -13,6 +13,7 @@ from typing import Any
 from kit.plan.access import Order
 from kit.plan.cost import Bound, LayoutCost
 from kit.plan.readers import ReaderCost
+from kit.plan.resources import OPENING_BYTES
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes, format_count
 
@@ -23,7 +24,8 @@ _COLUMNS = (
 _READER_COLUMNS = ("reader", "weight", "samples/s", "bound by", "at its best", "with chunk", "price of sharing")
 _KEY = (
     "requests/sample and × patch: least · mean · most of a sample alone; as read: shared by a batch, its window or the "
-    "cache; read/sample: stored bytes as read; × patch counts whole chunks; memory: of one rank"
+    "cache; read/sample: stored bytes as read; × patch counts whole chunks; memory: of one rank, "
+    f"beside {format_bytes(OPENING_BYTES)} once"
 )
 _SHOWN_ROWS = 9
 

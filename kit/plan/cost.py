@@ -36,7 +36,7 @@ from kit.plan.block_order import Window, fit_window
 from kit.plan.coalescing import Coalescing
 from kit.plan.geometry import Axis
 from kit.plan.pace import Pipeline, seconds_per_batch
-from kit.plan.resources import Host, Network, Prices
+from kit.plan.resources import HOLES_SHARE, Host, Network, Prices
 from kit.plan.runs import ALONE, Runs, expected_runs
 from kit.plan.sharing import Fetches, fetches, reading_of
 
@@ -44,7 +44,8 @@ _AS_GOOD_AS_READ = 2
 """Of the batches ahead: one waits for its last answers, the next has most of its own."""
 _MOST_CHUNKS_DRAWN = 2048
 """Of a batch: so many that the CPU binds, however they share requests; drawing them would take long."""
-
+_IN_USE = 1 - 1 / HOLES_SHARE
+"""Of the memory allowed."""
 _WAITED_FOR = 1.25
 """So many times the slowest resource's seconds that a pipeline played out takes: then slow requests bind."""
 
@@ -93,7 +94,8 @@ class LayoutCost:
     in_flight: float
     """Requests really open at once."""
     memory_bytes: float
-    """Of one rank: batches, chunks being read and decoded, and cache or windows."""
+    """Of one rank: batches, chunks being read and decoded, cache or windows, and the holes they leave; a process grows
+    by `OPENING_BYTES` besides, once."""
     cache_bytes: float
     """Of that, decoded chunks in the cache or the windows."""
     fits: bool
@@ -261,7 +263,7 @@ def _time(access: Access, network: Network, host: Host, load: _Load, kept_bytes:
     batches = (2 + network.batches_ahead) * access.batch_bytes
     fixed = batches + kept_bytes + host.decode_threads * load.chunk_bytes
     stored_chunk = load.chunk_bytes / access.compression_ratio
-    room = (host.memory_bytes - fixed) / stored_chunk
+    room = (host.memory_bytes * _IN_USE - fixed) / stored_chunk
     wished = max(network.in_flight(load.requests), min(network.requests_in_flight, load.at_once))
     in_flight = max(1.0, min(wished, room))
     waiting = load.requests * network.latency_seconds / in_flight
@@ -275,7 +277,7 @@ def _time(access: Access, network: Network, host: Host, load: _Load, kept_bytes:
         "CPU": max(load.chunks * host.request_cpu_seconds, threads),
     }
     slowest_first = tuple(sorted(seconds.items(), key=lambda item: -item[1]))
-    memory = fixed + in_flight * stored_chunk
+    memory = (fixed + in_flight * stored_chunk) / _IN_USE
     return _Time(by_resource=slowest_first, in_flight=in_flight, memory_bytes=memory, room=room)
 
 

@@ -1,13 +1,14 @@
 """commit: the end of an experiment, as files that run it unchanged on the real machine.
 
 A LightningCLI YAML with every choice settled and its reason, the evidence it was chosen on, a job script, and on choice
-a SLURM batch file; `Committed` gives the lines to start it with. Nothing is started or uploaded. A file that is there
-with another content is not replaced unless asked: what was committed once stays what it was.
+a SLURM batch file; `Committed` gives the lines to start it with, and starts it here when asked. Nothing is uploaded. A
+file that is there with another content is not replaced unless asked: what was committed once stays what it was.
 """
 
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from kit.config import Config, project_folder, read_yaml, resolve_path
 from kit.errors import ConfigError, Problem
 from kit.report.commit_evidence import evidence_record
 from kit.report.commit_job import make_job
+from kit.report.committed_run import CommittedRun
 from kit.report.committed_yaml import Job, committed_yaml
 from kit.report.launch_lines import Launch
 from kit.run.trial import Trial
@@ -127,6 +129,33 @@ class Committed:
             file=_called(self.file), name=self.file.stem, nodes=counts["num_nodes"], devices=counts["devices"],
             restarts=self.config.commit.restarts, gpu=trainer.get("accelerator") == "gpu",
         )  # fmt: skip
+
+    def run(self, *, anew: bool = False) -> CommittedRun:
+        """Start it on this machine, as its launch line does, and return at once; `.wait()` follows it.
+
+        Args:
+            anew: Begin at the first step. What an earlier run has left in its output folder, from whose last
+                checkpoint it would go on, is moved beside it.
+
+        Raises:
+            HardwareError: for a file of several nodes, and for GPUs that are not here or are another trial's.
+            ConfigError: when there is no place for its log, or an output folder that cannot be moved.
+        """
+        if anew:
+            self._move_output()
+        return CommittedRun(self.launch, self.config)
+
+    def _move_output(self) -> None:
+        output = str(self.values["trainer"]["default_root_dir"])
+        if "://" in output:
+            from kit.data.stores import redact
+
+            message = f"{redact(output)} cannot be moved; give commit.output another place, or begin where it was"
+            raise ConfigError([Problem("commit.output", message)])
+        folder = project_folder() / output
+        if folder.exists():
+            names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+            folder.rename(next(name for name in names if not name.exists()))
 
     @property
     def files(self) -> list[Path]:

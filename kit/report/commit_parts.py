@@ -8,7 +8,10 @@ Source is read, never run.
 from __future__ import annotations
 
 import ast
+import contextlib
+import inspect
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +132,27 @@ def shards_itself(target: str) -> bool:
 def is_manual(target: str) -> bool:
     """Whether a class sets `automatic_optimization` to False, as far as its source tells."""
     return any(_sets_manual(node) for node in _own_classes(target))
+
+
+def optimizes_manually(module: Any, config: Config) -> bool:
+    """The same of a module as `kit.fit` takes it; a function that makes one does not tell, and counts as no."""
+    part = Part.of(module)
+    if part.kind == "instance":
+        return not getattr(part.value, "automatic_optimization", True)
+    if part.kind == "class":
+        return any(_sets_manual(node) for node in _written_classes(part.value))
+    return part.kind != "factory" and is_manual(part.value or config.model.target)
+
+
+def _written_classes(kind: type) -> Iterator[ast.ClassDef]:
+    """The class and its bases below LightningModule, as far as their source is at hand, also in a notebook."""
+    for one in kind.__mro__:
+        if one.__name__ == "LightningModule":
+            return
+        with contextlib.suppress(OSError, TypeError, SyntaxError):
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+            if isinstance(node, ast.ClassDef):
+                yield node
 
 
 def _own_classes(target: str) -> Iterator[ast.ClassDef]:

@@ -1,10 +1,10 @@
 """compare: runs beside each other, grouped by config: what differs, how fast, how much memory, mean ± spread.
 
-Runs of one config are repeats of each other, and stand as one group with the mean and the sample standard deviation of
-their figures; a single run has no spread. Groups are held against the first. Fields that only say where and how a run
-is kept are no difference. Scaling efficiency is throughput over that of the group of the fewest devices, over the ratio
-of devices, among groups that differ in their devices only; with a fixed batch a device this is weak scaling: 1 is
-perfect.
+Runs of one config, module and data are repeats of each other, and stand as one group with the mean and the sample
+standard deviation of their figures; a single run has no spread. Groups are held against the first. Fields that only say
+where and how a run is kept are no difference. Scaling efficiency is throughput over that of the group of the fewest
+devices, over the ratio of devices, among groups that differ in their devices only; with a fixed batch a device this is
+weak scaling: 1 is perfect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from kit.units import format_bytes
 
 _MISSING = "–"
 _FEW = 4
-NO_DIFFERENCE = ("name", "trial.folder", "trial.predict_memory", "trial.measure_memory", "trial.start")
+NO_DIFFERENCE = (
+    "name", "trial.folder", "trial.predict_memory", "trial.measure_memory", "trial.start", "trial.codecarbon",
+)  # fmt: skip
 DEVICES = ("hardware.devices", "hardware.strategy", "hardware.threads_per_rank")
 
 
@@ -213,17 +215,14 @@ def compare(*runs: Trial | Tried | Results | Row | str | Path, names: Sequence[s
     """
     pairs = [pair for item in runs for pair in _labelled(item)]
     unreadable = tuple(row for _, row in pairs if row["state"] == UNREADABLE)
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for label, row in pairs:
-        if row["state"] != UNREADABLE:
-            groups.setdefault((label, _key(row)), []).append(row)
+    groups = _grouped([(label, row) for label, row in pairs if row["state"] != UNREADABLE])
     if not groups and unreadable:
         raise TrialError(f"none of these runs can be read; {unreadable[0]['run']}: {unreadable[0]['message']}")
     if not groups:
         raise ConfigError([Problem("runs", "no runs to compare; give trials, run directories or a folder of runs")])
     if len(names) > len(groups):
         raise ConfigError([Problem("names", f"{len(names)} names for {len(groups)} configs")])
-    found = [_group(label, rows) for (label, _), rows in groups.items()]
+    found = [_group(label, rows) for (label, *_), rows in groups.items()]
     return Comparison(tuple(_named(found, names)), unreadable)
 
 
@@ -247,8 +246,34 @@ def _of_side(side: Side) -> list[Row]:
     return [row_of(RunPaths.open(folder)) for folder in side.run_directories]
 
 
+def _grouped(pairs: Sequence[tuple[str, Row]]) -> dict[tuple[str, ...], list[Row]]:
+    """By label, config, module and data, in the order in which they first come.
+
+    A run that failed before it had a module is one of those that were given the same; without any it stands alone.
+    """
+    asked = [(label, _key(row)) for label, row in pairs]
+    doubtful = {key for key, (_, row) in zip(asked, pairs, strict=True) if row["module"] is None}
+    given = [(*key, _given(row)) if key in doubtful else key for key, (_, row) in zip(asked, pairs, strict=True)]
+    places = [(*key, str(row["module"]), str(row["data"])) for key, (_, row) in zip(asked, pairs, strict=True)]
+    known = [(one, place) for one, place, (_, row) in zip(given, places, pairs, strict=True) if row["module"]]
+    alike = dict(reversed(known))
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for one, place, (_, row) in zip(given, places, pairs, strict=True):
+        groups.setdefault(place if row["module"] else alike.get(one, one), []).append(row)
+    return groups
+
+
+def _given(row: Row) -> str:
+    """Module and data as the caller gave them; empty where that is not known."""
+    try:
+        environment = json.loads(RunPaths(Path(str(row["run_directory"]))).environment.read_bytes())
+        return json.dumps(environment.get("given"), sort_keys=True)
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
 def _key(row: Row) -> str:
-    """Everything that makes a difference."""
+    """Every setting that makes a difference."""
     values = row["config"] or flat(_config(row).values())
     return json.dumps({path: value for path, value in values.items() if path not in NO_DIFFERENCE}, sort_keys=True)
 

@@ -7,11 +7,9 @@ bars from zero.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from kit.report import figure as look
-from kit.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +21,12 @@ _MARKS = {
     "compute": ("o", look.BLUE), "cores": ("s", look.SKY), "communication": ("^", look.PURPLE),
     "loading": ("D", look.ORANGE), "loader CPU": ("v", look.ORANGE), "store requests/s": ("P", look.VERMILION),
     "store bandwidth": ("X", look.VERMILION), "memory": ("x", look.INK),
+}  # fmt: skip
+_DAY = 86_400.0
+_ROUND_SECONDS = {
+    0.001: "1 ms", 0.01: "10 ms", 0.1: "0.1 s", 1.0: "1 s", 10.0: "10 s", 60.0: "1 min", 600.0: "10 min",
+    3600.0: "1 h", 14_400.0: "4 h", _DAY: "1 day", 4 * _DAY: "4 days", 16 * _DAY: "16 days", 60 * _DAY: "60 days",
+    365 * _DAY: "1 year", 3650 * _DAY: "10 years",
 }  # fmt: skip
 
 
@@ -68,11 +72,13 @@ def _time(axes: Axes, run: BigRun) -> None:
 
 
 def _seconds_ticks(axes: Axes, low: float, high: float) -> None:
-    """Powers of four, in words."""
-    first, last = math.floor(math.log(low, 4)), math.ceil(math.log(high, 4))
-    ticks = [4.0**power for power in range(first, last + 1)]
-    axes.set_ylim(ticks[0], ticks[-1] if last > first else 4 * ticks[0])
-    axes.set_yticks(ticks, [format_seconds(tick) for tick in ticks])
+    """Round times, from the last below to the first above."""
+    ticks = sorted(_ROUND_SECONDS)
+    first = max((place for place, tick in enumerate(ticks) if tick <= low), default=0)
+    last = min((place for place, tick in enumerate(ticks) if tick >= high), default=len(ticks) - 1)
+    shown = ticks[first : max(last, first + 1) + 1]
+    axes.set_ylim(min(shown[0], low), max(shown[-1], high))
+    axes.set_yticks(shown, [_ROUND_SECONDS[tick] for tick in shown])
 
 
 def _cost(axes: Axes, run: BigRun, *, money: bool) -> None:

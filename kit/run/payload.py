@@ -50,6 +50,16 @@ class Part:
         given = self.kind in ("class", "instance")
         return given and hasattr(self.value, "__getitem__") and not hasattr(self.value, "train_dataloader")
 
+    @property
+    def identity(self) -> str:
+        """What tells it from others: import path, or where its class or function is from; empty for the default."""
+        if self.kind in ("default", "path"):
+            return str(self.value or "")
+        thing = self.value if self.kind in ("class", "factory") else type(self.value)
+        line = getattr(getattr(thing, "__code__", None), "co_firstlineno", "")
+        name = getattr(thing, "__qualname__", type(thing).__qualname__)
+        return f"{getattr(thing, '__module__', '')}:{name}" + (f":{line}" if line else "")
+
     def __str__(self) -> str:
         name = getattr(self.value, "__qualname__", type(self.value).__name__)
         return {"path": str(self.value), "class": f"class {name}", "factory": f"factory {name}"}.get(self.kind, name)

@@ -27,6 +27,7 @@ from kit.run.device_clock import DeviceClock, DeviceStep, Mark
 from kit.run.failure import DivergedError
 from kit.run.jobs.context import Context
 from kit.run.timing import PARTS, StepClock
+from kit.train.batch_loss import batch_loss
 
 _COUNTED = ("requests", "bytes_read")
 _FLUSH_SECONDS = 0.5
@@ -120,10 +121,11 @@ class Recorder(Callback):
             "samples": samples,
             "samples_per_second": _rate(samples, seconds),
             "host_rss_bytes": self._residence.host_rss_bytes(),
+            "host_file_bytes": self._residence.host_file_bytes,
             **_device_bytes(pl_module.device),
         }
         self._steps_done = done
-        self._kept.append((fields, _loss(outputs, trainer), on_device))
+        self._kept.append((fields, batch_loss(outputs, trainer), on_device))
         now = time.perf_counter()
         if pl_module.device.type != "cuda" or now - self._flushed >= _FLUSH_SECONDS:
             self.flush()
@@ -215,16 +217,6 @@ def _of_device(fields: dict[str, Any], step: DeviceStep) -> dict[str, Any]:
     return {**seconds, "samples_per_second": _rate(fields["samples"], seconds), "host_seconds": host}
 
 
-def _loss(outputs: Any, trainer: Trainer) -> torch.Tensor | None:
-    """The loss of one micro-batch, without the division by accumulation that Lightning has applied."""
-    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        return None
-    automatic = trainer.lightning_module.automatic_optimization
-    scale = trainer.accumulate_grad_batches if automatic else 1
-    return loss.detach().reshape(()) * scale
-
-
 def batch_size(batch: Any) -> int:
     """Samples in a batch: the length of the first tensor found in it."""
     if isinstance(batch, torch.Tensor):
@@ -239,10 +231,14 @@ class _Residence:
 
     def __init__(self) -> None:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else None
+        self.host_file_bytes: int | None = None
+        """Of what was read last, the pages of files: programs and mapped arrays; None where it is not told."""
 
     def host_rss_bytes(self) -> int:
         if self._statm is not None:
-            return int(os.pread(self._statm, 128, 0).split()[1]) * _PAGE_BYTES
+            _, resident, of_files, *_ = os.pread(self._statm, 128, 0).split()
+            self.host_file_bytes = int(of_files) * _PAGE_BYTES
+            return int(resident) * _PAGE_BYTES
         return int(psutil.Process().memory_info().rss)
 
 

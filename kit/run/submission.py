@@ -21,6 +21,7 @@ from kit.config import Config
 from kit.errors import ConfigError, KitWarning, Problem, TrialError
 from kit.events import SUPERVISOR, EventWriter
 from kit.processes import machine
+from kit.run.carbon_check import check_codecarbon
 from kit.run.control import Control
 from kit.run.devices import Taken, take_devices
 from kit.run.paths import RunPaths
@@ -56,6 +57,7 @@ def prepare(
         raise ConfigError(
             f"fit takes a Config, got {type(config).__name__}; call fit(config) or fit(module, data, config)"
         )
+    check_codecarbon(config)
     module_part, data_part = Part.of(module), Part.of(data)
     check_targets(module_part, data_part, config)
     check_parts(module_part, data_part, config)
@@ -71,7 +73,8 @@ def prepare(
 
 def _write(module: Part, data: Part, config: Config, taken: Taken, asked: dict[str, Any]) -> RunPaths:
     kind = "dataset" if data.is_dataset else data.kind
-    paths = _fill(pack(module, data), {"module": module.kind, "data": kind}, config, taken, asked)
+    given = {"module": module.kind, "data": kind, "module_identity": module.identity, "data_identity": data.identity}
+    paths = _fill(pack(module, data), given, config, taken, asked)
     _warn_if_large(paths, paths.payload.stat().st_size)
     return paths
 

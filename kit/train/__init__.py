@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kit.train.device_limit import DeviceLimit as DeviceLimit
     from kit.train.eight_bit import ShardedAdamW8bit as ShardedAdamW8bit
     from kit.train.levers import GradientCheckpointing as GradientCheckpointing
+    from kit.train.loss_log import LossLog as LossLog
     from kit.train.optimizers import OptimizerChoice as OptimizerChoice
     from kit.train.resuming import WholeEpochs as WholeEpochs
     from kit.train.sequence_chunks import SequenceChunks as SequenceChunks
@@ -31,6 +32,7 @@ _HOMES = {
     "CommittedData": "kit.train.committed",
     "DeviceLimit": "kit.train.device_limit",
     "GradientCheckpointing": "kit.train.levers",
+    "LossLog": "kit.train.loss_log",
     "OptimizerChoice": "kit.train.optimizers",
     "SelfShardedStrategy": "kit.train.shard",
     "SequenceChunks": "kit.train.sequence_chunks",

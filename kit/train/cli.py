@@ -2,11 +2,13 @@
 
 Lightning's own command line, which takes its files and options unchanged; any other LightningCLI runs the same file.
 What is added is a look at everything that can be wrong, before a process joins the others and before a model is made
-(`kit.train.preflight`): errors are one sentence with the way out, instead of a traceback from inside a library.
+(`kit.train.preflight`): errors are one sentence with the way out, instead of a traceback from inside a library. And a
+run whose machine is lost goes on from the copy of its last checkpoint (`kit.train.newest_checkpoint`).
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from typing import Any
@@ -16,7 +18,8 @@ from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
 from kit.errors import ConfigError, KitError
-from kit.train.preflight import check_files, check_run
+from kit.train.newest_checkpoint import newest_checkpoint
+from kit.train.preflight import check_files, check_run, plain
 
 _STRICT = {"exit_on_error": False}
 
@@ -39,6 +42,9 @@ class CommittedCLI(LightningCLI):
             # Lightning's own call of a name that jsonargparse has since changed.
             warnings.filterwarnings("ignore", module="lightning.pytorch.cli")
             warnings.filterwarnings("ignore", message=".*jsonargparse.*")
+            # What begins is not expected to find what a restart would.
+            warnings.filterwarnings("ignore", message=".*there is no last checkpoint available")
+            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
             super().__init__(**{"save_config_callback": None, "parser_kwargs": strict, **options})
 
     @override
@@ -51,8 +57,13 @@ class CommittedCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Look at the run as files and options together have it."""
-        check_run(self.config.get(self.subcommand, self.config).as_dict())
+        """Look at the run as files and options together have it, and where it is to go on."""
+        settings = self.config.get(self.subcommand, self.config)
+        values = plain(settings)
+        check_run(values)
+        found = newest_checkpoint(values)
+        if found is not None:
+            settings.ckpt_path = found
 
 
 def _first_lines(text: str) -> str:
@@ -61,8 +72,14 @@ def _first_lines(text: str) -> str:
     return "; ".join(lines[:3])
 
 
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    """Whether it tells of the run, and not of a product."""
+    return "Tip: For seamless" not in record.getMessage()
+
+
 def main() -> None:
     """Run the command line; what is wrong with it is one line on stderr."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
     try:
         CommittedCLI()
     except KitError as error:

@@ -141,19 +141,19 @@ def check_run(values: Values, environment: Mapping[str, str] | None = None) -> N
         _check_strategy(trainer, devices * nodes)
         _check_devices(trainer, devices)
     if _own_data(values):
-        _check_store(Config.from_yaml(committed_text(_plain(values))), (devices or 1) * (nodes or 1))
+        _check_store(Config.from_yaml(committed_text(plain(values))), (devices or 1) * (nodes or 1))
     if int(variables.get("RANK", variables.get("SLURM_PROCID", 0))) == 0:
         for folder in _checkpoint_folders(trainer):
             _check_writable(folder)
 
 
-def _plain(value: Any) -> Any:
-    """Mappings of the parser's own kind as dicts."""
+def plain(value: Any) -> Any:
+    """The same with mappings of the parser's own kind as dicts."""
     if hasattr(value, "as_dict"):
         value = value.as_dict()
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _count(trainer: Values, name: str) -> int | None:
@@ -200,7 +200,7 @@ def _under_slurm(variables: Mapping[str, str]) -> bool:
 
 
 def _check_strategy(trainer: Values, world_size: int) -> None:
-    strategy = _plain(trainer.get("strategy"))
+    strategy = plain(trainer.get("strategy"))
     if not isinstance(strategy, Mapping):
         return
     name = str(strategy.get("class_path", "")).rpartition(".")[2]
@@ -232,7 +232,7 @@ def _check_store(config: Config, world_size: int) -> None:
 
 
 def _checkpoint_folders(trainer: Values) -> Iterator[str]:
-    for _, found in _classes(_plain(trainer.get("callbacks") or []), ""):
+    for _, found in _classes(plain(trainer.get("callbacks") or []), ""):
         arguments = found.get("init_args") or {}
         if str(found["class_path"]).endswith("ModelCheckpoint") and arguments.get("dirpath"):
             yield str(arguments["dirpath"])

@@ -34,6 +34,7 @@ from kit.widgets.calibration_view import CalibrationView
 from kit.widgets.commit_view import CommitView
 from kit.widgets.config_form import ConfigForm
 from kit.widgets.diagnosis_control import DiagnosisControl
+from kit.widgets.export_view import ExportView
 from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
 from kit.widgets.profile_view import ProfileView
 from kit.widgets.store_view import StoreFacts, StoreView
@@ -77,12 +78,14 @@ class Panel:
         self.profiling = ProfileView(self._profile)
         self.calibration = CalibrationView(self._calibrate, self._on_calibrated)
         self.committing = CommitView(config, module, data, lambda: self.trial if self._has_ended else None)
+        self.exporting = ExportView(config)
         self._label(busy=False)
         self.button.on_click(lambda _: self._clicked())
         self.form.on_change(self._on_config)
         self._show_code()
         self._show_hints()
         self.committing.look(config)
+        self.exporting.look(config)
         self.ui = self._draw()
 
     # -- what the controls do
@@ -241,6 +244,15 @@ class Panel:
             raise ConfigError(self.form.problems)
         return self.committing.commit()
 
+    def export(self, path: str | Path | None = None) -> Path:
+        """Write the trials of this experiment to a file, in the format that is chosen under their table.
+
+        Raises:
+            ConfigError: for a file of others, or one that cannot be written.
+        """
+        self.exporting.wait()
+        return self.exporting.export(path)
+
     @property
     def _has_ended(self) -> bool:
         return self.trial is not None and self.trial.ended
@@ -253,7 +265,7 @@ class Panel:
     def _preparing(self) -> bool:
         building = self.store is not None and not self.store.wait(0)
         measuring = self.diagnosing.busy or self.profiling.busy or self.calibration.busy
-        return self._starting.busy or measuring or building or self.committing.busy
+        return self._starting.busy or measuring or building or self.committing.busy or self.exporting.busy
 
     # -- what happens
 
@@ -281,6 +293,7 @@ class Panel:
             self.view.show(self.trial)
             self._label(busy=False)
             self.diagnosing.button.disabled = False
+            self.exporting.look(self.config)
         if self._display is not None:
             self._display.refresh()
 
@@ -288,6 +301,7 @@ class Panel:
         self._show_code()
         self._show_hints(device=device_hints(config, self._base))
         self.committing.look(config)
+        self.exporting.look(config, again=False)
         if self.store is not None:
             self.store.look(config)
         if not self.busy and self.trial is None:
@@ -337,6 +351,7 @@ class Panel:
                 self.profiling.ui,
                 self.code,
                 self.committing.ui,
+                self.exporting.ui,
             ],
             layout={"flex": "100 1 480px", "min_width": "0"},
         )

@@ -78,5 +78,7 @@ def test_a_panel_diagnoses_its_trial(notebook, project, artifacts):
     expect(panel.get_by_text("kit.diagnose(")).to_be_visible(timeout=60 * SECOND)
     expect(panel.locator("b", has_text=re.compile("^chunks that do not fit$"))).to_be_visible()
     expect(panel.get_by_role("button", name="Try it").first).to_be_enabled()
-    opened.pictures({"panel": panel}, "diagnosed", artifacts)
+    export = panel.locator(".widget-vbox", has=opened.page.get_by_role("button", name="Export")).last
+    expect(export).to_contain_text("1 trial of slow, newest first")
+    opened.pictures({"panel": panel, "export": export}, "diagnosed", artifacts)
     assert opened.errors() == []

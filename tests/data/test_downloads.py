@@ -11,27 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kit.cloud.simulated_cloud import simulated_cloud
 from kit.data import downloads
 from kit.data.downloads import download_once
 from kit.data.lock import turn_at
-from kit.endpoints import VARIABLE
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError, StoreLockedError
 
 VICTIM = Path(__file__).with_name("transfer_victims.py")
 DATA = random.Random(6).randbytes(1_000_000)
-
-
-@pytest.fixture(scope="module")
-def _cloud():
-    with simulated_cloud("no limits") as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def cloud(_cloud, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    return _cloud.turn("no limits", faults={}).forget_scripts().reset_counts()
 
 
 @pytest.fixture

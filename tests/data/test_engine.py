@@ -562,6 +562,20 @@ def test_a_forgotten_engine_ends_its_threads(tmp_path):
     assert reader() is None
 
 
+@pytest.mark.parametrize("wrap", [None, AsyncStore])
+def test_a_batch_that_nobody_holds_is_freed_without_the_garbage_collector(tmp_path, wrap):
+    dataset, seen = write_folder(tmp_path), []
+    gc.disable()
+    try:
+        with Engine(seen_through(dataset, wrap) if wrap else dataset, cache_bytes=1 << 20) as engine:
+            for values, _ in engine.stream([some_offsets()] * 6, PATCH):
+                seen.append(weakref.ref(values))
+            wait_until(lambda: [batch() is not None for batch in seen] == [False] * 5 + [True])
+            assert seen[-1]() is values
+    finally:
+        gc.enable()
+
+
 def test_an_engine_pickles_without_its_handles(tmp_path):
     with Engine(write_folder(tmp_path)) as engine:
         (first,) = engine.stream([some_offsets()], PATCH)

@@ -18,8 +18,9 @@ from kit.config import Loader
 from kit.data.build import build
 from kit.data.dataset import open_dataset
 from kit.data.engine import Engine
+from kit.data.epoch_loader import seed_process
 from kit.data.module import PatchData
-from kit.data.patches import PatchLoader, _seed_process
+from kit.data.patches import PatchLoader
 from kit.data.sampling import sample_plan
 from kit.errors import ConfigError, CorruptChunkError
 
@@ -162,7 +163,7 @@ def test_the_processes_share_the_budget_of_requests(config):
 
 
 def _draws(seed, rank, worker, connection):
-    _seed_process(seed, rank, worker)
+    seed_process(seed, rank, worker)
     connection.send((torch.rand(1).item(), np.random.random(), random.random()))
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.cloud.simulated_cloud import simulated_cloud
 from kit.data import retries as policy
 from kit.data.build import build
 from kit.data.counters import Counters
@@ -18,25 +17,12 @@ from kit.data.module import PatchData
 from kit.data.requests import Requests, open_blocking
 from kit.data.retries import Retries, passing
 from kit.data.stores import list_objects, open_store, read_object, sizes_of_objects, write_object
-from kit.endpoints import VARIABLE
 from kit.errors import MissingChunkError, StoreError
 
 DATA = random.Random(5).randbytes(300_000)
 SCHEMES = ("gs", "s3", "http")
 WAYS = ("wire", "fsspec")
 PASSING = ("408", "429", "500", "502", "503", "504", "reset", "lost", "truncate")
-
-
-@pytest.fixture(scope="module")
-def _cloud():
-    with simulated_cloud("no limits") as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def cloud(_cloud, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    return _cloud.turn("no limits").forget_scripts().reset_counts()
 
 
 @pytest.fixture

@@ -13,12 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.cloud.simulated_cloud import simulated_cloud
 from kit.data.downloads import fetch_checkpoint
 from kit.data.parcels import PackedFile, Parcel, Part, part_key, spans
 from kit.data.stores import list_objects, open_store, read_object, write_object
 from kit.data.uploads import Parcels, SourceChanged, UploadCancelled, latest_checkpoint, upload_checkpoint
-from kit.endpoints import VARIABLE
 from kit.errors import CorruptChunkError, StoreError
 
 VICTIM = Path(__file__).with_name("transfer_victims.py")
@@ -26,18 +24,6 @@ PART = 1 << 16
 DATA = random.Random(8).randbytes(12 * PART + 100)
 LONG = random.Random(9).randbytes(40 * PART)
 PASSING = ("408", "429", "500", "503", "reset", "lost")
-
-
-@pytest.fixture(scope="module")
-def _cloud():
-    with simulated_cloud("no limits") as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def cloud(_cloud, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    return _cloud.turn("no limits", faults={}).forget_scripts().reset_counts()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import multiprocessing
 import re
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -81,6 +82,24 @@ def test_an_object_is_read_whole_in_part_and_from_its_end(cloud, tmp_path, schem
     assert bytes(source.read("k", -3)) == b"789"
     assert source.read("nothing") is None
     assert (counters.values()["requests"], counters.values()["bytes_read"]) == (4, 16)
+
+
+def test_a_connection_that_waits_keeps_nothing_of_its_last_answer(cloud, tmp_path):
+    (tmp_path / "b" / "x").mkdir()
+    (tmp_path / "b" / "x" / "k").write_bytes(bytes(8 << 20))
+    url = url_of(cloud, "http", "x")
+    source = Wire(address_of(open_store(url), url), url, 4, 30.0, Counters())
+    source.read("k")
+    tracemalloc.start()
+    try:
+        assert len(source.read("k")) == 8 << 20
+        deadline = time.monotonic() + 20
+        while tracemalloc.get_traced_memory()[0] > 1 << 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        tracemalloc.stop()
+        source.close()
 
 
 @pytest.mark.parametrize("by", ["wire", "fsspec"])

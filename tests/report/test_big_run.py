@@ -6,7 +6,7 @@ import io
 import pytest
 
 from kit.errors import ConfigError, PlanError, TrialError
-from kit.report.big_run import predict_run, strategy_for
+from kit.report.predict_run import predict_run, strategy_for
 from kit.report.results import results
 from kit.report.scaling_chart import scaling_figure
 from kit.run.trial import fit

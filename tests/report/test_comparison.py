@@ -1,4 +1,6 @@
+import contextlib
 import math
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +119,36 @@ def test_nothing_to_compare_is_refused(tmp_path):
         kit.compare(tmp_path)
     with pytest.raises(TrialError, match="does not exist"):
         kit.compare(tmp_path / "nowhere")
+
+
+class Broken(TinyModule):
+    def configure_optimizers(self):
+        raise ValueError("not yet")
+
+
+class Breaking(TinyModule):
+    def __init__(self, fails: bool = True):
+        super().__init__()
+        self.fails = fails
+
+    def configure_optimizers(self):
+        if Path("fixed").exists():
+            return super().configure_optimizers()
+        raise ValueError("not yet")
+
+
+def test_a_run_that_failed_early_is_grouped_with_its_own_module_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = kit.Config().replace(
+        {"trial.max_steps": 2, "trial.warmup_steps": 1, "trial.predict_memory": False, "hardware.accelerator": "cpu"}
+    )
+    modules = (TinyModule, Broken, Breaking, "fixed", Breaking)
+    for module in modules:
+        if module == "fixed":
+            (tmp_path / "fixed").touch()
+            continue
+        with contextlib.suppress(TrialError):
+            kit.fit(module, TinyData, config).wait()
+    groups = kit.compare("runs").groups
+    states = [[row["state"] for row in group.rows] for group in groups]
+    assert states == [["COMPLETE"], ["FAILED"], ["FAILED", "COMPLETE"]]

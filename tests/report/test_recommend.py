@@ -74,6 +74,25 @@ def test_a_refusal_says_by_how_much_and_gives_no_config(config):
     assert "<table" in found._repr_html_()
 
 
+class ByHand(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("module", [ByHand, ByHand()], ids=["class", "instance"])
+def test_a_module_that_steps_itself_is_offered_no_accumulation(config, module):
+    refused = recommend(module, blocks_data, config().replace(HELD), cpu_of(100_000))
+    assert [tried.name for tried in refused.tried] == ["as configured"]
+    assert "accumulation was left out: the module optimizes manually" in str(refused)
+
+
 def test_copies_are_preferred_until_only_shards_fit(config):
     given = config().replace({**HELD, **ACCUMULATING})
     copies = advised(given, 1 << 30, devices=2)

@@ -9,6 +9,7 @@ import cloudpickle
 from lightning.pytorch import seed_everything
 from lightning.pytorch.profilers import Profiler
 
+from kit.run.carbon_use import CarbonUse
 from kit.run.communication import CommunicationTimer
 from kit.run.cpu_use import CpuUse
 from kit.run.energy_use import EnergyUse
@@ -51,6 +52,7 @@ def fit(context: Context) -> None:
             *([StepWork(context)] if context.config.trial.count_work else []),
             CpuUse(context),
             EnergyUse(context),
+            *([CarbonUse(context)] if context.config.trial.codecarbon else []),
             CommunicationTimer(context.clock),
             recorder,
             *([] if meter is None else [meter]),

@@ -1,0 +1,305 @@
+"""A committed file run on this machine: a process beside the notebook, its output, and the losses it writes.
+
+It is the launch line of the file, word for word, with two options after it that change no number: no progress bar, and
+`kit.train.LossLog`. Lightning starts the other ranks. All of it runs in a process group of its own behind a tether
+(`kit.run.tether`): nothing in it can reach the kernel, and when the kernel ends, however it does, so do they. What a
+launcher or an allocation has set for other processes is left out of its environment.
+
+States: RUNNING, then COMPLETE, FAILED, or STOPPED (by request). Seconds are those of the whole process; those from the
+first batch to the last are `training_seconds`.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import kit
+from kit.claims import hand_over, release
+from kit.config import Config, project_folder
+from kit.errors import ConfigError, HardwareError, Problem, TrialError, TrialStopped
+from kit.events import Event, EventReader, number
+from kit.processes import identify
+from kit.report.launch_lines import Launch
+from kit.run.devices import take_devices
+from kit.run.launch import LOAD_DEFAULTS
+from kit.run.paths import runs_folder
+from kit.units import format_seconds
+
+RunState = Literal["RUNNING", "COMPLETE", "FAILED", "STOPPED"]
+_LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|NODE_RANK|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|SLURM|PMI|OMPI_COMM)_.*")
+_TICK_SECONDS = 0.05
+_LAST_LINES = 12
+_running: set[CommittedRun] = set()
+"""Kept until they have ended: one that nobody holds any more would be ended by that."""
+
+
+class CommittedRun:
+    """A committed file that runs, or has run, here; `Committed.run` starts one.
+
+    Raises:
+        HardwareError: for a file of several nodes, and for GPUs that are not here or are another trial's.
+        ConfigError: when there is no place for its log.
+    """
+
+    def __init__(self, launch: Launch, config: Config) -> None:
+        _check_one_machine(launch)
+        self.launch = launch
+        self.folder = _new_folder(launch, config)
+        self.state: RunState = "RUNNING"
+        self.message = ""
+        """Why it FAILED."""
+        self._grace_seconds = config.trial.grace_seconds
+        self._reader = EventReader(self.folder)
+        self._events: list[Event] = []
+        self._told = 0
+        self._stopping = 0.0
+        self._began = time.monotonic()
+        self._seconds: float | None = None
+        self._process = self._start(config)
+        _running.add(self)
+
+    def _start(self, config: Config) -> subprocess.Popen[bytes]:
+        """With GPUs of its own, which are given back when it ends."""
+        taken = take_devices(config) if self.launch.gpu else None
+        claims, devices = (taken.claims, taken.resolved.devices) if taken is not None else ((), ())
+        try:
+            with self.log.open("wb") as log:
+                process = subprocess.Popen(
+                    self._line, cwd=project_folder(), env=_variables(devices), start_new_session=True,
+                    stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+                )  # fmt: skip
+        except BaseException:
+            release(claims)
+            raise
+        hand_over(claims, identify(process.pid), config.name)
+        return process
+
+    # -- what it is
+
+    @property
+    def log(self) -> Path:
+        """What its processes wrote to stdout and stderr."""
+        return self.folder / "log.txt"
+
+    @property
+    def command(self) -> str:
+        """The line that was started."""
+        return self.launch.python
+
+    @property
+    def _line(self) -> list[str]:
+        losses = self.folder / "events.0.jsonl"
+        options = ["--trainer.enable_progress_bar=false"]
+        options += ["--trainer.callbacks+=kit.train.LossLog", f"--trainer.callbacks.file={losses}"]
+        tether = [sys.executable, "-m", "kit.run.tether", str(os.getpid()), str(self._end_file)]
+        return [*tether, sys.executable, "-m", *self.launch.job, *options]
+
+    @property
+    def _end_file(self) -> Path:
+        return self.folder / "ended.json"
+
+    # -- what is known
+
+    @property
+    def ended(self) -> bool:
+        return self.poll() != "RUNNING"
+
+    @property
+    def events(self) -> list[Event]:
+        """Those of `kit.train.LossLog` so far."""
+        self._events += self._reader.read()
+        return self._events
+
+    @property
+    def losses(self) -> list[float]:
+        """Of every batch of rank 0, in order; NaN where the module gave none."""
+        return [number(event["loss"]) for event in self.events if event["kind"] == "step"]
+
+    @property
+    def first_batch(self) -> int:
+        """Batches that are in the checkpoint which it went on from; 0 where it began anew."""
+        return self._at_start("batches")
+
+    @property
+    def first_step(self) -> int:
+        """The same, in optimizer steps."""
+        return self._at_start("step")
+
+    def _at_start(self, field: str) -> int:
+        return next((int(event[field]) for event in self.events if event["kind"] == "fit_started"), 0)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that are done, with those before a checkpoint that it went on from."""
+        return max((int(event["step"]) for event in self.events), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its end, or until now."""
+        return time.monotonic() - self._began if self._seconds is None else self._seconds
+
+    @property
+    def training_seconds(self) -> float:
+        """From the start of training to its end, or to the last batch that is known."""
+        times = [float(event["time"]) for event in self.events]
+        return times[-1] - times[0] if times else 0.0
+
+    @property
+    def output(self) -> str:
+        """What it wrote so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def poll(self) -> RunState:
+        """Look whether it has ended; the state afterwards."""
+        if self.state != "RUNNING" or self._process.poll() is None:
+            self._press()
+            return self.state
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        _running.discard(self)
+        ended: dict[str, Any] = json.loads(self._end_file.read_bytes()) if self._end_file.exists() else {}
+        self._seconds = float(ended.get("seconds", self.seconds))
+        self.state = "STOPPED" if self._stopping else "COMPLETE" if ended.get("code") == 0 else "FAILED"
+        self.message = self._why(ended.get("code")) if self.state == "FAILED" else ""
+        return self.state
+
+    def _why(self, code: int | None) -> str:
+        """The last line it wrote: an error's name and text, where it had one to tell."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        how = "it was killed" if code is None else f"signal {-code}" if code < 0 else f"exit status {code}"
+        return f"{lines[-1]} ({how})" if lines else how
+
+    # -- ending it
+
+    def stop(self) -> None:
+        """Ask it to end: checkpoints that are there stay, and starting the file again goes on from the last.
+
+        Returns at once; what has not ended after `trial.grace_seconds` is killed.
+        """
+        if self.poll() == "RUNNING" and not self._stopping:
+            self._stopping = time.monotonic()
+            self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End all its processes now."""
+        if self.poll() == "RUNNING":
+            self._stopping = self._stopping or time.monotonic()
+            self._signal(signal.SIGKILL)
+
+    def _press(self) -> None:
+        if self.state == "RUNNING" and self._stopping and time.monotonic() - self._stopping > self._grace_seconds:
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, kind: signal.Signals) -> None:
+        if self._process.poll() is None:  # not reaped, so that the group is still its own
+            os.killpg(self._process.pid, kind)
+
+    # -- waiting for it
+
+    def wait(self, timeout: float | None = None, *, echo: bool = True) -> Self:
+        """Show what it writes until it has ended. An interrupt stops it.
+
+        Args:
+            timeout: Seconds; it goes on after them.
+            echo: Write its output to stdout as it comes.
+
+        Raises:
+            TrialError: when it FAILED; with its last line and its log.
+            TrialStopped: after an interrupt.
+            TimeoutError: after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not self._look(echo):
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"{self.folder.name} still runs after {timeout} s; it goes on")
+                time.sleep(_TICK_SECONDS)
+        except KeyboardInterrupt:
+            self._end_interrupted()
+            raise TrialStopped(f"interrupted after {self.steps} steps; its log is {self.log}") from None
+        if self.state == "FAILED":
+            lines = self.output.splitlines()[-_LAST_LINES:]
+            raise TrialError(self.message, "\n".join([*lines, f"Log: {self.log}"]))
+        return self
+
+    def _look(self, echo: bool) -> bool:
+        """Whether it has ended, with all that it wrote shown."""
+        ended = self.ended
+        if echo:
+            with self.log.open("rb") as log:
+                log.seek(self._told)
+                text = log.read()
+            text = text if ended else text[: text.rfind(b"\n") + 1]
+            self._told += len(text)
+            sys.stdout.write(text.decode("utf-8", "replace"))
+            sys.stdout.flush()
+        return ended
+
+    def _end_interrupted(self) -> None:
+        """Stop and see it end; a second interrupt kills."""
+        self.stop()
+        while not self.ended:
+            try:
+                time.sleep(_TICK_SECONDS)
+            except KeyboardInterrupt:
+                self.kill()
+
+    # -- displays
+
+    def __repr__(self) -> str:
+        losses = self.losses
+        if self.poll() == "COMPLETE" and not losses:
+            first = f"{self.launch.name}: nothing was left to train; Committed.run(anew=True) begins again"
+            return "\n  ".join([first, self.command, str(self.log)])
+        last = f", last loss {losses[-1]:.4g}" if losses else ""
+        began = f" from step {self.first_step} on" if self.first_step else ""
+        took = f"{format_seconds(self.seconds)}, {format_seconds(self.training_seconds)} of them training"
+        first = f"{self.launch.name}: {self.poll()}, {self.steps} steps{began} in {took}{last}"
+        return "\n  ".join([first, *([self.message] if self.message else []), self.command, str(self.log)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+def _check_one_machine(launch: Launch) -> None:
+    if launch.nodes > 1:
+        raise HardwareError(
+            f"{launch.file} is for {launch.nodes} nodes, and this is one; start launch.torchrun_nodes on each of them, "
+            "or commit it with commit.nodes: 1"
+        )
+
+
+def _new_folder(launch: Launch, config: Config) -> Path:
+    """A folder of its own beside the trials'."""
+    parent, stem = runs_folder(config.trial.folder), f"{launch.name}-committed-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for count in itertools.count(1):
+            folder = parent / (stem if count == 1 else f"{stem}-{count}")
+            if not folder.exists():
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        message = f"cannot make a folder in {parent}: {error.strerror or error}; choose another"
+        raise ConfigError([Problem("trial.folder", message)]) from error
+    raise AssertionError("count() ended")
+
+
+def _variables(devices: tuple[str, ...]) -> dict[str, str]:
+    """Of this process, without what a launcher has set for others."""
+    kept = {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
+    home = str(Path(kit.__file__).parents[1])
+    paths = [home, *filter(None, [kept.get("PYTHONPATH")])]
+    loopback = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
+    shown = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+    return {**loopback, **LOAD_DEFAULTS, **kept, **shown, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
