@@ -1,0 +1,56 @@
+"""The numbers behind the charts of topics, and that no figure is known to pyplot."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import kit
+from kit.errors import ConfigError
+from kit.plan.topics import Topics
+from kit.report.topic_charts import structure_info, terms_info, topic_colours
+
+
+def topics(documents=2000, count=8, terms=40):
+    random = np.random.default_rng(0)
+    return Topics(random.dirichlet(np.full(count, 0.3), documents), random.dirichlet(np.full(terms, 0.2), count))
+
+
+def test_documents_stand_by_their_largest_topic_and_then_by_its_share():
+    shares = np.array([[0.6, 0.4], [0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+    assert structure_info(shares).heights.tolist() == [[0.8, 0.2], [0.6, 0.4], [0.1, 0.9], [0.3, 0.7]]
+
+
+def test_more_documents_than_can_be_told_apart_are_means_that_still_add_to_one():
+    info = structure_info(topics(documents=2001).shares)
+    assert info.group == 4
+    assert len(info.heights) == 501
+    np.testing.assert_allclose(info.heights.sum(1), 1)
+
+
+def test_terms_are_the_likeliest_ones_under_their_names():
+    terms = np.array([[0.2, 0.5, 0.3], [0.1, 0.1, 0.8]])
+    info = terms_info(terms, 2, ["sea", "ice", "air"])
+    assert info.names == (("ice", "air"), ("air", "sea"))
+    assert info.probabilities == ((0.5, 0.3), (0.8, 0.1))
+    assert terms_info(terms, 5).names[0] == ("1", "2", "0")
+
+
+@pytest.mark.parametrize(("count", "names"), [(0, None), (2, ["one"])])
+def test_terms_without_a_name_or_none_at_all_are_refused(count, names):
+    with pytest.raises(ConfigError):
+        terms_info(np.ones((2, 3)) / 3, count, names)
+
+
+@pytest.mark.parametrize("count", [1, 8, 33])
+def test_figures_of_any_number_of_topics_are_drawn_and_none_is_left_open(count):
+    found = topics(documents=100, count=count)
+    for figure in (kit.structure_figure(found), kit.terms_figure(found)):
+        assert figure._repr_png_()[0].startswith(b"\x89PNG")
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or not pyplot.get_fignums()
+
+
+def test_the_first_eighteen_topics_have_colours_of_their_own():
+    assert len(set(topic_colours(18))) == 18
+    assert topic_colours(20)[18] == topic_colours(20)[0]
