@@ -6,6 +6,7 @@ A batch is `(values, rows)`: what is in the rows, and which rows of the selectio
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,8 @@ from kit.units import format_bytes
 RowBatch = tuple[Tensor, Tensor]
 """Values (samples, *columns) and rows (samples,) int64."""
 _MOST_THREADS = 4
+_DISK_SECONDS = 0.1
+"""Between two looks at how much was read from a disk."""
 _COUNTED = ("samples", "bytes_read", "disk_bytes")
 
 
@@ -78,12 +81,19 @@ class _Stream(EpochStream[RowBatch]):
         worker, steps = self.steps()
         epoch, from_disk = int(self.epoch), disk_read_bytes()
         batches = (self._read(epoch, step) for step in steps) if worker is not None else self._ahead(epoch, steps)
-        counts = self._counts[worker or 0]
-        for values, rows in batches:
-            now = disk_read_bytes()
-            counts += torch.tensor([len(rows), len(rows) * self._rows.row_bytes, now - from_disk])
-            from_disk = now
-            yield values, rows
+        counts = self._counts[worker or 0].numpy()
+        looked = time.monotonic()
+        try:
+            for values, rows in batches:
+                counts[0] += len(rows)
+                counts[1] += len(rows) * self._rows.row_bytes
+                if time.monotonic() - looked > _DISK_SECONDS:  # each look opens a file
+                    now, looked = disk_read_bytes(), time.monotonic()
+                    counts[2] += now - from_disk
+                    from_disk = now
+                yield values, rows
+        finally:
+            counts[2] += disk_read_bytes() - from_disk
 
     def _read(self, epoch: int, step: int) -> RowBatch:
         rows = self._order.batch(epoch, step, self._rank)
