@@ -1,9 +1,9 @@
 """loss_figure: the losses of several runs of the same thing, batch by batch, and whether they are equal.
 
 Trials, committed runs or plain numbers, in any mixture; each is rank 0's, without Lightning's division by accumulation.
-The first is drawn broad and pale, the others thin on top of it, so that equal ones cover each other. What they have in
-common is compared: the largest difference over the common batches, as a fraction of the first's loss. Differences up to
-`EQUAL_FRACTION` are of the last digits of 32-bit numbers.
+The first of several is drawn broad and pale, the others thin on top of it, so that equal ones cover each other. What
+they have in common is compared: the largest difference over the common batches, as a fraction of the first's loss.
+Differences up to `EQUAL_FRACTION` are of the last digits of 32-bit numbers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LossInfo:
     @property
     def sentence(self) -> str:
         """What was compared and how it came out, a line for each of the others."""
-        return "\n".join(self._compared(other) for other in self.runs[1:]) or f"{self.runs[0].name}, alone"
+        return "\n".join(self._compared(other) for other in self.runs[1:]) or f"losses of {self.runs[0].name}"
 
     def _compared(self, other: Losses) -> str:
         count, apart = len(self.common(other)), self.difference(other)
@@ -100,11 +100,13 @@ def loss_figure(*runs: Trial | CommittedRun | Sequence[float]) -> Figure:
     with look.drawing():
         for number_of, run in enumerate(info.runs):
             batches = range(run.first + 1, run.first + 1 + len(run.values))
-            line: dict[str, Any] = {"linewidth": 6.0, "alpha": 0.35} if number_of == 0 else {"linewidth": 1.4}
+            below = number_of == 0 and len(info.runs) > 1
+            line: dict[str, Any] = {"linewidth": 6.0, "alpha": 0.35} if below else {"linewidth": 1.4}
             colour = look.COLOURS[number_of % len(look.COLOURS)]
             dash = look.DASHES[max(0, number_of - 1) % len(look.DASHES)]
             axes.plot(batches, run.values, color=colour, linestyle=dash, label=run.name, **line)
-        axes.legend(loc="best")
+        if len(info.runs) > 1:
+            axes.legend(loc="best")
         axes.set_xlim(0.5, max(run.first + len(run.values) for run in info.runs) + 0.5)
     return figure
 

@@ -1,4 +1,4 @@
-"""placements_figure: seconds of an epoch for every placement, predicted beside measured, on a logarithmic scale."""
+"""placements_figure: seconds of an epoch for every placement, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from kit.report.placements import Placements
 
-_WIDTH_INCHES, _ROW_INCHES, _EDGE_INCHES = 6.4, 0.5, 1.1
+_WIDTH_INCHES, _ROW_INCHES, _EDGE_INCHES = 7.6, 0.5, 1.1
 _HALF = 0.36
 
 
@@ -21,7 +21,7 @@ def placements_figure(placements: Placements) -> Figure:
     rows = [row for row in placements.rows if row.measured_seconds and row.predicted_seconds]
     height = _EDGE_INCHES + _ROW_INCHES * max(1, len(rows))
     figure = look.figure(_WIDTH_INCHES, height)
-    box = (0.3, 0.65 / height, 0.58, (height - _EDGE_INCHES) / height)
+    box = (0.26, 0.65 / height, 0.52, (height - _EDGE_INCHES) / height)
     axes = look.add_axes(figure, box, title=placements.headline, x="seconds of an epoch", grid="x")
     with look.drawing():
         for place, row in enumerate(rows):
@@ -36,7 +36,6 @@ def placements_figure(placements: Placements) -> Figure:
                 )  # fmt: skip
         axes.set_yticks(range(len(rows)), [row.name for row in rows])
         axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xscale("log")
         if rows:
             axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0))
     return figure
