@@ -13,10 +13,13 @@ before anything of that query chunk is handed over; the state is still right, an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
+from kit.data.epoch_passes import EpochPasses
 from kit.data.tables.event_chunks import EventChunk, Room, Stopped, arrange, copied, gather, joined, serve
 from kit.data.tables.event_plan import EventPlan, Numbers
 from kit.data.tables.event_table import EventTable
@@ -30,8 +33,8 @@ if TYPE_CHECKING:
 Encode = Callable[["pyarrow.Table"], Any]
 
 
-class EventLoader:
-    """The batches of one rank; each pass over it is the next epoch.
+class EventLoader(EpochPasses[Any]):
+    """The batches of one rank, read from a table.
 
     Args:
         table: What is read.
@@ -45,62 +48,19 @@ class EventLoader:
     def __init__(
         self, table: EventTable, plan: EventPlan, encode: Encode, *, rank: int, memory_bytes: int, prefetch: bool
     ) -> None:
-        self.table, self.plan, self.rank = table, plan, rank
-        self.epoch = 0
-        """The epoch that the next pass reads."""
+        super().__init__(plan, rank)
+        self.table, self.plan = table, plan
         self.reasons: tuple[str, ...] = ()
         """What was chosen in the last pass, and why."""
         self._encode, self._memory_bytes, self._prefetch = encode, memory_bytes, prefetch
-        self._first_step = 0
-        self._handed = (0, 0)
-        """The epoch of the pass under way, or else of the next one, and its batches handed over."""
         self._reading: _ReadAhead | None = None
 
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        return self.plan.batches_per_epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        # The body runs at the first `next`: making an iterator, as Lightning does to check for one, starts no epoch.
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        first, self._first_step = self._first_step, 0
-        self._handed = (epoch, first)
-        for events in self._events(epoch, first):
+    @override
+    def _batches(self, epoch: int, first_step: int) -> Iterator[Any]:
+        for events in self._events(epoch, first_step):
             batch = self._encode(events)
             del events  # else the query chunk it is a part of would stay while the next is read
-            if self._handed[0] == epoch:
-                self._handed = (epoch, self._handed[1] + 1)
             yield batch
-        if self._handed[0] == epoch:
-            self._handed = (epoch + 1, 0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`, or the rest of it after a `load_state_dict` in its middle."""
-        if epoch != self.epoch:
-            self._first_step = 0
-        self.epoch = epoch
-        self._handed = (epoch, self._first_step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """How far the pass under way has come, in plain values, the same on every rank."""
-        epoch, step = self._handed
-        return {"epoch": epoch, "step": step, "plan": self.plan.identity()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next pass go on where that state was taken.
-
-        Raises:
-            ConfigError: when the table has changed since, or the order is another one, each reason named; another
-                number of ranks or batch size is accepted where it meets the state's end of a batch.
-        """
-        step = self.plan.step_after(state["plan"], state["step"])
-        self.epoch, self._first_step = state["epoch"], step
-        self._handed = (self.epoch, step)
-
-    @property
-    def sampler(self) -> Self:
-        """Where Lightning looks for `set_epoch` before each epoch, also after a resume."""
-        return self
 
     def close(self) -> None:
         """End a pass that is under way, and its thread."""

@@ -61,16 +61,8 @@ class RowSubject:
         loader = self._data.config.loader
         return LoaderSetting(num_workers=loader.num_workers, prefetch_factor=loader.prefetch_factor)
 
-    @contextmanager
-    def loader(self, setting: LoaderSetting, turn: int) -> Iterator[Iterable[Any]]:
-        tried = copy.copy(self._data)
-        tried.config, tried.loader = self._data.config.replace(setting.changes), None
-        loader = tried.train_dataloader()
-        loader.set_epoch(turn)
-        try:
-            yield loader
-        finally:
-            loader.close()
+    def loader(self, setting: LoaderSetting, turn: int) -> AbstractContextManager[Iterable[Any]]:
+        return _at(self._data, setting, turn)
 
     def identity(self) -> dict[str, Any]:
         rows = self._data.rows
@@ -98,16 +90,8 @@ class OwnSubject:
     def present(self) -> LoaderSetting:
         return setting_of(self.config.loader)
 
-    @contextmanager
-    def loader(self, setting: LoaderSetting, turn: int) -> Iterator[Iterable[Any]]:
-        tried = copy.copy(self._data)
-        tried.config, tried.loader = self.config.replace(setting.changes), None
-        loader = tried.train_dataloader()
-        loader.set_epoch(turn)
-        try:
-            yield loader
-        finally:
-            loader.close()
+    def loader(self, setting: LoaderSetting, turn: int) -> AbstractContextManager[Iterable[Any]]:
+        return _at(self._data, setting, turn)
 
     def identity(self) -> dict[str, Any]:
         found = self.dataset.manifest
@@ -147,6 +131,19 @@ class TorchSubject:
             "class": f"{kind.__module__}.{kind.__qualname__}", "samples": size, "source": _source(kind),
             "batch_size": self._loader.batch_size or 0,
         }  # fmt: skip
+
+
+@contextmanager
+def _at(data: PatchData | RowData, setting: LoaderSetting, turn: int) -> Iterator[Iterable[Any]]:
+    """The loader of a copy of kit's own data, at a setting."""
+    tried = copy.copy(data)
+    tried.config, tried.loader = data.config.replace(setting.changes), None
+    loader = tried.train_dataloader()
+    loader.set_epoch(turn)
+    try:
+        yield loader
+    finally:
+        loader.close()
 
 
 def subject_of(data: Data) -> Subject:
