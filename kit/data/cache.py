@@ -12,36 +12,37 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from numpy.typing import NDArray
 
 from kit.data.codec import StoredArray
-from kit.data.regions import ChunkUse
+from kit.data.regions import ChunkUses
 from kit.data.workers import Batch
 
 Key = tuple[int, tuple[int, ...]]
 """(variable, chunk coordinates)."""
 _FREE = -1
-_PARTS_A_TURN = 16
+_CHUNKS_A_TURN = 16
 """Under one hold of the lock, which every thread that reads needs as well."""
 
 
 @dataclass(slots=True)
 class Part:
-    """What one batch takes from one chunk."""
+    """What one batch takes from the chunks of one variable."""
 
     batch: Batch[Any]
-    use: ChunkUse
+    uses: ChunkUses
     target: NDArray[Any]
 
-    def scatter(self, decoded: NDArray[Any]) -> None:
-        """Copy it, and let the batch know."""
+    def scatter(self, coords: tuple[int, ...], decoded: NDArray[Any]) -> None:
+        """Copy what it takes from this chunk, and let the batch know."""
         if not self.batch.over:
             try:
-                self.use.scatter(decoded, self.target)
+                self.uses.scatter(coords, decoded, self.target)
                 self.batch.part_done()
             except BaseException as error:
                 self.batch.fail(error)
@@ -88,19 +89,20 @@ class ChunkCache:
             return sum(len(chunks) for chunks in self._held.values())
 
     def join(
-        self, stored: StoredArray, variable: int, parts: Sequence[Part]
-    ) -> tuple[list[tuple[Part, NDArray[Any]]], list[Chunk]]:
-        """The parts whose chunks are decoded, with those; and the chunks nobody reads yet, for the caller to read."""
-        here: list[tuple[Part, NDArray[Any]]] = []
+        self, stored: StoredArray, variable: int, part: Part
+    ) -> tuple[dict[tuple[int, ...], NDArray[Any]], list[Chunk]]:
+        """The chunks of a part that are decoded, by coordinates; and those nobody reads yet, for the caller to read."""
+        here: dict[tuple[int, ...], NDArray[Any]] = {}
         new: list[Chunk] = []
-        for first in range(0, len(parts), _PARTS_A_TURN):
+        places = iter(part.uses.places)
+        for _ in range(0, len(part.uses), _CHUNKS_A_TURN):
             with self._lock:
-                for part in parts[first : first + _PARTS_A_TURN]:
-                    chunk = self._find(stored, (variable, part.use.coords), new)
+                for coords in islice(places, _CHUNKS_A_TURN):
+                    chunk = self._find(stored, (variable, coords), new)
                     if chunk.decoded is None:
                         chunk.parts.append(part)
                     else:
-                        here.append((part, chunk.decoded))
+                        here[coords] = chunk.decoded
         return here, new
 
     def hold(self, stored: StoredArray, variable: int, coords: Iterable[tuple[int, ...]], window: int) -> list[Chunk]:

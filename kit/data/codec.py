@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import floordiv, mod
 from typing import Any, Literal
 
 import google_crc32c
@@ -31,7 +32,7 @@ from zarr.core.sync import sync
 from kit.data.stores import redact
 from kit.errors import CorruptChunkError
 
-ABSENT = np.uint64(2**64 - 1)
+ABSENT = 2**64 - 1
 """Offset and length of an inner chunk that a shard does not hold."""
 _CHECKSUM_BYTES = 4
 _ENTRY_BYTES = 16
@@ -100,7 +101,7 @@ class StoredArray:
         """Coordinates of the object that holds a chunk."""
         if self.per_shard is None:
             return coords
-        return tuple(place // count for place, count in zip(coords, self.per_shard, strict=True))
+        return tuple(map(floordiv, coords, self.per_shard))
 
     def object_key(self, outer: tuple[int, ...]) -> str:
         """Key of an object, from the root of the store."""
@@ -131,11 +132,8 @@ class StoredArray:
     def locate(self, index: Index, coords: tuple[int, ...]) -> tuple[int, int] | None:
         """(first byte, one past the last) of an inner chunk in its shard; None when the shard does not hold it."""
         assert self.per_shard is not None
-        entry = index[tuple(place % count for place, count in zip(coords, self.per_shard, strict=True))]
-        if entry[0] == ABSENT and entry[1] == ABSENT:
-            return None
-        first, count = entry.tolist()
-        return first, first + count
+        first, count = index[tuple(map(mod, coords, self.per_shard))].tolist()
+        return None if first == count == ABSENT else (first, first + count)
 
     # -- chunks
 

@@ -32,6 +32,8 @@ from kit.plan.coalescing import Coalescing
 
 REQUEST_SECONDS = 60.0
 """How long one request may take before the store counts as out of reach; below a trial's stall limit."""
+_SAMPLES_AT_ONCE = 2048
+"""Whose chunks are looked up together; more would need memory that nobody counts."""
 _OPENING = threading.RLock()
 _inherited: list[Reader] = []
 """Readers of a parent process: kept, because collecting a loop that runs in another process would disturb it."""
@@ -250,11 +252,21 @@ class _Windows:
 
     def _hold(self) -> None:
         """Ask for all that the window being served and the next one need, the one after it where there is memory."""
+        together: list[NDArray[np.int64]] = []
         while (drawn := self._draw()) is not None and (self._may_ask(drawn[1]) or not (self._read or self._begun)):
-            offsets, self._last = drawn
-            self._drawn = None
-            self._reader.hold(offsets, self._patch, self._last)
+            offsets, window = drawn
+            if together and (window > self._last or len(together) * len(offsets) >= _SAMPLES_AT_ONCE):
+                self._ask(together)
+            self._last, self._drawn = window, None
+            together.append(offsets)
             self._read.append(drawn)
+        self._ask(together)
+
+    def _ask(self, together: list[NDArray[np.int64]]) -> None:
+        """For what these batches of one window need: a chunk that many of them share is looked up once."""
+        if together:
+            self._reader.hold(np.concatenate(together), self._patch, self._last)
+            together.clear()
 
     def _may_ask(self, window: int) -> bool:
         ahead = window - self._served

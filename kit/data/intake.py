@@ -12,7 +12,8 @@ counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,13 @@ from kit.data.reader_plan import ReaderPlan, largest_chunk_bytes
 from kit.data.room import Claim, Room
 from kit.data.stores import redact
 from kit.data.wanted import Answer, Wanted
-from kit.data.workers import Batch, Workers
+from kit.data.workers import Workers
 from kit.errors import MissingChunkError
 from kit.plan.coalescing import Coalescing, Run, runs
 from kit.plan.resources import HOLES_SHARE
 from kit.processes import give_memory_back
 
-_PARTS_PER_JOB = 64
+_CHUNKS_PER_JOB = 64
 _INDEX_SHARE = 8
 _LEAST_HOLES_BYTES = 2 << 20
 """Handing memory back more often would cost more than it gives."""
@@ -143,10 +144,10 @@ class Intake:
                 part, shared = data[first - run.first : last - run.first], len(run.items) > 1
                 self._decode_soon(Answer(self.cache, wanted.stored, chunk, part, last - first, shared, claim))
 
-    def scatter_soon(self, batch: Batch[Any], here: Sequence[tuple[Part, NDArray[Any]]]) -> None:
-        """Copy what is decoded already, in decoding threads."""
-        for start in range(0, len(here), _PARTS_PER_JOB):
-            self.decoders.put(batch, _scatter, here[start : start + _PARTS_PER_JOB])
+    def scatter_soon(self, part: Part, here: Mapping[tuple[int, ...], NDArray[Any]]) -> None:
+        """Copy what is decoded already, by its coordinates, in decoding threads."""
+        for start in range(0, len(here), _CHUNKS_PER_JOB):
+            self.decoders.put(part.batch, _scatter, part, here, start)
 
     def _decode_soon(self, answer: Answer) -> None:
         """When the turn of its window has come."""
@@ -175,7 +176,7 @@ class Intake:
             # A chunk that lies in bytes it shares with others would keep all of them in memory.
             kept = decoded.copy() if answer.shared and answer.stored.in_place else decoded
             for part in self.cache.settle(answer.chunk, kept):
-                part.scatter(decoded)
+                part.scatter(answer.chunk.coords, decoded)
         finally:
             answer.give_room_back()
         self._hand_back(answer.size_bytes + decoded.nbytes)
@@ -206,7 +207,7 @@ class Intake:
         filled = np.broadcast_to(np.asarray(stored.fill_value, stored.dtype), stored.chunk)
         self._counters.add(chunks_filled=1)
         for part in self.cache.settle(chunk, filled):
-            self.decoders.put(part.batch, part.scatter, filled)
+            self.decoders.put(part.batch, part.scatter, chunk.coords, filled)
 
     def _hand_back(self, freed_bytes: int) -> None:
         """Now and then return to the system what was freed: chunks come and go in an order that leaves holes."""
@@ -216,6 +217,6 @@ class Intake:
             give_memory_back()
 
 
-def _scatter(here: Sequence[tuple[Part, NDArray[Any]]]) -> None:
-    for part, decoded in here:
-        part.scatter(decoded)
+def _scatter(part: Part, here: Mapping[tuple[int, ...], NDArray[Any]], start: int) -> None:
+    for coords in islice(here, start, start + _CHUNKS_PER_JOB):
+        part.scatter(coords, here[coords])

@@ -190,12 +190,12 @@ class Reader:
         uses = {chunk: chunk_uses(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}
         batch.expect(sum(len(uses[stored.chunk]) for stored in self._stored), lambda: self._unpack(packed, values))
         for variable, stored in enumerate(self._stored):
-            parts = [Part(batch, use, packed[variable]) for use in uses[stored.chunk]]
-            here, new = self._intake.cache.join(stored, variable, parts)
-            self._counters.add(cache_hits=len(parts) - len(new), cache_misses=len(new))
+            part = Part(batch, uses[stored.chunk], packed[variable])
+            here, new = self._intake.cache.join(stored, variable, part)
+            self._counters.add(cache_hits=len(part.uses) - len(new), cache_misses=len(new))
             self._intake.decode_wanted()
             self._fetch(stored, new)
-            self._intake.scatter_soon(batch, here)
+            self._intake.scatter_soon(part, here)
 
     def _hold(self, offsets: NDArray[np.int64], patch: tuple[int, ...], window: int) -> None:
         chunks = {chunk: touched(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}

@@ -16,24 +16,32 @@ Table = NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class ChunkUse:
-    """One chunk that a batch needs, with everything the batch takes from it."""
+class ChunkUses:
+    """The chunks that a batch needs of one variable, with everything it takes from each. `len` counts chunks.
 
-    coords: tuple[int, ...]
+    One object for all of them: what is made for each chunk costs as much time in garbage collection as its copies.
+    """
+
     table: Table
-    """A row for each patch that overlaps the chunk: sample, then first and last along each dimension of the patch's
-    region, then the same of the chunk's region. Slices are made when they are used: kept ones would cost as much time
-    in garbage collection as the copies."""
+    """A row for each patch that overlaps a chunk, those of a chunk together: sample, then first and last along each
+    dimension of the patch's region, then the same of the chunk's region."""
+    cuts: list[int]
+    """The first row of each chunk, and the number of rows."""
+    places: dict[tuple[int, ...], int]
+    """Coordinates of the chunks, numbered."""
 
-    def scatter(self, decoded: NDArray[np.generic], batch: NDArray[np.generic]) -> None:
-        """Copy what `batch` `(sample, *dims)` takes from the `decoded` chunk."""
-        middle = 1 + 2 * len(self.coords)
-        for row in self.table.tolist():
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def scatter(self, coords: tuple[int, ...], decoded: NDArray[np.generic], batch: NDArray[np.generic]) -> None:
+        """Copy what `batch` `(sample, *dims)` takes from a `decoded` chunk."""
+        middle, place = 1 + 2 * len(coords), self.places[coords]
+        for row in self.table[self.cuts[place] : self.cuts[place + 1]].tolist():
             target, source = iter(row[1:middle]), iter(row[middle:])
             batch[(row[0], *map(slice, target, target))] = decoded[tuple(map(slice, source, source))]
 
 
-def chunk_uses(offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[int]) -> list[ChunkUse]:
+def chunk_uses(offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[int]) -> ChunkUses:
     """The union of chunks that patches at `offsets` `(sample, dim)` touch, in the order of their coordinates."""
     sides, patch_sides = np.array(chunk, np.int64), np.array(patch, np.int64)
     sample, coords = _overlaps(offsets, patch_sides, sides)
@@ -48,8 +56,8 @@ def chunk_uses(offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence
     )]  # fmt: skip
     table = np.concatenate([sample[:, None], *bounds], axis=1)
     cuts = [0, *(np.flatnonzero(np.diff(rank[order])) + 1).tolist(), len(table)]
-    places = coords[cuts[:-1]].tolist()
-    return [ChunkUse(tuple(place), table[low:high]) for place, low, high in zip(places, cuts, cuts[1:], strict=False)]
+    places = zip(*coords[cuts[:-1]].T.tolist(), strict=True)
+    return ChunkUses(table, cuts, {place: number for number, place in enumerate(places)})
 
 
 def touched(offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[int]) -> list[tuple[int, ...]]:
@@ -57,7 +65,7 @@ def touched(offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[in
     _, coords = _overlaps(offsets, np.array(patch, np.int64), np.array(chunk, np.int64))
     rank = np.ravel_multi_index(tuple(coords.T), tuple(coords.max(axis=0) + 1))
     _, first = np.unique(rank, return_index=True)
-    return [tuple(place) for place in coords[np.sort(first)].tolist()]
+    return [*zip(*coords[np.sort(first)].T.tolist(), strict=True)]
 
 
 def _overlaps(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.data.cache import ChunkCache, Part
-from kit.data.regions import ChunkUse
+from kit.data.regions import ChunkUses
 from kit.data.workers import Batch
 
 STORED = SimpleNamespace(name="a", chunk=(4,))
@@ -22,22 +22,26 @@ def part_of(place):
     target = np.zeros((1, 4), np.float32)
     batch.expect(1, lambda: target)
     table = np.array([[0, 0, 4, 0, 4]])
-    return Part(batch, ChunkUse((place,), table), target)
+    return Part(batch, ChunkUses(table, [0, 1], {(place,): 0}), target)
 
 
 def arrive(cache, chunk):
     """The chunk has been read and decoded."""
     for part in cache.settle(chunk, CHUNK):
-        part.scatter(CHUNK)
+        part.scatter(chunk.coords, CHUNK)
 
 
 def ask(cache, *places):
     """(parts, those served from the cache, chunks to read)."""
     parts = [part_of(place) for place in places]
-    here, new = cache.join(STORED, 0, parts)
-    for part, decoded in here:
-        part.scatter(decoded)
-    return parts, [part for part, _ in here], new
+    served, new = [], []
+    for part in parts:
+        here, unread = cache.join(STORED, 0, part)
+        new += unread
+        for coords, decoded in here.items():
+            part.scatter(coords, decoded)
+            served.append(part)
+    return parts, served, new
 
 
 def test_a_chunk_on_its_way_is_joined_and_serves_all():
@@ -53,8 +57,8 @@ def test_a_chunk_on_its_way_is_joined_and_serves_all():
 
 def test_variables_do_not_share_chunks():
     cache = ChunkCache()
-    assert len(cache.join(STORED, 0, [part_of(1)])[1]) == 1
-    assert len(cache.join(STORED, 1, [part_of(1)])[1]) == 1
+    assert len(cache.join(STORED, 0, part_of(1))[1]) == 1
+    assert len(cache.join(STORED, 1, part_of(1))[1]) == 1
 
 
 def test_the_least_recently_used_chunk_goes_first():
