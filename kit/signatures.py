@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import TargetError
-from kit.targets import find_target, parsed
+from kit.targets import find_target, parsed, top_level
 
 UNKNOWN = inspect.Parameter.empty
 """The default of an argument that has none, or none that reading can tell."""
@@ -62,8 +62,8 @@ def class_bodies(text: str, until: str, depth: int = _DEEPEST) -> Iterator[ast.C
             yield from class_bodies(origin, until, depth - 1)
         return
     yield node
-    for base in (item.id for item in node.bases if isinstance(item, ast.Name)):
-        place = _place(base, target.file, target.module)
+    for base in node.bases:
+        place = _base_place(base, target.file, target.module)
         with contextlib.suppress(TargetError):  # a base from a package that is not here
             yield from class_bodies(place, until, depth - 1) if place else ()
 
@@ -160,6 +160,17 @@ def _body(file: Path) -> list[ast.stmt]:
     return parsed(file, state.st_mtime_ns, state.st_size).body
 
 
+def _base_place(base: ast.expr, file: Path, module: str) -> str | None:
+    """The import path of a base, given by its name or as `package.Name`."""
+    if isinstance(base, ast.Name):
+        return _place(base.id, file, module)
+    if not (isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name)):
+        return None
+    imports = (alias for node in top_level(_body(file)) if isinstance(node, ast.Import) for alias in node.names)
+    names = (alias.name for alias in imports if (alias.asname or alias.name) == base.value.id)
+    return next((f"{name}:{base.attr}" for name in names), None)
+
+
 def _place(name: str, file: Path, module: str) -> str | None:
     """The import path of a name that a module uses."""
     body = _body(file)
@@ -170,7 +181,7 @@ def _place(name: str, file: Path, module: str) -> str | None:
 
 def _origin(body: list[ast.stmt], name: str, file: Path, module: str) -> str | None:
     """The import path of a name that a module takes from another one."""
-    for node in body:
+    for node in top_level(body):
         if not isinstance(node, ast.ImportFrom):
             continue
         for alias in node.names:

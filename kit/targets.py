@@ -158,7 +158,7 @@ def _names(file: Path, depth: int = 0) -> set[str] | None:
     state = file.stat()
     tree = parsed(file, state.st_mtime_ns, state.st_size)
     names: set[str] = set()
-    for node in _top_level(tree.body):
+    for node in top_level(tree.body):
         found = _star(node, file, depth) if _is_star(node) else set(_bound(node))
         if found is None:
             return None
@@ -178,15 +178,15 @@ def parsed(file: Path, *_: int) -> ast.Module:
         raise TargetError(f"{file}, line {error.lineno}: {error.msg}; correct it first") from None
 
 
-def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements that run when the module does, inside `if`, `try`, `with` and loops too."""
     for node in body:
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             for field in ("body", "orelse", "finalbody"):
-                yield from _top_level(getattr(node, field, []))
+                yield from top_level(getattr(node, field, []))
             for part in (*getattr(node, "handlers", []), *getattr(node, "cases", [])):
-                yield from _top_level(part.body)
+                yield from top_level(part.body)
 
 
 def _bound(node: ast.stmt) -> Iterator[str]:

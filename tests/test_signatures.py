@@ -58,6 +58,12 @@ def test_a_name_is_followed_to_where_it_is_made(nets, target, arguments):
     assert signature_of(target) == arguments
 
 
+def test_a_name_that_a_package_loads_lazily_is_followed_too(nets, tmp_path):
+    lazy = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .nets import made as later\n"
+    (tmp_path / "sized_pkg" / "__init__.py").write_text(lazy)
+    assert signature_of("sized_pkg:later") == {"width": UNKNOWN, "depth": 2}
+
+
 @pytest.mark.parametrize("target", ["sized_pkg:Net", "sized_pkg.nets:Net", "alone.py:Net"])
 def test_defaults_are_plain_values_or_unknown(nets, target):
     assert signature_of(target) == {

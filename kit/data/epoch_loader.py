@@ -12,9 +12,10 @@ A state that `state_dict` gave holds for any number of processes (see `kit.data.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -110,7 +111,7 @@ class EpochLoader(EpochPasses[Batch]):
             persistent_workers=True,
             pin_memory=pins(self._settings),
             multiprocessing_context=_fresh_processes(type(self._stream).__module__),
-            worker_init_fn=partial(seed_process, seed, self.rank),
+            worker_init_fn=partial(_begin_process, dict(os.environ), seed, self.rank),
             generator=torch.Generator().manual_seed(seed),  # else it draws from the model's generator
         )
 
@@ -131,6 +132,14 @@ def _fresh_processes(module: str) -> str:
         return "spawn"
     multiprocessing.set_forkserver_preload([module])
     return "forkserver"
+
+
+def _begin_process(variables: Mapping[str, str], seed: int, rank: int, worker: int) -> None:
+    """Take the environment of the process that trains: that of the server is older than keys and places named since."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+    seed_process(seed, rank, worker)
 
 
 def seed_process(seed: int, rank: int, worker: int) -> None:

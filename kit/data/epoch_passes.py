@@ -53,6 +53,10 @@ class EpochPasses(Generic[Batch]):
         """The batches of an epoch, from that step on."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """End the processes and threads of a pass; the next one starts them again."""
+        raise NotImplementedError
+
     def __len__(self) -> int:
         """Batches in an epoch."""
         return self._plan.batches_per_epoch

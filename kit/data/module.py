@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
 from kit.config import Config
 from kit.data.dataset import Dataset, open_dataset
 from kit.data.disk_cache import ReadCache
+from kit.data.epoch_data import EpochData
 from kit.data.patches import PatchLoader
 from kit.data.sampling import sample_plan
 from kit.plan.coalescing import Coalescing
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kit.data.dataset import XarrayObject
 
 
-class PatchData(LightningDataModule):
+class PatchData(EpochData):
     """Random, grid or block-shuffled patches of the store that `config.data` names, or of what is given instead.
 
     The store is opened in `setup`, in the process that trains, and checked there: what does not fit is a ConfigError
@@ -54,7 +54,7 @@ class PatchData(LightningDataModule):
             StoreError: when the store cannot be opened.
         """
         dataset = self.dataset = self.dataset or self._open()
-        world_size, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        world_size, rank = self.ranks
         self._close()
         self.loader = PatchLoader(
             dataset,
@@ -67,14 +67,6 @@ class PatchData(LightningDataModule):
             read_cache=ReadCache.of(self.config.cache),
         )
         return self.loader
-
-    @override
-    def teardown(self, stage: str | None = None) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self.loader is not None:
-            self.loader.close()
 
 
 def _coalescing(config: Config) -> Coalescing:

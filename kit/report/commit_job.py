@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, KitError, Problem
 from kit.machine import hardware, resolve_devices
-from kit.report.commit_parts import data_entry, is_manual, module_entry, module_target, shards_itself
+from kit.report.commit_parts import data_entry, is_manual, module_entry, module_target, shards_itself, takes_config
 from kit.report.committed_yaml import Job
 from kit.run.calibration.result import Calibration, saved_path
 from kit.run.trial import Trial
@@ -36,8 +36,7 @@ def make_job(config: Config, trial: Trial | None = None, module: Any = None, dat
     model, source = module_entry(target, config), data_entry(data, config)
     accelerator, devices, precision, reasons = _devices(config, trial)
     _check_nodes(config)
-    own = source["class_path"] == "kit.train.CommittedData"
-    resolved, notes = _open_settings(config, trial, reasons) if own else ({}, _foreign_notes(config, trial))
+    resolved, notes = _settings_of(source["class_path"], config, trial, reasons)
     job = Job(
         config=config, accelerator=accelerator, devices=devices, precision=precision, model=model, data=source,
         shards_itself=shards_itself(target), manual=is_manual(target), resolved=resolved, reasons=reasons,
@@ -95,6 +94,19 @@ def _sorted_reasons(reasons: Sequence[str], precision: str) -> dict[str, str]:
 # -- what the data left open
 
 
+def _settings_of(
+    data: str, config: Config, trial: Trial | None, reasons: dict[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """What was open of the data of that class, and what its user should know."""
+    if data == "kit.train.CommittedData":
+        return _open_settings(config, trial, reasons)
+    changes, headline = _of_trial(config, trial)
+    if takes_config(":".join(data.rsplit(".", 1))):
+        reasons.update(dict.fromkeys(list(changes)[:1], headline))
+        return changes, []
+    return {}, _foreign_notes(changes)
+
+
 def _open_settings(config: Config, trial: Trial | None, reasons: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
     changes, reason, notes = _calibrated(config, trial)
     reasons.update(dict.fromkeys(list(changes)[:1], reason))
@@ -110,9 +122,9 @@ def _calibrated(config: Config, trial: Trial | None) -> tuple[dict[str, Any], st
     """The changes of the loader that were measured, with the reason; and what is missing."""
     if not config.calibration.enabled:
         return {}, "", []
-    event = trial.event("calibrated") if trial is not None else None
-    if event is not None:
-        return dict(event["changes"]), str(event["headline"]), []
+    changes, headline = _of_trial(config, trial)
+    if headline:
+        return changes, headline, []
     try:
         found = Calibration.load(saved_path(config))
     except KitError:
@@ -120,6 +132,12 @@ def _calibrated(config: Config, trial: Trial | None) -> tuple[dict[str, Any], st
     if found is None or found.chosen is None:
         return {}, "", ["the loader was not calibrated: its settings are those of the config (kit.calibrate measures)"]
     return dict(found.chosen.changes), found.headline, []
+
+
+def _of_trial(config: Config, trial: Trial | None) -> tuple[dict[str, Any], str]:
+    """The changes of the loader that a trial ran with, and how they were found; empty where there were none."""
+    event = trial.event("calibrated") if trial is not None and config.calibration.enabled else None
+    return ({}, "") if event is None else (dict(event["changes"]), str(event["headline"]))
 
 
 def _layout(config: Config) -> tuple[dict[str, Any], str]:
@@ -149,10 +167,8 @@ def _layout(config: Config) -> tuple[dict[str, Any], str]:
 # -- what to know
 
 
-def _foreign_notes(config: Config, trial: Trial | None) -> list[str]:
+def _foreign_notes(changes: dict[str, Any]) -> list[str]:
     """Data of the user's own is made as its class makes it, without the settings that a trial gave its loader."""
-    event = trial.event("calibrated") if trial is not None and config.calibration.enabled else None
-    changes = dict(event["changes"]) if event is not None else {}
     found = ", ".join(f"{path.partition('.')[2]}={value}" for path, value in changes.items())
     return [f"the trial's loader ran with {found}; set them in your data module"] if found else []
 

@@ -124,6 +124,11 @@ def _module_of(file: Path, target: str, name: str) -> str:
     return module
 
 
+def takes_config(target: str) -> bool:
+    """Whether data takes what it was not given from the config of a committed file, as far as its source tells."""
+    return any(node.name == "ConfiguredData" for node in class_bodies(target, until="LightningDataModule"))
+
+
 def shards_itself(target: str) -> bool:
     """Whether a class makes or shards layers in `configure_model`, as far as its source tells."""
     return any(_defines(node, "configure_model") for node in _own_classes(target))

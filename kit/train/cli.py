@@ -8,6 +8,7 @@ run whose machine is lost goes on from the copy of its last checkpoint (`kit.tra
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import warnings
@@ -56,6 +57,17 @@ class CommittedCLI(LightningCLI):
             raise ConfigError(_first_lines(str(error)), "command line") from None
 
     @override
+    def instantiate_classes(self) -> None:
+        """As LightningCLI does; what a class of kit's refuses comes as it was said."""
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            found = _said_by_kit(error)
+            if found is None:
+                raise
+            raise found from None
+
+    @override
     def before_instantiate_classes(self) -> None:
         """Look at the run as files and options together have it, and where it is to go on."""
         settings = self.config.get(self.subcommand, self.config)
@@ -72,6 +84,13 @@ def _first_lines(text: str) -> str:
     return "; ".join(lines[:3])
 
 
+def _said_by_kit(error: BaseException | None) -> KitError | None:
+    """The error of kit's that another one was made of; None where there is none."""
+    while error is not None and not isinstance(error, KitError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def _is_no_tip(record: logging.LogRecord) -> bool:
     """Whether it tells of the run, and not of a product."""
     return "Tip: For seamless" not in record.getMessage()
@@ -80,6 +99,7 @@ def _is_no_tip(record: logging.LogRecord) -> bool:
 def main() -> None:
     """Run the command line; what is wrong with it is one line on stderr."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+    gc.freeze()  # else each full collection looks at all that imports have made, and stops threads that read meanwhile
     try:
         CommittedCLI()
     except KitError as error:

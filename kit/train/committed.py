@@ -2,12 +2,11 @@
 
 `CommittedConfig` carries the Config in the file, as text that stock LightningCLI passes on untouched, and what `auto`
 came to. It changes nothing in a fit but the threads that each rank computes with, where the config gives their number.
+`kit.RowData` and `kit.EventData` take from it what the file does not name of their own (see `kit.data.epoch_data`).
 `CommittedData` is `kit.PatchData` of that Config: it is written once in a file, and read from there by both.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -34,13 +33,13 @@ class CommittedConfig(Callback):
 
     def __init__(self, config: str, resolved: Resolved | None = None) -> None:
         self.given = Config.from_yaml(config, "trainer.callbacks, CommittedConfig.config")
-        self.config = self.given.replace(resolved or {})
+        self.committed = self.given.replace(resolved or {})
         """As it runs."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.config.hardware.threads_per_rank:
-            torch.set_num_threads(self.config.hardware.threads_per_rank)
+        if self.committed.hardware.threads_per_rank:
+            torch.set_num_threads(self.committed.hardware.threads_per_rank)
 
 
 class CommittedData(PatchData):
@@ -51,18 +50,17 @@ class CommittedData(PatchData):
 
     @override
     def setup(self, stage: str | None = None) -> None:
-        self.config = self._committed()
+        self.config = self._config()
         super().setup(stage)
 
     @override
     def train_dataloader(self) -> PatchLoader:
-        self.config = self._committed()
+        self.config = self._config()
         return super().train_dataloader()
 
-    def _committed(self) -> Config:
-        callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
-        for callback in callbacks:
-            if isinstance(callback, CommittedConfig):
-                return callback.config
-        message = "CommittedData reads the config of kit.train.CommittedConfig, which is not among the callbacks"
-        raise ConfigError([Problem("trainer.callbacks", message)])
+    def _config(self) -> Config:
+        found = self.committed
+        if found is None:
+            message = "CommittedData reads the config of kit.train.CommittedConfig, which is not among the callbacks"
+            raise ConfigError([Problem("trainer.callbacks", message)])
+        return found

@@ -7,20 +7,6 @@ from kit.cloud.simulated_cloud import simulated_cloud
 from kit.endpoints import VARIABLE
 
 
-@pytest.fixture(scope="session")
-def _unshaped():
-    with simulated_cloud("no limits") as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def cloud(_unshaped, monkeypatch):
-    """A cloud without limits, faults or counts; objects of earlier tests stay in their own buckets."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    _unshaped.turn("no limits").forget_scripts().reset_counts()
-    return _unshaped
-
-
 @pytest.fixture(params=["memory", "folder"])
 def kept(request, tmp_path, monkeypatch):
     """A cloud of its own for each place that objects are kept in."""

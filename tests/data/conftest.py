@@ -19,9 +19,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from kit.cloud.simulated_cloud import simulated_cloud
 from kit.config import Config
-from kit.endpoints import VARIABLE
 
 TINY = Path(__file__).with_name("tiny_source.py")
 
@@ -119,19 +117,6 @@ def s3(_s3_address, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     return f"s3://kit-tests/{uuid.uuid4().hex}"
-
-
-@pytest.fixture(scope="module")
-def _cloud():
-    with simulated_cloud("no limits") as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def cloud(_cloud, monkeypatch):
-    """A simulated cloud that limits nothing and has forgotten the test before."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    return _cloud.turn("no limits", faults={}).forget_scripts().reset_counts()
 
 
 @pytest.fixture

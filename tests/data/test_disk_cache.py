@@ -14,14 +14,12 @@ from cache_filler import body, name
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.cloud.simulated_cloud import simulated_cloud
 from kit.config import Cache, Config
 from kit.data.build import build
 from kit.data.counters import Counters
 from kit.data.disk_cache import CachedReads, Memory, ReadCache, SharedFolder
 from kit.data.engine import Engine
 from kit.data.source import load_source
-from kit.endpoints import VARIABLE
 from kit.errors import ConfigError
 
 FILLER = Path(__file__).with_name("cache_filler.py")
@@ -220,13 +218,6 @@ def test_an_object_is_asked_for_again_when_its_identity_changes_or_is_not_known(
     assert fresh().read("b") is None
     counts = counters.values()
     assert (counts["read_cache_hits"], counts["read_cache_misses"], counts["read_cache_bytes"]) == (1, 2, 3)
-
-
-@pytest.fixture
-def cloud(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with simulated_cloud("no limits") as cloud:
-        yield cloud
 
 
 def read_all(dataset, cache):

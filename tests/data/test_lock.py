@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-from kit.cloud.simulated_cloud import simulated_cloud
 from kit.data import lock
 from kit.data.build import build
 from kit.data.dataset import open_dataset
@@ -26,7 +25,6 @@ from kit.data.stores import (
     resolve_url,
     write_object,
 )
-from kit.endpoints import VARIABLE
 from kit.errors import StoreLockedError
 
 HOLD = """
@@ -138,13 +136,6 @@ def test_a_held_lock_in_an_object_store_is_renewed(gcs, monkeypatch):
 
 
 # -- two at the same moment
-
-
-@pytest.fixture
-def cloud(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with simulated_cloud("no limits") as cloud:
-        yield cloud
 
 
 @contextlib.contextmanager

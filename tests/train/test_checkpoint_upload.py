@@ -18,7 +18,6 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader, TensorDataset
 from train_ranks import run_ranks
 
-from kit.cloud.simulated_cloud import simulated_cloud
 from kit.config import Config
 from kit.data.downloads import fetch_checkpoint
 from kit.data.stores import list_objects, open_store
@@ -61,18 +60,12 @@ class At(Callback):
             self.do()
 
 
-@pytest.fixture(scope="module")
-def _cloud():
-    with simulated_cloud("no limits") as cloud:
-        yield cloud
-
-
 @pytest.fixture
-def cloud(_cloud, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+def cloud(cloud):
+    """The simulated cloud; every thread that copies to it has ended with the test."""
     torch.set_num_threads(1)
-    yield _cloud.turn("no limits", faults={}).forget_scripts().reset_counts()
-    _cloud.turn("no limits")
+    yield cloud
+    cloud.turn("no limits")
     wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "kit-courier"])
 
 
@@ -267,22 +260,22 @@ def test_after_a_kill_nothing_half_copied_is_seen_and_the_resumed_run_sends_the_
 
 
 @pytest.fixture(scope="module")
-def said(_cloud, tmp_path_factory):
+def said(running_cloud, tmp_path_factory):
     """What two ranks said, by case, and what the cloud had served at the end."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "blocked").write_text("a file")
     (folder / "numbers.txt").write_text("1 2 3")
     os.environ.pop(VARIABLE, None)
-    _cloud.turn("no limits", faults={}).forget_scripts().reset_counts()
-    _cloud.script("ranks/denied/*", [403] * 5)
-    numbers = _cloud.upload(folder / "numbers.txt", "numbers/n.txt")
-    sharded = _cloud.url("ranks/sharded")
+    running_cloud.turn("no limits", faults={}).forget_scripts().reset_counts()
+    running_cloud.script("ranks/denied/*", [403] * 5)
+    numbers = running_cloud.upload(folder / "numbers.txt", "numbers/n.txt")
+    sharded = running_cloud.url("ranks/sharded")
     cases = {
-        "ddp": {"what": "fit", "strategy": "ddp", "steps": 4, "url": _cloud.url("ranks/ddp")},
+        "ddp": {"what": "fit", "strategy": "ddp", "steps": 4, "url": running_cloud.url("ranks/ddp")},
         "sharded": {"what": "fit", "strategy": "fsdp", "steps": 8, "url": sharded},
         "whole": {"what": "fit", "strategy": "fsdp", "steps": 12},
         "resumed": {"what": "fit", "strategy": "fsdp", "steps": 12, "from": sharded},
-        "denied": {"what": "fit", "strategy": "ddp", "steps": 4, "url": _cloud.url("ranks/denied")},
+        "denied": {"what": "fit", "strategy": "ddp", "steps": 4, "url": running_cloud.url("ranks/denied")},
         "shared": {"what": "share", "url": numbers, "paths": [str(folder / "shared")] * 2},
         "blocked": {"what": "share", "url": numbers, "paths": [str(folder / "one"), str(folder / "blocked" / "x")]},
         "prepared": {"what": "prepare", "url": numbers, "path": str(folder / "prepared")},
@@ -290,7 +283,7 @@ def said(_cloud, tmp_path_factory):
     for name, case in cases.items():
         case["folder"] = str(folder / name)
     answers = run_ranks(cases, 2, folder, script=RANKS)
-    yield answers, _cloud.counts(), folder
+    yield answers, running_cloud.counts(), folder
     os.environ.pop(VARIABLE, None)
 
 

@@ -1,8 +1,8 @@
 """RowData: rows of an array as Lightning takes them: batches `(values, rows)`, each row once an epoch over all ranks.
 
 Only batches ever go to the device, whatever holds the rows: an array in memory stays there. What is left to None is the
-config's where kit runs the trial (`use_config`), and the default of `kit.Config()` elsewhere. It also works by itself:
-`for values, rows in kit.RowData("x.npy")` is an epoch.
+config's, of a trial or a committed file (see `ConfiguredData`), and the default of `kit.Config()` elsewhere. It also
+works by itself: `for values, rows in kit.RowData("x.npy")` is an epoch.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from kit.config import Config
+from kit.data.epoch_data import ConfiguredData
 from kit.data.rows.loader import RowBatch, RowLoader
 from kit.data.rows.order import RowOrder
 from kit.data.rows.rows import Rows, Which, open_rows
 from kit.errors import ConfigError, Problem
 
 
-class RowData(LightningDataModule):
+class RowData(ConfiguredData):
     """Rows of a `.npy` or `.pt` file, a Zarr array, or numbers in memory.
 
     World size and rank are the trainer's, or 1 and 0 without one.
@@ -73,19 +73,16 @@ class RowData(LightningDataModule):
         credentials: str = "default",
         page_cache_bytes: int | str = 0,
     ) -> None:
-        super().__init__()
-        self.rows = open_rows(
-            source, indices, dtype=dtype, variable=variable, credentials=credentials, page_cache_bytes=page_cache_bytes
-        )
         given = {
             "loader.batch_size": batch_size, "loader.shuffle": shuffle, "training.seed": seed,
             "loader.drop_last": drop_last, "loader.num_workers": num_workers,
             "loader.prefetch_factor": prefetch_factor, "loader.batches_ahead": batches_ahead,
             "loader.pin_memory": pin_memory,
         }  # fmt: skip
-        self._given = {path: value for path, value in given.items() if value is not None}
-        self.config = Config().replace(self._given)
-        """Its loader and seed are what counts here."""
+        super().__init__(Config(), {path: value for path, value in given.items() if value is not None})
+        self.rows = open_rows(
+            source, indices, dtype=dtype, variable=variable, credentials=credentials, page_cache_bytes=page_cache_bytes
+        )
         self.row_block, self.window_blocks, self._in_memory = row_block, window_blocks, in_memory
         self.loader: RowLoader | None = None
         self._kept: Rows | None = None
@@ -96,15 +93,6 @@ class RowData(LightningDataModule):
     def shape(self) -> tuple[int, ...]:
         """(rows, *columns)."""
         return self.rows.shape
-
-    def use_config(self, config: Config) -> None:
-        """Take from a config what was not given."""
-        self.config = config.replace(self._given)
-
-    def take_batches_of(self, batch_size: int) -> None:
-        """Make batches of so many rows on each device, whatever was given before."""
-        self._given["loader.batch_size"] = batch_size
-        self.config = self.config.replace({"loader.batch_size": batch_size})
 
     def order(self, world_size: int = 1) -> RowOrder:
         """Which rows are in which batch, for so many ranks.
@@ -132,18 +120,11 @@ class RowData(LightningDataModule):
             ConfigError: when a global batch is larger than the rows, or what is read ahead than `loader.memory_bytes`.
         """
         self.setup()
-        world_size, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        self._use_committed()
+        world_size, rank = self.ranks
         self._close()
         self.loader = RowLoader(self._kept or self.rows, self.order(world_size), self.config.loader, rank=rank)
         return self.loader
-
-    @override
-    def teardown(self, stage: str | None = None) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self.loader is not None:
-            self.loader.close()
 
     # -- by itself
 

@@ -23,7 +23,7 @@ from kit.cgroup import share
 from kit.data.rows.kinds import delivered_dtype, name_of
 from kit.data.rows.sources import MemoryRows, NpyRows, RowSource, TorchRows
 from kit.data.rows.zarr_rows import ZarrRows, near
-from kit.data.stores import local_folder, resolve_url
+from kit.data.stores import local_folder, redact, resolve_url
 from kit.errors import ConfigError, MissingRowsError, Problem, RowsError
 from kit.units import format_bytes, parse_bytes
 
@@ -207,6 +207,11 @@ def open_rows(
     folder = local_folder(url)
     if folder is not None and (folder.suffix in _FILES or folder.is_file()):
         return Rows(_open_file(folder, parse_bytes(page_cache_bytes)), indices, dtype)
+    if folder is None and Path(url).suffix in _FILES:
+        raise RowsError(
+            f"{redact(url)}: files are mapped from a disk; bring it there with kit.download_once(url, path), or write "
+            "its rows to a Zarr store with kit.write_rows, which is read where it is"
+        )
     return Rows(ZarrRows(url, credentials, variable), indices, dtype)
 
 

@@ -1,9 +1,9 @@
 """write_rows: an array larger than memory, written in blocks of rows: whole or not at all.
 
 A block is made, written and forgotten, so memory holds one block whatever the size of the array. A `.npy` file is
-written beside its place under another name, and takes its place when every row of it is on disk: a kill leaves what was
-there before, and the next write begins anew. A Zarr array is built like any store of kit's: by the chunk, checksummed,
-resumed where it was ended, and refused to readers until it is whole.
+written beside its place under another name, and takes its place when every row of it is on disk; one that was ended is
+gone on with (see `NpyDraft`). A Zarr array is built like any store of kit's: by the chunk, checksummed, resumed where
+it was ended, and refused to readers until it is whole.
 
 Rows come from a function of (start, stop), or from other rows: each once in their order, or drawn with replacement
 where a shape is asked for, by a seed and independent of how the array is cut into blocks.
@@ -11,9 +11,7 @@ where a shape is asked for, by a seed and independent of how the array is cut in
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -26,13 +24,13 @@ from kit.config import Config
 from kit.data.build import build
 from kit.data.lock import turn_at
 from kit.data.pieces import Region
-from kit.data.progress import Progress, make_progress
+from kit.data.progress import Progress, make_progress, say
 from kit.data.rows.kinds import name_of, plain_dtype
+from kit.data.rows.npy_draft import NpyDraft
 from kit.data.rows.rows import Rows, open_rows
-from kit.data.rows.size import free_disk_bytes
 from kit.data.source import VariableSpec
 from kit.data.stores import local_folder, resolve_url
-from kit.errors import BuildError, ConfigError, Problem, RowsError
+from kit.errors import ConfigError, Problem, RowsError
 from kit.targets import load_target
 from kit.units import format_bytes, parse_bytes
 
@@ -43,9 +41,7 @@ VARIABLE = "values"
 _MEMORY_BYTES = 256 << 20
 _COPIES = 3
 """Of a block at once: made, turned into the type asked for, and on its way to the disk."""
-_SYNC_BYTES = 64 << 20
 _WAIT_SECONDS = 0.0
-_PARTIAL = ".partial"
 _WORDS = 4
 """That one step of Philox's counter gives."""
 _CHUNK_BYTES = 1 << 20
@@ -64,11 +60,12 @@ def write_rows(
     progress: bool | Progress = True,
     overwrite: bool = False,
 ) -> Rows:
-    """Write an array in blocks of rows, and open it.
+    """Write an array in blocks of rows, and open it; the same call goes on with what an ended one has left.
 
     Args:
         path: A `.npy` file, or a path or URL for a Zarr store.
-        source: A function (start, stop) that gives those rows, its import path, or what `kit.open_rows` takes.
+        source: A function (start, stop) that gives those rows whenever it is asked, its import path, or what
+            `kit.open_rows` takes.
         shape: (rows, *columns) of a function's array, or its rows alone where it is asked for one to see the columns.
             With rows as the source: so many rows of them, drawn with replacement by `seed`; None for each once.
         dtype: Name of the type to store; None for float32 of a function, and the type that rows are delivered in.
@@ -77,12 +74,12 @@ def write_rows(
         memory_bytes: Of all blocks at once.
         seed: Of the rows that are drawn.
         progress: True for a line that updates in place, False for none, or a callable (done, total, bytes).
-        overwrite: Replace what is there.
+        overwrite: Replace what is there, and begin again where a write was ended.
 
     Raises:
         ConfigError: for a shape that is missing, a block that does not fit `memory_bytes`, and rows of another shape.
         RowsError: when the place is taken.
-        BuildError: when the disk has no room.
+        BuildError: when the disk has no room, and for rows other than those that an ended write has left.
         StoreError: when the place cannot be written; `StoreLockedError` when another process writes it.
     """
     url = resolve_url(fspath(path))
@@ -94,9 +91,7 @@ def write_rows(
         return _write_store(url, table, min(block, row_block or block), build_bytes, progress, overwrite)
     if folder.suffix != ".npy":
         raise ConfigError([Problem("path", f"{folder.name}: a .pt file is written at once by torch; use .npy or Zarr")])
-    with _placed(folder, table, overwrite) as partial:
-        _write_npy(partial, table, block, make_progress(progress, "Writing", "row blocks"))
-    return open_rows(folder)
+    return _write_npy(folder, table, block, progress, overwrite)
 
 
 class _Table:
@@ -107,14 +102,10 @@ class _Table:
 
     def __init__(self, make: Make, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self._make = make
-        self.shape, self.dtype = shape, dtype
+        self.shape, self.dtype = tuple(map(int, shape)), dtype
         self.dims = ("row", *(f"column_{axis}" for axis in range(1, len(shape) - 1)), *["column"] * (len(shape) > 1))
         self.variables = {VARIABLE: VariableSpec(dtype)}
         self.row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape[0] * self.row_bytes
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Rows `(stop - start, *columns)`.
@@ -197,57 +188,18 @@ def _block(table: _Table, asked: int, memory_bytes: int) -> int:
 # -- a .npy file
 
 
-@contextlib.contextmanager
-def _placed(file: Path, table: _Table, overwrite: bool) -> Iterator[Path]:
-    """A file beside the place, which takes the place when it is whole.
-
-    Raises:
-        RowsError: when the place is taken.
-        BuildError: when the disk has no room.
-    """
+def _write_npy(file: Path, table: _Table, block: int, progress: bool | Progress, overwrite: bool) -> Rows:
     if file.exists() and not overwrite:
         raise RowsError(f"{file} is there already; choose another path, or overwrite=True to replace it")
-    partial = file.with_name(f".{file.name}{_PARTIAL}")
     with turn_at(file.with_name(f".{file.name}.lock"), _WAIT_SECONDS):
-        partial.unlink(missing_ok=True)  # of a write that was ended
-        _refuse_full(file, table.nbytes)
-        try:
-            yield partial
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
-def _refuse_full(file: Path, needed_bytes: int) -> None:
-    free_bytes = free_disk_bytes(file.parent)
-    if needed_bytes > free_bytes:
-        raise BuildError(
-            f"{file}: the array takes {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} is free; free some "
-            "space, choose another path, or write fewer rows"
-        )
-
-
-def _write_npy(partial: Path, table: _Table, block: int, progress: Progress) -> None:
-    """Header and rows by plain writes, each block on the disk before the next but one: no mapped page adds up."""
-    rows, total = table.shape[0], -(-table.shape[0] // block)
-    written = unsynced = 0
-    with partial.open("wb") as file:
-        np.lib.format.write_array_header_1_0(
-            file, {"descr": table.dtype.str, "fortran_order": False, "shape": table.shape}
-        )
-        progress(0, total, 0)
-        for number, start in enumerate(range(0, rows, block), 1):
-            numbers = np.ascontiguousarray(table.rows(start, min(start + block, rows)))
-            file.write(numbers.reshape(-1).view(np.uint8).data)
-            written += numbers.nbytes
-            unsynced += numbers.nbytes
-            if unsynced >= _SYNC_BYTES:
-                file.flush()
-                os.fsync(file.fileno())
-                unsynced = 0
-            progress(number, total, written)
-        file.flush()
-        os.fsync(file.fileno())
+        draft = NpyDraft(file, table, block)
+        if overwrite:
+            draft.forget()
+        draft.take_up()
+        if draft.kept:
+            say(f"{draft.kept} of {draft.blocks} row blocks of {file} are there already", progress)
+        draft.write(make_progress(progress, "Writing", "row blocks"))
+    return open_rows(file)
 
 
 # -- a Zarr store

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class ZarrRows:
         self._name = info.name
         self.chunk = info.chunk
         self._engine: Engine | None = None
+        self._opening = threading.Lock()
         self.settings = Loader()
         """How the engine reads; what is set here holds from its first read on."""
 
@@ -71,19 +73,25 @@ class ZarrRows:
             engine.close()
 
     def _open(self) -> Engine:
-        engine = self._engine
-        if engine is None:
-            settings = self.settings
-            engine = self._engine = Engine(
-                self._dataset, (self._name,), as_stored=True,
-                requests_in_flight=settings.requests_in_flight, decode_threads=settings.decode_threads,
-                batches_ahead=settings.batches_ahead, cache_bytes=settings.cache_bytes,
-                memory_bytes=settings.memory_bytes,
-            )  # fmt: skip
-        return engine
+        with self._opening:  # batches are read by several threads, which share one engine and what it keeps
+            if self._engine is None:
+                self._engine = self._made()
+            return self._engine
+
+    def _made(self) -> Engine:
+        settings = self.settings
+        return Engine(
+            self._dataset, (self._name,), as_stored=True,
+            requests_in_flight=settings.requests_in_flight, decode_threads=settings.decode_threads,
+            batches_ahead=settings.batches_ahead, cache_bytes=settings.cache_bytes,
+            memory_bytes=settings.memory_bytes,
+        )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_engine": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_engine", "_opening")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _engine=None, _opening=threading.Lock())
 
 
 def _find(url: str, credentials: str, variable: str) -> tuple[Dataset, ArrayInfo]:

@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
 from kit.config import Config
+from kit.data.epoch_data import ConfiguredData
 from kit.data.tables.declared import open_table
 from kit.data.tables.event_loader import EventLoader
 from kit.data.tables.event_plan import EventPlan
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from kit.data.tables.source import TableSource
 
 
-class EventData(LightningDataModule):
+class EventData(ConfiguredData):
     """Entities of one event table, encoded by features that are fitted on it.
 
     The table is opened at once and read when it is needed. World size and rank are the trainer's, or 1 and 0 without
-    one. Where kit runs the trial, the config is the trial's.
+    one. Where kit runs the trial, the config is the trial's; in a committed run it is that of the file.
 
     Args:
         source: A table that is open, or what `kit.open_table` takes, such as a YAML file of data sources.
@@ -68,29 +68,22 @@ class EventData(LightningDataModule):
         batch_size: int | None = None,
         features: Features | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(config or Config(), {} if batch_size is None else {"loader.batch_size": batch_size})
         named = {"name": table} if table else {}
         self.source = open_table(source, **named) if isinstance(source, str | Path | Mapping) else source
-        self._own = {} if batch_size is None else {"loader.batch_size": batch_size}
-        self.config = (config or Config()).replace(self._own)
         self.sketch_quality = sketch_quality
         self.loader: EventLoader | None = None
         self._where = where
         self._asked: dict[str, Any] = {"kinds": dict(kinds or {}), "columns": tuple(columns), "where": where}
         if target_fraction is not None:
             self._asked["target_fraction"] = target_fraction
-        self._given = features
+        self._fitted = features
 
+    @override
     def use_config(self, config: Config) -> None:
-        """Take from a config what was not given."""
-        self.config = config.replace(self._own)
+        super().use_config(config)
         for name in ("_cache", "table"):  # what the config before said of a cache
             self.__dict__.pop(name, None)
-
-    def take_batches_of(self, batch_size: int) -> None:
-        """Make batches of so many entities on each device, whatever was given before."""
-        self._own = {"loader.batch_size": batch_size}
-        self.config = self.config.replace(self._own)
 
     @cached_property
     def table(self) -> TableSource:
@@ -104,12 +97,13 @@ class EventData(LightningDataModule):
         Raises:
             QueryError: when the source fails.
         """
-        fitted = self._given or self._kept_features()
+        fitted = self._fitted or self._kept_features()
         return fitted if fitted.sketch_quality == self.sketch_quality else fitted.with_quality(self.sketch_quality)
 
     @override
     def prepare_data(self) -> None:
         """With a cache, fit the features and count the entities once a machine, so that ranks find both."""
+        self._use_committed()
         if self._cache is not None:
             self._event_table().entities()
 
@@ -122,7 +116,8 @@ class EventData(LightningDataModule):
             PartitionError: for nulls in the partition column.
             QueryError: when the source fails.
         """
-        world_size, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        self._use_committed()
+        world_size, rank = self.ranks
         config, features, table = self.config, self.features, self._event_table()
         self._close()
         plan = EventPlan(
@@ -138,12 +133,8 @@ class EventData(LightningDataModule):
 
     @override
     def teardown(self, stage: str | None = None) -> None:
-        self._close()
+        super().teardown(stage)
         self.source.close()
-
-    def _close(self) -> None:
-        if self.loader is not None:
-            self.loader.close()
 
     def _event_table(self) -> EventTable:
         queries = self.config.queries

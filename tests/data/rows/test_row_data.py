@@ -14,6 +14,8 @@ from row_files import PLACES, numbers, put
 
 import kit
 from kit.data.rows.order import RowOrder
+from kit.data.rows.rows import Rows
+from kit.data.rows.sources import MemoryRows
 from kit.errors import ConfigError
 from kit.memory.batches import loaders_of
 from kit.run.calibration.subject import subject_of
@@ -162,6 +164,22 @@ def test_loader_processes_give_the_same_batches_in_the_same_order(tmp_path, plac
     assert equal(spread, passes(kit.RowData(where, batch_size=8), 2))
     assert data.loader.counters()["samples"] == 2 * 53
     assert data.loader.counters()["bytes_read"] == 2 * 53 * 28
+
+
+class Counted(MemoryRows):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def read(self, rows):
+        self.reads += 1
+        return super().read(rows)
+
+
+@pytest.mark.parametrize("settings", [{}, {"row_block": 4}, {"shuffle": False}], ids=str)
+def test_a_batch_is_one_block_and_not_read_row_by_row(settings):
+    source = Counted(numbers())
+    assert len(passes(kit.RowData(Rows(source), batch_size=8, **settings))) == source.reads == 7
 
 
 def test_an_epoch_goes_on_from_its_middle(tmp_path):

@@ -5,6 +5,7 @@ import pickle
 import re
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import zarr
@@ -51,6 +52,17 @@ def test_a_description_travels_without_its_handle(rows):
 def test_what_it_is_is_said_in_one_line(rows):
     assert (rows.shape, len(rows), rows.row_bytes, rows.nbytes) == ((53, 7), 53, 28, 53 * 28)
     assert re.match(r"Rows 53 × 7 float32, 1.45 KiB, ", str(rows))
+
+
+@pytest.mark.parametrize("place", [".npy", ".pt"])
+def test_a_file_is_mapped_when_a_row_is_asked_for_and_never_read_whole(tmp_path, place):
+    file = put(place, tmp_path, np.ones((16 << 10, 1 << 10), "float32"))
+    before = psutil.Process().memory_info().rss
+    rows = kit.open_rows(file)
+    assert (rows.file, rows.source._opened) == (file, None)
+    assert rows.take([5, 16000]).sum() == 2048
+    assert psutil.Process().memory_info().rss - before < rows.nbytes // 4
+    rows.close()
 
 
 def test_an_old_file_is_read_whole_and_says_so(tmp_path):

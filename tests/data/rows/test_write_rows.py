@@ -1,11 +1,13 @@
 """An array is told before it is made, and written whole or not at all, whatever its size."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,11 +16,12 @@ import torch
 from row_files import numbers
 
 import kit
-from kit.data.rows import write
+from kit.data.rows import npy_draft
 from kit.data.rows.write import _drawn
 from kit.errors import BuildError, ConfigError, RowsError, StoreLockedError
 
 PLACES = ("x.npy", "x.zarr")
+VICTIMS = Path(__file__).with_name("write_victims.py")
 
 
 def square(start, stop):
@@ -107,8 +110,8 @@ def test_what_is_there_is_not_lost(tmp_path):
     with pytest.raises(RuntimeError, match="no more rows"):
         kit.write_rows(tmp_path / "x.npy", fails, (9, 3), row_block=4, overwrite=True, progress=False)
     assert (tmp_path / "x.npy").read_bytes() == before
-    assert [item.name for item in tmp_path.iterdir()] == ["x.npy"]
     assert len(kit.write_rows(tmp_path / "x.npy", square, (9, 3), overwrite=True, progress=False)) == 9
+    assert [item.name for item in tmp_path.iterdir()] == ["x.npy"]
     kit.write_rows(tmp_path / "x.zarr", square, (5, 3), progress=False)
     with pytest.raises(BuildError):
         kit.write_rows(tmp_path / "x.zarr", square, (9, 3), progress=False)
@@ -137,7 +140,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, case):
 
 
 def test_a_full_disk_is_refused_before_a_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "free_disk_bytes", lambda _: 100)
+    monkeypatch.setattr(npy_draft, "free_disk_bytes", lambda _: 100)
     with pytest.raises(BuildError, match="takes 636 B and 100 B is free"):
         kit.write_rows(tmp_path / "x.npy", square, (53, 3), progress=False)
     assert not [*tmp_path.iterdir()]
@@ -159,6 +162,9 @@ def test_memory_stays_that_of_the_blocks(tmp_path):
     assert max(most) - before < 4 * block
 
 
+# -- an ended write is gone on with
+
+
 VICTIM = """
     import sys, time
     import numpy as np, kit
@@ -173,7 +179,7 @@ VICTIM = """
 """
 
 
-def test_a_killed_write_leaves_nothing_for_data_and_is_begun_anew(tmp_path):
+def test_a_killed_write_leaves_nothing_for_data_and_its_lock_goes_with_it(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(VICTIM), str(tmp_path / "x.npy")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
         assert victim.stdout.readline() == "block 0\n"
@@ -191,3 +197,124 @@ def test_a_killed_write_leaves_nothing_for_data_and_is_begun_anew(tmp_path):
             assert time.monotonic() < deadline
     assert np.array_equal(whole(rows), square(0, 8))
     assert sorted(item.name for item in tmp_path.iterdir()) == ["x.npy"]
+
+
+def test_after_a_kill_at_any_point_finished_blocks_are_not_made_again_and_the_bytes_are_those_of_an_unbroken_write(
+    tmp_path,
+):
+    done = subprocess.run([sys.executable, str(VICTIMS), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {result["kill"] for result in results} == {"made", "half", "written", "listed"}
+    for result in results:
+        how, block = result["kill"], result["block"]
+        assert result["signal"] == (signal.SIGXFSZ if how == "half" else signal.SIGKILL), result
+        assert not result["place"]
+        finished = block + (how == "listed")
+        assert result["made"] == [*range(finished, 6)], result
+        assert result["equal"], result
+        assert result["left"] == ["x.npy"]
+
+
+class Source:
+    """`square`, which notes the blocks it is asked for, and fails at a row."""
+
+    def __init__(self, fails_at=-1, scale=1.0):
+        self.fails_at, self.scale, self.blocks = fails_at, scale, []
+
+    def __call__(self, start, stop):
+        if start == self.fails_at:
+            raise RuntimeError("no more rows")
+        if stop - start > 1:
+            self.blocks.append(start // 4)
+        return square(start, stop) * self.scale
+
+
+def write_again(folder, source, **changes):
+    asked = {"shape": (18, 3), "row_block": 4, "progress": False, **changes}
+    return whole(kit.write_rows(folder / "x.npy", source, **asked))
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """A folder in which a write of five blocks has failed at the fourth."""
+    with pytest.raises(RuntimeError, match="no more rows") as raised:
+        write_again(tmp_path, Source(fails_at=12))
+    assert "3 of 5 row blocks" in raised.value.__notes__[0]
+    return tmp_path
+
+
+def test_an_error_keeps_what_is_written_and_the_next_call_says_how_far_it_is(ended):
+    source, told = Source(), []
+    found = write_again(ended, source, progress=lambda *numbers: told.append(numbers))
+    assert np.array_equal(found, square(0, 18))
+    assert source.blocks == [3, 4]
+    assert told[0] == (3, 5, 3 * 4 * 12)
+    assert [item.name for item in ended.iterdir()] == ["x.npy"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"shape": (17, 3)}, {"dtype": "float64"}, {"row_block": 5}, {"overwrite": True}], ids=str
+)
+def test_another_array_or_other_blocks_begin_anew(ended, changes):
+    source = Source()
+    rows = changes.get("shape", (18, 3))[0]
+    assert np.array_equal(write_again(ended, source, **changes), square(0, rows))
+    assert 0 in source.blocks
+    assert [item.name for item in ended.iterdir()] == ["x.npy"]
+
+
+def damaged(data, place):
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+HARMS = {
+    "a flipped bit": (lambda data: damaged(data, 128 + 48 + 5), "partial", [1, 2, 3, 4]),
+    "a torn block": (lambda data: data[: 128 + 2 * 48 + 7], "partial", [2, 3, 4]),
+    "another header": (lambda data: damaged(data, 20), "partial", [0, 1, 2, 3, 4]),
+    "bytes beyond": (lambda data: data + b"beyond", "partial", [3, 4]),
+    "nothing": (lambda data: b"", "partial", [0, 1, 2, 3, 4]),
+    "a torn line": (lambda data: data[:-4], "blocks", [2, 3, 4]),
+    "no text": (lambda data: b"\xff\xfe", "blocks", [0, 1, 2, 3, 4]),
+    "no lines": (lambda data: b"", "blocks", [0, 1, 2, 3, 4]),
+    "too many lines": (lambda data: data + data[-9:] * 9, "blocks", [3, 4]),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_list_is_never_believed_without_the_bytes(ended, harm):
+    change, name, made = HARMS[harm]
+    path = ended / f".x.npy.{name}"
+    path.write_bytes(change(path.read_bytes()))
+    source = Source()
+    assert np.array_equal(write_again(ended, source), square(0, 18))
+    assert source.blocks == made
+
+
+def test_rows_of_another_source_are_not_mixed_in(ended):
+    with pytest.raises(BuildError, match=r"row 8 comes out different .*overwrite=True to begin again"):
+        write_again(ended, Source(scale=2.0))
+    rounded = Source(scale=1 + 1e-6)  # as a row alone may be rounded otherwise than in its block
+    write_again(ended, rounded)
+    assert rounded.blocks == [3, 4]
+
+
+def test_a_disk_needs_room_only_for_the_rest(ended, monkeypatch):
+    monkeypatch.setattr(npy_draft, "free_disk_bytes", lambda _: 6 * 12 - 1)
+    with pytest.raises(BuildError, match="the rest of the array takes 72 B and 71 B is free"):
+        write_again(ended, square)
+    monkeypatch.setattr(npy_draft, "free_disk_bytes", lambda _: 6 * 12)
+    assert np.array_equal(write_again(ended, square), square(0, 18))
+
+
+def test_drawn_rows_go_on_as_they_would_have_been_drawn(tmp_path):
+    rows = kit.open_rows(numbers())
+    expected = whole(kit.write_rows(tmp_path / "whole.npy", rows, 50, row_block=8, progress=False))
+
+    def stop(done, total, number_of_bytes):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kit.write_rows(tmp_path / "x.npy", rows, 50, row_block=8, progress=stop)
+    assert np.array_equal(whole(kit.write_rows(tmp_path / "x.npy", rows, 50, row_block=8, progress=False)), expected)

@@ -56,6 +56,11 @@ def test_epochs_and_other_tasks_find_queries_and_features_in_the_cache(tmp_path)
         assert all(event_tables.tensors_equal(epoch[entity], epochs[0][entity]) for entity in epochs[0])
     narrow = EventData(event_tables.opened(tmp_path / "shop.parquet"), config(tmp_path), sketch_quality=0.5)
     assert narrow.features == first.features.with_quality(0.5)
+    (kept,) = (tmp_path / "cache" / "features").iterdir()
+    kept.write_text(kept.read_text()[:100])
+    again = EventData(event_tables.opened(tmp_path / "shop.parquet"), config(tmp_path))
+    assert again.features == first.features
+    assert again.table.counts["hit"] > 0  # fitted again, from what is kept of the queries
 
 
 class Seen(LightningModule):

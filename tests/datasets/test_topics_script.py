@@ -1,0 +1,76 @@
+"""The script of datasets/topics: in one process and in two, it finds the topics that a fit from Python finds."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kit
+from kit.run import client
+
+SCRIPT = Path(kit.__file__).parents[1] / "datasets" / "topics" / "train.py"
+SIZES = {"documents": 400, "terms": 120, "topics": 4}
+LENGTH, EPOCHS, SEED = 150.0, 24, 3
+STEPS = 600
+"""Of 16 documents."""
+
+
+def run(folder, **options):
+    """What the script writes to its output, on CPUs alone."""
+    asked = {**SIZES, "length": LENGTH, "epochs": EPOCHS, "seed": SEED, "folder": folder, **options}
+    line = [str(part) for name, value in asked.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *line], cwd=folder, capture_output=True, text=True, timeout=250, check=False,
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_process_and_two_find_the_topics_that_a_fit_from_python_finds(tmp_path):
+    done = run(tmp_path, batch_size=16)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one = kit.open_topics(tmp_path / "topics.npz")
+    (source,) = tmp_path.glob("corpus-*.npy")
+    corpus = kit.Corpus(**SIZES, length=LENGTH, seed=SEED)
+    assert np.array_equal(np.load(source), corpus.rows(0, SIZES["documents"]))
+    recovery = kit.compare_topics(one, corpus.truth)
+    assert recovery.median_cosine > 0.95
+    for said in (f"COMPLETE, step {STEPS}", "at the peak", "GiB", str(recovery).splitlines()[0]):
+        assert said in done.stdout
+    figures = [tmp_path / f"{name}.png" for name in ("loss", "structure", "terms")]
+    assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in figures)
+
+    config = kit.Config.load(SCRIPT.with_name("recipe.yaml")).replace({
+        "loader.batch_size": 16, "data.arguments": {"source": str(source)}, "training.seed": SEED,
+        "model.arguments": {**SIZES, "save_path": str(tmp_path / "here.npz")},
+        "trial.max_steps": STEPS, "trial.folder": str(tmp_path / "runs"),
+        "trial.predict_memory": False,
+    })  # fmt: skip
+    kit.fit(None, "kit:RowData", config).wait()
+    client.close_supervisors()
+    here = kit.open_topics(tmp_path / "here.npz")
+    np.testing.assert_allclose(one.terms, here.terms, atol=1e-4)
+    np.testing.assert_allclose(one.shares, here.shares, atol=1e-3)
+
+    written = source.stat().st_mtime_ns
+    done = run(tmp_path, batch_size=8, devices=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 ranks share them" in done.stdout
+    assert source.stat().st_mtime_ns == written  # the corpus of the same settings is used again
+    two = kit.open_topics(tmp_path / "topics.npz")
+    np.testing.assert_allclose(two.terms, one.terms, atol=1e-2)
+    assert kit.compare_topics(two, corpus.truth).median_cosine > 0.95
+    assert sorted(path.name for path in tmp_path.glob("*.npz")) == ["here.npz", "topics.npz"]
+
+
+def test_what_is_wrong_with_the_command_line_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--topics", "0", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code.startswith("ConfigError: topics: ")
+    assert not [*tmp_path.iterdir()]
