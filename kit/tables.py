@@ -12,10 +12,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 from kit.units import format_bytes, format_count, format_seconds
 
 _RULE = "1px solid var(--jp-border-color2, #ccc)"
+_SHORT = 12
+"""Letters of a cell that never wraps: as long as numbers with their units are."""
 _MARK = "background: var(--jp-rendermime-table-row-hover-background, rgba(86, 180, 233, 0.25)); font-weight: bold"
 FRAME = "color: var(--jp-ui-font-color1, #222); font-variant-numeric: tabular-nums"
 
@@ -42,14 +45,17 @@ def html_table(
     mark: str = "chosen",
     dense: bool = False,
     highlighted: Collection[tuple[int, int]] = (),
+    groups: Sequence[str] = (),
 ) -> str:
     """The same table as HTML; `caption` stands above it, `mark` is what the marked row is called.
 
     A dense one has smaller letters and gaps, for many columns on a narrow page. Single cells are `highlighted` by
-    (row, column).
+    (row, column). `groups` has the heading above each column, empty for none: equal neighbours share one.
     """
+    above = html_groups(groups) if groups else ""
     head = "".join(
-        f'<th scope="col" style="{_cell(c, dense, heading=dense)}; border-bottom: {_RULE}">{escape(name)}</th>'
+        f'<th scope="col" style="{_cell(c, dense, wraps=dense)}; vertical-align: bottom; border-bottom: {_RULE}">'
+        f"{escape(name)}</th>"
         for c, name in enumerate(columns)
     )
     body = "".join(
@@ -62,7 +68,12 @@ def html_table(
         else ""
     )
     style = f"{FRAME}; border-collapse: collapse; margin: 4px 0{'; font-size: 0.82em' if dense else ''}"
-    return f'<table style="{style}">{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<table style="{style}">{title}<thead>{above}<tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def html_groups(groups: Sequence[str]) -> str:
+    """A line of headings above those of columns, one for each run of equal names; nothing is written for an empty."""
+    return f"<tr>{''.join(_group(name, len(list(part))) for name, part in groupby(groups))}</tr>"
 
 
 def html_list(items: Sequence[str]) -> str:
@@ -82,16 +93,23 @@ def _row(cells: Sequence[str], mark: str, dense: bool, highlighted: Collection[i
     first, *others = cells
     head = f'<th scope="row" style="{_cell(0, dense)}; font-weight: inherit">{escape(first)}{note}</th>'
     rest = "".join(
-        f'<td style="{_cell(1, dense)}{f"; {_MARK}" if place in highlighted else ""}">{escape(cell)}</td>'
+        f'<td style="{_cell(1, dense, wraps=len(cell) > _SHORT)}{f"; {_MARK}" if place in highlighted else ""}">'
+        f"{escape(cell)}</td>"
         for place, cell in enumerate(others, start=1)
     )
     return f'<tr style="{_MARK if mark else ""}">{head}{rest}</tr>'
 
 
-def _cell(column: int, dense: bool, heading: bool = False) -> str:
-    """Headings of dense tables wrap where the page is narrow; numbers never do."""
-    padding = "2px 4px" if dense else "2px 10px"
-    wrap = "normal; vertical-align: bottom" if heading else "nowrap"
+def _group(name: str, span: int) -> str:
+    rule = f"; border-bottom: {_RULE}" if name else ""
+    style = f"text-align: center; padding: 0 3px; white-space: nowrap{rule}"
+    return f'<th scope="colgroup" colspan="{span}" style="{style}">{escape(name)}</th>'
+
+
+def _cell(column: int, dense: bool, wraps: bool = False) -> str:
+    """Headings of dense tables and long cells wrap where the page is narrow; numbers never do."""
+    padding = "2px 3px" if dense else "2px 10px"
+    wrap = "normal" if wraps else "nowrap"
     return f"text-align: {f'right; white-space: {wrap}' if column else 'left'}; padding: {padding}"
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 import kit
-from kit.tables import html_warnings
+from kit.tables import html_table, html_warnings
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,10 @@ def test_no_warnings_are_no_html_and_each_stands_alone():
     assert html_warnings([]) == ""
     assert html_warnings(["a & b", "c"]).count("<div") == 2
     assert "a &amp; b" in html_warnings(["a & b"])
+
+
+def test_equal_neighbours_share_a_heading_and_an_empty_one_has_no_line():
+    page = html_table(("a", "b", "c"), [("1", "2", "3")], groups=("", "time", "time"))
+    assert page.count('scope="colgroup"') == 2
+    assert 'colspan="2"' in page.partition("time")[0].rpartition("<th")[2]
+    assert "colgroup" not in html_table(("a",), [("1",)])

@@ -4,6 +4,9 @@ Trials, committed runs or plain numbers, in any mixture; each is rank 0's, witho
 The first of several is drawn broad and pale, the others thin on top of it, so that equal ones cover each other. What
 they have in common is compared: the largest difference over the common batches, as a fraction of the first's loss.
 Differences up to `EQUAL_FRACTION` are of the last digits of 32-bit numbers.
+
+Batches of one trial differ as their samples do: a trial alone that went through many epochs is drawn pale, and the
+mean of each epoch on top of it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import ConfigError, Problem
@@ -20,10 +26,13 @@ from kit.report.committed_run import CommittedRun
 from kit.run.trial import Trial
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 EQUAL_FRACTION = 1e-6
 _WIDTH_INCHES, _HEIGHT_INCHES, _LINE_INCHES = 7.6, 3.0, 0.18
+_LEAST_BATCHES, _LEAST_EPOCHS = 4, 8
+"""For means of epochs to be drawn: of fewer they hide how the loss fell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,17 @@ class Losses:
     values: tuple[float, ...]
     first: int = 0
     """Batches of its run before the first value."""
+    epochs: tuple[int, ...] = ()
+    """Number of the epoch of each value; empty where it is not known."""
+
+    @property
+    def means(self) -> list[tuple[int, int, float]]:
+        """(first batch, last batch, mean loss) of each epoch; empty for few epochs, and for epochs of few batches."""
+        places = range(self.first + 1, self.first + 1 + len(self.values))
+        parts = [list(part) for _, part in groupby(zip(self.epochs, places, self.values, strict=False), itemgetter(0))]
+        if len(parts) < _LEAST_EPOCHS or len(parts[0]) < _LEAST_BATCHES:
+            return []
+        return [(part[0][1], part[-1][1], fmean(loss for *_, loss in part)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +96,8 @@ def loss_info(*runs: Trial | CommittedRun | Sequence[float]) -> LossInfo:
     """
     if not runs:
         raise ConfigError([Problem("runs", "none to draw; give a trial and what kit.Committed.run() returned")])
-    found = tuple(_losses(run, place) for place, run in enumerate(runs, start=1))
+    several = sum(isinstance(run, Trial) for run in runs) > 1
+    found = tuple(_losses(run, place, several) for place, run in enumerate(runs, start=1))
     empty = [one.name for one in found if not one.values]
     if empty:
         raise ConfigError([Problem("runs", f"{empty[0]} has no losses: no batch of it has ended, or it returned none")])
@@ -97,25 +118,37 @@ def loss_figure(*runs: Trial | CommittedRun | Sequence[float]) -> Figure:
     figure = look.figure(_WIDTH_INCHES, height)
     place = (0.1, 0.5 / height, 0.86, (_HEIGHT_INCHES - 0.8) / height)
     axes = look.add_axes(figure, place, title=info.sentence, x="batch", y="loss")
+    alone = info.runs[0].means if len(info.runs) == 1 else []
     with look.drawing():
         for number_of, run in enumerate(info.runs):
-            batches = range(run.first + 1, run.first + 1 + len(run.values))
-            below = number_of == 0 and len(info.runs) > 1
-            line: dict[str, Any] = {"linewidth": 6.0, "alpha": 0.35} if below else {"linewidth": 1.4}
-            colour = look.COLOURS[number_of % len(look.COLOURS)]
-            dash = look.DASHES[max(0, number_of - 1) % len(look.DASHES)]
-            axes.plot(batches, run.values, color=colour, linestyle=dash, label=run.name, **line)
-        if len(info.runs) > 1:
+            _draw(axes, run, number_of, pale=bool(alone), broad=number_of == 0 and len(info.runs) > 1)
+        if alone:
+            middles = [(first + last) / 2 for first, last, _ in alone]
+            axes.plot(middles, [mean for *_, mean in alone], color=look.BLUE, linewidth=2.0, label="mean of an epoch")
+        if len(info.runs) > 1 or alone:
             axes.legend(loc="best")
         axes.set_xlim(0.5, max(run.first + len(run.values) for run in info.runs) + 0.5)
     return figure
 
 
-def _losses(run: Any, place: int) -> Losses:
+def _draw(axes: Axes, run: Losses, number_of: int, *, pale: bool, broad: bool) -> None:
+    batches = range(run.first + 1, run.first + 1 + len(run.values))
+    line: dict[str, Any] = {"linewidth": 6.0, "alpha": 0.35} if broad else {"linewidth": 1.4}
+    if pale:
+        line = {"linewidth": 0.8, "alpha": 0.4}
+    dash = look.DASHES[max(0, number_of - 1) % len(look.DASHES)]
+    colour, label = look.COLOURS[number_of % len(look.COLOURS)], "each batch" if pale else run.name
+    axes.plot(batches, run.values, color=colour, linestyle=dash, label=label, **line)
+
+
+def _losses(run: Any, place: int, several: bool) -> Losses:
     if isinstance(run, Trial):
         run.poll()
-        values = (event.get("loss") for event in run.steps if event["rank"] == 0)
-        return Losses("the trial" if place == 1 else f"trial {place}", tuple(map(number, values)))
+        steps = [event for event in run.steps if event["rank"] == 0]
+        values = tuple(number(event.get("loss")) for event in steps)
+        epochs = tuple(int(event["epoch"]) for event in steps if "epoch" in event)
+        known = epochs if len(epochs) == len(values) else ()
+        return Losses(f"trial {place}" if several else "the trial", values, epochs=known)
     if isinstance(run, CommittedRun):
         return Losses("the committed run", tuple(run.losses), run.first_batch)
     return Losses(f"run {place}", tuple(map(float, run)))

@@ -2,11 +2,13 @@
 
 Left and middle, the peak of the reader's process and of the database, bars from zero: the measured bar is filled, the
 predicted one an outline. Right, seconds of reading the whole table once. A number that could not be read keeps its
-place, without bars; a database that does not tell keeps its panel, with a sentence.
+place, without bars; a database that does not tell keeps its panel, with a sentence. Below, what more query chunks do to
+the database.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,17 +19,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from kit.data.tables.query_memory import QueryCheck
+    from kit.data.tables.query_check import QueryCheck
 
 _MIB = 2**20
 
 
 def query_figure(check: QueryCheck) -> Figure:
     """What `kit.measure_queries` answers, drawn."""
-    figure = look.figure(8.6, 3.2)
+    figure = look.figure(8.6, 3.5)
     titles = ("client peak, MiB (outline: predicted)", "database peak, MiB (outline: predicted)", "seconds of a pass")
     panels = [
-        look.add_axes(figure, (left, 0.18, 0.26, 0.66), title=title, x="query chunks")
+        look.add_axes(figure, (left, 0.25, 0.26, 0.61), title=title, x="query chunks")
         for left, title in zip((0.06, 0.39, 0.72), titles, strict=True)
     ]
     client, database, time = panels
@@ -47,6 +49,7 @@ def query_figure(check: QueryCheck) -> Figure:
                 time.bar(place, setting.seconds, width=0.6, color=look.ORANGE)
                 _say(time, place, setting.seconds, format_seconds(setting.seconds))
         time.set_ylim(0, 1.25 * max((setting.seconds or 0.0 for setting in settings), default=0.0) or 1.0)
+        figure.text(0.06, 0.02, textwrap.fill(check.about_database, 130), fontsize=8.5, color=look.INK)
     return figure
 
 
@@ -64,5 +67,5 @@ def _memory(axes: Axes, pairs: Sequence[tuple[int | None, int | None]], colour: 
 
 
 def _say(axes: Axes, place: float, height: float, text: str) -> None:
-    axes.annotate(text, (place, height), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7.5,
+    axes.annotate(text, (place, height), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8,
                   color=look.INK)  # fmt: skip

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from itertools import groupby
 from typing import Any, NamedTuple
 
-from kit.tables import FRAME, text_table
-from kit.units import format_bytes
+from kit.tables import FRAME, html_groups, text_table
+from kit.units import format_bytes, format_count
 
 Row = Mapping[str, Any]
 MOST_ROWS = 100
@@ -49,7 +48,7 @@ def as_html(rows: Sequence[Row], caption: str = "") -> str:
     """The rows as two HTML tables, each with two lines of headings: the trials, and what was predicted of them."""
     shown = rows[:MOST_ROWS]
     columns, cells = _table(shown)
-    caption = caption or f"{len(rows)} {'trial' if len(rows) == 1 else 'trials'}, newest first"
+    caption = caption or ("1 trial" if len(rows) == 1 else f"{len(rows)} trials, newest first")
     compared = [place for place, column in enumerate(columns) if column.title in _COMPARED]
     facts = [place for place in range(len(columns)) if place not in compared]
     tables = _table_html(caption, columns, cells, facts)
@@ -72,15 +71,14 @@ def _table_html(
 ) -> str:
     """A table of the columns at these places."""
     chosen = [columns[place] for place in places]
-    groups = [(group, len(list(part))) for group, part in groupby(column.group for column in chosen)]
-    first = "".join(_group_html(group, span) for group, span in groups)
+    first = html_groups([column.group for column in chosen])
     second = "".join(_heading_html(place, column.title) for place, column in enumerate(chosen))
     rows = ([row[place] for place in places] for row in cells)
     body = "".join(f"<tr>{''.join(_cell_html(*cell) for cell in enumerate(row))}</tr>" for row in rows)
     return (
         f'<table style="border-collapse: collapse; margin: 4px 0; font-size: {size}">'
         f'<caption style="text-align: left; font-weight: bold; padding: 2px 0">{caption}</caption>'
-        f"<thead><tr>{first}</tr><tr>{second}</tr></thead><tbody>{body}</tbody></table>"
+        f"<thead>{first}<tr>{second}</tr></thead><tbody>{body}</tbody></table>"
     )
 
 
@@ -116,12 +114,6 @@ def _left_out(rows: Sequence[Row]) -> list[str]:
 # -- HTML
 
 
-def _group_html(group: str, span: int) -> str:
-    rule = f"; border-bottom: {_RULE}" if group else ""
-    style = f"text-align: center; padding: 0 3px; white-space: nowrap{rule}"
-    return f'<th scope="colgroup" colspan="{span}" style="{style}">{escape(group)}</th>'
-
-
 def _heading_html(place: int, title: str) -> str:
     return f'<th scope="col" style="{_style(place)}; border-bottom: {_RULE}">{escape(title)}</th>'
 
@@ -148,6 +140,10 @@ def _text(name: str) -> Callable[[Row], str]:
 
 def _number(name: str, form: str) -> Callable[[Row], str]:
     return lambda row: _MISSING if row[name] is None else format(row[name], form)
+
+
+def _rate(name: str) -> Callable[[Row], str]:
+    return lambda row: _MISSING if row[name] is None else format_count(row[name])
 
 
 def _bytes(name: str) -> Callable[[Row], str]:
@@ -195,12 +191,12 @@ _COLUMNS = (
     Column("", "devices", _devices),
     Column("", "precision", _text("precision")),
     Column("", "batch", _text("batch_size")),
-    Column("", "samples/s", _number("samples_per_second", ".3g")),
+    Column("", "samples/s", _rate("samples_per_second")),
     Column("", "data wait", _number("data_wait_fraction", ".0%")),
     Column("peak", "host RSS", _bytes("host_rss_peak_bytes")),
     Column("peak", "device", _bytes("device_allocated_peak_bytes")),
     *_triple("device_allocated_bytes", _bytes, "device allocated"),
     *_triple("device_reserved_bytes", _bytes, "device reserved"),
-    *_triple("requests_per_sample", lambda name: _number(name, ".3g")),
+    *_triple("requests_per_sample", _rate),
     *_triple("bytes_per_sample", _bytes),
 )

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 _WIDTH_INCHES, _HEIGHT_INCHES, _ROW_INCHES = 7.8, 3.3, 1.9
 _MOST_COLUMNS = 600
 _MOST_NAMED, _MOST_CHARTS, _ACROSS = 24, 30, 5
-_TINTS = (0.0, 0.5, -0.45)
-"""Of the palette, for topics beyond its colours: as it is, towards white, towards black."""
+_PALETTE = (*look.COLOURS, look.YELLOW, "#7F7F7F")
+"""Yellow and grey too: areas are told apart where lines would be too faint."""
+_TINTS = (0.0, -0.45, 0.5)
+"""Of the palette, for topics beyond its colours: as it is, towards black, towards white."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,10 @@ def structure_figure(topics: Topics) -> Figure:
     """Stacked shares of every document."""
     info = structure_info(topics.shares)
     chart = look.figure(_WIDTH_INCHES, _HEIGHT_INCHES)
-    each = f", means of {info.group}" if info.group > 1 else ""
+    each = f"; means of {info.group} neighbours" if info.group > 1 else ""
     axes = look.add_axes(
-        chart, (0.075, 0.27, 0.885, 0.61), title=f"shares of {topics.count} topics in {info.documents:,} documents",
-        x=f"documents, sorted{each}", grid="",
+        chart, (0.085, 0.27, 0.875, 0.61), title=f"shares of {topics.count} topics in {info.documents:,} documents",
+        x=f"documents, sorted by their largest topic{each}", y="share", grid="",
     )  # fmt: skip
     edges = [min(place * info.group, info.documents) for place in range(len(info.heights) + 1)]
     colours = topic_colours(topics.count)
@@ -118,8 +120,8 @@ def terms_figure(topics: Topics, count: int = 10, names: Sequence[str] | None = 
     """
     info = terms_info(topics.terms, count, names)
     shown = min(topics.count, _MOST_CHARTS)
-    across = min(_ACROSS, shown)
-    down = math.ceil(shown / across)
+    down = math.ceil(shown / _ACROSS)
+    across = math.ceil(shown / down)
     height = 0.45 + down * max(_ROW_INCHES, 0.16 * count + 0.6)
     chart = look.figure(_WIDTH_INCHES, height)
     limit = 1.06 * max(row[0] for row in info.probabilities[:shown])
@@ -128,7 +130,8 @@ def terms_figure(topics: Topics, count: int = 10, names: Sequence[str] | None = 
         _draw_terms(chart, info, topic, _box(topic, across, down, height), limit, colours[topic])
     with look.drawing():
         more = f", of {topics.count} topics the first {shown}" if topics.count > shown else ""
-        chart.text(0.012, 1 - 0.2 / height, f"most likely terms{more}", fontsize=11, fontweight="bold", va="center")
+        title = f"most likely terms and their probabilities{more}"
+        chart.text(0.012, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center")
     return chart
 
 
@@ -160,9 +163,9 @@ def topic_colours(count: int) -> list[str]:
 
     found = []
     for topic in range(count):
-        turn, place = divmod(topic, len(look.COLOURS))
+        turn, place = divmod(topic, len(_PALETTE))
         tint = _TINTS[turn % len(_TINTS)]
         towards = 1.0 if tint > 0 else 0.0
-        red, green, blue = (part + (towards - part) * abs(tint) for part in to_rgb(look.COLOURS[place]))
+        red, green, blue = (part + (towards - part) * abs(tint) for part in to_rgb(_PALETTE[place]))
         found.append(to_hex((red, green, blue)))
     return found

@@ -17,7 +17,7 @@ from typing import Any
 
 from kit.config import Config
 from kit.events import Event, number
-from kit.units import format_bytes
+from kit.units import format_bytes, format_count
 
 LARGEST_SERIES = 400
 """More than one point a pixel of a chart column cannot be seen, and makes a live chart slow."""
@@ -94,7 +94,7 @@ class ThroughputInfo:
             return f"Throughput: nothing measured yet after {_count(self.warmup_steps, 'warm-up step')}."
         return (
             f"Throughput over {_count(self.measured_steps, 'step')} after warm-up: "
-            f"{self.mean_samples_per_second:.3g} samples/s, "
+            f"{format_count(self.mean_samples_per_second)} samples/s, "
             f"{self.data_wait_fraction:.0%} of the time spent waiting for data."
         )
 

@@ -26,7 +26,7 @@ from kit.report.trace import (
     throughput_info,
     trace_of,
 )
-from kit.units import format_bytes
+from kit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -153,13 +153,13 @@ class _SpeedPanel:
         self._limit()
 
     def _limit(self) -> None:
-        _limit_values(self.axes, self.limit, 5 if f"{self.limit:e}".startswith("5") else 2, _plain)
+        _limit_values(self.axes, self.limit, 5 if f"{self.limit:e}".startswith("5") else 2, format_count)
 
     def show(self, info: ThroughputInfo) -> None:
         self.line.set_data(info.steps, info.samples_per_second)
         if info.measured_steps:
             self.mean.set_data([info.warmup_steps, info.steps[-1]], [info.mean_samples_per_second] * 2)
-            self.note.set_text(f"mean {_plain(info.mean_samples_per_second)}")
+            self.note.set_text(f"mean {format_count(info.mean_samples_per_second)}")
         needed = rate_limit(max((rate for rate in info.samples_per_second if math.isfinite(rate)), default=0))
         if needed > self.limit:
             self.limit = needed
@@ -309,7 +309,3 @@ def rate_limit(peak: float) -> float:
     needed = max(peak * 1.05, 1e-3)
     power = 10.0 ** math.floor(math.log10(needed))
     return next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= needed)
-
-
-def _plain(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

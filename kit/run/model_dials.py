@@ -91,9 +91,9 @@ class ModelDials(Sequence[Dial]):
 
     @property
     def order_sentence(self) -> str:
-        """In which order to turn them, as far as the model says."""
+        """In which order to turn them, as far as the model says; a single one has none."""
         steps = [name if not place else f"then {name}" for place, name in enumerate(self.order)]
-        return f"change {', '.join(steps)}" if steps else ""
+        return f"change {', '.join(steps)}" if len(steps) > 1 else ""
 
     @property
     def _rows(self) -> list[list[str]]:
@@ -101,8 +101,9 @@ class ModelDials(Sequence[Dial]):
 
     @property
     def _sentences(self) -> list[str]:
+        reasons = dict.fromkeys(self.others.values())
         turned = [f"{dial.name}: {dial.reason}; {dial.range_reason}" for dial in self]
-        others = [f"{name} is no dial: {why}" for name, why in self.others.items()]
+        others = [_no_dials([name for name in self.others if self.others[name] == why], why) for why in reasons]
         return [*filter(None, [self.note, self.order_sentence]), *turned, *others]
 
 
@@ -132,6 +133,10 @@ def model_dials(config: Config, module: Any = None, data: Any = None, *, also: S
     )
     order = [dial.name for dial in dials if dial.name in stated]
     return ModelDials(config, dials, others, note, order)
+
+
+def _no_dials(names: Sequence[str], why: str) -> str:
+    return f"{', '.join(names)} {'are no dials' if len(names) > 1 else 'is no dial'}: {why}"
 
 
 def _fitting(dial: Dial, value: float) -> float:

@@ -18,7 +18,7 @@ from kit.report.trial_charts import TrialChart
 from kit.run.trial import Trial
 from kit.run.what_ran import what_ran
 from kit.tables import html_warnings
-from kit.units import format_bytes, format_seconds
+from kit.units import format_bytes, format_count, format_seconds
 from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
 
 _DRAWS_PER_SECOND = 6
@@ -160,7 +160,7 @@ def _outcome(trial: Trial) -> str:
     parts = []
     if throughput.measured_steps:
         parts += [
-            f"{throughput.mean_samples_per_second:.3g} samples/s",
+            f"{format_count(throughput.mean_samples_per_second)} samples/s",
             f"data wait {throughput.data_wait_fraction:.0%}",
         ]
     if memory.has_device:

@@ -17,6 +17,11 @@ REPOSITORY = Path(__file__).parents[2]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 MOST_CODE_CELLS = 10
 LIMIT_SECONDS = 170
+SAYS = {
+    "01_chunks": ("maximal_chunks", "Probe of gs://", "samples/s predicted", "price of sharing", "median ratio"),
+    "02_streaming": ("in block order: mixing", "data wait", "requests/sample"),
+}
+"""What a notebook is for, in words of its outputs."""
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -103,6 +108,8 @@ def test_it_runs_unattended_and_leaves_pictures_and_text(path, project):
     client.execute(env={**os.environ, "KIT_FAST": "1"})
     outputs = [output for cell in code(notebook.cells) for output in cell.outputs]
     bundles = [output.data for output in outputs if "data" in output]
+    shown = "\n".join(str(bundle.get("text/plain")) for bundle in bundles)
+    assert [words for words in SAYS.get(path.stem, ()) if words not in shown] == []
     assert any("image/png" in bundle for bundle in bundles)
     assert all(bundle.get("text/plain") for bundle in bundles)
     assert not [output for output in outputs if output.output_type == "error"]

@@ -211,6 +211,8 @@ def test_an_error_seen_in_measurements_widens_the_high_end():
     answer = estimate(recording, device(GIB, (100, 200)), residuals=Residuals(count=3, highest_ratio=1.1))
     assert answer.outside_bytes == (100, 200 + round(0.1 * allocated))
     assert any("10.0% above its prediction" in reason for reason in answer.reasons)
+    hardly = estimate(recording, device(GIB, (100, 200)), residuals=Residuals(count=3, highest_ratio=1.0001))
+    assert any("less than 0.1% above its prediction" in reason for reason in hardly.reasons)
     below = estimate(recording, device(GIB, (100, 200)), residuals=Residuals(count=3, highest_ratio=0.9))
     assert below.outside_bytes == (100, 200)
 

@@ -36,6 +36,7 @@ def test_the_names_that_models_use_are_known(kind, names):
         ("channels", "the data decides it"),
         ("sketched_columns", "the data decides it"),
         ("numbers", "the data decides it"),
+        ("documents", "the data decides it"),
         ("heads", "heads share the width: more of them are no more parameters"),
         ("nhead", "heads share the width: more of them are no more parameters"),
         ("warmup", "not known as a size"),

@@ -8,11 +8,10 @@ import committed_parts as parts
 import pytest
 
 import kit
-from kit.cloud.simulated_cloud import simulated_cloud
 from kit.data.uploads import Parcels
 from kit.endpoints import VARIABLE
 from kit.errors import ConfigError, HardwareError, TrialError
-from kit.report.loss_chart import loss_figure, loss_info
+from kit.report.loss_chart import Losses, loss_figure, loss_info
 
 pytestmark = pytest.mark.timeout(400)
 ALONE = {"hardware.devices": 1, "hardware.strategy": "none", "training.max_epochs": 2, "data.samples_per_epoch": 16}
@@ -86,13 +85,6 @@ def test_what_an_earlier_run_left_is_moved_aside_and_not_lost(alone):
 # -- a machine is lost
 
 
-@pytest.fixture
-def cloud(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with simulated_cloud("no limits") as found:
-        yield found
-
-
 @pytest.mark.slow
 def test_on_another_machine_the_same_file_goes_on_from_the_copy_of_its_last_checkpoint(
     alone, cloud, tmp_path, monkeypatch, capsys
@@ -139,6 +131,15 @@ def test_a_loss_that_is_none_is_only_like_another_that_is_none():
     nan = float("nan")
     assert "exactly" in loss_info([1.0, nan], [1.0, nan]).sentence
     assert "up to inf" in loss_info([1.0, nan], [1.0, 2.0]).sentence
+
+
+def test_a_trial_of_many_epochs_has_their_means_on_top():
+    values = tuple(float(batch) for batch in range(32))
+    found = Losses("the trial", values, first=2, epochs=tuple(batch // 4 for batch in range(32)))
+    assert found.means[:2] == [(3, 6, 1.5), (7, 10, 5.5)]
+    assert len(found.means) == 8
+    for epochs in ((), (0,) * 32, tuple(batch // 8 for batch in range(32)), tuple(range(32))):
+        assert Losses("the trial", values, epochs=epochs).means == []
 
 
 def test_one_run_alone_is_drawn_and_none_is_refused():

@@ -37,9 +37,11 @@ def test_each_place_is_measured_beside_what_was_foreseen(tmp_path, config):
     values = np.random.default_rng(0).random((512, 512), "float32")
     file = tmp_path / "x.npy"
     np.save(file, values)
-    found = kit.placements(Weigh, file, config, page_cache_bytes=256 << 10)
+    found = kit.placements(Weigh, file, config, device_bytes="16 MiB", page_cache_bytes="256 KiB")
     names = [row.name for row in found.rows]
-    assert names == ["on the device", "in memory", "x.npy", "x.npy, cache 256 KiB"]
+    assert names == [
+        "x.npy on the device", "x.npy in memory", "x.npy on disk", "x.npy on disk, page cache 256 KiB",
+    ]  # fmt: skip
     device, memory, disk, limited = found.rows
     assert device.predicted_device_bytes == memory.predicted_device_bytes + values.nbytes
     for row in (memory, disk, limited):
@@ -47,7 +49,13 @@ def test_each_place_is_measured_beside_what_was_foreseen(tmp_path, config):
         # The array is a hundred times what a batch and the model take: none of it is ever moved.
         assert row.measured_device_bytes < values.nbytes
         assert row.device_ratio == pytest.approx(1, abs=0.1)
-    assert (disk.case, limited.case) == ("fits memory", "fits neither")
+    assert [row.case for row in found.rows] == [
+        "would fit", "fits the device", "fits the device", "fits neither",
+    ]  # fmt: skip
+    # Held in memory the array adds itself; a file adds nothing.
+    assert memory.predicted_host_bytes == disk.predicted_host_bytes + values.nbytes
+    for row in (memory, disk, limited):
+        assert row.host_ratio == pytest.approx(1, abs=0.1)
     assert disk.predicted_cache_bytes == values.nbytes
     assert limited.predicted_cache_bytes == 256 << 10
     if disk.measured_cache_bytes and disk.measured_cache_bytes >= values.nbytes:  # not in a file system in memory
@@ -67,14 +75,14 @@ def test_ten_times_the_rows_are_foreseen_to_take_no_more_of_the_device(tmp_path,
 
 def test_what_was_not_measured_has_no_ratio():
     row = Placement(
-        name="a", case="fits neither", predicted_seconds=2.0, measured_seconds=None, predicted_device_bytes=None,
-        measured_device_bytes=None,
+        name="a", case="fits neither", data_bytes=1 << 20, step_seconds=0.01, predicted_seconds=2.0,
     )  # fmt: skip
-    found = Placements(rows=(row,), data_bytes=1 << 20, step_seconds=0.01, sentences=())
+    found = Placements(rows=(row,))
     assert row.seconds_ratio is None
     assert found.row("a") is row
     with pytest.raises(ConfigError, match="none of a"):
         found.row("b")
+    assert found.headline == "1 MiB of rows, 10 ms of computing a step"
     assert kit.placements_figure(found).axes
 
 
@@ -85,3 +93,30 @@ def test_arrays_of_other_shapes_are_refused_before_anything_runs(tmp_path, confi
         kit.placements(Weigh, [tmp_path / "a.npy", tmp_path / "b.npy"], config)
     with pytest.raises(ConfigError, match="at least one"):
         kit.placements(Weigh, [], config)
+
+
+def test_two_arrays_stand_in_one_table_with_what_is_said_of_each():
+    few, many = (
+        Placements(
+            rows=(Placement(
+                name=f"{size} on disk", case=case, data_bytes=size << 20, step_seconds=0.01, predicted_seconds=2.0,
+                measured_seconds=1.0, predicted_host_bytes=4 << 20, measured_host_bytes=5 << 20,
+                predicted_cache_bytes=cached,
+            ),),
+            sentences=("said of both", f"{size} is {case}"),
+        )
+        for size, case, cached in ((1, "fits the device", None), (8, "fits neither", 4 << 20))
+    )  # fmt: skip
+    both = few + many
+    assert both.headline == "1 MiB of rows, 10 ms of computing a step; 8 MiB of rows, 10 ms of computing a step"
+    assert both.sentences == ("said of both", "1 is fits the device", "8 is fits neither")
+    assert [row.host_ratio for row in both.rows] == [1.25, 1.25]
+    page = both._repr_html_()
+    assert page.count("<table") == 2, "the page cache has its own"
+    assert page.count('<th scope="row"') == 3
+    for text in (page, str(both)):
+        assert "an epoch" in text
+        assert "fits the device" in text
+        assert "fits neither" in text
+    labels = [label.get_text() for label in kit.placements_figure(both).axes[0].get_yticklabels()]
+    assert labels == ["1 on disk\nfits the device", "8 on disk\nfits neither"]

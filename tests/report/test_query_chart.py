@@ -1,5 +1,5 @@
-from kit.data.tables.query_memory import QueryCheck, QuerySetting
-from kit.plan.query_chunks import QueryModel
+from kit.data.tables.query_check import QueryCheck, QuerySetting
+from kit.plan.query_chunks import QueryModel, database_memory
 from kit.report.figure import svg
 from kit.report.query_chart import query_figure
 
@@ -15,7 +15,8 @@ def check(*databases):
         for place, database in enumerate(databases)
     )  # fmt: skip
     failed = QuerySetting(count=64, predicted_client_bytes=9 * MIB, note="its process was ended by signal 9")
-    model = QueryModel(rows=1000, row_bytes=40.0, batch_rows=100)
+    known = {2**place: database for place, database in enumerate(databases) if database}
+    model = QueryModel(rows=1000, row_bytes=40.0, database=database_memory(known))
     return QueryCheck(name="shop", phase="load", settings=(*settings, failed), model=model)
 
 
@@ -29,6 +30,8 @@ def test_every_number_has_bars_from_zero_and_the_one_that_failed_keeps_its_place
         assert axes.get_ylim()[0] == 0
         assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "64"]
     assert [text.get_text() for text in client.texts] == ["90 MiB", "45 MiB", "did not run"]
+    (said,) = client.figure.texts
+    assert "memory falls from 8 MiB at 1 to 4 MiB at 2 query chunks" in said.get_text().replace("\n", " ")
 
 
 def test_a_database_that_does_not_tell_keeps_its_panel():

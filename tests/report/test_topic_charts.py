@@ -1,9 +1,12 @@
 """The numbers behind the charts of topics, and that no figure is known to pyplot."""
 
+import itertools
+import math
 import sys
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 import kit
 from kit.errors import ConfigError
@@ -51,6 +54,14 @@ def test_figures_of_any_number_of_topics_are_drawn_and_none_is_left_open(count):
     assert pyplot is None or not pyplot.get_fignums()
 
 
-def test_the_first_eighteen_topics_have_colours_of_their_own():
-    assert len(set(topic_colours(18))) == 18
-    assert topic_colours(20)[18] == topic_colours(20)[0]
+def test_the_first_twenty_four_topics_have_colours_of_their_own():
+    assert len(set(topic_colours(24))) == 24
+    assert topic_colours(26)[24] == topic_colours(26)[0]
+
+
+def test_eight_topics_are_told_apart_and_stand_in_two_rows_of_four():
+    parts = [to_rgb(colour) for colour in topic_colours(8)]
+    assert min(math.dist(one, other) for one, other in itertools.combinations(parts, 2)) > 0.25
+    lefts = [round(axes.get_position().x0, 3) for axes in kit.terms_figure(topics(count=8)).axes]
+    assert len(set(lefts)) == 4
+    assert lefts[:4] == lefts[4:]

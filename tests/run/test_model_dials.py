@@ -9,6 +9,7 @@ from kit.errors import ConfigError, TargetError
 from kit.testing import TinyData, TinyModule
 
 TOKENS = {"vocabulary": 64, "width": 32, "heads": 2, "layers": 2, "context": 16}
+TOPICS = {"documents": 100, "terms": 50, "topics": 8}
 
 
 class Mine(LightningModule):
@@ -68,6 +69,8 @@ def test_the_table_names_ranges_and_reasons():
         assert "width" in text
         assert "weights between two layers grow with its square" in text
         assert "vocabulary is no dial: the data decides it" in text
+    several = kit.model_dials(Config().replace({"model.target": "kit.models:PoissonNMF", "model.arguments": TOPICS}))
+    assert "documents, terms are no dials: the data decides it" in repr(several)
 
 
 def test_turning_one_changes_the_model_and_the_data_that_follows():
@@ -162,6 +165,7 @@ def test_a_model_states_its_own_order_and_its_names_are_dials():
     assert names(dials) == [("k", 5), ("num_layers", 2), ("hidden_dim", 64)]
     assert dials.order == ("k", "num_layers")
     assert "change k, then num_layers" in dials._repr_html_()
+    assert kit.model_dials(Config().replace({"model.target": "kit.models:PoissonNMF"})).order_sentence == ""
     assert kit.model_dials(Config(), Mine).order_sentence == ""
 
 

@@ -102,7 +102,7 @@ def test_a_click_on_fit_runs_a_trial_and_shows_its_result(quick):
     quick.wait(WAIT)
     assert quick.trial.state == "COMPLETE"
     assert quick.button.description == "Fit"
-    assert re.match(r"complete — [\d.e+]+ samples/s, data wait \d+%, peak \d+ MiB host RSS", words(quick.view))
+    assert re.match(r"complete — [\d.]+( k)? samples/s, data wait \d+%, peak \d+ MiB host RSS", words(quick.view))
     assert "Throughput over 6 steps after warm-up" in quick.view.chart.value
 
 

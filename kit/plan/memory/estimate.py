@@ -203,7 +203,8 @@ def outside_bytes(
         above = residuals.highest_ratio - 1
         margin = round(above * allocated_bytes)
         high += margin
-        reasons.append(f"{format_bytes(margin)} are added: a measured peak was {above:.1%} above its prediction")
+        more = f"{above:.1%}" if above >= 0.001 else "less than 0.1%"
+        reasons.append(f"{format_bytes(margin)} are added: a measured peak was {more} above its prediction")
     return (low, high), reasons
 
 

@@ -40,7 +40,7 @@ _NAMES: dict[Kind, str] = {
 """Whole names, in the order in which dials are offered."""
 _OF_THE_DATA = re.compile(
     r"vocab(ulary)?(_size)?|(num_|n_|sketched_)?(classes|labels|tokens|users|items|features|variables|values|categories"
-    r"|columns|numbers)"
+    r"|columns|numbers|documents|terms)"
     r"|(in|out|input|output)_(channels|dim|size|features)|(in|out)_dim|history|horizon|channels_(in|out)"
 )
 _HEADS = re.compile(r"(num_|n_)?(attention_)?heads?|nhead")
