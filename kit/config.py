@@ -503,7 +503,7 @@ class Queries(Section):
         4, "Cores that one column may use while it is fitted; times num_concurrent_features no more than there are.",
         unit="cores", ge=1, le=1024,
     )  # fmt: skip
-    batch_rows: int = setting(65_536, "Rows that the database sends at a time.", unit="rows", ge=1, le=1 << 24)
+    batch_rows: int = setting(65_536, "Most rows that come from a database at a time.", unit="rows", ge=1, le=1 << 24)
     prefetch: bool = setting(
         True, "Read the next query chunk while this one is trained on, where memory_bytes holds both."
     )

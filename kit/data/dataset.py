@@ -24,7 +24,7 @@ from kit.config import Config
 from kit.data import manifest as records
 from kit.data.manifest import BuildRecord, Manifest
 from kit.data.stores import list_objects, open_store, read_object, redact, resolve_url, store_error
-from kit.data.times import decode_times
+from kit.data.times import decode_times, is_time_unit
 from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, Problem, StoreError, UnfinishedStoreError
 from kit.units import format_bytes
 
@@ -69,6 +69,20 @@ class ArrayInfo:
         """Uncompressed size."""
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_channel(self) -> bool:
+        """Whether its elements are real numbers that measure something other than a time."""
+        return self.dtype.kind in NUMBERS and not is_time_unit(self.units)
+
+    def decode(self, packed: NDArray[Any]) -> NDArray[Any]:
+        """Decoded values as float64, NaN where missing; `packed` as it is where nothing is packed."""
+        missing = () if self.missing is None else (self.missing, *self.also_missing)
+        if not missing and (self.scale_factor, self.add_offset) == (1.0, 0.0):
+            return packed
+        numbers = packed.astype(self.dtype, copy=False)
+        values = numbers.astype(np.float64) * self.scale_factor + self.add_offset
+        return np.where(np.isin(numbers, missing), np.nan, values)
+
     def __str__(self) -> str:
         dims = ", ".join(f"{name} {size}" for name, size in zip(self.dims, self.shape, strict=True))
         cut = f"chunk {_by(self.chunk)}" + (f" in shards of {_by(self.shard)}" if self.shard else "")
@@ -98,13 +112,15 @@ class Dataset:
         return _open_group(self.open_store(), self.url)[name]  # type: ignore[return-value]
 
     def coordinate(self, name: str) -> NDArray[Any]:
-        """The values of a coordinate, times as datetime64; for a dimension without one, its index.
+        """The decoded values of a coordinate, times as datetime64; for a dimension without one, its index.
 
         Times of calendars that numpy does not have, such as `360_day`, stay numbers.
         """
         if name in self.coordinates:
             array = self.open_array(name)
-            return decode_times(np.asarray(array[...]), dict(array.attrs))
+            stored = np.asarray(array[...])
+            values = decode_times(stored, dict(array.attrs))
+            return self.coordinates[name].decode(stored) if values is stored else values
         sizes = {dim: size for info in self.arrays.values() for dim, size in zip(info.dims, info.shape, strict=True)}
         if name not in sizes:
             raise KeyError(f"{name!r} is no dimension of {redact(self.url)}; it has {', '.join(sizes)}")
@@ -136,7 +152,7 @@ class Dataset:
     def _main_arrays(self) -> list[ArrayInfo]:
         if not self.arrays:
             raise _variables_error(f"{redact(self.url)} holds no data variables")
-        numbers = [info for info in self.arrays.values() if info.dtype.kind in NUMBERS] or [*self.arrays.values()]
+        numbers = [info for info in self.arrays.values() if info.is_channel] or [*self.arrays.values()]
         first = max(numbers, key=lambda info: (len(info.shape), prod(info.shape)))
         return [info for info in numbers if (info.shape, info.dims) == (first.shape, first.dims)]
 

@@ -99,4 +99,6 @@ def open_file_system(store: Store, url: str, seconds: float, counters: Counters)
     if fs is None:
         options = {**store.fs.storage_options, "asynchronous": False, "skip_instance_cache": True}
         fs = type(store.fs)(*store.fs.storage_args, **options)
+        if hasattr(fs, "retries"):  # s3fs would try again by itself, uncounted
+            fs.retries = store.fs.retries
     return FileSystem(fs, store.path, url, seconds, counters)

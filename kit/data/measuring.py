@@ -5,7 +5,8 @@ and trains nothing. The first batch, which opens the store, is told apart. In ra
 reading is under way: of each pass, the batches that were read ahead at its start are left out. In block order whole
 passes count, because a window is read at once and served for long. One rank reads, whatever the config asks
 for. The prediction is that of `kit.plan.cost` for the store as it is cut, with the network that `config.chunking`
-describes, so put the figures of `kit.probe` there first.
+describes, so put the figures of `kit.probe` there first. In block order the batches are counted too: how well they are
+mixed stands beside how well they were to be.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ from kit.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from kit.data.patches import PatchLoader
+    from kit.plan.cost import LayoutCost
 
 _COLUMNS = (
-    "chunk", "order", "samples/s", "predicted", "ratio", "bound by", "requests", "predicted", "read", "first batch",
+    ("", "chunk"), ("", "order"), ("samples/s", "measured"), ("samples/s", "predicted"), ("samples/s", "ratio"),
+    ("", "bound by"), ("requests", "measured"), ("requests", "predicted"), ("", "read"), ("", "first batch"),
 )  # fmt: skip
+"""(heading above, heading) of each."""
 _KEY = "requests and bytes read are per sample"
+_OF_ORDER = 1
+"""Place of the column that is shown only where there are several."""
 _DROPPED = 2
 """Batches left out at the start of a pass, beside those read ahead."""
 _MOST_TIMES = 3
@@ -56,6 +62,9 @@ class Reading:
     requests_per_sample: float
     bytes_per_sample: float
     """Stored bytes."""
+    mixing: float | None
+    """Independent samples that a batch was worth at least, over its size; 1 in random order, None in a grid."""
+    predicted_mixing: float | None
     first_batch_seconds: float
     """From the open loader to the first batch: opening the store, and one batch without any read ahead."""
     batches: int
@@ -75,6 +84,16 @@ class Reading:
             f"{self.requests_per_sample:.3g}", f"{self.predicted_requests_per_sample:.3g}",
             format_bytes(self.bytes_per_sample), format_seconds(self.first_batch_seconds),
         )  # fmt: skip
+
+    @property
+    def mixed(self) -> str:
+        """How well block order mixed, beside how well it was to; nothing in other orders."""
+        if self.order != "block" or self.mixing is None or self.predicted_mixing is None:
+            return ""
+        return (
+            f"{'×'.join(map(str, self.chunk))} in block order: mixing {self.mixing:.0%}, predicted "
+            f"{self.predicted_mixing:.0%} (the independent samples that a batch is worth at least, over its size)"
+        )
 
 
 class Readings(Sequence[Reading]):
@@ -100,11 +119,6 @@ class Readings(Sequence[Reading]):
         return Readings((*self, *other))
 
     @property
-    def by_chunk(self) -> dict[tuple[int, ...], float]:
-        """Measured samples/s by chunk, as `kit.chunk_figure(plan, measured=...)` takes them."""
-        return {reading.chunk: reading.samples_per_second for reading in self}
-
-    @property
     def median_ratio(self) -> float:
         """Of measured over predicted samples/s."""
         return statistics.median(reading.ratio for reading in self)
@@ -124,20 +138,29 @@ class Readings(Sequence[Reading]):
     def _marked(self) -> int:
         return max(range(len(self)), key=lambda place: self[place].samples_per_second)
 
-    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    def _table(self) -> tuple[list[tuple[str, str]], list[tuple[str, ...]]]:
         """Columns and rows; the order only where there are several."""
-        left_out = 1 if len({reading.order for reading in self}) == 1 else len(_COLUMNS)
-        columns, *rows = (
-            cells[:left_out] + cells[left_out + 1 :] for cells in (_COLUMNS, *(one.row() for one in self))
-        )
-        return columns, rows
+        several = len({one.order for one in self}) > 1
+        kept = [place for place in range(len(_COLUMNS)) if several or place != _OF_ORDER]
+        return [_COLUMNS[place] for place in kept], [tuple(one.row()[place] for place in kept) for one in self]
+
+    @property
+    def _notes(self) -> list[str]:
+        return [_KEY, *(one.mixed for one in self if one.mixed)]
 
     def __repr__(self) -> str:
-        return f"{self._headline}\n{text_table(*self._table(), self._marked)}\n{_KEY}"
+        columns, rows = self._table()
+        titles = [group if group and title == "measured" else title for group, title in columns]
+        return "\n".join([self._headline, text_table(titles, rows, self._marked), *self._notes])
 
     def _repr_html_(self) -> str:
-        table = html_table(*self._table(), caption=self._headline, marked=self._marked, mark="fastest", dense=True)
-        return f'{table}<div style="opacity: 0.75">{_KEY}</div>'
+        columns, rows = self._table()
+        groups, titles = zip(*columns, strict=True)
+        table = html_table(
+            titles, rows, caption=self._headline, marked=self._marked, mark="fastest", dense=True, groups=groups
+        )
+        notes = "<br>".join(self._notes)
+        return f'{table}<div style="opacity: 0.75; max-width: 60em">{notes}</div>'
 
 
 def measure_reading(*configs: Config, seconds: float = 3.0) -> Readings:
@@ -173,7 +196,7 @@ def _measure(config: Config, seconds: float) -> Reading:
     left_out = None if config.data.order == "block" else ahead
     try:
         pace = _pace(loader, left_out, seconds)
-        counts = loader.counters()
+        counts, mixing = loader.counters(), loader.mixing
     finally:
         data.teardown()
     samples = max(1, counts["samples"])
@@ -186,8 +209,16 @@ def _measure(config: Config, seconds: float) -> Reading:
         bound=max(costs, key=lambda cost: cost.seconds_per_batch).bound,
         predicted_requests_per_sample=predicted["requests_per_sample"],
         requests_per_sample=counts["requests"] / samples, bytes_per_sample=counts["bytes_read"] / samples,
+        mixing=None if config.data.order == "grid" else mixing, predicted_mixing=_predicted_mixing(config, costs),
         first_batch_seconds=pace.first_seconds, batches=pace.batches, seconds=pace.seconds,
     )  # fmt: skip
+
+
+def _predicted_mixing(config: Config, costs: Sequence[LayoutCost]) -> float | None:
+    """Of the variable that mixes worst; what has no window is read as random order."""
+    if config.data.order == "grid":
+        return None
+    return min(1.0 if cost.window is None else cost.window.mixing(config.loader.batch_size) for cost in costs)
 
 
 @dataclass(slots=True)

@@ -31,8 +31,7 @@ _GREGORIAN_STARTS = np.datetime64("1582-10-15", "us")
 def decode_times(numbers: NDArray[Any], attributes: Mapping[str, Any]) -> NDArray[Any]:
     """The numbers as datetime64 where the attributes say that they are times; else as they are."""
     calendar = str(attributes.get("calendar", "standard")).lower()
-    match = _SINCE.fullmatch(str(attributes.get("units", "")))
-    unit = _unit(match[1].lower()) if match else None
+    match, unit = _parse(str(attributes.get("units", "")))
     if match is None or unit is None or numbers.dtype.kind not in "iuf" or calendar not in _CALENDARS:
         return numbers
     try:
@@ -46,7 +45,18 @@ def decode_times(numbers: NDArray[Any], attributes: Mapping[str, Any]) -> NDArra
     return numbers if julian else times
 
 
+def is_time_unit(units: str) -> bool:
+    """Whether numbers of these units are times, in whichever calendar."""
+    return _parse(units)[1] is not None
+
+
 _CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
+
+
+def _parse(units: str) -> tuple[re.Match[str] | None, int | None]:
+    """The parts of `<unit> since <date>`, and the unit in microseconds."""
+    match = _SINCE.fullmatch(units)
+    return match, _unit(match[1].lower()) if match else None
 
 
 def _unit(word: str) -> int | None:

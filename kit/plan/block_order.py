@@ -24,10 +24,11 @@ while `window_blocks` footprints (or the whole array) fit half of `window_bytes`
 blocks. A block yields `reuse` times as many samples as patches fit in it side by side.
 
 What mixing is lost: two samples of a batch come from one visit with probability
-`(samples_per_block - 1) / (window_blocks × samples_per_block - 1)`, almost never in random order. If samples of a visit
-were all alike, a batch of n would be worth `n / (1 + (n - 1) × probability)` independent ones (Kish's design effect);
-that over n is the `mixing`, 1 in random order. It is a lower bound, since patches of one block differ. Measured: the
-share of pairs in a batch that are of one visit, in the same formula.
+`(samples_per_block - 1) / (window_blocks × samples_per_block - 1)`, almost never in random order, and more often in
+the last window of an epoch, which has the visits that are left. If samples of a visit were all alike, a batch of n
+would be worth `n / (1 + (n - 1) × probability)` independent ones (Kish's design effect); that over n is the `mixing`, 1
+in random order. It is a lower bound, since patches of one block differ. Measured: the share of pairs in a batch that
+are of one visit, in the same formula.
 
 Chunks per window are bounded from both sides and the upper bound is shown. For a visit the expected union is exact. For
 a window, chunk j is touched by a visit with probability q_j, so the mean is `Σ 1 - (1 - q_j)^B`; only Σ q_j = U and the
@@ -132,16 +133,27 @@ class Window:
     """Expected chunks read per sample, of one variable: the upper bound."""
     least_chunks_per_sample: float
     """The lower bound of the same."""
+    epoch_samples: int
+    """Of one rank; the last window of an epoch has what is left of them."""
 
     @property
     def samples(self) -> int:
         return self.blocks * self.samples_per_block
 
     def mixing(self, batch_size: int) -> float:
-        """Independent samples a batch is worth at least, over its size."""
-        pairs = self.samples - 1
-        same = (self.samples_per_block - 1) / pairs if pairs else 1.0
+        """Independent samples a batch is worth at least, over its size, on average over an epoch."""
+        left = self.epoch_samples % self.samples
+        whole = self.epoch_samples - left
+        same = (whole * self._same_visit(self.samples) + left * self._same_visit(left)) / self.epoch_samples
         return 1 / (1 + (batch_size - 1) * same)
+
+    def _same_visit(self, samples: int) -> float:
+        """Share of the pairs of a window of so many samples that are of one visit."""
+        if samples < 2:
+            return 1.0
+        visits, rest = divmod(samples, self.samples_per_block)
+        pairs = visits * self.samples_per_block * (self.samples_per_block - 1) + rest * (rest - 1)
+        return pairs / (samples * (samples - 1))
 
 
 def fit_window(
@@ -163,8 +175,23 @@ def fit_window(
         full=visits == wanted,
         window_bytes=2 * min(visits * blocks.footprint, blocks.everything) * chunk_bytes,
         chunks_per_sample=high / (visits * blocks.samples_per_block),
-        least_chunks_per_sample=low / (visits * blocks.samples_per_block),
+        least_chunks_per_sample=low / (visits * blocks.samples_per_block), epoch_samples=samples,
     )  # fmt: skip
+
+
+def seen_fraction(
+    shape: Sequence[int], patch: Sequence[int], block: Sequence[int], samples_per_block: int, samples: int
+) -> float:
+    """Share of an array's elements that the `samples` of an epoch touch at all.
+
+    A visit reaches over `block + patch - 1` elements along each dimension, and covers a place there with probability
+    `c = 1 - exp(-samples_per_block × patch / reach)`; a place is within reach of a Poisson number of visits, v on
+    average: `1 - exp(-v c)`. That all of the reach is covered alike, and the array's edges like the rest, is not quite
+    so: within 0.08 where an array is several blocks wide.
+    """
+    reach = math.prod(min(side + size - 1, extent) for side, size, extent in zip(block, patch, shape, strict=True))
+    visits = samples / samples_per_block * reach / math.prod(shape)
+    return -math.expm1(visits * math.expm1(-samples_per_block * math.prod(patch) / reach))
 
 
 def _grown(axes: tuple[Axis, ...], room: int, window_blocks: int, reuse: float) -> Blocks:

@@ -21,6 +21,8 @@ from kit.units import format_bytes
 
 CLOSE = 1.10
 """Predictions closer than this count as equal."""
+_AS_FAST = 1.01
+"""What is slower than the fastest by less is as fast."""
 _SHARED_CANDIDATES = 100
 """Layouts priced for several readers before the best is improved."""
 
@@ -77,7 +79,7 @@ class Chooser:
     def _candidates(self) -> tuple[list[LayoutCost], dict[Sizes, LayoutCost]]:
         """Each reader's own best, and the candidates for all of them."""
         alone = [self._alone(reader.access) for reader in self.readers]
-        bests = [min(costs.values(), key=_fastest) for costs in alone]
+        bests = [_plainest([*costs.values()]) for costs in alone]
         if len(self.readers) == 1:
             return bests, alone[0]
         return bests, self._shared(bests)
@@ -180,5 +182,9 @@ class Chooser:
         return shard
 
 
-def _fastest(cost: LayoutCost) -> tuple[bool, float]:
-    return not cost.fits, cost.seconds_per_batch
+def _plainest(costs: Sequence[LayoutCost]) -> LayoutCost:
+    """Of those as fast as the fastest, the one with the fewest requests: more at once may make up for more of them."""
+    first = min(costs, key=lambda cost: (not cost.fits, cost.seconds_per_batch))
+    limit = first.seconds_per_batch * _AS_FAST
+    close = (cost for cost in costs if cost.fits == first.fits and cost.seconds_per_batch <= limit)
+    return min(close, key=lambda cost: (cost.requests_per_batch, cost.seconds_per_batch))

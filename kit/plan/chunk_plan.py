@@ -115,11 +115,12 @@ class ChunkPlan:
 
     def _repr_html_(self) -> str:
         rows, marked = self._rows
-        shown = html_table(self._columns, rows, caption=self._headline, marked=marked)
+        shown = html_table(self._columns, rows, caption=self._headline, marked=marked, dense=True)
         shown += f'<div style="opacity: 0.75; max-width: 60em">{_KEY}</div>'
         if len(self.readers) > 1:
-            shown += html_table(_READER_COLUMNS, [_reader_row(reader) for reader in self.readers], caption="readers")
-        return shown + html_list(self.reasons)
+            readers = [_reader_row(reader) for reader in self.readers]
+            shown += html_table(_READER_COLUMNS, readers, caption="readers", dense=True)
+        return f'<div style="overflow-x: auto">{shown}</div>{html_list(self.reasons)}'
 
     @property
     def _headline(self) -> str:
@@ -174,7 +175,7 @@ def named(dims: Sequence[str], sizes: Sequence[int]) -> str:
 
 
 def _triple(values: Sequence[float]) -> str:
-    return " · ".join(format_count(float(f"{value:.3g}")) for value in values)
+    return "\u00a0·\u00a0".join(format_count(float(f"{value:.3g}")) for value in values)  # never broken over lines
 
 
 def _reader_row(reader: ReaderCost) -> list[str]:

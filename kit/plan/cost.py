@@ -12,8 +12,8 @@ Every resource alone would need so long for a batch on one rank; the slowest one
     seconds per batch = the largest of them
 
 Chunks are the expected number of different ones that the batch fetches (`kit.plan.sharing`, `kit.plan.block_order`),
-times the arrays. Reading at full speed, those that are on their way for the batches before are joined; the two oldest
-of the batches ahead are taken to be as good as read. Requests are chunks, or in shards the runs of neighbours that one
+times the arrays. Reading at full speed, those that are on their way for the batches before are joined; the oldest
+of the batches ahead is taken to be as good as read. Requests are chunks, or in shards the runs of neighbours that one
 request reads (`kit.plan.runs`), and the indexes of shards. Stored bytes are whole chunks over the compression ratio,
 with what lies between neighbours; decoded bytes whole chunks. A request's CPU seconds are spent on each chunk, whether
 it shares its request or not, by one thread at a time; decoding has its own threads. The first line is Little's law for
@@ -40,8 +40,8 @@ from kit.plan.resources import HOLES_SHARE, Host, Network, Prices
 from kit.plan.runs import ALONE, Runs, expected_runs
 from kit.plan.sharing import Fetches, fetches, reading_of
 
-_AS_GOOD_AS_READ = 2
-"""Of the batches ahead: one waits for its last answers, the next has most of its own."""
+_AS_GOOD_AS_READ = 1
+"""Of the batches ahead: the oldest waits for its last answers; those after it are joined."""
 _MOST_CHUNKS_DRAWN = 2048
 """Of a batch: so many that the CPU binds, however they share requests; drawing them would take long."""
 _IN_USE = 1 - 1 / HOLES_SHARE

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kit.plan.access import Access
+from kit.plan.block_order import seen_fraction
 from kit.plan.choice import CLOSE, Choice
 from kit.plan.chunk_plan import named
 from kit.plan.cost import LayoutCost, balanced_ratio, price
@@ -22,6 +23,7 @@ _NOTABLE = 1.10
 _EASY_BYTES_PER_SECOND = 500e6
 """Below this, one core decodes and most networks carry what is read."""
 _WELL_MIXED = 0.8
+_MORE_REUSE, _WORTH_REUSE = 4, 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +232,26 @@ def _block(case: Case) -> Iterator[str]:
             f"batches draw on few places: at worst one is worth {mixing:.0%} of its samples; a larger window_blocks or "
             "a smaller batch mixes better"
         )
+    yield from _more_reuse(case)
+
+
+def _more_reuse(case: Case) -> Iterator[str]:
+    """What more samples of a block would gain, and what an epoch would see of the array."""
+    access = replace(case.access, block_reuse=_MORE_REUSE * case.access.block_reuse)
+    more = case.price(access, case.chosen.chunk)
+    gain = case.chosen.seconds_per_batch / more.seconds_per_batch
+    if more.window is not None and gain >= _WORTH_REUSE:
+        yield (
+            f"with block_reuse {access.block_reuse:g} it would be {_short(gain)} × as fast again, mixing "
+            f"{more.window.mixing(access.batch_size):.0%}; an epoch would then see {_seen(more, access):.0%} of the "
+            f"array instead of {_seen(case.chosen, access):.0%}"
+        )
+
+
+def _seen(cost: LayoutCost, access: Access) -> float:
+    assert cost.window is not None
+    window, samples = cost.window, access.epoch_samples
+    return seen_fraction(access.shape, access.patch, window.block, window.samples_per_block, samples)
 
 
 def _reuse(cost: LayoutCost, access: Access) -> str:

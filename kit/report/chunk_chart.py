@@ -3,15 +3,16 @@
 Two steps: an info function turns a table or a plan into plain numbers (chunks, bytes, samples/s), a draw function turns
 the numbers into a `matplotlib.figure.Figure`. Sizes are log axes, because they span powers of two. Colours are paired
 with line styles or markers: samples/s carry the resource that binds as colour and marker, measured ones are open
-diamonds tied to their prediction. The choice is named in words. `figure.svg(chart, label)` makes text of it.
+diamonds tied to the prediction of the store as it stands, their ratio (measured / predicted) beside them. The choice is
+named in words. `figure.svg(chart, label)` makes text of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kit.errors import PlanError
 from kit.plan.chunk_plan import ChunkPlan
@@ -44,12 +45,40 @@ _OTHERS: Any = {"marker": ".", "markersize": 4.0, "markeredgewidth": 0, "linesty
 _MEASURED: Any = {
     "marker": "D", "markersize": 6.5, "markerfacecolor": "none", "markeredgewidth": 1.4, "linestyle": "none",
 }  # fmt: skip
+_FORETOLD: Any = {"marker": "_", "markersize": 8.0, "markeredgewidth": 1.4, "linestyle": "none"}
+_END = 0.15
+"""Of an axis: so near to its end there is no room for words beyond."""
 _BOUNDS: dict[str, tuple[str, str]] = {
     "latency": (BLUE, "o"), "bandwidth": (ORANGE, "s"), "total bandwidth": (VERMILION, "^"),
     "request rate": (PURPLE, "v"), "slow requests": (BLUE, "d"), "CPU": (GREEN, "P"), "memory": (SKY, "X"),
     "does not fit": (INK, "x"),
 }  # fmt: skip
 """Colour and marker of each resource that may bind, and of layouts that the memory allowed does not hold."""
+
+
+class Measured(Protocol):
+    """What a layout really gave, as each row of `kit.measure_reading` tells it."""
+
+    @property
+    def chunk(self) -> tuple[int, ...]: ...
+    @property
+    def samples_per_second(self) -> float: ...
+    @property
+    def predicted_samples_per_second(self) -> float: ...
+
+
+class MeasuredPoint(NamedTuple):
+    """One layout that was measured."""
+
+    chunk_bytes: float
+    samples_per_second: float
+    predicted_samples_per_second: float
+    """Of the store as it stands, its shards and slow requests counted."""
+
+    @property
+    def ratio(self) -> float:
+        """Measured samples/s over predicted."""
+        return self.samples_per_second / self.predicted_samples_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +121,7 @@ class PlanInfo:
     chosen_label: str
     sample_bytes: float
     """Of one sample, all variables, as stored."""
-    measured: tuple[tuple[float, float, float | None], ...] = ()
-    """`(chunk bytes, measured samples/s, predicted samples/s)` of each layout measured."""
+    measured: tuple[MeasuredPoint, ...] = ()
 
 
 def chunk_table_info(table: ChunkTable) -> ChunkTableInfo:
@@ -112,8 +140,8 @@ def chunk_table_info(table: ChunkTable) -> ChunkTableInfo:
     )  # fmt: skip
 
 
-def plan_info(plan: ChunkPlan, measured: Mapping[Sequence[int], float] | None = None) -> PlanInfo:
-    """A plan as plain numbers, in the order of its candidates; `measured` holds samples/s by chunk.
+def plan_info(plan: ChunkPlan, measured: Iterable[Measured] = ()) -> PlanInfo:
+    """A plan as plain numbers, in the order of its candidates, and the layouts that were measured.
 
     Raises:
         PlanError: for a measured chunk of another number of dimensions, or a speed that is no number above 0.
@@ -132,26 +160,27 @@ def plan_info(plan: ChunkPlan, measured: Mapping[Sequence[int], float] | None = 
         bounds=tuple(cost.bound if cost.fits else "does not fit" for cost in costs),
         ladder=tuple(costs.index(cost) for cost in plan.ladder), chosen=costs.index(plan.chosen),
         chosen_label="×".join(map(str, plan.chunk)), sample_bytes=plan.patch_bytes * plan.variables / ratio,
-        measured=tuple(_measurement(plan, tuple(chunk), speed) for chunk, speed in (measured or {}).items()),
+        measured=tuple(_measurement(plan, one) for one in measured),
     )  # fmt: skip
 
 
-def _measurement(plan: ChunkPlan, chunk: tuple[int, ...], speed: float) -> tuple[float, float, float | None]:
-    if len(chunk) != len(plan.dims) or not speed > 0:
+def _measurement(plan: ChunkPlan, one: Measured) -> MeasuredPoint:
+    speed, predicted = one.samples_per_second, one.predicted_samples_per_second
+    if len(one.chunk) != len(plan.dims) or not (speed > 0 and predicted > 0):
         raise PlanError(
-            f"measured {chunk}: {speed} samples/s does not belong to a plan of {', '.join(plan.dims)}; give one size a "
-            "dimension and a speed above 0"
+            f"measured {one.chunk}: {speed} samples/s of {predicted} predicted do not belong to a plan of "
+            f"{', '.join(plan.dims)}; give one size a dimension and speeds above 0"
         )
-    predicted = next((cost.samples_per_second for cost in plan.candidates if cost.chunk == chunk), None)
-    return math.prod(chunk) * plan.chunk_bytes / math.prod(plan.chunk), speed, predicted
+    return MeasuredPoint(math.prod(one.chunk) * plan.chunk_bytes / math.prod(plan.chunk), speed, predicted)
 
 
-def chunk_figure(subject: ChunkTable | ChunkPlan, *, measured: Mapping[Sequence[int], float] | None = None) -> Figure:
-    """The chart of a chunk table or of a plan; `measured` adds samples/s that layouts of a plan really gave, by chunk.
+def chunk_figure(subject: ChunkTable | ChunkPlan, *, measured: Iterable[Measured] = ()) -> Figure:
+    """The chart of a chunk table or of a plan; `measured` adds what layouts really gave (`kit.measure_reading`).
 
     Raises:
         PlanError: for measurements that do not belong to the plan, or of a table.
     """
+    measured = tuple(measured)
     if isinstance(subject, ChunkPlan):
         return plan_figure(plan_info(subject, measured))
     if measured:
@@ -264,12 +293,32 @@ def _draw_throughput(axes: Axes, info: PlanInfo) -> None:
             markersize=6.0, linestyle="none",
         )  # fmt: skip
     _draw_ring(axes, info.chunk_bytes[info.chosen], speeds[info.chosen])
-    for size, speed, predicted in info.measured:
-        if predicted is not None:
-            axes.plot([size, size], [predicted, speed], ":", color=INK, linewidth=1.0)
-        axes.plot([size], [speed], color=INK, **_MEASURED)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    _draw_measured(axes, info)
+
+
+def _draw_measured(axes: Axes, info: PlanInfo) -> None:
+    """Each a diamond, a dotted line to what was predicted of it, and the ratio in figures, outside of the hill."""
+    for point in info.measured:
+        size, speed = point.chunk_bytes, point.samples_per_second
+        axes.plot([size, size], [point.predicted_samples_per_second, speed], ":", color=INK, linewidth=1.0)
+        axes.plot([size], [point.predicted_samples_per_second], color=INK, **_FORETOLD)
+        axes.plot([size], [speed], color=INK, **_MEASURED)
+        side = _free_side(axes, info, size)
+        axes.annotate(
+            f"{point.ratio:.2f}", (size, speed), xytext=(9 * side, 3), textcoords="offset points", fontsize=8,
+            ha="left" if side > 0 else "right", va="center",
+        )  # fmt: skip
+
+
+def _free_side(axes: Axes, info: PlanInfo, size: float) -> int:
+    """Where words at this size meet no other layout: left (-1) of the fastest, right of it, but not over an end."""
+    low, high = axes.get_xlim()
+    place = math.log(size / low) / math.log(high / low)
+    fastest = max(info.ladder, key=lambda candidate: info.samples_per_second[candidate])
+    rising = size < info.chunk_bytes[fastest]
+    return -1 if place > 1 - _END else 1 if place < _END else -1 if rising else 1
 
 
 def _draw_ring(axes: Axes, x: float, y: float) -> None:
@@ -300,7 +349,7 @@ def _draw_keys(chart: Figure, info: PlanInfo) -> None:
         for name in _bounds_of(info)
     ]
     if info.measured:
-        second.append(Line2D([], [], color=INK, label="measured", **_MEASURED))
+        second.append(Line2D([], [], color=INK, label="measured (ratio)", **_MEASURED))
     title = Line2D([], [], linestyle="none", label="bound by:")
     chart.legend(handles=[title, *second], ncols=len(second) + 1, bbox_to_anchor=(0.5, 0.0), **spacing)
 

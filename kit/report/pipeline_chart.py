@@ -251,7 +251,7 @@ def _draw_facts(chart: Figure, info: PipelineInfo, top: float) -> None:
         ("loader start-up", format_seconds(info.start_up_seconds)),
         ("get batch, mean", format_seconds(info.mean_get_batch_seconds)),
         ("train, mean", format_seconds(info.mean_train_seconds)),
-        ("samples/s", f"{info.samples_per_second:.3g}" if info.waits else "–"),
+        ("samples/s", format_count(info.samples_per_second) if info.waits else "–"),
         *info.settings,
     ]
     if not info.rates:

@@ -20,13 +20,13 @@ from kit.config import Config
 from kit.errors import ConfigError, KitError, PlanError
 from kit.plan.chunk_plan import ChunkPlan
 from kit.widgets.background import Latest
-from kit.widgets.chunk_view import ChunkView, Measured, headline
+from kit.widgets.chunk_view import ChunkView, Measurements, headline
 from kit.widgets.config_form import WIDTH, ConfigForm
 from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
 from kit.widgets.store_view import layout_hints
 
 if TYPE_CHECKING:
-    from kit.data.measuring import Readings
+    from kit.data.measuring import Reading, Readings
     from kit.data.probe import Probe
 
 SHOWN = {
@@ -66,7 +66,7 @@ class ChunkPanel:
         self._base = config
         self._failure: Exception | None = None
         self._probed: tuple[Config, dict[str, str]] | None = None
-        self._measured: dict[str, dict[tuple[int, ...], float]] = {}
+        self._measured: dict[str, dict[tuple[int, ...], Reading]] = {}
         self._display: LiveDisplay | None = None
         self._planning, self._asking = Latest("kit-chunks"), Latest("kit-store")
         self.form = ConfigForm(config, SHOWN, folded=False)
@@ -125,7 +125,7 @@ class ChunkPanel:
 
         config = self.config
         readings = measure_reading(config, seconds=seconds)
-        self._measured.setdefault(_pattern(config), {}).update(readings.by_chunk)
+        self._measured.setdefault(_pattern(config), {}).update({one.chunk: one for one in readings})
         self._ask()
         return readings
 
@@ -190,10 +190,10 @@ class ChunkPanel:
             self.view.show_error(_in_words(error))
         self._refresh()
 
-    def _measurements(self, config: Config, plan: ChunkPlan) -> Measured:
+    def _measurements(self, config: Config, plan: ChunkPlan) -> Measurements:
         """What was measured of this pattern, in chunks that the plan knows."""
         known = self._measured.get(_pattern(config), {})
-        return {chunk: speed for chunk, speed in known.items() if len(chunk) == len(plan.dims)}
+        return {chunk: one for chunk, one in known.items() if len(chunk) == len(plan.dims)}
 
     def _probe_hints(self, config: Config) -> dict[str, str]:
         """How each figure was found, for as long as it stands."""

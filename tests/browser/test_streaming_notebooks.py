@@ -1,4 +1,4 @@
-"""The notebooks on chunks and on streaming as their reader meets them: run all, change the pattern, probe, measure."""
+"""The notebooks on chunks and streaming as their reader meets them: change the pattern, probe, measure, wait less."""
 
 import re
 
@@ -25,6 +25,9 @@ def test_chunks_run_all_then_change_the_order_probe_and_measure(notebook, artifa
     page = opened.page
     measured = page.locator("table", has_text="first batch")
     expect(measured).to_be_visible(timeout=180 * SECOND)
+    expect(measured.locator("caption")).to_have_text(re.compile(r"samples/s measured; median ratio \d"))
+    sharing = page.locator("table", has_text="price of sharing")
+    expect(sharing.locator("tbody tr")).to_have_count(2)
     expect(page.locator(".jp-OutputArea-output img:visible")).to_have_count(2, timeout=60 * SECOND)
     assert opened.errors() == []
 
@@ -46,7 +49,8 @@ def test_chunks_run_all_then_change_the_order_probe_and_measure(notebook, artifa
     panel.get_by_label("patch").fill("time: 2, lat: 64, lon: 64")
     panel.get_by_label("patch").press("Enter")
     expect(panel.get_by_role("alert")).to_have_count(0, timeout=20 * SECOND)
-    places = {"panel": panel, "measured": measured, "chart": page.locator(".jp-OutputArea-output img:visible").last}
+    chart = page.locator(".jp-OutputArea-output img:visible").last
+    places = {"panel": panel, "sharing": sharing, "measured": measured, "chart": chart}
     opened.pictures(places, "chunks", artifacts)
     assert opened.errors() == []
 
@@ -61,6 +65,12 @@ def test_streaming_run_all_draws_the_pipeline_before_and_after(notebook, artifac
     charts = page.locator(".jp-OutputArea-output img:visible")
     expect(charts).to_have_count(2)
     assert opened.errors() == []
+    place = rows.locator("thead tr").last.locator("th").all_inner_texts().index("data wait")
+    waits = rows.locator(f"tbody tr td:nth-child({place + 1})").all_inner_texts()
+    after, before = (int(share.rstrip("%")) for share in waits)  # newest first
+    assert after < before
+    read = page.locator("table", has_text="first batch")
+    expect(page.get_by_text(re.compile(r"in block order: mixing \d+%, predicted \d+%"))).to_be_visible()
     compared = page.locator("table", has_text="predicted and measured").last
-    places = {"before": charts.nth(0), "after": charts.nth(1), "rows": rows, "compared": compared}
+    places = {"read": read, "before": charts.nth(0), "after": charts.nth(1), "rows": rows, "compared": compared}
     opened.pictures(places, "streaming", artifacts)

@@ -24,6 +24,7 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, Transpos
 from zarr_stores import ZSTD, AsyncStore, GatedStore, by_xarray, by_zarr, seen_through, write_array
 
 from kit.data.build import build
+from kit.data.codec import StoredArray
 from kit.data.dataset import open_dataset
 from kit.data.engine import Engine
 from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, StoreError
@@ -314,6 +315,22 @@ def test_batches_are_read_ahead_while_the_consumer_works(tmp_path, batches_ahead
         assert taken == [*range(batches_ahead + 1)]
         wait_until(lambda: engine.counters["samples"] == 5 * (batches_ahead + 1))
         stream.close()
+
+
+@pytest.mark.parametrize("way", ["folder", "loop", "wire"])
+def test_chunks_are_decoded_by_threads_of_their_own_and_never_on_the_loop(tmp_path, way, cloud, monkeypatch):
+    decode, where = StoredArray.decode, []
+
+    def noted(stored, data):
+        where.append(threading.current_thread().name)
+        return decode(stored, data)
+
+    monkeypatch.setattr(StoredArray, "decode", noted)
+    dataset = write_folder(tmp_path)
+    dataset = seen_through(dataset, AsyncStore) if way == "loop" else dataset
+    read(open_dataset(cloud.upload(tmp_path, "decoded/x.zarr")) if way == "wire" else dataset)
+    assert where
+    assert all(name.startswith("kit-read" if way == "folder" else "kit-decode") for name in where)
 
 
 def test_batches_come_in_order_though_a_later_one_is_ready_first(tmp_path):

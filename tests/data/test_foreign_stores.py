@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
+import threading
+
 import numcodecs
 import numpy as np
 import pytest
@@ -18,6 +23,7 @@ SHAPE, PATCH = (7, 13, 17), (2, 5, 6)
 DIMS = ("time", "y", "x")
 CORNERS = np.array([[0, 0, 0], [5, 8, 11], [3, 4, 2], [5, 0, 11]])
 ROUNDING = 2.0**-22
+LOGIN = {"type": "authorized_user", "client_id": "my-own", "client_secret": "my-own", "refresh_token": "my-own"}
 
 
 def values_of(dtype, seed=0):
@@ -177,6 +183,45 @@ def test_coordinates_are_known_and_are_no_channels(tmp_path, zarr_format):
     assert dataset.attributes["title"] == "a group of others"
 
 
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_packed_coordinates_and_times_beside_the_data_are_decoded_as_xarray_does(tmp_path, zarr_format):
+    when = np.datetime64("2003-01-01", "ns") + np.arange(np.prod(SHAPE)).reshape(SHAPE) * np.timedelta64(1, "h")
+    written = group(a=values_of("f4")).assign(when=(DIMS, when))
+    packed = {"dtype": "i2", "scale_factor": 0.25, "add_offset": 10.0, "_FillValue": -7}
+    heights = np.array([10.25, 10.5, np.nan, 11.0, 12.0] + [13.0] * 8)
+    written = written.assign_coords(height=("y", heights))
+    written.to_zarr(tmp_path / "g.zarr", zarr_format=zarr_format, consolidated=False, encoding={"height": packed})
+    dataset = open_dataset(tmp_path / "g.zarr")
+    assert np.array_equal(dataset.coordinate("height"), heights, equal_nan=True)
+    assert [info.name for info in dataset.select()] == ["a"]  # when holds times, which are no channel
+    assert read(tmp_path / "g.zarr")[0].shape[1] == 1
+
+
+def test_shards_that_xarray_wrote_read_as_xarray_decodes_them(tmp_path):
+    dtype, encoding = PACKINGS["scaled"]
+    cut = {"chunks": (1, 4, 4), "shards": (2, 8, 12)}  # uneven at every edge
+    group(a=values_of(dtype)).to_zarr(
+        tmp_path / "g.zarr", zarr_format=3, consolidated=False, encoding={"a": encoding | cut}
+    )
+    assert open_dataset(tmp_path / "g.zarr").arrays["a"].shard == (2, 8, 12)
+    assert_equal(read(tmp_path / "g.zarr"), as_xarray_reads(tmp_path / "g.zarr", ["a"], consolidated=False))
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_group_within_a_store_opens_by_its_place(tmp_path, zarr_format):
+    group(a=values_of("f4")).to_zarr(tmp_path / "g.zarr", group="deep/er", zarr_format=zarr_format, consolidated=False)
+    expected = as_xarray_reads(tmp_path / "g.zarr", ["a"], group="deep/er", consolidated=False)
+    assert_equal(read(tmp_path / "g.zarr" / "deep" / "er"), expected)
+
+
+@pytest.mark.parametrize("named_by", ["_ARRAY_DIMENSIONS", "dimension_names"])
+def test_dimensions_of_version_3_are_named_in_either_way(tmp_path, named_by):
+    names = {"attributes": {named_by: [*DIMS]}} if named_by.startswith("_") else {named_by: DIMS}
+    stored = zarr.open_group(tmp_path / "g.zarr", mode="w")
+    stored.create_array("a", data=values_of("f4"), chunks=(3, 5, 8), **names)
+    assert open_dataset(tmp_path / "g.zarr").select()[0].dims == DIMS
+
+
 def test_an_array_without_dimension_names_gets_plain_ones(tmp_path):
     stored = zarr.open_group(tmp_path / "g.zarr", mode="w")
     stored.create_array("a", data=values_of("f4"), chunks=(3, 5, 8))
@@ -215,6 +260,63 @@ def test_a_public_bucket_is_read_without_a_key(public, tmp_path, scheme, zarr_fo
     assert_equal((values, valid), as_xarray_reads(local, ["a", "b"], consolidated=zarr_format == 2))
     if (scheme, zarr_format) != ("http", 3):  # whose variables nothing lists
         assert np.array_equal(dataset.coordinate("time"), group().time.values)
+
+
+def pass_on(source, target, kept):
+    """Everything that comes from one side of a connection, to the other side and to `kept`."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            kept += data
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def overheard(public, monkeypatch):
+    """The public buckets behind a relay: its address, and what was sent to it, connection by connection."""
+    server, said, sides = socket.create_server(("127.0.0.1", 0)), [], []
+
+    def relay():
+        with contextlib.suppress(OSError):
+            while True:
+                here, there = server.accept()[0], socket.create_connection(("127.0.0.1", public.port))
+                sides.extend((here, there))
+                said.append(bytearray())
+                for source, target, kept in ((here, there, said[-1]), (there, here, bytearray())):
+                    threading.Thread(target=pass_on, args=(source, target, kept), daemon=True).start()
+
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv(VARIABLE, json.dumps({"gs://public": address, "s3://public": address}))
+    yield address, said
+    server.shutdown(socket.SHUT_RDWR)
+    for side in (server, *sides):
+        side.close()
+    thread.join()
+
+
+@pytest.mark.parametrize("by", ["wire", "fsspec"])
+@pytest.mark.parametrize("scheme", ["gs", "s3", "http"])
+def test_anonymous_shows_no_key_though_there_are_some(overheard, tmp_path, monkeypatch, scheme, by):
+    address, said = overheard
+    if by == "fsspec":
+        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+    (tmp_path / "login.json").write_text(json.dumps(LOGIN))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "login.json"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "KEY"):
+        monkeypatch.setenv(name, "my-own:my-own")
+    url = f"{address if scheme == 'http' else f'{scheme}:/'}/public/2.zarr"
+    expected = as_xarray_reads(tmp_path / "public" / "2.zarr", ["a"])
+    for credentials, shown in (("anonymous", False), ("env:KEY", True)):
+        said.clear()
+        with Engine(open_dataset(url, credentials), ["a"]) as engine:
+            ((values, valid),) = engine.stream([CORNERS], PATCH)
+        assert_equal((values, valid), expected)
+        heard = b"".join(said).lower()
+        assert heard.count(b"get /") > 3
+        assert (b"authorization:" in heard) is shown
+        assert (b"my-own" in heard) is shown
 
 
 def test_a_group_whose_variables_nothing_lists_says_what_to_do(public):

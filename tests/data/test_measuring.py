@@ -30,11 +30,9 @@ def test_each_config_is_a_row_with_prediction_measurement_and_ratio(stores):
         assert reading.batches >= 2
         assert reading.seconds > 0
     assert readings[0].requests_per_sample > readings[1].requests_per_sample
-    assert set(readings.by_chunk) == {(1, 4, 4), (2, 7, 9)}
     assert f"median ratio {readings.median_ratio:.2f}" in repr(readings)
-    assert readings._repr_html_().count("<tr") == 3
-    plan = kit.plan_chunks(stores[0])
-    assert kit.chunk_figure(plan, measured=readings.by_chunk).axes
+    assert readings._repr_html_().count("<tr") == 4
+    assert "mixing" not in repr(readings)
 
 
 def test_the_order_and_the_processes_of_the_config_are_those_measured(stores):
@@ -44,6 +42,31 @@ def test_the_order_and_the_processes_of_the_config_are_those_measured(stores):
     assert readings[0].requests_per_sample < readings[1].requests_per_sample
     assert isinstance(readings[:1], Readings)
     assert "in block order" in repr(readings) or "in random order" in repr(readings)
+
+
+def test_predicted_and_measured_speeds_are_drawn_tied_with_their_ratio(stores):
+    readings = measure_reading(*stores, seconds=0.05)
+    chart = kit.chunk_figure(kit.plan_chunks(stores[0]), measured=readings)
+    drawn = chart.axes[0]
+    pairs = [(one.predicted_samples_per_second, one.samples_per_second) for one in readings]
+    assert [tuple(line.get_ydata()) for line in drawn.get_lines() if line.get_linestyle() == ":"] == pairs
+    assert [line.get_ydata()[0] for line in drawn.get_lines() if line.get_marker() == "D"] == [
+        one.samples_per_second for one in readings
+    ]
+    assert [text.get_text() for text in drawn.texts] == [f"{one.ratio:.2f}" for one in readings]
+
+
+def test_how_well_block_order_mixed_stands_beside_how_well_it_was_to(stores):
+    wide = stores[0].replace({"loader.window_blocks": 4, "data.samples_per_epoch": 400, "loader.block_reuse": 3.0})
+    orders = [wide.replace({"data.order": order}) for order in ("random", "block", "grid")]
+    free, mixed, none = measure_reading(*orders, seconds=0.05)
+    assert (free.mixing, free.predicted_mixing) == (1, 1)
+    assert (none.mixing, none.predicted_mixing) == (None, None)
+    assert 0 < mixed.mixing < 1
+    assert mixed.mixing == pytest.approx(mixed.predicted_mixing, rel=0.15)
+    shown = repr(Readings([free, mixed, none]))
+    assert f"in block order: mixing {mixed.mixing:.0%}, predicted {mixed.predicted_mixing:.0%}" in shown
+    assert shown.count("mixing") == 1
 
 
 def test_several_ranks_are_measured_as_one(stores):

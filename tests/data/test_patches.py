@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 
 import numpy as np
@@ -298,6 +299,27 @@ def test_batches_are_made_by_what_is_told_to_make_them(config):
     assert valid is made[1]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_pinned_where_there_is_a_gpu_and_only_there(config, num_workers):
+    plain, pinned = (
+        passes(loader_of(config, num_workers=num_workers, pin_memory=pin_memory)) for pin_memory in (False, True)
+    )
+    assert equal(plain, pinned)
+    assert not any(tensor.is_pinned() for batch in plain for tensor in batch.values())
+    assert {tensor.is_pinned() for batch in pinned for tensor in batch.values()} == {torch.cuda.is_available()}
+
+
+def test_loader_processes_are_no_forks_of_the_process_that_opened_the_store(config):
+    loader = loader_of(config, num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    readers = loader._processes._iterator._workers
+    assert len(readers) == 2
+    parents = {psutil.Process(reader.pid).ppid() for reader in readers}
+    loader.close()
+    assert parents == {forkserver._forkserver._forkserver_pid}
+
+
 def test_a_fit_stopped_in_the_middle_leaves_no_thread_and_no_process(config):
     data, model = PatchData(config.replace({"loader.num_workers": 2})), Recorder()
     Trainer(max_steps=2, **QUIET).fit(model, datamodule=data)
@@ -347,10 +369,19 @@ def test_without_a_trainer_it_is_one_rank(config):
     assert equal(passes(data.train_dataloader()), passes(loader_of(config)))
 
 
-def test_what_does_not_fit_the_store_is_refused_before_the_first_batch(config):
-    with pytest.raises(ConfigError, match=r"loader\.batch_size: a batch that does not fit the data"):
-        PatchData(config.replace({"loader.batch_size": 27})).train_dataloader()
-    with pytest.raises(ConfigError, match=r"data\.patch: .*did you mean 'lat'"):
-        PatchData(config.replace({"data.patch": {"latt": 2}})).train_dataloader()
-    with pytest.raises(ConfigError, match=r"data\.variables: no variable 'winds'"):
-        PatchData(config.replace({"data.variables": ["winds"]})).train_dataloader()
+def test_what_does_not_fit_an_open_store_is_refused_without_a_request(cloud, tiny_config):
+    config = tiny_config(cloud.url("refused/t.zarr"))
+    dataset = build(config, progress=False)
+    mark = cloud.counts()
+    for changes, message in [
+        ({"data.patch": {"lat": 8}}, r"data\.patch: 8 elements along 'lat', but .* has 7; use at most 7"),
+        ({"data.patch": {"latt": 2}}, r"data\.patch: .*did you mean 'lat'"),
+        ({"data.stride": {"height": 2}, "data.order": "grid"}, r"data\.stride: dimension 'height'"),
+        ({"data.variables": ["winds"]}, r"data\.variables: no variable 'winds' .*did you mean 'wind'"),
+        ({"loader.batch_size": 10_000}, r"loader\.batch_size: a batch that does not fit the data"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            PatchData(config.replace(changes), dataset).train_dataloader()
+    with pytest.raises(ConfigError, match=r"data\.variables: .* holds no data variables"):
+        PatchData(config, replace(dataset, arrays={})).train_dataloader()
+    assert cloud.counts(since=mark).requests == 0

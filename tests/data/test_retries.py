@@ -3,6 +3,7 @@
 import asyncio
 import random
 from functools import partial
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from kit.data.build import build
 from kit.data.counters import Counters
 from kit.data.dataset import open_dataset
 from kit.data.engine import Engine
+from kit.data.file_system import open_file_system
 from kit.data.module import PatchData
 from kit.data.requests import Requests, open_blocking
 from kit.data.retries import Retries, passing
@@ -22,6 +24,8 @@ from kit.errors import MissingChunkError, StoreError
 DATA = random.Random(5).randbytes(300_000)
 SCHEMES = ("gs", "s3", "http")
 WAYS = ("wire", "fsspec")
+FILES = "files"
+"""fsspec by calls that wait, as a cache reads it."""
 PASSING = ("408", "429", "500", "502", "503", "504", "reset", "lost", "truncate")
 
 
@@ -37,9 +41,10 @@ def bucket(cloud, tmp_path):
 def _read(way, url, counters, seconds=20.0, after_the_first=None):
     """Bytes 10 to 200,000 of `a`, by either client; `after_the_first`: called between two such reads."""
     store = open_store(url)
-    if way == "wire":
+    if way in ("wire", FILES):
         source = open_blocking(store, url, seconds, counters, 4)
         assert type(source).__name__ == "Wire"
+        source = open_file_system(store, url, seconds, counters) if way == FILES else source
         if after_the_first:
             source.read("a", 10, 200_000)
             after_the_first()
@@ -58,8 +63,9 @@ def _read(way, url, counters, seconds=20.0, after_the_first=None):
     return asyncio.run(read())
 
 
-@pytest.mark.parametrize("fault", PASSING)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "fault"), [*product(WAYS, PASSING), *product([FILES], ["429", "503", "reset", "truncate"])]
+)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_passes_is_tried_again_and_counted(cloud, bucket, scheme, way, fault):
     url, counters = bucket(scheme), Counters()
@@ -74,7 +80,7 @@ def test_what_passes_is_tried_again_and_counted(cloud, bucket, scheme, way, faul
     assert 2 - unseen <= counted["retries"] <= 2
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, FILES])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_answer_comes_back_at_once(cloud, bucket, scheme, way):
     url, counters = bucket(scheme), Counters()

@@ -2,16 +2,22 @@
 
 import http.client
 import re
+import uuid
+from dataclasses import replace
 from urllib.parse import urlsplit
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from kit.cloud.simulated_cloud import simulated_cloud
 from kit.data.build import build
 from kit.data.dataset import open_dataset
+from kit.data.disk_cache import ReadCache
+from kit.data.engine import Engine
 from kit.data.module import PatchData
 from kit.data.requests import open_blocking
+from kit.data.source import load_source
 from kit.data.verify import verify
 from kit.endpoints import VARIABLE
 from kit.errors import StoreError
@@ -43,6 +49,48 @@ def test_a_bucket_that_is_not_there_is_an_error_within_seconds(bucket):
     scheme = bucket.partition("://")[0]
     with pytest.raises(StoreError):
         open_dataset(f"{scheme}://no-such-bucket-here/x.zarr")
+
+
+# -- a cache over what fsspec reads
+
+
+@pytest.fixture(params=["gcs", "s3", "http"])
+def by_fsspec(request, monkeypatch):
+    """Where to build and where to read the same bucket, with no wire: over HTTP one can only read."""
+    monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+    if request.param == "gcs":
+        place = request.getfixturevalue("gcs")
+        return place, place
+    cloud, path = request.getfixturevalue("cloud"), f"kept/{uuid.uuid4().hex}"
+    return cloud.url(path), cloud.url(path, request.param)
+
+
+def read_all(config, url, kit_built, cache):
+    """The last of two variables, and what was counted."""
+    dataset = open_dataset(url, variables=["wind"])
+    dataset = dataset if kit_built else replace(dataset, manifest=None)
+    with Engine(dataset, ["wind"], read_cache=cache, requests_in_flight=4) as engine:
+        ((values, valid),) = engine.stream([np.zeros((1, 3), int)], (2, 7, 9))
+    expected = load_source(config).decoded("wind")
+    assert np.array_equal(valid[0, 0], ~np.isnan(expected))
+    assert np.array_equal(values[0, 0], np.nan_to_num(expected).astype("f4"))
+    return engine.counters
+
+
+@pytest.mark.parametrize(("kit_built", "shard"), [(True, "none"), (False, {"time": 2, "lat": 8, "lon": 8})])
+def test_what_fsspec_read_is_kept_by_a_cache_and_never_served_for_what_is_new(
+    by_fsspec, kit_built, shard, tiny_config, tmp_path
+):
+    write, read = (f"{place}/t.zarr" for place in by_fsspec)
+    cache = ReadCache(size_bytes=1_000_000, folder=str(tmp_path / "cache"), eviction="lru")
+    for seed in (1, 2):
+        config = tiny_config(write, data__arguments={"time": 2, "seed": seed}, chunking__shard=shard)
+        build(config, overwrite=True, progress=False)
+        first, second = (read_all(config, read, kit_built, cache) for _ in range(2))
+        assert (first["read_cache_hits"], first["read_cache_misses"] > 0) == (0, True)
+        assert (second["read_cache_hits"], second["read_cache_misses"]) == (first["read_cache_misses"], 0)
+        assert second["bytes_read"] == 0
+        assert (second["requests"] == 0) is kit_built  # others are asked which object it is
 
 
 # -- the simulated cloud beside an S3 server of others

@@ -8,6 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kit.data.windows import Windows, mixing, pairs_of_one_visit
+from kit.plan.block_order import fit_window
+from kit.plan.geometry import axes_of
 
 
 def windows(**changes):
@@ -124,3 +126,21 @@ def test_the_mixing_measured_is_the_one_foretold():
         counted += pairs_of_one_visit(case.visits(0, 0, range(start, start + 40)))
     foretold = (20 - 1) / (16 * 20 - 1)
     assert counted[0] / counted[1] == pytest.approx(foretold, rel=0.05)
+
+
+def test_the_short_last_window_of_an_epoch_is_counted_in_what_is_foretold():
+    shape, patch, samples = (48, 180, 360), (2, 64, 64), 1024
+    asked = {"window_bytes": 40 << 20, "window_blocks": 64, "reuse": 1.0}
+    axes = axes_of(shape, (8, 180, 128), patch, (1, 1, 1))
+    window = fit_window(axes, 8 * 180 * 128, samples=samples, **asked)
+    assert 0 < samples % window.samples < samples
+    case = Windows(
+        shape=shape, patch=patch, stride=(1, 1, 1), block=window.block, samples_per_block=window.samples_per_block,
+        blocks=window.blocks, samples=samples, world_size=1, seed=1,
+    )  # fmt: skip
+    counted = np.zeros(2, int)
+    for epoch in range(8):
+        for start in range(0, samples, 16):
+            counted += pairs_of_one_visit(case.visits(epoch, 0, range(start, start + 16)))
+    assert mixing(*counted, 16) == pytest.approx(window.mixing(16), rel=0.03)
+    assert window.mixing(16) < 0.95 * fit_window(axes, 8 * 180 * 128, samples=100 * samples, **asked).mixing(16)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.plan.block_order import Blocks, fit_window
+from kit.plan.block_order import Blocks, fit_window, seen_fraction
 from kit.plan.geometry import Axis, axes_of
 
 
@@ -122,3 +122,17 @@ def test_more_places_mix_better_and_pairs_of_one_visit_are_as_likely_as_said():
         for one, other in itertools.combinations(drawn, 2):
             pairs, same = pairs + 1, same + (one == other)
     assert few.mixing(batch) == pytest.approx(1 / (1 + (batch - 1) * same / pairs), rel=0.03)
+
+
+@pytest.mark.parametrize(("reuse", "passes"), [(1.0, 1), (4.0, 1), (4.0, 6)])
+def test_an_epoch_sees_as_much_of_the_array_as_said(reuse, passes):
+    shape, patch = (480, 400), (16, 16)
+    blocks, dice = Blocks(axes_of(shape, (32, 32), patch, (1, 1)), (2, 1), reuse), random.Random(7)
+    visits = round(passes * 480 * 400 / 16**2 / blocks.samples_per_block)
+    seen = set()
+    for _ in range(visits):
+        for y, x in visit(dice, blocks):
+            seen.update(itertools.product(range(y, y + 16), range(x, x + 16)))
+    samples = visits * blocks.samples_per_block
+    told = seen_fraction(shape, patch, blocks.sides, blocks.samples_per_block, samples)
+    assert told == pytest.approx(len(seen) / (480 * 400), abs=0.08)

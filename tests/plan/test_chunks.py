@@ -229,6 +229,23 @@ def test_chunk_equal_to_patch_is_best_exactly_when_the_patch_holds_latency_times
         assert best == pytest.approx(64 * balanced_ratio(asked, network), rel=0.03)
 
 
+def test_a_sample_reads_at_best_on_average_and_at_worst_what_its_offsets_say():
+    shape, patch, chunk, itemsize = (20, 30), (5, 6), (4, 7), 3
+    counts = [
+        len(touched(y, patch[0], chunk[0])) * len(touched(x, patch[1], chunk[1]))
+        for y, x in itertools.product(*(range(n - s + 1) for n, s in zip(shape, patch, strict=True)))
+    ]
+    asked = access(shape=shape, patch=patch, stride=(1, 1), itemsize=itemsize, variables=2)
+    cost = price(asked, Network(latency_seconds=0.03, bandwidth_bytes_per_second=8e7, requests_in_flight=8), chunk)
+    expected = [2 * count for count in (min(counts), sum(counts) / len(counts), max(counts))]
+    requests = [cost.least_requests_per_sample, cost.requests_per_sample, cost.most_requests_per_sample]
+    assert requests == pytest.approx(expected)
+    chunk_bytes, sample_bytes = 4 * 7 * itemsize, 2 * 5 * 6 * itemsize
+    assert cost.bytes_per_sample == pytest.approx(expected[1] * chunk_bytes)
+    amplification = [cost.least_amplification, cost.amplification, cost.most_amplification]
+    assert amplification == pytest.approx([count * chunk_bytes / sample_bytes for count in expected])
+
+
 # -- plans
 
 
@@ -241,6 +258,17 @@ def test_the_automatic_chunk_is_the_lightest_of_the_fastest():
     assert [cost.seconds_per_batch for cost in answer.candidates] == sorted(
         cost.seconds_per_batch for cost in answer.candidates
     )
+
+
+def test_a_plan_says_and_shows_that_smaller_costs_requests_and_larger_wastes_bytes():
+    answer = plan()
+    smallest, chosen, largest = answer.ladder[0], answer.chosen, answer.ladder[-1]
+    assert smallest.requests_per_sample > chosen.requests_per_sample > largest.requests_per_sample
+    assert smallest.amplification < chosen.amplification < largest.amplification
+    assert (smallest.bound, largest.bound) == ("latency", "bandwidth")
+    assert "smaller = more requests (latency binds), larger = more wasted bytes (bandwidth binds)" in answer.reasons[0]
+    least, mean, most = (chosen.least_requests_per_sample, chosen.requests_per_sample, chosen.most_requests_per_sample)
+    assert f"{least} · {mean:.3g} · {most}" in str(answer).replace("\u00a0", " ")
 
 
 def test_grid_samples_on_chunks_of_their_size_read_nothing_in_vain():

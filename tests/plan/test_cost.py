@@ -109,6 +109,18 @@ def test_indexes_of_shards_are_fetched_once_a_run():
     assert price(access(), network(), CHUNK).index_requests_per_batch == 0
 
 
+def test_more_epochs_spread_the_indexes_of_shards_and_let_a_cache_pay():
+    one, many = (
+        price(
+            access(samples_per_epoch=320, epochs=epochs), network(), CHUNK, Host(cache_bytes=1 << 30), shard=(512, 512)
+        )
+        for epochs in (1, 50)
+    )
+    assert many.index_requests_per_batch < one.index_requests_per_batch / 5
+    assert many.requests_per_batch < one.requests_per_batch / 5  # the cache holds all, so each chunk comes once
+    assert price(access(epochs=50), network(), CHUNK) == price(access(), network(), CHUNK)
+
+
 def test_an_epoch_is_priced_for_all_ranks_and_only_with_prices():
     asked = access(samples_per_epoch=64_000, ranks=4, compression_ratio=2.0)
     cost = price(asked, network(), CHUNK, prices=Prices(per_thousand_reads=0.5, per_gigabyte=2.0))

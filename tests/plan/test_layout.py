@@ -1,6 +1,7 @@
 """Layouts under rules and for several readers: every candidate keeps the rules, and what each costs is said."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -139,8 +140,13 @@ def test_weight_draws_the_layout_towards_its_reader():
     assert heavy.chunk[0] > light.chunk[0]
 
 
-def test_readers_are_shown_in_both_forms():
+def test_readers_are_shown_in_both_forms_each_with_its_price():
     answer = plan(readers=SERIES)
+    lines = str(answer).splitlines()
+    for reader in answer.readers:
+        (line,) = [line for line in lines if line.startswith(f"{reader.name} ")]
+        assert line.endswith(f"{reader.slowdown:.3g} × the time")
+        assert f"{reader.slowdown:.3g} × the time" in answer._repr_html_()
     assert "price of sharing" in str(answer)
     assert "price of sharing" in answer._repr_html_()
     assert "slowdown" in str(answer)
@@ -174,6 +180,13 @@ def test_block_order_says_what_it_gains_and_keeps_the_places_asked_for():
     assert answer.samples_per_second > 2 * plan(pattern={"samples_per_epoch": 10**6}).samples_per_second
 
 
+def test_block_order_says_what_more_samples_of_a_block_gain_and_what_an_epoch_then_sees():
+    answer = plan(order="block", pattern={"samples_per_epoch": 10**6})
+    (said,) = [reason for reason in answer.reasons if "block_reuse 4" in reason]
+    ((then, now),) = re.findall(r"see (\d+)% of the array instead of (\d+)%", said)
+    assert 0 < int(then) < int(now)
+
+
 def test_random_order_says_what_block_order_would_gain():
     assert any(reason.startswith("block-shuffled order would read") for reason in plan().reasons)
 
@@ -205,7 +218,8 @@ def test_rows_hold_every_candidate_the_best_first():
     rows = answer.rows()
     assert len(rows) == len(answer.candidates)
     assert rows[0]["seconds_per_batch"] == min(row["seconds_per_batch"] for row in rows)
-    assert {"chunk", "bound", "price_per_epoch", "memory_bytes", "mixing"} <= set(rows[0])
+    told = {"chunk", "shard", "bound", "price_per_epoch", "memory_bytes", "cache_bytes", "object_count", "mixing"}
+    assert told <= set(rows[0])
 
 
 def test_variables_together_are_offered_where_they_pay():

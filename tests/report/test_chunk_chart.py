@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 
@@ -67,33 +68,53 @@ def test_plan_info_reads_as_a_batch_reads_and_knows_what_binds():
     assert info.bounds == tuple(cost.bound for cost in answer.candidates)
 
 
-def test_measured_speeds_stand_at_their_size_beside_their_prediction():
+class Given(NamedTuple):
+    """A measurement as `kit.measure_reading` tells it."""
+
+    chunk: tuple
+    samples_per_second: float
+    predicted_samples_per_second: float
+
+
+def measured(answer):
+    """Of the plan's own layout, of the smallest, and of one that it does not consider."""
+    return [
+        Given(answer.chunk, 100.0, answer.samples_per_second),
+        Given(answer.ladder[0].chunk, 7.0, answer.ladder[0].samples_per_second), Given((5, 7, 11), 50.0, 40.0),
+    ]  # fmt: skip
+
+
+def test_measured_speeds_stand_at_their_size_beside_their_prediction_and_ratio():
     answer = plan()
-    other = answer.ladder[0].chunk
-    measured = {answer.chunk: 100.0, other: 7.0, (5, 7, 11): 50.0}
-    info = plan_info(answer, measured)
+    info = plan_info(answer, measured(answer))
     assert info.measured == (
         (answer.chunk_bytes, 100.0, answer.samples_per_second),
         (answer.ladder[0].chunk_bytes, 7.0, answer.ladder[0].samples_per_second),
-        (5 * 7 * 11 * 2, 50.0, None),
+        (5 * 7 * 11 * 2, 50.0, 40.0),
     )
-    chart = chunk_figure(answer, measured=measured)
-    diamonds = [line for line in chart.axes[0].get_lines() if line.get_marker() == "D"]
+    assert info.measured[2].ratio == 1.25
+    chart = chunk_figure(answer, measured=iter(measured(answer)))
+    throughput = chart.axes[0]
+    diamonds = [line for line in throughput.get_lines() if line.get_marker() == "D"]
     assert [tuple(line.get_ydata()) for line in diamonds] == [(100.0,), (7.0,), (50.0,)]
-    assert "measured" in svg(chart, "plan")
+    assert [text.get_text() for text in throughput.texts] == [f"{one.ratio:.2f}" for one in info.measured]
+    text = svg(chart, "plan")
+    assert "measured (ratio)" in text
+    assert ">1.25<" in text
 
 
 @pytest.mark.parametrize(
-    ("subject", "measured", "message"),
+    ("subject", "given", "message"),
     [
-        (plan, {(3, 64): 10.0}, "does not belong to a plan of time, lat, lon"),
-        (plan, {(3, 64, 64): 0.0}, "above 0"),
-        (lambda: chunk_table((64, 64), SIDES), {(64, 64): 10.0}, "a chunk table predicts no samples/s"),
+        (plan, Given((3, 64), 10.0, 10.0), "do not belong to a plan of time, lat, lon"),
+        (plan, Given((3, 64, 64), 0.0, 10.0), "above 0"),
+        (plan, Given((3, 64, 64), 10.0, 0.0), "above 0"),
+        (lambda: chunk_table((64, 64), SIDES), Given((64, 64), 10.0, 10.0), "a chunk table predicts no samples/s"),
     ],
 )
-def test_measurements_that_do_not_belong_are_refused(subject, measured, message):
+def test_measurements_that_do_not_belong_are_refused(subject, given, message):
     with pytest.raises(PlanError, match=message):
-        chunk_figure(subject(), measured=measured)
+        chunk_figure(subject(), measured=[given])
 
 
 def test_layouts_that_do_not_fit_are_drawn_as_such():
@@ -127,6 +148,19 @@ def test_every_text_lies_inside_the_picture_and_no_tick_label_covers_another(nam
             assert frame.x0 <= box.x0 < box.x1 <= frame.x1, text
         level = [text.get_window_extent() for text in drawn_labels(axes.xaxis) if not text.get_rotation()]
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(level))
+
+
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if name.startswith("plan") and "one" not in name])
+def test_every_ratio_lies_inside_its_axes_at_the_smallest_and_the_largest_size(name):
+    answer = SUBJECTS[name]()
+    ends = [Given(cost.chunk, 1.3 * cost.samples_per_second, cost.samples_per_second) for cost in answer.ladder]
+    chart = chunk_figure(answer, measured=[ends[0], ends[-1]])
+    chart.draw_without_rendering()
+    frame = chart.axes[0].get_window_extent()
+    for text in chart.axes[0].texts:
+        box = text.get_window_extent()
+        assert frame.x0 <= box.x0 < box.x1 <= frame.x1
+        assert frame.y0 <= box.y0 < box.y1 <= frame.y1
 
 
 def test_info_can_be_drawn_on_its_own():

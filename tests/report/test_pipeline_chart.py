@@ -65,14 +65,33 @@ def test_many_ranks_and_steps_stay_readable_and_small():
     assert len(look.svg(chart, "pipeline")) < 1_000_000
 
 
-def test_a_near_limit_is_a_line_and_a_far_one_is_words():
+@pytest.mark.parametrize(
+    ("place", "field", "near", "unit"),
+    [(2, "total_bandwidth_bytes_per_second", 30_000, "B/s"), (3, "requests_per_second", 120, "/s")],
+)
+def test_a_near_limit_of_bytes_or_of_requests_is_a_line_and_a_far_one_is_words(place, field, near, unit):
     def lines(limit):
-        changed = CONFIG.replace({"chunking.total_bandwidth_bytes_per_second": limit})
-        chart = draw_pipeline(pipeline_info([*begin(), *steps()], changed))
-        assert ", limit " in titles(chart)[2]
-        return len(chart.axes[2].lines)
+        chart = draw_pipeline(pipeline_info([*begin(), *steps()], CONFIG.replace({f"chunking.{field}": limit})))
+        before, _, after = titles(chart)[place].partition(", limit ")
+        assert before.endswith(unit)
+        assert after.endswith(unit)
+        return len(chart.axes[place].lines)
 
-    assert (lines(30_000), lines(10**9)) == (1, 0)
+    assert (lines(near), lines(10**9)) == (1, 0)
+
+
+def test_the_gantt_has_the_waits_beside_it_and_the_wire_below_it():
+    chart = draw_pipeline(pipeline_info([*begin(), *steps()], CONFIG))
+    gantt, waits, bytes_, requests = chart.axes
+    assert [label.get_text() for label in gantt.get_yticklabels()] == ["set-up", "get batch", "train", "epoch"]
+    named = [text.get_text() for text in chart.legends[0].get_texts()]
+    assert named == ["set-up", "loader start-up", "get batch", "train", "waiting for data", "epoch"]
+    boxes = [axes.get_position() for axes in (gantt, waits, bytes_, requests)]
+    assert boxes[0].x1 < boxes[1].x0
+    assert (boxes[0].y0, boxes[0].y1) == (boxes[1].y0, boxes[1].y1)
+    assert boxes[0].y0 > boxes[2].y1 > boxes[2].y0 > boxes[3].y1
+    assert sum(patch.get_data().values.sum() for patch in waits.patches) == 8  # steps after warm-up
+    assert {axes.get_xlim() for axes in (gantt, bytes_, requests)} == {gantt.get_xlim()}
 
 
 def test_long_set_up_is_cut_and_its_length_is_said():

@@ -95,7 +95,8 @@ def test_measuring_sets_a_diamond_and_a_ratio_beside_the_prediction_until_the_pa
     panel.wait(WAIT)
     assert panel.view.chart.value != before
     assert "measured" in text(panel.view.table)
-    assert f"{reading.samples_per_second / panel.plan.samples_per_second:.2f}" in text(panel.view.table)
+    assert f"{reading.ratio:.2f}" in text(panel.view.table)
+    assert f">{reading.ratio:.2f}<" in panel.view.chart.value
     panel.config = panel.config.replace({"loader.batch_size": 8})
     panel.wait(WAIT)
     assert "measured" not in text(panel.view.table)
