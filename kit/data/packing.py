@@ -48,13 +48,13 @@ class Packing:
 
     def unpack(self, packed: NDArray[Any], values: NDArray[np.float32], valid: NDArray[np.bool_]) -> None:
         """Write `values` and `valid`, both of the shape of `packed`; `packed` may be `values` itself."""
-        self._mark(packed, valid)
         with np.errstate(over="ignore", invalid="ignore"):
+            all_valid = self._mark(packed, valid)
             if self.exact_in_float32:
                 self._scale(packed, values)
             else:
                 values[...] = packed.astype(np.float64) * self.factor + self.shift
-        if not valid.all():
+        if not all_valid:
             values[~valid] = 0
 
     def _scale(self, packed: NDArray[Any], values: NDArray[np.float32]) -> None:
@@ -63,14 +63,17 @@ class Packing:
         if self.shift != 0:
             values += np.float32(self.shift)
 
-    def _mark(self, packed: NDArray[Any], valid: NDArray[np.bool_]) -> None:
-        if packed.dtype.kind == "f":
+    def _mark(self, packed: NDArray[Any], valid: NDArray[np.bool_]) -> bool:
+        """Write which elements are there; returns whether all are."""
+        gaps = packed.dtype.kind == "f" and bool(np.isnan(packed.min()))  # the least of any is NaN where one is
+        if gaps:
             np.logical_not(np.isnan(packed), out=valid)
         else:
             valid[...] = True
         for missing in self.missing:
             # A float32 array holds the missing value rounded to float32: compare with that.
             valid &= packed != (packed.dtype.type(missing) if packed.dtype.kind == "f" else missing)
+        return not gaps and (not self.missing or bool(valid.all()))
 
 
 def _statistics(info: ArrayInfo) -> tuple[float, float]:
