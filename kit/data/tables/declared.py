@@ -28,7 +28,8 @@ from kit.config import Bytes, Names, Section, read_yaml, resolve_path, setting, 
 from kit.data.tables.duckdb_source import DuckDBDatabase
 from kit.data.tables.parquet_source import ParquetDatabase
 from kit.data.tables.postgres_source import PostgresDatabase
-from kit.data.tables.table import Database, Table
+from kit.data.tables.session import Database
+from kit.data.tables.table import Table
 from kit.errors import ConfigError, Problem
 
 _DUCKDB = (".duckdb", ".ddb", ".db")

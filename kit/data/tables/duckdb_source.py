@@ -18,10 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from kit.config import resolve_path
 from kit.data.tables import sql
 from kit.data.tables.arrow_types import DUCKDB
 from kit.data.tables.extras import needed
+from kit.data.tables.session import Session
 from kit.errors import ConfigError, Problem, QueryError, UnreachableDatabaseError
 
 if TYPE_CHECKING:
@@ -84,7 +87,7 @@ class DuckDBDatabase(EmbeddedDatabase):
 
     def __init__(self, connection: DuckDBConnection, table: str, query: str, path: str = "") -> None:
         super().__init__(connection, path)
-        self._relation = f'{sql.bracketed(query)} AS "source"' if query else sql.quoted_table(table)
+        self.relation = sql.source_of(table, query)
 
     def connect(self) -> DuckDBSession:
         """The file, read-only.
@@ -97,10 +100,6 @@ class DuckDBDatabase(EmbeddedDatabase):
         if not file.is_file():
             raise UnreachableDatabaseError(f"there is no file {file} any more")
         return self._session(str(file), read_only=True)
-
-    def relation(self, statement: sql.Statement) -> str:  # noqa: ARG002 - nothing to place
-        """The table, or the query in brackets."""
-        return self._relation
 
     def identity(self) -> str:
         """Kind and file."""
@@ -123,13 +122,12 @@ _open: Counter[tuple[int, str]] = Counter()
 """Connections by process and file. DuckDB keeps one instance of a file, which does not survive a fork."""
 
 
-class DuckDBSession:
+class DuckDBSession(Session):
     """One connection, and the file it holds open."""
 
     def __init__(self, opened: Any, place: str) -> None:
-        self.pid = os.getpid()
-        self._opened, self._place = opened, place
-        self._peak_bytes = 0
+        super().__init__(opened)
+        self._place = place
         _open[self.pid, place] += 1
 
     def prepare(self, settings: Mapping[str, str]) -> None:
@@ -144,33 +142,24 @@ class DuckDBSession:
         """Give Parquet files a name."""
         self._opened.read_parquet(list(files), union_by_name=False, hive_partitioning=False).create_view(name)
 
-    def described(self, relation: str, values: Sequence[Any]) -> list[tuple[str, str]]:
-        """Names and types of the columns."""
-        rows = self._opened.execute(f"DESCRIBE SELECT * FROM {relation}", list(values)).fetchall()
+    @override
+    def described(self, relation: str) -> list[tuple[str, str]]:
+        rows = self.rows(sql.Statement(f"DESCRIBE SELECT * FROM {relation}"))
         return [(str(row[0]), str(row[1])) for row in rows]
 
-    def rows(self, statement: sql.Statement) -> list[tuple[Any, ...]]:
-        """All rows of a small result."""
-        rows: list[tuple[Any, ...]] = self._opened.execute(statement.text, statement.values).fetchall()
-        return rows
-
+    @override
     def batches(
         self, statement: sql.Statement, schema: pyarrow.Schema, batch_rows: int
     ) -> Iterator[pyarrow.RecordBatch]:
-        """The rows as they are computed."""
         relation = self._opened.sql(statement.text, params=statement.values)
         for batch in relation.to_arrow_reader(batch_rows):
             yield batch.cast(schema)
         self._peak_bytes = _peak(json.loads(self._opened.get_profiling_information("json")))
 
-    def peak_bytes(self) -> int | None:
-        """The highest memory of the buffers."""
-        return self._peak_bytes or None
-
+    @override
     def close(self) -> None:
-        """Let go of the file."""
         _open[self.pid, self._place] -= 1
-        self._opened.close()
+        super().close()
 
 
 def _peak(profile: Any) -> int:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from kit.data.tables.extras import needed
 from kit.errors import ConfigError, Problem
 from kit.plan.query_chunks import ORDER_BYTES
+from kit.processes import give_memory_back
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -155,6 +156,12 @@ def serve(events: pyarrow.Table, rows: Numbers, offsets: Numbers, chosen: Number
 def _compute() -> Any:
     needed("pyarrow")
     return importlib.import_module("pyarrow.compute")
+
+
+def let_go() -> None:
+    """Hand the memory of rows that are gone to the system, which Arrow and the allocator would keep in pieces."""
+    needed("pyarrow").default_memory_pool().release_unused()
+    give_memory_back()
 
 
 def joined(parts: list[pyarrow.Table]) -> pyarrow.Table:

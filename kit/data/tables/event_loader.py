@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from kit.data.epoch_passes import EpochPasses
-from kit.data.tables.event_chunks import EventChunk, Room, Stopped, arrange, copied, gather, joined, serve
+from kit.data.tables.event_chunks import EventChunk, Room, Stopped, arrange, copied, gather, joined, let_go, serve
 from kit.data.tables.event_plan import EventPlan, Numbers
 from kit.data.tables.event_table import EventTable
 from kit.errors import QueryError
@@ -81,6 +81,7 @@ class EventLoader(EpochPasses[Any]):
                 while wanted:
                     if held is None or cursor == len(held):
                         held = None
+                        let_go()
                         held, cursor = reading.next(self._prefetch), 0
                     count = min(wanted, len(held) - cursor)
                     part = held.part(cursor, cursor + count)

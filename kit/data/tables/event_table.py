@@ -32,7 +32,7 @@ class EventTable:
         columns: Names to read, the entity's among them; empty for all.
         where: A condition on rows.
         query_chunks: How many there are to be.
-        batch_rows: Rows that the database sends at a time.
+        batch_rows: Most rows that come from the database at a time.
 
     Raises:
         PartitionError: for nulls in the partition column.

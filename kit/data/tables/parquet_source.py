@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kit.config import resolve_path
 from kit.data.tables.duckdb_source import MEMORY, DuckDBSession, EmbeddedDatabase, first_line
-from kit.data.tables.sql import Statement, quoted
+from kit.data.tables.sql import quoted
 from kit.errors import ConfigError, Problem, QueryError
 
 _VIEW = "parquet files"
@@ -19,6 +19,8 @@ _VIEW = "parquet files"
 
 class ParquetDatabase(EmbeddedDatabase):
     """The files of a declaration."""
+
+    relation = quoted(_VIEW)
 
     def connect(self) -> DuckDBSession:
         """An embedded database with the files as its only table."""
@@ -30,10 +32,6 @@ class ParquetDatabase(EmbeddedDatabase):
             session.close()
             raise QueryError(f"{self._given} cannot be read: {first_line(error)}") from None
         return session
-
-    def relation(self, statement: Statement) -> str:  # noqa: ARG002 - nothing to place
-        """The files as a view."""
-        return quoted(_VIEW)
 
     def identity(self) -> str:
         """Kind and place."""

@@ -1,7 +1,7 @@
 """PostgreSQL: a table or query of a server, streamed by a cursor on the server's side.
 
 Each read is one transaction of its own: read-only, and one moment of the data (REPEATABLE READ). The server sends
-`batch_rows` rows at a time, so neither side holds a whole result. The password is looked up when connecting, from the
+at most 4096 rows at a time, so neither side holds a whole result. The password is looked up when connecting, from the
 variable that `env:NAME` names or as libpq does (`~/.pgpass`, a service file); it is never kept, shown or logged.
 
 The state is that of the server's snapshot: it changes with every transaction that writes, to any table of the server.
@@ -18,10 +18,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from kit.data.tables import sql
 from kit.data.tables.arrow_types import POSTGRES
 from kit.data.tables.extras import needed
+from kit.data.tables.session import Session
 from kit.errors import ConfigError, Problem, UnreachableDatabaseError
+from kit.plan.query_chunks import FETCHED_ROWS
 
 if TYPE_CHECKING:
     import pyarrow
@@ -43,7 +47,7 @@ class PostgresDatabase:
         needed("psycopg", f"{path}.connection.kind" if path else "connection.kind")
         self.dialect = sql.postgres_dialect(POSTGRES)
         self._connection, self._path = connection, path
-        self._relation = f'{sql.bracketed(query)} AS "source"' if query else sql.quoted_table(table)
+        self.relation = sql.source_of(table, query)
 
     def connect(self) -> PostgresSession:
         """A connection of its own, ready to read.
@@ -65,10 +69,6 @@ class PostgresDatabase:
             session.close()
             raise self._unreachable(error) from None
         return session
-
-    def relation(self, statement: sql.Statement) -> str:  # noqa: ARG002 - nothing to place
-        """The table, or the query in brackets."""
-        return self._relation
 
     def failures(self) -> tuple[type[Exception], ...]:
         """What psycopg raises, and pyarrow for a value beyond its type."""
@@ -128,59 +128,54 @@ class PostgresDatabase:
         return UnreachableDatabaseError(f"the database at {self._place()} cannot be used: {shown}")
 
 
-class PostgresSession:
+class PostgresSession(Session):
     """One transaction of one connection."""
 
     def __init__(self, opened: Any) -> None:
-        self.pid = os.getpid()
-        self._opened, self._peak_bytes = opened, 0
+        super().__init__(opened)
         self._server_pid = _local_pid(opened)
 
     def prepare(self, memory_bytes: int) -> None:
-        """Say how dates are written and what a query may take, and begin."""
+        """Say that nothing is written, how dates are, and what a query may take."""
         import psycopg
 
-        self._opened.read_only = True
         self._opened.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        settings = {"datestyle": "ISO", "timezone": "UTC", "cursor_tuple_fraction": "1"}
+        settings = {"default_transaction_read_only": "on", "cursor_tuple_fraction": "1"}
+        settings |= {"datestyle": "ISO", "timezone": "UTC"}
         settings |= {"work_mem": f"{max(64, memory_bytes >> 10)}kB"} if memory_bytes else {}
+        self._opened.autocommit = True  # else a declared query that ends its transaction would take them back
         for name, value in settings.items():
             self._opened.execute("SELECT set_config($1, $2, false)", [name, value])
+        self._opened.autocommit = False
 
-    def described(self, relation: str, values: Sequence[Any]) -> list[tuple[str, str]]:
-        """Names and types of the columns."""
-        cursor = self._opened.execute(f"SELECT * FROM {relation} LIMIT 0", values)
+    @override
+    def described(self, relation: str) -> list[tuple[str, str]]:
+        cursor = self._opened.execute(f"SELECT * FROM {relation} LIMIT 0")
         columns = [(column.name, column.type_code) for column in cursor.description or ()]
         names = dict(self._opened.execute(_TYPES_OF, [[code for _, code in columns]]).fetchall())
         return [(name, str(names.get(code, code))) for name, code in columns]
 
-    def rows(self, statement: sql.Statement) -> list[tuple[Any, ...]]:
-        """All rows of a small result."""
-        rows: list[tuple[Any, ...]] = self._opened.execute(statement.text, statement.values).fetchall()
-        return rows
-
+    @override
     def batches(
         self, statement: sql.Statement, schema: pyarrow.Schema, batch_rows: int
     ) -> Iterator[pyarrow.RecordBatch]:
-        """The rows as the server sends them."""
         import psycopg
-        import pyarrow
 
         with psycopg.RawServerCursor(self._opened, _CURSOR) as cursor:
             cursor.execute(statement.text, statement.values, binary=True)
-            while rows := cursor.fetchmany(batch_rows):
-                by_column = zip(*rows, strict=True)
-                columns = [pyarrow.array(values, field.type) for values, field in zip(by_column, schema, strict=True)]
+            while batch := _batch(cursor.fetchmany(min(batch_rows, FETCHED_ROWS)), schema):
                 self._peak_bytes = max(self._peak_bytes, _private_bytes(self._server_pid))
-                yield pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+                yield batch
 
-    def peak_bytes(self) -> int | None:
-        """The server process's highest private memory; None when it is not on this machine."""
-        return self._peak_bytes or None
 
-    def close(self) -> None:
-        """End the transaction and the connection."""
-        self._opened.close()
+def _batch(rows: Sequence[tuple[Any, ...]], schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+    """Rows as columns; Python's objects, several times as large, are gone when it returns."""
+    arrow = needed("pyarrow")
+    pool = arrow.system_memory_pool()  # texts grow by doubling, of which Arrow's own would keep every size
+    columns = [
+        arrow.array([row[place] for row in rows], field.type, memory_pool=pool) for place, field in enumerate(schema)
+    ]
+    return arrow.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _local_pid(opened: Any) -> int | None:

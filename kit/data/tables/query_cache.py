@@ -45,7 +45,7 @@ from kit.data.tables.query_result import (
     why_not_kept,
     write_result,
 )
-from kit.data.tables.source import Query
+from kit.data.tables.source import GroupSizes, Query
 from kit.errors import ConfigError, Problem, StoreError
 from kit.tables import text_table
 from kit.units import format_bytes, format_count
@@ -232,11 +232,11 @@ class QueryCache:
                 path.unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
-        """What killed processes left: drafts, and results without a marker; those being written are left alone."""
-        drafts = {path.name.partition(".")[0] for path in self.folder.glob(f"*{_DRAFT}")}
+        """What killed processes left: turns, drafts, results without a marker; what is being written is left alone."""
+        begun = {path.name.partition(".")[0] for end in (_DRAFT, _TURN) for path in self.folder.glob(f"*{end}")}
         results = {path.stem for path in self.folder.glob(f"*{_RESULT}")}
         marked = {path.stem for path in self.folder.glob(f"*{_MARKER}")}
-        for key in drafts | (results - marked):
+        for key in begun | (results - marked):
             with contextlib.suppress(StoreError), turn_at(self._path(key, _TURN), 0.0):
                 self._remove_drafts(key)
                 if not self._path(key, _MARKER).exists():
@@ -257,6 +257,7 @@ class CachedSource:
         self.main_entity_column = source.main_entity_column
         self.partition_column = source.partition_column
         self.partition_transformation = source.partition_transformation
+        self.shares_process = source.shares_process
         self.uses: deque[CacheUse] = deque(maxlen=_USES)
         """What the last queries took from the cache, the latest last."""
 
@@ -271,6 +272,9 @@ class CachedSource:
 
     def value_counts(self, column: str) -> list[tuple[Any, int]]:
         return self.source.value_counts(column)
+
+    def group_sizes(self, column: str, where: str = "") -> GroupSizes:
+        return self.source.group_sizes(column, where)
 
     def identity(self) -> str:
         return self.source.identity()

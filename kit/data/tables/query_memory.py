@@ -2,8 +2,8 @@
 
 Each number is tried in a fresh process, one after another, which reads every query chunk as an epoch does and lets it
 go. Memory of the client is what that process grew by; memory of the database is what it says of itself, where it can be
-known. Predicted is what the model of `kit.plan.query_chunks` says; for the database it is fitted on the first and the
-last number, so there the ratio says something of those between only. Nothing is cached in these reads.
+known. Predicted is what the model of `kit.plan.query_chunks` says; of the database what the other numbers lead to
+expect. Nothing is cached in these reads.
 
 A number that fails, because a query does or the process is killed, keeps its row with the reason.
 """
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,138 +25,21 @@ import cloudpickle
 import kit
 from kit.config import Config
 from kit.data.tables.query_cache import CachedSource
-from kit.data.tables.query_probe import HEAD, Phase, Task
+from kit.data.tables.query_check import Phase, QueryCheck, QuerySetting
+from kit.data.tables.query_probe import HEAD, Task
 from kit.data.tables.source import Query
 from kit.errors import ConfigError, Problem, QueryError
-from kit.plan.query_chunks import QueryModel, line_through
-from kit.tables import html_list, html_table, text_table
-from kit.units import format_bytes, format_count, format_seconds, parse_bytes
+from kit.machine import hardware
+from kit.plan.query_chunks import QueryModel, database_memory, embedded_bytes
+from kit.units import format_seconds
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from kit.data.tables.source import TableSource
 
-_COLUMNS = (
-    "query chunks", "client predicted", "measured", "ratio", "database predicted", "measured", "ratio", "took",
-    "rows at once",
-)  # fmt: skip
-_ABOUT_THE_SAME = 1.2
-_EMBEDDED = ("duckdb", "parquet")
-"""Kinds of connection whose database works inside the process that reads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuerySetting:
-    """One number of query chunks and what came of it."""
-
-    count: int
-    predicted_client_bytes: int
-    measured_client_bytes: int | None = None
-    predicted_database_bytes: int | None = None
-    measured_database_bytes: int | None = None
-    seconds: float | None = None
-    """Of reading the whole table once."""
-    largest_rows: int = 0
-    """Rows of the largest query chunk."""
-    note: str = ""
-    """Why it did not run."""
-
-    @property
-    def client_ratio(self) -> float | None:
-        """measured / predicted."""
-        return _ratio(self.measured_client_bytes, self.predicted_client_bytes)
-
-    @property
-    def database_ratio(self) -> float | None:
-        """measured / predicted."""
-        return _ratio(self.measured_database_bytes, self.predicted_database_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryAdvice:
-    """The number of query chunks to take, and why; `count` is None when no number fits."""
-
-    count: int | None
-    reason: str
-
-    def __str__(self) -> str:
-        return self.reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class QueryCheck:
-    """Numbers of query chunks beside each other, fewest first."""
-
-    name: str
-    phase: Phase
-    settings: tuple[QuerySetting, ...]
-    model: QueryModel
-
-    def advise(self, client_bytes: int | str | None = None, database_bytes: int | str | None = None) -> QueryAdvice:
-        """The fewest query chunks that stay within what is allowed, here and in the database.
-
-        A measured number is taken before a predicted one; beyond those measured the model decides, scaled by the
-        highest ratio that was seen.
-
-        Args:
-            client_bytes: Allowed in the reader's process, on top of its libraries; None for any.
-            database_bytes: Allowed in the database; None for any.
-        """
-        client, database = _allowed(client_bytes), _allowed(database_bytes)
-        limits = " and ".join(
-            f"{format_bytes(allowed)} {where}"
-            for allowed, where in ((client, "here"), (database, "in the database"))
-            if allowed is not None
-        )
-        for setting in self.settings:
-            if setting.seconds is not None and _fits(setting, client, database):
-                return QueryAdvice(count=setting.count, reason=_measured_reason(setting, limits))
-        return self._beyond(client, database, limits)
-
-    def _beyond(self, client: int | None, database: int | None, limits: str) -> QueryAdvice:
-        scale = max([1.0, *(setting.client_ratio or 0.0 for setting in self.settings)])
-        count = self.model.smallest(None if client is None else int(client / scale), database)
-        most = max((setting.count for setting in self.settings if setting.seconds is not None), default=0)
-        if count is None or count <= most:
-            least = format_bytes(scale * self.model.client_bytes(max(1, self.model.rows)))
-            reason = f"no number of query chunks is known to stay within {limits}: the fewest rows need {least} here"
-            return QueryAdvice(count=None, reason=f"{reason}; allow more")
-        needed = format_bytes(scale * self.model.client_bytes(count))
-        reason = f"{count} query chunks, predicted and not measured: about {needed} here, within {limits}"
-        return QueryAdvice(count=count, reason=reason)
-
-    @property
-    def rows(self) -> list[list[str]]:
-        return [_row(setting) for setting in self.settings]
-
-    @property
-    def sentences(self) -> tuple[str, ...]:
-        model = self.model
-        size = f"{format_count(model.rows)} rows of {model.row_bytes:.0f} bytes"
-        what = "reading it whole, as an epoch does" if self.phase == "load" else "fitting its features"
-        shared = "the database works inside the client's process, whose memory has both" * model.shares_process
-        unknown = all(setting.measured_database_bytes is None for setting in self.settings)
-        unseen = "memory of the database cannot be seen from here" * unknown
-        streams = (
-            "the database's memory hardly depends on the number of query chunks, since it sends rows as it finds them: "
-            "more of them save memory here"
-        ) * self._streams
-        notes = [f"{setting.count} query chunks: {setting.note}" for setting in self.settings if setting.note]
-        return tuple(filter(None, (f"{self.name}: {size}; {what}", shared, unseen, streams, *notes)))
-
-    @property
-    def _streams(self) -> bool:
-        """Whether the database needs about the same for every number of query chunks."""
-        known = [setting.measured_database_bytes for setting in self.settings if setting.measured_database_bytes]
-        return len(known) > 1 and max(known) <= _ABOUT_THE_SAME * min(known)
-
-    def __repr__(self) -> str:
-        return "\n".join([text_table(_COLUMNS, self.rows), *(f"- {text}" for text in self.sentences)])
-
-    __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        caption = f"{self.name}: memory and time by query chunks"
-        return html_table(_COLUMNS, self.rows, caption=caption, dense=True) + html_list(self.sentences)
+_OBJECT_BYTES = {"int64": 32, "double": 24, "bool": 0, "date32[day]": 32}
+"""Of a value as Python's object; 48 of a moment, and 49 with its letters of a text."""
 
 
 def measure_queries(
@@ -199,22 +82,43 @@ def measure_queries(
     answers = {task.count: _run(task, timeout_seconds) for task in tasks}
     if all("error" in answer for answer in answers.values()):
         raise QueryError(f"{source.name} could not be read: {next(iter(answers.values()))['error']}")
-    model = _with_database(model, answers)
-    settings = tuple(_setting(count, answer, model) for count, answer in answers.items())
+    databases = {count: answer["database_bytes"] for count, answer in answers.items() if answer.get("database_bytes")}
+    model = replace(model, database=database_memory(databases))
+    settings = tuple(_setting(count, answer, model, databases, phase) for count, answer in answers.items())
     return QueryCheck(name=source.name, phase=phase, settings=settings, model=model)
 
 
 def look_at(source: TableSource, query: Query) -> QueryModel:
-    """The model of a table, from its number of rows and the bytes of its first ones."""
+    """The model of a table, from the sizes of its entities and the bytes of its first rows."""
     batches = iter(source.read(query))
     first = next(batches, None)
     close = getattr(batches, "close", None)
     if close is not None:
         close()
-    row_bytes = first.nbytes / first.num_rows if first is not None and first.num_rows else 0.0
+    sizes = source.group_sizes(source.partition_column, query.where)
+    widths = [column.nbytes / first.num_rows for column in first.columns] if first is not None and len(first) else [0.0]
     connection = getattr(getattr(source, "declared", None), "connection", None)
-    shares = getattr(connection, "kind", "") in _EMBEDDED
-    return QueryModel(rows=source.row_count(), row_bytes=row_bytes, batch_rows=query.batch_rows, shares_process=shares)
+    threads = (getattr(connection, "threads", 0) or hardware().cores) if source.shares_process else 0
+    unpacked = len(widths) if getattr(connection, "kind", "") == "parquet" else 0
+    served = not source.shares_process and first is not None
+    return QueryModel(
+        rows=sizes.rows, row_bytes=sum(widths), widest_bytes=max(widths), squares=sizes.squares,
+        largest_entity_rows=sizes.largest,
+        listed_entities=sizes.groups if source.partition_transformation == "exact_group" else 0,
+        reading_bytes=embedded_bytes(threads, unpacked) if threads else 0.0,
+        object_bytes=_object_bytes(first) if served else 0.0,
+        shares_process=source.shares_process, unpacking_threads=threads if unpacked else 0,
+    )  # fmt: skip
+
+
+def _object_bytes(batch: pyarrow.RecordBatch) -> float:
+    """Of a row: a tuple and its place in a list, each value as an object, and each as a field of the answer."""
+    row = 8.0 + 40.0 + 8.0
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        letters = max(0.0, column.nbytes / len(batch) - 4) if str(field.type) == "string" else 0.0
+        value = 49 + letters if letters else _OBJECT_BYTES.get(str(field.type), 48)
+        row += 8 + value + 16 + (letters + 8 if letters else 16)
+    return row
 
 
 def _run(task: Task, timeout_seconds: float) -> Mapping[str, Any]:
@@ -254,18 +158,14 @@ def _answer(status: int, out: Any, log: Any) -> Mapping[str, Any]:
     return {"error": f"{killed}{f': {last}' if last else ''}"}
 
 
-def _with_database(model: QueryModel, answers: Mapping[int, Mapping[str, Any]]) -> QueryModel:
-    points = [(count, answer["database_bytes"]) for count, answer in answers.items() if answer.get("database_bytes")]
-    if not points:
-        return model
-    fixed, of_rows = line_through(points)
-    return replace(model, database_fixed_bytes=fixed, database_rows_bytes=of_rows)
-
-
-def _setting(count: int, answer: Mapping[str, Any], model: QueryModel) -> QuerySetting:
+def _setting(
+    count: int, answer: Mapping[str, Any], model: QueryModel, databases: Mapping[int, int], phase: Phase
+) -> QuerySetting:
+    others = database_memory({other: found for other, found in databases.items() if other != count})
     return QuerySetting(
-        count=count, predicted_client_bytes=model.client_bytes(count),
-        measured_client_bytes=answer.get("client_bytes"), predicted_database_bytes=model.database_bytes(count),
+        count=count, predicted_client_bytes=model.client_bytes(count) if phase == "load" else None,
+        measured_client_bytes=answer.get("client_bytes"),
+        predicted_database_bytes=None if others is None else others.needed_bytes(count),
         measured_database_bytes=answer.get("database_bytes"), seconds=answer.get("seconds"),
         largest_rows=answer.get("largest_rows", 0), note=answer.get("error", ""),
     )  # fmt: skip
@@ -276,43 +176,3 @@ def _refuse_counts(counts: Sequence[int]) -> None:
     if not counts or wrong:
         message = f"{wrong[0]!r} is none; give whole numbers from 1" if wrong else "none are given; try (1, 2, 4, 8)"
         raise ConfigError([Problem("counts", message)])
-
-
-def _allowed(value: int | str | None) -> int | None:
-    return None if value is None else parse_bytes(value)
-
-
-def _fits(setting: QuerySetting, client: int | None, database: int | None) -> bool:
-    pairs = ((setting.measured_client_bytes, client), (setting.measured_database_bytes, database))
-    return all(used is None or allowed is None or used <= allowed for used, allowed in pairs)
-
-
-def _measured_reason(setting: QuerySetting, limits: str) -> str:
-    measured = f"{format_bytes(setting.measured_client_bytes or 0)} here"
-    if setting.measured_database_bytes is not None:
-        measured += f" and {format_bytes(setting.measured_database_bytes)} in the database"
-    within = f", within {limits}" if limits else ""
-    return (
-        f"{setting.count} query chunk{'s' * (setting.count > 1)}: measured {measured}{within}; fewer reads are faster"
-    )
-
-
-def _row(setting: QuerySetting) -> list[str]:
-    took = "–" if setting.seconds is None else format_seconds(setting.seconds)
-    return [
-        str(setting.count), _bytes(setting.predicted_client_bytes), _bytes(setting.measured_client_bytes),
-        _times(setting.client_ratio), _bytes(setting.predicted_database_bytes), _bytes(setting.measured_database_bytes),
-        _times(setting.database_ratio), took, format_count(setting.largest_rows) if setting.largest_rows else "–",
-    ]  # fmt: skip
-
-
-def _ratio(measured: int | None, predicted: int | None) -> float | None:
-    return measured / predicted if measured is not None and predicted else None
-
-
-def _bytes(value: int | None) -> str:
-    return "–" if value is None else format_bytes(value)
-
-
-def _times(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"

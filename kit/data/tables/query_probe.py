@@ -1,8 +1,9 @@
-"""Reads a table in so many query chunks, as an epoch does, and says what that took: run in a process of its own.
+"""Reads a table in so many query chunks, as an epoch does that reads none ahead, and says what that took.
 
 `python -m kit.data.tables.query_probe` takes its task from its standard input, which is also its lifeline, and answers
-with one line of JSON. Memory is what the process grew by from the moment everything was loaded: on Linux the kernel's
-own peak, started again then; elsewhere the peak since its start, less what it held.
+with one line of JSON: run it in a process of its own. Memory is what the process grew by once the first rows had been
+read, so that libraries are loaded: on Linux the kernel's own peak, started again then; elsewhere the peak since its
+start, less what it held.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ import struct
 import sys
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import psutil
 
-from kit.data.tables.event_chunks import arrange, gather, serve
+from kit.data.tables.event_chunks import arrange, gather, let_go, serve
 from kit.data.tables.event_table import EventTable
+from kit.data.tables.expected import checked, expected_schema
+from kit.data.tables.partition import Partition
+from kit.data.tables.query_check import Phase
+from kit.data.tables.source import Query
 from kit.errors import KitError
-from kit.processes import give_memory_back, peak_rss_bytes, watch_lifeline
+from kit.processes import peak_rss_bytes, watch_lifeline
 
 HEAD = struct.Struct("<Q")
-Phase = Literal["load", "fit"]
+_FIRST_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,7 @@ def main() -> None:
 def probe(task: Task) -> dict[str, Any]:
     """`{"client_bytes", "database_bytes", "seconds", "rows", "entities", "largest_rows"}`."""
     _load_everything(task)
-    give_memory_back()
+    let_go()
     before = _restart_peak()
     started = time.perf_counter()
     read = _fit(task) if task.phase == "fit" else _load(task)
@@ -84,7 +90,7 @@ def _load(task: Task) -> dict[str, Any]:
         rows, entities = rows + events.num_rows, entities + len(chunk)
         largest = max(largest, events.num_rows)
         del events, order, offsets, chunk
-        give_memory_back()
+        let_go()
     return {"rows": rows, "entities": entities, "largest_rows": largest}
 
 
@@ -99,11 +105,15 @@ def _fit(task: Task) -> dict[str, Any]:
 
 
 def _load_everything(task: Task) -> None:
-    """Read nothing, by the same way: what is loaded once is not what a query chunk needs."""
-    nothing = EventTable(task.source, columns=task.columns, where="1 = 0", query_chunks=1, batch_rows=task.batch_rows)
-    with contextlib.closing(nothing.read(0)) as batches:
-        events = gather(batches, nothing.schema)
-    serve(events, *arrange(events, nothing.entity, nothing.date), np.zeros(0, np.int64))
+    """Read the first rows by the same way: what is loaded once is not what a query chunk needs."""
+    source = task.source
+    whole = Partition(column=source.partition_column, transformation="hash_mod", number=0, count=1)
+    query = Query(columns=task.columns, where=task.where, batch_rows=_FIRST_ROWS, partition=whole)
+    schema = expected_schema(source, query)
+    with contextlib.closing(checked(source.read(query), schema, source.name)) as batches:
+        events = gather(islice(batches, 1), schema)
+    order, offsets = arrange(events, source.main_entity_column, source.date_column)
+    serve(events, order, offsets, np.arange(len(offsets) - 1))
     if task.phase == "fit":
         import kit.data.tables.fitting  # noqa: F401
 

@@ -59,7 +59,7 @@ class Result:
         file = pyarrow.OSFile(str(path))
         try:
             _refuse_damage(file, entry)
-            parquet = _parquet().ParquetFile(file)
+            parquet = _parquet().ParquetFile(file, pre_buffer=False)  # else it is in memory whole
             refuse_difference(expected, parquet.schema_arrow, entry.source)
             return cls(path, file, parquet, entry)
         except (OSError, pyarrow.ArrowException, SchemaChangedError) as error:

@@ -40,6 +40,19 @@ class Query:
             raise ValueError(f"batch_rows is {self.batch_rows}; a batch has at least 1 row")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSizes:
+    """How rows are shared among the values of a column; those without a value left out."""
+
+    groups: int
+    """Different values."""
+    rows: int
+    squares: float
+    """The sum of the squares of the rows of each."""
+    largest: int
+    """Rows of the value that has most."""
+
+
 @runtime_checkable
 class TableSource(Protocol):
     """A table of entities' rows."""
@@ -51,6 +64,8 @@ class TableSource(Protocol):
     partition_column: str
     partition_transformation: str
     """`hash_mod` or `exact_group`."""
+    shares_process: bool
+    """Whether the database works within the process that reads, so that its memory is part of that process's."""
 
     def schema(self) -> pyarrow.Schema:
         """The columns that can be read."""
@@ -63,6 +78,9 @@ class TableSource(Protocol):
 
     def value_counts(self, column: str) -> list[tuple[Any, int]]:
         """`(value, rows)` of each value but null, in order of the values."""
+
+    def group_sizes(self, column: str, where: str = "") -> GroupSizes:
+        """How the rows that fulfil a condition are shared among the values of a column."""
 
     def identity(self) -> str:
         """What is read and where, without secrets: equal for equal tables of one database."""

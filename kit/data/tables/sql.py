@@ -93,6 +93,11 @@ def quoted_table(name: str) -> str:
     return ".".join(map(quoted, name.split(".")))
 
 
+def source_of(table: str, query: str) -> str:
+    """What stands after FROM: a table, or the query in its place."""
+    return f'{bracketed(query)} AS "source"' if query else quoted_table(table)
+
+
 def bracketed(sql: str) -> str:
     """SQL of a declaration in brackets."""
     return f"({sql.strip().removesuffix(';')}\n)"
@@ -106,20 +111,28 @@ def select(
     return _filtered(statement, wheres)
 
 
-def count(statement: Statement, relation: str, wheres: Sequence[str]) -> Statement:
+def count(relation: str, wheres: Sequence[str]) -> Statement:
     """How many rows there are."""
-    statement.text = f"SELECT count(*) FROM {relation}"
-    return _filtered(statement, wheres)
+    return _filtered(Statement(f"SELECT count(*) FROM {relation}"), wheres)
 
 
-def value_counts(
-    dialect: Dialect, statement: Statement, relation: str, column: Column, wheres: Sequence[str]
-) -> Statement:
+def value_counts(dialect: Dialect, relation: str, column: Column, wheres: Sequence[str]) -> Statement:
     """Each value of a column and how many rows have it, in order."""
-    value = _value(dialect, column)
-    statement.text = f"SELECT {value} AS value, count(*) AS rows FROM {relation}"
-    _filtered(statement, [*wheres, is_known(column)])
-    statement.text += f" GROUP BY {value} ORDER BY {_ordered(dialect, column)}"
+    statement = _grouped(dialect, f"{_value(dialect, column)} AS value, count(*) AS rows", relation, column, wheres)
+    statement.text += f" ORDER BY {_ordered(dialect, column)}"
+    return statement
+
+
+def group_sizes(dialect: Dialect, relation: str, column: Column, wheres: Sequence[str]) -> Statement:
+    """How many values a column has; of the rows of each, their sum, the sum of their squares, and the most."""
+    sizes = _grouped(dialect, "count(*) AS n", relation, column, wheres)
+    found = "count(*), coalesce(sum(n), 0), coalesce(sum(CAST(n AS FLOAT8) * n), 0), coalesce(max(n), 0)"
+    return Statement(f"SELECT {found} FROM {bracketed(sizes.text)} AS sizes", sizes.values)
+
+
+def _grouped(dialect: Dialect, selected: str, relation: str, column: Column, wheres: Sequence[str]) -> Statement:
+    statement = _filtered(Statement(f"SELECT {selected} FROM {relation}"), [*wheres, is_known(column)])
+    statement.text += f" GROUP BY {_value(dialect, column)}"
     return statement
 
 

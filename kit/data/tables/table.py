@@ -11,74 +11,22 @@ import difflib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kit.data.tables import sql
 from kit.data.tables.arrow_types import Column, Kind, arrow_type, kind_of
 from kit.data.tables.extras import needed
-from kit.data.tables.source import Query
+from kit.data.tables.source import GroupSizes, Query
 from kit.errors import ConfigError, Problem, QueryError, SchemaChangedError
 
 if TYPE_CHECKING:
     import pyarrow
 
     from kit.data.tables.declared import DataSource
+    from kit.data.tables.session import Database, Session
 
 _INHERITED: list[Session] = []
 """Connections of the process that this one was forked from: theirs to close."""
-
-
-class Session(Protocol):
-    """One open connection."""
-
-    pid: int
-    """The process that opened it, and closes it."""
-
-    def described(self, relation: str, values: Sequence[Any]) -> list[tuple[str, str]]:
-        """`(name, type)` of each column."""
-
-    def rows(self, statement: sql.Statement) -> list[tuple[Any, ...]]:
-        """All rows of a small result."""
-
-    def batches(
-        self, statement: sql.Statement, schema: pyarrow.Schema, batch_rows: int
-    ) -> Iterator[pyarrow.RecordBatch]:
-        """The rows of a large one, in batches of this schema."""
-
-    def peak_bytes(self) -> int | None:
-        """The database's highest memory for this connection so far."""
-
-    def close(self) -> None: ...
-
-
-class Database(Protocol):
-    """What a table is in."""
-
-    dialect: sql.Dialect
-    shares_process: bool
-    """Whether it works within the process that reads."""
-
-    def connect(self) -> Session:
-        """A connection of its own.
-
-        Raises:
-            UnreachableDatabaseError: when there is none to be had.
-        """
-
-    def relation(self, statement: sql.Statement) -> str:
-        """What stands after FROM; its values are placed in the statement."""
-
-    def failures(self) -> tuple[type[Exception], ...]:
-        """What its library raises."""
-
-    def advice(self, error: Exception) -> str:
-        """What to do about an error, after `; `; empty when the error says enough."""
-
-    def identity(self) -> str:
-        """Where it is, without secrets."""
-
-    def state(self) -> str:
-        """Another text whenever its data may have changed."""
 
 
 class Table:
@@ -101,14 +49,10 @@ class Table:
         self.date_column = declared.date_column
         self.partition_column = declared.partition_column or declared.main_entity_column
         self.partition_transformation: str = declared.partition_values_transformation
+        self.shares_process = database.shares_process
         self._sessions: set[Session] = set()
         self._peak_bytes = 0
         self._columns = self._found_columns()
-
-    @property
-    def shares_process(self) -> bool:
-        """Whether the database works within the process that reads, so that its memory is part of that process's."""
-        return self._database.shares_process
 
     # -- what there is
 
@@ -122,23 +66,24 @@ class Table:
         Raises:
             QueryError: when the database refuses.
         """
-        statement = sql.Statement()
-        relation = self._database.relation(statement)
-        return int(self._asked(sql.count(statement, relation, [self.declared.where]))[0][0])
+        return int(self._asked(sql.count(self._database.relation, [self.declared.where]))[0][0])
 
     def null_count(self, column: str) -> int:
         """Rows without a value in a column."""
-        statement = sql.Statement()
-        relation = self._database.relation(statement)
         wheres = [self.declared.where, sql.is_null(self._column(column))]
-        return int(self._asked(sql.count(statement, relation, wheres))[0][0])
+        return int(self._asked(sql.count(self._database.relation, wheres))[0][0])
 
     def value_counts(self, column: str) -> list[tuple[Any, int]]:
         """`(value, rows)` of each value but null, in order of the values."""
-        found, statement = self._column(column), sql.Statement()
-        relation = self._database.relation(statement)
-        rows = self._asked(sql.value_counts(self._database.dialect, statement, relation, found, [self.declared.where]))
+        database, wheres = self._database, [self.declared.where]
+        rows = self._asked(sql.value_counts(database.dialect, database.relation, self._column(column), wheres))
         return [(value, int(count)) for value, count in rows]
+
+    def group_sizes(self, column: str, where: str = "") -> GroupSizes:
+        """How the rows that fulfil a condition are shared among the values of a column."""
+        database, wheres = self._database, [self.declared.where, where]
+        found = self._asked(sql.group_sizes(database.dialect, database.relation, self._column(column), wheres))[0]
+        return GroupSizes(groups=int(found[0]), rows=int(found[1]), squares=float(found[2]), largest=int(found[3]))
 
     def identity(self) -> str:
         """Sixteen hex digits of what is read and where: equal for equal tables of one database. Holds no secret."""
@@ -198,12 +143,11 @@ class Table:
 
     def _selected(self, columns: Sequence[Column], query: Query) -> sql.Statement:
         dialect, statement = self._database.dialect, sql.Statement()
-        relation = self._database.relation(statement)
         wheres = [self.declared.where, query.where]
         if query.partition is not None:
             column = self._column(query.partition.column)
             wheres.append(sql.in_partition(dialect, statement, column, query.partition))
-        sql.select(dialect, statement, relation, columns, wheres)
+        sql.select(dialect, statement, self._database.relation, columns, wheres)
         statement.text += sql.order_by(dialect, self._columns, query)
         return statement
 
@@ -255,12 +199,9 @@ class Table:
         return {column.name: column for column in columns}
 
     def _columns_of(self, session: Session) -> list[Column]:
-        statement = sql.Statement()
-        relation = self._database.relation(statement)
         known = self._database.dialect.known
-        return [
-            Column(name, kind, kind_of(kind, known)) for name, kind in session.described(relation, statement.values)
-        ]
+        described = session.described(self._database.relation)
+        return [Column(name, kind, kind_of(kind, known)) for name, kind in described]
 
     def _refuse_types(self, columns: dict[str, Column]) -> None:
         for column in columns.values():

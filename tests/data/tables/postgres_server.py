@@ -43,6 +43,11 @@ class PostgresServer:
             f"--pwfile={secret}", "--encoding=UTF8", "--locale=C",
         )  # fmt: skip
         self._log = (self._folder / "log").open("w")
+        self.start()
+
+    def start(self):
+        """Serve, at first or again after `kill`."""
+        programs = folder_of_programs()
         self._process = subprocess.Popen(
             [
                 programs / "postgres", "-D", self._folder / "data", "-h", self.host, "-p", str(self.port),

@@ -1,7 +1,8 @@
 """Reads the table of a folder through its cache, checking every row; run as a process of its own.
 
-`python result_filler.py FOLDER NUMBER`; ends with status 1 on a wrong row. With number -1 it says `writing` once the
-first batch is on its way to the disk, and waits there for ever.
+`python result_filler.py FOLDER NUMBER [STEP]`; ends with status 1 on a wrong row. Where there is a step it says `there`
+when it comes to it for the first time, and stays for ever: in the middle of a draft, before the file or the marker of a
+result is moved into place, or after both.
 """
 
 import random
@@ -16,10 +17,17 @@ from kit.data.tables.partition import plan_partitions
 from kit.data.tables.query_cache import QueryCache
 from kit.data.tables.source import Query
 
+MOVES_BEFORE = {"file": 0, "marker": 1, "whole": 2}
+
 
 def say(text):
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def stay():
+    say("there")
+    time.sleep(600)
 
 
 class Stuck:
@@ -33,26 +41,41 @@ class Stuck:
 
     def read(self, query):
         yield from self.source.read(query)
-        say("writing")
-        time.sleep(600)
+        stay()
 
 
-def main(folder, number):
+def stay_after(moves):
+    """Stop once so many files were moved into place: before the next one, or right after the last."""
+    move, done = Path.replace, []
+
+    def replace(draft, target):
+        if len(done) == moves:
+            stay()
+        done.append(move(draft, target))
+        if len(done) == moves == MOVES_BEFORE["whole"]:
+            stay()
+        return done[-1]
+
+    Path.replace = replace
+
+
+def main(folder, number, step):
     source = event_tables.opened(folder / "shop.parquet")
-    cache = QueryCache(folder / "cache")
-    if number < 0:
-        [*cache.over(Stuck(source)).read(Query(batch_rows=10))]
+    asked = Stuck(source) if step == "draft" else source
+    if step in MOVES_BEFORE:
+        stay_after(MOVES_BEFORE[step])
     draw = random.Random(number)
     parts = list(plan_partitions(source, 4))
+    say("begun")
     for _ in range(2):
         draw.shuffle(parts)
         for part in parts:
-            query = Query(partition=part)
-            found = pyarrow.Table.from_batches([*cache.over(source).read(query)], source.schema())
+            query = Query(partition=part, batch_rows=10)
+            found = pyarrow.Table.from_batches([*QueryCache(folder / "cache").over(asked).read(query)], source.schema())
             if found.to_pylist() != pyarrow.Table.from_batches([*source.read(query)], source.schema()).to_pylist():
                 sys.exit(1)
     say("right")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), "".join(sys.argv[3:]))

@@ -8,13 +8,15 @@ import event_tables
 import pyarrow
 import pytest
 from event_tables import by_entity, expected, loader, shop
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from postgres_server import PASSWORD, VARIABLE, PostgresServer
+from table_places import Place
 
 from kit.data.tables.event_plan import EventPlan
 from kit.data.tables.query_cache import QueryCache
 from kit.data.tables.query_memory import measure_queries
-from kit.errors import ConfigError, PartitionError, QueryError, SchemaChangedError
+from kit.errors import ConfigError, PartitionError, QueryError, SchemaChangedError, UnreachableDatabaseError
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,26 @@ def test_every_epoch_has_every_entity_with_all_its_events(tables, kind, query_ch
     batches = [*loaded]
     assert len(batches) == len(loaded)
     assert by_entity(batches) == expected(event_tables.events())
+
+
+@given(
+    query_chunks=st.integers(1, 7), way=st.sampled_from(["hash_mod", "exact_group"]), batch_size=st.integers(1, 50),
+    epoch=st.integers(0, 3), prefetch=st.booleans(), batch_rows=st.sampled_from([7, 400]),
+)  # fmt: skip
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_epoch_from_a_server_has_them_too(postgres, tmp_path, query_chunks, way, batch_size, epoch, **others):
+    source = served(postgres, tmp_path, partition_values_transformation=way)
+    loaded = loader(source, query_chunks, batch_size, **others)
+    loaded.set_epoch(epoch)
+    assert by_entity([*loaded]) == expected(event_tables.events())
+
+
+def served(server, folder, **fields):
+    """The events in a table of a server."""
+    place = Place("postgresql", folder, server)
+    if not server.execute("SELECT to_regclass('shop')")[0][0]:
+        place.write(event_tables.events(), "shop")
+    return place.open("shop", type="event", main_entity_column="customer", date_column="time", **fields)
 
 
 def test_epochs_differ_in_their_order_and_seeds_repeat_it(tables):
@@ -288,11 +310,7 @@ def test_without_prefetch_a_query_chunk_is_read_when_it_is_needed(tables):
 
 
 def test_a_server_gives_the_same_batches_and_is_asked_once_with_a_cache(postgres, tmp_path):
-    from table_places import Place
-
-    place = Place("postgresql", tmp_path, postgres).write(event_tables.events(), "shop")
-    fields = {"type": "event", "main_entity_column": "customer", "date_column": "time"}
-    source = place.open("shop", **fields)
+    source = served(postgres, tmp_path)
     assert by_entity([*loader(source, 3)]) == expected(event_tables.events())
     cached = QueryCache(tmp_path / "cache").over(source)
     found = [by_entity([*loader(cached, 3)]) for _ in range(2)]
@@ -303,21 +321,38 @@ def test_a_server_gives_the_same_batches_and_is_asked_once_with_a_cache(postgres
     before = next(passed)
     state = loaded.state_dict()
     passed.close()
-    again = loader(place.open("shop", **fields), 3)
+    again = loader(served(postgres, tmp_path), 3)
     again.load_state_dict(state)
     assert by_entity([before, *again]) == expected(event_tables.events())
-    place.execute("INSERT INTO shop VALUES (1000, '2026-02-01', 'tea', 1)")
+    postgres.execute("INSERT INTO shop VALUES (1000, '2026-02-01', 'tea', 1)")
     with pytest.raises(ConfigError, match="has changed since the state was taken"):
         loader(source, 3).load_state_dict(state)
     assert by_entity([*loader(cached, 3)])[1000][-1][1:] == ("tea", 1.0)
 
 
 def test_memory_of_a_server_is_measured_in_loading_and_fitting(postgres, tmp_path):
-    from table_places import Place
-
-    place = Place("postgresql", tmp_path, postgres).write(event_tables.events(), "shop")
-    source = place.open("shop", type="event", main_entity_column="customer", date_column="time")
+    source = served(postgres, tmp_path)
     for phase in ("load", "fit"):
         (setting,) = measure_queries(source, counts=(2,), phase=phase).settings
         assert setting.measured_client_bytes > 0
         assert setting.measured_database_bytes > 0
+
+
+def test_an_epoch_goes_on_after_its_server_was_gone(postgres_installed, monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, PASSWORD)
+    server = PostgresServer()
+    try:
+        source = served(server, tmp_path, version="1")  # what a server's own state is after a crash is its own affair
+        loaded = loader(source, 4, prefetch=False)
+        passed = iter(loaded)
+        got = [next(passed)]
+        server.kill()
+        with pytest.raises(UnreachableDatabaseError, match=f"127.0.0.1, port {server.port} cannot be used"):
+            got.extend(passed)
+        assert loaded.state_dict()["step"] == len(got) < len(loaded)
+        server.start()
+        later = loader(source, 4)
+        later.load_state_dict(loaded.state_dict())
+        assert by_entity([*got, *later]) == expected(event_tables.events())
+    finally:
+        server.stop()

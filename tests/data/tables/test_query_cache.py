@@ -238,35 +238,54 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         QueryCache(tmp_path / "file" / "cache")
 
 
-def fillers(tmp_path, *numbers):
-    return [
-        subprocess.Popen([sys.executable, str(FILLER), str(tmp_path), str(number)], stdout=subprocess.PIPE, text=True)
-        for number in numbers
-    ]
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_and_then_asked_for_anew(tmp_path):
+    source = event_tables.shop(tmp_path, table=event_tables.events(50, 20_000))
+    cached = QueryCache(tmp_path / "cache").over(source)
+    small = Query(batch_rows=1000)
+    first = rows(cached, small)
+    (file,) = cached.cache.folder.glob("*.parquet")
+    batches = cached.read(small)
+    next(batches)
+    os.truncate(file, 5000)
+    with pytest.raises(QueryError, match=r"shop: the kept result .* changed while it was read.*asked for anew"):
+        list(batches)
+    assert rows(cached, small) == first
+    assert [use.how for use in cached.uses] == ["filled", "hit", "refilled"]
+
+
+def filler(tmp_path, *arguments):
+    """A process that reads through the cache, once it has begun."""
+    command = [sys.executable, str(FILLER), str(tmp_path), *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "begun\n"
+    return process
+
+
+def is_right(process):
+    output, _ = process.communicate(timeout=60)
+    return process.returncode == 0 and output == "right\n"
 
 
 def test_processes_that_fill_the_same_results_all_get_them_right(tmp_path):
     event_tables.shop(tmp_path)
-    processes = fillers(tmp_path, 1, 2)
-    for process in processes:
-        output, _ = process.communicate(timeout=60)
-        assert process.returncode == 0
-        assert "right" in output
+    processes = [filler(tmp_path, 1), filler(tmp_path, 2)]
+    assert all(map(is_right, processes))
     cache = QueryCache(tmp_path / "cache")
     assert {path.suffix for path in cache.folder.iterdir()} == {".parquet", ".json"}
     assert len(cache.entries()) == 4
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(tmp_path):
+@pytest.mark.parametrize("step", ["draft", "file", "marker", "whole"])
+def test_readers_get_every_row_when_the_process_that_writes_for_them_is_killed(tmp_path, step):
     source = event_tables.shop(tmp_path)
-    (process,) = fillers(tmp_path, -1)  # stops after its first batch, in the middle of writing
-    assert process.stdout.readline() == "writing\n"
+    writer = filler(tmp_path, 1, step)
+    assert writer.stdout.readline() == "there\n"
     cache = QueryCache(tmp_path / "cache")
-    assert [path.suffix for path in cache.folder.glob("*.partial")] == [".partial"]
-    assert cache.entries() == ()
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert [*QueryCache(tmp_path / "cache").folder.glob("*.partial")] == []
-    cached = cache.over(source)
-    assert rows(cached) == rows(source)
-    assert cached.uses[-1].how == "filled"
+    assert len(cache.entries()) == (step == "whole")
+    reader = filler(tmp_path, 2)  # comes to the same result and waits for its turn
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.communicate(timeout=60)
+    assert is_right(reader)
+    assert {path.suffix for path in QueryCache(tmp_path / "cache").folder.iterdir()} == {".parquet", ".json"}
+    assert len(cache.entries()) == 4
+    assert rows(cache.over(source)) == rows(source)

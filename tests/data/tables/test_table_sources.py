@@ -70,6 +70,9 @@ def test_every_database_gives_the_same_rows_in_the_same_types(place):
     assert table.row_count() == 4
     assert table.null_count("price") == 1
     assert table.value_counts("customer") == [(1, 2), (2, 1), (3, 1)]
+    sizes = table.group_sizes("customer", where="price IS NOT NULL")
+    assert (sizes.groups, sizes.rows, sizes.squares, sizes.largest) == (3, 3, 3.0, 1)
+    assert table.group_sizes("paid").squares == 1 + 4
 
 
 def test_batches_have_the_columns_asked_for_in_that_order_and_no_more_rows_than_asked_for(place):
@@ -188,18 +191,16 @@ ENTITIES = {
 KINDS = ("hash_mod", "exact_group")
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_for_any_entities_and_any_count_each_row_is_in_exactly_one_query_chunk(tmp_path_factory, data):
-    kind, transformation = data.draw(st.sampled_from(["duckdb", "parquet"])), data.draw(st.sampled_from(KINDS))
+def cut_into_query_chunks(place, data):
+    """Check that any rows are cut into any number of query chunks, each row once and no entity in two."""
+    transformation = data.draw(st.sampled_from(KINDS))
     type_name = data.draw(st.sampled_from(sorted(ENTITIES)))
     pool = data.draw(st.lists(ENTITIES[type_name], min_size=1, max_size=12))
     entities = data.draw(st.lists(st.sampled_from(pool), min_size=2, max_size=60))
     count = data.draw(st.integers(1, 9))
     types = {"int64": pa.int64(), "string": pa.string(), "date32[day]": pa.date32(), "bool": pa.bool_()}
     rows = pa.table({"entity": pa.array(entities, types[type_name]), "row": range(len(entities))})
-    place = Place(kind, tmp_path_factory.mktemp("place")).write(rows)
-    table = place.open(partition_column="entity", partition_values_transformation=transformation)
+    table = place.write(rows).open(partition_column="entity", partition_values_transformation=transformation)
     found = {}
     for part in plan_partitions(table, count):
         for row in rows_of(table, partition=part).to_pylist():
@@ -209,6 +210,19 @@ def test_for_any_entities_and_any_count_each_row_is_in_exactly_one_query_chunk(t
     assert len(set(found.values())) == len(set(entities))
     if transformation == "hash_mod":
         assert all(number == hash_number(entity) % count for number, entity in found.values())
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_for_any_entities_and_any_count_each_row_is_in_exactly_one_query_chunk(tmp_path_factory, data):
+    kind = data.draw(st.sampled_from(["duckdb", "parquet"]))
+    cut_into_query_chunks(Place(kind, tmp_path_factory.mktemp("place")), data)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_server_cuts_any_entities_into_any_count_in_the_same_way(postgres, tmp_path, data):
+    cut_into_query_chunks(Place("postgresql", tmp_path, postgres), data)
 
 
 def test_more_query_chunks_than_entities_leave_some_empty(place):
@@ -299,7 +313,8 @@ def test_what_no_database_takes_for_a_name_is_refused(name):
 
 def test_a_declared_query_cannot_change_the_database(database):
     database.write(many())
-    for query in ("SELECT 1 AS n); DROP TABLE purchases; --", "DELETE FROM purchases RETURNING customer"):
+    ended = [f"SELECT 1 AS n) AS x; {end}; DROP TABLE purchases; --" for end in ("SELECT 1", "COMMIT", "ROLLBACK")]
+    for query in (*ended, "SELECT 1 AS n); DROP TABLE purchases; --", "DELETE FROM purchases RETURNING customer"):
         with pytest.raises(ConfigError):
             database.open(query=query)
     assert database.open().row_count() == 5000
