@@ -3,15 +3,18 @@
     python benchmarks/streaming.py [random] [block] [memory] [--record]
 
 Batches of 64 random patches of 64 × 64 × 4 float32 from a cloud with 30 ms to the first byte, 80 MB/s a connection and
-400 MB/s in total, in a process of its own on the same cores. Every reader has a process of its own and is asked in
-turn; each may have 256 requests in flight (64 in the last row) and 8 batches ahead. "plain GETs" ask for the very
-ranges that kit asked for and decode nothing: the limit. It is the faster of obstore in threads and bare sockets on an
-event loop; tensorstore is the faster of one read for a patch and one for a batch; a DataLoader has the best of the
-worker counts tried, in brackets. Ratios are medians over rounds. xbatcher has windows on a grid but no random offsets,
-which spares it three of four requests where a chunk is a patch.
+400 MB/s in total, in a process of its own on the same cores. Every reader has a process of its own, which has frozen
+what it imported as the processes of kit's trials do (`gc.freeze`: else each full collection stops all threads for a
+third of a second), and is asked in turn; each may have 256 requests in flight (64 in the last row) and 8 batches ahead.
+"plain GETs" ask for the very ranges that kit asked for and decode nothing: the limit. It is the faster of obstore in
+threads and bare sockets on an event loop; tensorstore is the faster of one read for a patch and one for a batch; a
+DataLoader has the best of the worker counts tried, in brackets. Ratios are medians over rounds. xbatcher has windows on
+a grid but no random offsets, which spares it three of four requests where a chunk is a patch: "kit, grid" reads the
+same windows, in an order of its own, and is what xbatcher is compared with.
 
-Block order reads a window of chunks, 192 MiB decoded, for many samples; the field has 576 MiB. tensorstore is given the
-same offsets and as large a cache; the eight workers of a DataLoader read sample by sample.
+Block order reads a window of chunks, 192 MiB decoded, for many samples; the field has 576 MiB. With a reuse of 1 a
+visit to a block draws as many patches as fit it side by side, with 4 four times as many. tensorstore is given the same
+offsets and as large a cache; the eight workers of a DataLoader read sample by sample.
 
 Memory is what the process grows by at its peak, from before the store is opened on and with everything imported, while
 it streams ten times `loader.memory_bytes`: batches, chunks, cache or window, connections, threads, and what the
@@ -58,6 +61,7 @@ WORKERS = {"DataLoader + zarr": (8, 16), "xbatcher": (8, 16)}
 BLOCK_LAYOUTS = (Layout(chunk=128), LAYOUTS[3])
 MEMORY_LAYOUT = BLOCK_LAYOUTS[0]
 BLOCK_WORKERS = 8
+BLOCK_REUSES = (1, 4)
 MEMORY_LIMITS = {"56 MiB": "16 MiB", "256 MiB": "64 MiB"}
 """Allowed in all, and of it for the cache or the window."""
 TIMES = 10
@@ -115,16 +119,18 @@ class Readers:
 # -- one layout
 
 
-def rounds(readers: Readers, cloud: SimulatedCloud, layout: Layout, order: str) -> Iterator[dict[str, Answer]]:
+def rounds(
+    readers: Readers, cloud: SimulatedCloud, layout: Layout, order: str, **settings: Any
+) -> Iterator[dict[str, Answer]]:
     """What kit, the plain GETs and tensorstore answer, turn by turn; the better way of the last two is found first."""
     ways = {
         "plain GETs": [{"client": "obstore"}, {"client": "sockets"}],
         "tensorstore": [{"batched": False}, {"batched": True}],
     }
     for _ in range(ROUNDS):
-        answers = {"kit": readers.ask("kit", cloud, layout, order)}
+        answers = {"kit": readers.ask("kit", cloud, layout, order, **settings)}
         for name in filter(readers.__contains__, ways):
-            more = {"requests_per_sample": answers["kit"]["requests"]} if name == "plain GETs" else {}
+            more = settings | ({"requests_per_sample": answers["kit"]["requests"]} if name == "plain GETs" else {})
             tried = [(readers.ask(name, cloud, layout, order, **way, **more), way) for way in ways[name]]
             answers[name], best = max(tried, key=lambda one: one[0]["samples_per_second"])
             ways[name] = [best]
@@ -132,12 +138,17 @@ def rounds(readers: Readers, cloud: SimulatedCloud, layout: Layout, order: str) 
 
 
 def loaders(
-    readers: Readers, cloud: SimulatedCloud, layout: Layout, order: str, workers: dict[str, Sequence[int]]
+    readers: Readers,
+    cloud: SimulatedCloud,
+    layout: Layout,
+    order: str,
+    workers: dict[str, Sequence[int]],
+    **settings: Any,
 ) -> dict[str, tuple[float, int]]:
     """Samples/s and workers of each DataLoader at its best."""
     found = {}
     for name in filter(readers.__contains__, workers):
-        tried = [(readers.ask(name, cloud, layout, order, workers=count), count) for count in workers[name]]
+        tried = [(readers.ask(name, cloud, layout, order, workers=count, **settings), count) for count in workers[name]]
         rates = [(answer["samples_per_second"], count) for answer, count in tried]
         found[name] = max(rates)
     return found
@@ -152,6 +163,11 @@ def ratio(rows: Sequence[dict[str, Answer]], name: str) -> float:
     return statistics.median(
         ours["samples_per_second"] / theirs["samples_per_second"] for ours, theirs in pairs
     ) if pairs else float("nan")  # fmt: skip
+
+
+def alone(readers: Readers, cloud: SimulatedCloud, layout: Layout, order: str) -> float:
+    """Samples/s of kit in another order."""
+    return statistics.median(readers.ask("kit", cloud, layout, order)["samples_per_second"] for _ in range(ROUNDS))
 
 
 def random_rows(readers: Readers) -> Iterator[dict[str, Any]]:
@@ -170,41 +186,50 @@ def random_row(
         write(cloud, [layout])
         rows = list(rounds(readers, cloud, layout, "random"))
         best = loaders(readers, cloud, layout, "random", workers)
+        grid = alone(readers, cloud, layout, "grid")
     kit_rate = median(rows, "kit")
     row = {
         "layout": layout.name,
         "in flight": in_flight,
         "requests/sample": median(rows, "kit", "requests"),
         "kit": kit_rate,
+        "kit, grid": grid,
         **{name: median(rows, name) for name in ("plain GETs", "tensorstore")},
         **{name: f"{rate:.3g} ({count})" for name, (rate, count) in best.items()},
         "kit / plain GETs": ratio(rows, "plain GETs"),
         "/ tensorstore": ratio(rows, "tensorstore"),
-        **{f"/ {name}": kit_rate / rate for name, (rate, _) in best.items()},
+        **{f"/ {name}": (grid if name == "xbatcher" else kit_rate) / rate for name, (rate, _) in best.items()},
         "first batch s": median(rows, "kit", "first_seconds"),
     }
     return row, best
 
 
-def block_row(layout: Layout, readers: Readers) -> dict[str, Any]:
+def block_rows(readers: Readers) -> Iterator[dict[str, Any]]:
     readers.in_flight = REQUESTS_IN_FLIGHT
-    with simulated_cloud(SITUATION) as cloud:
-        write(cloud, [layout])
-        rows = list(rounds(readers, cloud, layout, "block"))
-        plain = [readers.ask("kit", cloud, layout, "random")["samples_per_second"] for _ in range(ROUNDS)]
-        name = "DataLoader + zarr"
-        rate, _ = loaders(readers, cloud, layout, "block", {name: (BLOCK_WORKERS,)})[name]
+    for layout in BLOCK_LAYOUTS:
+        with simulated_cloud(SITUATION) as cloud:
+            write(cloud, [layout])
+            plain = alone(readers, cloud, layout, "random")
+            for reuse in BLOCK_REUSES:
+                yield block_row(layout, reuse, plain, cloud, readers)
+
+
+def block_row(layout: Layout, reuse: int, plain: float, cloud: SimulatedCloud, readers: Readers) -> dict[str, Any]:
+    settings, name = {"loader__block_reuse": float(reuse)}, "DataLoader + zarr"
+    rows = list(rounds(readers, cloud, layout, "block", **settings))
+    rate, _ = loaders(readers, cloud, layout, "block", {name: (BLOCK_WORKERS,)}, **settings)[name]
     kit_rate = median(rows, "kit")
     return {
         "layout": layout.name,
+        "reuse": reuse,
         "requests/sample": median(rows, "kit", "requests"),
         "mixing": median(rows, "kit", "mixing"),
         "kit": kit_rate,
-        "kit, random": statistics.median(plain),
+        "kit, random": plain,
         **{name: median(rows, name) for name in ("plain GETs", "tensorstore")},
         f"{BLOCK_WORKERS} workers": rate,
         "kit / plain GETs": ratio(rows, "plain GETs"),
-        "/ random": kit_rate / statistics.median(plain),
+        "/ random": kit_rate / plain,
         "/ tensorstore": ratio(rows, "tensorstore"),
         f"/ {BLOCK_WORKERS} workers": kit_rate / rate,
         "first batch s": median(rows, "kit", "first_seconds"),
@@ -239,7 +264,7 @@ def tables(readers: Readers, wanted: Sequence[str]) -> None:
     if "random" in wanted:
         publish("samples per second, random order", list(random_rows(readers)), **facts)
     if "block" in wanted:
-        publish("samples per second, block order", [block_row(layout, readers) for layout in BLOCK_LAYOUTS], **facts)
+        publish("samples per second, block order", list(block_rows(readers)), **facts)
     if "memory" in wanted:
         publish("host memory of a loader", memory_table(readers), layout=MEMORY_LAYOUT.name)
 

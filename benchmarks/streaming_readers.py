@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import importlib.metadata
 import itertools
@@ -128,8 +129,10 @@ def _memory_bytes(name: str) -> int:
 
 def _kit_batches(data: Any) -> Iterator[torch.Tensor]:
     data.setup()
-    for batch in data.train_dataloader():
-        yield batch["values"]
+    loader = data.train_dataloader()
+    while True:
+        for batch in loader:
+            yield batch["values"]
 
 
 def _sizes(batches: Iterator[Any]) -> Iterator[int]:
@@ -440,6 +443,8 @@ def serve(reader: str) -> None:
     torch.set_num_threads(1)
     for module in ("gcsfs", "obstore", "zarr", "kit.data.module"):  # so that no reader's first batch waits for imports
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         asked = json.loads(line)
         question = Question(**asked | {"layout": Layout(**asked["layout"])})

@@ -36,7 +36,7 @@ from publish import publish
 PEERS = Path(__file__).parents[1] / ".peers"
 ANSWER = "answer "
 CASES = {
-    "many documents": {"documents": 60_000, "terms": 1_000, "topics": 20, "epochs": 1},
+    "many documents": {"documents": 100_000, "terms": 1_000, "topics": 20, "epochs": 1},
     "many terms": {"documents": 8_000, "terms": 20_000, "topics": 20, "epochs": 1},
 }
 BATCH, SEED, LENGTH = 16, 13, 1_000
