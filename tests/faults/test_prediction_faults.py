@@ -83,7 +83,7 @@ def test_a_process_that_dies_is_an_error_and_harms_no_later_one(config, fault):
 
 
 # A file that an interrupt finds between its opening and the `with` that closes it is closed by the interpreter.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_ends_the_process_and_gets_through(config):
     threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):

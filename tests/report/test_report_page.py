@@ -74,8 +74,9 @@ def test_a_report_says_what_was_asked_measured_and_missing(trials, config, tmp_p
     text = kit.html_report(kit.results(config().trial.folder), tmp_path / "report.html").read_text()
     for found in (
         "4 trials of 3 configs", "kit.testing:TinyModule (9 parameters) on kit.testing:TinyData", "faults",
-        "levers.accumulate_grad_batches", "mean ± standard deviation", "rules asked", "torch", "ratio",
+        "levers.accumulate_grad_batches", "mean ± standard deviation", "torch", "ratio",
         "1 trial did not end well", "Not shown:", "has no prediction of its memory",
+        kit.diagnose(trials[-1], peaks=False).headline,
     ):  # fmt: skip
         assert found in text, found
     assert str(tmp_path) not in text
