@@ -144,6 +144,10 @@ class ChunkCache:
                     self._forget(chunk)
             return kept
 
+    def would_keep(self, chunk: Chunk) -> bool:
+        """Whether the chunk stays here when it is decoded; a window may still change that."""
+        return chunk.window != _FREE or self._budget_bytes > 0
+
     def settle(self, chunk: Chunk, decoded: NDArray[Any]) -> list[Part]:
         """The chunk is there: keep it if there is reason to, and return who waits for it."""
         with self._lock:

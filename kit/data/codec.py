@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from operator import floordiv, mod
 from typing import Any, Literal
 
 import google_crc32c
 import numpy as np
+import zstandard
 from numcodecs import blosc, gzip, zstd
 from numcodecs.compat import ensure_contiguous_ndarray
 from numpy.typing import NDArray
@@ -147,10 +149,33 @@ class StoredArray:
             return sync(self._decode_by_zarr(data))
         for step in self.steps:
             data = step(data)
-        size_bytes = prod(self.chunk) * self.dtype.itemsize
-        if data.nbytes != size_bytes:
-            raise ValueError(f"{data.nbytes} bytes decoded instead of {size_bytes}")
-        return data.view(self.dtype).reshape(self.chunk, order=self.order)
+        if data.nbytes != self.chunk_bytes:
+            raise ValueError(f"{data.nbytes} bytes decoded instead of {self.chunk_bytes}")
+        return self._elements(data)
+
+    def decode_together(self, data: Sequence[Octets]) -> list[NDArray[Any]]:
+        """As `decode` for each of several chunks, which then share memory where zstd alone is to be undone.
+
+        That is one call without the interpreter's lock: else a thread waits for the lock once a chunk, which takes a
+        third as long as a chunk of 64 KiB. Bytes behind a frame are not looked at.
+
+        Raises:
+            zstandard.ZstdError, and as `decode`: when any of them cannot be decoded; which one, `decode` tells.
+        """
+        if self.steps != (_decompress_zstd,):
+            return [self.decode(one) for one in data]
+        sizes = np.full(len(data), self.chunk_bytes, np.uint64).tobytes()
+        frames: list[Any] = [*data]
+        together: Any = zstandard.ZstdDecompressor().multi_decompress_to_buffer(frames, decompressed_sizes=sizes)
+        return [self._elements(octets(one)) for one in together]
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """Of a decoded chunk."""
+        return prod(self.chunk) * self.dtype.itemsize
+
+    def _elements(self, plain: Octets) -> NDArray[Any]:
+        return plain.view(self.dtype).reshape(self.chunk, order=self.order)
 
     async def _decode_by_zarr(self, data: Octets) -> NDArray[Any]:
         """Any chain of codecs, through zarr's own pipeline."""

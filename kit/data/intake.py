@@ -11,9 +11,10 @@ counted.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from itertools import islice
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ from kit.plan.resources import HOLES_SHARE
 from kit.processes import give_memory_back
 
 _CHUNKS_PER_JOB = 64
+_TOGETHER_BYTES = 1 << 20
+"""Of chunks decoded in one call: more saves little, and keeps those who wait for the first of them waiting."""
+_TOGETHER_SHARE = 64
 _INDEX_SHARE = 8
 _LEAST_HOLES_BYTES = 2 << 20
 """Handing memory back more often would cost more than it gives."""
@@ -64,7 +68,9 @@ class Intake:
         self.decoders = Workers(plan.decode_threads, "kit-decode")
         self.batch_bytes = 0
         """Memory of the largest batch so far."""
-        self._decoding_bytes = decoding * largest_chunk_bytes(plan.arrays)
+        self._undecoded: deque[Answer] = deque()
+        self._together_bytes = min(_TOGETHER_BYTES, plan.memory_bytes // _TOGETHER_SHARE)
+        self._decoding_bytes = decoding * (self._together_bytes + largest_chunk_bytes(plan.arrays))
         self._stored_bytes: dict[str, int] = {}
         """The largest object met, for arrays whose chunks are objects of their own."""
         self._holes_bytes = plan.memory_bytes // HOLES_SHARE
@@ -117,7 +123,7 @@ class Intake:
         if run is not None:
             return run.last - run.first
         stored = wanted.stored
-        return self._stored_bytes.get(stored.name) or math.prod(stored.chunk) * stored.dtype.itemsize
+        return self._stored_bytes.get(stored.name) or stored.chunk_bytes
 
     def _room_bytes(self) -> int:
         """Memory left for what is asked for and not decoded, but no more than keeps the requests going."""
@@ -163,35 +169,60 @@ class Intake:
 
     def _decode_now_or_soon(self, answer: Answer) -> None:
         if self._decode_at_once or answer.stored.in_place:
-            try:
-                self._decode(answer)
-            except BaseException as error:
-                answer.fail(error)
+            self._decode(answer)
         else:
-            self.decoders.put(answer, self._decode, answer)
+            self._undecoded.append(answer)
+            self.decoders.put(answer, self._decode_some)  # one job each, so none is left: some will find nothing
 
-    def _decode(self, answer: Answer) -> None:
+    def _decode_some(self) -> None:
+        """Decode the answers that have waited longest, those of one array in one call."""
+        taken: defaultdict[str, list[Answer]] = defaultdict(list)
+        size_bytes = 0
+        with contextlib.suppress(IndexError):  # there are no more
+            while size_bytes < self._together_bytes:
+                answer = self._undecoded.popleft()
+                taken[answer.stored.name].append(answer)
+                size_bytes += answer.stored.chunk_bytes
+        for answers in taken.values():
+            self._decode_together(answers)
+
+    def _decode_together(self, answers: Sequence[Answer]) -> None:
+        """In one call where they are not kept: those that are would have to be copied apart, which takes as long."""
+        found: Sequence[NDArray[Any]] = ()
+        if len(answers) > 1 and all(answer.complete and not self.cache.would_keep(answer.chunk) for answer in answers):
+            with contextlib.suppress(Exception):  # by itself, each says what is wrong with it
+                found = answers[0].stored.decode_together([answer.data for answer in answers])
+        for answer, decoded in zip_longest(answers, found):
+            self._decode(answer, decoded)
+
+    def _decode(self, answer: Answer, decoded: NDArray[Any] | None = None) -> None:
+        """Decode it, unless that is `decoded` already together with others, and tell who waits."""
+        together = decoded is not None
         try:
-            decoded = self._decoded(answer)
+            if decoded is None:
+                decoded = self._decoded(answer)
+            self._counters.add(chunks_decoded=1)
             # A chunk that lies in bytes it shares with others would keep all of them in memory.
-            kept = decoded.copy() if answer.shared and answer.stored.in_place else decoded
+            shares = together or (answer.shared and answer.stored.in_place)
+            kept = decoded.copy() if shares and self.cache.would_keep(answer.chunk) else decoded
             for part in self.cache.settle(answer.chunk, kept):
                 part.scatter(answer.chunk.coords, decoded)
+        except BaseException as error:
+            answer.fail(error)
+            return
         finally:
             answer.give_room_back()
         self._hand_back(answer.size_bytes + decoded.nbytes)
 
     def _decoded(self, answer: Answer) -> NDArray[Any]:
         try:
-            if len(answer.data) != answer.size_bytes:
+            if not answer.complete:
                 raise ValueError(f"the store gave {len(answer.data)} bytes instead of {answer.size_bytes}")
-            decoded = answer.stored.decode(answer.data)
+            return answer.stored.decode(answer.data)
         except MemoryError:
             raise
         except Exception as error:
             raise damage(f"{self._where}: chunk {answer.chunk.coords} of {answer.stored.name}", error) from error
-        self._counters.add(chunks_decoded=1)
-        return decoded
 
     def _fill(self, wanted: Wanted, chunk: Chunk, index: Index | None) -> None:
         """A chunk that is not there: an error in a store that kit built, else Zarr's fill value."""

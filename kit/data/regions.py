@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +37,25 @@ class ChunkUses:
     def scatter(self, coords: tuple[int, ...], decoded: NDArray[np.generic], batch: NDArray[np.generic]) -> None:
         """Copy what `batch` `(sample, *dims)` takes from a `decoded` chunk."""
         middle, place = 1 + 2 * len(coords), self.places[coords]
+        alike = decoded.dtype == batch.dtype and decoded.strides[-1] == batch.strides[-1] == decoded.itemsize
         for row in self.table[self.cuts[place] : self.cuts[place + 1]].tolist():
             target, source = iter(row[1:middle]), iter(row[middle:])
-            batch[(row[0], *map(slice, target, target))] = decoded[tuple(map(slice, source, source))]
+            to = batch[(row[0], *map(slice, target, target))]
+            piece = decoded[tuple(map(slice, source, source))]
+            if alike:
+                line = _line(piece.shape[-1] * piece.itemsize)
+                to, piece = to.view(line), piece.view(line)
+            to[...] = piece
+
+
+@lru_cache(maxsize=4096)
+def _line(size_bytes: int) -> np.dtype[np.void]:
+    """A run along the last dimension as one element.
+
+    numpy gives the interpreter's lock away to copy 500 elements or more, which threads that copy a few kilobytes each
+    then wait for longer than they copy; as lines, only what takes long is copied without it.
+    """
+    return np.dtype((np.void, size_bytes))
 
 
 def chunk_uses(offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[int]) -> ChunkUses:

@@ -53,6 +53,11 @@ class Answer:
     """The memory of that answer."""
 
     @property
+    def complete(self) -> bool:
+        """Whether the store gave all of it."""
+        return len(self.data) == self.size_bytes
+
+    @property
     def over(self) -> bool:
         """Never: it has been read, and is soon decoded."""
         return False

@@ -317,15 +317,19 @@ def test_batches_are_read_ahead_while_the_consumer_works(tmp_path, batches_ahead
         stream.close()
 
 
-@pytest.mark.parametrize("way", ["folder", "loop", "wire"])
-def test_chunks_are_decoded_by_threads_of_their_own_and_never_on_the_loop(tmp_path, way, cloud, monkeypatch):
-    decode, where = StoredArray.decode, []
-
+def noting_threads(decode, where):
     def noted(stored, data):
         where.append(threading.current_thread().name)
         return decode(stored, data)
 
-    monkeypatch.setattr(StoredArray, "decode", noted)
+    return noted
+
+
+@pytest.mark.parametrize("way", ["folder", "loop", "wire"])
+def test_chunks_are_decoded_by_threads_of_their_own_and_never_on_the_loop(tmp_path, way, cloud, monkeypatch):
+    where = []
+    for name in ("decode", "decode_together"):
+        monkeypatch.setattr(StoredArray, name, noting_threads(getattr(StoredArray, name), where))
     dataset = write_folder(tmp_path)
     dataset = seen_through(dataset, AsyncStore) if way == "loop" else dataset
     read(open_dataset(cloud.upload(tmp_path, "decoded/x.zarr")) if way == "wire" else dataset)
