@@ -78,3 +78,9 @@ def format_count(count: float) -> str:
         if abs(count) >= factor:
             return f"{count / factor:.3g} {unit}"
     raise AssertionError(count)
+
+
+def plural(count: float, noun: str) -> str:
+    """`1 request`, `3.94 requests`."""
+    text = format_count(count)
+    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.units import format_bytes, format_count, format_seconds, parse_bytes
+from kit.units import format_bytes, format_count, format_seconds, parse_bytes, plural
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,12 @@ def test_durations_read_as_people_say_them(seconds, text):
 )
 def test_counts_are_short(count, text):
     assert format_count(count) == text
+
+
+def test_one_of_a_thing_has_no_s():
+    assert [plural(count, "result") for count in (0, 1, 1.0, 2, 3.94)] == [
+        "0 results", "1 result", "1 result", "2 results", "3.94 results",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("formatter", [format_bytes, format_seconds, format_count])

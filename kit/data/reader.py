@@ -116,7 +116,8 @@ class Reader:
                 raise StoreError(f"{self._where}: its reader is closed")
             self._active[batch.future] = batch
         batch.future.add_done_callback(self._end_batch)  # not one that knows the batch: a cycle would keep its arrays
-        self._intake.decoders.put(batch, self._begin, batch, offsets, tuple(patch))
+        # First, as requests come of it: behind chunks that wait to be decoded it would leave the network idle.
+        self._intake.decoders.put_first(batch, self._begin, batch, offsets, tuple(patch))
         return batch.future
 
     def hold(self, offsets: NDArray[np.int64], patch: Sequence[int], window: int) -> None:
@@ -126,7 +127,7 @@ class Reader:
             IndexError: for a patch that reaches outside the arrays.
         """
         self._refuse_outside(offsets, patch)
-        self._intake.decoders.put(Batch[None](), self._hold, offsets, tuple(patch), window)
+        self._intake.decoders.put_first(Batch[None](), self._hold, offsets, tuple(patch), window)
 
     @property
     def has_room_for_early_answers(self) -> bool:

@@ -1,4 +1,4 @@
-"""Workers: threads that run jobs in the order given, and the batch that each job belongs to.
+"""Workers: threads that run jobs in the order given, some before others, and the batch that each job belongs to.
 
 A chunk costs tens of microseconds to decode, so a job carries no future of its own: its batch counts jobs down and
 settles once, with the result of the last one or the first failure. The invariant: every batch settles exactly once.
@@ -7,6 +7,7 @@ settles once, with the result of the last one or the first failure. The invarian
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -67,11 +68,15 @@ class Batch(Generic[Result]):
         return first and self.future.set_running_or_notify_cancel()
 
 
+_Job = tuple[Owner, Callable[..., None], tuple[Any, ...]]
+
+
 class Workers:
     """Up to so many daemon threads on one queue, started as jobs come; a job that raises fails its owner."""
 
     def __init__(self, threads: int, name: str) -> None:
-        self._jobs: SimpleQueue[tuple[Owner, Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._first: deque[_Job] = deque()
         self.most, self._name = threads, name
         self._closed = False
         self._lock = threading.Lock()
@@ -80,7 +85,15 @@ class Workers:
 
     def put(self, owner: Owner, job: Callable[..., None], *arguments: Any) -> None:
         """Queue a job; it is skipped if its owner is over by then."""
-        self._jobs.put((owner, job, arguments))
+        self._put((owner, job, arguments))
+
+    def put_first(self, owner: Owner, job: Callable[..., None], *arguments: Any) -> None:
+        """Queue a job before those of `put`, in the order of these calls."""
+        self._first.append((owner, job, arguments))
+        self._put((owner, _nothing, ()))  # for a thread that waits; who is at work will look
+
+    def _put(self, job: _Job) -> None:
+        self._jobs.put(job)
         if len(self._threads) < self.most and self._jobs.qsize() > self._idle:
             self._start_thread()
 
@@ -107,19 +120,35 @@ class Workers:
 
     def _run(self) -> None:
         while (item := self._take()) is not None:
-            owner, job, arguments = item
-            if self._closed or owner.over:
-                continue
-            try:
-                job(*arguments)
-            except BaseException as error:
-                owner.fail(error)
-            del item, owner, job, arguments  # an idle thread must not keep a batch alive
+            while self._first:
+                self._do_first()
+            self._do(item)
+            del item  # an idle thread must not keep a batch alive
 
-    def _take(self) -> tuple[Owner, Callable[..., None], tuple[Any, ...]] | None:
+    def _do_first(self) -> None:
+        try:
+            item = self._first.popleft()
+        except IndexError:  # another thread was faster
+            return
+        self._do(item)
+
+    def _do(self, item: _Job) -> None:
+        owner, job, arguments = item
+        if self._closed or owner.over:
+            return
+        try:
+            job(*arguments)
+        except BaseException as error:
+            owner.fail(error)
+
+    def _take(self) -> _Job | None:
         # Counted without a lock: a lost count starts a thread too early or too late, never a job twice or not at all.
         self._idle += 1
         try:
             return self._jobs.get()
         finally:
             self._idle -= 1
+
+
+def _nothing() -> None:
+    pass

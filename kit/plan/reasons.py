@@ -16,7 +16,7 @@ from kit.plan.choice import CLOSE, Choice
 from kit.plan.chunk_plan import named
 from kit.plan.cost import LayoutCost, balanced_ratio, price
 from kit.plan.resources import Host, Network, Prices, describe
-from kit.units import format_bytes, format_count, format_seconds
+from kit.units import format_bytes, format_count, format_seconds, plural
 
 _NOTABLE = 1.10
 """Ratios nearer to one are not worth a sentence: the prediction is not that good."""
@@ -372,12 +372,6 @@ def _load(case: Case) -> Iterator[str]:
 
 def _ratio(slower: LayoutCost, faster: LayoutCost) -> float:
     return slower.seconds_per_batch / faster.seconds_per_batch
-
-
-def plural(count: float, noun: str) -> str:
-    """`1 request`, `3.94 requests`."""
-    text = format_count(count)
-    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
 
 
 def _short(value: float) -> str:

@@ -185,6 +185,8 @@ class Answers:
 def largest_replayed(model: Model, accumulate: int) -> int | None:
     """The largest batch size that fits, by replays alone; None where each would have to be recorded, or none can fit.
 
+    No more than `MOST_SAMPLES` are tried.
+
     `kit.largest_batch` confirms its answer by a recording; a row of cards does not wait for that.
     """
     if model.reason or not model.estimate(1, accumulate=accumulate).complete:
@@ -192,6 +194,8 @@ def largest_replayed(model: Model, accumulate: int) -> int | None:
     fails = 1
     while fails <= MOST_SAMPLES and model.estimate(fails, accumulate=accumulate).fits:
         fails *= 2
+    if fails > MOST_SAMPLES:
+        return MOST_SAMPLES
     between = range(fails // 2 + 1, fails)
     return fails // 2 + bisect_left(
         between, True, key=lambda size: not model.estimate(size, accumulate=accumulate).fits

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kit.plan.memory.estimate import MemoryEstimate
 from kit.report.memory_look import VERDICTS
+from kit.run.memory.largest_batch import MOST_SAMPLES
 from kit.units import format_bytes
 
 _QUIET = "var(--jp-ui-font-color2, #666)"
@@ -60,6 +61,8 @@ class CardAnswer:
     def _batch_words(self) -> str:
         if self.largest_batch is None:
             return ""
+        if self.largest_batch >= MOST_SAMPLES:
+            return f"largest batch {MOST_SAMPLES} or more"
         return f"largest batch {self.largest_batch}" if self.largest_batch else "not even one sample"
 
 

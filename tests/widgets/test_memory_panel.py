@@ -6,6 +6,7 @@ import re
 import runpy
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from kit.errors import ConfigError, HardwareError, PlanError, Problem, TrialErro
 from kit.plan.memory.cards import target_of
 from kit.plan.memory.estimate import estimate
 from kit.plan.memory.scaling import BatchScaling
+from kit.run.memory.largest_batch import MOST_SAMPLES
 from kit.widgets.memory_answers import largest_replayed
 from kit.widgets.memory_cards import CardAnswer, cards_html, sentence
 from kit.widgets.memory_panel import MemoryPanel, memory_panel
@@ -183,6 +185,17 @@ def test_a_slider_moved_while_a_card_is_recorded_does_not_wait_for_it(bench):
 
 
 # -- cards
+
+
+def test_a_search_that_does_not_end_says_where_it_was_left():
+    def fits_always(batch_size, accumulate):
+        return SimpleNamespace(fits=True, complete=True)
+
+    found = largest_replayed(SimpleNamespace(reason="", estimate=fits_always), 1)
+    assert found == MOST_SAMPLES
+    roomy = SimpleNamespace(verdict="fits")
+    assert CardAnswer("H200-141GB", roomy, found).words == f"fits, largest batch {MOST_SAMPLES} or more"
+    assert CardAnswer("H200-141GB", roomy, found - 1).words == f"fits, largest batch {MOST_SAMPLES - 1}"
 
 
 def test_each_card_has_a_verdict_and_the_largest_batch_that_fits(bench):

@@ -60,7 +60,7 @@ class ArraySize:
     @property
     def headline(self) -> str:
         by = " × ".join(f"{size:,}" for size in self.shape)
-        return f"{by} {self.dtype}: {self.gibibytes:,.3g} GiB"
+        return f"{by} {self.dtype}: {format_bytes(self.memory_bytes)}"
 
     def _rows(self) -> list[list[str]]:
         rows = [["in memory", format_bytes(self.memory_bytes), format_bytes(self.free_memory_bytes)]]

@@ -24,8 +24,9 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,8 +48,8 @@ from kit.data.tables.query_result import (
 )
 from kit.data.tables.source import GroupSizes, Query
 from kit.errors import ConfigError, Problem, StoreError
-from kit.tables import text_table
-from kit.units import format_bytes, format_count
+from kit.tables import html_table, text_table
+from kit.units import format_bytes, format_count, plural
 
 if TYPE_CHECKING:
     import pyarrow
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 How = Literal["hit", "filled", "refilled", "not kept"]
 
 _DRAFT, _RESULT, _MARKER, _TURN = ".partial", ".parquet", ".json", ".turn"
+_COLUMNS = ("table", "query", "rows", "file")
 _USES = 1000
 """Uses that a source remembers."""
 
@@ -131,12 +133,15 @@ class QueryCache:
 
     def __repr__(self) -> str:
         entries = self.entries()
-        size = sum(entry.file_bytes for entry in entries)
-        head = f"{len(entries)} results, {format_bytes(size)}, in {self.folder}"
-        rows = [
-            [entry.source, entry.query, format_count(entry.rows), format_bytes(entry.file_bytes)] for entry in entries
-        ]
-        return "\n".join([head, *[text_table(("table", "query", "rows", "file"), rows)] * bool(rows)])
+        return "\n".join([self._headline(entries), *[text_table(_COLUMNS, _rows(entries))] * bool(entries)])
+
+    def _repr_html_(self) -> str:
+        entries = self.entries()
+        return html_table(_COLUMNS, _rows(entries), caption=escape(self._headline(entries)))
+
+    def _headline(self, entries: Sequence[CacheEntry]) -> str:
+        size_bytes = sum(entry.file_bytes for entry in entries)
+        return f"{plural(len(entries), 'result')}, {format_bytes(size_bytes)}, in {self.folder}"
 
     # -- reading
 
@@ -307,6 +312,10 @@ class CachedSource:
         """How often the last queries found their result, and how often not."""
         hows: tuple[How, ...] = ("hit", "filled", "refilled", "not kept")
         return {how: sum(use.how == how for use in self.uses) for how in hows}
+
+
+def _rows(entries: Sequence[CacheEntry]) -> list[list[str]]:
+    return [[entry.source, entry.query, format_count(entry.rows), format_bytes(entry.file_bytes)] for entry in entries]
 
 
 def source_key(source: TableSource) -> str:

@@ -42,6 +42,8 @@ def test_the_size_of_an_array_is_told_before_there_is_one(tmp_path):
     assert size.fits_memory is (size.free_memory_bytes >= 200_000_000_000)
     assert str(size).startswith("500,000 × 100,000 float32: 186 GiB\n")
     assert "in memory" in size._repr_html_()
+    small = kit.array_bytes((3000, 2000))
+    assert str(small).startswith("3,000 × 2,000 float32: 22.9 MiB\n")  # in the words of the table below it
     assert not [*tmp_path.iterdir()]
     np.save(tmp_path / "x.npy", numbers())
     assert kit.array_bytes((53, 7), path=tmp_path).disk_bytes == (tmp_path / "x.npy").stat().st_size

@@ -224,10 +224,14 @@ def test_the_cache_tells_what_it_holds_and_drops_what_is_asked(tmp_path):
         rows(cache.over(sources[-1]))
     assert cache.size_bytes == sum(path.stat().st_size for path in cache.folder.glob("*.parquet"))
     assert "2 results" in repr(cache)
+    table = cache._repr_html_()
+    assert table.count("<tr") == 1 + len(cache.entries()) == 3
+    assert "2 results" in table
     (entry,) = cache.entries(sources[0])
     assert (entry.rows, entry.source, entry.query) == (400, "shop", "all columns")
     assert cache.drop(sources[0]) == entry.file_bytes
     assert len(cache.entries()) == 1
+    assert repr(cache).startswith("1 result, ")
     with pytest.raises(ConfigError, match="say which"):
         cache.drop(stale=True)
 

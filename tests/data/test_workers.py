@@ -1,0 +1,50 @@
+"""Workers: jobs run in the order given, those that come first before the others, whoever waits."""
+
+from __future__ import annotations
+
+import threading
+
+from kit.data.workers import Batch, Workers
+
+WAIT = 20
+
+
+def test_first_jobs_run_before_those_that_wait_each_in_the_order_given():
+    workers, go, ended, ran = Workers(1, "test"), threading.Event(), threading.Event(), []
+    owner = Batch[None]()
+    workers.put(owner, go.wait, WAIT)
+    for name in "abc":
+        workers.put(owner, ran.append, name)
+    for name in "xyz":
+        workers.put_first(owner, ran.append, name)
+    workers.put(owner, ended.set)
+    go.set()
+    assert ended.wait(WAIT)
+    assert "".join(ran) == "xyzabc"
+    workers.close()
+    workers.join(WAIT)
+
+
+def test_a_first_job_wakes_a_thread_that_has_nothing_to_do():
+    workers, owner = Workers(2, "test"), Batch[None]()
+    for _ in range(20):
+        ended = threading.Event()
+        workers.put_first(owner, ended.set)
+        assert ended.wait(WAIT)
+    workers.close()
+    workers.join(WAIT)
+
+
+def test_a_first_job_that_raises_fails_its_owner_and_one_whose_owner_is_over_is_skipped():
+    workers, failed, over, ran = Workers(1, "test"), Batch[None](), Batch[None](), []
+    over.future.cancel()
+
+    def job():
+        raise RuntimeError("as planned")
+
+    workers.put_first(over, ran.append, "over")
+    workers.put_first(failed, job)
+    assert "as planned" in str(failed.future.exception(WAIT))
+    assert ran == []
+    workers.close()
+    workers.join(WAIT)
