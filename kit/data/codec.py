@@ -157,7 +157,7 @@ class StoredArray:
         """As `decode` for each of several chunks, which then share memory where zstd alone is to be undone.
 
         That is one call without the interpreter's lock: else a thread waits for the lock once a chunk, which takes a
-        third as long as a chunk of 64 KiB. Bytes behind a frame are not looked at.
+        quarter as long as a chunk of 64 KiB. Bytes behind a frame are not looked at.
 
         Raises:
             zstandard.ZstdError, and as `decode`: when any of them cannot be decoded; which one, `decode` tells.
