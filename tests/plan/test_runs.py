@@ -2,13 +2,16 @@
 
 import random
 
+import numpy as np
 import pytest
+import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zarr.core.indexing import morton_order_iter
 
 from kit.plan.coalescing import Coalescing
 from kit.plan.geometry import axes_of
-from kit.plan.runs import expected_runs
+from kit.plan.runs import _MOST_RANKED, _code, _ranks, expected_runs
 
 SIZE = 100
 
@@ -26,9 +29,10 @@ def counted(shape, chunk, patch, shard, batch_size, gap, batches=300):
                 for column in range(x // chunk[1], (x + patch[1] - 1) // chunk[1] + 1)
             }
         rows, columns = shard[0] // chunk[0], shard[1] // chunk[1]
+        numbers = {inside: number for number, inside in enumerate(morton_order_iter((rows, columns)))}
         last = {}
-        for row, column in sorted(wanted, key=lambda one: (one[0] // rows, one[1] // columns, one)):
-            place, number = (row // rows, column // columns), row % rows * columns + column % columns
+        lying = [((row // rows, column // columns), numbers[row % rows, column % columns]) for row, column in wanted]
+        for place, number in sorted(lying):
             skipped = number - last.get(place, -(10**9)) - 1
             last[place] = number
             chunks += 1
@@ -47,6 +51,31 @@ def test_expected_runs_are_those_of_many_batches(batch_size, gap):
     requests, bytes_asked = counted(shape, chunk, patch, shard, batch_size, gap)
     assert found.requests_per_chunk == pytest.approx(requests, rel=0.1)
     assert found.bytes_per_chunk == pytest.approx(bytes_asked, rel=0.1)
+
+
+@pytest.mark.parametrize("per_shard", [(1,), (7,), (4, 4), (3, 5), (1, 4, 16), (2, 3, 9)])
+def test_inner_chunks_lie_in_a_shard_as_zarr_writes_them(tmp_path, per_shard):
+    shape = tuple(2 * count for count in per_shard)
+    array = zarr.create_array(
+        tmp_path, shape=shape, chunks=(2,) * len(shape), shards=shape, dtype="f4", compressors=None, fill_value=-1
+    )
+    array[...] = np.random.default_rng(0).random(shape, np.float32)
+    shard = tmp_path.joinpath("c", *"0" * len(shape))
+    entries = np.fromfile(shard, "<u8", offset=4 * array.size, count=2 * len(_ranks(per_shard)))
+    first_bytes = entries.reshape(*per_shard, 2)[..., 0]
+    chunk_bytes = 4 * 2 ** len(shape)
+    assert {place: int(first) // chunk_bytes for place, first in np.ndenumerate(first_bytes)} == _ranks(per_shard)
+
+
+def test_numbers_of_powers_of_two_need_no_table():
+    per_shard = (4, 2, 8)
+    assert {place: _code(place, per_shard) for place in np.ndindex(per_shard)} == _ranks(per_shard)
+
+
+def test_a_shard_of_very_many_chunks_is_counted_without_a_table():
+    axes = axes_of((1 << 18,), (1,), (1,), (1,))
+    found = expected_runs(axes, (2 * _MOST_RANKED,), 8, SIZE, Coalescing(0, 1 << 20), "random", True)
+    assert found.requests_per_chunk == pytest.approx(1, abs=0.01)
 
 
 def test_a_patch_of_a_whole_shard_is_one_request_unless_it_is_too_long():
