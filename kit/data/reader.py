@@ -13,7 +13,7 @@ import asyncio
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -41,6 +41,9 @@ from kit.plan.coalescing import LOCAL_GAP_BYTES, Coalescing
 
 _LEAST_FOLDER_THREADS = 4
 _CLOSE_SECONDS = 5.0
+_AMPLE_BYTES = 256 << 20
+"""Memory from which on batches are planned before what waits is decoded. That keeps all of it in use, which with less
+would leave nothing for what the allocator holds: of 24 MiB allowed, 26 are taken else and up to 37 so."""
 
 
 class Reads(Protocol):
@@ -116,8 +119,7 @@ class Reader:
                 raise StoreError(f"{self._where}: its reader is closed")
             self._active[batch.future] = batch
         batch.future.add_done_callback(self._end_batch)  # not one that knows the batch: a cycle would keep its arrays
-        # First, as requests come of it: behind chunks that wait to be decoded it would leave the network idle.
-        self._intake.decoders.put_first(batch, self._begin, batch, offsets, tuple(patch))
+        self._plan_soon(batch, self._begin, batch, offsets, tuple(patch))
         return batch.future
 
     def hold(self, offsets: NDArray[np.int64], patch: Sequence[int], window: int) -> None:
@@ -127,7 +129,7 @@ class Reader:
             IndexError: for a patch that reaches outside the arrays.
         """
         self._refuse_outside(offsets, patch)
-        self._intake.decoders.put_first(Batch[None](), self._hold, offsets, tuple(patch), window)
+        self._plan_soon(Batch[None](), self._hold, offsets, tuple(patch), window)
 
     @property
     def has_room_for_early_answers(self) -> bool:
@@ -177,6 +179,12 @@ class Reader:
         self._stored = await self._requests.open_arrays(info.name for info in self._plan.arrays)
 
     # -- one batch
+
+    def _plan_soon(self, owner: Batch[Any], job: Callable[..., None], *arguments: Any) -> None:
+        """Requests come of it: behind chunks that wait to be decoded it would leave the network idle."""
+        decoders = self._intake.decoders
+        put = decoders.put_first if self._plan.memory_bytes >= _AMPLE_BYTES else decoders.put
+        put(owner, job, *arguments)
 
     def _refuse_outside(self, offsets: NDArray[np.int64], patch: Sequence[int]) -> None:
         shape = self._plan.arrays[0].shape

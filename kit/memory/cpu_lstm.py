@@ -4,7 +4,7 @@ oneDNN 3 (`rnn_utils::set_workspace_sizes`) keeps gates and hidden states per st
 gradients per step and once more, each as a buffer of its own in whole pages. Rows are rounded up to 64 bytes, and by 64
 more where they would be a multiple of 256 values. Compared with torch 2.13 in `tests/memory/test_cpu_lstm.py`: what is
 kept is equal to the byte in float32 and bfloat16; what is held meanwhile, of which a part is only known as measured,
-within a twentieth or 40 KiB.
+within a twentieth or 40 KiB, on CPUs without tiles (AMX).
 
 Private: the fake kernel is exchanged in `fake_impls.op_implementations_dict`, by `kit.memory.fakes`.
 """

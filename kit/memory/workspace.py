@@ -132,7 +132,8 @@ _CUDA: dict[str, Rule] = {
 }
 
 
-# -- CPU: oneDNN copies operands into its blocked layout; measured with torch 2.13 through the allocator's events
+# -- CPU: oneDNN copies operands into its blocked layout; measured with torch 2.13 through the allocator's events, on
+# CPUs without tiles (AMX), with which bfloat16 takes up to twice as much
 
 
 def _convolution(args: Sequence[Any], out: Tensor) -> int:
