@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
 import zstandard
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
-from zarr_stores import ZSTD, GatedStore, by_zarr, seen_through, write_array
+from zarr_stores import ZSTD, GatedStore, by_zarr, seen_through, wait_until, write_array
 
 from kit.data.codec import StoredArray
 from kit.data.dataset import open_dataset
@@ -78,13 +77,6 @@ def held_up(monkeypatch):
             return [future.exception(20) or future.result()[0][0, 0, 0] for future in futures]
 
     return read, noted
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 class _Anybody:

@@ -9,7 +9,6 @@ import pickle
 import shutil
 import tempfile
 import threading
-import time
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, TransposeCodec, ZstdCodec
-from zarr_stores import ZSTD, AsyncStore, GatedStore, by_xarray, by_zarr, seen_through, write_array
+from zarr_stores import ZSTD, AsyncStore, GatedStore, by_xarray, by_zarr, seen_through, wait_until, write_array
 
 from kit.data.build import build
 from kit.data.codec import StoredArray
@@ -263,13 +262,6 @@ def test_a_batch_reads_each_chunk_and_each_index_once(tmp_path):
         assert (counts["chunks_decoded"], counts["chunks_filled"]) == (2 * chunks, 0)
         assert counts["samples"] == 14
         assert counts["bytes_read"] > 0
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 def gated(dataset):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,3 +88,10 @@ class GatedStore(WrapperStore):
 
 class AsyncStore(WrapperStore):
     """The same store, read by requests on the loop rather than as a folder."""
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
