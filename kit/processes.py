@@ -72,20 +72,38 @@ def cpu_name() -> str:
     return next(named, "") or platform.processor() or platform.machine()
 
 
+def rss_bytes() -> int:
+    """Host memory that this process holds."""
+    held_bytes = _status_bytes("VmRSS:")
+    if held_bytes is None:
+        import psutil
+
+        held_bytes = int(psutil.Process().memory_info().rss)
+    return held_bytes
+
+
 def peak_rss_bytes() -> int:
     """The most host memory that this process has held at once.
 
     On Linux from /proc: `getrusage` answers for the process id, so right after an exec it still names the peak of the
     program that started this one.
     """
+    most_bytes = _status_bytes("VmHWM:")
+    if most_bytes is None:
+        import resource
+
+        unit_bytes = 1 if sys.platform == "darwin" else 1024
+        most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+    return most_bytes
+
+
+def _status_bytes(name: str) -> int | None:
+    """A line of this process's status; None where the system has none."""
     if LINUX:
         for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(name):
                 return int(line.split()[1]) << 10
-    import resource
-
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+    return None
 
 
 def give_memory_back() -> None:

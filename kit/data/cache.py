@@ -2,7 +2,8 @@
 
 A chunk that several batches want is read for the first and joined by the others. What is kept when it is decoded: in
 block order the chunks of the windows being served, until they are released; else the most recently used, within
-`budget_bytes`. Sizes are decoded bytes.
+`budget_bytes`. Of memory that nothing else needs, a chunk is lent to the batches that waited for it until they are
+whole: those planned meanwhile take it too. Sizes are decoded bytes.
 
 The invariant: under one lock a chunk is either waited for, by batches that will all be told, or decoded. So no batch
 waits for a chunk that nobody reads: one that is not wanted any more is forgotten before its request is given up.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -51,13 +52,15 @@ class Part:
 class Chunk:
     """One chunk of one variable: waited for, being read, or decoded."""
 
-    __slots__ = ("coords", "decoded", "key", "parts", "since", "stored", "window")
+    __slots__ = ("coords", "decoded", "key", "lent_to", "parts", "since", "stored", "window")
 
     def __init__(self, stored: StoredArray, key: Key) -> None:
         self.stored, self.key, self.coords = stored, key, key[1]
         self.decoded: NDArray[Any] | None = None
         self.parts: list[Part] = []
         """Who waits for it."""
+        self.lent_to = 0
+        """Batches it is kept for, where that is the only reason."""
         self.window = _FREE
         """The last window that holds it."""
         self.since = _FREE
@@ -69,10 +72,15 @@ class Chunk:
 
 
 class ChunkCache:
-    """The chunks of one reader; call from any thread."""
+    """The chunks of one reader; call from any thread.
 
-    def __init__(self, budget_bytes: int = 0) -> None:
-        self._budget_bytes = budget_bytes
+    Args:
+        budget_bytes: Of the chunks used last that are kept for later batches.
+        spare_bytes: Memory that nothing else needs at the moment, for chunks that are lent.
+    """
+
+    def __init__(self, budget_bytes: int = 0, spare_bytes: Callable[[], int] = lambda: 0) -> None:
+        self._budget_bytes, self._spare_bytes = budget_bytes, spare_bytes
         self._lock = threading.Lock()
         self._chunks: OrderedDict[Key, Chunk] = OrderedDict()
         self._held: defaultdict[int, list[Chunk]] = defaultdict(list)
@@ -80,6 +88,9 @@ class ChunkCache:
         """Decoded chunks kept for later batches, without those that a window holds."""
         self.held_bytes = 0
         """Decoded chunks that a window holds."""
+        self._lent: defaultdict[Batch[Any], list[Chunk]] = defaultdict(list)
+        self.lent_bytes = 0
+        """Decoded chunks kept until the batches that waited for them are whole."""
         self._released = _FREE
 
     @property
@@ -117,7 +128,7 @@ class ChunkCache:
                 if len(new) > known:
                     chunk.since = window
                 if chunk.window == _FREE and chunk.decoded is not None:
-                    self.free_bytes -= _bytes(chunk.decoded)
+                    self._uncount(chunk, chunk.decoded)
                     self.held_bytes += _bytes(chunk.decoded)
                 chunk.window = window
                 self._held[window].append(chunk)
@@ -132,6 +143,17 @@ class ChunkCache:
                     if chunk.window == done:
                         chunk.window = _FREE
                         self._drop(chunk)
+
+    def end_batch(self, batch: Batch[Any]) -> None:
+        """Drop what was lent to this batch alone; it is whole, or given up."""
+        with self._lock:
+            for chunk in self._lent.pop(batch, ()):
+                if chunk.lent_to > 1:
+                    chunk.lent_to -= 1
+                elif chunk.lent_to and chunk.decoded is not None:  # else a window holds it, or did
+                    self._uncount(chunk, chunk.decoded)
+                    self._forget(chunk)
+                    chunk.decoded = None
 
     def still_wanted(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Those that somebody waits for; the others are forgotten, so that whoever wants them next reads them."""
@@ -162,7 +184,7 @@ class ChunkCache:
                 chunk.decoded = decoded
                 self.free_bytes += size
                 self._evict()
-            else:
+            elif not self._lend(chunk, parts, decoded):
                 del self._chunks[chunk.key]
             return parts
 
@@ -183,6 +205,24 @@ class ChunkCache:
             self._chunks.move_to_end(key)
         return chunk
 
+    def _lend(self, chunk: Chunk, parts: Iterable[Part], decoded: NDArray[Any]) -> bool:
+        size, batches = _bytes(decoded), [part.batch for part in parts if not part.batch.over]
+        if not batches or size > self._spare_bytes():
+            return False
+        chunk.decoded, chunk.lent_to = decoded, len(batches)
+        self.lent_bytes += size
+        for batch in batches:
+            self._lent[batch].append(chunk)
+        return True
+
+    def _uncount(self, chunk: Chunk, decoded: NDArray[Any]) -> None:
+        """A decoded chunk that no window holds is kept for another reason now, or not at all."""
+        if chunk.lent_to:
+            self.lent_bytes -= _bytes(decoded)
+            chunk.lent_to = 0
+        else:
+            self.free_bytes -= _bytes(decoded)
+
     def _drop(self, chunk: Chunk) -> None:
         """A chunk that no window holds any more; one still on its way goes to those who wait for it."""
         if chunk.decoded is not None and self._forget(chunk):
@@ -198,7 +238,7 @@ class ChunkCache:
     def _evict(self) -> None:
         for key in [*self._chunks] if self.free_bytes > self._budget_bytes else ():
             chunk = self._chunks[key]
-            if chunk.decoded is not None and chunk.window == _FREE:
+            if chunk.decoded is not None and chunk.window == _FREE and not chunk.lent_to:
                 del self._chunks[key]
                 self.free_bytes -= _bytes(chunk.decoded)
                 chunk.decoded = None

@@ -33,7 +33,7 @@ from kit.data.workers import Workers
 from kit.errors import MissingChunkError
 from kit.plan.coalescing import Coalescing, Run, runs
 from kit.plan.resources import HOLES_SHARE
-from kit.processes import give_memory_back
+from kit.processes import give_memory_back, rss_bytes
 
 _CHUNKS_PER_JOB = 64
 _TOGETHER_BYTES = 1 << 20
@@ -42,6 +42,9 @@ _TOGETHER_SHARE = 64
 _INDEX_SHARE = 8
 _LEAST_HOLES_BYTES = 2 << 20
 """Handing memory back more often would cost more than it gives."""
+_UNTIDY_SHARE = 2
+"""The process may grow by this part of the memory allowed before anything is handed back: pages that come anew cost
+more than they hold."""
 _READY_TOO = 2
 """Bytes in flight and as many ready to be decoded; more would only wait."""
 
@@ -61,7 +64,7 @@ class Intake:
         self._plan, self._counters, self._coalescing = plan, counters, coalescing
         self._decode_at_once = decode_at_once
         self._where = redact(plan.url)
-        self.cache = ChunkCache(plan.cache_bytes)
+        self.cache = ChunkCache(plan.cache_bytes, self._spare_bytes)
         self.indexes = ShardIndexes(min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
         self.room = Room(self._room_bytes)
         self._early = EarlyAnswers()
@@ -76,6 +79,8 @@ class Intake:
         self._holes_bytes = plan.memory_bytes // HOLES_SHARE
         self._freed_bytes = 0
         """Read and decoded since freed memory was last handed back: what came took the place of as much that went."""
+        self._untidy_bytes = rss_bytes() + plan.memory_bytes // _UNTIDY_SHARE
+        """Of the process, before anything is handed back."""
 
     def close(self) -> None:
         """Nobody waits for room, and nothing more is decoded."""
@@ -127,10 +132,23 @@ class Intake:
 
     def _room_bytes(self) -> int:
         """Memory left for what is asked for and not decoded, but no more than keeps the requests going."""
+        return min(self._left_bytes(), self._enough_bytes())
+
+    def _spare_bytes(self) -> int:
+        """For chunks that are lent: half of the memory left when the requests have theirs, for a chunk may lie in one
+        piece of memory with others that came or were decoded together, and keeps it until all of them have gone."""
+        lent = self.cache.lent_bytes
+        return (self._left_bytes() + lent - self._enough_bytes()) // 2 - lent
+
+    def _left_bytes(self) -> int:
         plan, cache = self._plan, self.cache
-        others = cache.free_bytes + cache.held_bytes + self._early.nbytes + self.indexes.nbytes + self._decoding_bytes
-        left = plan.memory_bytes - self._holes_bytes - others - plan.batches_held * self.batch_bytes
-        return min(left, _READY_TOO * plan.requests_in_flight * self.room.largest_bytes)
+        kept = cache.free_bytes + cache.held_bytes + cache.lent_bytes + self._early.nbytes + self.indexes.nbytes
+        others = kept + self._decoding_bytes + plan.batches_held * self.batch_bytes
+        return plan.memory_bytes - self._holes_bytes - others
+
+    def _enough_bytes(self) -> int:
+        """What keeps the requests going."""
+        return _READY_TOO * self._plan.requests_in_flight * self.room.largest_bytes
 
     # -- after it
 
@@ -245,7 +263,8 @@ class Intake:
         self._freed_bytes += freed_bytes  # counted without a lock: a lost count only delays it
         if self._freed_bytes > max(_LEAST_HOLES_BYTES, self._holes_bytes):
             self._freed_bytes = 0
-            give_memory_back()
+            if rss_bytes() > self._untidy_bytes:
+                give_memory_back()
 
 
 def _scatter(part: Part, here: Mapping[tuple[int, ...], NDArray[Any]], start: int) -> None:

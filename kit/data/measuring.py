@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, overload
 
 from kit.config import Config
 from kit.data.dataset import open_dataset
-from kit.data.reading import predict_reading, price_store
+from kit.data.reading import price_store
 from kit.data.stores import redact
 from kit.errors import PlanError
 from kit.tables import html_table, text_table
@@ -185,7 +185,7 @@ def _measure(config: Config, seconds: float) -> Reading:
     from kit.data.module import PatchData
 
     dataset = open_dataset(config)
-    costs, predicted = price_store(config, dataset), predict_reading(config, dataset)
+    costs = price_store(config, dataset)
     data = PatchData(config)
     loader = data.train_dataloader()
     if len(loader) < 2:
@@ -196,10 +196,9 @@ def _measure(config: Config, seconds: float) -> Reading:
     left_out = None if config.data.order == "block" else ahead
     try:
         pace = _pace(loader, left_out, seconds)
-        counts, mixing = loader.counters(), loader.mixing
+        mixing = loader.mixing
     finally:
         data.teardown()
-    samples = max(1, counts["samples"])
     info = dataset.select(config.data.variables)[0]
     return Reading(
         url=redact(dataset.url), chunk=info.chunk, shard=info.shard, order=config.data.order,
@@ -207,8 +206,8 @@ def _measure(config: Config, seconds: float) -> Reading:
         predicted_samples_per_second=config.loader.batch_size / sum(cost.seconds_per_batch for cost in costs),
         samples_per_second=pace.samples / pace.seconds,
         bound=max(costs, key=lambda cost: cost.seconds_per_batch).bound,
-        predicted_requests_per_sample=predicted["requests_per_sample"],
-        requests_per_sample=counts["requests"] / samples, bytes_per_sample=counts["bytes_read"] / samples,
+        predicted_requests_per_sample=sum(cost.requests_made_per_batch for cost in costs) / config.loader.batch_size,
+        requests_per_sample=pace.per_sample("requests"), bytes_per_sample=pace.per_sample("bytes_read"),
         mixing=None if config.data.order == "grid" else mixing, predicted_mixing=_predicted_mixing(config, costs),
         first_batch_seconds=pace.first_seconds, batches=pace.batches, seconds=pace.seconds,
     )  # fmt: skip
@@ -227,6 +226,11 @@ class _Pace:
     samples: int = 0
     seconds: float = 0.0
     batches: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Of the samples that count where one pass was long enough, else of all."""
+
+    def per_sample(self, name: str) -> float:
+        return self.counts[name] / max(1, self.counts["samples"])
 
 
 def _pace(loader: PatchLoader, left_out: int | None, seconds: float) -> _Pace:
@@ -235,15 +239,21 @@ def _pace(loader: PatchLoader, left_out: int | None, seconds: float) -> _Pace:
     next(iter(loader))
     pace.first_seconds = time.perf_counter() - began
     deadline = began + _MOST_TIMES * seconds
+    passes, under_way = 0, loader.counters()
     while pace.batches < 2 or (pace.seconds < seconds and time.perf_counter() < deadline):
-        before = time.perf_counter()
+        before, passes = time.perf_counter(), passes + 1
         for place, batch in enumerate(loader):
             now = time.perf_counter()
             if left_out is None or place > left_out:
                 pace.samples += len(batch["values"])
                 pace.seconds += now - before
                 pace.batches += 1
+            elif place == left_out:
+                under_way = loader.counters()
             before = now
             if left_out is not None and pace.seconds >= seconds and pace.batches > 1:
                 break
+    pace.counts = loader.counters()
+    if passes == 1 and left_out is not None:
+        pace.counts = {name: count - under_way[name] for name, count in pace.counts.items()}
     return pace

@@ -231,7 +231,9 @@ class Reader:
         return values, valid
 
     def _end_batch(self, future: Future[Arrays]) -> None:
-        self._active.pop(future, None)
+        batch = self._active.pop(future, None)
+        if batch is not None:
+            self._intake.cache.end_batch(batch)
         if future.cancelled() or future.exception() is not None:
             self._give_up_unwanted()
 

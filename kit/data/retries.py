@@ -23,6 +23,8 @@ from kit.units import format_seconds
 
 FIRST_PAUSE_SECONDS = 0.1
 MOST_PAUSE_SECONDS = 2.0
+TOO_MANY = (429, 503)
+"""How a store says that it is asked more than it answers."""
 _NOT_PASSING = (501, 505)
 """Of the 5xx: what the server will never do."""
 _BROKEN = {

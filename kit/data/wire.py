@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -31,8 +32,9 @@ import pycurl
 
 from kit.data.addresses import Address
 from kit.data.codec import Octets, octets
+from kit.data.concurrency import ConcurrencyLimit
 from kit.data.counters import Counters
-from kit.data.retries import Attempts, Retries
+from kit.data.retries import TOO_MANY, Attempts, Retries
 from kit.data.stores import store_error
 from kit.errors import StoreError
 
@@ -110,24 +112,36 @@ class _Waiting(Ask):
         self.future.set_exception(error)
 
 
+@dataclass(slots=True)
+class _Sent:
+    """A request on its way."""
+
+    asked: Ask
+    parts: list[bytes]
+    """What has come."""
+    round: int
+    at: float
+    """When it was sent, by the monotonic clock."""
+
+
 class Wire:
     """The objects below one address; call from any thread.
 
     Args:
-        in_flight: Requests sent and not answered, at most.
+        in_flight: Requests sent and not answered, at most; fewer where more do not help (`kit.data.concurrency`).
         seconds: How long one request may take, and how long attempts may begin.
         counters: Told of every request.
     """
 
     def __init__(self, address: Address, url: str, in_flight: int, seconds: float, counters: Counters) -> None:
         self._address, self._url = address, url
-        self._most, self._seconds = in_flight, seconds
+        self._limit, self._seconds = ConcurrencyLimit(in_flight), seconds
         self._counters = counters
         self.retries = Retries(seconds, lambda: counters.add(requests=1, retries=1))
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._multi = pycurl.CurlMulti()
-        self._multi.setopt(pycurl.M_MAXCONNECTS, self._most)
+        self._multi.setopt(pycurl.M_MAXCONNECTS, in_flight)
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._on_socket)
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._on_timer)
         self._selector = selectors.DefaultSelector()
@@ -145,7 +159,7 @@ class Wire:
         self._again: list[tuple[float, int, Ask]] = []
         self._numbers = itertools.count()
         self._idle: list[Any] = []
-        self._sent: dict[Any, tuple[Ask, list[bytes]]] = {}
+        self._sent: dict[Any, _Sent] = {}
 
     # -- for everybody
 
@@ -234,7 +248,7 @@ class Wire:
 
     def _serve(self, seconds: float) -> None:
         self._asleep = True
-        if self._asked and seconds > _ROOM_PAUSE_SECONDS and len(self._sent) < self._most:
+        if self._asked and seconds > _ROOM_PAUSE_SECONDS and len(self._sent) < self._limit.now:
             seconds = 0.0  # asked for after the last look, by someone who saw this thread awake
         ready = self._selector.select(seconds)
         self._asleep = False
@@ -261,7 +275,7 @@ class Wire:
         """Send what may be sent; whether something waits for room in memory."""
         while self._again and self._again[0][0] <= time.monotonic():
             self._asked.appendleft(heapq.heappop(self._again)[2])
-        while self._asked and len(self._sent) < self._most:
+        while self._asked and len(self._sent) < self._limit.now:
             asked = self._asked.popleft()
             try:
                 begun = asked.begin()
@@ -273,6 +287,8 @@ class Wire:
             if begun is None:
                 self._asked.appendleft(asked)
                 return True
+        if self._asked:
+            self._limit.held_back()
         return False
 
     def _send(self, asked: Ask) -> None:
@@ -288,7 +304,7 @@ class Wire:
         easy.setopt(pycurl.MAXFILESIZE_LARGE, asked.most_bytes)
         for option, value in self._address.login():
             easy.setopt(option, value)
-        self._sent[easy] = asked, parts
+        self._sent[easy] = _Sent(asked, parts, self._limit.round, time.monotonic())
         self._multi.add_handle(easy)
 
     def _new(self) -> Any:
@@ -310,15 +326,20 @@ class Wire:
         while left:
             left, good, bad = self._multi.info_read()
             for easy in good:
-                asked, parts = self._take(easy)
-                self._answer(asked, easy.getinfo(pycurl.RESPONSE_CODE), parts)
-                parts.clear()  # the handle knows them until it is used again
+                sent = self._take(easy)
+                asked, status = sent.asked, easy.getinfo(pycurl.RESPONSE_CODE)
+                if status in TOO_MANY:
+                    self._limit.refused(sent.round)
+                else:
+                    self._limit.answered(sent.round, time.monotonic() - sent.at)
+                self._answer(asked, status, sent.parts)
+                sent.parts.clear()  # the handle knows them until it is used again
                 if asked.head:
                     easy.close()
                 else:
                     self._idle.append(easy)
             for easy, code, message in bad:
-                asked, _ = self._take(easy)
+                asked = self._take(easy).asked
                 status = easy.getinfo(pycurl.RESPONSE_CODE)
                 easy.close()
                 if code == pycurl.E_FILESIZE_EXCEEDED and status >= 400:  # it is a refusal that is so long
@@ -326,7 +347,7 @@ class Wire:
                 else:
                     self._try_again(asked, self._error(asked, code, message))
 
-    def _take(self, easy: Any) -> tuple[Ask, list[bytes]]:
+    def _take(self, easy: Any) -> _Sent:
         self._multi.remove_handle(easy)
         return self._sent.pop(easy)
 
@@ -374,7 +395,7 @@ class Wire:
 
     def _end(self) -> list[Ask]:
         """Close everything, under the lock; returns what has had no answer."""
-        left = [*self._asked, *(asked for _, _, asked in self._again), *(asked for asked, _ in self._sent.values())]
+        left = [*self._asked, *(asked for _, _, asked in self._again), *(sent.asked for sent in self._sent.values())]
         for easy in self._sent:
             self._multi.remove_handle(easy)
         self._asked.clear()

@@ -42,6 +42,8 @@ from kit.plan.sharing import Fetches, fetches, reading_of
 
 _AS_GOOD_AS_READ = 1
 """Of the batches ahead: the oldest waits for its last answers; those after it are joined."""
+_LENT_AT_ONCE = 0.5
+"""Of the chunks of the batches ahead: decoded, and kept for batches that are not whole."""
 _MOST_CHUNKS_DRAWN = 2048
 """Of a batch: so many that the CPU binds, however they share requests; drawing them would take long."""
 _IN_USE = 1 - 1 / HOLES_SHARE
@@ -78,6 +80,8 @@ class LayoutCost:
     """Requests that bring those chunks: fewer where neighbours in a shard share one."""
     sent_bytes_per_batch: float
     """Stored bytes they ask for, those between neighbours included."""
+    requests_made_per_batch: float
+    """Of those, and of indexes: without what is on its way for a batch before, or kept for one that is not whole."""
     index_requests_per_batch: float
     """Indexes of shards, each fetched once a run, on average over its batches."""
     bytes_per_batch: float
@@ -148,7 +152,7 @@ def price(
     indexes = 0.0 if shard is None else _indexes_per_batch(access, shard)
     stored = union * chunk_bytes / access.compression_ratio
     kept = _kept_bytes(access, host, axes, chunk_bytes, window)
-    joined = union if window else min(union, _joined(access, network, axes) * access.arrays)
+    joined = union if window else min(union, _joined(access, network, host, axes, chunk_bytes) * access.arrays)
     together = _runs(access, network, axes, shard, chunk_bytes) if shard and closely else ALONE
     load = _Load(
         requests=joined * together.requests_per_chunk + indexes,
@@ -171,6 +175,7 @@ def price(
         requests_per_batch=union, least_requests_per_batch=each.least * access.arrays,
         most_requests_per_batch=each.most * access.arrays, index_requests_per_batch=indexes,
         sent_per_batch=union * together.requests_per_chunk, sent_bytes_per_batch=stored * together.bytes_per_chunk,
+        requests_made_per_batch=load.requests,
         bytes_per_batch=union * chunk_bytes, stored_bytes_per_batch=stored,
         seconds_by_resource=time.by_resource, seconds_per_batch=time.by_resource[0][1],
         samples_per_second=access.batch_size / time.by_resource[0][1], bound=time.by_resource[0][0],
@@ -197,11 +202,18 @@ def _fetched(access: Access, host: Host, axes: tuple[Axis, ...], chunk_bytes: in
     return Fetches(*(access.batch_size * chunks for chunks in (high, low, high))), window
 
 
-def _joined(access: Access, network: Network, axes: tuple[Axis, ...]) -> float:
-    """Chunks of one array that a batch fetches while those of the batches ahead are on their way."""
+def _joined(access: Access, network: Network, host: Host, axes: tuple[Axis, ...], chunk_bytes: int) -> float:
+    """Chunks of one array that a batch fetches while those of the batches ahead are on their way or lent."""
     order: Literal["random", "grid"] = "grid" if access.order == "grid" else "random"
-    ahead = min(network.batches_ahead, access.batches) - _AS_GOOD_AS_READ
-    return reading_of(axes, order, access.shuffle).joining(access.batch_size, max(0, ahead))
+    ahead = min(network.batches_ahead, access.batches)
+    coming, reading = max(0, ahead - _AS_GOOD_AS_READ), reading_of(axes, order, access.shuffle)
+    least = reading.joining(access.batch_size, coming, lent_for=ahead)
+    lent_bytes = least * access.arrays * chunk_bytes * ahead * _LENT_AT_ONCE
+    room_bytes = 2 * network.requests_in_flight * chunk_bytes / access.compression_ratio
+    fixed = room_bytes + (2 + network.batches_ahead) * access.batch_bytes + host.decode_threads * chunk_bytes
+    spare_bytes = (host.memory_bytes * _IN_USE - fixed - host.cache_bytes) / 2
+    lent = min(1.0, max(0.0, spare_bytes / lent_bytes)) if lent_bytes else 1.0
+    return lent * least + (1 - lent) * reading.joining(access.batch_size, coming)
 
 
 def _runs(access: Access, network: Network, axes: tuple[Axis, ...], shard: Sequence[int], chunk_bytes: int) -> Runs:

@@ -116,6 +116,46 @@ def test_whoever_knows_a_chunk_that_was_dropped_does_not_keep_what_was_decoded()
     assert new.decoded is not None
 
 
+def test_spare_memory_keeps_a_chunk_until_the_batches_that_waited_for_it_are_whole():
+    cache = ChunkCache(spare_bytes=lambda: 16)
+    (first, second), _, (chunk,) = ask(cache, 1, 1)
+    for part in cache.settle(chunk, CHUNK):
+        part.scatter(chunk.coords, CHUNK)
+    assert cache.lent_bytes == 16
+    cache.end_batch(first.batch)
+    (third,), served, new = ask(cache, 1)
+    assert (served, new) == ([third], [])
+    cache.end_batch(third.batch)  # it was served by what others keep
+    assert cache.lent_bytes == 16
+    cache.end_batch(second.batch)
+    assert cache.lent_bytes == 0
+    assert chunk.decoded is None
+    assert ask(cache, 1)[2]
+
+
+def test_nothing_is_lent_without_spare_memory_nor_to_batches_that_are_over():
+    for spare, cancelled in ((15, False), (16, True)):
+        cache = ChunkCache(spare_bytes=lambda: spare)  # noqa: B023 - asked in this turn
+        (part,), _, (chunk,) = ask(cache, 1)
+        if cancelled:
+            part.batch.future.cancel()
+        cache.settle(chunk, CHUNK)
+        assert (cache.lent_bytes, chunk.decoded) == (0, None)
+        assert ask(cache, 1)[2]
+
+
+def test_a_window_may_hold_what_is_lent_and_keeps_it_for_longer():
+    cache = ChunkCache(spare_bytes=lambda: 16)
+    (part,), _, (chunk,) = ask(cache, 1)
+    arrive(cache, chunk)
+    assert cache.hold(STORED, 0, [(1,)], window=1) == []
+    assert (cache.lent_bytes, cache.held_bytes) == (0, 16)
+    cache.end_batch(part.batch)
+    assert not ask(cache, 1)[2]
+    cache.release(1)
+    assert (cache.lent_bytes, cache.held_bytes, chunk.decoded) == (0, 0, None)
+
+
 def test_what_a_window_released_before_it_came_is_only_given_to_who_waits():
     cache = ChunkCache()
     (chunk,) = cache.hold(STORED, 0, [(1,)], window=1)
@@ -145,20 +185,22 @@ def test_a_chunk_that_nobody_wants_any_more_is_forgotten_before_its_request():
 
 @given(
     st.integers(0, 5),
+    st.integers(0, 3),
     st.lists(
         st.one_of(
             st.tuples(st.just("ask"), st.integers(0, 7)),
             st.tuples(st.just("hold"), st.integers(0, 7)),
             st.tuples(st.just("arrive"), st.integers(0, 20)),
             st.tuples(st.just("fail"), st.integers(0, 20)),
+            st.tuples(st.just("end"), st.integers(0, 20)),
             st.tuples(st.just("release"), st.just(0)),
         ),
         max_size=60,
     ),
 )
 @settings(deadline=None, max_examples=200)
-def test_whatever_happens_budgets_hold_and_everybody_is_told(budget, steps):
-    cache = ChunkCache(budget * 16)
+def test_whatever_happens_budgets_hold_and_everybody_is_told(budget, spare, steps):
+    cache = ChunkCache(budget * 16, lambda: spare * 16 - cache.lent_bytes)
     coming, waiting, window, held = [], [], 1, set()
     for step, number in steps:
         if step == "ask":
@@ -171,13 +213,21 @@ def test_whatever_happens_budgets_hold_and_everybody_is_told(budget, steps):
         elif step == "release":
             cache.release(window)
             window, held = window + 1, set()
+        elif step == "end":
+            if waiting:
+                waiting[number % len(waiting)].batch.future.cancel()
+                cache.end_batch(waiting[number % len(waiting)].batch)
         elif coming:
             chunk = coming.pop(number % len(coming))
             arrive(cache, chunk) if step == "arrive" else cache.fail(chunk, OSError())
         assert cache.free_bytes <= budget * 16
         assert cache.held_bytes <= len(held) * 16
+        assert 0 <= cache.lent_bytes <= spare * 16
     for chunk in coming:
         arrive(cache, chunk)
     assert all(part.batch.future.done() for part in waiting)
     cache.release(window)
-    assert cache.held_bytes == 0
+    for part in waiting:
+        cache.end_batch(part.batch)
+    assert (cache.held_bytes, cache.lent_bytes) == (0, 0)
+    assert cache.free_bytes == 16 * sum(chunk.decoded is not None for chunk in cache._chunks.values())

@@ -37,7 +37,7 @@ def held_bytes(reader):
     """What a reader has in memory beside its batches."""
     intake, cache = reader._intake, reader._intake.cache
     requests = intake.room.taken_bytes + intake._early.nbytes
-    return requests + cache.free_bytes + cache.held_bytes + intake.indexes.nbytes
+    return requests + cache.free_bytes + cache.held_bytes + cache.lent_bytes + intake.indexes.nbytes
 
 
 def everywhere(samples=512, seed=0):

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -21,12 +21,26 @@ from kit.data.counters import Counters
 from kit.data.dataset import open_dataset
 from kit.data.engine import Engine
 from kit.data.stores import open_store
-from kit.data.wire import Wire
+from kit.data.wire import Ask, Wire
 from kit.endpoints import VARIABLE
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError
 
 SHAPE, PATCH = (6, 40, 50), (2, 9, 11)
 SCHEMES = ["gs", "s3", "http"]
+
+
+class Told(Ask):
+    """A request whose answer a test waits for."""
+
+    def __init__(self, key):
+        super().__init__(key)
+        self.answer = Future()
+
+    def done(self, data):
+        self.answer.set_result(data)
+
+    def fail(self, error):
+        self.answer.set_exception(error)
 
 
 @pytest.fixture
@@ -82,6 +96,32 @@ def test_an_object_is_read_whole_in_part_and_from_its_end(cloud, tmp_path, schem
     assert bytes(source.read("k", -3)) == b"789"
     assert source.read("nothing") is None
     assert (counters.values()["requests"], counters.values()["bytes_read"]) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("dials", "requests", "open_at_most"),
+    [
+        ({"latency_seconds": 0.2}, 800, range(200, 257)),
+        ({"latency_seconds": 0.02, "total_bandwidth_bytes_per_second": 20e6}, 500, range(32, 129)),
+        ({"latency_seconds": 0.1, "requests_per_second": 400}, 1000, range(32, 129)),
+    ],
+    ids=["latency binds", "the wire is full", "the store refuses"],
+)
+def test_no_more_requests_are_open_than_help(cloud, tmp_path, dials, requests, open_at_most):
+    """The last two are filled by 6 and by 40."""
+    size = 1 << 16 if "total_bandwidth_bytes_per_second" in dials else 1
+    (tmp_path / "b" / "x").mkdir()
+    (tmp_path / "b" / "x" / "k").write_bytes(bytes(size))
+    url, counters = url_of(cloud, "http", "x"), Counters()
+    cloud.turn(**dials).reset_counts()
+    source = Wire(address_of(open_store(url), url), url, 256, 60.0, counters)
+    asked = [Told("k") for _ in range(requests)]
+    source.ask(asked)
+    assert all(len(one.answer.result(60)) == size for one in asked)
+    source.close()
+    seen = cloud.counts()
+    assert seen.most_in_flight in open_at_most
+    assert seen.refused == counters.values()["retries"] < requests // 3
 
 
 def test_a_connection_that_waits_keeps_nothing_of_its_last_answer(cloud, tmp_path):

@@ -193,17 +193,44 @@ MEASURED = {  # chunk: best of plain GETs and two engines with 64 requests in fl
 }  # fmt: skip
 
 
+def host_with_nothing_to_spare(asked, cloud, chunk):
+    """Memory for the batches and the requests: those engines keep nothing that has come."""
+    chunk_bytes = math.prod(chunk) * asked.element_bytes
+    batches = (2 + cloud.batches_ahead) * asked.batch_bytes
+    needed = batches + 2 * chunk_bytes + 2 * cloud.requests_in_flight * chunk_bytes / asked.compression_ratio
+    return Host(
+        decode_bytes_per_second=1e9, decode_threads=2, request_cpu_seconds=3.5e-4,
+        memory_bytes=needed * HOLES_SHARE / (HOLES_SHARE - 1),
+    )  # fmt: skip
+
+
 def test_predictions_stand_beside_measurements_of_other_engines():
     asked = Access(
         shape=(4, 8192, 8192), itemsize=4, patch=(4, 64, 64), stride=(4, 64, 64), order="random", batch_size=64,
         variables=1, compression_ratio=1.19, samples_per_epoch=64_000,
     )  # fmt: skip
     cloud = network(latency_seconds=0.0314, total_bandwidth_bytes_per_second=400e6, batches_ahead=2)
-    host = Host(decode_bytes_per_second=1e9, decode_threads=2, request_cpu_seconds=3.5e-4)
-    predicted = {chunk: price(asked, cloud, chunk, host).samples_per_second for chunk in MEASURED}
+    predicted = {
+        chunk: price(asked, cloud, chunk, host_with_nothing_to_spare(asked, cloud, chunk)).samples_per_second
+        for chunk in MEASURED
+    }
     ratios = sorted(MEASURED[chunk] / rate for chunk, rate in predicted.items())
     assert 0.85 < ratios[0] < ratios[-1] < 1.8
     assert max(MEASURED, key=MEASURED.get) == max(predicted, key=predicted.get) == (4, 128, 128)
+
+
+def test_memory_to_spare_keeps_chunks_for_the_batches_that_are_not_whole_and_saves_requests():
+    asked, cloud = access(samples_per_epoch=64_000), network(batches_ahead=8)
+    tight = host_with_nothing_to_spare(asked, cloud, CHUNK)
+    spare, none = price(asked, cloud, CHUNK), price(asked, cloud, CHUNK, tight)
+    assert spare.requests_made_per_batch < 0.97 * none.requests_made_per_batch < none.sent_per_batch
+    assert spare.sent_per_batch == none.sent_per_batch
+    half = Host(memory_bytes=none.memory_bytes + 8 * none.bytes_per_batch / 2)
+    assert spare.requests_made_per_batch < price(asked, cloud, CHUNK, half).requests_made_per_batch
+    for each in (network(batches_ahead=0), network(batches_ahead=1)):
+        cost = price(asked, each, CHUNK)
+        assert cost.requests_made_per_batch <= cost.sent_per_batch
+        assert (cost.requests_made_per_batch == pytest.approx(cost.sent_per_batch)) == (each.batches_ahead == 0)
 
 
 def test_chunks_on_their_way_and_neighbours_in_a_shard_make_reading_faster_but_not_the_chunks_fewer():

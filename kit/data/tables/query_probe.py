@@ -21,7 +21,6 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
-import psutil
 
 from kit.data.tables.event_chunks import arrange, gather, let_go, serve
 from kit.data.tables.event_table import EventTable
@@ -30,7 +29,7 @@ from kit.data.tables.partition import Partition
 from kit.data.tables.query_check import Phase
 from kit.data.tables.source import Query
 from kit.errors import KitError
-from kit.processes import peak_rss_bytes, watch_lifeline
+from kit.processes import peak_rss_bytes, rss_bytes, watch_lifeline
 
 HEAD = struct.Struct("<Q")
 _FIRST_ROWS = 256
@@ -122,7 +121,7 @@ def _restart_peak() -> int:
     """What the process holds now, from which its peak is counted."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return int(psutil.Process().memory_info().rss)
+    return rss_bytes()
 
 
 if __name__ == "__main__":
