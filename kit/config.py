@@ -144,7 +144,7 @@ class Loader(Section):
         2, "Batches the streaming engine reads before they are asked for.", unit="batches", ge=0, le=256
     )
     requests_in_flight: int = setting(
-        32, "Requests the engine keeps open at once: latency is bought with these.", unit="requests", ge=1, le=1024
+        32, "Most requests open at once, to hide latency; beyond 32 no more than help.", unit="requests", ge=1, le=1024
     )
     decode_threads: int = setting(2, "Threads that decompress chunks.", unit="threads", ge=1, le=64)
     pin_memory: bool = setting(False, "Copy batches to pinned memory first: faster transfers to a GPU.")
