@@ -22,6 +22,7 @@ that it will be the one between."""
 _REFUSED = 0.01
 """Of a round: fewer refusals have other reasons."""
 _LEAST_SECONDS = 1e-6
+CROWDED, REFUSED = "with more, each takes longer", "the store refuses more"
 
 
 class ConcurrencyLimit:
@@ -36,8 +37,14 @@ class ConcurrencyLimit:
         self._answers, self._refusals, self._seconds = 0, 0, 0.0
         self._held_back = False
         self._growth = _GROWTH
+        self._reason = ""
         self._alone_seconds = float("inf")
         """The shortest average of a round."""
+
+    @property
+    def reason(self) -> str:
+        """Why no more may be open; empty where that is all that were asked for, or nothing speaks against more."""
+        return self._reason if self.now < self._most else ""
 
     def held_back(self) -> None:
         """There are requests that this limit alone keeps from being sent."""
@@ -62,7 +69,7 @@ class ConcurrencyLimit:
             return
         refused = self._refusals / total
         if refused > _REFUSED:
-            self._growth = _GROWTH_ONCE_REFUSED
+            self._growth, self._reason = _GROWTH_ONCE_REFUSED, REFUSED
             self._aim(1 - refused)
         else:
             self._weigh(max(_LEAST_SECONDS, self._seconds / self._answers))
@@ -76,6 +83,10 @@ class ConcurrencyLimit:
             self._alone_seconds = seconds
         self._alone_seconds = min(self._alone_seconds, seconds)
         crowding = seconds / self._alone_seconds
+        if crowding >= _LEAST_CROWDING:
+            self._reason = CROWDED
+        elif self._reason == CROWDED:
+            self._reason = ""
         if crowding > _MOST_CROWDING:
             self._aim(_CROWDING / crowding)
         elif crowding < _LEAST_CROWDING and self._held_back:

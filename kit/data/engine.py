@@ -112,6 +112,11 @@ class Engine:
         return self._counters.values()
 
     @property
+    def open_requests(self) -> tuple[int, str]:
+        """How many requests this process may have open now, and the reason where they are fewer than allowed."""
+        return (self._plan.requests_in_flight, "") if self._reader is None else self._reader.open_requests
+
+    @property
     def variables(self) -> tuple[str, ...]:
         """Names of the variables, in the order they are stacked."""
         return tuple(info.name for info in self._plan.arrays)

@@ -70,6 +70,12 @@ class Reading:
     batches: int
     """Measured, without those left out."""
     seconds: float
+    requests_in_flight: int
+    """Allowed."""
+    open_requests: int
+    """Of those, open at most in the end, on an object store read without loader processes."""
+    open_reason: str
+    """Why no more; empty where all that are allowed may be open."""
 
     @property
     def ratio(self) -> float:
@@ -84,6 +90,14 @@ class Reading:
             f"{self.requests_per_sample:.3g}", f"{self.predicted_requests_per_sample:.3g}",
             format_bytes(self.bytes_per_sample), format_seconds(self.first_batch_seconds),
         )  # fmt: skip
+
+    @property
+    def held_back(self) -> str:
+        """Why fewer requests were open than allowed; nothing where they were not."""
+        if not self.open_reason:
+            return ""
+        allowed = f"{self.open_requests} of the {self.requests_in_flight} requests allowed"
+        return f"{'×'.join(map(str, self.chunk))}: {allowed} are open: {self.open_reason}"
 
     @property
     def mixed(self) -> str:
@@ -146,7 +160,7 @@ class Readings(Sequence[Reading]):
 
     @property
     def _notes(self) -> list[str]:
-        return [_KEY, *(one.mixed for one in self if one.mixed)]
+        return [_KEY, *(one.held_back for one in self if one.held_back), *(one.mixed for one in self if one.mixed)]
 
     def __repr__(self) -> str:
         columns, rows = self._table()
@@ -196,7 +210,7 @@ def _measure(config: Config, seconds: float) -> Reading:
     left_out = None if config.data.order == "block" else ahead
     try:
         pace = _pace(loader, left_out, seconds)
-        mixing = loader.mixing
+        mixing, (opened, reason) = loader.mixing, loader.open_requests
     finally:
         data.teardown()
     info = dataset.select(config.data.variables)[0]
@@ -210,6 +224,7 @@ def _measure(config: Config, seconds: float) -> Reading:
         requests_per_sample=pace.per_sample("requests"), bytes_per_sample=pace.per_sample("bytes_read"),
         mixing=None if config.data.order == "grid" else mixing, predicted_mixing=_predicted_mixing(config, costs),
         first_batch_seconds=pace.first_seconds, batches=pace.batches, seconds=pace.seconds,
+        requests_in_flight=config.loader.requests_in_flight, open_requests=opened, open_reason=reason,
     )  # fmt: skip
 
 

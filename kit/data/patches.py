@@ -94,6 +94,11 @@ class PatchLoader(EpochLoader[PatchBatch]):
         return self._patches.counters()
 
     @property
+    def open_requests(self) -> tuple[int, str]:
+        """How many requests may be open now, and the reason where they are fewer than allowed; of this process."""
+        return self._patches.engine.open_requests
+
+    @property
     def mixing(self) -> float | None:
         """Independent samples that the batches so far were worth at least, over their size; None before the first.
 

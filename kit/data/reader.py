@@ -104,6 +104,13 @@ class Reader:
             return ThreadReads(self._source, self._plan.url, self._intake, threads)
         return LoopReads(self._loop, self._requests, self._intake)
 
+    @property
+    def open_requests(self) -> tuple[int, str]:
+        """How many requests may be open now, and the reason where they are fewer than allowed."""
+        if isinstance(self._source, Wire):
+            return self._source.limit.now, self._source.limit.reason
+        return self._plan.requests_in_flight, ""
+
     def start(self, offsets: NDArray[np.int64], patch: Sequence[int]) -> Future[Arrays]:
         """Begin reading the patches at `offsets` `(sample, dim)`; cancelling the future ends the work.
 

@@ -135,7 +135,7 @@ class Wire:
 
     def __init__(self, address: Address, url: str, in_flight: int, seconds: float, counters: Counters) -> None:
         self._address, self._url = address, url
-        self._limit, self._seconds = ConcurrencyLimit(in_flight), seconds
+        self.limit, self._seconds = ConcurrencyLimit(in_flight), seconds
         self._counters = counters
         self.retries = Retries(seconds, lambda: counters.add(requests=1, retries=1))
         self._lock = threading.Lock()
@@ -248,7 +248,7 @@ class Wire:
 
     def _serve(self, seconds: float) -> None:
         self._asleep = True
-        if self._asked and seconds > _ROOM_PAUSE_SECONDS and len(self._sent) < self._limit.now:
+        if self._asked and seconds > _ROOM_PAUSE_SECONDS and len(self._sent) < self.limit.now:
             seconds = 0.0  # asked for after the last look, by someone who saw this thread awake
         ready = self._selector.select(seconds)
         self._asleep = False
@@ -275,7 +275,7 @@ class Wire:
         """Send what may be sent; whether something waits for room in memory."""
         while self._again and self._again[0][0] <= time.monotonic():
             self._asked.appendleft(heapq.heappop(self._again)[2])
-        while self._asked and len(self._sent) < self._limit.now:
+        while self._asked and len(self._sent) < self.limit.now:
             asked = self._asked.popleft()
             try:
                 begun = asked.begin()
@@ -288,7 +288,7 @@ class Wire:
                 self._asked.appendleft(asked)
                 return True
         if self._asked:
-            self._limit.held_back()
+            self.limit.held_back()
         return False
 
     def _send(self, asked: Ask) -> None:
@@ -304,7 +304,7 @@ class Wire:
         easy.setopt(pycurl.MAXFILESIZE_LARGE, asked.most_bytes)
         for option, value in self._address.login():
             easy.setopt(option, value)
-        self._sent[easy] = _Sent(asked, parts, self._limit.round, time.monotonic())
+        self._sent[easy] = _Sent(asked, parts, self.limit.round, time.monotonic())
         self._multi.add_handle(easy)
 
     def _new(self) -> Any:
@@ -329,9 +329,9 @@ class Wire:
                 sent = self._take(easy)
                 asked, status = sent.asked, easy.getinfo(pycurl.RESPONSE_CODE)
                 if status in TOO_MANY:
-                    self._limit.refused(sent.round)
+                    self.limit.refused(sent.round)
                 else:
-                    self._limit.answered(sent.round, time.monotonic() - sent.at)
+                    self.limit.answered(sent.round, time.monotonic() - sent.at)
                 self._answer(asked, status, sent.parts)
                 sent.parts.clear()  # the handle knows them until it is used again
                 if asked.head:

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from kit.data.concurrency import FEWEST, ConcurrencyLimit
+from kit.data.concurrency import CROWDED, FEWEST, REFUSED, ConcurrencyLimit
 
 MOST = 256
 LATENCY_SECONDS = 0.03
@@ -47,7 +47,7 @@ def test_all_that_are_allowed_are_open_where_only_latency_binds():
     limit = ConcurrencyLimit(MOST)
     opened, _ = play(limit, latency, answers=1000)
     assert opened[0] == FEWEST
-    assert limit.now == MOST
+    assert (limit.now, limit.reason) == (MOST, "")
     assert opened.index(MOST) < 2 * MOST  # and soon
 
 
@@ -57,6 +57,7 @@ def test_a_full_wire_gets_enough_to_stay_full_and_not_much_more(filling):
     opened, _ = play(limit, full_from(filling))
     assert filling < min(opened[-1000:])
     assert max(opened[-1000:]) <= 2.5 * filling
+    assert limit.reason == CROWDED
 
 
 def test_times_that_vary_change_nothing():
@@ -78,6 +79,7 @@ def test_when_the_crowd_of_others_has_gone_the_limit_rises_again():
     few = limit.now
     play(limit, latency)
     assert few < MOST == limit.now
+    assert limit.reason == ""
 
 
 def test_a_network_that_has_become_slower_is_not_taken_for_a_crowd():
@@ -95,6 +97,7 @@ def test_a_store_that_refuses_is_asked_for_about_what_it_answers():
     )
     assert 0 < refused < 0.06
     assert 120 < np.mean(opened[-5000:]) < 180
+    assert limit.reason == REFUSED
 
 
 def test_a_refusal_now_and_then_is_none_of_the_rate():
@@ -106,7 +109,7 @@ def test_a_refusal_now_and_then_is_none_of_the_rate():
 def test_without_demand_nothing_is_learned_and_nothing_changes():
     limit = ConcurrencyLimit(MOST)
     play(limit, latency, demand=FEWEST)
-    assert limit.now == FEWEST
+    assert (limit.now, limit.reason) == (FEWEST, "")
 
 
 def test_a_limit_below_the_fewest_stays_as_it_is():

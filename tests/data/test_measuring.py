@@ -35,6 +35,25 @@ def test_each_config_is_a_row_with_prediction_measurement_and_ratio(stores):
     assert "mixing" not in repr(readings)
 
 
+def test_requests_that_are_not_opened_are_told_with_the_reason(tiny_config, tmp_path):
+    cuts = {"time": 1, "lat": 4, "lon": 4}
+    with kit.simulated_cloud("no limits") as cloud:
+        config = tiny_config(
+            cloud.url("b/tiny.zarr"), chunking__chunk=cuts, chunking__shard="none", loader__batch_size=16,
+            loader__requests_in_flight=256, loader__batches_ahead=16, data__samples_per_epoch=4000,
+            data__arguments={"time": 200, "lat": 20},
+        )  # fmt: skip
+        kit.build(config, progress=False)
+        cloud.turn(latency_seconds=0.05, requests_per_second=800)
+        (refused,) = readings = measure_reading(config, seconds=1.5)
+        (few,) = alone = measure_reading(config.replace({"loader.requests_in_flight": 8}), seconds=0.2)
+    assert (few.open_requests, few.open_reason) == (8, "")
+    assert "requests allowed are open" not in repr(alone)
+    assert 32 <= refused.open_requests < refused.requests_in_flight == 256
+    assert f"{refused.open_requests} of the 256 requests allowed are open: the store refuses more" in repr(readings)
+    assert "the store refuses more" in readings._repr_html_()
+
+
 def test_the_order_and_the_processes_of_the_config_are_those_measured(stores):
     block, processes = stores[0].replace({"data.order": "block"}), stores[0].replace({"loader.num_workers": 1})
     readings = measure_reading(block, seconds=0.05) + measure_reading(processes, seconds=0.05)
