@@ -69,8 +69,8 @@ class ConcurrencyLimit:
             return
         refused = self._refusals / total
         if refused > _REFUSED:
-            self._growth, self._reason = _GROWTH_ONCE_REFUSED, REFUSED
-            self._aim(1 - refused)
+            self._growth = _GROWTH_ONCE_REFUSED
+            self._aim(1 - refused, REFUSED)
         else:
             self._weigh(max(_LEAST_SECONDS, self._seconds / self._answers))
         self._answers, self._refusals, self._seconds = 0, 0, 0.0
@@ -83,14 +83,12 @@ class ConcurrencyLimit:
             self._alone_seconds = seconds
         self._alone_seconds = min(self._alone_seconds, seconds)
         crowding = seconds / self._alone_seconds
-        if crowding >= _LEAST_CROWDING:
-            self._reason = CROWDED
-        elif self._reason == CROWDED:
-            self._reason = ""
         if crowding > _MOST_CROWDING:
-            self._aim(_CROWDING / crowding)
-        elif crowding < _LEAST_CROWDING and self._held_back:
-            self._aim(min(self._growth, _CROWDING / crowding))
+            self._aim(_CROWDING / crowding, CROWDED)
+        elif self._held_back and crowding >= _LEAST_CROWDING:
+            self._aim(1.0, CROWDED)
+        elif self._held_back:
+            self._aim(min(self._growth, _CROWDING / crowding), "" if self._growth == _GROWTH else REFUSED)
 
-    def _aim(self, times: float) -> None:
-        self.now = min(self._most, max(FEWEST, round(self.now * times)))
+    def _aim(self, times: float, reason: str) -> None:
+        self.now, self._reason = min(self._most, max(FEWEST, round(self.now * times))), reason

@@ -66,6 +66,21 @@ def test_what_is_read_and_kept_stays_within_the_memory_given(stored, wrap, cache
     assert most + batches_bytes <= MEMORY_BYTES
 
 
+@pytest.mark.parametrize(("grown", "handed_back"), [(MEMORY_BYTES // 4, False), (MEMORY_BYTES, True)])
+def test_freed_memory_is_handed_back_once_the_process_has_grown_by_a_good_part_of_it(
+    stored, grown, handed_back, monkeypatch
+):
+    held, times = iter([1 << 30]), []
+    monkeypatch.setattr("kit.data.intake.rss_bytes", lambda: next(held, (1 << 30) + grown))
+    monkeypatch.setattr("kit.data.intake.give_memory_back", lambda: times.append(1))
+    with Engine(stored[0], memory_bytes=MEMORY_BYTES, decode_threads=1) as engine:
+        for _ in engine.stream(np.split(everywhere(2048), 64), PATCH):
+            pass
+        read = engine.counters["chunks_decoded"] * 2 * CHUNK[1] * CHUNK[2] * 4
+    assert bool(times) == handed_back
+    assert len(times) <= read // (2 << 20)
+
+
 def test_too_little_for_one_chunk_is_slow_and_right(stored):
     dataset, values = stored
     with Engine(dataset, memory_bytes=1) as engine:
