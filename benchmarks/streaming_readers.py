@@ -39,7 +39,7 @@ WARM_SECONDS, SECONDS = 1.0, 2.5
 AHEAD = 8
 REQUESTS_IN_FLIGHT = 256
 WINDOW_BYTES = 192 << 20
-"""Of decoded chunks, for kit's windows and tensorstore's cache: a third of the field, or a cache would hold it all."""
+"""Of decoded chunks, for kit's windows or cache and tensorstore's cache: a third of the field, or it would hold all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +289,7 @@ def _tensorstore_batches(question: Question) -> Iterator[torch.Tensor]:
 
     os.environ["TENSORSTORE_GCS_HTTP_URL"] = question.address
     os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "none"
-    cached = WINDOW_BYTES if question.order == "block" else 0
+    cached = WINDOW_BYTES if question.order == "block" else question.settings["loader__cache_bytes"]
     context = ts.Context({
         "cache_pool": {"total_bytes_limit": cached}, "data_copy_concurrency": {"limit": 2},
         "gcs_request_concurrency": {"limit": question.in_flight},

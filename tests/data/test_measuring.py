@@ -46,7 +46,8 @@ def test_requests_that_are_not_opened_are_told_with_the_reason(tiny_config, tmp_
         kit.build(config, progress=False)
         cloud.turn(latency_seconds=0.05, requests_per_second=800)
         (refused,) = readings = measure_reading(config, seconds=1.5)
-        (few,) = alone = measure_reading(config.replace({"loader.requests_in_flight": 8}), seconds=0.2)
+        few_asked = config.replace({"loader.requests_in_flight": 8, "loader.batches_ahead": 1})
+        (few,) = alone = measure_reading(few_asked, seconds=0.2)
     assert (few.open_requests, few.open_reason) == (8, "")
     assert "requests allowed are open" not in repr(alone)
     assert 32 <= refused.open_requests < refused.requests_in_flight == 256
