@@ -39,9 +39,9 @@ def test_requests_that_are_not_opened_are_told_with_the_reason(tiny_config, tmp_
     cuts = {"time": 1, "lat": 4, "lon": 4}
     with kit.simulated_cloud("no limits") as cloud:
         config = tiny_config(
-            cloud.url("b/tiny.zarr"), chunking__chunk=cuts, chunking__shard="none", loader__batch_size=16,
-            loader__requests_in_flight=256, loader__batches_ahead=16, data__samples_per_epoch=4000,
-            data__arguments={"time": 200, "lat": 20},
+            cloud.url("b/tiny.zarr"), chunking__chunk=cuts, chunking__shard="none", loader__batch_size=4,
+            loader__requests_in_flight=256, loader__batches_ahead=32, data__samples_per_epoch=4000,
+            data__arguments={"time": 60, "lat": 20},
         )  # fmt: skip
         kit.build(config, progress=False)
         cloud.turn(latency_seconds=0.05, requests_per_second=800)
