@@ -153,10 +153,12 @@ def price(
     stored = union * chunk_bytes / access.compression_ratio
     kept = _kept_bytes(access, host, axes, chunk_bytes, window)
     joined = union if window else min(union, _joined(access, network, host, axes, chunk_bytes) * access.arrays)
-    together = _runs(access, network, axes, shard, chunk_bytes) if shard and closely else ALONE
+    together = thinned = ALONE
+    if shard and closely:
+        together, thinned = (_runs(access, network, axes, shard, chunk_bytes, part) for part in (1.0, joined / union))
     load = _Load(
-        requests=joined * together.requests_per_chunk + indexes,
-        stored_bytes=joined * chunk_bytes / access.compression_ratio * together.bytes_per_chunk,
+        requests=joined * thinned.requests_per_chunk + indexes,
+        stored_bytes=joined * chunk_bytes / access.compression_ratio * thinned.bytes_per_chunk,
         chunks=joined + indexes, decoded_bytes=joined * chunk_bytes, chunk_bytes=chunk_bytes,
         at_once=union * window.samples / access.batch_size if window else 0.0,
     )  # fmt: skip
@@ -216,8 +218,10 @@ def _joined(access: Access, network: Network, host: Host, axes: tuple[Axis, ...]
     return lent * least + (1 - lent) * reading.joining(access.batch_size, coming)
 
 
-def _runs(access: Access, network: Network, axes: tuple[Axis, ...], shard: Sequence[int], chunk_bytes: int) -> Runs:
-    """How the chunks of a batch share requests."""
+def _runs(
+    access: Access, network: Network, axes: tuple[Axis, ...], shard: Sequence[int], chunk_bytes: int, fetched: float
+) -> Runs:
+    """How the chunks of a batch share requests, where this part of them is fetched for it."""
     if access.order == "block" or math.prod(axis.mean for axis in axes) * access.batch_size > _MOST_CHUNKS_DRAWN:
         return ALONE
     stored = max(1, round(chunk_bytes / access.compression_ratio))
@@ -225,7 +229,9 @@ def _runs(access: Access, network: Network, axes: tuple[Axis, ...], shard: Seque
         network.latency_seconds, network.bandwidth_bytes_per_second, network.total_bandwidth_bytes_per_second,
         network.requests_in_flight,
     )  # fmt: skip
-    return expected_runs(axes, tuple(shard), access.batch_size, stored, pays, access.order, access.shuffle)
+    return expected_runs(
+        axes, tuple(shard), access.batch_size, stored, pays, access.order, access.shuffle, round(fetched, 2)
+    )
 
 
 def _indexes_per_batch(access: Access, shard: Sequence[int]) -> float:

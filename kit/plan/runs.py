@@ -51,20 +51,26 @@ def expected_runs(
     coalescing: Coalescing,
     order: Literal["random", "grid"],
     shuffle: bool,
+    fetched: float = 1.0,
 ) -> Runs:
-    """What a batch asks of shards with these sides."""
+    """What a batch asks of shards with these sides.
+
+    Args:
+        fetched: Fraction of its chunks that are fetched for it; the others, any of them, are there or on their way.
+    """
     per_shard = tuple(max(1, side // axis.chunk) for side, axis in zip(shard, axes, strict=True))
     chunks = asked = requests = 0
-    generator = random.Random(0)
+    generator, chance = random.Random(0), random.Random(1)
     for _ in range(_MOST_BATCHES):
         for numbers in _wanted(axes, per_shard, _batch(axes, batch_size, order, shuffle, generator)):
-            spans = [(number * stored_chunk_bytes, (number + 1) * stored_chunk_bytes, None) for number in numbers]
+            left = [number for number in numbers if fetched == 1 or chance.random() < fetched]
+            spans = [(number * stored_chunk_bytes, (number + 1) * stored_chunk_bytes, None) for number in left]
             found = runs(spans, coalescing)
             chunks, requests = chunks + len(spans), requests + len(found)
             asked += sum(run.last - run.first for run in found)
         if chunks >= _CHUNKS_DRAWN:
             break
-    return Runs(requests / chunks, asked / (chunks * stored_chunk_bytes))
+    return Runs(requests / chunks, asked / (chunks * stored_chunk_bytes)) if chunks else ALONE
 
 
 def _batch(

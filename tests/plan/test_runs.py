@@ -11,7 +11,7 @@ from zarr.core.indexing import morton_order_iter
 
 from kit.plan.coalescing import Coalescing
 from kit.plan.geometry import axes_of
-from kit.plan.runs import _MOST_RANKED, _code, _ranks, expected_runs
+from kit.plan.runs import _MOST_RANKED, ALONE, _code, _ranks, expected_runs
 
 SIZE = 100
 
@@ -100,3 +100,12 @@ def test_runs_are_never_more_than_chunks_and_never_ask_for_less(
     assert 0 < found.requests_per_chunk <= 1 <= found.bytes_per_chunk
     assert found.bytes_per_chunk <= 1 + gap
     assert found == expected_runs.__wrapped__(*asked)
+
+
+def test_the_fewer_chunks_are_fetched_the_less_they_share_requests():
+    axes = axes_of((512, 512), (64, 64), (16, 16), (1, 1))
+    asked = (tuple(axes), (256, 256), 8, SIZE, Coalescing(2 * SIZE, 1 << 20), "random", True)
+    alike, all_of_them, half, few = (expected_runs(*asked, *part) for part in ((), (1.0,), (0.5,), (0.05,)))
+    assert alike == all_of_them
+    assert all_of_them.requests_per_chunk < half.requests_per_chunk < few.requests_per_chunk <= 1
+    assert expected_runs(*asked, 0.0) == ALONE
