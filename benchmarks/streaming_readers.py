@@ -105,10 +105,11 @@ def kit_engine(question: Question) -> dict[str, float]:
 def kit_memory(question: Question) -> dict[str, float]:
     """Host memory that the process grows by at its peak, while it streams `times` as much as the loader is allowed."""
     from kit.data.module import PatchData
+    from kit.processes import peak_rss_bytes, rss_bytes
 
     config = question.config
     limit, data = config.loader.memory_bytes, PatchData(config)
-    before = _memory_bytes("VmRSS")
+    before = rss_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     samples, streamed = 0, 0
     try:
@@ -118,13 +119,8 @@ def kit_memory(question: Question) -> dict[str, float]:
                 break
     finally:
         data.teardown()
-    grown = _memory_bytes("VmHWM") - before
+    grown = peak_rss_bytes() - before
     return {"limit_bytes": limit, "streamed_bytes": streamed, "grown_bytes": grown, "samples": samples}
-
-
-def _memory_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def _kit_batches(data: Any) -> Iterator[torch.Tensor]:

@@ -32,7 +32,7 @@ from kit.data.wanted import Answer, Wanted
 from kit.data.workers import Workers
 from kit.errors import MissingChunkError
 from kit.plan.coalescing import Coalescing, Run, runs
-from kit.plan.resources import HOLES_SHARE
+from kit.plan.resources import HOLES_SHARE, LENT_SHARE, READY_TOO
 from kit.processes import give_memory_back, rss_bytes
 
 _CHUNKS_PER_JOB = 64
@@ -45,8 +45,6 @@ _LEAST_HOLES_BYTES = 2 << 20
 _UNTIDY_SHARE = 2
 """The process may grow by this part of the memory allowed before anything is handed back: pages that come anew cost
 more than they hold."""
-_READY_TOO = 2
-"""Bytes in flight and as many ready to be decoded; more would only wait."""
 
 
 class Intake:
@@ -94,7 +92,7 @@ class Intake:
         """Whether memory holds the stored bytes of one window more than the two that are held now."""
         plan, chunk = self._plan, largest_chunk_bytes(self._plan.arrays)
         others = self._holes_bytes + self.cache.free_bytes + self.indexes.nbytes + self._decoding_bytes
-        requests = _READY_TOO * plan.requests_in_flight * chunk + plan.batches_held * self.batch_bytes
+        requests = READY_TOO * plan.requests_in_flight * chunk + plan.batches_held * self.batch_bytes
         return others + requests + self.cache.held_chunks * chunk * 3 // 2 <= plan.memory_bytes
 
     def release(self, window: int) -> None:
@@ -135,10 +133,9 @@ class Intake:
         return min(self._left_bytes(), self._enough_bytes())
 
     def _spare_bytes(self) -> int:
-        """For chunks that are lent: half of the memory left when the requests have theirs, for a chunk may lie in one
-        piece of memory with others that came or were decoded together, and keeps it until all of them have gone."""
+        """For more chunks to be lent: of the memory left when the requests have theirs."""
         lent = self.cache.lent_bytes
-        return (self._left_bytes() + lent - self._enough_bytes()) // 2 - lent
+        return (self._left_bytes() + lent - self._enough_bytes()) // LENT_SHARE - lent
 
     def _left_bytes(self) -> int:
         plan, cache = self._plan, self.cache
@@ -148,7 +145,7 @@ class Intake:
 
     def _enough_bytes(self) -> int:
         """What keeps the requests going."""
-        return _READY_TOO * self._plan.requests_in_flight * self.room.largest_bytes
+        return READY_TOO * self._plan.requests_in_flight * self.room.largest_bytes
 
     # -- after it
 

@@ -36,7 +36,7 @@ from kit.plan.block_order import Window, fit_window
 from kit.plan.coalescing import Coalescing
 from kit.plan.geometry import Axis
 from kit.plan.pace import Pipeline, seconds_per_batch
-from kit.plan.resources import HOLES_SHARE, Host, Network, Prices
+from kit.plan.resources import HOLES_SHARE, LENT_SHARE, READY_TOO, Host, Network, Prices
 from kit.plan.runs import ALONE, Runs, expected_runs
 from kit.plan.sharing import Fetches, fetches, reading_of
 
@@ -211,9 +211,9 @@ def _joined(access: Access, network: Network, host: Host, axes: tuple[Axis, ...]
     coming, reading = max(0, ahead - _AS_GOOD_AS_READ), reading_of(axes, order, access.shuffle)
     least = reading.joining(access.batch_size, coming, lent_for=ahead)
     lent_bytes = least * access.arrays * chunk_bytes * ahead * _LENT_AT_ONCE
-    room_bytes = 2 * network.requests_in_flight * chunk_bytes / access.compression_ratio
-    fixed = room_bytes + (2 + network.batches_ahead) * access.batch_bytes + host.decode_threads * chunk_bytes
-    spare_bytes = (host.memory_bytes * _IN_USE - fixed - host.cache_bytes) / 2
+    room_bytes = READY_TOO * network.requests_in_flight * chunk_bytes / access.compression_ratio
+    fixed = _fixed_bytes(access, network, host, chunk_bytes, host.cache_bytes)
+    spare_bytes = (host.memory_bytes * _IN_USE - fixed - room_bytes) / LENT_SHARE
     lent = min(1.0, max(0.0, spare_bytes / lent_bytes)) if lent_bytes else 1.0
     return lent * least + (1 - lent) * reading.joining(access.batch_size, coming)
 
@@ -276,10 +276,14 @@ class _Time:
         return self.room >= 1
 
 
+def _fixed_bytes(access: Access, network: Network, host: Host, chunk_bytes: int, kept_bytes: float) -> float:
+    """Memory of one rank beside its requests: batches, what is being decoded, and what is kept."""
+    return (2 + network.batches_ahead) * access.batch_bytes + kept_bytes + host.decode_threads * chunk_bytes
+
+
 def _time(access: Access, network: Network, host: Host, load: _Load, kept_bytes: float) -> _Time:
     """Seconds per batch by resource, the slowest first."""
-    batches = (2 + network.batches_ahead) * access.batch_bytes
-    fixed = batches + kept_bytes + host.decode_threads * load.chunk_bytes
+    fixed = _fixed_bytes(access, network, host, load.chunk_bytes, kept_bytes)
     stored_chunk = load.chunk_bytes / access.compression_ratio
     room = (host.memory_bytes * _IN_USE - fixed) / stored_chunk
     wished = max(network.in_flight(load.requests), min(network.requests_in_flight, load.at_once))

@@ -15,6 +15,11 @@ from kit.units import format_bytes, format_count, format_seconds
 HOLES_SHARE = 8
 """This part of a loader's memory is left for what the allocator holds and nobody uses, between two times that it is
 handed back."""
+READY_TOO = 2
+"""Bytes in flight and as many ready to be decoded; more would only wait."""
+LENT_SHARE = 2
+"""This part of the memory that is left then may hold chunks that are lent: a chunk may lie in one piece of memory with
+others that came or were decoded together, and keeps it until all of them have gone."""
 OPENING_BYTES = 12 << 20
 """What a process grows by when it opens a store, beside a loader's memory, once and whatever it reads: code that runs
 for the first time, threads and connections. Measured up to this with 256 requests in flight."""

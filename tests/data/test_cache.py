@@ -119,8 +119,7 @@ def test_whoever_knows_a_chunk_that_was_dropped_does_not_keep_what_was_decoded()
 def test_spare_memory_keeps_a_chunk_until_the_batches_that_waited_for_it_are_whole():
     cache = ChunkCache(spare_bytes=lambda: 16)
     (first, second), _, (chunk,) = ask(cache, 1, 1)
-    for part in cache.settle(chunk, CHUNK):
-        part.scatter(chunk.coords, CHUNK)
+    arrive(cache, chunk)
     assert cache.lent_bytes == 16
     cache.end_batch(first.batch)
     (third,), served, new = ask(cache, 1)

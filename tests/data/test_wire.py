@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import tracemalloc
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -21,26 +21,12 @@ from kit.data.counters import Counters
 from kit.data.dataset import open_dataset
 from kit.data.engine import Engine
 from kit.data.stores import open_store
-from kit.data.wire import Ask, Wire
+from kit.data.wire import Wire, _Waiting
 from kit.endpoints import VARIABLE
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError
 
 SHAPE, PATCH = (6, 40, 50), (2, 9, 11)
 SCHEMES = ["gs", "s3", "http"]
-
-
-class Told(Ask):
-    """A request whose answer a test waits for."""
-
-    def __init__(self, key):
-        super().__init__(key)
-        self.answer = Future()
-
-    def done(self, data):
-        self.answer.set_result(data)
-
-    def fail(self, error):
-        self.answer.set_exception(error)
 
 
 @pytest.fixture
@@ -115,9 +101,9 @@ def test_no_more_requests_are_open_than_help(cloud, tmp_path, dials, requests, o
     url, counters = url_of(cloud, "http", "x"), Counters()
     cloud.turn(**dials).reset_counts()
     source = Wire(address_of(open_store(url), url), url, 256, 60.0, counters)
-    asked = [Told("k") for _ in range(requests)]
+    asked = [_Waiting("k", None, None) for _ in range(requests)]
     source.ask(asked)
-    assert all(len(one.answer.result(60)) == size for one in asked)
+    assert all(len(one.future.result(60)) == size for one in asked)
     source.close()
     seen = cloud.counts()
     assert seen.most_in_flight in open_at_most
