@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import multiprocessing.util
 import os
 import platform
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST_SOCKET_FOLDER = 104 - 1 - 33
 LINUX = sys.platform == "linux"
 
 
@@ -151,6 +154,21 @@ def watch_lifeline(descriptor: int, whole_group: bool = True) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="kit-lifeline", daemon=True).start()
+
+
+def shorten_socket_paths() -> None:
+    """Have multiprocessing keep its sockets in `/tmp` where the folder for temporary files has too long a path.
+
+    The address of a socket may have 108 bytes (104 on macOS), of which multiprocessing takes up to 33 for names.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= _LONGEST_SOCKET_FOLDER:
+        return
+    tempfile.tempdir = "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()  # makes it once, and removes it when this process ends
+    finally:
+        tempfile.tempdir = folder
 
 
 def guard_forks(lifeline: int) -> None:

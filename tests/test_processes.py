@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from kit.processes import peak_rss_bytes, rss_bytes
 
+TALK = """
+import tempfile
+from multiprocessing.connection import Client, Listener
+from kit.processes import shorten_socket_paths
+
+shorten_socket_paths()
+with Listener(family="AF_UNIX") as listener:
+    Client(listener.address).close()
+    print(listener.address.rpartition("/")[0], tempfile.gettempdir())
+"""
 ASK = "from kit.processes import peak_rss_bytes; print(peak_rss_bytes())"
 
 
@@ -25,3 +36,14 @@ def test_the_peak_stays_when_the_memory_is_given_back():
     del held
     assert peak_rss_bytes() >= before >= holding
     assert rss_bytes() < holding - (32 << 20)
+
+
+def test_processes_talk_to_each_other_where_the_temporary_folder_has_a_long_path(tmp_path, monkeypatch):
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    answer = subprocess.run([sys.executable, "-c", TALK], capture_output=True, text=True, check=True)
+    places = [Path(place) for place in answer.stdout.split()]
+    assert places[0].is_relative_to("/tmp")
+    assert places[1] == folder, "everything else stays where it was asked for"
+    assert not places[0].exists()

@@ -27,6 +27,7 @@ from typing_extensions import override
 from kit.config import Loader
 from kit.data.epoch_passes import Batch, EpochPasses, Plan
 from kit.data.spans import Span, Spans
+from kit.processes import shorten_socket_paths
 
 
 class EpochStream(IterableDataset[Batch]):
@@ -128,6 +129,7 @@ def shared(tensor: Tensor) -> Tensor:
 
 def _fresh_processes(module: str) -> str:
     """Never a fork of this process, which has opened the store: one of a server that has not, where there are such."""
+    shorten_socket_paths()
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
     multiprocessing.set_forkserver_preload([module])

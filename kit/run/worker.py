@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from kit.config import Config
 from kit.errors import KitWarning
 from kit.events import EventWriter
-from kit.processes import die_with_parent, guard_forks, watch_lifeline
+from kit.processes import die_with_parent, guard_forks, shorten_socket_paths, watch_lifeline
 from kit.run.control import Control
 from kit.run.jobs.context import Context
 from kit.run.paths import RunPaths
@@ -93,6 +93,7 @@ def _settle(environment: dict[str, Any]) -> None:
     sys.path[:] = list(dict.fromkeys([*environment["sys_path"], *sys.path]))
     torch.set_num_threads(environment["threads_per_rank"])
     multiprocessing.set_start_method("fork", force=True)
+    shorten_socket_paths()
 
 
 def _send_warnings(writer: EventWriter) -> None:
