@@ -66,7 +66,7 @@ class MemoryRows:
         self.row_bytes = self._tensor[0].numel() * self._tensor.element_size()
 
     def read(self, rows: NDArray[np.int64]) -> Tensor:
-        if not self._tensor.is_contiguous():
+        if not self._tensor.is_contiguous() or self._tensor.stride(-1) != 1:  # a dimension of one may have any stride
             return self._tensor[torch.from_numpy(rows)]
         table = self._tensor.reshape(len(self._tensor), -1).view(torch.uint8).numpy()
         return tensor_of(gather(table, rows), self.dtype, self.shape[1:])

@@ -9,8 +9,9 @@ import psutil
 import pytest
 import torch
 import zarr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from row_files import PLACES, numbers, put
 
 import kit
@@ -100,7 +101,7 @@ def test_a_type_can_be_asked_for_where_it_holds_the_numbers(tmp_path):
     assert kit.open_rows(values, dtype="bfloat16").take([1]).dtype == torch.bfloat16
     torch.save(torch.from_numpy(values).to(torch.bfloat16), tmp_path / "b.pt")
     assert torch.equal(kit.open_rows(tmp_path / "b.pt").take([3]), torch.from_numpy(values[[3]]).float())
-    with pytest.raises(ConfigError, match="int8 cannot hold the int32"):
+    with pytest.raises(ConfigError, match="int8 cannot hold .*int32"):
         kit.open_rows(values, dtype="int8")
     with pytest.raises(ConfigError, match="did you mean 'float32'"):
         kit.open_rows(values, dtype="flaot32")
@@ -115,7 +116,7 @@ def test_rows_count_by_their_place_in_the_selection():
 
 
 def test_an_empty_selection_is_not_all_rows():
-    with pytest.raises(ConfigError, match="an empty selection holds no rows"):
+    with pytest.raises(ConfigError, match="empty selection"):
         kit.open_rows(numbers(), [])
 
 
@@ -171,7 +172,7 @@ def test_wrong_content_is_refused_by_what_is_wrong(tmp_path, name):
 @pytest.mark.parametrize("name", ["corups.npy", "corpus.pt", "corpuz.zarr"])
 def test_a_missing_file_is_named_with_what_is_there(tmp_path, name):
     np.save(tmp_path / "corpus.npy", numbers())
-    with pytest.raises(FileNotFoundError, match=f"{name} does not exist.*did you mean corpus.npy") as raised:
+    with pytest.raises(FileNotFoundError, match=f"{name} does not exist.*mean corpus.npy") as raised:
         kit.open_rows(tmp_path / name)
     assert isinstance(raised.value, MissingRowsError)
 
@@ -181,7 +182,7 @@ def test_a_tensor_elsewhere_or_of_no_rows_is_refused():
         kit.open_rows(torch.ones(2, 2, device="meta"))
     with pytest.raises(RowsError, match="single number"):
         kit.open_rows(torch.tensor(1.0))
-    with pytest.raises(ConfigError, match="int is no place"):
+    with pytest.raises(ConfigError, match="int.*no place"):
         kit.open_rows(3)
 
 
@@ -190,6 +191,12 @@ def test_a_file_that_has_changed_is_not_read_as_the_old_one(tmp_path):
     np.save(tmp_path / "x.npy", numbers(9))
     with pytest.raises(RowsError, match="has changed"):
         rows.take([0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_a_column_made_of_a_line_has_rows_of_one_number(dtype):
+    line = np.arange(10, dtype=dtype)
+    assert kit.open_rows(line[:, None]).take([1, 7]).flatten().tolist() == [1, 7]
 
 
 def test_an_array_that_is_not_in_order_in_memory_is_taken_all_the_same():
@@ -229,7 +236,7 @@ def test_a_missing_or_damaged_chunk_is_named(tmp_path):
     rows.close()
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.integers(0, 19), max_size=40), st.integers(1, 5))
 def test_a_gathered_block_is_what_indexing_gives(rows, columns):
     values = np.arange(20 * columns, dtype="float32").reshape(20, columns)
@@ -237,7 +244,7 @@ def test_a_gathered_block_is_what_indexing_gives(rows, columns):
     assert np.array_equal(gather(table_of(values), chosen).view("float32"), values[chosen])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.sets(st.integers(0, 60)))
 def test_runs_cover_each_number_once(found):
     runs = runs_of(np.array(sorted(found), np.int64))
