@@ -8,16 +8,41 @@ READY  := $(VENV)/.ready
 SUDO   := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 ROOT   := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 
-.PHONY: lab test check lint types notebooks bench clean
+# The tests start hundreds of interpreters: what they import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Tests run in one worker more than cores; files stay whole, the long ones begin first.
+TESTS  := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+.PHONY: lab test quick nightly coverage wheel check lint types notebooks bench clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(ROOT) --LabApp.default_url=/lab/tree/notebooks/00_start.ipynb
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(TESTS)
+
+# What changed and all that is pure, in 90 seconds.
+quick: $(READY)
+	$(TESTS) --quick --hypothesis-profile=quick
+
+# Everything, also what CI leaves out, with new examples for every property.
+nightly: $(READY)
+	KIT_REQUIRE_BROWSER=1 KIT_REQUIRE_POSTGRES=1 $(TESTS) --hypothesis-profile=nightly
+
+# Lines and branches of kit that tests reach, in their own process and in those that they start.
+coverage: $(READY)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort=cover
+
+# The wheel, installed into an empty environment; the first notebook runs from there.
+wheel: $(READY)
+	$(BIN)/python tests/wheel.py
 
 # Exactly what CI runs.
-check: lint types notebooks test
+check: lint types notebooks test wheel
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -44,4 +69,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis artifacts build *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage* artifacts build dist *.egg-info

@@ -1,11 +1,14 @@
-"""What holds for every test."""
+"""What holds for every test: the same environment everywhere, nothing left in it, and the long tests first."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
+import quick
+from properties import register_profiles
 
 from kit.cloud.simulated_cloud import simulated_cloud
 from kit.endpoints import VARIABLE
@@ -14,11 +17,71 @@ from kit.endpoints import VARIABLE
 # without, and the tests compare with that on every machine. It is read before the first operator, so it is set here.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
+# What the machine around the tests may have set and a test must not see: a cluster, another GPU, a proxy, a database,
+# a notebook that the tests are started from.
+_FOREIGN = ("SLURM_", "PMI_", "OMPI_", "TORCHELASTIC_", "JPY_", "JUPYTER_", "IPYTHON", "AWS_", "GOOGLE_", "PG", "KIT_")
+_FOREIGN_NAMES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "STORAGE_EMULATOR_HOST", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "MPLBACKEND", "COLUMNS", "PYTHONDONTWRITEBYTECODE",
+)  # fmt: skip
+_KEPT = ("KIT_REQUIRE_BROWSER", "KIT_REQUIRE_POSTGRES")
 
-def pytest_configure() -> None:
+sys.dont_write_bytecode = False  # hundreds of interpreters are started, and what they import is compiled once
+register_profiles()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    quick.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     # What a shell runs in the background ignores interrupts from birth, and so would all that the tests interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in list(os.environ):
+        if (name.upper() in _FOREIGN_NAMES or name.startswith(_FOREIGN)) and name not in _KEPT:
+            del os.environ[name]
+    if config.getoption("quick"):
+        config.pluginmanager.register(quick.Quick(), "quick")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores: much of what tests do is waiting for processes."""
+    return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The long ones first; with `--dist loadfile` a file goes where its first test does."""
+    if choosing := config.pluginmanager.get_plugin("quick"):
+        items[:], left_out = choosing.choose(items)
+        config.hook.pytest_deselected(items=left_out)
+    else:
+        items.sort(key=_long_first)
+
+
+_LONG_FOLDERS = ("browser", "notebooks", "faults", "report", "run", "memory", "train")
+"""In the order in which they begin: what takes longest must not begin last."""
+
+
+def _long_first(item: pytest.Item) -> int:
+    if item.get_closest_marker("slow") is not None:
+        return 0
+    folder = item.path.parent.name
+    return 1 + (_LONG_FOLDERS.index(folder) if folder in _LONG_FOLDERS else len(_LONG_FOLDERS))
+
+
+@pytest.fixture(autouse=True)
+def environment_restored():
+    """What a test, or a library that it calls, sets in the environment is gone with it.
+
+    Lightning sets OMP_NUM_THREADS when it makes a strategy for several ranks; trials that came after would start cold.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def test_conda_installs_what_pyproject_lists_instead_of_repeating_it():
 
 def test_ci_runs_what_the_readme_names():
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    for target in ("lab", "test", "check"):
+    for target in ("lab", "test", "quick", "nightly", "coverage", "check"):
         assert f"make {target}" in readme
         assert f"\n{target}:" in makefile
     assert "make check" in (ROOT / ".ci" / "run").read_text()

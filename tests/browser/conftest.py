@@ -1,6 +1,7 @@
-"""Real JupyterLab in real Chromium: one server and one browser a module, one clean tab and fresh kernel a test.
+"""Real JupyterLab in real Chromium: one server a worker, one browser and project a file, one tab and kernel a test.
 
-Not one a session: playwright keeps an event loop running in this thread, in which `asyncio.run` of later tests fails.
+Not one browser a worker: playwright keeps an event loop running in this thread, in which `asyncio.run` of later tests
+fails. What a notebook leaves when it is saved is judged after each test, so that no notebook is run twice.
 """
 
 import json
@@ -14,10 +15,23 @@ import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbformat
 import pytest
+from properties import nightly
+from saved_notebooks import assert_pictures_and_text
+from waiting import PATIENCE_SECONDS
 
 REPOSITORY = Path(__file__).parents[2]
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+NOTEBOOK_SECONDS = 4 * PATIENCE_SECONDS
+"""For whatever a page waits for, a whole notebook at the longest."""
+SMALLER = {
+    "01_chunks": {"seconds": 1.0},
+    "02_streaming": {"steps": 16, "seconds": 1.0},
+    "04_levers": {"sequence_lengths": [256, 512], "steps": 4},
+    "05_cloud": {"seconds": 0.3},
+}
+"""Parameters of notebooks that take long; the nightly tests run them as they are."""
 REQUIRED = os.environ.get("KIT_REQUIRE_BROWSER") == "1"
 FLAGS = (
     "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking",
@@ -39,24 +53,17 @@ _CONNECTED = """() => {
   return kernel && kernel.connectionStatus === 'connected' && ['idle', 'busy'].includes(kernel.status);
 }"""
 
+_NOTHING_RUNS = """() => [...document.querySelectorAll('.jp-InputPrompt')]
+  .every((prompt) => !prompt.textContent.includes('*'))"""
+
 _PAINTED = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 150)))"
 """A frame within the page is painted only once it is in sight."""
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A copy of what a user has: a project folder with notebooks and datasets."""
-    root = tmp_path_factory.mktemp("project")
-    (root / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "0"\n')
-    for folder in ("notebooks", "datasets"):
-        shutil.copytree(REPOSITORY / folder, root / folder, ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints"))
-    return root
-
-
-@pytest.fixture(scope="module")
-def lab(project, tmp_path_factory):
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
     """A JupyterLab server on a free port of this machine, with settings and state of its own."""
-    state = tmp_path_factory.mktemp("state")
+    state, root = tmp_path_factory.mktemp("state"), tmp_path_factory.mktemp("projects")
     (state / "settings").mkdir()
     (state / "settings" / "overrides.json").write_text(json.dumps(SETTINGS))
     write_kernel(state / "share")
@@ -64,30 +71,57 @@ def lab(project, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with (state / "lab.log").open("w") as log:
-        server = subprocess.Popen(
+        process = subprocess.Popen(
             [
                 sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.port={port}",
                 "--ServerApp.port_retries=0", "--ServerApp.ip=127.0.0.1", "--IdentityProvider.token=",
-                "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True", f"--ServerApp.root_dir={project}",
+                "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True", f"--ServerApp.root_dir={root}",
                 "--LabApp.expose_app_in_browser=True", f"--LabServerApp.app_settings_dir={state / 'settings'}",
             ],
             env={
-                **os.environ, "KIT_FAST": "1",
+                **os.environ,
                 "JUPYTER_PATH": str(state / "share"), "IPYTHONDIR": str(state / "ipython"),
                 "JUPYTER_CONFIG_DIR": str(state / "config"), "JUPYTER_RUNTIME_DIR": str(state / "runtime"),
                 "JUPYTERLAB_WORKSPACES_DIR": str(state / "workspaces"), "JUPYTERLAB_SETTINGS_DIR": str(state / "user"),
             },
-            stdout=log, stderr=log, cwd=project,
+            stdout=log, stderr=log, cwd=root,
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    _wait_for(url, server, state / "lab.log")
-    yield SimpleNamespace(url=url, root=project)
-    server.terminate()
+    _wait_for(url, process, state / "lab.log")
+    yield SimpleNamespace(url=url, root=root)
+    process.terminate()
     try:
-        server.wait(10)
+        process.wait(PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def project(server, request):
+    """A copy of what a user has: a project folder with notebooks and datasets."""
+    root = server.root / request.module.__name__
+    root.mkdir()
+    (root / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "0"\n')
+    for folder in ("notebooks", "datasets"):
+        shutil.copytree(REPOSITORY / folder, root / folder, ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints"))
+    if not nightly():
+        for name, changes in SMALLER.items():
+            _change_parameters(root / "notebooks" / f"{name}.ipynb", changes)
+    return root
+
+
+def _change_parameters(path, changes):
+    notebook = nbformat.read(path, as_version=4)
+    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    cell.source += "".join(f"\n{name} = {value!r}" for name, value in changes.items())
+    nbformat.write(notebook, path)
+
+
+@pytest.fixture(scope="module")
+def lab(server, project):
+    """The server, and the folder that a file of tests writes its own notebooks into."""
+    return SimpleNamespace(url=server.url, root=project)
 
 
 def write_kernel(share):
@@ -100,7 +134,7 @@ def write_kernel(share):
 
 
 def _wait_for(url, server, log):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             urllib.request.urlopen(f"{url}/api/status", timeout=1).close()
@@ -118,29 +152,27 @@ def chromium():
         if REQUIRED:
             pytest.fail(f"{reason} (KIT_REQUIRE_BROWSER=1)")
         pytest.skip(reason)
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=1000 * NOTEBOOK_SECONDS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         yield browser
         browser.close()
 
 
-SIZES = ((1400, "Light"), (1400, "Dark"), (800, "Dark"), (800, "Light"))
+SIZES = ((1400, "Light"), (1400, "Dark"), (800, "Dark"), (800, "Light")) if nightly() else ((800, "Light"),)
 OUTPUT = "xpath=ancestor::*[contains(@class, 'jp-OutputArea-output')]"
 
 
 class Notebook:
     """One notebook in one tab, driven by Lab's own commands."""
 
-    def __init__(self, page, url):
-        self.page, self.url = page, url
-
-    def open(self, path):
-        self.page.goto(f"{self.url}/doc/tree/{path}?reset", wait_until="domcontentloaded")
-        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-        self.page.wait_for_function(_CONNECTED, timeout=60_000)
-        return self
+    def __init__(self, page, lab, path):
+        self.page, self.file = page, lab.root / path
+        page.goto(f"{lab.url}/doc/tree/{lab.root.name}/{path}?reset", wait_until="domcontentloaded")
+        page.wait_for_selector(".jp-Notebook .jp-Cell")
+        page.wait_for_function(_CONNECTED)
 
     def command(self, name, *, wait=True, **arguments):
         self.page.evaluate(_COMMAND, [name, wait, arguments])
@@ -148,7 +180,15 @@ class Notebook:
     def run_all(self, *, wait=True):
         self.command("notebook:run-all-cells", wait=wait)
 
+    def saved(self):
+        """The notebook as it is on disk, once every cell has run and it has been saved."""
+        self.page.wait_for_function(_NOTHING_RUNS)
+        self.command("docmanager:save")
+        return nbformat.read(self.file, as_version=4)
+
     def use_theme(self, name):
+        if self.page.evaluate("document.body.dataset.jpThemeName") == name:
+            return
         self.command("apputils:change-theme", theme=name)
         self.page.wait_for_function("(name) => document.body.dataset.jpThemeName === name", arg=name)
         self.page.locator("#jupyterlab-splash").wait_for(state="detached")
@@ -170,23 +210,46 @@ class Notebook:
         return self.page.locator(output).all_inner_texts()
 
 
+@pytest.fixture(scope="module")
+def context(chromium):
+    """One for a file of tests: Lab's code is parsed once."""
+    context = chromium.new_context()
+    context.set_default_timeout(1000 * NOTEBOOK_SECONDS)
+    yield context
+    context.close()
+
+
 @pytest.fixture
-def notebook(lab, chromium):
-    """A function that opens a notebook of the project in a tab of the given width."""
-    contexts = []
+def notebook(lab, context, request):
+    """A function that opens a notebook of the project in a tab of the given width.
+
+    One that kit comes with, and that a test has run, has to show everything without a kernel once it is saved.
+    """
+    opened = []
 
     def open_notebook(path, width=1280, height=900):
-        context = chromium.new_context(viewport={"width": width, "height": height})
-        contexts.append(context)
-        return Notebook(context.new_page(), lab.url).open(path)
+        page = context.new_page()
+        page.set_viewport_size({"width": width, "height": height})
+        opened.append(Notebook(page, lab, path))
+        return opened[-1]
 
+    failed_before = request.session.testsfailed
     yield open_notebook
-    for context in contexts:
-        context.close()
-    with urllib.request.urlopen(f"{lab.url}/api/sessions") as answer:
+    try:
+        for one in opened:
+            if request.session.testsfailed == failed_before and (REPOSITORY / "notebooks" / one.file.name).exists():
+                assert_pictures_and_text(one.file.stem, one.saved())
+    finally:
+        for one in opened:
+            one.page.close()
+        _end_kernels(lab.url)
+
+
+def _end_kernels(url):
+    with urllib.request.urlopen(f"{url}/api/sessions") as answer:
         sessions = json.load(answer)
     for session in sessions:
-        request = urllib.request.Request(f"{lab.url}/api/sessions/{session['id']}", method="DELETE")
+        request = urllib.request.Request(f"{url}/api/sessions/{session['id']}", method="DELETE")
         urllib.request.urlopen(request).close()
 
 

@@ -5,9 +5,8 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
-SECOND = 1000
 PLACES = ("same region", "across the ocean", "home WiFi")
 
 
@@ -16,9 +15,9 @@ def test_building_three_places_and_a_cache(notebook, artifacts):
     opened.run_all(wait=False)
     page = opened.page
     chart = page.locator(".jp-OutputArea-output img:visible")
-    expect(chart).to_have_count(1, timeout=300 * SECOND)
+    expect(chart).to_have_count(1)
     row = page.locator("table", has_text="read cache misses")
-    expect(row).to_be_visible(timeout=60 * SECOND)
+    expect(row).to_be_visible()
     assert opened.errors() == []
 
     bills, epochs = page.locator("table", has_text="USD"), page.locator("table", has_text="second epoch")
@@ -34,7 +33,7 @@ def test_building_three_places_and_a_cache(notebook, artifacts):
     panel.get_by_label("url").fill("gs://workshop/again.zarr")
     panel.get_by_label("url").press("Enter")
     panel.get_by_label("scheduler").select_option("distributed")
-    expect(panel.locator("tr", has_text="(chosen)")).to_contain_text("distributed", timeout=30 * SECOND)
+    expect(panel.locator("tr", has_text="(chosen)")).to_contain_text("distributed")
     expect(panel.get_by_text('"build.scheduler": "distributed"').first).to_be_visible()
     expect(panel.get_by_text(re.compile("again.zarr: not built yet"))).to_be_visible()
     advice = panel.locator("table", has_text="Schedule for")
@@ -44,15 +43,15 @@ def test_building_three_places_and_a_cache(notebook, artifacts):
 
     link = panel.get_by_role("link", name="Dask dashboard")
     panel.get_by_role("button", name="Build").click()
-    expect(panel.get_by_role("button", name="Stop")).to_be_visible(timeout=5 * SECOND)
-    expect(link).to_be_visible(timeout=60 * SECOND)
+    expect(panel.get_by_role("button", name="Stop")).to_be_visible()
+    expect(link).to_be_visible()
     page.screenshot(path=artifacts / "cloud_building.png")
-    expect(status).to_have_text(re.compile("^built in"), timeout=90 * SECOND)
-    expect(panel.get_by_text(re.compile("again.zarr is built"))).to_be_visible(timeout=30 * SECOND)
+    expect(status).to_have_text(re.compile("^built in"))
+    expect(panel.get_by_text(re.compile("again.zarr is built"))).to_be_visible()
     expect(link).to_have_count(0)
 
     panel.get_by_label("memory", exact=True).first.fill("3 MiB")
     panel.get_by_label("memory", exact=True).first.press("Enter")
-    expect(panel.get_by_role("alert").first).to_contain_text("is allowed", timeout=30 * SECOND)
+    expect(panel.get_by_role("alert").first).to_contain_text("is allowed")
     opened.pictures({"bills": bills, "cache": epochs, "chart": chart, "row": row}, "cloud", artifacts)
     assert opened.errors() == []

@@ -4,10 +4,10 @@ import re
 
 import pytest
 from playwright.sync_api import expect
+from properties import nightly
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
-SECOND = 1000
 STOPPABLE = """import kit
 config = kit.Config.load("datasets/tokens/recipe.yaml").replace({
     "hardware.accelerator": "cpu", "hardware.device_memory_bytes": "256 MiB",
@@ -19,11 +19,11 @@ found"""
 def test_run_all_shows_the_ladder_the_search_and_the_back_off(notebook, artifacts):
     opened = notebook("notebooks/04_levers.ipynb", width=1280, height=1400)
     opened.run_all()
-    expect(opened.page.locator(".jp-Cell").last).to_contain_text("off their default", timeout=300 * SECOND)
+    expect(opened.page.locator(".jp-Cell").last).to_contain_text("off their default")
     assert opened.errors() == []
     rungs = opened.page.get_by_role("rowheader", name=re.compile("gradient checkpointing"))
     expect(rungs).to_have_count(1)
-    expect(opened.page.get_by_role("rowheader", name=re.compile("in chunks of"))).to_have_count(3)
+    expect(opened.page.get_by_role("rowheader", name=re.compile("in chunks of"))).to_have_count(3 if nightly() else 2)
     live = opened.page.locator(".kit-live").first
     expect(live).to_contain_text("samples on each device")
     expect(live.get_by_role("button", name="Stop")).to_have_count(0)
@@ -41,8 +41,8 @@ def test_the_button_stops_a_search_and_keeps_what_it_found(notebook, project):
     opened = notebook("notebooks/stoppable.ipynb")
     opened.run_all()
     live = opened.page.locator(".kit-live").first
-    expect(live.get_by_role("rowheader", name=re.compile(r"^\d+$")).first).to_be_visible(timeout=120 * SECOND)
+    expect(live.get_by_role("rowheader", name=re.compile(r"^\d+$")).first).to_be_visible()
     live.get_by_role("button", name="Stop").click()
-    expect(live).to_contain_text("(STOPPED)", timeout=60 * SECOND)
+    expect(live).to_contain_text("(STOPPED)")
     expect(live.get_by_role("button", name="Stop")).to_have_count(0)
     assert opened.errors() == []

@@ -7,9 +7,8 @@ from playwright.sync_api import expect
 
 from kit.units import parse_bytes
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
-SECOND = 1000
 ANSWERED, COMPLETE = re.compile(r"answered in "), re.compile(r"^complete — ")
 LEAST_PIXELS = 600
 """Of a figure on a wide page, below which its labels cannot be read."""
@@ -25,7 +24,7 @@ def ran(notebook):
         opened.page.on("pageerror", lambda error: wrong.append(str(error)))
         opened.run_all(wait=False)
         charts = opened.page.locator(".jp-OutputArea-output img:visible")
-        expect(charts).to_have_count(figures, timeout=300 * SECOND)
+        expect(charts).to_have_count(figures)
         assert opened.errors() == []
         for place in range(figures):
             assert charts.nth(place).bounding_box()["width"] >= LEAST_PIXELS
@@ -117,7 +116,7 @@ def test_tables_are_cut_measured_and_cached_and_a_dial_changes_code_and_figures(
     assert 0.9 < float(ratio) < 1.1
 
     panel = page.locator(".kit-live").nth(0)
-    expect(status(panel)).to_have_text(ANSWERED, timeout=60 * SECOND)
+    expect(status(panel)).to_have_text(ANSWERED)
     expect(panel.get_by_text("change hidden_dim, then num_layers, then sketch_quality")).to_be_visible()
     turn_a_dial(opened, panel)
     places = {"parts": parts, "advice": advice, "panel": panel, "loss": charts.last}
@@ -132,9 +131,9 @@ def turn_a_dial(opened, panel):
     panel.locator(".noUi-handle").nth(2).focus()
     for _ in range(4):
         opened.page.keyboard.press("ArrowRight")
-    expect(panel.get_by_label("hidden dim", exact=True)).to_have_value("512", timeout=20 * SECOND)
-    expect(panel.locator("pre", has_text='"hidden_dim": 512')).to_be_visible(timeout=20 * SECOND)
+    expect(panel.get_by_label("hidden dim", exact=True)).to_have_value("512")
+    expect(panel.locator("pre", has_text='"hidden_dim": 512')).to_be_visible()
     larger = re.compile(rf"^[\d,]+ parameters, [\d.]+ times the {re.escape(size.split()[0])} at first")
-    expect(panel.get_by_text(larger)).to_be_visible(timeout=60 * SECOND)
+    expect(panel.get_by_text(larger)).to_be_visible()
     expect(bar).not_to_have_attribute("aria-label", before)
-    expect(panel.locator(".kit-waiting")).to_have_count(0, timeout=120 * SECOND)
+    expect(panel.locator(".kit-waiting")).to_have_count(0)

@@ -5,9 +5,8 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
-SECOND = 1000
 COMPLETE = re.compile(r"^complete — ")
 
 
@@ -24,31 +23,31 @@ def test_chunks_run_all_then_change_the_order_probe_and_measure(notebook, artifa
     opened.run_all(wait=False)
     page = opened.page
     measured = page.locator("table", has_text="first batch")
-    expect(measured).to_be_visible(timeout=180 * SECOND)
+    expect(measured).to_be_visible()
     expect(measured.locator("caption")).to_have_text(re.compile(r"samples/s measured; median ratio \d"))
     sharing = page.locator("table", has_text="price of sharing")
     expect(sharing.locator("tbody tr")).to_have_count(2)
-    expect(page.locator(".jp-OutputArea-output img:visible")).to_have_count(2, timeout=60 * SECOND)
+    expect(page.locator(".jp-OutputArea-output img:visible")).to_have_count(2)
     assert opened.errors() == []
 
     panel = page.locator(".kit-live")
     before = drawn(panel).get_attribute("aria-label")
     panel.get_by_label("order").select_option("block")
-    expect(drawn(panel)).not_to_have_attribute("aria-label", before, timeout=30 * SECOND)
+    expect(drawn(panel)).not_to_have_attribute("aria-label", before)
     expect(panel.get_by_text('config.replace({"data.order": "block"})')).to_be_visible()
     panel.get_by_role("button", name="probe").click()
-    expect(status(panel)).to_have_text(re.compile(r"^Probe of gs://"), timeout=60 * SECOND)
-    expect(panel.get_by_text(re.compile("^probed: mean of")).first).to_be_visible(timeout=20 * SECOND)
+    expect(status(panel)).to_have_text(re.compile(r"^Probe of gs://"))
+    expect(panel.get_by_text(re.compile("^probed: mean of")).first).to_be_visible()
     panel.get_by_role("button", name="measure").click()
-    expect(status(panel)).to_have_text(re.compile(r"samples/s measured"), timeout=60 * SECOND)
-    expect(panel.locator("th", has_text="ratio")).to_be_visible(timeout=20 * SECOND)
+    expect(status(panel)).to_have_text(re.compile(r"samples/s measured"))
+    expect(panel.locator("th", has_text="ratio")).to_be_visible()
 
     panel.get_by_label("patch").fill("time: 99")
     panel.get_by_label("patch").press("Enter")
-    expect(panel.get_by_role("alert")).to_contain_text("99", timeout=20 * SECOND)
+    expect(panel.get_by_role("alert")).to_contain_text("99")
     panel.get_by_label("patch").fill("time: 2, lat: 64, lon: 64")
     panel.get_by_label("patch").press("Enter")
-    expect(panel.get_by_role("alert")).to_have_count(0, timeout=20 * SECOND)
+    expect(panel.get_by_role("alert")).to_have_count(0)
     chart = page.locator(".jp-OutputArea-output img:visible").last
     places = {"panel": panel, "sharing": sharing, "measured": measured, "chart": chart}
     opened.pictures(places, "chunks", artifacts)
@@ -60,7 +59,7 @@ def test_streaming_run_all_draws_the_pipeline_before_and_after(notebook, artifac
     opened.run_all(wait=False)
     page = opened.page
     rows = page.locator("table", has_text="data wait").last
-    expect(rows).to_be_visible(timeout=240 * SECOND)
+    expect(rows).to_be_visible()
     expect(status(page.locator(".kit-live"))).to_have_text(COMPLETE)
     charts = page.locator(".jp-OutputArea-output img:visible")
     expect(charts).to_have_count(2)

@@ -6,7 +6,7 @@ import pytest
 
 from kit.report.trace_viewer import TraceViewer
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 
 def bar(name, begin, length, kind="cpu_op", thread=1):

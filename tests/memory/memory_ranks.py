@@ -1,4 +1,4 @@
-"""Records and measures fits in real gloo ranks, through the Trainer of kit.train; ranks are ended by their ids.
+"""Records and measures fits in real gloo ranks, through the Trainer of kit.train.
 
 Each case is fitted twice on real tensors: once under the same recorder that a dry run uses, once under torch's profiler
 with the recorder away. Rank 0 leaves the recording and the measured bytes in the folder.
@@ -7,12 +7,9 @@ with the recorder away. Rank 0 leaves the recording and the measured bytes in th
 import gc
 import json
 import os
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
+import rank_processes
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
@@ -210,58 +207,19 @@ def measure(case, world_size):
 # -- the ranks
 
 
-def run_ranks(cases, world_size, folder, timeout_seconds=150):
+def run_ranks(cases, world_size, folder):
     """Fits every case in `world_size` ranks; what rank 0 measured, by name. Recordings are `NAME.npz` in `folder`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    ranks = [_start(rank, world_size, port, folder) for rank in range(world_size)]
-    _wait(ranks, folder, time.monotonic() + timeout_seconds)
+    rank_processes.run_ranks(world_size, folder, be_rank, cases)
     return json.loads((folder / "measured.json").read_text())
 
 
-def _start(rank, world_size, port, folder):
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    with (folder / f"log.{rank}.txt").open("wb") as log:
-        command = [sys.executable, __file__, str(folder)]
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-
-def _wait(ranks, folder, deadline):
-    try:
-        codes = [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
-    except subprocess.TimeoutExpired:
-        codes = None
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
-    if codes != [0] * len(ranks):
-        logs = "\n".join((folder / f"log.{rank}.txt").read_text()[-3000:] for rank in range(len(ranks)))
-        raise AssertionError(f"ranks ended with {codes}\n{logs}")
-
-
-def main(folder):
-    torch.set_num_threads(1)
+def be_rank(folder, cases):
     world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     measured = {}
-    for name, case in json.loads((folder / "cases.json").read_text()).items():
+    for name, case in cases.items():
         recording = record(case, world_size)
         measured[name] = measure(case, world_size) if case.get("measured") else None
         if rank == 0:
             recording.save(folder / f"{name}.npz")
     if rank == 0:
         (folder / "measured.json").write_text(json.dumps(measured))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

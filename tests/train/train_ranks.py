@@ -1,14 +1,11 @@
-"""Runs fits in real ranks: one child process per rank, joined by gloo, ended by its id when it does not end itself."""
+"""Runs fits in real ranks: one child process per rank, joined by gloo."""
 
 import json
 import os
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
+import rank_processes
 import train_parts
 
 from kit.config import Config
@@ -88,59 +85,14 @@ def fit_or_report(case: dict, world_size: int) -> dict:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def run_ranks(cases: dict, world_size: int, folder: Path, timeout_seconds: float = 150, script=__file__) -> dict:
-    """Every case in `world_size` ranks of `script`; name of the case to a list of what each rank said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    ranks = [_start(rank, world_size, port, folder, script) for rank in range(world_size)]
-    _wait(ranks, folder, time.monotonic() + timeout_seconds)
+def run_ranks(cases: dict, world_size: int, folder: Path, do=fit_or_report) -> dict:
+    """Every case by `do` in `world_size` ranks; name of the case to a list of what each rank said."""
+    rank_processes.run_ranks(world_size, folder, be_rank, cases, do)
     answers = [json.loads((folder / f"answer.{rank}.json").read_text()) for rank in range(world_size)]
     return {name: [answer[name] for answer in answers] for name in cases}
 
 
-def _start(rank: int, world_size: int, port: int, folder: Path, script: str) -> subprocess.Popen:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        # A notebook inside a SLURM allocation sees these; they must not matter.
-        "SLURM_NTASKS": "7",
-        "SLURM_JOB_NAME": "notebook",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-    }
-    with (folder / f"log.{rank}.txt").open("wb") as log:
-        command = [sys.executable, script, str(folder)]
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-
-def _wait(ranks: list[subprocess.Popen], folder: Path, deadline: float) -> None:
-    try:
-        codes = [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
-    except subprocess.TimeoutExpired:
-        codes = None
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
-    if codes != [0] * len(ranks):
-        logs = "\n".join((folder / f"log.{rank}.txt").read_text()[-3000:] for rank in range(len(ranks)))
-        raise AssertionError(f"ranks ended with {codes}\n{logs}")
-
-
-def main(folder: Path, do=fit_or_report) -> None:
-    """Be one rank, which answers each case by `do`."""
+def be_rank(folder: Path, cases: dict, do) -> None:
     world_size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
-    cases = json.loads((folder / "cases.json").read_text())
     answers = {name: do(case, world_size) for name, case in cases.items()}
     (folder / f"answer.{rank}.json").write_text(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,7 +1,6 @@
 """One rank of the tests of checkpoint uploads: fits that copy what they save, and downloads that ranks share."""
 
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from train_ranks import main
 
 from kit.data.downloaded import DownloadedData
 from kit.data.downloads import download_once, fetch_checkpoint
@@ -85,7 +83,3 @@ def prepare(case, world_size):
     trainer = make_trainer(case, world_size, [])
     trainer.fit(train_parts.Net(), data)
     return {"text": data.text}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), do)

@@ -1,0 +1,40 @@
+"""How many examples a property is tried on: few while typing, enough in CI and the same on every run, many at night.
+
+`pytest --hypothesis-profile=quick|ci|nightly`; CI's is the default. CI tries the same examples each time, so that a
+failure is there again when somebody looks; the nightly profile draws new ones and remembers what failed.
+"""
+
+from hypothesis import HealthCheck, settings
+
+_SHARE = {"quick": 0.1, "ci": 0.4, "nightly": 5.0}
+_FEWEST = 5
+# A busy machine is no defect of a property, and a fixture per test is enough where examples name places of their own.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
+
+
+def register_profiles():
+    """Register the three profiles and load CI's."""
+    for name, share in _SHARE.items():
+        night = name == "nightly"
+        settings.register_profile(
+            name,
+            max_examples=int(100 * share),
+            derandomize=not night,
+            database=settings.default.database if night else None,
+            **_COMMON,
+        )
+    settings.load_profile("ci")
+
+
+def examples(count):
+    """A decorator: `count` examples, as the profile multiplies them.
+
+    Without it a property has a hundred, multiplied alike.
+    """
+    share = _SHARE.get(settings.get_current_profile_name(), 1.0)
+    return settings(max_examples=max(min(count, _FEWEST), round(count * share)))
+
+
+def nightly():
+    """Whether there is time for what CI leaves out."""
+    return settings.get_current_profile_name() == "nightly"

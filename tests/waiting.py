@@ -1,0 +1,18 @@
+"""Waiting for what has to happen, by looking; how long it takes is nobody's business but the deadline's.
+
+The deadline says "never", not "slow": it is a multiple of what the slowest wait takes where other processes burn every
+core. A test that reaches it fails; one that does not has learnt nothing about speed.
+"""
+
+import time
+
+PATIENCE_SECONDS = 120.0
+
+
+def wait_until(condition, seconds=PATIENCE_SECONDS):
+    """Look until `condition()` is true and return what it gave; fail when it never is."""
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"it did not happen within {seconds:g} s"
+        time.sleep(0.01)
+    return result
