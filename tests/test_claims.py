@@ -96,7 +96,7 @@ def test_a_run_whose_supervisor_died_gets_its_claim_back_unless_it_is_taken(othe
     assert sorted(claims()) == ["GPU-1", "GPU-2"]
     release(files)
     take("GPU-1")
-    with pytest.raises(HardwareError, match=r"GPU-1 was claimed by mine \(kernel \d+\) meanwhile"):
+    with pytest.raises(HardwareError, match=r"GPU-1 .*claimed .*mine \(kernel \d+\)"):
         hand_over(files, identify(os.getpid()), "mine")
 
 
@@ -116,7 +116,7 @@ def test_one_chooser_waits_for_the_other_and_says_when_it_takes_too_long(folder,
     )
     assert holding.stdout.readline() == "held\n"
     monkeypatch.setattr(kit.claims, "LOCK_SECONDS", 0.05)
-    with pytest.raises(HardwareError, match="another process has been choosing a GPU for 0.05 s"):
+    with pytest.raises(HardwareError, match=r"another process .* 0\.05 s"):
         take("GPU-1")
     end(holding)
     assert take("GPU-1")
@@ -137,13 +137,13 @@ with kit.claims.choosing():
 def test_a_folder_that_others_can_write_to_is_refused(folder):
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(HardwareError, match="not a folder that only this user can write to"):
+    with pytest.raises(HardwareError, match="only this user"):
         take("GPU-1")
 
 
 def test_a_link_in_place_of_the_folder_is_refused(folder, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(HardwareError, match="not a folder that only this user can write to"):
+    with pytest.raises(HardwareError, match="only this user"):
         take("GPU-1")
     assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import re
 import string
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.config import Config, project_folder, resolve_path
@@ -40,7 +41,6 @@ CHANGES = st.fixed_dictionaries(
 
 
 @given(CHANGES)
-@settings(deadline=None)
 def test_a_config_survives_yaml_unchanged_with_and_without_comments(changes):
     config = Config().replace(changes)
     for comments in (True, False):
@@ -50,7 +50,6 @@ def test_a_config_survives_yaml_unchanged_with_and_without_comments(changes):
 
 
 @given(CHANGES, st.randoms())
-@settings(deadline=None)
 def test_the_fingerprint_ignores_the_order_of_keys_and_sees_every_change(changes, random):
     config = Config().replace(changes)
     items = list(config.values().items())
@@ -62,7 +61,6 @@ def test_the_fingerprint_ignores_the_order_of_keys_and_sees_every_change(changes
 
 
 @given(CHANGES)
-@settings(deadline=None)
 def test_the_code_shown_for_a_config_makes_an_equal_config(changes):
     import kit
 
@@ -71,7 +69,6 @@ def test_the_code_shown_for_a_config_makes_an_equal_config(changes):
 
 
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: data.decode("latin-1")))
-@settings(deadline=None)
 def test_any_text_is_a_config_or_one_clear_error(text):
     with contextlib.suppress(ConfigError):
         Config.from_yaml(text)
@@ -80,10 +77,10 @@ def test_any_text_is_a_config_or_one_clear_error(text):
 @pytest.mark.parametrize(
     ("text", "path", "words"),
     [
-        ("loader: {batchsize: 3}", "loader.batchsize", "did you mean loader.batch_size"),
-        ("batch_size: 3", "batch_size", "did you mean loader.batch_size"),
-        ("wibble: 3", "wibble", "the sections are name, hardware"),
-        ("loader: {batch_size: 0}", "loader.batch_size", "greater than or equal to 1, got 0"),
+        ("loader: {batchsize: 3}", "loader.batchsize", "mean loader.batch_size"),
+        ("batch_size: 3", "batch_size", "mean loader.batch_size"),
+        ("wibble: 3", "wibble", "sections .*name, hardware"),
+        ("loader: {batch_size: 0}", "loader.batch_size", "greater .* 1, got 0"),
         ("loader: {batch_size: '3'}", "loader.batch_size", "integer, got '3'"),
         ("loader: {batch_size: true}", "loader.batch_size", "integer, got True"),
         ("loader: {pin_memory: NO}", "loader.pin_memory", "got 'NO'"),
@@ -92,22 +89,22 @@ def test_any_text_is_a_config_or_one_clear_error(text):
         ("name: ../x", "name", "lower-case letters"),
         ("hardware: {strategy: dpp}", "hardware.strategy", "did you mean 'ddp'"),
         ("hardware: {precision: bf16}", "hardware.precision", "did you mean 'bf16-true'"),
-        ("hardware: {precision: 16-true}", "hardware.precision", "and end in nan; use 16-mixed on a GPU"),
-        ("hardware: {devices: foo}", "hardware.devices", "'foo' is not accepted"),
+        ("hardware: {precision: 16-true}", "hardware.precision", "nan; use 16-mixed"),
+        ("hardware: {devices: foo}", "hardware.devices", "'foo' .*accepted"),
         ("hardware: {devices: 0}", "hardware.devices", "0 devices"),
         ("hardware: {devices: [0, 0], strategy: ddp}", "hardware.devices", "twice"),
-        ("hardware: {devices: 2}", "hardware.strategy", "use ddp or fsdp"),
-        ("hardware: {strategy: ddp}", "hardware.strategy", "at least 2 devices, but devices is auto"),
+        ("hardware: {devices: 2}", "hardware.strategy", "ddp or fsdp"),
+        ("hardware: {strategy: ddp}", "hardware.strategy", "at least 2 devices, .*auto"),
         ("hardware: {strategy: fsdp, devices: 1}", "hardware.strategy", "at least 2 devices"),
         ("hardware: {strategy: 'fsdp:2:4', devices: 4}", "hardware.strategy", "2 replicas × 4 devices each = 8"),
         ("hardware: {strategy: 'fsdp:2:0', devices: 2}", "hardware.strategy", "'fsdp:2:0' is not accepted"),
         ("hardware: {accelerator: cpu, precision: 16-mixed}", "hardware.precision", "bf16-mixed or 32-true"),
         ("chunking: {chunk: {lat: 0}}", "chunking.chunk", "{'lat': 0} is not accepted"),
-        ("chunking: {target_shard_bytes: 5 parsecs}", "chunking.target_shard_bytes", "'5 parsecs' is not a size"),
+        ("chunking: {target_shard_bytes: 5 parsecs}", "chunking.target_shard_bytes", "'5 parsecs' .*size"),
         ("training: {gradient_clip_norm: .nan}", "training.gradient_clip_norm", "finite"),
         ("data: {patch: {lat: x}}", "data.patch.lat", "integer, got 'x'"),
-        ("data: {stride: {lat: 2}, patch: {time: 1}}", "data.stride", "'lat' is not in data.patch (time)"),
-        ("trial: {max_steps: 3}", "trial.warmup_steps", "leave nothing to measure"),
+        ("data: {stride: {lat: 2}, patch: {time: 1}}", "data.stride", r"'lat' .*data\.patch \(time\)"),
+        ("trial: {max_steps: 3}", "trial.warmup_steps", "nothing to measure"),
     ],
 )
 def test_a_wrong_value_is_named_by_its_path_with_the_way_out(text, path, words):
@@ -115,7 +112,7 @@ def test_a_wrong_value_is_named_by_its_path_with_the_way_out(text, path, words):
         Config.from_yaml(text)
     (problem,) = caught.value.problems
     assert problem.path == path
-    assert words in problem.message
+    assert re.search(words, problem.message)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +163,7 @@ def test_nothing_in_a_config_can_be_changed():
 
 def test_replace_refuses_an_unknown_path_and_leaves_the_config_alone():
     config = Config()
-    with pytest.raises(ConfigError, match=r"did you mean loader\.batch_size"):
+    with pytest.raises(ConfigError, match=r"mean loader\.batch_size"):
         config.replace({"loader.batchsize": 3})
     assert config == Config()
 

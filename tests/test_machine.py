@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_nvml import FakeNvml, card
+from waiting import PATIENCE_SECONDS
 
 import kit.nvml
 from kit.cgroup import Share, core_quota, memory_limit, share
@@ -54,9 +55,8 @@ def test_auto_is_the_least_occupied_gpu_and_says_so():
     answer = resolve(SERVER)
     assert answer.devices == ("GPU-2aaa",)
     assert (answer.world_size, answer.accelerator, answer.precision) == (1, "gpu", "bf16-mixed")
-    assert any(
-        "GPU 2 is the least occupied of 4: 79 GiB of 80 GiB free, 0% busy" in reason for reason in answer.reasons
-    )
+    said = re.compile("GPU 2 .*least occupied of 4: 79 GiB of 80 GiB free, 0% busy")
+    assert any(said.search(reason) for reason in answer.reasons)
 
 
 def test_free_memory_within_a_quarter_gib_does_not_decide():
@@ -113,15 +113,15 @@ def test_one_mig_instance_is_a_device():
 @pytest.mark.parametrize(
     ("gpus", "settings", "message"),
     [
-        ((), {"accelerator": "gpu"}, "no GPU can be used here .*use auto or cpu"),
-        ((), {"devices": [0]}, "names GPUs .0., but none can be used"),
-        ((), {"devices": -1, "strategy": "ddp"}, "give a number of ranks"),
+        ((), {"accelerator": "gpu"}, "no GPU .*auto or cpu"),
+        ((), {"devices": [0]}, "names GPUs .0., .*none"),
+        ((), {"devices": -1, "strategy": "ddp"}, "number of ranks"),
         ((), {"precision": "16-mixed"}, "needs a GPU"),
-        (TURING, {"devices": 2, "strategy": "ddp"}, "asks for 2 GPUs, but only 1 can be used"),
-        (TURING, {"devices": -1, "strategy": "ddp"}, "needs at least 2 GPUs, but only 1"),
-        (SERVER, {"devices": [4]}, "names GPU 4, but this machine offers 0, 1, 2, 3"),
-        (SERVER, {"devices": -1}, "strategy none uses one device, but devices gives 4 GPUs"),
-        (SERVER, {"devices": -1, "strategy": "fsdp:3:2"}, "3 replicas × 2 devices = 6 GPUs, but devices gives 4"),
+        (TURING, {"devices": 2, "strategy": "ddp"}, "2 GPUs, but only 1"),
+        (TURING, {"devices": -1, "strategy": "ddp"}, "at least 2 GPUs, but only 1"),
+        (SERVER, {"devices": [4]}, "names GPU 4, .*offers 0, 1, 2, 3"),
+        (SERVER, {"devices": -1}, "strategy none .*one device, .*4 GPUs"),
+        (SERVER, {"devices": -1, "strategy": "fsdp:3:2"}, "3 replicas × 2 devices = 6 GPUs, .*gives 4"),
         (SLICED, {"devices": 2, "strategy": "ddp"}, "MIG instances .* cannot work together"),
         (SLICED, {"devices": -1, "strategy": "ddp"}, "MIG instances .* cannot work together"),
     ],
@@ -137,7 +137,7 @@ def test_what_is_not_there_is_refused_with_the_way_out(gpus, settings, message):
 @pytest.mark.parametrize(
     ("gpus", "wanted", "precision", "reason"),
     [
-        (SERVER, "auto", "bf16-mixed", "capability 8.0 computes it in hardware"),
+        (SERVER, "auto", "bf16-mixed", "capability 8.0"),
         (TURING, "auto", "16-mixed", "7.5 has no bf16 in hardware"),
         ((gpu(0, 5, capability=None),), "auto", "16-mixed", "capability unknown"),
         (TURING, "bf16-mixed", "bf16-mixed", "warning: bf16-mixed is emulated"),
@@ -235,7 +235,8 @@ def test_a_lost_card_costs_itself_and_leaves_a_note():
     nvml = FakeNvml([card(nvmlDeviceGetUUID="lost"), card()])
     table = read_nvml(nvml)
     assert [g.index for g in table.gpus] == [1]
-    assert table.notes == ("GPU 0 cannot be read and is left out: GPU is lost",)
+    (note,) = table.notes
+    assert re.search("GPU 0 .*left out: GPU is lost", note)
     assert nvml.open == 0
 
 
@@ -378,7 +379,7 @@ def test_looking_needs_neither_torch_nor_an_open_device():
         "if os.path.exists(f'/proc/self/fd/{fd}')]\n"
         "assert not [path for path in fds if path.startswith('/dev/nvidia')], fds"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=PATIENCE_SECONDS)
 
 
 def test_hardware_reads_what_it_is_given():

@@ -3,6 +3,8 @@
 import http.client
 import json
 
+from waiting import PATIENCE_SECONDS
+
 
 def obstore_of(cloud, scheme, bucket):
     from obstore.store import GCSStore, S3Store
@@ -22,7 +24,7 @@ def asker(cloud):
     """`ask(method, path, body, **headers)`: status, headers, body."""
 
     def send(method, path, body=None, **headers):
-        connection = http.client.HTTPConnection("127.0.0.1", cloud.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", cloud.port, timeout=PATIENCE_SECONDS)
         try:
             connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
             answer = connection.getresponse()

@@ -6,6 +6,7 @@ import socket
 
 import pytest
 from cloud_clients import asker
+from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.cloud.faults import KINDS, FaultPlan, Script
 from kit.errors import ConfigError
@@ -59,7 +60,7 @@ def test_a_truncated_body_is_half_of_what_its_head_promises(cloud, ask, path):
 
 def test_a_dripping_body_comes_in_small_pieces(cloud, path):
     cloud.turn(faults={"drip": 1.0}, drip_bytes_per_second=100)
-    with socket.create_connection(("127.0.0.1", cloud.port), timeout=30) as channel:
+    with socket.create_connection(("127.0.0.1", cloud.port), timeout=PATIENCE_SECONDS) as channel:
         channel.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         data = b""
         while data.find(b"\r\n\r\n") < 0 or len(data.partition(b"\r\n\r\n")[2]) < 20:
@@ -104,9 +105,9 @@ def test_a_script_counts_the_requests_of_each_key_and_of_its_kind():
 
 
 def test_an_unknown_fault_is_refused_with_the_nearest(cloud):
-    with pytest.raises(ConfigError, match="did you mean reset"):
+    with pytest.raises(ConfigError, match="resets.*mean reset"):
         cloud.script("faulty/*", ["resets"])
-    with pytest.raises(ConfigError, match="no kind of request"):
+    with pytest.raises(ConfigError, match="reads.*kind of request"):
         cloud.script("faulty/*", ["reset"], kind="reads")
     assert "ok" not in KINDS
 
@@ -136,15 +137,11 @@ def test_obstore_gets_over_a_bad_day(cloud, ask, path):
 
 
 def test_a_client_that_leaves_in_the_middle_holds_nothing(cloud, path):
-    with socket.create_connection(("127.0.0.1", cloud.port), timeout=30) as channel:
+    with socket.create_connection(("127.0.0.1", cloud.port), timeout=PATIENCE_SECONDS) as channel:
         cloud.turn(bandwidth_bytes_per_second=1000)
         channel.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         channel.recv(100)
         assert cloud.counts().in_flight == 1
     ask = asker(cloud)
     cloud.turn("no limits")
-    for _ in range(200):
-        ask("HEAD", path)
-        if cloud.counts().in_flight == 0:
-            break
-    assert cloud.counts().in_flight == 0
+    wait_until(lambda: ask("HEAD", path) and cloud.counts().in_flight == 0)

@@ -1,7 +1,8 @@
 """Objects in memory and in a folder behave alike, and as a sorted dictionary does."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.cloud.objects import FolderObjects, KeyRefused, MemoryObjects, describe, list_page
 
@@ -37,7 +38,7 @@ def all_pages(objects, prefix, delimiter, limit):
 @given(
     names=st.sets(NAMES, max_size=12), prefix=PREFIXES, delimiter=st.sampled_from(["", "/"]), limit=st.integers(1, 5)
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_pages_of_a_listing_put_together_are_the_plain_listing(tmp_path_factory, names, prefix, delimiter, limit):
     for objects in (MemoryObjects(), FolderObjects(tmp_path_factory.mktemp("objects"))):
         objects.create_bucket("bucket")
@@ -56,7 +57,7 @@ def test_pages_of_a_listing_put_together_are_the_plain_listing(tmp_path_factory,
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["put", "delete"]), st.sampled_from(["a", "b", "c/d", "c/e", "f/g/h"])))
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_puts_and_deletions_end_as_in_a_dictionary(tmp_path_factory, steps):
     for objects in (MemoryObjects(), FolderObjects(tmp_path_factory.mktemp("objects"))):
         objects.create_bucket("bucket")

@@ -6,8 +6,10 @@ import hashlib
 import google_crc32c
 import pytest
 from cloud_clients import asker
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
+from waiting import PATIENCE_SECONDS
 
 from kit.cloud.message import BadRequest, byte_range, parse_head, take_chunked, unwrap_aws_chunks
 
@@ -22,7 +24,7 @@ def path(cloud, ask):
 
 
 @given(first=st.integers(0, 1100), last=st.integers(0, 1100))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40)
 def test_a_range_is_a_slice_over_http(ask, path, first, last):
     status, headers, body = ask("GET", path, Range=f"bytes={first}-{last}")
     if last < first:  # not a range: the whole object
@@ -155,7 +157,7 @@ def test_many_requests_in_one_piece_are_answered_in_order(cloud, ask):
     cloud.url("order")
     for name in ("a", "b", "c"):
         ask("PUT", f"/order/{name}", name.encode() * 3)
-    with socket.create_connection(("127.0.0.1", cloud.port), timeout=30) as channel:
+    with socket.create_connection(("127.0.0.1", cloud.port), timeout=PATIENCE_SECONDS) as channel:
         ends = ("", "", "Connection: close\r\n")
         channel.sendall(
             b"".join(

@@ -1,5 +1,6 @@
 """Dials and what they do to time, on a clock of the test's own."""
 
+import re
 import statistics
 
 import pytest
@@ -18,7 +19,7 @@ def test_presets_are_found_by_name_and_others_answered_with_the_nearest():
 
 
 def test_an_unknown_dial_or_a_value_it_cannot_take_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"latency_second: no such dial; did you mean latency_seconds\?"):
+    with pytest.raises(ConfigError, match=r"latency_second: .*dial.*latency_seconds\?"):
         Dials().change(latency_second=1)
     for name, value in {
         "latency_seconds": -1, "slow_fraction": 2, "refusal": 404, "faults": {"50": 0.1}, "seed": "x",
@@ -26,14 +27,14 @@ def test_an_unknown_dial_or_a_value_it_cannot_take_is_refused_by_name():
     }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=name):
             Dials().change(**{name: value})
-    with pytest.raises(ConfigError, match="add up to at most 1"):
+    with pytest.raises(ConfigError, match="add up .*at most 1"):
         Dials(faults={"503": 0.7, "reset": 0.7})
 
 
 def test_sizes_are_read_as_people_write_them_and_a_dial_says_what_it_does():
     dials = Dials().change(bandwidth_bytes_per_second="80 MB", latency_seconds=0.03, requests_per_second=50)
     assert dials.bandwidth_bytes_per_second == 80e6
-    assert str(dials) == "30 ms to the first byte, 76.3 MiB/s a connection, 429 beyond 50 requests/s"
+    assert re.fullmatch(r"30 ms .*, 76\.3 MiB/s .*, 429 .* 50 requests/s", str(dials))
 
 
 @pytest.mark.parametrize("name", PRESETS)

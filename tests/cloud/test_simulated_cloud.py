@@ -3,13 +3,14 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 from cloud_clients import asker
+from waiting import wait_until
 
 from kit import processes
 from kit.cloud.simulated_cloud import simulated_cloud
@@ -73,7 +74,7 @@ def test_dials_turn_while_it_runs_and_it_says_how_they_stand(cloud):
     cloud.turn("across the ocean")
     assert "across the ocean: 150 ms" in str(cloud)
     cloud.turn(latency_seconds=0.2)
-    assert "across the ocean, turned: 200 ms" in str(cloud)
+    assert re.search("across the ocean.*turned: 200 ms", str(cloud))
 
 
 def test_requests_and_bytes_are_counted_by_kind_and_by_second(cloud, ask):
@@ -165,7 +166,7 @@ def _start_elsewhere(then, before="pass"):
         from kit.cloud.simulated_cloud import simulated_cloud
         cloud = simulated_cloud("no limits")
         {before}
-        print(cloud.port, cloud._process.pid, flush=True)
+        print(cloud.port, cloud.process_id, flush=True)
         {then}
     """
     started = subprocess.Popen(
@@ -173,14 +174,6 @@ def _start_elsewhere(then, before="pass"):
     )
     port, pid = map(int, started.stdout.readline().split())
     return started, port, processes.identify(pid)
-
-
-def _wait_for_end(identity):
-    for _ in range(600):
-        if not processes.alive(identity):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize(
@@ -192,7 +185,7 @@ def test_it_ends_when_its_kernel_is_killed(before):
         assert processes.alive(identity)
         os.kill(started.pid, 9)
         started.wait()
-        assert _wait_for_end(identity)
+        wait_until(lambda: not processes.alive(identity))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, 9)
@@ -203,7 +196,7 @@ def test_it_ends_when_its_kernel_is_killed(before):
 def test_it_ends_with_its_kernel_and_with_its_last_name(then):
     started, _, identity = _start_elsewhere(then)
     try:
-        assert _wait_for_end(identity)
+        wait_until(lambda: not processes.alive(identity))
     finally:
         started.kill()
         started.wait()
@@ -213,7 +206,7 @@ def test_it_ends_with_its_kernel_and_with_its_last_name(then):
 def test_a_fork_of_the_kernel_that_ends_leaves_it_running(cloud):
     pid = os.fork()
     if pid == 0:
-        cloud._end()
+        cloud.close()
         os._exit(0)
     os.waitpid(pid, 0)
     assert cloud.alive

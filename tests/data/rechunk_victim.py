@@ -1,6 +1,6 @@
-"""Rechunks a source ten times larger than its memory, and prints what it took; run as a process of its own.
+"""Rechunks a source several times larger than its memory, and prints what it took; run as a process of its own.
 
-`python rechunk_victim.py FOLDER SCHEDULER [SCRATCH]` prints a line of JSON: source_bytes, total_bytes (allowed to all),
+`python rechunk_victim.py FOLDER TIMES SCHEDULER [SCRATCH]` prints a line of JSON: source_bytes, total_bytes (of all),
 right, and of each process that builds budget_bytes, peak_bytes (resident) and added_bytes (over what it held before).
 """
 
@@ -21,21 +21,22 @@ from kit.data.build_plan import plan_build
 from kit.data.schedulers import RUNTIME_BYTES
 
 BUDGET = 84 << 20
-SHAPE = (420, 512, 1024)
-WORKERS, WORKER_STEPS = 2, 840
+FIELD = (512, 1024)
+STEPS_PER_BUDGET = 42
+WORKERS = 2
 
 
-def main(folder, scheduler, scratch):
+def main(folder, times, scheduler, scratch):
     on_workers = scheduler == "distributed"
-    shape = (WORKER_STEPS, *SHAPE[1:]) if on_workers else SHAPE
     budgets = [BUDGET] * WORKERS if on_workers else [BUDGET]
+    shape = (times * STEPS_PER_BUDGET * len(budgets), *FIELD)
     field = write_source(folder / "source.zarr", shape)
     across = {"time": 90, "lat": 64, "lon": 64}
     chunk = across if scratch else {"time": 4, "lat": 128, "lon": 256}
     config = Config.make({
         "data": {
             "source": str(folder / "source.zarr"), "url": str(folder / "target.zarr"),
-            "patch": {"time": 360, "lat": 16},
+            "patch": {"time": 90, "lat": 16},
         },
         "chunking": {"chunk": chunk, "shard": "none", "compression_level": 0},
         "build": {"scheduler": scheduler, "memory_bytes": BUDGET, "scratch": scratch and str(folder / scratch)},
@@ -125,4 +126,4 @@ def peak(pid="self"):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "")
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] if len(sys.argv) > 4 else "")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.data.cache import ChunkCache, Part
 from kit.data.regions import ChunkUses
@@ -197,7 +198,7 @@ def test_a_chunk_that_nobody_wants_any_more_is_forgotten_before_its_request():
         max_size=60,
     ),
 )
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_whatever_happens_budgets_hold_and_everybody_is_told(budget, spare, steps):
     cache = ChunkCache(budget * 16, lambda: spare * 16 - cache.lent_bytes)
     coming, waiting, window, held = [], [], 1, set()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import numpy as np
 import pytest
 import zstandard
+from waiting import PATIENCE_SECONDS, wait_until
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
-from zarr_stores import ZSTD, GatedStore, by_zarr, seen_through, wait_until, write_array
+from zarr_stores import ZSTD, GatedStore, by_zarr, seen_through, write_array
 
 from kit.data.codec import StoredArray
 from kit.data.dataset import open_dataset
@@ -69,12 +71,12 @@ def held_up(monkeypatch):
             intake, asleep, go = engine._open()._intake, threading.Event(), threading.Event()
             futures = [engine._open().start(row, CHUNK) for row in ROWS]
             wait_until(lambda: stores[0].in_flight == len(ROWS))
-            intake.decoders.put(_Anybody(), lambda: asleep.set() or go.wait(20))
-            assert asleep.wait(20)
+            intake.decoders.put(_Anybody(), lambda: asleep.set() or go.wait(PATIENCE_SECONDS))
+            assert asleep.wait(PATIENCE_SECONDS)
             stores[0].gate.set()
             wait_until(lambda: len(intake._undecoded) == len(ROWS))
             go.set()
-            return [future.exception(20) or future.result()[0][0, 0, 0] for future in futures]
+            return [future.exception(PATIENCE_SECONDS) or future.result()[0][0, 0, 0] for future in futures]
 
     return read, noted
 
@@ -104,7 +106,7 @@ def test_a_damaged_chunk_among_those_decoded_together_fails_its_own_batch_only(t
     found = read(open_dataset(str(tmp_path)))
     assert noted == [len(ROWS)]
     assert isinstance(found[2], CorruptChunkError)
-    assert "chunk (2, 0) of a is damaged" in str(found[2])
+    assert re.search(r"chunk \(2, 0\) of a .*damaged", str(found[2]))
     for row in (0, 1, 3):
         assert np.array_equal(found[row], values[row])
 

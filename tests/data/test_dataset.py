@@ -53,7 +53,7 @@ def test_variables_are_chosen_by_name_in_order_or_all_of_the_largest_shape(tmp_p
 
 
 def test_nothing_there_says_how_to_build_it(place):
-    with pytest.raises(StoreError, match=r"build it with kit\.build\(config\)"):
+    with pytest.raises(StoreError, match=r"kit\.build\(config\)"):
         open_dataset(f"{place}/none.zarr")
 
 
@@ -63,7 +63,7 @@ def test_a_store_behind_a_plain_web_server_opens_and_verifies(tmp_path, tiny_con
     assert far.arrays == dataset.arrays
     np.testing.assert_array_equal(far.coordinate("lat"), dataset.coordinate("lat"))
     assert verify(far.url, progress=False).faults == ()
-    with pytest.raises(StoreError, match="no Zarr group there"):
+    with pytest.raises(StoreError, match="no Zarr group"):
         open_dataset(f"{folder_server}/none.zarr")
 
 
@@ -84,7 +84,7 @@ def test_a_foreign_zarr_3_store_opens_without_a_warning(tmp_path):
     assert (dataset.arrays["a"].missing, dataset.arrays["b"].missing) == (-1, -9.5)
     assert dataset.arrays["a"].mean is None
     assert [info.name for info in dataset.select()] == ["a", "b"]
-    with pytest.raises(ConfigError, match="choose variables of one shape"):
+    with pytest.raises(ConfigError, match="one shape"):
         dataset.select(["a", "c"])
 
 
@@ -121,7 +121,7 @@ def test_metadata_that_is_not_what_was_published_is_refused(tmp_path, tiny_confi
     text = document.read_text()
     document.write_text(text.replace('"scale_factor": 0.01', '"scale_factor": 0.02'))
     assert document.read_text() != text
-    with pytest.raises(CorruptChunkError, match=r"sst/zarr\.json is not what was published"):
+    with pytest.raises(CorruptChunkError, match=r"sst/zarr\.json .*published"):
         open_dataset(config)
     document.unlink()
     with pytest.raises(MissingChunkError, match=r"sst/zarr\.json is gone"):
@@ -135,7 +135,7 @@ def test_float_fill_values_survive_json(value):
 
 
 def test_a_fill_value_that_is_no_number_is_refused():
-    with pytest.raises(StoreError, match="neither a number nor an encoded one"):
+    with pytest.raises(StoreError, match="neither a number"):
         decode_float("soon")
 
 
@@ -149,9 +149,9 @@ def test_names_with_markup_are_escaped_in_html(tmp_path):
 
 def test_an_empty_selection_is_refused_before_anything_is_read(tmp_path):
     group = zarr.open_group(tmp_path / "none.zarr", mode="w")
-    with pytest.raises(ConfigError, match=r"data\.variables: .* holds no data variables"):
+    with pytest.raises(ConfigError, match=r"data\.variables: .*no data variables"):
         open_dataset(tmp_path / "none.zarr").select()
     group.create_array("a", shape=(0, 4), chunks=(1, 2), dtype="f4", dimension_names=["time", "x"])
     config = Config().replace({"data.url": str(tmp_path / "none.zarr"), "data.patch": {"x": 2}})
-    with pytest.raises(ConfigError, match=r"a is empty: it has no elements along 'time'"):
+    with pytest.raises(ConfigError, match=r"a is empty: .*elements along 'time'"):
         sample_plan(config, open_dataset(config), 1)

@@ -6,10 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from kit.data import downloads
 from kit.data.downloads import download_once
@@ -73,16 +73,15 @@ def test_of_three_processes_one_reads_and_all_have_it(cloud, folder, tmp_path):
     try:
         assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
         cloud.turn(latency_seconds=0.1)
-        answers = [process.communicate("go\n", timeout=100)[0] for process in processes]
+        answers = [process.communicate("go\n", timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
     assert [answer.strip() for answer in answers] == [str(tmp_path / "there")] * 3
     assert content(tmp_path / "there") == content(folder)
-    assert (
-        cloud.counts().kinds["read"].requests == 3
-    )  # two files with bytes in them, and whether there is a list of parts
+    # two files with bytes in them, and whether there is a list of parts
+    assert cloud.counts().kinds["read"].requests == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "there", "there.download.json"]
 
 
@@ -98,7 +97,7 @@ def test_what_has_changed_here_is_neither_used_nor_lost(cloud, folder, tmp_path)
     url = cloud.upload(folder, "changed/x")
     download_once(url, tmp_path / "there")
     (tmp_path / "there" / "a").write_bytes(b"a correction")
-    with pytest.raises(StoreError, match="has changed since it was downloaded; remove it"):
+    with pytest.raises(StoreError, match="has changed since .*remove"):
         download_once(url, tmp_path / "there")
     assert (tmp_path / "there" / "a").read_bytes() == b"a correction"
     shutil.rmtree(tmp_path / "there")
@@ -108,11 +107,11 @@ def test_what_has_changed_here_is_neither_used_nor_lost(cloud, folder, tmp_path)
 def test_what_something_else_put_there_is_left_alone(cloud, folder, tmp_path):
     url = cloud.upload(folder, "mine/x")
     (tmp_path / "mine").write_text("a year of work")
-    with pytest.raises(StoreError, match="was not downloaded by kit"):
+    with pytest.raises(StoreError, match="not downloaded"):
         download_once(url, tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == "a year of work"
     download_once(url, tmp_path / "there")
-    with pytest.raises(StoreError, match="was downloaded from gs://mine/x"):
+    with pytest.raises(StoreError, match="downloaded from gs://mine/x"):
         download_once(cloud.url("mine/y"), tmp_path / "there")
 
 
@@ -128,21 +127,19 @@ def test_after_a_kill_in_the_middle_nothing_is_there_and_the_next_one_brings_it(
     for number in range(60):
         (source / str(number)).write_bytes(DATA[:50_000])
     url = cloud.upload(source, "killed/x")
-    cloud.turn(latency_seconds=0.1)
+    cloud.turn(drip_bytes_per_second=1000).script("killed/x/7", ["drip"])  # so that the kill comes before the end
     command = [sys.executable, str(VICTIM), "download", url, str(tmp_path / "there")]
     victim = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         victim.stdin.write(b"go\n")
         victim.stdin.flush()
-        deadline = time.monotonic() + 60
-        while "read" not in (kinds := cloud.counts().kinds) or kinds["read"].requests < 10:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: "read" in (counts := cloud.counts()).kinds and counts.kinds["read"].requests >= 10)
+        wait_until(lambda: "drip" in cloud.counts().faults)
     finally:
         victim.send_signal(signal.SIGKILL)
         victim.communicate()
     assert not (tmp_path / "there").exists()
-    cloud.turn("no limits")
+    cloud.turn("no limits").forget_scripts()
     assert content(download_once(url, tmp_path / "there")) == content(source)
     assert not (tmp_path / "there.partial").exists()
 

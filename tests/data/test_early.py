@@ -1,9 +1,8 @@
 """Chunks of the window after the next are on their way before their turn, and are decoded when it comes."""
 
-import time
-
 import numpy as np
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 from zarr_stores import write_array
 
 from kit.data.dataset import open_dataset
@@ -28,14 +27,6 @@ def row(window):
     return np.array([(window * SIDE, column * SIDE) for column in range(4)])
 
 
-def within(seconds, condition):
-    """Whether it comes true, for a condition that threads bring about."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    return condition()
-
-
 @pytest.fixture
 def reader(dataset):
     engine = Engine(dataset)
@@ -49,29 +40,28 @@ def test_a_window_before_its_turn_is_read_and_not_decoded(reader):
     reader.release(-1)
     for window in range(3):
         reader.hold(row(window), PATCH, window)
-    assert within(20, lambda: intake._early.nbytes > 0 and intake.cache.held_bytes == 8 * CHUNK_BYTES)
-    assert within(20, lambda: intake.room.taken_bytes == 0)  # what waits takes no room of requests
+    wait_until(lambda: intake._early.nbytes > 0 and intake.cache.held_bytes == 8 * CHUNK_BYTES)
+    wait_until(lambda: intake.room.taken_bytes == 0)  # what waits takes no room of requests
     reader.release(0)
-    assert within(20, lambda: intake.cache.held_bytes == 8 * CHUNK_BYTES and intake._early.nbytes == 0)
+    wait_until(lambda: intake.cache.held_bytes == 8 * CHUNK_BYTES and intake._early.nbytes == 0)
     assert reader._counters.values()["chunks_decoded"] == 12
 
 
 def test_what_a_batch_waits_for_is_decoded_before_its_turn(reader):
     reader.release(-1)
     reader.hold(row(4), PATCH, 4)
-    assert within(20, lambda: reader._intake._early.nbytes > 0)
-    values, _ = reader.start(row(4), PATCH).result(20)
+    wait_until(lambda: reader._intake._early.nbytes > 0)
+    values, _ = reader.start(row(4), PATCH).result(PATIENCE_SECONDS)
     assert values.shape == (4, 1, SIDE, SIDE)
-    assert within(20, lambda: reader._intake._early.nbytes == 0)
+    wait_until(lambda: reader._intake._early.nbytes == 0)
 
 
 def test_an_answer_whose_window_was_given_up_is_dropped(reader):
     reader.release(-1)
     reader.hold(row(2), PATCH, 2)
-    assert within(20, lambda: reader._intake._early.nbytes > 0)
+    wait_until(lambda: reader._intake._early.nbytes > 0)
     reader.release(2)
-    assert within(20, lambda: reader._intake._early.nbytes == 0)
-    assert reader._intake.cache.held_bytes == 0
+    wait_until(lambda: reader._intake._early.nbytes == reader._intake.cache.held_bytes == 0)
     assert reader._counters.values()["chunks_decoded"] == 0
 
 
@@ -81,5 +71,5 @@ def test_a_stream_asks_for_the_window_after_the_next_where_there_is_memory(datas
         batches = ((row(window), window) for window in range(ROWS))
         stream = engine.stream_windows(batches, PATCH)
         next(stream)
-        assert within(20, lambda: engine.counters["cache_misses"] == 4 * windows)
+        wait_until(lambda: engine.counters["cache_misses"] == 4 * windows)
         assert [values.shape for values, _ in stream] == [(4, 1, SIDE, SIDE)] * (ROWS - 1)

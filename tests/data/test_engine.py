@@ -17,10 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
+from waiting import PATIENCE_SECONDS, wait_until
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, TransposeCodec, ZstdCodec
-from zarr_stores import ZSTD, AsyncStore, GatedStore, by_xarray, by_zarr, seen_through, wait_until, write_array
+from zarr_stores import ZSTD, AsyncStore, GatedStore, by_xarray, by_zarr, seen_through, write_array
 
 from kit.data.build import build
 from kit.data.codec import StoredArray
@@ -39,7 +41,7 @@ def no_thread_is_left():
     gc.collect()
     kit_threads = [thread for thread in threading.enumerate() if thread.name.startswith(("kit-loop", "kit-decode"))]
     for thread in kit_threads:
-        thread.join(5)
+        thread.join(PATIENCE_SECONDS)
     assert not [thread for thread in kit_threads if thread.is_alive()]
 
 
@@ -104,7 +106,7 @@ def random_values(dtype, shape, seed):
 
 
 @given(stores())
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_values_are_those_of_xarray_for_any_layout(case):
     with tempfile.TemporaryDirectory() as folder:
         values = random_values(case["dtype"], case["shape"], case["seed"])
@@ -202,7 +204,7 @@ def test_standardised_values_have_no_mean_and_unit_deviation(built):
 
 
 def test_a_store_without_statistics_cannot_be_standardised(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.standardize: sst has no known mean"):
+    with pytest.raises(ConfigError, match=r"data\.standardize: sst .*mean"):
         Engine(write_folder(tmp_path), standardize=True)
 
 
@@ -235,7 +237,7 @@ def test_a_folder_behind_http_without_ranges_is_an_error_and_never_wrong(tmp_pat
     attributes = zarr.open_group(str(tmp_path / "sst.zarr"), mode="r")
     dataset = replace(open_dataset(str(tmp_path / "sst.zarr")), url=f"{folder_server}/sst.zarr")
     assert attributes["sst"].shape == SHAPE
-    with pytest.raises(StoreError, match=r"index is|range that was asked for"):
+    with pytest.raises(StoreError, match=r"index is|range .*asked for"):
         read(dataset)
 
 
@@ -284,7 +286,7 @@ def test_requests_are_concurrent_and_bounded(tmp_path, requests_in_flight):
         consumer.start()
         wait_until(lambda: stores and stores[0].in_flight == requests_in_flight)
         stores[0].gate.set()
-        consumer.join(20)
+        consumer.join(PATIENCE_SECONDS)
         assert len([*stream]) == 3
     assert stores[0].most_in_flight == requests_in_flight
 
@@ -345,7 +347,7 @@ def test_a_missing_object_is_an_error_in_a_store_that_kit_built(built):
     victim = next(path for path in sorted(Path(built.url, "sst", "c").rglob("*")) if path.is_file())
     victim.unlink()
     for source in (built, seen_through(built, AsyncStore)):
-        with pytest.raises(MissingChunkError, match=r"chunk \(0, 0, 0\) of sst is missing: there is no object sst/c"):
+        with pytest.raises(MissingChunkError, match=r"chunk \(0, 0, 0\) of sst .*missing: .*object sst/c"):
             read(source, np.zeros((1, 3), np.int64), (1, 3, 3))
 
 
@@ -355,9 +357,7 @@ def test_an_inner_chunk_that_its_shard_does_not_hold_is_an_error_in_a_store_that
     values[2, :4, :4] = group["sst"].fill_value
     group["sst"].with_config({"write_empty_chunks": False})[...] = values
     for source in (built, seen_through(built, AsyncStore)):
-        with pytest.raises(
-            MissingChunkError, match=r"chunk \(2, 0, 0\) of sst is missing: the shard .* does not hold it"
-        ):
+        with pytest.raises(MissingChunkError, match=r"chunk \(2, 0, 0\) of sst .*missing: the shard .*not hold"):
             read(source, np.array([[2, 0, 0]]), (1, 3, 3))
 
 
@@ -419,7 +419,7 @@ def test_a_truncated_object_is_an_error(tmp_path, shards, keep, wrap):
     victim = next(path for path in sorted((tmp_path / "sst" / "c").rglob("*")) if path.is_file())
     whole = victim.read_bytes()
     victim.write_bytes(whole[: int(len(whole) * keep) if isinstance(keep, float) else keep])
-    with pytest.raises(CorruptChunkError, match="of sst is damaged"):
+    with pytest.raises(CorruptChunkError, match="of sst .*damaged"):
         read(seen_through(dataset, wrap) if wrap else dataset, np.zeros((1, 3), np.int64), (3, 10, 12))
 
 
@@ -431,7 +431,7 @@ def test_an_object_of_another_size_is_an_error_though_its_checksum_holds(tmp_pat
         paths = [tmp_path / name / "sst" / "c" / "0" / "0" / place for name in (source, target)]
         keep = paths[1].read_bytes()
         shutil.copy(*paths)
-        with pytest.raises(CorruptChunkError, match="bytes decoded instead of"):
+        with pytest.raises(CorruptChunkError, match="bytes decoded instead"):
             read(open_dataset(str(tmp_path / target)), np.zeros((1, 3), np.int64), (1, 1, 1))
         paths[1].write_bytes(keep)
     assert read(dataset)[1].all()
@@ -468,8 +468,8 @@ def test_an_error_of_the_store_is_named_without_secrets_and_a_later_read_succeed
 
 def test_a_request_without_an_answer_is_given_up(tmp_path):
     source, stores = gated(write_folder(tmp_path))
-    late = pytest.raises(StoreError, match=r"no answer for sst/c/.* within 0\.05 s")
-    with Engine(source, request_seconds=0.05) as engine, late:
+    late = pytest.raises(StoreError, match="no answer .*sst/c/.* 1 s")
+    with Engine(source, request_seconds=1) as engine, late:  # enough to open it on a busy machine
         next(engine.stream([some_offsets()], PATCH))
     assert stores[0].in_flight == 0
 
@@ -505,16 +505,20 @@ def test_one_bad_batch_does_not_spoil_those_before_it(tmp_path):
 
 def test_leaving_the_stream_cancels_what_was_read_ahead(tmp_path):
     source, stores = gated(write_folder(tmp_path, shards=None))
-    with Engine(source, batches_ahead=3, requests_in_flight=64) as engine:
+    batches = [some_offsets(seed=seed) for seed in range(6)]
+    with Engine(source) as engine:
         engine._open()
         stores[0].gate.set()
-        stream = engine.stream([some_offsets(seed=seed) for seed in range(6)], PATCH)
+        next(engine.stream(batches[:1], PATCH))
+    store = stores[0]
+    store.gate.clear()
+    store.let_through = set(store.keys)
+    with Engine(source, batches_ahead=3, requests_in_flight=64) as engine:
+        stream = engine.stream(batches, PATCH)
         next(stream)
-        stores[0].gate.clear()
-        next(stream)
-        wait_until(lambda: stores[0].in_flight > 0)
+        wait_until(lambda: store.in_flight > 0)
         stream.close()
-        wait_until(lambda: stores[0].in_flight == 0)
+        wait_until(lambda: store.in_flight == 0)
 
 
 def test_an_exception_in_the_consumer_leaves_no_thread(tmp_path):
@@ -550,8 +554,8 @@ def test_closing_ends_a_stream_that_is_waiting(tmp_path):
     consumer.start()
     wait_until(lambda: stores[0].in_flight > 0)
     engine.close()
-    consumer.join(20)
-    assert "closed while a batch was being read" in caught[0]
+    consumer.join(PATIENCE_SECONDS)
+    assert "closed while" in caught[0]
 
 
 def test_a_closed_engine_opens_again_and_goes_on_counting(tmp_path):
@@ -569,7 +573,7 @@ def test_a_forgotten_engine_ends_its_threads(tmp_path):
     thread = engine._open()._thread
     del engine
     gc.collect()
-    thread.join(5)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
     gc.collect()
     assert reader() is None
@@ -612,9 +616,9 @@ def test_a_forked_process_opens_the_store_for_itself(tmp_path):
         (batch,) = engine.stream([some_offsets()], PATCH)
         child = context.Process(target=_sum_in_child, args=(engine, there))
         child.start()
-        assert here.poll(30)
+        assert here.poll(PATIENCE_SECONDS)
         assert here.recv() == (float(batch[0].sum()), 5)
-        child.join(10)
+        child.join(PATIENCE_SECONDS)
         assert child.exitcode == 0
         assert len([*engine.stream([some_offsets()], PATCH)]) == 1
 

@@ -98,9 +98,7 @@ def test_a_file_system_that_tells_objects_not_apart_is_refused_by_name(tmp_path,
     url = f"silent://{str(tmp_path).lstrip('/')}/t.zarr"
     dataset = build(tiny_config(url), progress=False)
     cache = ReadCache(size_bytes=1_000_000, folder="", eviction="lru")
-    with pytest.raises(
-        ConfigError, match=r"cache\.size_bytes: is set, but silent:// says neither tag nor time of .*t\.zarr"
-    ):
+    with pytest.raises(ConfigError, match=r"cache\.size_bytes: .*silent:// .*tag nor time .*t\.zarr"):
         read_all(replace(dataset, manifest=None), cache)
     values, counts = read_all(dataset, cache)  # what kit built is told apart by its manifest
     assert counts["read_cache_misses"] > 0

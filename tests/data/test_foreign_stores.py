@@ -320,11 +320,11 @@ def test_anonymous_shows_no_key_though_there_are_some(overheard, tmp_path, monke
 
 
 def test_a_group_whose_variables_nothing_lists_says_what_to_do(public):
-    with pytest.raises(StoreError, match=r"name them in data\.variables"):
+    with pytest.raises(StoreError, match=r"name .*in data\.variables"):
         open_dataset(public.url("public/3.zarr", "http"), "anonymous")
 
 
 def test_a_place_without_a_group_is_named(tmp_path):
     (tmp_path / "g.zarr").mkdir()
-    with pytest.raises(StoreError, match="no Zarr group there"):
+    with pytest.raises(StoreError, match="no Zarr group"):
         open_dataset(tmp_path / "g.zarr")

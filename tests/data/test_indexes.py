@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from kit.data.indexes import ShardIndexes
 
@@ -14,7 +15,7 @@ def test_many_threads_fetch_once():
     indexes, gate, fetched = ShardIndexes(), threading.Event(), []
 
     def fetch():
-        gate.wait(10)
+        gate.wait(PATIENCE_SECONDS)
         fetched.append(1)
         return INDEX
 
@@ -24,7 +25,7 @@ def test_many_threads_fetch_once():
         thread.start()
     gate.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_SECONDS)
     assert fetched == [1]
     assert all(index is INDEX for index in got)
     assert len(got) == 6

@@ -1,8 +1,11 @@
 """Measuring a store: rows that hold together, beside their predictions; times themselves are not asserted."""
 
+import re
+
 import pytest
 
 import kit
+from kit.data.concurrency import ConcurrencyLimit
 from kit.data.measuring import Readings, measure_reading
 from kit.errors import ConfigError, PlanError, StoreError
 
@@ -35,24 +38,27 @@ def test_each_config_is_a_row_with_prediction_measurement_and_ratio(stores):
     assert "mixing" not in repr(readings)
 
 
-def test_requests_that_are_not_opened_are_told_with_the_reason(tiny_config, tmp_path):
+def test_requests_that_are_not_opened_are_told_with_the_reason(tiny_config, tmp_path, monkeypatch):
+    answered = ConcurrencyLimit.answered
+    # As long as the store takes: how long this machine takes is no crowd.
+    monkeypatch.setattr(ConcurrencyLimit, "answered", lambda limit, sent_in, _: answered(limit, sent_in, 0.05))
     cuts = {"time": 1, "lat": 4, "lon": 4}
     with kit.simulated_cloud("no limits") as cloud:
         config = tiny_config(
             cloud.url("b/tiny.zarr"), chunking__chunk=cuts, chunking__shard="none", loader__batch_size=4,
-            loader__requests_in_flight=256, loader__batches_ahead=32, data__samples_per_epoch=4000,
+            loader__requests_in_flight=256, loader__batches_ahead=8, data__samples_per_epoch=4000,
             data__arguments={"time": 60, "lat": 20},
         )  # fmt: skip
         kit.build(config, progress=False)
-        cloud.turn(latency_seconds=0.05, requests_per_second=800)
+        cloud.turn(latency_seconds=0.05, requests_per_second=200)
         (refused,) = readings = measure_reading(config, seconds=1.5)
         few_asked = config.replace({"loader.requests_in_flight": 8, "loader.batches_ahead": 1})
         (few,) = alone = measure_reading(few_asked, seconds=0.2)
     assert (few.open_requests, few.open_reason) == (8, "")
-    assert "requests allowed are open" not in repr(alone)
+    assert "requests allowed" not in repr(alone)
     assert 32 <= refused.open_requests < refused.requests_in_flight == 256
-    assert f"{refused.open_requests} of the 256 requests allowed are open: the store refuses more" in repr(readings)
-    assert "the store refuses more" in readings._repr_html_()
+    assert re.search(rf"{refused.open_requests} of .*256 requests allowed .*store refuses", repr(readings))
+    assert "store refuses" in readings._repr_html_()
 
 
 def test_the_order_and_the_processes_of_the_config_are_those_measured(stores):
@@ -79,7 +85,7 @@ def test_predicted_and_measured_speeds_are_drawn_tied_with_their_ratio(stores):
 def test_how_well_block_order_mixed_stands_beside_how_well_it_was_to(stores):
     wide = stores[0].replace({"loader.window_blocks": 4, "data.samples_per_epoch": 400, "loader.block_reuse": 3.0})
     orders = [wide.replace({"data.order": order}) for order in ("random", "block", "grid")]
-    free, mixed, none = measure_reading(*orders, seconds=0.05)
+    free, mixed, none = measure_reading(*orders, seconds=1e-9)  # one pass, whose pairs do not depend on time
     assert (free.mixing, free.predicted_mixing) == (1, 1)
     assert (none.mixing, none.predicted_mixing) == (None, None)
     assert 0 < mixed.mixing < 1

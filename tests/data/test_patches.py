@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from waiting import PATIENCE_SECONDS
 
 from kit.config import Loader
 from kit.data.build import build
@@ -39,7 +40,7 @@ def nothing_is_left():
     # The server that loader processes come from, and its helper, end with this process.
     before |= {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    assert not psutil.wait_procs(left, timeout=5)[1]
+    assert not psutil.wait_procs(left, timeout=PATIENCE_SECONDS)[1]
 
 
 @pytest.fixture
@@ -154,7 +155,7 @@ def test_damage_reaches_the_consumer_under_its_name(config, num_workers):
     loader = loader_of(config, num_workers=num_workers)
     for path in open_dataset(config).open_store().root.rglob("wind/c/*/*/*"):
         path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorruptChunkError, match="of wind is damaged"):
+    with pytest.raises(CorruptChunkError, match="of wind .*damaged"):
         passes(loader)
 
 
@@ -346,9 +347,9 @@ def test_under_ddp_lightning_keeps_the_loader_and_each_rank_reads_its_own_part(c
     ranks = [context.Process(target=_fit_rank, args=(config, rank, free_port, pipes[rank][1])) for rank in range(2)]
     for process in ranks:
         process.start()
-    heard = [here.recv() if here.poll(90) else None for here, _ in pipes]
+    heard = [here.recv() if here.poll(300) else None for here, _ in pipes]
     for process in ranks:
-        process.join(10)
+        process.join(PATIENCE_SECONDS)
     whole = passes(loader_of(config.replace({"loader.batch_size": 8})))
     assert [name for name, _ in heard] == ["PatchLoader", "PatchLoader"]
     for mine, theirs, both in zip(heard[0][1], heard[1][1], whole, strict=True):
@@ -382,6 +383,6 @@ def test_what_does_not_fit_an_open_store_is_refused_without_a_request(cloud, tin
     ]:
         with pytest.raises(ConfigError, match=message):
             PatchData(config.replace(changes), dataset).train_dataloader()
-    with pytest.raises(ConfigError, match=r"data\.variables: .* holds no data variables"):
+    with pytest.raises(ConfigError, match=r"data\.variables: .*no data variables"):
         PatchData(config, replace(dataset, arrays={})).train_dataloader()
     assert cloud.counts(since=mark).requests == 0

@@ -1,6 +1,8 @@
-"""A probe finds the dials of a simulated cloud. Bounds are one-sided where a busy machine could only make it worse."""
+"""A probe finds the dials of a store: from known times all of them, from a simulated cloud what no machine can hide."""
 
 import itertools
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +15,13 @@ from kit.cloud.simulated_cloud import simulated_cloud
 from kit.config import Config
 from kit.data import probing
 from kit.data.probe import probe
-from kit.data.probing import quantile, step_seconds
+from kit.data.probing import Load, Prober, quantile, step_seconds
 from kit.endpoints import VARIABLE
 from kit.errors import StoreError
 
 SLOW = {"latency_seconds": 0.06, "bandwidth_bytes_per_second": 2e6, "total_bandwidth_bytes_per_second": 8e6}
 """Dials that the machine is never the limit of."""
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +51,19 @@ def url(shaped, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["wire", "fsspec"])
-def test_it_finds_latency_bandwidths_and_parallelism(shaped, url, way, monkeypatch):
+def test_a_simulated_cloud_is_probed_through_either_client(shaped, url, way, monkeypatch):
     if way == "fsspec":
         monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
     shaped.turn(**SLOW)
     mark = shaped.counts()
     found = probe(url)
     counts = shaped.counts(since=mark)
-    assert 0.06 <= found.latency_seconds < 0.06 * 1.5  # alone on its machine: within 10 %, as the bandwidths
-    assert found.latency_seconds <= found.latency_p95_seconds
-    assert 2e6 * 0.4 < found.bandwidth_bytes_per_second < 2e6 * 1.25
-    assert 8e6 * 0.5 < found.total_bandwidth_bytes_per_second < 8e6 * 1.1
-    assert 2 <= found.parallelism <= 12  # 4 connections fill the total, and their latency wants some more
+    assert SLOW["latency_seconds"] <= found.latency_seconds <= found.latency_p95_seconds
+    assert found.bandwidth_bytes_per_second > 0
+    assert found.total_bandwidth_bytes_per_second == max(rate for _, rate in found.steps) > 0
+    assert found.parallelism >= 1
     assert not found.held_back
-    assert found.decode_bytes_per_second > 1e6
+    assert found.decode_bytes_per_second > 0
     assert 1 < found.compression_ratio < 1.3
     assert found.requests <= counts.requests
     assert found.bytes_read <= counts.bytes_sent
@@ -72,29 +74,14 @@ def test_it_finds_a_limit_on_requests(shaped, url):
     shaped.turn(latency_seconds=0.03, requests_per_second=100)
     found = probe(url)
     assert found.held_back
-    assert 50 < found.requests_per_second < 125
-    assert "were refused" in found.how["requests_per_second"]
+    assert found.requests_per_second > 0
+    assert "refused" in found.how["requests_per_second"]
     assert found.apply(Config()).chunking.requests_per_second == round(found.requests_per_second)
 
 
 def test_faults_are_no_limit_on_requests(shaped, url):
     shaped.turn(latency_seconds=0.03, faults={"503": 0.01, "reset": 0.01})
     assert not probe(url).held_back
-
-
-def test_what_cannot_be_told_is_none_and_says_why(shaped, tmp_path):
-    small = tmp_path / "small.zarr"
-    group = zarr.create_group(str(small))
-    array = group.create_array("a", shape=(8, 8), chunks=(8, 8), dtype="f4", dimension_names=("y", "x"))
-    array[:] = np.arange(64, dtype="f4").reshape(8, 8)
-    shaped.turn("no limits").turn(latency_seconds=0.05, latency_spread=0.5)
-    found = probe(shaped.upload(small, "probed/small.zarr"))
-    assert found.bandwidth_bytes_per_second is None
-    assert "larger objects are needed" in found.how["bandwidth_bytes_per_second"]
-    config = Config()
-    kept = found.apply(config).chunking
-    assert kept.bandwidth_bytes_per_second == config.chunking.bandwidth_bytes_per_second
-    assert "not told" in str(found)
 
 
 def test_its_figures_go_into_a_config_and_nothing_else_changes(shaped, url):
@@ -129,10 +116,65 @@ def test_nothing_to_probe_is_said_at_once(tmp_path):
         probe(str(tmp_path / "none.zarr"))
     empty = zarr.create_group(str(tmp_path / "empty.zarr"))
     empty.create_array("a", shape=(8, 8), chunks=(8, 8), dtype="f4", dimension_names=("y", "x"))
-    with pytest.raises(StoreError, match="no chunk in the store"):
+    with pytest.raises(StoreError, match="no chunk"):
         probe(str(tmp_path / "empty.zarr"))
     with pytest.raises(StoreError, match="allow 1 MiB at least"):
         probe(str(tmp_path / "empty.zarr"), most_bytes="1 KiB")
+
+
+# -- the figures of loads whose times are known
+
+
+def timed(monkeypatch, *, latency, spread=0.0, bandwidth=math.inf, total=math.inf, requests_per_second=math.inf):
+    """Probes find loads as a store with these dials would give them; no request is sent but for chunks to decode."""
+
+    class Timed(Prober):
+        def telling_range(self, latency_seconds, spread_seconds):
+            return MIB
+
+        def load(self, in_flight, range_bytes, seconds, least=1):
+            each = latency + range_bytes / min(bandwidth, total / in_flight)
+            rate = min(in_flight / each, requests_per_second)
+            refused = round((in_flight / each - rate) * seconds)
+            times = [each - spread, each, each + spread] * max(least, round(rate * seconds))
+            return Load(
+                in_flight=in_flight, range_bytes=range_bytes, seconds=tuple([*times, 9 * each] if refused else times),
+                requests_per_second=rate, bytes_per_second=rate * range_bytes, cpu_seconds_per_request=1e-4,
+                busy_fraction=0.1, refused=refused,
+            )  # fmt: skip
+
+    monkeypatch.setattr("kit.data.probe.Prober", Timed)
+
+
+def test_latency_bandwidths_and_parallelism_follow_from_the_times_of_the_loads(folder, monkeypatch):
+    timed(monkeypatch, latency=0.06, bandwidth=2e6, total=8e6)
+    found = probe(str(folder))
+    assert found.latency_seconds == found.latency_p95_seconds == pytest.approx(0.06, abs=2e-6)
+    assert found.bandwidth_bytes_per_second == pytest.approx(2e6, rel=1e-4)
+    assert [in_flight for in_flight, _ in found.steps] == [1, 4, 16]
+    assert found.total_bandwidth_bytes_per_second == pytest.approx(16 * MIB / (0.06 + 16 * MIB / 8e6))
+    assert found.parallelism == 5  # 4 connections fill the total, and their latency wants one more
+    assert not found.held_back
+    assert found.requests_per_second == pytest.approx(128 / (0.06 + 128 / 8e6))
+
+
+def test_a_rate_that_the_store_keeps_requests_to_is_found_and_taken(folder, monkeypatch):
+    timed(monkeypatch, latency=0.03, requests_per_second=100)
+    found = probe(str(folder))
+    assert (found.held_back, found.requests_per_second) == (True, 100)
+    assert found.latency_seconds == pytest.approx(0.03)
+    assert found.apply(Config()).chunking.requests_per_second == 100
+
+
+def test_what_cannot_be_told_is_none_and_says_why(folder, monkeypatch):
+    timed(monkeypatch, latency=0.05, spread=0.02, bandwidth=1e9)
+    found = probe(str(folder))
+    assert found.bandwidth_bytes_per_second is None
+    assert "larger objects" in found.how["bandwidth_bytes_per_second"]
+    config = Config()
+    kept = found.apply(config).chunking
+    assert kept.bandwidth_bytes_per_second == config.chunking.bandwidth_bytes_per_second
+    assert "not told" in str(found)
 
 
 # -- the arithmetic of a load
@@ -147,19 +189,18 @@ def test_a_quantile_is_a_value_that_so_many_do_not_exceed(values, share):
 
 def test_a_step_is_several_requests_long_within_bounds():
     lengths = [step_seconds(seconds) for seconds in (0, 0.01, 0.1, 0.15, 10)]
-    assert lengths == sorted(lengths)
-    assert (lengths[0], lengths[-1]) == (probing._LEAST_SECONDS, probing._MOST_SECONDS)
+    assert lengths == pytest.approx([0.3, 0.3, 0.5, 0.75, 1.0])
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.floats(0.01, 0.5))
 def test_a_load_of_even_requests_has_the_rate_it_was_made_of(in_flight, rounds, seconds):
     run = probing._Run(rounds * seconds, in_flight, 1, itertools.repeat(0).__next__)
-    run.open()
-    run._start = 0.0
-    for number, _ in itertools.product(range(rounds), range(in_flight)):
-        run.done.append((number * seconds, (number + 1) * seconds, 100))
+    now = iter([0.0, rounds * seconds])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probing.time, "perf_counter", lambda: rounds * seconds)
+        patch.setattr("kit.data.probing.time", SimpleNamespace(perf_counter=now.__next__, process_time=lambda: 0.0))
+        run.open()
+        for number, _ in itertools.product(range(rounds), range(in_flight)):
+            run.done.append((number * seconds, (number + 1) * seconds, 100))
         load = run.load(100)
     assert load.requests_per_second == pytest.approx(in_flight / seconds)
     assert load.bytes_per_second == pytest.approx(100 * in_flight / seconds)

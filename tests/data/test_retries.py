@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import PATIENCE_SECONDS
 
 from kit.data import retries as policy
 from kit.data.build import build
@@ -38,7 +39,7 @@ def bucket(cloud, tmp_path):
     return lambda scheme: cloud.url("faulty/x", scheme)
 
 
-def _read(way, url, counters, seconds=20.0, after_the_first=None):
+def _read(way, url, counters, seconds=PATIENCE_SECONDS, after_the_first=None):
     """Bytes 10 to 200,000 of `a`, by either client; `after_the_first`: called between two such reads."""
     store = open_store(url)
     if way in ("wire", FILES):
@@ -98,7 +99,7 @@ def test_a_store_that_never_recovers_is_given_up_at_the_deadline_with_its_last_w
     url, counters = bucket(scheme), Counters()
     # A first read that succeeds: making a client takes botocore longer than the whole deadline on a busy machine.
     break_it = partial(cloud.turn, faults={"503": 1.0})
-    with pytest.raises(StoreError, match=r"tried \d+ times in|no answer for a within 4 s"):
+    with pytest.raises(StoreError, match=r"tried \d+ times in|no answer .*4 s"):
         _read(way, url, counters, seconds=4.0, after_the_first=break_it)
     assert counters.values()["retries"] >= 2
 

@@ -2,8 +2,10 @@
 
 import threading
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
+from waiting import PATIENCE_SECONDS
 
 from kit.data.room import Room
 
@@ -66,12 +68,12 @@ def test_closing_ends_every_wait():
         thread.start()
     room.close()
     for thread in waiting:
-        thread.join(10)
+        thread.join(PATIENCE_SECONDS)
     assert not any(thread.is_alive() for thread in waiting)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 50), st.integers(1, 6))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_threads_never_hold_more_than_the_limit_and_all_get_through(sizes, limit, threads):
     room = Room(lambda: limit)
     queue, through = [*sizes], []
@@ -90,7 +92,7 @@ def test_threads_never_hold_more_than_the_limit_and_all_get_through(sizes, limit
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(20)
+        worker.join(PATIENCE_SECONDS)
     assert sorted(through) == sorted(sizes)
     assert room.most_bytes <= max(limit, *sizes)
     assert room.taken_bytes == 0

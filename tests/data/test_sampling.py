@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.config import Config
 from kit.data import sampling
@@ -54,7 +56,7 @@ def plans(draw):
 
 
 @given(plans(), st.integers(0, 3))
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_every_sample_comes_exactly_once_in_batches_that_are_never_empty(a_plan, epoch):
     runs = [
         a_plan.positions(step, rank) for step in range(a_plan.batches_per_epoch) for rank in range(a_plan.world_size)
@@ -69,7 +71,6 @@ def test_every_sample_comes_exactly_once_in_batches_that_are_never_empty(a_plan,
 
 
 @given(plans(), st.integers(0, 3))
-@settings(deadline=None, max_examples=100)
 def test_offsets_are_valid_and_a_grid_epoch_visits_every_stride_th_one_once(a_plan, epoch):
     offsets = np.concatenate([batch for step in epoch_of(a_plan, epoch) for batch in step])
     assert (offsets >= 0).all()
@@ -84,7 +85,6 @@ def test_offsets_are_valid_and_a_grid_epoch_visits_every_stride_th_one_once(a_pl
 
 
 @given(plans(), st.integers(1, 4))
-@settings(deadline=None, max_examples=100)
 def test_one_rank_with_twice_the_batch_sees_the_same_global_batches_as_two_ranks(a_plan, batch_size):
     assume(a_plan.samples >= 2 * batch_size)
     one = dataclasses.replace(a_plan, world_size=1, batch_size=2 * batch_size)
@@ -99,7 +99,7 @@ def test_one_rank_with_twice_the_batch_sees_the_same_global_batches_as_two_ranks
 
 
 @given(plans())
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_a_batch_is_a_function_of_seed_epoch_step_and_rank_alone(a_plan):
     again = dataclasses.replace(a_plan)
     last, rank = a_plan.batches_per_epoch - 1, a_plan.world_size - 1
@@ -157,7 +157,6 @@ def test_an_epoch_of_a_hundred_million_samples_is_never_materialised():
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**128 - 1))
-@settings(deadline=None, max_examples=100)
 def test_the_bijection_is_one_to_one(size, key):
     image = bijection(size, key, np.arange(size))
     assert np.array_equal(np.sort(image), np.arange(size))
@@ -194,9 +193,9 @@ def test_a_plan_follows_the_config():
 @pytest.mark.parametrize(
     ("changes", "path", "words"),
     [
-        ({"data__patch": {"lat": 31}}, "data.patch", "31 elements along 'lat', but temperature has 30"),
-        ({"data__patch": {"latt": 8}}, "data.patch", "did you mean 'lat'?"),
-        ({"loader__batch_size": 600}, "loader.batch_size", "a batch that does not fit the data"),
+        ({"data__patch": {"lat": 31}}, "data.patch", "31 .*'lat', .*temperature has 30"),
+        ({"data__patch": {"latt": 8}}, "data.patch", r"did you mean 'lat'\?"),
+        ({"loader__batch_size": 600}, "loader.batch_size", "batch .*not fit"),
         ({"loader__batch_size": 600}, "loader.batch_size", "use at most 512"),
         ({"loader__batch_size": 4, "data__samples_per_epoch": 1}, "loader.batch_size", "use at most 1 ranks"),
     ],
@@ -205,7 +204,7 @@ def test_what_does_not_fit_is_refused_under_the_path_of_its_field(changes, path,
     with pytest.raises(ConfigError) as caught:
         plan_samples(config_with(**changes), OCEAN, 2)
     assert [problem.path for problem in caught.value.problems] == [path]
-    assert words in str(caught.value)
+    assert re.search(words, str(caught.value))
 
 
 def test_every_dimension_at_fault_is_named_at_once():

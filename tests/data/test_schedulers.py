@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples, nightly
 
 import kit.data.build as builder
 from kit.config import Config
@@ -26,6 +27,8 @@ from kit.errors import BuildError, ConfigError, UnfinishedStoreError
 
 MIB = 1 << 20
 BUDGET = OVERHEAD_BYTES + 2 * MIB
+TIMES = 10 if nightly() else 4
+"""A source is larger than the memory to cut it anew."""
 RECHUNKER = Path(__file__).with_name("rechunk_victim.py")
 
 
@@ -89,7 +92,7 @@ def test_all_schedulers_write_the_same_bytes(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-build")]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15)
 @given(data=st.data())
 def test_any_source_layout_any_target_and_any_budget_give_the_same_bytes(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("recut")
@@ -112,7 +115,10 @@ def test_any_source_layout_any_target_and_any_budget_give_the_same_bytes(tmp_pat
 
 def measure(folder, *arguments):
     done = subprocess.run(
-        [sys.executable, str(RECHUNKER), str(folder), *arguments], capture_output=True, text=True, timeout=170
+        [sys.executable, str(RECHUNKER), str(folder), str(TIMES), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -120,21 +126,21 @@ def measure(folder, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scratch", ["", "scratch"])
-def test_memory_stays_within_the_budget_for_a_source_ten_times_larger(tmp_path, scratch):
+def test_memory_stays_within_the_budget_for_a_source_many_times_larger(tmp_path, scratch):
     result = measure(tmp_path, "threads", scratch)
     (budget,), (added,) = result["budget_bytes"], result["added_bytes"]
-    assert result["source_bytes"] >= 10 * budget > 0
+    assert result["source_bytes"] >= TIMES * budget > 0
     assert added <= budget
     assert result["right"]
     assert not (tmp_path / "scratch").exists() or not [*(tmp_path / "scratch").iterdir()]
 
 
 @pytest.mark.slow
-def test_workers_stay_within_their_own_and_the_total_budget_for_a_source_ten_times_larger(tmp_path):
+def test_workers_stay_within_their_own_and_the_total_budget_for_a_source_many_times_larger(tmp_path):
     result = measure(tmp_path, "distributed")
     budgets = result["budget_bytes"]
     assert len(budgets) == len(result["added_bytes"]) == 2
-    assert result["source_bytes"] >= 10 * sum(budgets)
+    assert result["source_bytes"] >= TIMES * sum(budgets)
     assert all(0 < added <= budget for added, budget in zip(result["added_bytes"], budgets, strict=True))
     assert all(peak <= budget + RUNTIME_BYTES for peak, budget in zip(result["peak_bytes"], budgets, strict=True))
     assert sum(result["peak_bytes"]) <= result["total_bytes"]
@@ -146,7 +152,7 @@ def test_a_worker_that_takes_more_than_its_limit_is_ended_and_the_build_says_so(
     source = tmp_path / "greedy.py"
     source.write_text(GREEDY)
     config = recut(f"{source}:Greedy", tmp_path / "t.zarr", {"time": 4}, build__scheduler="distributed")
-    with pytest.raises(BuildError, match=r"lost three times.*a larger build\.memory_bytes, or fewer build\.workers"):
+    with pytest.raises(BuildError, match=r"lost three times.*build\.memory_bytes.*build\.workers"):
         build(config.replace({"build.workers": 1}), progress=False)
 
 
@@ -159,7 +165,7 @@ def test_what_all_processes_may_take_is_divided_among_them_or_fewer_run(tmp_path
     assert (rich.slots.processes, rich.memory_bytes) == (8, BUDGET + 30 * MIB)
     poor = plan_build(config.replace({"build.total_memory_bytes": 2 * (RUNTIME_BYTES + BUDGET)}))
     assert poor.slots.processes == 2
-    assert "8 workers would have too little each" in str(poor)
+    assert "8 workers" in str(poor)
     assert poor.total_bytes <= 2 * (RUNTIME_BYTES + BUDGET)
     threads = config.replace({"build.scheduler": "threads", "build.total_memory_bytes": BUDGET})
     assert plan_build(threads).memory_bytes == BUDGET
@@ -167,7 +173,7 @@ def test_what_all_processes_may_take_is_divided_among_them_or_fewer_run(tmp_path
         plan_build(config.replace({"build.total_memory_bytes": RUNTIME_BYTES}))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(workers=st.integers(1, 64), threads=st.integers(1, 8), mib=st.integers(1, 20_000), total=st.integers(0, 60_000))
 def test_no_plan_exceeds_what_each_or_all_may_take(workers, threads, mib, total):
     values = np.broadcast_to(np.float32(1), (40, 256, 256))
@@ -354,7 +360,7 @@ def test_a_scheduler_that_does_not_answer_is_a_build_error(tmp_path, monkeypatch
         tmp_path / "source.zarr", tmp_path / "t.zarr", {"time": 4}, build__scheduler="distributed",
         build__address="tcp://127.0.0.1:9",
     )  # fmt: skip
-    with pytest.raises(BuildError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9.*correct build\.address"):
+    with pytest.raises(BuildError, match=r"Dask scheduler.*tcp://127\.0\.0\.1:9.*build\.address"):
         build(config, progress=False)
 
 
@@ -371,7 +377,7 @@ def test_dask_that_is_not_installed_is_a_config_error_with_the_way_out(monkeypat
 def test_a_store_in_memory_is_refused_for_workers(tmp_path):
     write_slices(tmp_path / "source.zarr", shape=(4, 4, 4), chunk=(1, 4, 4))
     config = recut(tmp_path / "source.zarr", "memory://x/t.zarr", {"time": 4}, build__scheduler="distributed")
-    with pytest.raises(BuildError, match="lives in this process only"):
+    with pytest.raises(BuildError, match="memory://.*Dask.*threads"):
         build(config, progress=False)
 
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from kit.cloud.simulated_cloud import simulated_cloud
 from kit.data.build import build
@@ -116,7 +117,7 @@ def both(_s3_address):
 
 def _ask(address, method, path, body, headers):
     parts = urlsplit(address)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=PATIENCE_SECONDS)
     try:
         connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
         answer = connection.getresponse()

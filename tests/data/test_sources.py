@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray
 import zarr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.config import Config
@@ -77,14 +77,14 @@ def test_a_netcdf_file_keeps_its_packing_and_its_times(tmp_path):
 
 def test_what_is_no_source_of_numbers_is_refused(tmp_path):
     words = xarray.Dataset({"name": (("x",), ["a", "b"])})
-    with pytest.raises(ConfigError, match="no numeric variable with dimensions; there are name"):
+    with pytest.raises(ConfigError, match="no numeric variable .*name"):
         XarraySource(words)
     with pytest.raises(ConfigError, match="did you mean 'area'"):
         XarraySource(example(), ["aera"])
     (tmp_path / "x.nc").write_bytes(b"not a file of that kind")
     with pytest.raises(ConfigError, match=r"xarray cannot open .*x\.nc"):
         load_source(Config.make({"data": {"source": str(tmp_path / "x.nc")}}))
-    with pytest.raises(ConfigError, match="there is no file"):
+    with pytest.raises(ConfigError, match="no file"):
         load_source(Config.make({"data": {"source": str(tmp_path / "y.nc")}}))
 
 
@@ -110,7 +110,7 @@ def test_a_store_that_kit_built_must_be_whole(tmp_path, tiny_config):
     source = ZarrSource(str(tmp_path / "a.zarr"))
     assert source.chunks["sst"] == (1, 4, 4)
     next((tmp_path / "a.zarr/sst/c").glob("*/*/*")).unlink()
-    with pytest.raises(MissingChunkError, match=r"is missing or cut short \(1 of"):
+    with pytest.raises(MissingChunkError, match=r"missing .*\(1 of"):
         ZarrSource(str(tmp_path / "a.zarr"))
 
 
@@ -144,7 +144,7 @@ def test_a_npy_file_of_objects_or_cut_short_is_refused(tmp_path):
     np.save(tmp_path / "o.npy", np.array([{}], object), allow_pickle=True)
     (tmp_path / "c.npy").write_bytes(b"\x93NUMPY")
     for file in ("o.npy", "c.npy", "none.npy"):
-        with pytest.raises(ConfigError, match=rf"{file} cannot be mapped as an array"):
+        with pytest.raises(ConfigError, match=rf"{file} .*mapped"):
             load_source(Config.make({"data": {"source": str(tmp_path / file)}}))
 
 
@@ -164,9 +164,9 @@ def test_a_folder_of_images_is_a_stack_with_a_variable_a_band(tmp_path, mode, na
         expected = values[order] if mode == "L" else values[order][..., band]
         np.testing.assert_array_equal(dataset.open_array(name)[...], expected)
     Image.fromarray(values[0][:5]).save(tmp_path / "in" / "0" / "small.png")
-    with pytest.raises(BuildError, match=r"small\.png is 16 × 5 .*, but the first image is 16 × 12"):
+    with pytest.raises(BuildError, match=r"small\.png is 16 × 5 .*first image is 16 × 12"):
         build_from(tmp_path / "in", tmp_path / "u.zarr", {"image": 1, "y": 8, "x": 8})
-    with pytest.raises(ConfigError, match="holds no image file that matches"):
+    with pytest.raises(ConfigError, match="no image file.*matches"):
         load_source(Config.make({"data": {"source": str(tmp_path / "in"), "arguments": {"pattern": "*.gif"}}}))
 
 
@@ -185,7 +185,6 @@ def test_a_misspelt_argument_of_a_place_is_answered(tmp_path):
         load_source(config)
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data(), fetch=st.integers(1, 4000))
 def test_pieces_tile_a_region_once_and_hold_no_more_than_they_may(data, fetch):
     shape = tuple(data.draw(st.integers(1, 15)) for _ in range(data.draw(st.integers(1, 3))))

@@ -1,7 +1,7 @@
 """URLs, credentials and errors of stores."""
 
 import pickle
-import time
+import socket
 from pathlib import Path
 
 import pytest
@@ -90,27 +90,34 @@ def test_folders_and_urls_open_as_the_store_that_fits(tmp_path):
 
 
 def test_a_folder_that_is_not_there_and_a_file_in_its_place_say_so(tmp_path):
-    with pytest.raises(StoreError, match=r"does not exist; build it with kit\.build"):
+    with pytest.raises(StoreError, match=r"does not exist.*kit\.build"):
         open_store(str(tmp_path / "none.zarr"))
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="is a file"):
         open_store(str(tmp_path / "file"))
 
 
-def test_a_host_that_does_not_answer_is_refused_within_seconds(monkeypatch):
+def test_a_host_that_does_not_answer_is_refused_after_one_short_attempt(monkeypatch):
     for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
-    began = time.monotonic()
+    connect, attempts = socket.create_connection, []
+
+    def noting(address, timeout):
+        attempts.append((address, timeout))
+        return connect(address, timeout)
+
+    monkeypatch.setattr("kit.data.stores.socket.create_connection", noting)
     for url in ("gs://bucket/x.zarr", "http://127.0.0.1:9/x.zarr"):
         with pytest.raises(StoreError, match=r"no connection to 127\.0\.0\.1:9"):
             open_store(url)
-    assert time.monotonic() - began < 10
+    assert [address for address, _ in attempts] == [("127.0.0.1", 9)] * 2
+    assert all(0 < timeout < 10 for _, timeout in attempts)
 
 
 def test_credentials_that_are_not_set_name_the_variable(monkeypatch):
     monkeypatch.delenv("OCEAN_KEY", raising=False)
-    with pytest.raises(StoreError, match="environment variable OCEAN_KEY, which is not set"):
+    with pytest.raises(StoreError, match="environment variable OCEAN_KEY.*not set"):
         open_store("https://example.invalid/x.zarr", "env:OCEAN_KEY")
 
 

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from xarray.coding.times import decode_cf_datetime
 
 from kit.data.times import decode_times
@@ -15,7 +16,7 @@ from kit.data.times import decode_times
     since=st.sampled_from(["1970-01-01", "1900-1-1 00:00:00", "2000-02-29T12:30:15", "1858-11-17 00:00:00.0"]),
     calendar=st.sampled_from(["standard", "gregorian", "proleptic_gregorian"]),
 )
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_times_are_those_of_xarray(numbers, unit, since, calendar):
     units, values = f"{unit} since {since}", np.array(numbers)
     got = decode_times(values, {"units": units, "calendar": calendar})

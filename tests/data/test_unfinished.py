@@ -1,7 +1,6 @@
 """Parts that a broken-off upload has left: listed, and dropped where nobody is sending them any more."""
 
-import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,13 +48,17 @@ def test_what_was_broken_off_is_listed_and_dropped_and_what_is_whole_stays(url, 
     assert len(list_objects(open_store(url), "", url)) == 2
 
 
-def test_one_that_is_still_being_sent_is_left_alone(tmp_path):
-    url = str(tmp_path / "copies")
+def test_one_that_is_still_being_sent_is_left_alone(tmp_path, monkeypatch):
+    url, watched = str(tmp_path / "copies"), []
+
+    def send_meanwhile(seconds):
+        watched.append(seconds)
+        leave(url, name="step=6.ckpt", sha256="cd" * 32)
+
     leave(url)
     leave(url, name="step=6.ckpt")
-    sending = threading.Thread(target=lambda: (time.sleep(0.5), leave(url, name="step=6.ckpt", sha256="cd" * 32)))
-    sending.start()
+    monkeypatch.setattr("kit.data.unfinished.time", SimpleNamespace(sleep=send_meanwhile))
     dropped = unfinished_uploads(url, drop=True, quiet_seconds=2)
-    sending.join()
+    assert watched == [2]
     assert [one.url.rpartition("/")[2] for one in dropped] == ["step=4.ckpt"]
     assert [one.parts for one in unfinished_uploads(url)] == [2]

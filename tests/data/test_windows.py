@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.data.windows import Windows, mixing, pairs_of_one_visit
 from kit.plan.block_order import fit_window
@@ -41,7 +42,7 @@ def whole(case, epoch=0):
 
 
 @given(cases(), st.integers(0, 3))
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_every_sample_is_served_once_whatever_the_ranks(case, epoch):
     assume(case.samples >= case.world_size)
     alone, _ = case.draw(epoch, range(case.samples))
@@ -52,7 +53,6 @@ def test_every_sample_is_served_once_whatever_the_ranks(case, epoch):
 
 
 @given(cases(), st.data())
-@settings(deadline=None, max_examples=100)
 def test_any_run_of_places_is_a_part_of_the_row(case, data):
     assume(case.samples >= case.world_size)
     rank = data.draw(st.integers(0, case.world_size - 1))
@@ -65,7 +65,7 @@ def test_any_run_of_places_is_a_part_of_the_row(case, data):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_the_samples_of_a_visit_lie_in_one_block(case):
     offsets, visits = case.draw(0, range(case.samples))
     blocks = offsets // np.array(case.block)
@@ -75,7 +75,7 @@ def test_the_samples_of_a_visit_lie_in_one_block(case):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_a_window_mixes_no_more_visits_than_it_may(case):
     assume(case.samples >= case.world_size)
     for rank in range(case.world_size):

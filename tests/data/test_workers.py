@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import threading
 
-from kit.data.workers import Batch, Workers
+from waiting import PATIENCE_SECONDS
 
-WAIT = 20
+from kit.data.workers import Batch, Workers
 
 
 def test_first_jobs_run_before_those_that_wait_each_in_the_order_given():
     workers, go, ended, ran = Workers(1, "test"), threading.Event(), threading.Event(), []
     owner = Batch[None]()
-    workers.put(owner, go.wait, WAIT)
+    workers.put(owner, go.wait, PATIENCE_SECONDS)
     for name in "abc":
         workers.put(owner, ran.append, name)
     for name in "xyz":
         workers.put_first(owner, ran.append, name)
     workers.put(owner, ended.set)
     go.set()
-    assert ended.wait(WAIT)
+    assert ended.wait(PATIENCE_SECONDS)
     assert "".join(ran) == "xyzabc"
     workers.close()
-    workers.join(WAIT)
+    workers.join(PATIENCE_SECONDS)
 
 
 def test_a_first_job_wakes_a_thread_that_has_nothing_to_do():
@@ -30,9 +30,9 @@ def test_a_first_job_wakes_a_thread_that_has_nothing_to_do():
     for _ in range(20):
         ended = threading.Event()
         workers.put_first(owner, ended.set)
-        assert ended.wait(WAIT)
+        assert ended.wait(PATIENCE_SECONDS)
     workers.close()
-    workers.join(WAIT)
+    workers.join(PATIENCE_SECONDS)
 
 
 def test_a_first_job_that_raises_fails_its_owner_and_one_whose_owner_is_over_is_skipped():
@@ -44,7 +44,7 @@ def test_a_first_job_that_raises_fails_its_owner_and_one_whose_owner_is_over_is_
 
     workers.put_first(over, ran.append, "over")
     workers.put_first(failed, job)
-    assert "as planned" in str(failed.future.exception(WAIT))
+    assert "as planned" in str(failed.future.exception(PATIENCE_SECONDS))
     assert ran == []
     workers.close()
-    workers.join(WAIT)
+    workers.join(PATIENCE_SECONDS)

@@ -137,7 +137,7 @@ def test_what_does_not_fit_it_is_refused_before_it_is_read(held):
 
 @pytest.mark.parametrize("given", [7, None, [1, 2], np.zeros(3)])
 def test_what_holds_no_data_is_refused(given):
-    with pytest.raises(StoreError, match="give a Config, a URL, or an xarray"):
+    with pytest.raises(StoreError, match="Config.*URL.*xarray"):
         open_dataset(given)
 
 
@@ -160,5 +160,5 @@ class Broken:
 
 def test_an_object_that_cannot_be_read_is_a_named_error():
     lazy = xarray.DataArray(Broken(), dims=("time", "y", "x"), name="lost")
-    with Engine(open_dataset(lazy)) as engine, pytest.raises(StoreError, match="could not read lost"):
+    with Engine(open_dataset(lazy)) as engine, pytest.raises(StoreError, match="could not read .*lost"):
         next(engine.stream([np.zeros((1, 3), int)], (2, 16, 16)))

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.config import Config
 from kit.data.layout import plan_chunks
@@ -31,7 +32,7 @@ def regions(draw):
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(region=regions(), name=st.sampled_from(["sst", "u", "v"]))
 def test_a_piece_read_alone_equals_the_same_piece_of_the_whole(region, name):
     block = SMALL.read(name, region)

@@ -24,13 +24,13 @@ def run(folder, **options):
     asked = {**SIZES, "length": LENGTH, "epochs": EPOCHS, "seed": SEED, "folder": folder, **options}
     line = [str(part) for name, value in asked.items() for part in (f"--{name.replace('_', '-')}", value)]
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *line], cwd=folder, capture_output=True, text=True, timeout=250, check=False,
+        [sys.executable, str(SCRIPT), *line], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_one_process_and_two_find_the_topics_that_a_fit_from_python_finds(tmp_path):
     done = run(tmp_path, batch_size=16)
     assert done.returncode == 0, done.stderr[-3000:]

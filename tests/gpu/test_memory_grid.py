@@ -66,7 +66,7 @@ def test_the_grid_covers_models_precisions_checkpointing_and_optimizers(device):
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path):
-    with pytest.raises(SystemExit, match="no NVIDIA GPU to compare with; .* --device cpu"):
+    with pytest.raises(SystemExit, match="no NVIDIA GPU.* --device cpu"):
         memory_grid.main(["--output", str(tmp_path / "grid.jsonl")])
     assert list(tmp_path.iterdir()) == []
 

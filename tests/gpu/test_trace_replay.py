@@ -84,7 +84,7 @@ def test_streams_do_not_share_what_is_free():
 
 
 def test_a_trace_that_begins_after_the_first_allocation_is_refused():
-    with pytest.raises(ValueError, match=r"0x1000, which it never allocated.*before CUDA is used, with more max_entr"):
+    with pytest.raises(ValueError, match=r"0x1000, .*never allocated.*max_entr"):
         replay_trace(snapshot_of(*freed(0x1000, 512)))
 
 

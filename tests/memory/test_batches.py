@@ -2,10 +2,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
+from properties import examples
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
@@ -65,7 +66,7 @@ def apart(samples):
     return list(samples)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     size=st.integers(1, 40),
@@ -97,7 +98,7 @@ def test_a_batch_with_more_in_it_than_tensors_is_collated_whole():
 
 def test_a_batch_too_large_to_collate_is_refused(monkeypatch):
     monkeypatch.setattr(batches, "_LARGEST_COLLATION_BYTES", 1000)
-    with pytest.raises(ConfigError, match=r"batch of 500 .* predict a smaller one"):
+    with pytest.raises(ConfigError, match=r"batch of 500 .*smaller"):
         look_at(DataLoader(Items([torch.zeros(2)]), collate_fn=named), 500)
 
 
@@ -108,7 +109,7 @@ def test_each_part_of_a_batch_is_as_long_as_its_longest_sample():
     data = Items([(torch.zeros(100), torch.zeros(1)), (torch.zeros(1), torch.zeros(90))])
     found = look_at(DataLoader(data, batch_size=16, collate_fn=pair))
     assert shapes(found) == [(16, 100), (16, 90)]
-    assert "samples differ in size" in found.notes[0]
+    assert "samples differ" in found.notes[0]
 
 
 def test_a_stream_of_samples_is_collated():
@@ -125,7 +126,9 @@ def test_whole_batches_are_as_large_as_the_largest_looked_at():
     found = look_at(DataLoader(Whole(4, 9, 7), batch_size=None))
     assert shapes(found) == [(8, 9), (3,)]
     assert found.batch_size == 8
-    assert found.notes == ("batches differ in size: each part is as large as the largest of 3 batches",)
+    (note,) = found.notes
+    assert "batches differ" in note
+    assert "largest of 3" in note
 
 
 def test_whole_batches_are_rescaled_along_the_sizes_of_their_samples():
@@ -190,9 +193,9 @@ def test_patches_are_as_the_loader_yields_them(ocean):
 def test_patches_that_do_not_fit_are_refused(ocean):
     with pytest.raises(ConfigError, match=r"^data\.patch: no dimension depth"):
         patch_batches(ocean.replace({"data.patch": {"depth": 2}}))
-    with pytest.raises(ConfigError, match=r"^data\.variables: the source has no rain"):
+    with pytest.raises(ConfigError, match=r"^data\.variables: .*no rain"):
         patch_batches(ocean.replace({"data.variables": ["rain"]}))
-    with pytest.raises(ConfigError, match=r"^data\.patch: larger than the data: lat 4500 > 45"):
+    with pytest.raises(ConfigError, match=r"^data\.patch: larger .*lat 4500 > 45"):
         patch_batches(ocean.replace({"data.patch": {"lat": 4500}}))
 
 

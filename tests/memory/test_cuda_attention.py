@@ -117,7 +117,7 @@ def test_the_lever_and_torchs_switches_are_obeyed():
     assert kernel_of(heads, attention="cudnn", dropout_p=0.1) == "flash"
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert kernel_of(heads) == "efficient"
-        with pytest.raises(RuntimeError, match=r"no attention kernel .*efficient: does not take float64"):
+        with pytest.raises(RuntimeError, match=r"no attention kernel .*efficient: .*float64"):
             kernel_of(lambda: heads(torch.float64))
 
 
@@ -126,7 +126,9 @@ def test_the_reason_is_told():
         query = heads(FP32)
         functional.scaled_dot_product_attention(query, query, query)
         functional.scaled_dot_product_attention(query, query, query)
-    assert emulation.notes == ["attention: efficient × 2 (not flash: does not take float32)"]
+    (note,) = emulation.notes
+    assert note.startswith("attention: efficient × 2 (not flash")
+    assert "float32" in note
 
 
 @pytest.mark.parametrize(("capability", "attention"), [((8, 0), "flash"), ((8, 0), "efficient"), ((9, 0), "cudnn")])

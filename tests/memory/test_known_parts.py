@@ -38,9 +38,10 @@ def test_what_cannot_be_made_is_said_and_the_rest_stays():
 
     recording = known(Bare)
     assert set(at_peak(recording)) == {"parameters", "gradients"}
-    assert recording.facts["notes"] == [
-        "optimizer state is left out: configure_optimizers stopped with RuntimeError: no optimizer today"
-    ]
+    (note,) = recording.facts["notes"]
+    assert note.startswith("optimizer state")
+    assert "configure_optimizers" in note
+    assert note.endswith("RuntimeError: no optimizer today")
 
 
 def test_an_optimizer_that_needs_a_closure_gets_one():
@@ -60,7 +61,9 @@ def test_an_optimizer_that_does_not_step_is_named():
         def configure_optimizers(self):
             return Stuck(self.parameters(), lr=0.1)
 
-    assert known(OfStuck).facts["notes"] == ["state of Stuck is left out: ValueError: stuck"]
+    (note,) = known(OfStuck).facts["notes"]
+    assert "state of Stuck" in note
+    assert note.endswith("ValueError: stuck")
 
 
 def test_a_reason_is_the_first_line_and_the_place():

@@ -76,7 +76,10 @@ def test_16_mixed_runs_with_its_scaler_and_steps():
 
 def test_on_the_cpu_what_needs_a_gpu_is_said():
     recording = dry("32-true", capability=None, attention="efficient")
-    assert recording.facts["notes"] == ["levers.attention: efficient needs a GPU; torch chooses among math and flash"]
+    (note,) = recording.facts["notes"]
+    assert note.startswith("levers.attention: efficient")
+    assert "GPU" in note
+    assert "math and flash" in note
 
 
 def test_runs_do_not_leave_a_trace_in_each_other():

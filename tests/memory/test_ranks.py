@@ -46,7 +46,7 @@ def test_everything_is_as_it_was_afterwards_also_after_an_error(monkeypatch):
 
 
 def test_a_world_without_ranks_is_refused():
-    with pytest.raises(HardwareError, match="world_size=0: a run has at least 1 rank"), fake_ranks(0):
+    with pytest.raises(HardwareError, match="world_size=0: .*at least 1"), fake_ranks(0):
         pass
 
 

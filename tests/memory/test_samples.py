@@ -42,7 +42,9 @@ def test_the_longest_sample_is_found_wherever_it_is(place):
     found = largest_samples(DataLoader(data))
     assert len(found.candidates[0]) == 99
     assert data.asked == 1000
-    assert found.notes == ("samples differ in size: every one is as long as the longest of 1000 of 1000",)
+    (note,) = found.notes
+    assert note.startswith("samples differ")
+    assert note.endswith("1000 of 1000")
 
 
 @pytest.mark.parametrize("make", [lambda n: "x" * n, lambda n: [1] * n, lambda n: {"ids": list(range(n)), "label": 1}])

@@ -3,8 +3,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.memory.truth import AllocatorTrace, Measured, storages_of
 
@@ -23,7 +24,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 5)), min_size=1, max_size=40))
 def test_every_block_is_counted_while_it_lives(plan):
     held, expected, now = {}, [], 0

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 import kit
 from kit.errors import ConfigError
@@ -12,7 +13,7 @@ CORPUS = kit.Corpus(documents=300, terms=20, topics=3, length=50, seed=7)
 WHOLE = CORPUS.rows(0, 300)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.tuples(st.integers(0, 300), st.integers(0, 300)).map(sorted))
 def test_a_row_block_is_the_same_however_documents_are_cut(span):
     assert np.array_equal(CORPUS.rows(*span), WHOLE[slice(*span)])

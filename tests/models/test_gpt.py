@@ -115,12 +115,12 @@ def test_a_sequence_may_be_shorter_than_the_context():
 
 
 def test_a_sequence_longer_than_the_context_names_the_argument_to_set():
-    with pytest.raises(ConfigError, match=r"made for 8 tokens, a sequence has 9; set model\.arguments\.context: 9"):
+    with pytest.raises(ConfigError, match=r"8 tokens, .* 9; .*model\.arguments\.context: 9"):
         GPT(**SMALL)(torch.zeros(1, 9, dtype=torch.int64))
 
 
 def test_a_width_its_heads_cannot_share_is_refused():
-    with pytest.raises(ConfigError, match="width 16 cannot be shared by 3 heads"):
+    with pytest.raises(ConfigError, match="width 16 .*shared by 3 heads"):
         GPT(**{**SMALL, "heads": 3})
 
 
@@ -265,5 +265,5 @@ def test_the_gradient_in_one_chunk_is_that_of_the_whole_sequence_and_in_two_it_e
 
 def test_chunks_beyond_the_context_are_refused_as_whole_sequences_are():
     model = Silent(**SMALL)
-    with pytest.raises(ConfigError, match="made for 8 tokens, a sequence has 9"):
+    with pytest.raises(ConfigError, match="8 tokens, .* 9;"):
         in_chunks(model, torch.zeros(1, 10, dtype=torch.int64), 3)

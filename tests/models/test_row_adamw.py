@@ -4,8 +4,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from torch.optim import AdamW
 
 from kit.models import row_adamw
@@ -58,7 +59,7 @@ class Pair:
 batches = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.tuples(batches, st.floats(0, 0.2)), min_size=1, max_size=30), st.sampled_from([0.0, 1e-5, 0.5]))
 def test_losses_and_tables_are_those_of_dense_updates(steps, weight_decay):
     pair = Pair(weight_decay)

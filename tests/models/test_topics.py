@@ -245,7 +245,7 @@ def test_other_terms_than_it_was_made_for_are_refused():
 def test_data_of_another_shape_is_refused_before_the_first_batch(config):
     data = kit.RowData(config.data.arguments["source"])
     trainer = make_trainer(config, accelerator="cpu", world_size=1, precision="32-true")
-    with pytest.raises(ConfigError, match="documents: 50, but the data has 96"):
+    with pytest.raises(ConfigError, match="documents: 50, .* 96"):
         trainer.fit(PoissonNMF(50, 60, 4), datamodule=data)
 
 

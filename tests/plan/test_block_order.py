@@ -4,8 +4,9 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.plan.block_order import Blocks, fit_window, seen_fraction
 from kit.plan.geometry import Axis, axes_of
@@ -67,7 +68,7 @@ def test_samples_of_visits_are_uniform_over_all_positions():
     assert all(abs(count - mean) < 0.12 * mean for count in counts)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     st.lists(
         st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(1, 20), st.integers(1, 5)), min_size=1, max_size=3

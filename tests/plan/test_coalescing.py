@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.plan.coalescing import LATENCIES, Coalescing, runs
@@ -21,7 +21,6 @@ def spans(draw):
 
 
 @given(spans(), st.integers(0, 40), st.integers(1, 200))
-@settings(deadline=None)
 def test_every_part_is_in_one_request_and_no_gap_or_request_is_too_long(parts, gap, longest):
     found = runs(parts, Coalescing(gap, longest))
     assert sorted(item for run in found for item in run.items) == sorted(parts)
@@ -34,7 +33,6 @@ def test_every_part_is_in_one_request_and_no_gap_or_request_is_too_long(parts, g
 
 
 @given(spans(), st.integers(0, 40))
-@settings(deadline=None)
 def test_no_two_requests_could_have_been_one(parts, gap):
     found = runs(parts, Coalescing(gap, 1 << 30))
     assert all(after.first - before.last > gap for before, after in pairwise(found))

@@ -4,8 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.errors import PlanError
 from kit.plan.access import VALUE_BYTES, Access
@@ -156,7 +157,7 @@ def test_a_sequential_grid_needs_fewer_requests_than_a_shuffled_one():
     assert plain.requests_per_batch < shuffled.requests_per_batch / 2
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     sides=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300), st.integers(1, 80)), min_size=1, max_size=4),
     order=st.sampled_from(["random", "grid", "block"]),
@@ -253,7 +254,7 @@ def test_chunks_on_their_way_and_neighbours_in_a_shard_make_reading_faster_but_n
     [
         ({"ranks": 0}, "ranks is 0"), ({"samples_per_epoch": 0}, "samples_per_epoch is 0"),
         ({"compression_ratio": 0}, "compression_ratio is 0"), ({"window_blocks": 0}, "window_blocks is 0"),
-        ({"order": "blok"}, "order is 'blok', but must be one of"),
+        ({"order": "blok"}, "order is 'blok', .*one of"),
     ],
 )  # fmt: skip
 def test_a_pattern_that_cannot_be_is_refused(changes, message):
@@ -265,9 +266,9 @@ def test_a_pattern_that_cannot_be_is_refused(changes, message):
     ("make", "message"),
     [
         (lambda: Host(decode_threads=0), "decode_threads is 0"),
-        (lambda: Host(cache_bytes=-1), "must be at least 0"),
+        (lambda: Host(cache_bytes=-1), "cache_bytes.*at least 0"),
         (lambda: network(requests_per_second=0), "requests_per_second is 0"),
-        (lambda: replace(network(), latency_seconds=-1), "must be at least 0"),
+        (lambda: replace(network(), latency_seconds=-1), "latency_seconds.*at least 0"),
     ],
 )
 def test_a_host_or_network_that_cannot_be_is_refused(make, message):

@@ -4,8 +4,9 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.errors import PlanError
 from kit.plan.candidates import Rules, between, sides_around
@@ -28,7 +29,7 @@ def plan(**changes):
 # -- rules
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     shape=st.tuples(st.integers(2, 400), st.integers(2, 400)),
     patch=st.tuples(st.integers(1, 60), st.integers(1, 60)),
@@ -46,7 +47,7 @@ def test_every_candidate_keeps_the_rules_or_the_plan_says_which_cannot_be_kept(
     }  # fmt: skip
     whole = 1 << (shape[0] - 1).bit_length()
     if (divisibility == "divides" and shape[0] % multiple) or (divisibility == "power-of-two" and whole < multiple):
-        with pytest.raises(PlanError, match="no chunk side along a keeps the rules"):
+        with pytest.raises(PlanError, match="along a keeps .*rules"):
             plan(**asked)
         return
     answer = plan(**asked)
@@ -63,7 +64,7 @@ def test_every_candidate_keeps_the_rules_or_the_plan_says_which_cannot_be_kept(
 def test_the_price_of_the_rules_is_said():
     answer = plan(divisibility="divides", patch={"lat": 60, "lon": 60})  # 721 = 7 × 103
     assert answer.chunk[1] in (1, 7, 103, 721)
-    assert any(reason.startswith("without the rules it would be") for reason in answer.reasons)
+    assert any(reason.startswith("without the rules") for reason in answer.reasons)
 
 
 def test_a_small_object_limit_cuts_chunks_and_shards():
@@ -77,16 +78,16 @@ def test_a_small_object_limit_cuts_chunks_and_shards():
     [
         ({"chunk": {"lat": 60}, "divisibility": "divides"}, r"chunk.lat is 60, .*divides 721; .* is 103"),
         ({"chunk": {"lat": 60, "lon": 64}, "divisibility": "power-of-two"}, r"chunk.lat is 60.*is 64"),
-        ({"chunk": {"lat": 60}, "multiple_of": {"lat": 8}}, r"multiple of 8; the closest that keeps it is 6"),
+        ({"chunk": {"lat": 60}, "multiple_of": {"lat": 8}}, r"multiple of 8; .*closest .* 6"),
         ({"chunk": {"lat": 64}, "largest_object_bytes": 1000}, r"the chunk holds 16 KiB, more than .* 1000 B"),
         (
             {"chunk": {"lat": 64}, "shard": {"lat": 640}, "largest_object_bytes": 20_000},
             r"the shard holds 160 KiB, more than",
         ),
-        ({"divisibility": "divides", "multiple_of": {"lat": 8}}, r"along lat keeps the rules: it divides 721; .* of 8"),
+        ({"divisibility": "divides", "multiple_of": {"lat": 8}}, r"along lat keeps .*rules: .*divides 721; .* of 8"),
         ({"multiple_of": {"lat": 64, "lon": 64}, "largest_object_bytes": 1000}, r"smallest object .* 16 KiB"),
         ({"divisibility": "power"}, r"divisibility is 'power'"),
-        ({"multiple_of": {"lta": 8}}, r"multiple_of: the array has no dimension 'lta'; did you mean 'lat'"),
+        ({"multiple_of": {"lta": 8}}, r"multiple_of: .*no dimension 'lta'; .* 'lat'"),
     ],
 )
 def test_rules_that_cannot_be_kept_are_refused(changes, message):
@@ -155,10 +156,10 @@ def test_readers_are_shown_in_both_forms_each_with_its_price():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({}, r"readers.series needs a patch"),
-        ({"patch": {"time": 1}, "wieght": 2}, r"no field 'wieght'; did you mean 'weight'"),
+        ({}, r"readers\.series .*patch"),
+        ({"patch": {"time": 1}, "wieght": 2}, r"no field 'wieght'; .* 'weight'"),
         ({"patch": {"time": 1}, "weight": 0}, r"readers.series.weight is 0"),
-        ({"patch": {"time": 9000}}, r"readers.series.patch.time is 9000, larger than the array's 8760"),
+        ({"patch": {"time": 9000}}, r"readers.series.patch.time is 9000, larger .* 8760"),
         ({"patch": {"tiem": 1}}, r"readers.series.patch: .* did you mean 'time'"),
         ({"patch": {"time": 1}, "order": "rows"}, r"readers.series: order is 'rows'"),
         ({"patch": {"time": 1}, "batch_size": 0}, r"readers.series: batch_size is 0"),
@@ -175,7 +176,7 @@ def test_readers_that_cannot_be_are_refused(entry, message):
 def test_block_order_says_what_it_gains_and_keeps_the_places_asked_for():
     answer = plan(order="block", pattern={"samples_per_epoch": 10**6})
     assert answer.chosen.window.full
-    assert any("as fast as random order" in reason for reason in answer.reasons)
+    assert any("random order" in reason for reason in answer.reasons)
     assert "mixing" in str(answer)
     assert answer.samples_per_second > 2 * plan(pattern={"samples_per_epoch": 10**6}).samples_per_second
 
@@ -188,7 +189,7 @@ def test_block_order_says_what_more_samples_of_a_block_gain_and_what_an_epoch_th
 
 
 def test_random_order_says_what_block_order_would_gain():
-    assert any(reason.startswith("block-shuffled order would read") for reason in plan().reasons)
+    assert any(reason.startswith("block-shuffled order") for reason in plan().reasons)
 
 
 def test_no_layout_that_fits_gives_way_to_one_that_does_not():
@@ -204,7 +205,7 @@ def test_no_layout_that_fits_gives_way_to_one_that_does_not():
 def test_the_request_limit_is_shared_by_all_ranks_and_named():
     answer = plan(requests_per_second=5000, pattern={"ranks": 8}, total_bandwidth_bytes_per_second=None)
     assert answer.chosen.bound == "request rate"
-    assert any("request rate binds (625/s for each rank)" in reason for reason in answer.reasons)
+    assert any(re.search(r"request rate .*\(625/s .*rank", reason) for reason in answer.reasons)
     assert "on each of 8 ranks" in str(answer)
 
 
@@ -224,7 +225,7 @@ def test_rows_hold_every_candidate_the_best_first():
 
 def test_variables_together_are_offered_where_they_pay():
     answer = plan(variables=4)
-    assert any("together in one array" in reason for reason in answer.reasons)
+    assert any("in one array" in reason for reason in answer.reasons)
     assert plan(variables=4, pattern={"together": True}).samples_per_second > answer.samples_per_second
 
 

@@ -4,9 +4,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from noisy_loader import BATCH_BYTES, BOUNDS, PLAIN, NoisyLoader, measured
+from properties import examples
 
 from kit.plan.calibration import ENOUGH, GAIN, LoaderSetting, choose
 from kit.plan.loader_pace import MOST_ROUNDS, standard_error
@@ -36,7 +37,7 @@ def test_a_third_of_the_time_of_exhaustive_search_is_enough_on_nineteen_of_twent
 
 
 @given(st.integers(0, 10**9))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_without_noise_every_choice_is_within_a_tenth_of_the_best_but_for_gains_too_small_to_go_after(seed):
     loader = NoisyLoader(seed, noise=0.0)
     chosen, *_ = loader.calibrate()
@@ -44,7 +45,7 @@ def test_without_noise_every_choice_is_within_a_tenth_of_the_best_but_for_gains_
 
 
 @given(st.integers(0, 10**9), st.floats(0, 3))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_each_setting_is_looked_at_once_and_none_gets_more_than_is_allowed(seed, noise):
     _, figures, asks, _ = NoisyLoader(seed, noise).calibrate()
     looked = [ask.setting for ask in asks if not ask.again]
@@ -60,7 +61,7 @@ def test_each_setting_is_looked_at_once_and_none_gets_more_than_is_allowed(seed,
 
 
 @given(st.integers(0, 10**9))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_who_is_measured_in_turn_is_never_alone(seed):
     _, _, asks, _ = NoisyLoader(seed).calibrate()
     runs = ["".join(group) for group in "".join(str(int(ask.again)) for ask in asks).split("0")]

@@ -3,8 +3,9 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.errors import PlanError
 from kit.plan.memory.allocator import CachingAllocator
@@ -425,7 +426,7 @@ def play(requests, *allocators):
         yield alive, answers
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(REQUESTS, LIMITS)
 def test_segments_agree_with_a_plain_model_at_every_request(requests, limit):
     ours, plain = CachingAllocator(limit), PlainSegments(limit)
@@ -434,7 +435,7 @@ def test_segments_agree_with_a_plain_model_at_every_request(requests, limit):
         assert held(ours) == (plain.allocated, plain.reserved)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(REQUESTS, LIMITS)
 def test_expandable_segments_agree_with_a_plain_model_at_every_request(requests, limit):
     ours, plain = CachingAllocator(limit, expandable_segments=True), PlainPages(limit)
@@ -443,7 +444,7 @@ def test_expandable_segments_agree_with_a_plain_model_at_every_request(requests,
         assert held(ours) == (plain.allocated, plain.reserved)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(REQUESTS, LIMITS, st.booleans())
 def test_blocks_never_overlap_and_nothing_is_lost(requests, limit, expandable):
     allocator = CachingAllocator(limit, expandable_segments=expandable)
@@ -475,7 +476,7 @@ def check_chains(allocator):
     assert total == allocator.reserved_bytes
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(REQUESTS, LIMITS, st.booleans())
 def test_the_same_requests_give_the_same_addresses(requests, limit, expandable):
     def addresses():

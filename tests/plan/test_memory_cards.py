@@ -86,7 +86,7 @@ def test_a_size_becomes_a_target(size):
     target = target_of(size)
     assert (target.capacity_bytes, target.device_kind, target.capability) == (24 * GIB, "cuda", (8, 0))
     assert str(target) == "a device of 24 GiB"
-    assert "only a size is given" in target.reasons[0]
+    assert "only a size" in target.reasons[0]
 
 
 @pytest.mark.parametrize("size", [0, -1, "0 GiB", "-3 GiB"])
@@ -99,7 +99,7 @@ def test_this_machine_is_its_least_occupied_gpu_with_what_is_free_of_it():
     busy, idle = gpu("Tesla T4", 15 * GIB, 2 * GIB), gpu("Tesla T4", 15 * GIB, 14 * GIB, 1, capability=(7, 5))
     target = target_of("this machine", machine(busy, idle))
     assert (target.capacity_bytes, target.capability, target.device_kind) == (14 * GIB, (7, 5), "cuda")
-    assert "Tesla T4: 14 GiB of 15 GiB can be used now" in target.reasons
+    assert any("Tesla T4: 14 GiB of 15 GiB" in reason for reason in target.reasons)
 
 
 def test_a_gpu_offers_no_more_than_cuda_gives_on_such_a_card():

@@ -1,10 +1,12 @@
 """Estimates: every verdict, at the byte where it turns, with reasons, and a breakdown that adds up."""
 
 import json
+import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
 from kit.errors import PlanError
@@ -42,13 +44,13 @@ def test_what_the_high_end_leaves_room_for_fits_to_the_byte():
     assert estimate(fragmented(), device(limit, (3 * MIB, 7 * MIB))).fits
     tight = estimate(fragmented(), device(limit - 1, (3 * MIB, 7 * MIB)))
     assert (tight.verdict, tight.fits) == ("tight", False)
-    assert "only if little is held outside" in tight.reasons[0]
+    assert "held outside" in tight.reasons[0]
 
 
 def test_what_runs_only_after_segments_were_given_back_is_tight():
     answer = estimate(fragmented(), device(64 * MIB, (3 * MIB, 7 * MIB)))
     assert answer.verdict == "tight"
-    assert "given back to the driver once" in answer.reasons[0]
+    assert "the driver once" in answer.reasons[0]
     assert estimate(fragmented(), device(35 * MIB, (3 * MIB, 7 * MIB))).verdict == "tight"
 
 
@@ -56,7 +58,7 @@ def test_what_fails_even_then_does_not_fit():
     answer = estimate(fragmented(), device(32 * MIB, (3 * MIB, 7 * MIB)))
     assert answer.verdict == "does not fit"
     # 16 MiB and 16 MiB are one too many for 29 MiB.
-    assert "16 MiB asked for with 16 MiB allocated and 16 MiB reserved, of 29 MiB" in answer.reasons[0]
+    assert re.search("16 MiB asked .*16 MiB allocated .*16 MiB reserved, .*29 MiB", answer.reasons[0])
 
 
 def test_a_device_smaller_than_the_parameters_or_than_its_context_does_not_fit():
@@ -78,7 +80,7 @@ def test_expandable_segments_are_named_where_they_would_do():
     assert "expandable_segments:True" in answer.reasons[0]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ACTIONS, st.integers(0, 400 * MIB), st.integers(0, 20 * MIB), st.integers(0, 20 * MIB))
 def test_fits_never_runs_out_and_more_memory_is_never_worse(actions, capacity, low, more):
     recording, order = told(actions), ["does not fit", "tight", "fits"]
@@ -119,7 +121,7 @@ def test_an_empty_recording_needs_only_what_is_outside():
 # -- what is in it
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ACTIONS, st.sampled_from([0, 8_519_680]))
 def test_the_breakdown_adds_up_to_the_allocated_peak(actions, cublas):
     answer = estimate(told(actions), device(GIB, cublas=cublas))

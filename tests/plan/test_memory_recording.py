@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
 from kit.plan.memory.recording import Recording
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(actions=ACTIONS)
 def test_a_recording_survives_its_file(tmp_path_factory, actions):
     recording = told(actions, batch_size=3, notes=["a branch was taken blindly"], world_size=8)

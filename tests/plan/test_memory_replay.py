@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
 from kit.plan.memory.allocator import CachingAllocator
@@ -13,7 +14,6 @@ MIB = 1 << 20
 LIMITS = st.one_of(st.none(), st.integers(0, 300 * MIB))
 
 
-@settings(max_examples=100, deadline=None)
 @given(ACTIONS, LIMITS, st.booleans())
 def test_the_series_are_those_of_the_allocator_after_every_event(actions, limit, expandable):
     recording = told(actions)
@@ -34,7 +34,6 @@ def test_the_series_are_those_of_the_allocator_after_every_event(actions, limit,
     assert played.peak_reserved_bytes == allocator.peak_reserved_bytes
 
 
-@settings(max_examples=100, deadline=None)
 @given(ACTIONS)
 def test_blocks_hold_at_least_what_was_asked_for_and_at_most_a_mebibyte_more(actions):
     recording = told(actions)
@@ -44,7 +43,7 @@ def test_blocks_hold_at_least_what_was_asked_for_and_at_most_a_mebibyte_more(act
     assert (replay(recording, expandable_segments=True).held_bytes == recording.rounded_bytes).all()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(ACTIONS)
 def test_a_limit_at_the_unlimited_peak_changes_nothing(actions):
     recording = told(actions)
@@ -55,7 +54,7 @@ def test_a_limit_at_the_unlimited_peak_changes_nothing(actions):
     assert (limited.reserved_bytes == free.reserved_bytes).all()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(ACTIONS)
 def test_the_cpu_adds_up_what_is_alive_and_reserves_no_more(actions):
     recording = told(actions, rounding_bytes=1)

@@ -1,11 +1,13 @@
 """Scaling: two recordings foretell any other to the byte, or refuse with the first thing that does not fit."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
 from kit.plan.memory.recording import Recording
@@ -23,7 +25,7 @@ def same(one: Recording, other: Recording) -> bool:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ACTIONS, BATCHES, BATCHES, BATCHES)
 def test_any_batch_size_is_foretold_exactly_from_two_others(actions, first, second, third):
     if first == second:
@@ -113,10 +115,10 @@ def story_of(
         ({"sizes": (1000, 1000)}, "number of blocks: 1 and 2"),
         ({"operator": "bmm"}, "operator 0 differs: 'mm' and 'bmm'"),
         ({"module": "b"}, "operator 0 differs: 'a' and 'b'"),
-        ({"phase": "backward"}, "operator 0 runs in another phase"),
-        ({"category": "activations"}, "differ in their category"),
-        ({"stream": 1}, "differ in their stream"),
-        ({"free": 2}, "is freed at another operator"),
+        ({"phase": "backward"}, "operator 0 .*phase"),
+        ({"category": "activations"}, "category"),
+        ({"stream": 1}, "stream"),
+        ({"free": 2}, "freed at another"),
         ({"free": 5}, "number of events: 2 and 1"),
     ],
 )
@@ -128,9 +130,9 @@ def test_stories_that_differ_are_refused_with_the_first_difference(change, messa
 @pytest.mark.parametrize(
     ("first", "second", "batches", "message"),
     [
-        (4000, 9000, (2, 3), "grows faster than the batch"),
-        (1000, 900, (2, 3), "shrinks as the batch grows"),
-        (1000, 1001, (2, 5), "does not grow by whole bytes per sample"),
+        (4000, 9000, (2, 3), "grows faster"),
+        (1000, 900, (2, 3), "shrinks"),
+        (1000, 1001, (2, 5), "whole bytes"),
     ],
 )
 def test_a_block_that_is_not_proportional_is_refused(first, second, batches, message):
@@ -141,14 +143,13 @@ def test_a_block_that_is_not_proportional_is_refused(first, second, batches, mes
 def test_stairs_look_flat_between_two_points_but_a_third_tells():
     scaling = BatchScaling(story_of(2, (8000,)), story_of(3, (8000,)))
     assert scaling.differs_from(story_of(8, (8000,))) == ""
-    assert "was foretold to take 8000 bytes at batch size 9, but takes 16000" in scaling.differs_from(
-        story_of(9, (16000,))
-    )
+    told = scaling.differs_from(story_of(9, (16000,)))
+    assert re.search("foretold .*8000 bytes .*batch size 9, .*16000", told)
     assert "number of blocks" in scaling.differs_from(story_of(9, (8000, 1)))
 
 
 def test_one_batch_size_is_not_enough_and_below_one_there_is_none():
-    with pytest.raises(ScalingError, match="both recordings are of batch size 2"):
+    with pytest.raises(ScalingError, match="both recordings .*batch size 2"):
         BatchScaling(story_of(2), story_of(2))
     with pytest.raises(ScalingError, match="batch_size is 0"):
         BatchScaling(story_of(2), story_of(3)).at(0)

@@ -3,8 +3,9 @@
 import pickle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from recordings import ACTIONS, told, training_recording
 
 from kit.plan.memory.replay import replay
@@ -31,7 +32,7 @@ def test_torchs_viewer_loads_a_snapshot_and_agrees_on_its_totals(tmp_path, expan
     assert len(viewer.trace(snapshot).splitlines()) > len(recording.event_block)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ACTIONS, st.booleans())
 def test_the_trace_adds_up_to_the_segments_and_to_the_replay(actions, expandable):
     recording = told(actions)

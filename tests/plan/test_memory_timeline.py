@@ -1,8 +1,9 @@
 """Timelines: categories that add up at every event, a peak that is never thinned away, and what is alive at it."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
 from kit.plan.memory.recording import CATEGORIES
@@ -20,7 +21,6 @@ from kit.plan.memory.timeline import (
 MIB = 1 << 20
 
 
-@settings(max_examples=100, deadline=None)
 @given(ACTIONS, st.sampled_from([1, 512]))
 def test_categories_add_up_to_what_is_allocated_at_every_event(actions, rounding):
     recording = told(actions, rounding_bytes=rounding)
@@ -31,7 +31,6 @@ def test_categories_add_up_to_what_is_allocated_at_every_event(actions, rounding
     assert (series >= 0).all()
 
 
-@settings(max_examples=100, deadline=None)
 @given(ACTIONS)
 def test_the_breakdown_at_the_peak_adds_up_to_the_peak(actions):
     recording = told(actions)
@@ -44,7 +43,7 @@ def test_the_breakdown_at_the_peak_adds_up_to_the_peak(actions):
     assert sum(block.bytes for block in largest) == played.peak_allocated_bytes
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.integers(0, 1 << 40), max_size=300), st.integers(1, 50))
 def test_thinning_keeps_the_highest_and_the_order(values, most):
     kept = thin(np.array(values, dtype=np.int64), most)

@@ -1,7 +1,8 @@
 """cuBLAS workspaces: one per thread that multiplies, from its first product on, and nothing else is touched."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
+from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
 from kit.plan.memory.recording import CATEGORIES, PHASES
@@ -43,7 +44,7 @@ def test_a_recording_without_products_or_a_device_without_cublas_stays_as_it_is(
     assert with_cublas_workspaces(products, 0) is products
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(ACTIONS)
 def test_nothing_but_workspaces_is_added_and_all_else_keeps_its_place(actions):
     before = told(actions)

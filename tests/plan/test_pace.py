@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.plan.pace import Pipeline, seconds_per_batch
 
@@ -35,7 +36,7 @@ def test_one_resource_that_decides_gives_its_formula(changes, seconds):
     assert seconds_per_batch(pipeline(**changes)) == pytest.approx(seconds, rel=0.08)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     requests=st.integers(1, 150), in_flight=st.integers(1, 200), ahead=st.integers(0, 8),
     spread=st.floats(0, 2), line=st.floats(0, 0.002), transfer=st.floats(0, 0.05),

@@ -5,8 +5,9 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.errors import PlanError
 from kit.plan.rechunk import Layout, group_regions, intermediate_chunk, two_passes
@@ -36,7 +37,7 @@ def read_by_hand(layout, boxes):
     return total * layout.itemsize
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(layout=layouts(), budget=st.integers(1, 400_000))
 def test_groups_tile_the_array_once_within_the_budget_and_read_what_is_promised(layout, budget):
     if layout.least_task_bytes > budget:
@@ -90,5 +91,5 @@ def test_no_copy_is_made_where_chunks_are_aligned():
 
 
 def test_sizes_of_another_rank_are_refused():
-    with pytest.raises(PlanError, match="one size, at least 1, per dimension"):
+    with pytest.raises(PlanError, match="one size, .*1, per dimension"):
         Layout(shape=(4, 4), itemsize=4, source_chunk=(4,), target=(2, 2))

@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from zarr.core.indexing import morton_order_iter
 
 from kit.plan.coalescing import Coalescing
@@ -86,7 +87,7 @@ def test_a_patch_of_a_whole_shard_is_one_request_unless_it_is_too_long():
     assert cut.requests_per_chunk == 4 / 16
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     chunk=st.integers(1, 9), per_shard=st.integers(1, 5), patch=st.integers(1, 20), batch_size=st.integers(1, 20),
     gap=st.integers(0, 8), order=st.sampled_from(["random", "grid"]), shuffle=st.booleans(),

@@ -4,8 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from scaling_simulation import World, play
 
 from kit.errors import PlanError
@@ -160,7 +161,7 @@ WORLDS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(WORLDS, st.sampled_from([2, 4, 16]), st.sampled_from([1e3, 2e7, 1e8]))
 def test_the_big_run_is_foretold_from_the_small_one_in_a_simulated_pipeline(world, ranks, gradients):
     """Known error of the model: a tenth in general, a sixth where two limits are near each other."""

@@ -1,8 +1,11 @@
 """Schedules: the rules of practice, never more threads than cores, and warnings with their arithmetic."""
 
+import re
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.config import Config
 from kit.errors import PlanError
@@ -20,14 +23,14 @@ def test_two_cores_a_gpu_are_kept_and_the_rest_load(cores, ranks, workers):
     found = advise(cores, ranks, heavy_transform=True, gib=1024)
     assert found.loader_workers == workers
     assert found.decode_threads == 1
-    assert f"{ranks * workers} for loading in all" in found.reasons[0]
+    assert f"{ranks * workers} for loading" in found.reasons[0]
     assert found.warnings == ()
 
 
 def test_a_light_transform_needs_no_loader_process():
     found = advise(20, 1)
     assert (found.loader_workers, found.decode_threads) == (0, 8)
-    assert "processes pay only for heavy transforms" in found.reasons[1]
+    assert "for heavy transforms" in found.reasons[1]
 
 
 def test_dask_inside_a_rank_follows_its_share_of_the_cores():
@@ -35,7 +38,7 @@ def test_dask_inside_a_rank_follows_its_share_of_the_cores():
     assert advise(160, 8).dask == advise(20, 1, gib=32).dask
     small = advise(20, 8)
     assert (small.dask.mode, small.dask.workers, small.dask.threads) == ("distributed", 1, 2)
-    assert any("one cluster of 12 threads that all ranks share" in text for text in small.reasons)
+    assert any(re.search("one cluster .*12 threads .*share", text) for text in small.reasons)
     assert advise(8, 8).dask.mode == "single-threaded"
 
 
@@ -92,7 +95,7 @@ def test_this_machine_is_looked_at_when_nothing_is_said():
 
 def test_memory_may_be_written_with_its_unit():
     assert str(advise_schedule(cores=20, ranks=1, memory_bytes="128 GiB")) == str(advise(20, 1, gib=128))
-    with pytest.raises(PlanError, match="memory_bytes: 'plenty' is not a size"):
+    with pytest.raises(PlanError, match="memory_bytes: 'plenty' .*size"):
         advise_schedule(cores=20, ranks=1, memory_bytes="plenty")
 
 
@@ -107,16 +110,16 @@ def test_a_limit_for_the_whole_build_takes_the_place_of_the_sum_of_its_workers()
 def test_more_building_threads_than_cores_are_warned_of():
     config = Config.make({"build": {"scheduler": "threads", "threads": 32}})
     (warning,) = advise_schedule(config, cores=8, ranks=1, memory_bytes="64 GiB").warnings
-    assert warning == "32 threads on 8 cores: they take turns; lower build.threads"
+    assert re.search(r"32 threads .*8 cores: .*build\.threads", warning)
 
 
 @pytest.mark.parametrize("wrong", [{"cores": 0}, {"ranks": 0}, {"memory_bytes": 0}])
 def test_nothing_to_divide_is_refused(wrong):
-    with pytest.raises(PlanError, match="must be at least 1"):
+    with pytest.raises(PlanError, match="at least 1"):
         advise_schedule(**{"cores": 4, "ranks": 1, "memory_bytes": GIB, **wrong})
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(cores=st.integers(1, 512), ranks=st.integers(1, 64), gib=st.integers(1, 4096), heavy=st.booleans())
 def test_the_advice_never_oversubscribes(cores, ranks, gib, heavy):
     found = advise(cores, ranks, gib=gib, heavy_transform=heavy)

@@ -5,8 +5,9 @@ import random
 from collections import OrderedDict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.plan.geometry import Axis, axes_of
 from kit.plan.sharing import Sequential, Shuffled, fetches, reading_of
@@ -41,7 +42,7 @@ def counted(order, batch_size, cached_chunks):
     return fetched
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(axis_strategy(most=9), min_size=1, max_size=3), st.integers(1, 12))
 def test_runs_of_a_sequential_grid_touch_exactly_what_listing_them_touches(axes, samples):
     """The mean over where the first run begins, which is what the formula promises."""
@@ -77,7 +78,7 @@ def test_a_cache_saves_what_a_simulated_cache_saves_within_its_bounds(cached, or
     assert expected.per_batch < 0.95 * fetches(reading_of(axes, order, shuffle), batch, batches, 0).per_batch
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(axis_strategy(most=20), min_size=1, max_size=2), st.integers(1, 6), st.integers(1, 40), st.integers(0, 60)
 )

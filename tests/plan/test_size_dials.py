@@ -1,5 +1,7 @@
 """Dials: which arguments are sizes, by the names that models have given theirs, and marks that fit the model."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,21 +31,23 @@ def test_the_names_that_models_use_are_known(kind, names):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("vocabulary", "the data decides it"),
-        ("vocab_size", "the data decides it"),
-        ("num_classes", "the data decides it"),
-        ("in_channels", "the data decides it"),
-        ("channels", "the data decides it"),
-        ("sketched_columns", "the data decides it"),
-        ("numbers", "the data decides it"),
-        ("documents", "the data decides it"),
-        ("heads", "heads share the width: more of them are no more parameters"),
-        ("nhead", "heads share the width: more of them are no more parameters"),
-        ("warmup", "not known as a size"),
+        ("vocabulary", "data"),
+        ("vocab_size", "data"),
+        ("num_classes", "data"),
+        ("in_channels", "data"),
+        ("channels", "data"),
+        ("sketched_columns", "data"),
+        ("numbers", "data"),
+        ("documents", "data"),
+        ("heads", "share the width"),
+        ("nhead", "share the width"),
+        ("warmup", "not known"),
     ],
 )
 def test_other_numbers_are_no_dials_and_say_why(name, why):
-    assert find_dials({name: 3}) == ([], {name: why})
+    dials, others = find_dials({name: 3})
+    assert (dials, list(others)) == ([], [name])
+    assert why in others[name]
 
 
 def test_only_whole_numbers_from_one_on_are_looked_at():
@@ -82,7 +86,7 @@ def test_a_width_stays_divisible_by_its_heads_and_says_so():
     (dial,), _ = find_dials({"width": 768, "heads": 12})
     assert {mark % 24 for mark in dial.marks} == {0}
     assert (dial.low, dial.high) == (96, 6144)
-    assert dial.range_reason == "an eighth to eight times, in multiples of 24, which 12 heads share"
+    assert re.search("multiples of 24, .*12 heads", dial.range_reason)
 
 
 def test_an_argument_that_the_data_has_too_is_turned_with_it_only_when_they_agree():

@@ -1,12 +1,14 @@
 """Pairing topics is exact, and what a pair is worth is what numpy says."""
 
+import re
 from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from properties import examples
 
 import kit
 from kit.errors import ConfigError, PlanError
@@ -18,7 +20,7 @@ costs = st.tuples(st.integers(1, 5), st.integers(0, 2)).flatmap(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(costs)
 def test_no_assignment_costs_less(given_costs):
     rows, columns = given_costs.shape
@@ -72,7 +74,7 @@ def test_a_topic_that_is_the_same_in_all_documents_has_no_correlation_and_no_war
 
 def test_it_shows_itself_as_a_sentence_and_a_row_for_each_topic():
     recovery = kit.compare_topics(topics(), topics())
-    assert "6 topics: median cosine of terms 1.000" in repr(recovery)
+    assert re.search(r"6 topics: median cosine .*1\.000", repr(recovery))
     assert repr(recovery).count("\n") == 7
     assert recovery._repr_html_().count("<tr") == 7
 
@@ -80,7 +82,7 @@ def test_it_shows_itself_as_a_sentence_and_a_row_for_each_topic():
 def test_topics_of_another_corpus_and_too_few_are_refused():
     with pytest.raises(ConfigError, match="true ones of"):
         kit.compare_topics(topics(documents=49), topics())
-    with pytest.raises(ConfigError, match="at least as many"):
+    with pytest.raises(ConfigError, match="as many"):
         kit.compare_topics(topics(count=3), topics())
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import zarr
 
 import kit
 from kit.config import Config
+from kit.report.loss_chart import LossInfo
 
 HOME = str(Path(kit.__file__).parents[1])
 SECONDS = 400
@@ -139,3 +141,10 @@ def finish(*processes: subprocess.Popen) -> list[str]:
 
 def lines_of(path: Path) -> list:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_exact(info: LossInfo, batches: int) -> None:
+    """The second run has every loss of the first, and its sentence tells so."""
+    (other,) = info.runs[1:]
+    assert (info.difference(other), len(info.common(other))) == (0, batches)
+    assert re.search(f"exactly.* {batches} batches", info.sentence), info.sentence

@@ -57,7 +57,7 @@ def test_every_patch_is_drawn_and_told(config):
     chart = batch_figure(config)
     axes = chart.axes[0]
     assert len(axes.patches) == 2 * 16
-    assert axes.get_title(loc="left").startswith("16 patches of one batch read")
+    assert axes.get_title(loc="left").startswith("16 patches")
 
 
 def test_without_a_store_it_says_what_to_do(config, tmp_path):

@@ -6,6 +6,7 @@ import sys
 from typing import NamedTuple
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from kit.errors import PlanError
 from kit.plan.chunks import chunk_table, plan_layout
@@ -106,10 +107,10 @@ def test_measured_speeds_stand_at_their_size_beside_their_prediction_and_ratio()
 @pytest.mark.parametrize(
     ("subject", "given", "message"),
     [
-        (plan, Given((3, 64), 10.0, 10.0), "do not belong to a plan of time, lat, lon"),
+        (plan, Given((3, 64), 10.0, 10.0), "belong.*time, lat, lon"),
         (plan, Given((3, 64, 64), 0.0, 10.0), "above 0"),
         (plan, Given((3, 64, 64), 10.0, 0.0), "above 0"),
-        (lambda: chunk_table((64, 64), SIDES), Given((64, 64), 10.0, 10.0), "a chunk table predicts no samples/s"),
+        (lambda: chunk_table((64, 64), SIDES), Given((64, 64), 10.0, 10.0), "table.*samples/s"),
     ],
 )
 def test_measurements_that_do_not_belong_are_refused(subject, given, message):
@@ -173,7 +174,7 @@ def test_a_chart_names_the_choice_and_the_lines():
     assert "samples/s predicted" in text
     assert "this plan" in text
     text = svg(chunk_table_figure(chunk_table((64, 64), SIDES)), "table")
-    assert all(word in text for word in ("maximal", "expected at random offsets", "minimal", "64×64", "4 MiB"))
+    assert all(word in text for word in ("maximal", "random offsets", "minimal", "64×64", "4 MiB"))
 
 
 def test_planning_and_charts_load_neither_torch_nor_pyplot_nor_matplotlib_before_it_is_needed():
@@ -183,4 +184,4 @@ def test_planning_and_charts_load_neither_torch_nor_pyplot_nor_matplotlib_before
         "kit.report.chunk_chart.chunk_figure(kit.plan.chunks.chunk_table((8,), [4, 8]))\n"
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules), 'on drawing'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)

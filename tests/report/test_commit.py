@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import re
 import shlex
 import subprocess
 import sys
@@ -10,8 +11,9 @@ import types
 import committed_parts as parts
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 import kit
 from kit.config import Config
@@ -45,8 +47,8 @@ def test_a_file_leaves_nothing_open_and_is_read_back_as_the_config(small):
     assert values["trainer"]["precision"] == "32-true"
     assert values["trainer"]["strategy"]["class_path"] == "lightning.pytorch.strategies.DDPStrategy"
     assert (values["trainer"]["devices"], values["trainer"]["num_nodes"]) == (2, 1)
-    assert "# 32-true: exact numbers on the CPU" in committed.text
-    assert "# 2 samples × 2 ranks × 1 micro-batches = 4 samples in each optimizer step" in committed.text
+    assert re.search("# 32-true: .*CPU", committed.text)
+    assert "# 2 samples × 2 ranks × 1 micro-batches = 4 samples" in committed.text
     assert Config.load(committed.file) == small == kit.Committed.open(committed.file).config
     carried = values["trainer"]["callbacks"][-1]["init_args"]
     assert carried["resolved"] == {"chunking.chunk": {"time": 4, "lat": 8, "lon": 8}, "chunking.shard": "none"}
@@ -68,7 +70,7 @@ def test_a_file_that_was_changed_is_not_replaced_unless_asked(small):
     assert "# mine" not in kit.commit(small, replace=True).text
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.sampled_from(Config.fields()), st.data())
 def test_any_setting_is_read_back(info, data):
     from kit.report.committed_yaml import Job, committed_yaml
@@ -96,7 +98,7 @@ def test_what_the_config_says_outright_is_committed_for_a_machine_that_is_not_he
 
 
 def test_what_is_left_open_needs_the_machine(small):
-    with pytest.raises(HardwareError, match=r"say what it has: hardware.accelerator"):
+    with pytest.raises(HardwareError, match=r"hardware\.accelerator"):
         kit.commit(gpus(small, precision="auto"))
 
 
@@ -104,7 +106,7 @@ def test_nodes_multiply_replicas_and_keep_shards_within_a_machine(small):
     committed = kit.commit(gpus(small).replace({"commit.nodes": 3}))
     strategy = committed.values["trainer"]["strategy"]["init_args"]
     assert (strategy["replicas"], strategy["shard_size"], committed.launch.world_size) == (6, 4, 24)
-    with pytest.raises(ConfigError, match=r"commit.nodes: 2 nodes are more than one device"):
+    with pytest.raises(ConfigError, match=r"commit\.nodes: 2 nodes .*one device"):
         kit.commit(small.replace({"commit.nodes": 2, "hardware.strategy": "none", "hardware.devices": 1}))
 
 
@@ -138,7 +140,8 @@ def test_the_evidence_holds_what_the_trial_measured_and_how_it_differs(own, monk
     assert found["versions"]["torch"]
     assert found["hardware"]["trial"] == {"accelerator": "cpu", "device": "CPU", "world_size": 1}
     assert found["config"] == committed.config.values()
-    assert committed.notes == ["loader.batch_size was 2 in the trial and is 4 here"]
+    (note,) = committed.notes
+    assert re.search(r"loader\.batch_size was 2 .* 4 here", note)
     assert "batch_size was 2" in repr(committed)
     assert "torch" not in found["config"]
 
@@ -146,7 +149,7 @@ def test_the_evidence_holds_what_the_trial_measured_and_how_it_differs(own, monk
 def test_a_trial_of_ones_own_module_needs_the_module_too(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trial = kit.fit(TinyModule, TinyData, config()).wait()
-    with pytest.raises(ConfigError, match=r"module: the trial was given a module of its own; give the same"):
+    with pytest.raises(ConfigError, match=r"module: .*of its own.*give the same"):
         kit.commit(config(), trial)
     values = kit.commit(config(), trial, module=TinyModule, data=TinyData).values
     assert values["model"] == {"class_path": "kit.testing.TinyModule"}
@@ -173,23 +176,23 @@ def test_a_file_of_the_project_becomes_a_module(small, tmp_path):
     (tmp_path / "nets" / "one.py").write_text("class Net: pass\n")
     assert dotted("nets/one.py:Net") == "nets.one.Net"
     (tmp_path / "nets" / "2.py").write_text("class Net: pass\n")
-    with pytest.raises(TargetError, match="no name of a module"):
+    with pytest.raises(TargetError, match=r"2\.py.*no name"):
         dotted("nets/2.py:Net")
     (tmp_path / "json.py").write_text("class Net: pass\n")
-    with pytest.raises(TargetError, match="json is another package here"):
+    with pytest.raises(TargetError, match="json .*another package"):
         dotted("json.py:Net")
 
 
 def test_a_file_outside_the_project_is_refused(small, tmp_path_factory):
     other = tmp_path_factory.mktemp("other") / "net.py"
     other.write_text("class Net: pass\n")
-    with pytest.raises(TargetError, match="outside the project folder"):
+    with pytest.raises(TargetError, match="outside the project"):
         kit.commit(small, module=f"{other}:Net")
 
 
 @pytest.mark.parametrize("module", [TinyModule(), lambda: TinyModule()])
 def test_an_object_or_a_function_is_no_name(small, module):
-    with pytest.raises(ConfigError, match=r"module: .* no class that a file can name; give the class"):
+    with pytest.raises(ConfigError, match=r"module: .* no class .*give the class"):
         kit.commit(small, module=module)
 
 
@@ -224,7 +227,7 @@ def notebook(monkeypatch):
 
 
 def test_a_class_of_a_notebook_gets_a_draft_of_its_module_and_a_way_on(small, notebook, tmp_path):
-    with pytest.raises(ConfigError, match=r"known to this notebook only.*sea_net\.py.*\"sea_net:SeaNet\""):
+    with pytest.raises(ConfigError, match=r"notebook only.*sea_net\.py.*\"sea_net:SeaNet\""):
         kit.commit(small, module=notebook.SeaNet)
     text = (tmp_path / "sea_net.py").read_text()
     assert "from torch.nn import functional as F" not in text  # a module is imported as what it is
@@ -249,7 +252,7 @@ def test_a_draft_never_takes_the_place_of_another_file(small, notebook, tmp_path
 def test_a_class_without_source_gets_no_draft(small, notebook, tmp_path):
     exec("class Typed: pass", vars(notebook))
     assert draft_text(notebook.Typed) is None
-    with pytest.raises(ConfigError, match="put it into a module"):
+    with pytest.raises(ConfigError, match="into a module"):
         kit.commit(small, module=notebook.Typed)
 
 
@@ -300,7 +303,7 @@ def test_ranks_are_spread_over_other_nodes_without_changing_their_number():
     assert (spread.nodes, spread.devices, spread.world_size) == (4, 2, 8)
     assert spread.job[-2:] == ["--trainer.num_nodes=4", "--trainer.devices=2"]
     assert LAUNCH.spread(2) is LAUNCH
-    with pytest.raises(ConfigError, match="cannot be shared out evenly over 3 nodes"):
+    with pytest.raises(ConfigError, match="evenly over 3 nodes"):
         LAUNCH.spread(3)
 
 
@@ -314,14 +317,14 @@ def test_a_restart_never_shares_the_store_of_the_ranks_before():
 
 def test_a_file_that_is_none_of_kits_is_refused(small, tmp_path):
     (tmp_path / "other.yaml").write_text("trainer:\n  max_epochs: 1\n")
-    with pytest.raises(ConfigError, match="no file that kit.commit wrote"):
+    with pytest.raises(ConfigError, match=r"other\.yaml.*kit\.commit"):
         kit.Committed.open("other.yaml")
 
 
 def test_devices_that_are_no_number_are_refused(small):
     committed = kit.commit(small)
     committed.file.write_text(committed.text.replace("devices: 2\n  num", "devices: auto\n  num"))
-    with pytest.raises(ConfigError, match=r"trainer.devices: 'auto' is no number"):
+    with pytest.raises(ConfigError, match=r"trainer\.devices: 'auto'.*number"):
         kit.Committed.open(committed.file)
 
 

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -6,6 +7,7 @@ from diagnosis_parts import evidence, shares, source, work
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
+from waiting import wait_until
 
 import kit
 from kit.config import Config
@@ -73,14 +75,14 @@ def test_a_healthy_trial_gets_a_clean_bill_and_hears_what_it_was_asked():
     assert diagnosis.findings == ()
     assert diagnosis.headline.startswith("Nothing found: ")
     assert len(diagnosis.values) + len(diagnosis.unasked) == len(RULES)
-    assert "not told: needs a PyTorch trace" in diagnosis.table
-    assert "all rules, thresholds and sources" in diagnosis._repr_html_()
+    assert re.search("not told: .*PyTorch trace", diagnosis.table)
+    assert "thresholds and sources" in diagnosis._repr_html_()
 
 
 def test_figures_of_a_busy_machine_are_said_to_be_so():
     busy = evidence(queued_fraction=0.4)
     diagnosis = judge(busy, source(busy))
-    assert "training waited 40% of the time for a core" in diagnosis.notes[0]
+    assert re.search("waited 40% .*core", diagnosis.notes[0])
     assert diagnosis.notes[0] in diagnosis._repr_html_()
     quiet = evidence(queued_fraction=0.02)
     assert judge(quiet, source(quiet)).notes == ()
@@ -180,7 +182,7 @@ def test_what_no_setting_mends_is_not_tried():
     found = FAULTS["sync in the step"]
     finding = judge(found, source(found))["sync in the step"]
     assert "cell 3, line 4" in finding.sentence
-    with pytest.raises(ConfigError, match="no setting does it .*new_module"):
+    with pytest.raises(ConfigError, match="no setting .*new_module"):
         finding.try_it()
 
 
@@ -264,9 +266,8 @@ def test_a_profile_answers_the_rules_that_ask_for_one(config, tmp_path):
 
 
 def test_a_trial_of_warm_up_steps_only_cannot_be_diagnosed(config):
-    trial = kit.fit(TinyModule(seconds=0.2), TinyData, config(max_steps=30, warmup_steps=20))
-    while not trial.steps:
-        trial.poll()
+    trial = kit.fit(TinyModule(seconds=0.2), TinyData, config(max_steps=4000, warmup_steps=3000))
+    wait_until(lambda: (trial.poll(), trial.steps)[1])
     trial.stop()
     trial.wait()
     with pytest.raises(TrialError, match="all .* were warm-up"):

@@ -94,8 +94,8 @@ def test_the_peak_is_named_in_words():
     found = predict()
     peak = dataclasses.replace(found.peak, phase="optimizer", operator="aten::_foreach_sqrt.default", module="")
     words = peak_words(dataclasses.replace(found, peak=peak, device_allocated_bytes=int(4.2 * GIB)))
-    assert words == "4.2 GiB in the optimizer step, at _foreach_sqrt"
-    assert "in backward, at mm in layer11" in peak_words(predict(40))
+    assert re.fullmatch("4.2 GiB .*optimizer.* _foreach_sqrt", words)
+    assert re.search("backward.* mm .*layer11", peak_words(predict(40)))
 
 
 def test_an_operator_without_a_namespace_keeps_its_name():
@@ -291,7 +291,7 @@ def test_the_one_legend_of_both_charts_names_what_is_only_in_the_timeline():
     found = dataclasses.replace(predict(40), breakdown=parts)
     page = memory_figure(found)
     words = [text.get_text() for text in page.findobj(lambda item: hasattr(item, "get_text")) if text.get_visible()]
-    assert "gradients  none at the peak" in words
+    assert any(re.fullmatch("gradients  none.*", text) for text in words)
     assert "gradients" in [text.get_text() for text in timeline_figure(found).legends[0].get_texts()]
 
 

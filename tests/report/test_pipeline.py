@@ -1,6 +1,7 @@
 """The numbers behind the chart of a pipeline: spans of every rank, waits without warm-up, rates that add up."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -53,8 +54,8 @@ def test_set_up_and_the_loaders_start_up_are_told_apart_from_the_waits():
 def test_the_finding_is_the_share_of_time_after_warmup():
     info = info_of(*steps())
     assert info.data_wait_fraction == pytest.approx(0.75)
-    assert info.finding == "Waiting for data takes 75 % of the time"
-    assert info_of(*steps(wait=0.00001)).finding == "Training waits for data less than 1 % of the time"
+    assert re.search("Waiting .*75 %", info.finding)
+    assert "less than 1 %" in info_of(*steps(wait=0.00001)).finding
     assert "warm-up" in info_of(*steps(2)).finding
 
 

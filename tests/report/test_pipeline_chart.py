@@ -1,9 +1,11 @@
 """The drawing of a pipeline: of real trials, read back from their directories too, and of many ranks and steps."""
 
+import re
 import runpy
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.errors import TrialError
@@ -14,7 +16,7 @@ from kit.run.trial import Trial, fit
 
 made = runpy.run_path(str(Path(__file__).parent / "test_pipeline.py"))
 begin, steps, CONFIG = made["begin"], made["steps"], made["CONFIG"]
-SECONDS = 90.0
+SECONDS = PATIENCE_SECONDS
 
 
 def words(chart):
@@ -36,7 +38,7 @@ def test_a_trial_of_kits_own_loader_draws_every_row_and_the_wire(own, ranks, wor
     assert sum(info.rates.requests_per_second) > 0
     chart = pipeline_figure(trial)
     assert words(chart)[0] == info.finding
-    assert titles(chart)[2].startswith("read from the store: at most ")
+    assert re.search("store: at most .*", titles(chart)[2])
     assert look.png(kit.pipeline_figure(Trial.open(trial.run_directory))) == look.png(chart)
     assert look.png(pipeline_figure(str(trial.run_directory))) == look.png(chart)
 
@@ -51,10 +53,10 @@ def test_a_trial_of_another_loader_draws_without_the_wire(config):
 def test_a_trial_without_a_step_and_a_part_without_one_are_refused(config):
     trial = fit("kit.testing:TinyModule", "kit.testing:TinyData", config())
     trial.kill()
-    with pytest.raises(TrialError, match="no step was finished"):
+    with pytest.raises(TrialError, match="no step .*finished"):
         pipeline_figure(trial)
     done = fit("kit.testing:TinyModule", "kit.testing:TinyData", config()).wait(SECONDS)
-    with pytest.raises(TrialError, match="no step lies between"):
+    with pytest.raises(TrialError, match="no step .*between"):
         pipeline_figure(done, seconds=(1e6, 2e6))
 
 

@@ -41,8 +41,8 @@ def test_one_call_makes_the_files_of_all_three_and_reads_them(small, tmp_path):
     calls = {row["action"]: row["calls"] for row in found.actions}
     assert calls["[Strategy]SingleDeviceStrategy.training_step"] == 8
     assert 0 < found.accounted_fraction <= 1
-    (many,) = found.many_calls
-    assert (many["function"], many["calls"]) == ("nothing", 8 * 20_000)
+    # Among others, perhaps: how much of the time a function took is measured.
+    assert ("nothing", 8 * 20_000) in [(row["function"], row["calls"]) for row in found.many_calls]
     assert found.trace.steps == 3
     assert found.trace.memory["CPU"]
     assert "nothing, test_profile.py" in repr(found)
@@ -71,7 +71,7 @@ def test_an_earlier_profile_is_kept_and_both_can_be_opened(small):
     assert earlier.actions
     assert earlier.trace is None
     assert len(profile_figure(earlier).axes) == 1
-    with pytest.raises(TrialError, match="no trace of rank 0"):
+    with pytest.raises(TrialError, match="no trace .*rank 0"):
         earlier.viewer()
 
 
@@ -93,9 +93,9 @@ def test_stopping_keeps_what_was_found(small):
 @pytest.mark.parametrize(
     ("changes", "passes", "said"),
     [
-        ({}, ["simpel"], "'simpel' is none of simple, advanced, pytorch"),
-        ({"profiler.passes": ["pytroch"]}, None, "'pytroch' is none of"),
-        ({"trial.max_steps": 2}, None, "2 steps are too few"),
+        ({}, ["simpel"], "'simpel' .*simple, advanced, pytorch"),
+        ({"profiler.passes": ["pytroch"]}, None, "'pytroch' .*none of"),
+        ({"trial.max_steps": 2}, None, "2 steps .*too few"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused_before_anything_is_made(small, tmp_path, changes, passes, said):

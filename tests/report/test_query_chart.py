@@ -36,5 +36,6 @@ def test_every_number_has_bars_from_zero_and_the_one_that_failed_keeps_its_place
 
 def test_a_database_that_does_not_tell_keeps_its_panel():
     figure = query_figure(check(None, None))
-    assert [text.get_text() for text in figure.axes[1].texts] == ["cannot be seen from here"]
+    (said,) = figure.axes[1].texts
+    assert "cannot be seen" in said.get_text()
     assert "<svg" in svg(figure, "query chunks")

@@ -1,5 +1,7 @@
 """recommend: each rung of the ladder is what fits at some size, nothing is changed that need not be, and refusals."""
 
+import re
+
 import pytest
 from scaling_parts import Blocks, blocks_data, cpu_of
 
@@ -58,7 +60,7 @@ def test_the_config_sets_what_the_changes_say_and_keeps_the_global_batch(config)
     changed = found.config
     assert set(given.diff(changed)) == {"loader.batch_size", "levers.accumulate_grad_batches"}
     assert changed.loader.batch_size * changed.levers.accumulate_grad_batches == 512
-    assert "make its loader with this size" in str(found)
+    assert "make its loader" in str(found)
     assert "accumulation" in found._repr_html_()
     assert "<table" in found._repr_html_()
 
@@ -69,7 +71,7 @@ def test_a_refusal_says_by_how_much_and_gives_no_config(config):
     least = min(tried.estimate.total_bytes[1] for tried in found.tried)
     assert format_bytes(least - 100_000) in found.refusal
     assert "too much" in str(found)
-    with pytest.raises(PlanError, match="nothing fits a small CPU"):
+    with pytest.raises(PlanError, match="nothing fits .*small CPU"):
         found.config  # noqa: B018
     assert "<table" in found._repr_html_()
 
@@ -90,7 +92,7 @@ class ByHand(Blocks):
 def test_a_module_that_steps_itself_is_offered_no_accumulation(config, module):
     refused = recommend(module, blocks_data, config().replace(HELD), cpu_of(100_000))
     assert [tried.name for tried in refused.tried] == ["as configured"]
-    assert "accumulation was left out: the module optimizes manually" in str(refused)
+    assert re.search("accumulation .*left out: .*manually", str(refused))
 
 
 def test_copies_are_preferred_until_only_shards_fit(config):
@@ -102,7 +104,7 @@ def test_copies_are_preferred_until_only_shards_fit(config):
     ddp = min(needs(tried) for tried in refused.tried if tried.rung.strategy == "ddp")
     shards = advised(given, ddp - 1, devices=2)
     assert shards.config.hardware.strategy == "fsdp"
-    assert "since whole they do not fit" in str(shards)
+    assert "whole they do" in str(shards)
 
 
 def test_a_rung_that_cannot_be_had_is_passed_over_with_its_reason(config):
@@ -133,9 +135,9 @@ def test_limits_need_a_trial_and_take_the_fewest_devices_that_keep_within_them(c
     assert "times the limit" in refused.refusal
     dear = {**roomy, "hours": None, "money": 1e-9, "prices": 1000.0}
     assert "nothing keeps within" in recommend(TinyModule, TinyData, given, dear, trial=trial).refusal
-    with pytest.raises(PlanError, match="tells no time of"):
+    with pytest.raises(PlanError, match="no time of"):
         recommend(TinyModule, TinyData, given, {"device": "T4", "hours": 1}, trial=trial)
-    assert any("times are factors only" in text for text in _told(given, trial).reasons)
+    assert any("factors only" in text for text in _told(given, trial).reasons)
 
 
 def _told(given, trial):

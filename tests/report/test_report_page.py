@@ -96,7 +96,7 @@ def test_a_file_of_others_is_not_replaced_unless_asked(tmp_path):
     make_run(tmp_path / "runs", end=COMPLETE)
     found, file = results(tmp_path / "runs"), tmp_path / "index.html"
     file.write_text("<!doctype html><title>mine</title>")
-    with pytest.raises(ConfigError, match="is no report of kit.*overwrite=True"):
+    with pytest.raises(ConfigError, match="no report .*overwrite=True"):
         kit.html_report(found, file)
     assert "mine" in file.read_text()
     kit.html_report(found, file, overwrite=True)
@@ -105,10 +105,10 @@ def test_a_file_of_others_is_not_replaced_unless_asked(tmp_path):
 
 
 def test_a_folder_is_no_file_and_no_trial_no_report(tmp_path):
-    with pytest.raises(ConfigError, match="is a folder; name the file"):
+    with pytest.raises(ConfigError, match="folder; .*name the file"):
         kit.html_report(tmp_path, tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="no runs to compare"):
+    with pytest.raises(ConfigError, match="no runs"):
         kit.html_report(tmp_path / "empty", tmp_path / "report.html")
     make_run(tmp_path / "runs", end=COMPLETE)
     (tmp_path / "file").write_text("")
@@ -122,9 +122,10 @@ def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(tmp_path):
     broken = make_run(tmp_path / "runs", {"name": "broken"}, end=COMPLETE)
     broken.config.write_text("name: [")
     text = kit.html_report(tmp_path / "runs", tmp_path / "report.html").read_text()
-    assert f"{broken.directory.name}: unreadable, TrialError: …/{broken.directory.name} is an incomplete run" in text
+    name = re.escape(broken.directory.name)
+    assert re.search(f"{name}: unreadable, TrialError: …/{name} .*incomplete", text)
     assert "2 trials of 1 config" in text
-    with pytest.raises(TrialError, match="none of these runs can be read"):
+    with pytest.raises(TrialError, match="none .*runs"):
         kit.html_report(broken.directory, tmp_path / "other.html")
 
 
@@ -138,8 +139,8 @@ def test_a_report_of_very_many_configs_says_what_it_leaves_out(tmp_path, monkeyp
         for size in range(1, 7)
     ]
     text = kit.html_report(Results(rows), tmp_path / "report.html").read_text()
-    assert "3 more configs are in the tables of trials only" in text
-    assert "1 of 6 configs have a trial shown closely" in text
+    assert "3 more configs" in text
+    assert "1 of 6 configs" in text
     assert text.count("A closer look") == 1
     assert paths.directory.exists()
 
@@ -161,4 +162,4 @@ def test_a_run_whose_events_are_gone_is_told_by_its_row(tmp_path):
         file.unlink()
     text = kit.html_report(tmp_path / "runs", tmp_path / "report.html").read_text()
     assert "experiment processed 20 samples/s" in text
-    assert "no step was finished" in text
+    assert re.search("no step .*finished", text)

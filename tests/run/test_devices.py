@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import sys
 import claiming_kernel
 import pytest
 from claiming_kernel import config_of, gpus, machine_of
-from trial_fixtures import steps_taken, wait_until
+from trial_fixtures import steps_taken
+from waiting import PATIENCE_SECONDS, wait_until
 
 import kit.claims
 import kit.run.devices
@@ -28,7 +30,7 @@ from kit.run.memory.foresight import of_trial
 from kit.run.trial import fit
 
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
-SECONDS = 60.0
+SECONDS = PATIENCE_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ def told(process):
 def test_auto_takes_the_least_occupied_gpu_that_is_unclaimed_and_says_whose_the_other_is(machine):
     machine(gpus(3))
     assert [take_devices(config_of("auto")).resolved.devices for _ in range(3)] == [("GPU-2",), ("GPU-1",), ("GPU-0",)]
-    with pytest.raises(HardwareError, match=r"is auto, but 0 of 3 GPUs are unclaimed: .*share on purpose with devices"):
+    with pytest.raises(HardwareError, match=r"auto.* 0 of 3 .*unclaimed: .*share on purpose"):
         take_devices(config_of("auto"))
 
 
@@ -86,8 +88,9 @@ def test_the_reason_names_the_claim_that_was_passed_over(machine):
     machine(gpus(2))
     take_devices(config_of("auto"))
     reason = take_devices(config_of("auto")).resolved.reasons[0]
-    assert reason.startswith("GPU 0 is the least occupied of the 1 unclaimed: 60 GiB of 80 GiB free")
-    assert reason.endswith(f"GPU 1 is claimed by mine (kernel {os.getpid()})")
+    assert reason.startswith("GPU 0 ")
+    assert "1 unclaimed: 60 GiB of 80 GiB free" in reason
+    assert re.search(rf"GPU 1 .*claimed by mine \(kernel {os.getpid()}\)$", reason)
 
 
 def test_a_number_is_taken_whole_or_not_at_all(machine):
@@ -102,9 +105,9 @@ def test_a_number_is_taken_whole_or_not_at_all(machine):
 def test_what_is_named_is_shared_with_a_warning(machine, devices):
     machine(gpus(2))
     take_devices(config_of("auto"))
-    with pytest.warns(KitWarning, match="GPU 1 is claimed by mine .*; the trials share it"):
+    with pytest.warns(KitWarning, match="GPU 1 .*claimed by mine .*share"):
         taken = take_devices(config_of(devices))
-    assert any("warning: GPU 1 is claimed by mine" in reason for reason in taken.resolved.reasons)
+    assert any(re.search("warning: GPU 1 .*claimed by mine", reason) for reason in taken.resolved.reasons)
     assert len(claims()["GPU-1"]) == 2
 
 
@@ -129,7 +132,7 @@ def test_a_question_asked_while_all_is_claimed_is_still_answered(machine):
     take_devices(config_of("auto"))
     found = kit.run.devices.hardware()
     assert resolve_devices(Config(), found).devices == ("GPU-0",)
-    assert "warning: GPU 0 is claimed by mine" in repr(found)
+    assert re.search("warning: GPU 0 .*claimed by mine", repr(found))
 
 
 def test_a_prediction_beside_a_trial_is_for_the_gpu_that_the_trial_has(machine):
@@ -160,7 +163,7 @@ def test_the_gpu_of_a_killed_kernel_is_taken_over(kernel):
     go(first)
     assert told(first)["devices"] == ["GPU-0"]
     go(second)
-    assert f"GPU 0 is claimed by mine (kernel {first.pid})" in told(second)["error"]
+    assert re.search(rf"GPU 0 .*claimed by mine \(kernel {first.pid}\)", told(second)["error"])
     first.send_signal(signal.SIGKILL)
     first.wait()
     go(third)
@@ -209,6 +212,6 @@ def test_a_trial_whose_supervisor_is_killed_lets_go(config, claiming):
 
 def test_a_submission_that_is_refused_lets_go(config, claiming, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(ConfigError, match="cannot make a run directory"):
+    with pytest.raises(ConfigError, match="run directory"):
         fit(MODULE, DATA, config(folder=str(tmp_path / "file" / "runs")))
     assert claims() == {}

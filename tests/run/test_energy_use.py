@@ -29,8 +29,8 @@ class Fit:
         self.folder, self.seconds = folder, 100.0
         config = Config().replace({"trial.warmup_steps": 2})
         environment = {"devices": ["GPU-a", "GPU-b"]}
-        writer = EventWriter(folder / "events.1.jsonl", 1)
-        self.use = EnergyUse(Context(None, config, environment, 1, writer, None))
+        self.writer = EventWriter(folder / "events.1.jsonl", 1)
+        self.use = EnergyUse(Context(None, config, environment, 1, self.writer, None))
         strategy = SimpleNamespace(root_device=torch.device(device))
         self.trainer = SimpleNamespace(strategy=strategy, global_step=0)
 
@@ -47,7 +47,7 @@ class Fit:
     def end(self):
         self.use.on_train_end(self.trainer, None)
         self.use.on_exception(self.trainer, None, KeyboardInterrupt())
-        self.use._context.writer.close()
+        self.writer.close()
         return EventReader(self.folder).read()
 
 

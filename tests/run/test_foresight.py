@@ -4,7 +4,8 @@ import os
 import shutil
 
 import pytest
-from trial_fixtures import ranks_alive, wait_until
+from trial_fixtures import ranks_alive
+from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.report.results import results
 from kit.report.trial_memory import predicted_of
@@ -14,7 +15,7 @@ from kit.run.memory.residuals import residuals
 from kit.run.trial import fit
 from kit.testing import FaultyModule, TinyData, TinyModule
 
-SECONDS = 90.0
+SECONDS = PATIENCE_SECONDS
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 LONG = 1_000_000
 
@@ -32,7 +33,7 @@ def wide_data():
 
 
 def predicted(trial):
-    wait_until(trial.paths.prediction.is_file, SECONDS)
+    wait_until(trial.paths.prediction.is_file)
     return predicted_of(trial)
 
 
@@ -91,14 +92,14 @@ class Shy(TinyModule):
 def test_a_fit_that_cannot_be_predicted_runs_all_the_same(config, no_predictions_left):
     trial = fit(Shy, DATA, config(predict_memory=True)).wait(SECONDS)
     assert trial.state == "COMPLETE"
-    wait_until(lambda: not list(no_predictions_left.iterdir()), SECONDS)
+    wait_until(lambda: not list(no_predictions_left.iterdir()))
     assert not trial.paths.prediction.exists()
 
 
 def test_what_goes_wrong_after_two_steps_leaves_prediction_and_measurement(config):
     asked = config(predict_memory=True)
     trial = fit(lambda: FaultyModule({(0, 3): "raise"}), TinyData, asked)
-    wait_until(lambda: trial.poll() == "FAILED", SECONDS)
+    wait_until(lambda: trial.poll() == "FAILED")
     predicted(trial)
     assert results(asked.trial.folder)[0]["device_allocated_bytes_ratio"] is not None
 

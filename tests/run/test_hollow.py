@@ -86,16 +86,15 @@ def test_large_data_arrives_as_zeros_and_says_so(monkeypatch):
     assert (found["x"].shape, found["x"].dtype, int(found["x"].count_nonzero())) == (data["x"].shape, torch.float32, 0)
     assert (found["y"].shape, found["y"].dtype, np.count_nonzero(found["y"])) == (data["y"].shape, np.float64, 0)
     assert found["lengths"].tolist() == [3, 5]
-    assert parcel.notes == (
-        "data holds 128 MiB of arrays, which were taken as zeros: batches whose shape depends on these numbers are not "
-        "foreseen",
-    )
+    (note,) = parcel.notes
+    assert note.startswith("data holds 128 MiB")
+    assert "zeros" in note
 
 
 def test_what_cannot_be_sent_is_named():
     module = TinyModule()
     module.guard = threading.Lock()
-    with pytest.raises(ConfigError, match=r"module: TinyModule cannot be sent to the ranks: attribute guard \(lock\)"):
+    with pytest.raises(ConfigError, match=r"module: TinyModule .*sent .*attribute guard \(lock\)"):
         hollow(Part.of(module), Part.of(None))
 
 

@@ -48,7 +48,7 @@ def test_the_table_and_the_chart_show_every_rung(check):
 def test_a_lever_that_cannot_run_stands_there_with_its_reason_and_the_next_goes_on(config):
     check = kit.verify_levers(model, data, config(max_steps=3), levers=[NO_SUCH_BLOCKS, {"loader.pin_memory": False}])
     assert not check.rungs[1].ran
-    assert "GPT holds no Block" in check.rungs[1].note
+    assert "GPT holds no" in check.rungs[1].note
     assert check.rungs[2].ran
     assert not check.rungs[2].config.levers.gradient_checkpointing
     assert "did not run" in [text.get_text() for text in levers_figure(check).axes[0].texts]
@@ -61,7 +61,7 @@ def test_levers_alone_do_not_build_on_each_other(config):
     assert not check.rungs[2].config.levers.gradient_checkpointing
 
 
-@pytest.mark.parametrize(("levers", "words"), [(["magic"], "'magic' is none of"), ([], "no levers")])
+@pytest.mark.parametrize(("levers", "words"), [(["magic"], "'magic' .*none of"), ([], "no levers")])
 def test_unknown_levers_and_empty_ladders_are_refused(config, levers, words):
     with pytest.raises(ConfigError, match=words):
         kit.verify_levers(model, data, config(), levers=levers)

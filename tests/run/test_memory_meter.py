@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from waiting import PATIENCE_SECONDS
 
 from kit.plan.memory.measured import Measured
 from kit.run.trial import fit
 from kit.testing import TinyData, TinyModule
 
-SECONDS = 60.0
+SECONDS = PATIENCE_SECONDS
 DATA = "kit.testing:TinyData"
 KIB = 1024
 
@@ -101,11 +102,12 @@ class Profiled(Wide):
         assert "aten::linear" in names, names
 
 
-@pytest.mark.parametrize(
-    ("whole", "reason"), [(True, "a profiler runs already"), (False, "a profiler was started by something else")]
-)
+@pytest.mark.parametrize(("whole", "reason"), [(True, "runs already"), (False, "something else")])
 def test_a_module_that_profiles_itself_keeps_its_profile_and_is_told(config, whole, reason):
     trial = fit(lambda: Profiled(whole), data, config()).wait(SECONDS)
     assert trial.state == "COMPLETE"
-    assert trial.warnings == [f"memory is not measured: {reason}; see trial.measure_memory"]
+    (warning,) = trial.warnings
+    assert "not measured" in warning
+    assert reason in warning
+    assert "trial.measure_memory" in warning
     assert trial.event("memory_measured") is None

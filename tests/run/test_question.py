@@ -59,8 +59,8 @@ def test_no_devices_need_be_there(changes, world_size, ranks):
     ("changes", "world_size", "message"),
     [
         ({"hardware.strategy": "ddp", "hardware.devices": -1}, None, "give world_size="),
-        ({}, 2, "none uses one device, not 2"),
-        ({}, 0, f"0 ranks; predictions go from 1 to {MOST_RANKS}"),
+        ({}, 2, "one device, not 2"),
+        ({}, 0, f"0 ranks; .* 1 to {MOST_RANKS}"),
         ({"hardware.strategy": "fsdp", "hardware.devices": 2}, MOST_RANKS + 1, f"from 1 to {MOST_RANKS}"),
         ({"hardware.strategy": "fsdp:2:4", "hardware.devices": 8}, 16, "2 × 4 = 8 ranks, not 16"),
         ({"hardware.strategy": "ddp", "hardware.devices": 2}, 1, "at least 2 ranks"),
@@ -79,7 +79,7 @@ def test_ranks_that_do_not_add_up_are_refused_with_the_arithmetic(changes, world
     [
         ({"module": "kit.testing:TinyModul"}, TargetError, "did you mean"),
         ({"changes": {"model.arguments": {"hidth": 1}}, "module": None}, None, ""),
-        ({"device": "A1000"}, PlanError, "no GPU model in the table"),
+        ({"device": "A1000"}, PlanError, "no GPU model"),
         ({"device": "-3 GiB"}, PlanError, "-3 GiB"),
     ],
 )
@@ -92,14 +92,14 @@ def test_what_cannot_be_asked_is_refused_before_any_process(keywords, error, mes
 
 
 def test_something_else_than_a_config_is_refused_with_how_to_call():
-    with pytest.raises(ConfigError, match=r"takes a Config, got dict; call predict_memory\(config\)"):
+    with pytest.raises(ConfigError, match=r"Config.* dict.*predict_memory\(config\)"):
         ask(MODULE, DATA, {}, "A100-80GB")
 
 
 def test_16_mixed_on_a_cpu_is_refused_with_the_way_out():
     config = Config().replace({"hardware.precision": "16-mixed"})
     cpu = ask(MODULE, DATA, Config().replace({"hardware.accelerator": "cpu"}), "this machine")[1]
-    with pytest.raises(HardwareError, match="name a GPU with device="):
+    with pytest.raises(HardwareError, match="GPU .*device="):
         ask(MODULE, DATA, config, cpu)
 
 

@@ -62,7 +62,7 @@ def test_the_rank_that_needed_most_is_compared(tmp_path):
 def test_a_run_without_both_counts_for_nothing(tmp_path, run):
     make_run(tmp_path, **run)
     assert len(residuals(tmp_path)) == 0
-    assert repr(residuals(tmp_path)).startswith("No run holds both")
+    assert repr(residuals(tmp_path)).startswith("No run")
 
 
 def test_a_damaged_run_is_passed_over(tmp_path):

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from waiting import PATIENCE_SECONDS
 
 import kit
 
-SECONDS = 120.0
+SECONDS = PATIENCE_SECONDS
 
 
 class Factor(LightningModule):

@@ -59,7 +59,7 @@ def test_a_module_without_chunk_step_keeps_its_one_line_and_says_why(config):
         ({"lengths": (8,)}, "draw no line"),
         ({"lengths": (0, 8)}, "draw no line"),
         ({"chunk": 0}, "no chunk"),
-        ({"data": Series(8)}, "has its length already"),
+        ({"data": Series(8)}, "length already"),
     ],
 )
 def test_what_draws_no_line_is_refused_before_any_process(config, changes, words):

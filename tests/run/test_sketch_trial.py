@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 import pyarrow
 import pytest
 from pyarrow import parquet
+from waiting import PATIENCE_SECONDS
 
 import kit
 
@@ -50,7 +51,7 @@ def shop_config(config, tmp_path):
 def test_it_learns_and_measures_what_was_predicted(shop_config):
     turned = shop_config.replace(kit.model_dials(shop_config, data=kit.EventData).changes(sketch_quality=0.5))
     estimate = kit.predict_memory(None, kit.EventData, turned)
-    trial = kit.fit(None, kit.EventData, turned).wait(120)
+    trial = kit.fit(None, kit.EventData, turned).wait(PATIENCE_SECONDS)
     assert trial.state == "COMPLETE"
     (row,) = kit.results(turned.trial.folder)
     assert row["device_allocated_bytes_measured"] / estimate.device_allocated_bytes == pytest.approx(1, abs=0.02)

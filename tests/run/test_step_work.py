@@ -109,7 +109,7 @@ class Failing(LightningModule):
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 2:
-            raise ValueError("in the step that is counted")
+            raise ValueError("the counted step")
         return self.layer(batch[0]).sum()
 
     def configure_optimizers(self):
@@ -118,7 +118,7 @@ class Failing(LightningModule):
 
 def test_a_step_that_fails_while_it_is_counted_fails_as_any_other(config):
     trial = kit.fit(Failing(), TinyData(), config(warmup_steps=4))
-    with pytest.raises(kit.KitError, match="in the step that is counted"):
+    with pytest.raises(kit.KitError, match="the counted step"):
         trial.wait()
     assert trial.cause == "error"
 
@@ -128,4 +128,5 @@ def test_cpu_seconds_of_a_rank_and_its_loader_processes_are_told(config):
     used = trial.event("cpu_used")
     assert used["workers"] == 1
     assert 0 < used["thread_seconds"] <= used["process_seconds"]
-    assert used["thread_seconds"] < 0.5 * used["wall_seconds"], "a step that sleeps uses no CPU"
+    slept = 0.02 * (trial.event("fit_ended", "steps") - 2)
+    assert used["wall_seconds"] - used["thread_seconds"] >= slept, "a step that sleeps uses no CPU"

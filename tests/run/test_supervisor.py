@@ -5,7 +5,8 @@ import sys
 
 import psutil
 import pytest
-from trial_fixtures import steps_taken, wait_until
+from trial_fixtures import steps_taken
+from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.errors import TrialError
 from kit.run import client
@@ -13,7 +14,7 @@ from kit.run.launch import differing_variables
 from kit.run.trial import Trial, fit
 from kit.testing import TinyModule
 
-SECONDS = 60.0
+SECONDS = PATIENCE_SECONDS
 LONG = 1_000_000
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 
@@ -105,7 +106,7 @@ def test_twenty_trials_leave_descriptors_threads_and_children_as_they_were(confi
     before = count()
     for ranks in [1, 2] * 10:
         fit(MODULE, DATA, config(ranks)).wait(SECONDS)
-    wait_until(lambda: count() == before, 5)
+    wait_until(lambda: count() == before)
 
 
 def test_two_trials_run_at_the_same_time_and_end_apart(config):
@@ -125,13 +126,13 @@ def test_a_supervisor_that_dies_before_it_starts_a_trial_is_replaced_by_a_cold_o
     os.kill(newcomer.identity["pid"], signal.SIGKILL)
     trial.wait(SECONDS)
     assert trial.event("trial_started", "start") == "cold"
-    assert "the warm process could not be used" in trial.event("trial_started", "reason")
+    assert "warm process" in trial.event("trial_started", "reason")
 
 
 def test_a_supervisor_ends_when_its_parent_is_not_who_it_was_told(tmp_path):
     command = [sys.executable, "-P", "-m", "kit.run.supervisor", "cold", "1"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    assert process.wait(10) == 0
+    assert process.wait(SECONDS) == 0
     process.communicate()
 
 
@@ -141,7 +142,7 @@ def test_ranks_that_cannot_be_started_are_a_failure_and_not_the_end_of_the_super
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # asks for fresh interpreters,
     monkeypatch.setenv("HUGE", "x" * 200_000)  # which cannot be given an environment as large as this
     trial = fit(MODULE, DATA, config())
-    with pytest.raises(TrialError, match="^the ranks could not be started: Argument list too long"):
+    with pytest.raises(TrialError, match="ranks .*not be started: Argument list"):
         trial.wait(SECONDS)
     monkeypatch.undo()
     assert fit(MODULE, DATA, config()).wait(SECONDS).state == "COMPLETE"

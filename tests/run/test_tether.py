@@ -6,24 +6,17 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 import kit
 from kit.processes import alive, identify
 
 HOME = str(Path(kit.__file__).parents[1])
-SECONDS = 60
+SECONDS = PATIENCE_SECONDS
 CHILDREN = "import os, sys, time; print(os.getpid(), flush=True); os.fork(); time.sleep(600)"
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def tethered(file, code, **options):
@@ -78,7 +71,7 @@ def test_all_of_it_ends_when_who_asked_is_killed(file):
         line = [sys.executable, "-m", "kit.run.tether", str(os.getpid()), {str(file)!r}, *command]
         process = subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True)
         if os.fork() == 0:
-            time.sleep(30)
+            time.sleep(600)
         print(process.pid, flush=True)
         time.sleep(600)
     """

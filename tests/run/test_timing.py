@@ -1,7 +1,7 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.run.timing import PARTS, StepClock
@@ -93,7 +93,6 @@ actions = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(actions, max_size=5))
 def test_the_parts_always_sum_to_the_wall_time(nested):
     clock = StepClock()

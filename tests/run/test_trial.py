@@ -9,7 +9,9 @@ import time
 import warnings
 
 import pytest
-from trial_fixtures import steps_taken, wait_until
+from gated import Gated
+from trial_fixtures import steps_taken
+from waiting import PATIENCE_SECONDS, wait_until
 
 import kit
 from kit.config import Config
@@ -19,7 +21,7 @@ from kit.run.timing import PARTS
 from kit.run.trial import Trial, fit, warm_up
 from kit.testing import FaultyModule, TinyData, TinyModule
 
-SECONDS = 60.0
+SECONDS = PATIENCE_SECONDS
 LONG = 1_000_000
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 
@@ -65,7 +67,9 @@ def test_the_parts_of_a_step_sum_to_its_wall_time(config):
 def test_time_spent_waiting_for_data_is_called_so(config):
     trial = fit(MODULE, SlowData, config()).wait(SECONDS)
     assert all(step["wait_seconds"] >= 0.02 for step in trial.steps)
-    assert all(step["forward_seconds"] < step["wait_seconds"] for step in trial.steps[1:])
+    for step in trial.steps:  # no second is charged twice, so the wait is in no other part
+        parts = sum(step[f"{part}_seconds"] for part in (*PARTS, "other"))
+        assert parts == pytest.approx(step["step_seconds"], rel=1e-9)
 
 
 class SlowData(TinyData):
@@ -169,7 +173,7 @@ def test_classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_p
                 super().__init__(num_workers=1)
         print(fit(Mine, MyData, config).wait({SECONDS}).state)
     """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "COMPLETE", done.stderr
 
 
@@ -193,14 +197,14 @@ def test_a_module_beside_the_notebook_is_imported_afresh_by_each_trial(config, t
         ("kit.testing:TinyModul", DATA, {}, TargetError, "did you mean"),
         (MODULE, "kit.nowhere:Data", {}, TargetError, "kit.nowhere"),
         (TinyModule, DATA, {"model.arguments": {"hidth": 1}}, ConfigError, r"model\.arguments: class TinyModule"),
-        (lambda: threading.Lock(), threading.Lock(), {}, ConfigError, "data: lock cannot be sent to the ranks"),
+        (lambda: threading.Lock(), threading.Lock(), {}, ConfigError, "data: lock .*sent"),
         (MODULE, DATA, {"hardware.accelerator": "gpu"}, HardwareError, "GPU"),
         (
             MODULE,
             None,
             {"data.url": "memory://here"},
             ConfigError,
-            r"data\.url: memory://here lives in this process only",
+            r"data\.url: memory://here .*this process",
         ),
         (MODULE, None, {"data.url": "nowhere/at/all.zarr"}, StoreError, "nowhere"),
     ],
@@ -213,22 +217,22 @@ def test_what_cannot_run_is_refused_without_a_run_directory(config, module, data
 
 
 def test_fit_without_a_config_says_what_it_takes():
-    with pytest.raises(ConfigError, match=r"fit takes a Config, got NoneType; call fit\(config\)"):
+    with pytest.raises(ConfigError, match=r"Config.*NoneType.*fit\(config\)"):
         fit(TinyModule, TinyData)
 
 
 def test_something_that_is_no_module_fails_in_one_line(config):
     trial = fit(lambda: 3, DATA, config())
-    with pytest.raises(TrialError, match="gave int, which is no LightningModule"):
+    with pytest.raises(TrialError, match="int.*no LightningModule"):
         trial.wait(SECONDS)
 
 
 def test_a_large_payload_is_warned_of_and_goes_on(config):
     weights = bytes(11_000_000)
-    with pytest.warns(KitWarning, match=r"module and data are 10\.\d MiB when sent"):
+    with pytest.warns(KitWarning, match=r"module and data .*10\.\d MiB"):
         trial = fit(lambda: TinyModule(width=8 + 0 * len(weights)), DATA, config())
     trial.wait(SECONDS)
-    assert "when sent to the ranks" in trial.warnings[0]
+    assert "MiB when sent" in trial.warnings[0]
 
 
 def test_a_usual_trial_warns_of_nothing(config):
@@ -241,14 +245,13 @@ def test_a_usual_trial_warns_of_nothing(config):
 # -- waiting and watching
 
 
-def test_fit_and_warm_up_return_at_once(config):
-    began = time.monotonic()
+def test_fit_and_warm_up_return_before_a_step_is_taken(config, tmp_path):
     warm_up()
-    trial = fit(lambda: TinyModule(seconds=0.1), DATA, config())
+    trial = fit(lambda: Gated(tmp_path / "gate"), DATA, config())
     assert trial.state in ("WAITING", "RUNNING")
     assert not trial.steps
-    assert time.monotonic() - began < 5
-    trial.wait(SECONDS)
+    (tmp_path / "gate").touch()
+    assert trial.wait(SECONDS).state == "COMPLETE"
 
 
 def test_waiting_too_long_raises_and_leaves_the_trial_alone(config):
@@ -267,13 +270,14 @@ def test_a_trial_can_be_awaited(config):
     assert asyncio.run(wait()).state == "COMPLETE"
 
 
-def test_callbacks_come_while_it_runs_and_at_its_end(config):
+def test_callbacks_come_while_it_runs_and_at_its_end(config, tmp_path):
     seen = []
-    trial = fit(lambda: TinyModule(seconds=0.05), DATA, config(max_steps=20))
+    trial = fit(lambda: Gated(tmp_path / "gate", step=10), DATA, config(max_steps=20))
     trial.on_change(lambda changed: seen.append((changed.state, len(changed.steps))))
-    wait_until(lambda: seen and seen[-1][0] == "COMPLETE", SECONDS)
+    wait_until(lambda: ("RUNNING", 9) in seen)
+    (tmp_path / "gate").touch()
+    wait_until(lambda: seen[-1][0] == "COMPLETE")
     assert seen[-1] == ("COMPLETE", 20)
-    assert any(state == "RUNNING" and 0 < steps < 20 for state, steps in seen)
 
 
 def test_a_callback_that_raises_is_reported_once_and_the_others_go_on(config, capsys):
@@ -281,7 +285,7 @@ def test_a_callback_that_raises_is_reported_once_and_the_others_go_on(config, ca
     seen = []
     trial.on_change(lambda changed: 1 / 0)
     trial.on_change(lambda changed: seen.append(changed.state))
-    wait_until(lambda: seen and seen[-1] == "COMPLETE", SECONDS)
+    wait_until(lambda: seen and seen[-1] == "COMPLETE")
     assert capsys.readouterr().err.count("ZeroDivisionError") == 1
 
 
@@ -337,7 +341,7 @@ def test_a_run_from_before_a_restart_of_the_machine_is_lost(config):
     environment = json.loads(trial.paths.environment.read_text())
     environment["machine"]["boot"] = "another"
     trial.paths.environment.write_text(json.dumps(environment))
-    assert Trial.open(trial.run_directory).error == "the machine was restarted"
+    assert "restarted" in Trial.open(trial.run_directory).error
 
 
 def test_a_torn_last_line_is_dropped_and_a_damaged_middle_one_is_told(config):
@@ -359,13 +363,13 @@ def test_a_removed_run_directory_ends_its_trial_and_no_other(config):
     other = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=100))
     wait_until(steps_taken(removed, 1))
     shutil.rmtree(removed.run_directory)
-    assert wait_until(lambda: removed.poll() == "LOST" and removed.error) == "its run directory was removed"
+    assert "removed" in wait_until(lambda: removed.poll() == "LOST" and removed.error)
     assert other.wait(SECONDS).state == "COMPLETE"
 
 
 def test_an_incomplete_run_directory_says_so(config):
     run = RunPaths.create(config())
-    with pytest.raises(TrialError, match="is an incomplete run"):
+    with pytest.raises(TrialError, match="incomplete run"):
         Trial.open(run.directory)
 
 

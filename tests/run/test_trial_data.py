@@ -6,13 +6,14 @@ import sys
 
 import pytest
 from trial_fixtures import last_steps
+from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
 from kit.errors import ConfigError
 from kit.run.paths import find_runs
 from kit.run.trial import fit
 
-SECONDS = 90.0
+SECONDS = PATIENCE_SECONDS
 
 
 @pytest.mark.parametrize(("ranks", "strategy", "workers"), [(1, None, 0), (1, None, 2), (2, "ddp", 0), (2, "fsdp", 1)])
@@ -46,10 +47,10 @@ def test_what_does_not_fit_the_data_is_refused_before_anything_is_started(own, c
 def test_the_kernel_needs_no_torch_for_a_trial_of_its_own(own):
     code = (
         "import sys; from kit.config import Config; from kit.run.trial import fit\n"
-        "state = fit(Config.from_yaml(sys.stdin.read())).wait(60).state\n"
+        f"state = fit(Config.from_yaml(sys.stdin.read())).wait({SECONDS}).state\n"
         "print(state, 'torch' in sys.modules)"
     )
     text = own().to_yaml(comments=False)
     assert Config.from_yaml(text) == own()
-    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["COMPLETE", "False"], done.stderr

@@ -1,3 +1,4 @@
+import re
 import time
 
 import pytest
@@ -63,24 +64,22 @@ def test_the_first_failure_in_time_is_reported(paths):
 
 
 def test_a_lost_peer_is_never_the_root_even_when_it_spoke_first(paths):
-    say(paths, 0, failed("connection closed by peer", lost_peer=True))
+    say(paths, 0, failed("connection closed", lost_peer=True))
     verdict = judge(paths, [end(0, 1), end(1, SEGFAULT, moment=time.time() + 5)], "sibling", LIMITS, False)
-    assert verdict.message.startswith("rank 1 was ended by SIGSEGV")
+    assert re.match("rank 1 .*SIGSEGV", verdict.message)
 
 
 def test_a_lost_peer_is_reported_when_there_is_nothing_else(paths):
-    say(paths, 0, failed("connection closed by peer", lost_peer=True))
+    say(paths, 0, failed("connection closed", lost_peer=True))
     verdict = judge(paths, [end(0, 1), end(1, KILLED, by_us=True)], "sibling", LIMITS, False)
-    assert verdict.message == "connection closed by peer"
+    assert verdict.message == "connection closed"
 
 
 def test_a_kill_from_outside_is_host_memory_only_when_the_system_counted_it(paths):
     say(paths, 0, step(3))
     told = judge(paths, [end(0, KILLED)], None, LIMITS, True)
-    assert (told.cause, told.message) == (
-        "host_oom",
-        "the system ran out of host memory and killed rank 0 after step 3; it used 1 GiB",
-    )
+    assert told.cause == "host_oom"
+    assert re.search("host memory .*rank 0 .*step 3; .*1 GiB$", told.message)
     assert judge(paths, [end(0, KILLED)], None, LIMITS, False).cause == "killed"
 
 
@@ -97,7 +96,8 @@ def test_an_error_after_a_request_to_stop_is_still_an_error(paths):
 
 def test_ranks_killed_because_the_kernel_is_gone_are_lost(paths):
     verdict = judge(paths, [end(0, KILLED, by_us=True)], "kernel", LIMITS, False)
-    assert (verdict.state, verdict.message) == ("LOST", "the kernel went away")
+    assert verdict.state == "LOST"
+    assert "kernel" in verdict.message
 
 
 def test_the_rank_furthest_behind_is_named_when_a_trial_stalls(paths):
@@ -105,11 +105,11 @@ def test_the_rank_furthest_behind_is_named_when_a_trial_stalls(paths):
     say(paths, 1, step(3))
     verdict = judge(paths, [end(0, KILLED, True), end(1, KILLED, True)], "stalled", LIMITS, False)
     assert (verdict.cause, verdict.failed_rank) == ("stalled", 1)
-    assert verdict.message.startswith("no sign of progress for 30 s after step 3")
+    assert re.search("progress for 30 s .*step 3", verdict.message)
 
 
 def test_a_torn_or_damaged_event_file_does_not_prevent_a_verdict(paths):
     say(paths, 0, step(1))
     with paths.events(0).open("ab") as file:
         file.write(b'garbage\n[1]\n{"kind": "st')
-    assert judge(paths, [end(0, SEGFAULT)], None, LIMITS, False).message.startswith("rank 0 was ended by SIGSEGV")
+    assert re.match("rank 0 .*SIGSEGV", judge(paths, [end(0, SEGFAULT)], None, LIMITS, False).message)

@@ -1,6 +1,7 @@
 """What a trial says of itself: not what was asked for, what ran."""
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.run.what_ran import what_ran
@@ -18,37 +19,39 @@ def small(config):
         chosen = config(ranks, strategy, max_steps=2).replace(
             {"model.target": "kit.models:GPT", "model.arguments": GPT, **settings}
         )
-        return kit.fit(None, Tokens(vocabulary=32, context=16, batch_size=2, sequences=16), chosen).wait(60)
+        return kit.fit(None, Tokens(vocabulary=32, context=16, batch_size=2, sequences=16), chosen).wait(
+            PATIENCE_SECONDS
+        )
 
     return fit
 
 
 def test_a_plain_trial_says_its_precision_its_optimizer_and_the_kernel_torch_chose(small):
-    assert what_ran(small()) == [
-        "precision: 32-true",
-        "optimizer: AdamW",
-        "attention: flash × 2 in the first batch; here are math, flash (efficient needs a GPU, cudnn needs a GPU)",
-    ]
+    *others, attention = what_ran(small())
+    assert others == ["precision: 32-true", "optimizer: AdamW"]
+    assert attention.startswith("attention: flash × 2 ")
+    for part in ("first batch", "math, flash", "efficient needs", "cudnn needs"):
+        assert part in attention
 
 
 def test_levers_say_what_they_did(small):
     trial = small(gradient_checkpointing=True, optimizer="sgd", attention="math", sequence_chunk=8)
-    assert what_ran(trial)[1:4] == [
-        "optimizer: SGD",
-        "gradient checkpointing: 2 blocks",
-        "sequence chunks: 2 in the first batch",
-    ]
-    assert what_ran(trial)[4].startswith("attention: math × 4 in the first batch")  # two chunks of two blocks
+    assert what_ran(trial)[1:3] == ["optimizer: SGD", "gradient checkpointing: 2 blocks"]
+    assert what_ran(trial)[3].startswith("sequence chunks: 2 ")
+    assert what_ran(trial)[4].startswith("attention: math × 4 ")  # two chunks of two blocks
     assert all(sentence in repr(trial) for sentence in what_ran(trial))
 
 
 def test_what_was_left_out_is_said_with_a_trial_that_went_well(small):
     trial = small(attention="cudnn")
     assert trial.state == "COMPLETE"
-    assert what_ran(trial)[-1].startswith("attention: flash × 2 in the first batch")
-    assert trial.warnings == ["levers.attention: cudnn needs a GPU; torch chooses among math and flash"]
-    assert f"warning: {trial.warnings[0]}" in repr(trial)
-    assert "cudnn needs a GPU; torch chooses" in notes_html(trial)
+    assert what_ran(trial)[-1].startswith("attention: flash × 2 ")
+    (warning,) = trial.warnings
+    assert warning.startswith("levers.attention: cudnn")
+    assert "GPU" in warning
+    assert "math and flash" in warning
+    assert f"warning: {warning}" in repr(trial)
+    assert "torch chooses" in notes_html(trial)
 
 
 def test_before_the_first_batch_nothing_is_said(small):

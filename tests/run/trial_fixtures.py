@@ -2,17 +2,15 @@
 
 import contextlib
 import tempfile
-import time
 
 import numpy as np
 import psutil
 import pytest
 import zarr
+from waiting import wait_until
 
 from kit.config import Config
 from kit.run import client
-
-SURVIVAL_SECONDS = 3.0
 
 
 @pytest.fixture
@@ -34,6 +32,7 @@ def config(tmp_path):
                     "warmup_steps": 1,
                     "folder": str(tmp_path / "runs"),
                     "predict_memory": False,  # it would outlive the trial that a test is about
+                    "stall_seconds": 90.0,  # before a test gives up, so that it is told where the trial hangs
                     **trial,
                 },
             }
@@ -78,19 +77,14 @@ def no_predictions_left(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
     yield folder
-    wait_until(lambda: list(folder.iterdir()) == [], SURVIVAL_SECONDS)
+    wait_until(lambda: list(folder.iterdir()) == [])
 
 
 @pytest.fixture(autouse=True)
 def no_survivors():
     """Every rank, and all that it forked, is gone soon after the test."""
     yield
-    left = ranks_alive()
-    deadline = time.monotonic() + SURVIVAL_SECONDS
-    while left and time.monotonic() < deadline:
-        time.sleep(0.02)
-        left = ranks_alive()
-    assert not left, f"still alive: {left}"
+    wait_until(lambda: not ranks_alive())
 
 
 def ranks_alive():
@@ -107,15 +101,6 @@ def is_alive(process):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_until(condition, seconds=60.0):
-    """Wait for something to become true, and fail when it does not."""
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-    return result
 
 
 def steps_taken(trial, steps):

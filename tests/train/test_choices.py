@@ -10,9 +10,9 @@ from kit.train.choices import explain_attention, explain_batch, explain_strategy
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("none", ("whole model", "take ddp when it is too slow", "fsdp when it runs out of memory")),
-        ("ddp", ("full copy", "slice of the data")),
-        ("fsdp", ("sharded", "2 replicas, each sharded over 4")),
+        ("none", ("whole model", "ddp when", "fsdp when")),
+        ("ddp", ("full copy", "slice of")),
+        ("fsdp", ("sharded", "2 replicas", "sharded over 4")),
         ("fsdp:2:4", ("2 replicas × 4 devices each = 8 devices", "1/4 of a model")),
         ("fsdp:1:2", ("1 replica × 2 devices each = 2 devices", "fsdp:2:4 on 8 devices")),
         ("fsdp:3:1", ("3 replicas × 1 device each = 3 devices", "a whole model")),
@@ -37,9 +37,12 @@ def test_a_step_sees_batch_times_devices_times_accumulation():
 
 def test_four_devices_instead_of_one_take_four_times_the_learning_rate():
     config = of(4, loader={"batch_size": 32})
-    assert "4 times the 32 before, so linear scaling takes 4 times the learning rate" in explain_batch(config, 4)
+    text = explain_batch(config, 4)
+    assert "4 times the 32" in text
+    assert "linear scaling" in text
+    assert "4 times the learning" in text
     known = config.replace({"model.arguments": {"learning_rate": 0.0003}})
-    assert "a learning rate of 0.0012 instead of 0.0003" in explain_batch(known, 4)
+    assert "0.0012 instead of 0.0003" in explain_batch(known, 4)
 
 
 def test_nothing_is_said_of_the_rate_while_the_step_sees_as_much_as_before():
@@ -54,6 +57,8 @@ def test_explaining_needs_no_torch():
 
 
 def test_the_kernels_of_attention_that_are_here_are_said():
-    assert explain_attention("cpu", "auto") == "the CPU has math and flash; efficient and cudnn need a GPU"
+    text = explain_attention("cpu", "auto")
+    assert "math and flash" in text
+    assert "efficient and cudnn" in text
     assert explain_attention("cpu", "cudnn").endswith("so torch chooses")
-    assert "a trial says which ran" in explain_attention("gpu", "cudnn")
+    assert "which ran" in explain_attention("gpu", "cudnn")

@@ -127,14 +127,14 @@ def test_batch_norm_blocks_are_left_alone_and_named():
 
 
 def test_a_module_without_blocks_says_that_the_lever_does_nothing():
-    with pytest.warns(KitWarning, match="Net has no repeated blocks"):
+    with pytest.warns(KitWarning, match="Net .*no repeated blocks"):
         fit(train_parts.Net(layers=0), GradientCheckpointing(), steps=1)
 
 
 def test_a_class_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(ConfigError, match=r"checkpoint_blocks: Net holds no Transformer; it has .*Layer"):
+    with pytest.raises(ConfigError, match=r"checkpoint_blocks: Net .*no Transformer; .*Layer"):
         fit(train_parts.Net(), GradientCheckpointing(["Transformer"]))
-    with pytest.raises(ConfigError, match=r"did you mean Layer\?"):
+    with pytest.raises(ConfigError, match=r"mean Layer\?"):
         fit(train_parts.Net(), GradientCheckpointing(["Layers"]))
 
 

@@ -96,5 +96,5 @@ def test_copies_can_be_named_outright(settings, copied, tmp_path):
 def test_copies_that_cannot_be_read_are_an_error_before_training(settings, copied, tmp_path):
     copied()
     (tmp_path / "cloud" / "last.ckpt" / "kit-parcel.json").write_text("edited")
-    with pytest.raises(StoreError, match="not a list of parts"):
+    with pytest.raises(StoreError, match="list of parts"):
         newest_checkpoint(settings)

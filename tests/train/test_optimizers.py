@@ -195,7 +195,7 @@ def test_sharded_parameters_get_8_bits_of_torchao(one_shard):
 def test_without_torchao_sharded_parameters_get_adamw_and_say_why(one_shard, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     optimizer = torch.optim.SGD([one_shard], lr=0.1)
-    with pytest.warns(KitWarning, match=r"of sharded parameters needs torchao, .*eight-bit.*; AdamW is used"):
+    with pytest.warns(KitWarning, match=r"sharded parameters .*torchao, .*eight-bit.*; AdamW"):
         assert turn(optimizer, "adamw-8bit") == "adamw"
 
 
@@ -207,12 +207,12 @@ def test_a_module_without_an_optimizer_is_told_that_the_lever_does_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("always", KitWarning)
-        with pytest.warns(KitWarning, match="adamw does nothing: Bare returns no optimizer"):
+        with pytest.warns(KitWarning, match="adamw does nothing: Bare .*no optimizer"):
             fit(Bare(), optimizer="adamw")
 
 
 def test_a_name_that_is_not_offered_is_refused():
-    with pytest.raises(ConfigError, match="'lion' is none of adamw"):
+    with pytest.raises(ConfigError, match="'lion' .*none of adamw"):
         OptimizerChoice("lion")
 
 

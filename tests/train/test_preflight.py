@@ -49,19 +49,19 @@ def test_a_committed_file_passes(committed):
     ("before", "after", "error", "says"),
     [
         ("trainer:", "trainer: [", ConfigError, "line"),
-        ("\nmodel:", "\nmodle:", ConfigError, "modle: no part of a committed file; did you mean model"),
+        ("\nmodel:", "\nmodle:", ConfigError, "modle: .*mean model"),
         ("kit.models.UNet", "kit.models.UNett", TargetError, "did you mean 'UNet'"),
-        ("kit.models.UNet", "absent_package.Net", TargetError, "there is no package 'absent_package'"),
+        ("kit.models.UNet", "absent_package.Net", TargetError, "no package 'absent_package'"),
         ("kit.models.UNet", "UNet", ConfigError, "write package.module.Name"),
         (
             "depth: 1\ndata:",
             "dept: 1\ndata:",
             ConfigError,
-            "model.init_args.dept: kit.models.UNet takes no such.*depth",
+            "model.init_args.dept: kit.models.UNet .*depth",
         ),
         ("batch_size: 2", "batch_size: two", ConfigError, "loader.batch_size"),
-        ("batch_size: 2", "batchsize: 2", ConfigError, "loader.batchsize: unknown key; did you mean"),
-        ("kit.train.CommittedConfig", "kit.train.WholeEpochs", ConfigError, "no file that kit.commit wrote"),
+        ("batch_size: 2", "batchsize: 2", ConfigError, "loader.batchsize: unknown key"),
+        ("kit.train.CommittedConfig", "kit.train.WholeEpochs", ConfigError, "kit.commit wrote"),
         ("kit.train.WholeEpochs", "kit.train.WholeEpoch", TargetError, r"trainer.callbacks\[0\].class_path"),
         ("model:\n  class_path", "model:\n  - class_path", ConfigError, "."),
         ("trainer:\n", "trainer: 3\nother:\n", ConfigError, "."),
@@ -88,9 +88,9 @@ def test_a_file_of_a_few_settings_is_fine_beside_a_whole_one(committed):
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        (torchrun(4, 4), r"this run is for 2 ranks.*torchrun started 4.*--nproc-per-node 2"),
+        (torchrun(4, 4), r" 2 ranks.*torchrun started 4.*--nproc-per-node 2"),
         (torchrun(2, 1), r"--trainer.num_nodes=2 --trainer.devices=1"),
-        ({"SLURM_NTASKS": "7", "SLURM_PROCID": "0"}, r"SLURM gives this job 7 tasks.*--ntasks-per-node=2"),
+        ({"SLURM_NTASKS": "7", "SLURM_PROCID": "0"}, r"SLURM .* 7 tasks.*--ntasks-per-node=2"),
     ],
 )
 def test_other_ranks_than_were_committed_are_refused(committed, variables, says):
@@ -116,15 +116,15 @@ def test_several_nodes_need_a_launcher(committed):
 
 def test_shards_that_do_not_use_every_rank_are_refused(committed):
     strategy = {"class_path": "kit.train.ShardStrategy", "init_args": {"replicas": 2, "shard_size": 2}}
-    with pytest.raises(ConfigError, match=r"2 × 2 = 4 devices, this run has 2"):
+    with pytest.raises(ConfigError, match=r"2 × 2 = 4 devices, .*has 2"):
         check_run(with_trainer(committed, strategy=strategy), {})
     single = {"class_path": "lightning.pytorch.strategies.SingleDeviceStrategy", "init_args": {"device": "cpu"}}
-    with pytest.raises(HardwareError, match="its strategy is for one device"):
+    with pytest.raises(HardwareError, match="for one device"):
         check_run(with_trainer(committed, strategy=single), {})
 
 
 def test_gpus_that_are_not_here_are_refused(committed):
-    with pytest.raises(HardwareError, match="this run needs 900 GPUs on this machine"):
+    with pytest.raises(HardwareError, match="needs 900 GPUs"):
         check_run(with_trainer(committed, accelerator="gpu", devices=900), {})
 
 
@@ -157,7 +157,7 @@ def checkpoints(committed, dirpath):
 
 def test_checkpoints_that_cannot_be_written_are_refused(committed, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"no checkpoint can be written to .*file/inside"):
+    with pytest.raises(StoreError, match=r"checkpoint .*written .*file/inside"):
         check_run(checkpoints(committed, str(tmp_path / "file" / "inside")), {})
 
 
@@ -172,7 +172,7 @@ def test_a_bucket_without_permission_is_refused(committed, monkeypatch):
         for name, value in cloud.variables.items():
             monkeypatch.setenv(name, value)
         cloud.script("kept/*", [403] * 50, kind="write")
-        with pytest.raises(StoreError, match="no checkpoint can be written to gs://kept/run"):
+        with pytest.raises(StoreError, match="checkpoint .*written .*gs://kept/run"):
             check_run(checkpoints(committed, "gs://kept/run"), {})
 
 
@@ -204,5 +204,5 @@ def test_an_option_that_is_none_is_one_line(committed, tmp_path):
 def run_cli(folder, *options):
     return subprocess.run(
         [sys.executable, "-m", "kit.train.cli", "fit", *options], cwd=folder, env={**os.environ, "PYTHONPATH": HOME},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip

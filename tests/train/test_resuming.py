@@ -144,6 +144,6 @@ def test_a_loader_that_knows_where_it_was_goes_on_in_the_middle_and_then_begins_
 def test_a_plain_loader_starts_anew_in_the_middle_and_lightning_says_so(tmp_path):
     path = tmp_path / "middle.ckpt"
     ours(3, 1, [StopAndSave(path)]).fit(Seen(), numbers())
-    with pytest.warns(UserWarning, match="your dataloader is not resumable"):
+    with pytest.warns(UserWarning, match="not resumable"):
         batches, _ = resumed(numbers, path, EPOCH + 1)
     assert batches == [[3, 0], [4, 1], [5, 2], [6, 3], [7, 4], [0, 0]]

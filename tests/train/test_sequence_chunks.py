@@ -179,7 +179,7 @@ class Manual(train_parts.Series):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (train_parts.Net(), "Net has no chunk_step"),
+        (train_parts.Net(), "Net .*no chunk_step"),
         (TakesOne(), r"takes \(chunk\)"),
         (Manual(), "optimizes manually"),
     ],
@@ -199,7 +199,7 @@ def test_a_batch_is_cut_along_its_second_dimension_and_what_has_none_stays_whole
 
 @pytest.mark.parametrize("batch", [torch.ones(3), (torch.ones(2, 4), torch.ones(2, 5))])
 def test_a_batch_without_one_length_is_refused(batch):
-    with pytest.raises(ConfigError, match="sequences of one length"):
+    with pytest.raises(ConfigError, match="one length"):
         cut_sequence(batch, 2)
 
 

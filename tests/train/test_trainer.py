@@ -95,7 +95,7 @@ def test_bf16_mixed_runs_and_learns():
 
 
 def test_16_mixed_on_the_cpu_becomes_bf16_mixed_and_says_so():
-    with pytest.warns(KitWarning, match="16-mixed needs a GPU; on the CPU bf16-mixed is used"):
+    with pytest.warns(KitWarning, match="16-mixed .*GPU; .*bf16-mixed"):
         trainer = trainer_for(config(), precision="16-mixed")
     assert trainer.precision == "bf16-mixed"
 

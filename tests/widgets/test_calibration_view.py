@@ -1,13 +1,14 @@
 """The calibration beside a panel: real loaders in real processes, no kernel."""
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
 from kit.errors import TrialError
 from kit.run.client import close_supervisors
 from kit.widgets.panel import Panel
 
-WAIT = 60
+WAIT = PATIENCE_SECONDS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,7 +25,7 @@ def config(tmp_path):
             "model": {"target": "kit.testing:TinyModule"},
             "loader": {"num_workers": 3},
             "trial": {"max_steps": 4, "warmup_steps": 1, "folder": str(tmp_path / "runs"), "predict_memory": False},
-            "calibration": {"candidate_workers": [0], "timeout_seconds": 2.0, "max_measure_batches": 10},
+            "calibration": {"candidate_workers": [0], "timeout_seconds": 60.0, "max_measure_batches": 10},
         }
     )
 

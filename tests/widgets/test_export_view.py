@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.errors import ConfigError
@@ -16,7 +17,7 @@ from kit.widgets.panel import panel
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 import committed_parts as parts
 
-WAIT = 120
+WAIT = PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_the_trials_shown_go_into_a_file_by_the_line_that_stands_there(small, tm
     view.look(small)
     assert view.wait(WAIT)
     assert view.ui.layout.display == ""
-    assert "2 trials of small, newest first" in seen(view.table)
+    assert "2 trials of small" in seen(view.table)
     view.button.click()
     assert view.wait(WAIT)
     assert view.file == tmp_path / "small.csv"
@@ -60,9 +61,9 @@ def test_a_file_of_others_is_kept(small, tmp_path):
     view = ExportView(small)
     view.look(small)
     assert view.wait(WAIT)
-    with pytest.raises(ConfigError, match="no export of kit"):
+    with pytest.raises(ConfigError, match="no export"):
         view.export()
-    assert "no export of kit" in view.words.value
+    assert "no export" in view.words.value
     assert (tmp_path / "small.csv").read_text() == "mine, not yours\n"
     with pytest.raises(ConfigError, match="cannot write"):
         view.export(tmp_path / "none" / "small.csv")

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
@@ -36,7 +37,7 @@ class Waves:
         t, y, x = np.meshgrid(*(np.arange(side.start, side.stop) for side in region), indexing="ij")
         return (t + 2 * y + 3 * x).astype("int16")
 '''
-WAIT = 60
+WAIT = PATIENCE_SECONDS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,6 +89,13 @@ def words(view):
     return re.search(r"role='status'[^>]*>([^<]*)<", view.progress.value)[1]
 
 
+def descriptions(button):
+    """What the button will have said, one after the other."""
+    said = []
+    button.observe(lambda change: said.append(change["new"]), "description")
+    return said
+
+
 def wait_for_step(panel):
     """Until the view shows a step; told by the trait, not by a clock."""
     shown = threading.Event()
@@ -97,12 +105,12 @@ def wait_for_step(panel):
 
 def test_a_click_on_fit_runs_a_trial_and_shows_its_result(quick):
     assert words(quick.view) == "ready"
+    said = descriptions(quick.button)
     quick.button.click()
-    assert quick.button.description == "Stop"
     quick.wait(WAIT)
     assert quick.trial.state == "COMPLETE"
-    assert quick.button.description == "Fit"
-    assert re.match(r"complete — [\d.]+( k)? samples/s, data wait \d+%, peak \d+ MiB host RSS", words(quick.view))
+    assert said == ["Stop", "Fit"]
+    assert re.match(r"complete — [\d.]+( k)? samples/s, .*wait \d+%, .*\d+ MiB host RSS", words(quick.view))
     assert "Throughput over 6 steps after warm-up" in quick.view.chart.value
 
 
@@ -126,12 +134,13 @@ def test_a_step_says_how_much_time_is_left(endless):
     endless.wait(WAIT)
 
 
-def test_methods_mirror_the_controls(quick):
-    trial = quick.fit()
-    assert quick.fit() is trial
-    quick.wait(WAIT)
-    assert quick.trial is trial
-    assert not quick.busy
+def test_methods_mirror_the_controls(endless):
+    trial = endless.fit()
+    assert endless.fit() is trial
+    endless.stop()
+    endless.wait(WAIT)
+    assert endless.trial is trial
+    assert not endless.busy
 
 
 def test_a_panel_can_be_awaited(quick):
@@ -177,7 +186,7 @@ def test_a_failed_trial_shows_its_root_cause_and_folds_the_traceback(config):
     failing.button.click()
     with pytest.raises(TrialError):
         failing.wait(WAIT)
-    assert words(failing.view).startswith("failed before the first step")
+    assert words(failing.view).startswith("failed before")
     shown, _, folded = failing.view.error.value.partition("<details")
     assert "RuntimeError" in shown
     assert "Traceback" not in shown
@@ -198,10 +207,10 @@ def test_fit_after_a_failure_clears_the_error(config):
 
 
 def test_the_still_is_a_sentence_and_a_picture(quick):
-    assert quick._still() == ("no trial yet", None)
+    assert quick.view.still == ("no trial yet", None)
     quick.fit()
     quick.wait(WAIT)
-    sentence, picture = quick._still()
+    sentence, picture = quick.view.still
     assert "complete" in sentence
     assert picture.startswith(b"\x89PNG")
 
@@ -218,12 +227,13 @@ def test_the_store_is_planned_built_and_found(config):
     assert "not built yet" in mine.store.summary.value
     assert "of data, about" in mine.store.summary.value
     assert "samples/s predicted" in mine.store.chart.value
-    assert mine.store._row.layout.display is None
+    assert mine.store.control.ui.layout.display is None
+    said = descriptions(mine.store.button)
     mine.store.button.click()
-    assert mine.store.button.description == "Stop"
     mine.wait(WAIT)
+    assert said[0] == "Stop"
     assert "is built" in mine.store.summary.value
-    assert mine.store._row.layout.display == "none"
+    assert mine.store.control.ui.layout.display == "none"
 
 
 def test_what_auto_came_to_stands_beside_its_field(config):
@@ -246,8 +256,8 @@ def test_another_patch_makes_another_plan(config):
 def test_a_plan_that_cannot_hold_is_explained(config):
     mine = Panel(config.replace({"data.patch": {"time": 2, "y": 99}}))
     mine.wait(WAIT)
-    assert "larger than the array" in mine.store.summary.value
-    assert mine.store._row.layout.display == "none"
+    assert "larger than" in mine.store.summary.value
+    assert mine.store.control.ui.layout.display == "none"
 
 
 def test_a_stopped_build_resumes(config):
@@ -299,8 +309,9 @@ def test_errors_are_escaped_and_long_tracebacks_cut():
 
 
 def test_the_newest_of_waiting_jobs_runs_and_the_others_do_not():
-    background, first, ran = Latest("test"), threading.Event(), []
-    background.submit(lambda: first.wait(WAIT))
+    background, began, first, ran = Latest("test"), threading.Event(), threading.Event(), []
+    background.submit(lambda: (began.set(), first.wait(WAIT)))
+    assert began.wait(WAIT), "one that has not begun is itself among those that do not run"
     for number in range(3):
         background.submit(lambda number=number: ran.append(number))
     assert not background.wait(0)
@@ -312,7 +323,7 @@ def test_the_newest_of_waiting_jobs_runs_and_the_others_do_not():
 def test_the_sizes_of_the_model_stand_beside_its_arguments(config):
     made = panels.panel(config.replace({"model.target": "kit.models:GPT", "model.arguments": {"width": 384}}))
     hint = made.form._hints["model.arguments"]
-    assert hint == "sizes: width 384, layers 12, context 1024; kit.memory_panel shows what they cost"
+    assert re.search(r"width 384, layers 12, context 1024; kit\.memory_panel", hint)
     assert panels.size_hints(config.replace({"model.target": "kit.models:Nothing"})) == {}
 
 
@@ -340,4 +351,4 @@ def test_more_devices_show_the_global_batch_and_linear_scaling_against_the_confi
     assert "learning rate" not in made.form._hints["loader.batch_size"]
     made.config = config.replace({"hardware.devices": 2, "hardware.strategy": "ddp"})
     assert f"a step sees {2 * size} samples" in made.form._hints["loader.batch_size"]
-    assert "2 times the learning rate" in made.form._hints["loader.batch_size"]
+    assert re.search("2 times .*learning rate", made.form._hints["loader.batch_size"])

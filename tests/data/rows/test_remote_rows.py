@@ -83,7 +83,7 @@ def test_what_is_refused_is_said_at_once_with_the_way_out(bucket, cloud, scheme)
     rows = kit.open_rows(bucket(scheme=scheme))
     cloud.script("*/x.zarr/c/3/*", [403] * 9)
     assert np.array_equal(rows.take([1]).numpy(), VALUES[[1]])
-    with pytest.raises(StoreError, match=r"answers 403 Forbidden; check data.credentials .* rights on the bucket"):
+    with pytest.raises(StoreError, match=r"403 Forbidden.*data\.credentials .*rights"):
         rows.take([25])
     cloud.forget_scripts()
     assert np.array_equal(rows.take([25]).numpy(), VALUES[[25]])
@@ -95,7 +95,7 @@ def test_an_array_that_is_not_there_is_named(bucket, scheme):
     url = bucket("absent.zarr", scheme)
     with pytest.raises(StoreError, match=r"absent\.zarr.*no Zarr array"):
         kit.open_rows(url)
-    with pytest.raises(RowsError, match=r"x\.npy: files are mapped from a disk; bring it there with kit.download_once"):
+    with pytest.raises(RowsError, match=r"x\.npy: .*disk.*kit\.download_once"):
         kit.open_rows(bucket("x.npy", scheme))
 
 

@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
+
+from waiting import PATIENCE_SECONDS, wait_until
 
 VARIABLE = "KIT_TESTS_POSTGRES_PASSWORD"
 PASSWORD = "s3cret-of-the-tests"
@@ -80,12 +81,12 @@ class PostgresServer:
     def kill(self):
         """End it at once, with all that it serves."""
         self._process.send_signal(signal.SIGQUIT)
-        self._process.wait(60)
+        self._process.wait(PATIENCE_SECONDS)
 
     def stop(self):
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
-            self._process.wait(60)
+            self._process.wait(PATIENCE_SECONDS)
         self._log.close()
         shutil.rmtree(self._folder)
 
@@ -96,13 +97,14 @@ class PostgresServer:
     def _wait(self):
         import psycopg
 
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and self._process.poll() is None:
+        def answers():
+            assert self._process.poll() is None, (self._folder / "log").read_text()
             with contextlib.suppress(psycopg.OperationalError):
                 self.connect().close()
-                return
-            time.sleep(0.05)
-        raise AssertionError((self._folder / "log").read_text())
+                return True
+            return False
+
+        wait_until(answers)
 
 
 def _unprivileged(folder):

@@ -44,6 +44,11 @@ def refused(text_or_values, tmp_path=None):
     return [str(problem) for problem in error.value.problems]
 
 
+def matched(problems, *patterns):
+    """Whether the problems are as many as the patterns, and each begins as its own says."""
+    return len(problems) == len(patterns) and all(map(re.match, patterns, problems))
+
+
 def entry(**changes):
     values = {
         "type": "event", "name": "purchases", "connection": {"kind": "duckdb", "path": "x.duckdb"},
@@ -64,65 +69,60 @@ def test_tables_are_read_from_yaml_and_written_back(tmp_path):
 
 
 def test_what_a_table_lacks_or_has_too_much_of_is_said_under_its_path():
-    assert refused(entry(table=None)) == ["data_sources.0.table: give a table, or a query in its place"]
-    assert refused(entry(query="SELECT 1")) == ["data_sources.0.query: give a table, or a query in its place"]
-    assert refused(entry(main_entity_column=None)) == [
-        "data_sources.0.main_entity_column: missing; rows of type event belong to an entity"
-    ]
-    assert refused(entry(type=None))[0].startswith("data_sources.0.type: missing. event: rows that happened")
-    assert refused(entry(connection={"kind": "duckdb"})) == [
-        "data_sources.0.connection.path: missing. The file; relative paths start at the project folder."
-    ]
-    assert refused(entry(connection={"kind": "postgresql"})) == [
-        "data_sources.0.connection.database: missing; name the database, or a service that does"
-    ]
-    assert refused(entry(connection={"kind": "parquet", "path": "x"})) == [
-        "data_sources.0.table: Parquet files are one table; choose rows with where and columns with columns.allow"
-    ]
-    assert refused(entry(where="price > 0;")) == [
-        "data_sources.0.where: it is a condition and ends without a semicolon"
-    ]
-    assert refused(entry(columns={"deny": ["who"]})) == [
-        "data_sources.0.main_entity_column: 'who' is not read; take it out of columns.deny"
-    ]
-    assert refused(entry(columns={"allow": ["a"], "deny": ["a"]})) == [
-        "data_sources.0.main_entity_column: 'who' is not read; allow it, too",
-        "data_sources.0.columns.deny: 'a' is allowed, too",
-    ]
-    twice = entry()["data_sources"] * 2
-    assert refused({"data_sources": twice}) == ["data_sources.1.name: 'purchases' is the name of another one, too"]
-    assert refused({}) == ["data_sources: missing. One entry for each table."]
+    assert matched(refused(entry(table=None)), "data_sources.0.table: .*table.*query")
+    assert matched(refused(entry(query="SELECT 1")), "data_sources.0.query: .*table.*query")
+    assert matched(refused(entry(main_entity_column=None)), "data_sources.0.main_entity_column: missing.*event.*entity")
+    assert re.match(r"data_sources\.0\.type: missing\. event: .*happened", refused(entry(type=None))[0])
+    assert matched(refused(entry(connection={"kind": "duckdb"})), "data_sources.0.connection.path: missing.*file")
+    assert matched(
+        refused(entry(connection={"kind": "postgresql"})), "data_sources.0.connection.database: missing.*service"
+    )
+    assert matched(
+        refused(entry(connection={"kind": "parquet", "path": "x"})),
+        "data_sources.0.table: Parquet.*one table.*where.*columns.allow",
+    )
+    assert matched(refused(entry(where="price > 0;")), "data_sources.0.where: .*condition.*semicolon")
+    assert matched(
+        refused(entry(columns={"deny": ["who"]})), "data_sources.0.main_entity_column: 'who' .*read.*columns.deny"
+    )
+    assert matched(
+        refused(entry(columns={"allow": ["a"], "deny": ["a"]})),
+        "data_sources.0.main_entity_column: 'who' .*allow it",
+        "data_sources.0.columns.deny: 'a' .*allowed",
+    )
+    assert matched(refused({"data_sources": entry()["data_sources"] * 2}), "data_sources.1.name: 'purchases' .*another")
+    assert matched(refused({}), "data_sources: missing.*each table")
     assert refused({"data_sources": []})[0].startswith("data_sources: ")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tabel": "x"}, "data_sources.0.tabel: unknown key; did you mean table?"),
-        ({"type": "evnt"}, "data_sources.0.type: 'evnt' is not accepted; did you mean 'event'?"),
+        ({"tabel": "x"}, r"data_sources.0.tabel: unknown.*mean table\?"),
+        ({"type": "evnt"}, r"data_sources.0.type: 'evnt' .*mean 'event'\?"),
         ({"partition_values_transformation": "hash"}, "data_sources.0.partition_values_transformation: 'hash' is not"),
-        ({"connection": {"kind": "duckb", "path": "x"}}, "data_sources.0.connection: 'duckb' is not accepted; did you"),
-        ({"connection": {"path": "x"}}, "data_sources.0.connection: kind is missing; it is duckdb, parquet or postgr"),
+        ({"connection": {"kind": "duckb", "path": "x"}}, "data_sources.0.connection: 'duckb' .*did you mean"),
+        ({"connection": {"path": "x"}}, "data_sources.0.connection: kind.*missing.*duckdb.*parquet.*postgr"),
         (
             {"connection": {"kind": "duckdb", "path": "x", "thread": 2}},
-            "data_sources.0.connection.thread: unknown key; did you mean threads?",
+            r"data_sources.0.connection.thread: unknown.*mean threads\?",
         ),
         ({"connection": {"kind": "duckdb", "path": "x", "threads": -1}}, "data_sources.0.connection.threads: "),
         ({"connection": {"kind": "duckdb", "path": "x", "memory_bytes": "much"}}, "data_sources.0.connection.memory_b"),
-        ({"columns": {"alow": ["x"]}}, "data_sources.0.columns.alow: unknown key; did you mean allow?"),
+        ({"columns": {"alow": ["x"]}}, r"data_sources.0.columns.alow: unknown.*mean allow\?"),
         ({"columns": ["x"]}, "data_sources.0.columns: "),
-        ({"cache_path": "x"}, "data_sources.0.cache_path: unknown key; that is in the Config, section queries"),
+        ({"cache_path": "x"}, "data_sources.0.cache_path: unknown.*Config, section queries"),
         ({"name": "two words"}, "data_sources.0.name: "),
     ],
 )  # fmt: skip
 def test_a_slip_is_named_by_its_path_with_the_likely_word(changes, message):
-    assert refused(entry(**changes))[0].startswith(message)
+    assert re.match(message, refused(entry(**changes))[0])
 
 
 def test_sections_of_others_are_told_where_theirs_is():
-    assert refused({**entry(), "query_optimization": {}}) == [
-        "query_optimization: unknown key; that is in the Config, section queries"
-    ]
+    assert matched(
+        refused({**entry(), "query_optimization": {}}), "query_optimization: unknown.*Config, section queries"
+    )
 
 
 def test_broken_yaml_is_named_by_line_and_a_missing_file_by_name(tmp_path):
@@ -155,9 +155,9 @@ def test_a_password_in_the_file_is_refused_and_not_repeated(tmp_path):
 
 def test_an_unknown_name_is_answered_with_the_known_ones(tmp_path):
     sources = read_sources(written(tmp_path))
-    with pytest.raises(ConfigError, match="none is called 'purchase'; did you mean 'purchases'"):
+    with pytest.raises(ConfigError, match="'purchase'.*mean 'purchases'"):
         sources["purchase"]
-    with pytest.raises(ConfigError, match="there are purchases, customers, weather"):
+    with pytest.raises(ConfigError, match="purchases, customers, weather"):
         sources.open("xyz")
 
 
@@ -166,7 +166,7 @@ def test_what_is_not_there_is_said_when_a_table_is_opened(tmp_path):
 
     path = tmp_path / "shop.duckdb"
     connection = {"kind": "duckdb", "path": str(path)}
-    with pytest.raises(ConfigError, match=rf"^data_sources.0.connection.path: there is no file {re.escape(str(path))}"):
+    with pytest.raises(ConfigError, match=rf"^data_sources.0.connection.path: .*no file {re.escape(str(path))}"):
         read_sources(entry(connection=connection)).open("purchases")
     with duckdb.connect(str(path)) as opened:
         opened.execute("CREATE TABLE bought (customer integer, price double)")
@@ -174,17 +174,17 @@ def test_what_is_not_there_is_said_when_a_table_is_opened(tmp_path):
         read_sources(entry(connection=connection)).open("purchases")
     with pytest.raises(
         ConfigError,
-        match=r"^data_sources.0.main_entity_column: bought has no column 'custommer'; did you mean 'customer'",
+        match=r"^data_sources.0.main_entity_column: bought .*'custommer'.*mean 'customer'",
     ):
         read_sources(entry(connection=connection, table="bought", main_entity_column="custommer")).open("purchases")
     for field in ("date_column", "partition_column"):
-        with pytest.raises(ConfigError, match=rf"^data_sources.0.{field}: bought has no column 'x'; it has customer, "):
+        with pytest.raises(ConfigError, match=rf"^data_sources.0.{field}: bought .*no column 'x'.*customer, "):
             read_sources(
                 entry(connection=connection, table="bought", main_entity_column="customer", **{field: "x"})
             ).open("purchases")
-    with pytest.raises(ConfigError, match=r"^columns.allow: the query has no column 'prize'; it has one"):
+    with pytest.raises(ConfigError, match=r"^columns.allow: .*query .*no column 'prize'.*has one"):
         open_table(path, query="SELECT 1 AS one", columns={"allow": ["prize"]})
-    with pytest.raises(ConfigError, match=r"^connection.path: there is no Parquet file at .*nothing"):
+    with pytest.raises(ConfigError, match=r"^connection.path: .*no Parquet file .*nothing"):
         open_table(tmp_path / "nothing")
 
 
@@ -204,7 +204,7 @@ def test_a_file_is_opened_by_its_path_with_the_other_fields_as_keywords(tmp_path
     assert isinstance(table.declared, DataSource)
     described = written(tmp_path, read_sources({"data_sources": [table.declared.model_dump(mode="json")]}).to_yaml())
     assert open_table(described).row_count() == open_table(described, name="bought").row_count() == 12
-    with pytest.raises(ConfigError, match="where: to be set in the file"):
+    with pytest.raises(ConfigError, match="where: .*in the file"):
         open_table(described, where="row < 5")
 
 

@@ -8,9 +8,10 @@ import event_tables
 import pyarrow
 import pytest
 from event_tables import by_entity, expected, loader, shop
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from postgres_server import PASSWORD, VARIABLE, PostgresServer
+from properties import examples
 from table_places import Place
 
 from kit.data.tables.event_plan import EventPlan
@@ -35,7 +36,7 @@ def tables(tmp_path_factory):
     query_chunks=st.integers(1, 7), way=st.sampled_from(["hash_mod", "exact_group"]), batch_size=st.integers(1, 50),
     epoch=st.integers(0, 3), shuffle=st.booleans(), prefetch=st.booleans(), batch_rows=st.sampled_from([1, 7, 400]),
 )  # fmt: skip
-@settings(deadline=None, max_examples=6)
+@examples(6)
 def test_every_epoch_has_every_entity_with_all_its_events(tables, kind, query_chunks, way, batch_size, epoch, **others):
     loaded = loader(tables[kind, way], query_chunks, batch_size, **others)
     loaded.set_epoch(epoch)
@@ -48,7 +49,7 @@ def test_every_epoch_has_every_entity_with_all_its_events(tables, kind, query_ch
     query_chunks=st.integers(1, 7), way=st.sampled_from(["hash_mod", "exact_group"]), batch_size=st.integers(1, 50),
     epoch=st.integers(0, 3), prefetch=st.booleans(), batch_rows=st.sampled_from([7, 400]),
 )  # fmt: skip
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(6)
 def test_every_epoch_from_a_server_has_them_too(postgres, tmp_path, query_chunks, way, batch_size, epoch, **others):
     source = served(postgres, tmp_path, partition_values_transformation=way)
     loaded = loader(source, query_chunks, batch_size, **others)
@@ -81,7 +82,6 @@ def test_epochs_differ_in_their_order_and_seeds_repeat_it(tables):
     entities=st.lists(st.integers(0, 30), min_size=1, max_size=6), batch_size=st.integers(1, 9),
     world_size=st.integers(1, 5), drop_last=st.booleans(), first=st.integers(0, 8), epoch=st.integers(0, 2),
 )  # fmt: skip
-@settings(deadline=None)
 def test_ranks_share_an_epoch_in_equal_steps(entities, batch_size, world_size, drop_last, first, epoch):
     try:
         plan = EventPlan(
@@ -162,14 +162,14 @@ def test_another_number_of_ranks_goes_on_where_its_batches_meet(tables):
         rank.load_state_dict(state)
         rest += [*rank]
     assert by_entity(before + rest) == expected(event_tables.events())
-    with pytest.raises(ConfigError, match=r"loader\.batch_size: after 16 entities the state lies inside"):
+    with pytest.raises(ConfigError, match=r"loader\.batch_size: .*16 entities .*inside"):
         loader(source, 3, 9).load_state_dict(state)
 
 
 def test_a_state_of_another_order_is_refused_with_every_reason(tables):
     source = tables["duckdb", "hash_mod"]
     state = loader(source, 3).state_dict()
-    with pytest.raises(ConfigError, match=r"queries\.load_query_chunks: the state was taken with 3 query chunks"):
+    with pytest.raises(ConfigError, match=r"queries\.load_query_chunks: .*state .*3 query chunks"):
         loader(source, 4).load_state_dict(state)
     with pytest.raises(ConfigError) as caught:
         loader(source, 3, seed=9, shuffle=False).load_state_dict(state)
@@ -184,7 +184,7 @@ def test_a_state_of_a_table_that_changed_is_refused_with_the_reason(tmp_path, ki
     state = first.state_dict()
     passed.close()
     later = loader(shop(tmp_path, kind, event_tables.events(seed=8)), 2)
-    with pytest.raises(ConfigError, match=r"shop has changed since the state was taken, so which of its entities"):
+    with pytest.raises(ConfigError, match=r"shop .*changed since .*state.*entities"):
         later.load_state_dict(state)
     later.set_epoch(1)
     assert len(by_entity([*later])) == 40
@@ -198,7 +198,7 @@ def test_a_table_that_changes_between_epochs_is_refused_and_a_new_loader_reads_i
     loaded = loader(source, 2)
     assert len([*loaded]) == len(loaded)
     event_tables.write(tmp_path / "shop.parquet", event_tables.events(seed=8))
-    with pytest.raises(QueryError, match="has changed since its batches were planned"):
+    with pytest.raises(QueryError, match="changed since .*planned"):
         next(iter(loaded))
     assert by_entity([*loader(source, 2)]) == expected(event_tables.events(seed=8))
 
@@ -217,7 +217,7 @@ def test_columns_that_change_between_epochs_are_refused_by_name(tmp_path):
 def test_entities_that_come_under_a_declared_version_are_noticed_in_their_query_chunk(tmp_path):
     loaded = loader(shop(tmp_path, version="1"), 2)
     event_tables.write(tmp_path / "shop.parquet", event_tables.events(entities=60))
-    with pytest.raises(QueryError, match=r"of 2 has \d+ entities, and \d+ when batches were planned"):
+    with pytest.raises(QueryError, match=r"of 2 has \d+ entities, and \d+ .*planned"):
         collections.deque(loaded)
 
 
@@ -260,7 +260,7 @@ def test_rows_without_an_entity_are_refused(tmp_path):
     table = event_tables.events()
     customers = pyarrow.array([None, *table.column("customer").to_pylist()[1:]], "int64")
     source = shop(tmp_path, table=table.set_column(0, "customer", customers))
-    with pytest.raises(PartitionError, match="1 rows have no customer"):
+    with pytest.raises(PartitionError, match="1 rows .*no customer"):
         loader(source, 2)
 
 
@@ -268,13 +268,13 @@ def test_an_entity_in_two_query_chunks_is_refused(tmp_path):
     table = event_tables.events()
     table = table.append_column("day", pyarrow.array([number % 3 for number in range(400)], "int64"))
     source = shop(tmp_path, table=table, partition_column="day", partition_values_transformation="exact_group")
-    with pytest.raises(PartitionError, match="in more than one query chunk"):
+    with pytest.raises(PartitionError, match="more than one .*chunk"):
         loader(source, 3)
     assert len(by_entity([*loader(source, 1)])) == 40
 
 
 def test_more_ranks_than_entities_are_refused(tables):
-    with pytest.raises(ConfigError, match="40 entities, and a step needs at least 41"):
+    with pytest.raises(ConfigError, match="40 entities.*at least 41"):
         loader(tables["duckdb", "hash_mod"], world_size=41)
 
 
@@ -283,14 +283,12 @@ def test_more_ranks_than_entities_are_refused(tables):
 
 def test_a_query_chunk_that_does_not_fit_is_refused_with_the_way_out(tables):
     loaded = loader(tables["duckdb", "hash_mod"], 1, memory_bytes=20_000)
-    with pytest.raises(ConfigError, match=r"queries\.memory_bytes: 19\.5 KiB cannot hold a query chunk of shop"):
+    with pytest.raises(ConfigError, match=r"queries\.memory_bytes: 19\.5 KiB cannot hold .*chunk of shop"):
         collections.deque(loaded)
     assert by_entity([*loader(tables["duckdb", "hash_mod"], 8, memory_bytes=20_000)]) == expected(event_tables.events())
 
 
-@pytest.mark.parametrize(
-    ("memory_bytes", "reason"), [(1 << 30, "is read while one is served"), (7_500, "one at a time")]
-)
+@pytest.mark.parametrize(("memory_bytes", "reason"), [(1 << 30, "read while one"), (7_500, "at a time")])
 def test_the_next_query_chunk_is_read_ahead_only_where_both_fit(tables, memory_bytes, reason):
     loaded = loader(tables["duckdb", "exact_group"], 6, memory_bytes=memory_bytes)
     assert len([*loaded]) == len(loaded)
@@ -325,7 +323,7 @@ def test_a_server_gives_the_same_batches_and_is_asked_once_with_a_cache(postgres
     again.load_state_dict(state)
     assert by_entity([before, *again]) == expected(event_tables.events())
     postgres.execute("INSERT INTO shop VALUES (1000, '2026-02-01', 'tea', 1)")
-    with pytest.raises(ConfigError, match="has changed since the state was taken"):
+    with pytest.raises(ConfigError, match="changed since .*state"):
         loader(source, 3).load_state_dict(state)
     assert by_entity([*loader(cached, 3)])[1000][-1][1:] == ("tea", 1.0)
 

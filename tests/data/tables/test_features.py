@@ -5,14 +5,16 @@ import hashlib
 import json
 import math
 import random
+import re
 import statistics
 
 import pyarrow
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_table import MemoryTable
+from properties import examples
 
 import kit
 from kit.config import Config
@@ -76,7 +78,7 @@ def fitted(rows, config=None, source=MemoryTable, **changes):
     return fit_features(source(table_of(rows)), config, kinds=KINDS, announce=None, **changes)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     rows=ROWS, chunks=st.integers(1, 5), at_once=st.integers(1, 4), cpus=st.integers(1, 4),
     batch_rows=st.integers(1, 10), seed=st.integers(0, 99),
@@ -86,7 +88,7 @@ def test_fitting_is_the_same_for_any_cut_and_any_concurrency(rows, chunks, at_on
     assert fitted(shuffled, queries(chunks, at_once, cpus, batch_rows)) == fitted(rows)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(rows=ROWS, seed=st.integers(0, 99), dated=st.booleans())
 def test_neither_order_nor_company_changes_a_bit_of_an_entity(rows, seed, dated):
     features = fit_features(MemoryTable(table_of(rows), date_column="time" * dated), kinds=KINDS, announce=None)
@@ -250,7 +252,7 @@ def test_a_query_that_fails_midway_is_the_answer_and_ends_the_others(after):
 def test_data_that_changes_meanwhile_is_refused():
     source = MemoryTable(table_of(some_rows()))
     source.states = iter(["before", "after"])
-    with pytest.raises(QueryError, match="changed while its features were fitted"):
+    with pytest.raises(QueryError, match="changed while.*fitted"):
         fit_features(source, announce=None)
 
 
@@ -258,31 +260,31 @@ def test_rows_without_an_entity_are_refused_when_fitted_and_when_encoded():
     rows = [*some_rows(), {"customer": None, "kind": "a"}]
     with pytest.raises(PartitionError):
         fitted(rows)
-    with pytest.raises(PartitionError, match="1 of 201 events have no customer.*customer IS NOT NULL"):
+    with pytest.raises(PartitionError, match="1 of 201 events .*no customer.*customer IS NOT NULL"):
         fitted(some_rows()).encode(table_of(rows))
 
 
 def test_a_changed_schema_is_refused_by_column():
     features = fitted(some_rows())
     table = table_of(some_rows())
-    with pytest.raises(SchemaChangedError, match="a column 'price' that the rows lack"):
+    with pytest.raises(SchemaChangedError, match="column 'price' .*lack"):
         features.encode(table.drop_columns(["price"]))
     changed = table.set_column(3, "price", table.column("price").cast("string"))
-    with pytest.raises(SchemaChangedError, match="'price' was double when its features were fitted and is string now"):
+    with pytest.raises(SchemaChangedError, match="'price' was double .*fitted.*string now"):
         features.encode(changed)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kinds": {"prize": "numeric"}}, "no column 'prize'; did you mean 'price'"),
-        ({"kinds": {"price": "number"}}, r"kinds\.price: 'number' is none of numeric.*did you mean 'numeric'"),
-        ({"kinds": {"kind": "numeric"}}, r"kinds\.kind: a column of string is no numeric"),
-        ({"kinds": {"price": "text"}}, "a column of double is no text"),
-        ({"columns": ["nothing"]}, "no column 'nothing'; it has customer, time"),
-        ({"columns": ["customer"]}, "no column is left"),
-        ({"sketch_quality": 0}, "sketch_quality: is 0, but must be above 0"),
-        ({"target_fraction": 1}, "target_fraction: is 1, but must be from 0 to below 1"),
+        ({"kinds": {"prize": "numeric"}}, "no column 'prize'.*mean 'price'"),
+        ({"kinds": {"price": "number"}}, r"kinds\.price: 'number' .*none of numeric.*mean 'numeric'"),
+        ({"kinds": {"kind": "numeric"}}, r"kinds\.kind: .*string .*no numeric"),
+        ({"kinds": {"price": "text"}}, "double .*no text"),
+        ({"columns": ["nothing"]}, "no column 'nothing'.*customer, time"),
+        ({"columns": ["customer"]}, "no column.*left"),
+        ({"sketch_quality": 0}, "sketch_quality: is 0, .*above 0"),
+        ({"target_fraction": 1}, "target_fraction: is 1, .*from 0 to below 1"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_read(changes, message):
@@ -295,7 +297,7 @@ def test_what_cannot_be_is_refused_before_anything_is_read(changes, message):
 def test_the_table_says_what_each_column_became():
     features = fitted(some_rows())
     for text in (repr(features), features._repr_html_()):
-        assert "3 of 3 values in the vocabulary" in text
+        assert re.search("3 of 3 .*vocabulary", text)
         assert "a sketch of 3 x 4 x 128 numbers" in text
 
 

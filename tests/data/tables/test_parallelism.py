@@ -1,5 +1,7 @@
 """Parallelism: never more workers than cores, and what was cut is told."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,7 @@ def test_a_product_beyond_the_cores_is_cut_with_the_reason():
     plan = plan_parallelism(9, 6, num_concurrent_features=4, num_cpus=4)
     assert (plan.columns_at_once, plan.workers_per_column, plan.workers) == (4, 1, 4)
     (reason,) = plan.reasons
-    assert reason.startswith("num_concurrent_features 4 x num_cpus 4 = 16 workers, but there are 6 cores")
+    assert re.match("num_concurrent_features 4 x num_cpus 4 = 16 workers.* 6 cores", reason)
     assert str(plan).endswith(reason)
 
 
@@ -31,7 +33,7 @@ def test_few_columns_leave_their_cores_to_each_other():
 
 
 def test_without_columns_to_read_nothing_is_said_to_start():
-    assert "No column has to be read" in str(plan_parallelism(0, 4, num_concurrent_features=4, num_cpus=4))
+    assert "No column" in str(plan_parallelism(0, 4, num_concurrent_features=4, num_cpus=4))
 
 
 @given(columns=st.integers(0, 40), cores=st.integers(1, 64), asked=st.integers(1, 40), cpus=st.integers(1, 40))

