@@ -12,7 +12,8 @@ ROOT   := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests run in one worker more than cores; files stay whole, the long ones begin first.
-TESTS  := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
+TESTS  := $(BIN)/python $(PYTEST)
 
 .PHONY: lab test quick nightly coverage wheel check lint types notebooks bench clean
 
@@ -33,7 +34,7 @@ nightly: $(READY)
 # Lines and branches of kit that tests reach, in their own process and in those that they start.
 coverage: $(READY)
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(BIN)/coverage run $(PYTEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --sort=cover
 

@@ -3,7 +3,7 @@
 What changed is what differs from the branch's upstream (or from the last commit but one), committed or not. Its tests
 are the changed files of tests, those named after a changed module, and those that import one. A file of tests is pure
 when it needs no process, no server, no store and no torch. Slow tests and tests in a browser are left to `make test`,
-and so is what has not begun after `SECONDS`; the last line says how much that is.
+and so is what has not begun after `SECONDS`; the last line counts it as skipped.
 """
 
 import ast
@@ -36,7 +36,6 @@ class Quick:
 
     def __init__(self):
         self.began = time.monotonic()
-        self.left_out = 0
 
     def choose(self, items):
         """Those to run and the others; the most likely to fail first."""
