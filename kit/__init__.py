@@ -1,6 +1,7 @@
 """kit: know what a training run will need, and how fast it will go, before paying for it.
 
-The public map. Every name is loaded when first used, so `import kit` costs neither torch nor matplotlib nor zarr.
+The public map. Every name is loaded when first used, so `import kit` costs neither torch nor matplotlib nor zarr. The
+parts that a Trainer of one's own takes are in `kit.train`, the models in `kit.models`.
 """
 
 from __future__ import annotations
@@ -186,9 +187,12 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
+_PACKAGES = ("models", "train")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"kit.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kit' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from kit.errors import HardwareError
+from kit.json_text import read_json
 from kit.processes import alive, identify, machine
 
 FOLDER = Path(f"/tmp/kit-claims-{os.getuid() if hasattr(os, 'getuid') else 0}")
@@ -133,7 +134,7 @@ def _live() -> dict[str, tuple[Claim, ...]]:
 
 def _read(file: Path) -> Claim | None:
     try:
-        return Claim(**json.loads(file.read_bytes()))
+        return Claim(**read_json(file.read_bytes()))
     except (OSError, ValueError, TypeError):  # gone meanwhile, or not one of ours
         return None
 

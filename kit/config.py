@@ -14,6 +14,8 @@ import difflib
 import functools
 import hashlib
 import json
+import math
+import os
 import re
 import types
 import typing
@@ -22,14 +24,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from kit.errors import ConfigError, Problem
+from kit.secrets_in_text import secrets_of
 from kit.units import format_bytes, parse_bytes
 
 _LARGEST_YAML_BYTES = 1 << 20
 _DEEPEST_YAML = 20
+_MOST_YAML_VALUES = 10_000
+"""Reading costs a tenth of a millisecond each, and a config of all settings has about 200."""
+_MOST_ITEMS = 10_000
+_MOST_PROBLEMS = 20
+LARGEST_WHOLE = 2**63 - 1
+"""What a whole number of any field may be at most: it fits 64 bits, and so every library that it is handed to."""
 
 
 class FrozenMapping(dict[str, Any]):
@@ -56,13 +74,27 @@ def _freeze(value: object) -> Any:
         return FrozenMapping({key: _freeze(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
         return tuple(_freeze(item) for item in value)
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no number that every reader of YAML knows; leave it out, or write it as text")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _within_64_bits(value)
+    if value is None or isinstance(value, bool | float | str):
         return value
     raise ValueError(f"{type(value).__name__} cannot be written to YAML; use numbers, text, lists and mappings")
 
 
 def _from_list(value: object) -> object:
+    if isinstance(value, list | tuple) and len(value) > _MOST_ITEMS:
+        raise ValueError(f"{len(value):,} items, at most {_MOST_ITEMS:,} are read")
     return tuple(value) if isinstance(value, list) else value
+
+
+def _within_64_bits(value: Any) -> Any:
+    """Refuse a whole number that no float or array holds, also as a size of a dimension."""
+    numbers = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
+    if any(isinstance(number, int) and abs(number) > LARGEST_WHOLE for number in numbers):
+        raise ValueError(f"a whole number here is at most {LARGEST_WHOLE:,}")
+    return value
 
 
 Sizes = Annotated[dict[str, Annotated[int, Field(ge=1)]], AfterValidator(FrozenMapping)]
@@ -83,7 +115,24 @@ def setting(default: Any, description: str, *, unit: str = "", suggestions: Sequ
 class Section(BaseModel):
     """Base of every section: frozen, strict about types, closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hold_no_secrets(cls, values: Any) -> Any:
+        """Refuse passwords and tokens before anything is looked at that an error could show."""
+        for path, kind in secrets_of(values):
+            message = (
+                f"it holds {kind}, which would be written to files and rows; take it out, and name the variable or "
+                "file that has it: data.credentials or checkpoint.credentials env:NAME, the password of a table "
+                "env:NAME or ~/.pgpass"
+            )
+            raise PydanticCustomError("secret", "{message}", {"message": message, "path": path})
+        return values
+
+    _bounded = field_validator("*", mode="after")(_within_64_bits)
 
 
 class Hardware(Section):
@@ -267,6 +316,10 @@ class Data(Section):
         1024, "Random samples that make one epoch (grid order counts its own).", unit="samples", ge=1
     )
     standardize: bool = setting(True, "Shift and scale each variable by the mean and deviation found while building.")
+    strict: bool = setting(
+        False, "Make a missing chunk an error in every store, as it always is in those that kit built. Otherwise those "
+        "of another writer are its fill value, as Zarr says, and counted.",
+    )  # fmt: skip
 
 
 class Chunking(Section):
@@ -761,11 +814,18 @@ def project_folder(start: Path | None = None) -> Path:
 
 
 def resolve_path(path: str | Path) -> Path:
-    """An absolute path: as given, else below the working directory, else below the project folder."""
-    given = Path(path).expanduser()
-    if given.is_absolute() or given.exists():
-        return given.absolute()
-    return project_folder() / given
+    """An absolute path: as given, else below the working directory, else below the project folder.
+
+    Raises:
+        ConfigError: for text that is no path.
+    """
+    try:
+        given = Path(path).expanduser()
+        if max((len(os.fsencode(part)) for part in given.parts), default=0) > 255 or len(os.fsencode(given)) > 4095:
+            raise ValueError(f"{len(str(path)):,} characters; a path has at most 4,095 bytes, a name in it 255")
+        return given.absolute() if given.is_absolute() or given.exists() else project_folder() / given
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{str(path)[:60]!r} is no path: {error!s:.200}") from None
 
 
 def _disagreements(config: Config) -> Iterator[tuple[str, str]]:
@@ -791,9 +851,9 @@ def _device_disagreements(hardware: Hardware) -> Iterator[tuple[str, str]]:
     if devices == 0:
         yield "hardware.devices", "0 devices cannot train; use auto, a number from 1, a list, or -1 for all"
     if isinstance(devices, tuple) and len(set(devices)) < len(devices):
-        yield "hardware.devices", f"{list(devices)} names a device twice"
+        yield "hardware.devices", f"{_brief(list(devices))} names a device twice"
     if isinstance(devices, tuple) and hardware.accelerator == "cpu":
-        yield "hardware.devices", f"{list(devices)} names GPUs, but accelerator is cpu; give a number of ranks"
+        yield "hardware.devices", f"{_brief(list(devices))} names GPUs, but accelerator is cpu; give a number of ranks"
     if hardware.strategy == "none" and count is not None and count > 1:
         yield "hardware.strategy", f"none uses one device, but devices asks for {count}; use ddp or fsdp"
     if hardware.strategy in ("ddp", "fsdp") and count is None and devices != -1:
@@ -889,12 +949,15 @@ def _thaw(value: Any) -> Any:
 def _problems(error: ValidationError) -> list[Problem]:
     found: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
-        path = ".".join(map(str, detail["loc"])) or str(detail.get("ctx", {}).get("path", ""))
+        told = str(detail.get("ctx", {}).get("path", ""))  # within where pydantic found it
+        path = ".".join(filter(None, [*map(str, detail["loc"]), told]))
         info = next((info for info in Config.fields() if path == info.path or path.startswith(info.path + ".")), None)
         if info and info.kind in ("devices", "layout"):
             # pydantic reports every branch of a union; one sentence about the field says more
             path = info.path
         found.setdefault(path, Problem(path, _message(path, info, dict(detail))))
+        if len(found) > _MOST_PROBLEMS:
+            return [*list(found.values())[:_MOST_PROBLEMS], Problem("", f"and more, {error.error_count():,} in all")]
     return list(found.values())
 
 
@@ -902,9 +965,11 @@ def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any]) -> st
     kind, value = detail["type"], detail.get("input")
     if kind == "extra_forbidden":
         return "unknown key" + _did_you_mean(path)
-    if kind == "disagreement":
+    if kind in ("disagreement", "secret"):
         return str(detail["ctx"]["message"])
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    if path.endswith("credentials"):  # someone may have written the key itself
+        return f"this value is not accepted. {info.help if info else ''}"
+    shown = _brief(value)
     text = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if info is None:
         return f"{text}, got {shown}" + (" (this section takes a mapping of fields)" if kind == "model_type" else "")
@@ -914,6 +979,17 @@ def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any]) -> st
         close = difflib.get_close_matches(value, info.choices, n=1) if isinstance(value, str) else []
         return f"{shown} is not accepted" + (f"; did you mean {close[0]!r}?" if close else f". {info.help}")
     return f"{text}, got {shown}. {info.help}"
+
+
+def _brief(value: Any) -> str:
+    """What a value looks like, in a few words however large it is."""
+    if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+        return f"a number of about {round(value.bit_length() * math.log10(2)):,} digits"
+    try:
+        text = repr(value)
+    except ValueError:  # a list of such numbers
+        return f"a {type(value).__name__} of numbers too long to show"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 _REFUSED = {
@@ -985,6 +1061,7 @@ def _load_yaml(text: str, where: str) -> dict[str, Any]:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = (error.problem or error.context or "not YAML").splitlines()[0]
+        problem = problem.partition(" with value ")[0]  # of a duplicate key: it may be a password
         raise ConfigError(f"{place}{problem}", where) from None
     except (YAMLError, ValueError, TypeError, RecursionError, UnicodeError, AttributeError, IndexError) as error:
         if isinstance(error, ConfigError):
@@ -999,11 +1076,15 @@ def _load_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def _refuse_bombs(events: Iterator[Any], where: str) -> None:
-    """Refuse aliases and deep nesting before anything is constructed: both can exhaust memory from a small text."""
+    """Refuse aliases, deep nesting and very many values before anything is constructed: all can exhaust it."""
     from ruamel.yaml import events as kinds
 
-    depth = 0
+    depth = values = 0
     for event in events:
+        values += isinstance(event, kinds.ScalarEvent)
+        if values > _MOST_YAML_VALUES:
+            place = f"line {event.start_mark.line + 1}, column {event.start_mark.column + 1}"
+            raise ConfigError(f"{place}: more than {_MOST_YAML_VALUES:,} values; a config is a page of text", where)
         if isinstance(event, kinds.AliasEvent):
             raise ConfigError(f"line {event.start_mark.line + 1}: YAML aliases (*name) are not accepted", where)
         depth += isinstance(event, kinds.CollectionStartEvent) - isinstance(event, kinds.CollectionEndEvent)

@@ -12,6 +12,8 @@ import json
 import os
 from collections.abc import Iterable
 
+from kit.json_text import read_json
+
 VARIABLE = "KIT_ENDPOINTS"
 _PROVIDERS = {"gs": ("STORAGE_EMULATOR_HOST",), "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
 
@@ -46,7 +48,7 @@ def forget_endpoint(address: str) -> None:
 
 def _read() -> dict[str, str]:
     try:
-        known = json.loads(os.environ.get(VARIABLE, "") or "{}")
+        known = read_json(os.environ.get(VARIABLE, "") or "{}")
     except ValueError:
         return {}
     return known if isinstance(known, dict) else {}

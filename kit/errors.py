@@ -120,8 +120,16 @@ class TrialError(KitError, RuntimeError):
         return [f"{type(self).__name__}: {self}", *self.details.splitlines()]
 
 
+class ForeignRunError(KitError, PermissionError):
+    """A run directory that this user did not write here, and whose code is not run without being asked for."""
+
+
 class TrialStopped(TrialError):  # noqa: N818 - an end that was asked for
     """A trial ended by an interrupt while it was being waited for; what it measured until then is kept."""
+
+
+class JsonError(KitError, ValueError):
+    """A JSON text that is damaged, nested too deeply, or holds a number that no float can."""
 
 
 class EventLogError(KitError, ValueError):

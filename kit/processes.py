@@ -6,11 +6,13 @@ signalled or believed alive on the id alone. On Linux both come from /proc; else
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import multiprocessing.util
 import os
 import platform
+import select
 import signal
 import sys
 import tempfile
@@ -19,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-_LONGEST_SOCKET_FOLDER = 104 - 1 - 33
+_PR_SET_CHILD_SUBREAPER = 36
+LONGEST_SOCKET_FOLDER = 104 - 1 - 33
+SCRATCH = "KIT_SCRATCH"
+"""The variable that names the scratch folder of a trial to its processes."""
+NOTE = "process-"
 LINUX = sys.platform == "linux"
 
 
@@ -156,13 +162,49 @@ def watch_lifeline(descriptor: int, whole_group: bool = True) -> None:
     threading.Thread(target=wait, name="kit-lifeline", daemon=True).start()
 
 
+def die_with(pid: int) -> None:
+    """Kill this process when another ends that did not start it; where the system has no such handle, do nothing."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(113)
+    except (AttributeError, OSError):
+        return
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="kit-lifeline", daemon=True).start()
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that it can be waited for; on Linux only."""
+    if LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def scratch_folder() -> Path:
+    """Where this process may leave files that end with its trial; outside of one, among the temporary files."""
+    return Path(os.environ.get(SCRATCH) or tempfile.gettempdir())
+
+
+def note_process() -> None:
+    """Leave word in the scratch folder that this process is one of the trial's."""
+    if SCRATCH in os.environ:
+        with contextlib.suppress(OSError):
+            (scratch_folder() / f"{NOTE}{os.getpid()}").touch()
+
+
 def shorten_socket_paths() -> None:
     """Have multiprocessing keep its sockets in `/tmp` where the folder for temporary files has too long a path.
 
     The address of a socket may have 108 bytes (104 on macOS), of which multiprocessing takes up to 33 for names.
     """
     folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) <= _LONGEST_SOCKET_FOLDER:
+    if len(os.fsencode(folder)) <= LONGEST_SOCKET_FOLDER:
         return
     tempfile.tempdir = "/tmp"
     try:
@@ -180,6 +222,7 @@ def guard_forks(lifeline: int) -> None:
         forking.by_main_thread = threading.current_thread() is threading.main_thread()
 
     def in_child() -> None:
+        note_process()
         if forking.by_main_thread:
             die_with_parent(forking.parent)
         else:  # the forking thread may end long before its process does

@@ -32,7 +32,10 @@ def parse_bytes(text: str | int) -> int:
     factor = factors.get((match[2] or "B").lower()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size; write bytes or one of {', '.join(_FACTORS)}, such as '64 MiB'")
-    return round(float(match[1]) * int(factor))
+    size = float(match[1]) * int(factor)
+    if not math.isfinite(size):
+        raise ValueError(f"{text[:20]!r}… is no size that a number holds; write such as '64 MiB'")
+    return round(size)
 
 
 def format_bytes(number_of_bytes: float) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 
 import pytest
 import quick
@@ -42,10 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in list(os.environ):
         if (name.upper() in _FOREIGN_NAMES or name.startswith(_FOREIGN)) and name not in _KEPT:
             del os.environ[name]
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have it from here
+        state = tempfile.mkdtemp(prefix="kit-tests-state-")
+        config.add_cleanup(lambda: shutil.rmtree(state, ignore_errors=True))
+        os.environ["XDG_STATE_HOME"] = state  # where the key lies that run directories are signed with
     if config.getoption("quick"):
         config.pluginmanager.register(quick.Quick(), "quick")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than cores: much of what tests do is waiting for processes."""
     return (os.cpu_count() or 1) + 1

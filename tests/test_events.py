@@ -34,7 +34,7 @@ def test_a_reader_sees_each_event_once_in_order_of_time(tmp_path):
 
 def test_a_torn_last_line_waits_for_its_rest(tmp_path):
     file = tmp_path / "events.0.jsonl"
-    line = encode({"kind": "step", "time": 1.0, "rank": 0})
+    line = encode({"kind": "step", "time": 1.0, "rank": 0, "step": 1})
     file.write_bytes(line + line[:10])
     reader = EventReader(tmp_path)
     assert len(reader.read()) == 1
@@ -45,7 +45,7 @@ def test_a_torn_last_line_waits_for_its_rest(tmp_path):
 
 @pytest.mark.parametrize("damage", [b"{broken\n", b"[]\n", b'{"kind": "step"}\n', b"\xff\xfe\n"])
 def test_damage_in_the_middle_is_named_by_file_and_line(tmp_path, damage):
-    line = encode({"kind": "step", "time": 1.0, "rank": 0})
+    line = encode({"kind": "step", "time": 1.0, "rank": 0, "step": 1})
     (tmp_path / "events.0.jsonl").write_bytes(line + damage + line)
     with pytest.raises(EventLogError, match=r"events\.0\.jsonl, line 2"):
         EventReader(tmp_path).read()
@@ -62,12 +62,12 @@ def test_every_number_survives_and_every_line_is_json(value):
 def test_many_processes_append_whole_lines_to_one_file(tmp_path):
     file = tmp_path / "events.0.jsonl"
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_append, args=(file, rank, 500)) for rank in range(4)]
+    processes = [context.Process(target=_append, args=(file, rank, 500)) for rank in range(8)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert len(EventReader(tmp_path).read()) == 2000
+    assert len(EventReader(tmp_path).read()) == 4000
 
 
 def test_a_folder_without_events_is_quiet(tmp_path):

@@ -13,13 +13,13 @@ ROOT = Path(kit.__file__).parent
 
 # From the ground up. A room may import from its own row and from the rows above it in this table.
 LAYERS = [
-    {"errors", "units", "tables", "processes"},
+    {"errors", "units", "tables", "processes", "secrets_in_text", "json_text"},
     {"config", "endpoints", "events", "targets", "cgroup", "nvml", "claims", "signatures"},
     {"machine", "cloud"},
     {"plan"},
     {"data"},
     {"train", "models"},
-    {"memory"},
+    {"memory", "confinement"},
     {"run"},
     {"report"},
     {"widgets", "testing"},

@@ -12,21 +12,23 @@ import struct
 from typing import Protocol, cast
 
 from kit.cloud.counts import Counter
+from kit.cloud.guard import check_caller
 from kit.cloud.link import Link, Pace
 from kit.cloud.message import (
     LARGEST_HEAD_BYTES,
     BadRequest,
+    ChunkedBody,
     Request,
     Response,
     body_length,
     parse_head,
-    take_chunked,
 )
 
 _AT_ONCE_SECONDS = 0.0005
 _MOST_WAITING_BYTES = 1 << 20
 _SEND_BUFFER_BYTES = 1 << 20
 _HEAD_END = b"\r\n\r\n"
+_LINGER_SECONDS = 1.0
 
 
 class Answer:
@@ -56,19 +58,21 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._request: Request | None = None
         self._needed = 0
+        self._chunks: ChunkedBody | None = None
         self._answer: Answer | None = None
         self._pace = Pace(0, 0)
         self._piece = 0
         self._sent = 0
         self._keep = True
         self._timer: asyncio.TimerHandle | None = None
-        self._full = self._closed = self._held = False
+        self._full = self._closed = self._held = self._deaf = False
 
     # -- what asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._service.counter.connections += 1
+        self._port = transport.get_extra_info("sockname")[1]
         channel = transport.get_extra_info("socket")
         channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -89,6 +93,8 @@ class Connection(asyncio.Protocol):
             self._pump()
 
     def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
         self._buffer += data
         if self._answer is None:
             self._read()
@@ -103,9 +109,9 @@ class Connection(asyncio.Protocol):
             while self._answer is None and not self._closed and self._read_one():
                 pass
         except BadRequest as bad:
-            self._keep = False
+            self._keep, self._deaf = False, True
             self._buffer.clear()
-            self._begin(Answer(Response(bad.status), "bucket", shaped=False))
+            self._begin(Answer(bad.response, "bucket", shaped=False))
 
     def _read_one(self) -> bool:
         """Answer the next request, if all of it has come."""
@@ -113,11 +119,12 @@ class Connection(asyncio.Protocol):
             return False
         request = self._request
         assert request is not None
-        if self._needed < 0:
-            body = take_chunked(self._buffer)
+        if self._chunks is not None:
+            body = self._chunks.take(self._buffer)
             if body is None:
                 return False
             request.body = body
+            self._chunks = None
         else:
             if len(self._buffer) < self._needed:
                 return False
@@ -132,13 +139,15 @@ class Connection(asyncio.Protocol):
 
     def _read_head(self) -> bool:
         end = self._buffer.find(_HEAD_END)
+        if (len(self._buffer) if end < 0 else end) > LARGEST_HEAD_BYTES:
+            raise BadRequest(431, "HeadersTooLarge", f"more than {LARGEST_HEAD_BYTES} bytes")
         if end < 0:
-            if len(self._buffer) > LARGEST_HEAD_BYTES:
-                raise BadRequest(431)
             return False
         self._request = parse_head(bytes(self._buffer[:end]))
         del self._buffer[: end + len(_HEAD_END)]
+        check_caller(self._request, self._port)
         self._needed = body_length(self._request.headers)
+        self._chunks = ChunkedBody() if self._needed < 0 else None
         if self._request.headers.get("expect", "").lower() == "100-continue":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return True
@@ -264,7 +273,10 @@ class Connection(asyncio.Protocol):
             self._service.counter.in_flight -= 1
         if self._closed:
             return
-        if not self._keep:
+        if self._deaf:  # closing at once, with bytes unread, would take the answer from the client
+            self._transport.write_eof()
+            self._timer = self._loop.call_later(_LINGER_SECONDS, self._transport.close)
+        elif not self._keep:
             self._transport.close()
         elif self._held:
             self._held = False

@@ -74,7 +74,7 @@ class JsonApi:
 
     def _bucket(self, request: Request, bucket: str) -> Response:
         if request.method == "POST" and not bucket:
-            return self._create(json.loads(request.body or b"{}").get("name", ""))
+            return self._create(_told(request.body).get("name", ""))
         if not bucket:
             return json_response({
                 "kind": "storage#buckets", "items": [_bucket_entry(name) for name in self._objects.buckets()],
@@ -142,7 +142,7 @@ class JsonApi:
 
     def _describe(self, request: Request, bucket: str, key: str, item: StoredObject) -> Response:
         """New metadata for the same bytes."""
-        told = json.loads(request.body or b"{}")
+        told = _told(request.body)
         changed = describe(item.read(), self._generation(), told.get("contentType", item.content_type),
                            {**item.metadata, **(told.get("metadata") or {})})  # fmt: skip
         return json_response(_entry(bucket, key, self._put(bucket, key, changed)))
@@ -204,7 +204,7 @@ class JsonApi:
         name = request.query.get("name", "")
         how = request.query.get("uploadType", "media")
         if how == "resumable":
-            told = json.loads(request.body or b"{}")
+            told = _told(request.body)
             name = name or told.get("name", "")
             return Call("write", bucket, name, lambda: self._begin(request, bucket, name, told))
         if how == "multipart":
@@ -269,6 +269,23 @@ def _missing() -> Response:
     raise Refused(404, "notFound", "no such path")
 
 
+def _told(body: bytes) -> dict[str, Any]:
+    """The JSON object that a body holds; an empty one for none.
+
+    Raises:
+        Refused: when it is none.
+    """
+    try:
+        found = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        raise Refused(400, "parseError", "the body is no JSON") from None
+    if not isinstance(found, dict) or not isinstance(found.get("name", ""), str):
+        raise Refused(400, "parseError", "the body is no JSON object with a text for its name")
+    if not isinstance(found.get("metadata") or {}, dict):
+        raise Refused(400, "parseError", "metadata is no JSON object")
+    return found
+
+
 def _boundary(request: Request) -> bytes:
     match = re.search(r'boundary=(?:"([^"]+)"|([^;]+))', request.headers.get("content-type", ""))
     if match is None:
@@ -290,7 +307,7 @@ def _parts(request: Request) -> tuple[dict[str, Any], str, bytes]:
     head, data = _PART_END.split(body[second + 1 : last], maxsplit=1)
     kind = re.search(rb"(?i)content-type:\s*([^\r\n]+)", head)
     data = data[:-1] if data.endswith(b"\r") and body[second - 1 : second] == b"\r" else data
-    return json.loads(told), kind[1].decode() if kind else "", data
+    return _told(told), kind[1].decode() if kind else "", data
 
 
 def _bucket_entry(bucket: str) -> dict[str, Any]:

@@ -13,15 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote
+from xml.sax.saxutils import escape
 
 LARGEST_HEAD_BYTES = 1 << 16
 LARGEST_BODY_BYTES = 5 << 30
+MOST_HEADERS = 200
+_LONGEST_LINE_BYTES = 4096
+TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""What the name of a header is made of."""
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_ONLY_ONCE = ("host", "origin", "content-length", "transfer-encoding", "range", "content-range")
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;.*)?", re.DOTALL)
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 REASONS = {
     200: "OK", 204: "No Content", 206: "Partial Content", 304: "Not Modified", 308: "Resume Incomplete",
     400: "Bad Request", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout",
     409: "Conflict", 411: "Length Required", 412: "Precondition Failed", 413: "Content Too Large",
-    416: "Range Not Satisfiable", 429: "Too Many Requests", 431: "Request Header Fields Too Large",
+    416: "Range Not Satisfiable", 421: "Misdirected Request",
+    429: "Too Many Requests", 431: "Request Header Fields Too Large",
     500: "Internal Server Error", 501: "Not Implemented", 502: "Bad Gateway", 503: "Service Unavailable",
     504: "Gateway Timeout",
 }  # fmt: skip
@@ -117,6 +126,11 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, Any] | No
     return Response(status, {"Content-Type": "application/json", **(headers or {})}, Memory(json.dumps(value).encode()))
 
 
+def error_response(status: int, code: str, message: str) -> Response:
+    """An error as S3 and the GCS XML API write it."""
+    return xml_response(f"<Error><Code>{escape(code)}</Code><Message>{escape(message)}</Message></Error>", status)
+
+
 def xml_response(text: str, status: int = 200) -> Response:
     data = f'<?xml version="1.0" encoding="UTF-8"?>\n{text}'.encode()
     return Response(status, {"Content-Type": "application/xml"}, Memory(data))
@@ -126,10 +140,14 @@ def xml_response(text: str, status: int = 200) -> Response:
 
 
 class BadRequest(Exception):  # noqa: N818 - an answer, not a failure of this program
-    """A request that cannot be understood; it is answered with `status` and the connection is closed."""
+    """A request that cannot be understood or is not allowed; it is answered, and the connection is closed."""
 
-    def __init__(self, status: int) -> None:
-        self.status = status
+    def __init__(self, status: int, code: str = "BadRequest", message: str = "") -> None:
+        self.status, self.code, self.message = status, code, message or code
+
+    @property
+    def response(self) -> Response:
+        return error_response(self.status, self.code, self.message)
 
 
 def parse_head(head: bytes) -> Request:
@@ -139,83 +157,141 @@ def parse_head(head: bytes) -> Request:
         BadRequest: when they are none.
     """
     first, *lines = head.decode("latin-1").split("\r\n")
+    if len(lines) > MOST_HEADERS:
+        raise BadRequest(431, "TooManyHeaders", f"{len(lines)} headers, but {MOST_HEADERS} are allowed")
     parts = first.split(" ")
-    if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
-        raise BadRequest(400)
-    headers = {}
+    if len(parts) != 3 or parts[2] not in ("HTTP/1.0", "HTTP/1.1") or _CONTROL.search(first):
+        raise BadRequest(400, "InvalidRequestLine")
+    headers: dict[str, str] = {}
     for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon:
-            raise BadRequest(400)
-        headers[name.strip().lower()] = value.strip()
+        name, value = _header(line)
+        if name in _ONLY_ONCE and headers.get(name, value) != value:
+            raise BadRequest(400, "InvalidHeader", f"{name} is given twice")
+        headers[name] = value
     target = parts[1]
-    if "://" in target.partition("?")[0]:
-        target = "/" + target.split("/", 3)[3] if target.count("/") > 2 else "/"
+    if target.startswith("http://"):  # as proxies are asked; the name in it stands above that of Host
+        headers["host"], _, rest = target.removeprefix("http://").partition("/")
+        target = f"/{rest}"
+    if not target.startswith("/"):
+        raise BadRequest(400, "InvalidURI", f"{target[:100]!r} is no path")
     path, _, query = target.partition("?")
     return Request(parts[0], path, dict(parse_qsl(query, keep_blank_values=True)), headers)
+
+
+def _header(line: str) -> tuple[str, str]:
+    name, colon, value = line.partition(":")
+    if not colon or not TOKEN.fullmatch(name):
+        raise BadRequest(400, "InvalidHeader", f"{line[:100]!r} is no header")
+    if _CONTROL.search(value):
+        raise BadRequest(400, "InvalidHeader", f"{name} has control characters")
+    return name.lower(), value.strip(" \t")
 
 
 def body_length(headers: Mapping[str, str]) -> int:
     """Bytes of the body; -1 when it comes in chunks.
 
     Raises:
-        BadRequest: when the length is no number or too large.
+        BadRequest: when the length is no number or too large, or both are given.
     """
-    if headers.get("transfer-encoding", "").lower() == "chunked":
+    coding, text = headers.get("transfer-encoding"), headers.get("content-length")
+    if coding is not None:
+        if coding.lower() != "chunked" or text is not None:
+            raise BadRequest(400, "InvalidTransferEncoding", f"{coding[:100]!r}, Content-Length {text!r:.100}")
         return -1
-    text = headers.get("content-length", "0")
+    if text is None:
+        return 0
     if not text.isascii() or not text.isdigit():
-        raise BadRequest(400)
-    if int(text) > LARGEST_BODY_BYTES:
-        raise BadRequest(413)
-    return int(text)
+        raise BadRequest(400, "InvalidContentLength", f"Content-Length is {text[:100]!r}, which is no number of bytes")
+    return _bounded(int(text[:20]))
 
 
-def take_chunked(buffer: bytearray) -> bytes | None:
-    """The whole body in HTTP chunks at the start of the buffer, which loses it; None while some is missing.
+def _bounded(size: int) -> int:
+    if size > LARGEST_BODY_BYTES:
+        raise BadRequest(413, "EntityTooLarge", f"{size} bytes or more, but {LARGEST_BODY_BYTES} are allowed")
+    return size
 
-    Raises:
-        BadRequest: when it is not in chunks.
-    """
-    parts: list[bytes] = []
-    place = 0
-    while (end := buffer.find(b"\r\n", place)) >= 0:
-        size = _chunk_size(bytes(buffer[place:end]))
-        place = end + 2
-        if len(buffer) < place + size + 2:
-            return None
-        if size == 0:
-            close = buffer.find(b"\r\n", place)
-            while close > place:  # trailers
-                place = close + 2
-                close = buffer.find(b"\r\n", place)
-            if close < 0:
+
+class ChunkedBody:
+    """A body in HTTP chunks, taken from a buffer as they come."""
+
+    __slots__ = ("_data", "_ended", "_left", "_trailer_bytes")
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._left = 0
+        """Bytes of the chunk that are still to come, with the end of its line."""
+        self._ended = False
+        self._trailer_bytes = 0
+
+    def take(self, buffer: bytearray) -> bytes | None:
+        """The whole body once its end has come; the buffer loses what belongs to it.
+
+        Raises:
+            BadRequest: when it is not in chunks, or too large.
+        """
+        while not self._left or self._take_data(buffer):
+            end = buffer.find(b"\r\n", 0, _LONGEST_LINE_BYTES)
+            if end < 0:
+                if len(buffer) >= _LONGEST_LINE_BYTES:
+                    raise BadRequest(400, "InvalidChunk", "the line of a chunk does not end")
                 return None
-            del buffer[: close + 2]
-            return b"".join(parts)
-        parts.append(bytes(buffer[place : place + size]))
-        place += size + 2
-    return None
+            line = bytes(buffer[:end])
+            del buffer[: end + 2]
+            if self._ended and not line:
+                return bytes(self._data)
+            self._take_line(line)
+        return None
+
+    def _take_line(self, line: bytes) -> None:
+        if self._ended:
+            self._trailer_bytes += len(line)
+            if self._trailer_bytes > LARGEST_HEAD_BYTES:
+                raise BadRequest(431, "TooManyHeaders", f"more than {LARGEST_HEAD_BYTES} bytes of trailers")
+            return
+        size = _chunk_size(line)
+        _bounded(len(self._data) + size)
+        self._ended = not size
+        self._left = size + 2 if size else 0
+
+    def _take_data(self, buffer: bytearray) -> bool:
+        """Whether the chunk has come to its end."""
+        count = min(max(self._left - 2, 0), len(buffer))
+        self._data += buffer[:count]
+        del buffer[:count]
+        self._left -= count
+        if self._left > 2 or len(buffer) < 2:
+            return False
+        if buffer[:2] != b"\r\n":
+            raise BadRequest(400, "InvalidChunk", "a chunk is longer than its size")
+        del buffer[:2]
+        self._left = 0
+        return True
 
 
 def unwrap_aws_chunks(body: bytes) -> bytes:
-    """The content of a body in S3's signed or trailed chunks (`size;chunk-signature=…`)."""
+    """The content of a body in S3's signed or trailed chunks (`size;chunk-signature=…`).
+
+    Raises:
+        BadRequest: when a chunk or the last one is missing.
+    """
     parts: list[bytes] = []
     place = 0
     while (end := body.find(b"\r\n", place)) >= 0:
         size = _chunk_size(body[place:end])
-        if size == 0:
-            break
-        parts.append(body[end + 2 : end + 2 + size])
+        if not size:
+            return b"".join(parts)
         place = end + 2 + size + 2
-    return b"".join(parts)
+        if place > len(body):
+            break
+        parts.append(body[end + 2 : place - 2])
+    raise BadRequest(400, "IncompleteBody", "the last chunk has not come")
 
 
 def _chunk_size(line: bytes) -> int:
-    try:
-        return int(line.partition(b";")[0], 16)
-    except ValueError:
-        raise BadRequest(400) from None
+    match = _CHUNK_SIZE.fullmatch(line)
+    if match is None:
+        raise BadRequest(400, "InvalidChunk", f"{line[:100]!r} is no size of a chunk")
+    return int(match[1], 16)
 
 
 # -- ranges and names

@@ -2,7 +2,8 @@
 
 A folder holds `bucket/key` as files, written whole (a draft beside them, then renamed), so that what is served can be
 prepared by any program and outlives the server. Keys are listed in the order of their UTF-8 bytes, as the
-providers do. In a folder, keys with empty, `.` or `..` parts are refused, and so is a key below another key.
+providers do. In a folder, keys with empty, `.` or `..` parts are refused, and so is a key below another key. Links
+below it are passed over: nothing is read, listed, written or deleted through one.
 
 What is uploaded carries its MD5 and CRC32C, which clients check; a file put there by others has neither, and an ETag
 of its time, size and place. Hashing takes about 2 ms a megabyte of upload.
@@ -13,9 +14,10 @@ from __future__ import annotations
 import base64
 import bisect
 import contextlib
+import errno
 import hashlib
 import os
-import shutil
+import stat
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -24,11 +26,14 @@ from typing import Protocol
 
 import google_crc32c
 
+from kit.cloud.guard import check_metadata, is_name
 from kit.cloud.message import Body, FilePart, Memory
 
 OCTETS = "application/octet-stream"
 _DRAFT = ".kit-draft-"
 _LAST = "\U0010ffff"
+_DESCRIPTORS = "/proc/self/fd" if hasattr(os, "O_PATH") and os.path.isdir("/proc/self/fd") else None  # noqa: PTH112
+_UNFIT = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
 class KeyRefused(Exception):  # noqa: N818 - an answer, not a failure of this program
@@ -62,7 +67,7 @@ class StoredObject:
         """
         if not self.path:
             return Memory(memoryview(self.data)[start:stop])
-        return FilePart(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC), start, stop - start)
+        return FilePart(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), start, stop - start)
 
     def read(self) -> bytes:
         return Path(self.path).read_bytes() if self.path else self.data
@@ -70,7 +75,12 @@ class StoredObject:
 
 def describe(data: bytes, generation: int, content_type: str = OCTETS, metadata: Mapping[str, str] | None = None,
              etag: str = "") -> StoredObject:  # fmt: skip
-    """What is known of bytes just put."""
+    """What is known of bytes just put.
+
+    Raises:
+        BadRequest: for metadata that cannot be given back.
+    """
+    check_metadata(content_type, metadata or {})
     digest = hashlib.md5(data, usedforsecurity=False).digest()
     crc = google_crc32c.value(data).to_bytes(4, "big")
     return StoredObject(
@@ -116,6 +126,8 @@ class MemoryObjects:
         return bucket in self._items
 
     def create_bucket(self, bucket: str) -> None:
+        if not is_name(bucket):
+            raise KeyRefused(bucket)
         self._items.setdefault(bucket, {})
         self._keys.setdefault(bucket, [])
 
@@ -132,6 +144,8 @@ class MemoryObjects:
 
     def put(self, bucket: str, key: str, item: StoredObject) -> StoredObject:
         items = self._items[bucket]
+        if not is_name(key):
+            raise KeyRefused(key)
         if key not in items:
             bisect.insort(self._keys[bucket], key)
         items[key] = item
@@ -158,12 +172,18 @@ class FolderObjects:
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder = self._folder.resolve()
+
+    def _place(self, bucket: str, key: str = "") -> str:
+        """The path of a key, or of the part of a key; empty when a link stands in it."""
+        path = f"{self._folder}/{bucket}/{key}".rstrip("/")
+        return path if os.path.realpath(path) == path else ""
 
     def buckets(self) -> list[str]:
-        return sorted(entry.name for entry in self._folder.iterdir() if entry.is_dir())
+        return sorted(entry.name for entry in self._folder.iterdir() if self.has_bucket(entry.name))
 
     def has_bucket(self, bucket: str) -> bool:
-        return _is_plain(bucket) and (self._folder / bucket).is_dir()
+        return _is_plain(bucket) and Path(self._place(bucket) or os.devnull).is_dir()
 
     def create_bucket(self, bucket: str) -> None:
         if not _is_plain(bucket):
@@ -172,20 +192,22 @@ class FolderObjects:
 
     def delete_bucket(self, bucket: str) -> bool:
         if self.has_bucket(bucket):
-            if any(True for _ in self.keys(bucket, "", "")):
-                return False
-            shutil.rmtree(self._folder / bucket)
+            for folder, _, files in os.walk(self._folder / bucket, topdown=False):
+                for name in files:
+                    if name.startswith(_DRAFT):
+                        (Path(folder) / name).unlink(missing_ok=True)
+                try:
+                    Path(folder).rmdir()
+                except OSError:  # also what is no object: nothing that was there is lost
+                    return False
         return True
 
     def find(self, bucket: str, key: str) -> StoredObject | None:
         if not _is_key(key) or not _is_plain(bucket):
             return None
         path = f"{self._folder}/{bucket}/{key}"
-        try:
-            info = os.stat(path)  # noqa: PTH116 - once a request
-        except (OSError, ValueError):
-            return None
-        if not os.path.isfile(path):  # noqa: PTH113
+        info = _info(path)
+        if info is None:
             return None
         etag = f"{info.st_mtime_ns:x}{info.st_ino:x}-{info.st_size:x}"
         return StoredObject(
@@ -193,7 +215,7 @@ class FolderObjects:
         )
 
     def put(self, bucket: str, key: str, item: StoredObject) -> StoredObject:
-        if not _is_key(key):
+        if not _is_key(key) or not self._place(bucket, key):
             raise KeyRefused(key)
         path = self._folder / bucket / key
         draft = path.with_name(f"{_DRAFT}{os.getpid()}-{item.generation}")
@@ -204,7 +226,7 @@ class FolderObjects:
         except OSError as error:
             with contextlib.suppress(OSError):
                 draft.unlink()
-            if isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError):
+            if error.errno in _UNFIT:
                 raise KeyRefused(key) from None
             raise
         found = self.find(bucket, key)
@@ -232,14 +254,17 @@ class FolderObjects:
         below = prefix.rpartition("/")[0]
         if below and not _is_key(below):
             return
-        yield from _walk(f"{self._folder}/{bucket}", f"{below}/" if below else "", prefix, after)
+        if self._place(bucket, below):
+            yield from _walk(f"{self._folder}/{bucket}", f"{below}/" if below else "", prefix, after)
 
 
 def _walk(root: str, folder: str, prefix: str, after: str) -> Generator[str, str | None, str]:
     """Keys below one folder, in order; returns how far `after` has been moved."""
     try:
         with os.scandir(f"{root}/{folder}") as entries:
-            names = sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+            names = sorted(
+                entry.name + "/" * entry.is_dir() for entry in entries if is_name(entry.name) and not entry.is_symlink()
+            )
     except (FileNotFoundError, NotADirectoryError):
         return after
     for name in names:
@@ -254,12 +279,28 @@ def _walk(root: str, folder: str, prefix: str, after: str) -> Generator[str, str
     return after
 
 
+def _info(path: str) -> os.stat_result | None:
+    """Of a regular file to which no link leads. Once a request: asking for the real path takes 50 µs, this 20."""
+    if _DESCRIPTORS is None:
+        return Path(path).stat() if os.path.realpath(path) == path and Path(path).is_file() else None
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        info = os.fstat(descriptor)
+        is_real = os.readlink(f"{_DESCRIPTORS}/{descriptor}") == path  # noqa: PTH115
+    finally:
+        os.close(descriptor)
+    return info if is_real and stat.S_ISREG(info.st_mode) else None
+
+
 def _is_plain(name: str) -> bool:
-    return bool(name) and "/" not in name and name not in (".", "..") and "\0" not in name
+    return is_name(name) and "/" not in name and name not in (".", "..")
 
 
 def _is_key(key: str) -> bool:
-    return all(_is_plain(part) and not part.startswith(_DRAFT) for part in key.split("/"))
+    return is_name(key) and all(_is_plain(part) and not part.startswith(_DRAFT) for part in key.split("/"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hmac
 import json
 import os
 import signal
 import sys
 import traceback
 from typing import Any
-from xml.sax.saxutils import escape
 
 from kit.cloud.connection import Answer, Connection
 from kit.cloud.counts import Counter
 from kit.cloud.dials import Dials
 from kit.cloud.faults import FaultPlan, Script
+from kit.cloud.guard import printable
 from kit.cloud.json_api import JsonApi
 from kit.cloud.link import Link
-from kit.cloud.message import BadRequest, Request, Response, json_response, xml_response
+from kit.cloud.message import BadRequest, Request, Response, error_response, json_response
 from kit.cloud.objects import FolderObjects, KeyRefused, MemoryObjects, Objects, describe
 from kit.cloud.routes import Refused, is_json
 from kit.cloud.xml_api import XmlApi
@@ -73,7 +74,9 @@ class Server:
             response = Response(503) if fault == "reset" else call.run()
         except Refused as refused:
             return Answer(_error(refused, in_json), kind)
-        except (BadRequest, ValueError, KeyError, IndexError):
+        except BadRequest as bad:
+            return Answer(_error(Refused(bad.status, bad.code, bad.message), in_json), kind)
+        except (ValueError, KeyError, IndexError):
             return Answer(_error(Refused(400, "InvalidArgument"), in_json), kind)
         except Exception:
             traceback.print_exc()  # to the file that its owner reads, should it end
@@ -90,8 +93,9 @@ class Server:
     # -- controls
 
     def _control(self, request: Request) -> Response:
-        if request.headers.get(TOKEN_HEADER) != self._token:
-            return Response(403)
+        given = request.headers.get(TOKEN_HEADER, "")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            return error_response(403, "AccessDenied", "the controls need their token")
         control, now = request.path.removeprefix(CONTROL), self._loop.time()
         if control == "object":
             return self._take(request.query.get("name", ""), request.body)
@@ -144,8 +148,7 @@ def _error(refused: Refused, in_json: bool) -> Response:
         told = {"code": refused.status, "message": refused.message,
                 "errors": [{"message": refused.message, "reason": refused.code}]}  # fmt: skip
         return json_response({"error": told}, refused.status, headers)
-    text = f"<Error><Code>{escape(refused.code)}</Code><Message>{escape(refused.message)}</Message></Error>"
-    response = xml_response(text, refused.status)
+    response = error_response(refused.status, refused.code, printable(refused.message))
     response.headers |= headers
     return response
 

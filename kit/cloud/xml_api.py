@@ -14,6 +14,7 @@ from kit.cloud.objects import KeyRefused, Objects, StoredObject, describe, list_
 from kit.cloud.routes import Call, Refused, check_conditions, media, object_headers
 
 _MOST_RESULTS = 1000
+_MOST_PARTS = 10_000
 _NO_DATE = "<CreationDate>1970-01-01T00:00:00.000Z</CreationDate>"
 _REGION = {"x-amz-bucket-region": "us-east-1"}
 
@@ -163,7 +164,10 @@ class XmlApi:
         if parts is None:
             raise Refused(404, "NoSuchUpload")
         data = _content(request)
-        parts[int(request.query["partNumber"])] = data
+        number = int(request.query["partNumber"])
+        if not 1 <= number <= _MOST_PARTS:
+            raise Refused(400, "InvalidArgument", f"partNumber is {number}, but must be 1 to {_MOST_PARTS}")
+        parts[number] = data
         return Response(200, {"ETag": f'"{_md5(data)}"'})
 
     def _post(self, request: Request, bucket: str, key: str) -> Response:

@@ -23,7 +23,7 @@ from kit.data.stores import redact
 
 Options = Iterable[tuple[int, Any]]
 _GOOGLE = "https://storage.googleapis.com"
-_HARMLESS = ("skip_instance_cache", "use_listings_cache", "asynchronous")
+_HARMLESS = ("skip_instance_cache", "use_listings_cache", "asynchronous", "get_client")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.data.pieces import Region
-from kit.data.source import VariableSpec
+from kit.data.source import VariableSpec, in_machine_order
 from kit.errors import ConfigError, Problem
 from kit.plan.rechunk import FETCH_BYTES
 
@@ -42,7 +42,7 @@ class ArraySource:
         self._values: NDArray[Any] | _MappedFile = _MappedFile.of(array) if _is_mapped(array) else array
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dims = tuple(dims) or tuple(f"dim_{axis}" for axis in range(array.ndim))
-        dtype = array.dtype.newbyteorder("=")
+        dtype = in_machine_order(array.dtype)
         self.variables: Mapping[str, VariableSpec] = {name: VariableSpec(dtype, dict(attributes or {}))}
         self.coordinates: Mapping[str, NDArray[Any]] = {}
         self.attributes: Mapping[str, Any] = {}

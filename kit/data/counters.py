@@ -32,6 +32,16 @@ that the read cache answered, or passed on to the store, and the bytes it gave; 
 one, and the bytes between them; pairs of samples that shared a batch, and those of them drawn from one visit to a
 block."""
 
+CHUNKS = ("chunks_decoded", "chunks_filled")
+
+
+def absent_chunks(counts: Mapping[str, int]) -> str:
+    """How many of the chunks that were read were not in the store, in a sentence; empty for none."""
+    filled, decoded = counts.get("chunks_filled", 0), counts.get("chunks_decoded", 0)
+    if not filled:
+        return ""
+    return f"{filled:,} of the {filled + decoded:,} chunks read were absent from the store, and are its fill value"
+
 
 class Counters:
     """One reader's counts; a pickled copy starts at zero, as it counts for another process."""

@@ -2,7 +2,7 @@
 
 A Dataset is a description and holds no handle: it pickles, and every process opens its own store. Sizes are elements.
 A store that kit is still building is refused, since a shard not yet written reads as fill values. Any other Zarr group
-(version 2 or 3) opens too, without statistics and without a manifest.
+(version 2 or 3) opens too, without statistics and without a manifest, and so does an array that is in none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import binascii
 import difflib
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,8 @@ class Dataset:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     manifest: Manifest | None = None
     """None for a Zarr store that kit did not build."""
+    strict: bool = False
+    """Whether a missing chunk is an error here too; in a store that kit built it always is."""
 
     def open_store(self) -> Store:
         """A fresh read-only handle, bound to no event loop until its first read."""
@@ -109,7 +111,12 @@ class Dataset:
 
     def open_array(self, name: str) -> zarr.Array[Any]:
         """A variable or coordinate as zarr sees it: packed values, missing objects read as fill values."""
-        return _open_group(self.open_store(), self.url)[name]  # type: ignore[return-value]
+        import zarr
+
+        try:
+            return zarr.open_array(self.open_store(), path=name, mode="r")
+        except Exception as error:
+            raise store_error(self.url, error) from None
 
     def coordinate(self, name: str) -> NDArray[Any]:
         """The decoded values of a coordinate, times as datetime64; for a dimension without one, its index.
@@ -152,7 +159,10 @@ class Dataset:
     def _main_arrays(self) -> list[ArrayInfo]:
         if not self.arrays:
             raise _variables_error(f"{redact(self.url)} holds no data variables")
-        numbers = [info for info in self.arrays.values() if info.is_channel] or [*self.arrays.values()]
+        numbers = [info for info in self.arrays.values() if info.is_channel]
+        if not numbers:
+            held = ", ".join(f"{info.name} of {info.dtype}" for info in self.arrays.values())
+            raise _variables_error(f"{redact(self.url)} holds no numbers, only {held}")
         first = max(numbers, key=lambda info: (len(info.shape), prod(info.shape)))
         return [info for info in numbers if (info.shape, info.dims) == (first.shape, first.dims)]
 
@@ -186,7 +196,11 @@ def _variables_error(message: str) -> ConfigError:
 
 
 def open_dataset(
-    given: Config | str | PathLike[str] | XarrayObject, credentials: str = "default", variables: Sequence[str] = ()
+    given: Config | str | PathLike[str] | XarrayObject,
+    credentials: str = "default",
+    variables: Sequence[str] = (),
+    *,
+    strict: bool = False,
 ) -> Dataset:
     """What the store of a config, or at a URL or path, or an xarray Dataset or DataArray holds.
 
@@ -194,6 +208,7 @@ def open_dataset(
         given: Where the data is.
         credentials: As `data.credentials`, for a URL.
         variables: Names to look for where a store lists none: plain HTTP without consolidated metadata.
+        strict: As `data.strict`, for a URL.
 
     Raises:
         StoreError: when there is no store, or it cannot be reached or understood, or `given` is nothing of these.
@@ -201,7 +216,7 @@ def open_dataset(
         CorruptChunkError: when the manifest or an array's metadata is not what was published.
     """
     if isinstance(given, Config):
-        return open_dataset(given.data.url, given.data.credentials, given.data.variables)
+        return open_dataset(given.data.url, given.data.credentials, given.data.variables, strict=given.data.strict)
     if not isinstance(given, str | PathLike):
         from kit.data.xarray_dataset import open_xarray
 
@@ -214,6 +229,8 @@ def open_dataset(
     else:
         _check_metadata(store, url, found)
     group = _open_group(store, url)
+    if group is None:
+        return _of_array(store, url, credentials, strict)
     arrays = _open_arrays(group, url, found, variables)
     infos = {name: array_info(name, array, found) for name, array in sorted(arrays.items())}
     order = [*found.arrays] if found else [*infos]
@@ -226,6 +243,7 @@ def open_dataset(
         coordinates={name: info for name, info in infos.items() if name in coordinates},
         attributes=dict(group.attrs),
         manifest=found,
+        strict=strict,
     )
 
 
@@ -261,17 +279,43 @@ def refuse_unfinished(store: Store, url: str) -> None:
         )
 
 
-def _open_group(store: Store, url: str) -> zarr.Group:
+def _open_group(store: Store, url: str) -> zarr.Group | None:
+    """The group at the root of a store; None for an array."""
     import zarr
+    from zarr.errors import ContainsArrayError
 
     try:
         return zarr.open_group(store, mode="r")
+    except ContainsArrayError:
+        return None
     except FileNotFoundError:
+        if read_object(store, ".zarray", url) is not None:  # of version 2, which zarr does not look for here
+            return None
         raise StoreError(
             f"{redact(url)}: no Zarr group there; build it with kit.build(config), or correct data.url"
         ) from None
     except Exception as error:
         raise store_error(url, error) from None
+
+
+def _of_array(store: Store, url: str, credentials: str, strict: bool) -> Dataset:
+    """An array by its own address: of the store that kit built around it, or as if there were one."""
+    import zarr
+
+    above, _, name = url.rpartition("/")
+    if "://" in url and above.endswith(":/"):
+        raise StoreError(f"{redact(url)}: an array that fills the whole store cannot be read; put it into a folder")
+    try:
+        around = open_dataset(above or "/", credentials, strict=strict)
+    except (UnfinishedStoreError, CorruptChunkError, MissingChunkError):
+        raise
+    except StoreError:
+        around = None
+    known = {} if around is None or around.manifest is None else {**around.coordinates, **around.arrays}
+    if around is not None and name in known:
+        return replace(around, arrays={name: known[name]}, coordinates={}, attributes={})
+    info = array_info(name, zarr.open_array(store, mode="r"), None)
+    return Dataset(url=above or "/", credentials=credentials, arrays={name: info}, strict=strict)
 
 
 def _open_arrays(

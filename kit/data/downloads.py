@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from zarr.abc.store import RangeByteRequest
 from zarr.core.buffer import default_buffer_prototype
 
 from kit.config import Checkpoint, resolve_path
+from kit.data.file_names import check_names, make_file
 from kit.data.lock import turn_at
 from kit.data.parcels import LIST_NAME, Parcel, part_key, signature, spans
 from kit.data.stores import (
@@ -40,6 +42,7 @@ from kit.data.stores import (
 )
 from kit.data.uploads import last_parcel
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError
+from kit.json_text import read_json
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -155,7 +158,7 @@ def _find(url: str, credentials: str) -> _Load:
         data = read_object(store, LIST_NAME, url)
         if data is not None:
             return _of_parcel(store, url, Parcel.load(data, redact(url)))
-        sizes = sizes_of_objects(store, list_objects(store, "", url), url)
+        sizes = _sizes_below(store, url)
         if sizes:
             pieces = [piece for key, size in sizes.items() for piece in _cut(key, key, size)]
             return _Load(store, url, sizes, pieces, True)
@@ -165,6 +168,19 @@ def _find(url: str, credentials: str) -> _Load:
     if size is None:
         raise MissingChunkError(f"{redact(url)}: there is nothing; correct the URL")
     return _Load(store, above, {"": size}, _cut("", name, size), False)
+
+
+def _sizes_below(store: Store, url: str) -> dict[str, int]:
+    """Bytes of each object, all of which can be files within a folder.
+
+    Consoles mark an empty folder by an object of no bytes whose key ends in a slash: it is left out.
+    """
+    keys = list_objects(store, "", url)
+    check_names((key for key in keys if not key.endswith("/")), redact(url))
+    sizes = sizes_of_objects(store, keys, url)
+    files = {key: size for key, size in sizes.items() if size or not key.endswith("/")}
+    check_names(files, redact(url))
+    return files
 
 
 def _of_parcel(store: Store, url: str, parcel: Parcel) -> _Load:
@@ -199,7 +215,7 @@ def _bring(url: str, target: Path, credentials: str, sha256: str) -> None:
         _make_files(load, draft)
         _fill(load, draft)
         _check(url, draft, sha256)
-        _record(target).write_text(json.dumps({"url": url, "sha256": sha256, "files": _looks(draft)}))
+        _write_record(target, {"url": url, "sha256": sha256, "files": _looks(draft)})
         draft.rename(target)
     except StoreError:
         _remove(draft)
@@ -219,10 +235,8 @@ def _make_files(load: _Load, draft: Path) -> None:
             "give another path"
         )
     for path, size in load.files.items():
-        file = draft / path if path else draft
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as made:
-            made.truncate(size)
+        file = make_file(draft, path) if path else make_file(draft.parent, draft.name)
+        os.truncate(file, size)
 
 
 def _fill(load: _Load, draft: Path) -> None:
@@ -284,6 +298,13 @@ def _record(target: Path) -> Path:
     return target.with_name(f"{target.name}.download.json")
 
 
+def _write_record(target: Path, record: dict[str, Any]) -> None:
+    place = _record(target)
+    place.unlink(missing_ok=True)  # a link that someone put there would be followed
+    with place.open("x") as made:
+        json.dump(record, made)
+
+
 def _looks(target: Path) -> list[list[str | int]]:
     """As JSON gives it back."""
     return [list(seen) for seen in signature(target)]
@@ -298,7 +319,7 @@ def _is_there(target: Path, url: str, sha256: str) -> bool:
     if not target.exists():
         return False
     try:
-        record: dict[str, Any] = json.loads(_record(target).read_bytes())
+        record: dict[str, Any] = read_json(_record(target).read_bytes())
         before, files = record["url"], record["files"]
     except (OSError, ValueError, KeyError, TypeError):
         raise StoreError(

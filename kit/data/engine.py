@@ -86,7 +86,7 @@ class Engine:
             open_store=dataset.open_store,
             arrays=arrays,
             packings=tuple(Packing.of(info, standardize) for info in arrays),
-            strict=dataset.manifest is not None,
+            strict=dataset.strict or dataset.manifest is not None,
             requests_in_flight=requests_in_flight,
             decode_threads=decode_threads,
             request_seconds=request_seconds,
@@ -110,6 +110,11 @@ class Engine:
     def counters(self) -> dict[str, int]:
         """What this process has read; names as in `kit.data.counters`."""
         return self._counters.values()
+
+    @property
+    def strict(self) -> bool:
+        """Whether a missing chunk is an error."""
+        return self._plan.strict
 
     @property
     def open_requests(self) -> tuple[int, str]:
@@ -138,7 +143,7 @@ class Engine:
 
         Raises:
             StoreError: when the store cannot be reached.
-            MissingChunkError: when a store that kit built lacks a chunk.
+            MissingChunkError: when a store that kit built, or a strict dataset, lacks a chunk.
             CorruptChunkError: when bytes are damaged or too few.
             IndexError: for a patch that reaches outside the arrays.
         """

@@ -27,7 +27,7 @@ from typing_extensions import override
 from kit.config import Loader
 from kit.data.epoch_passes import Batch, EpochPasses, Plan
 from kit.data.spans import Span, Spans
-from kit.processes import shorten_socket_paths
+from kit.processes import die_with, note_process, shorten_socket_paths
 
 
 class EpochStream(IterableDataset[Batch]):
@@ -112,7 +112,7 @@ class EpochLoader(EpochPasses[Batch]):
             persistent_workers=True,
             pin_memory=pins(self._settings),
             multiprocessing_context=_fresh_processes(type(self._stream).__module__),
-            worker_init_fn=partial(_begin_process, dict(os.environ), seed, self.rank),
+            worker_init_fn=partial(_begin_process, dict(os.environ), os.getpid(), seed, self.rank),
             generator=torch.Generator().manual_seed(seed),  # else it draws from the model's generator
         )
 
@@ -136,11 +136,13 @@ def _fresh_processes(module: str) -> str:
     return "forkserver"
 
 
-def _begin_process(variables: Mapping[str, str], seed: int, rank: int, worker: int) -> None:
-    """Take the environment of the process that trains: that of the server is older than keys and places named since."""
+def _begin_process(variables: Mapping[str, str], trainer: int, seed: int, rank: int, worker: int) -> None:
+    """End with the process that trains, and take its environment: the server's is older than places named since."""
+    die_with(trainer)
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
+    note_process()
     seed_process(seed, rank, worker)
 
 

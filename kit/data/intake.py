@@ -5,8 +5,8 @@ scattering run in `decode_threads` threads; when they fall behind, there is no r
 that cannot be had fails the batches that wait for it.
 
 Strict: an object or inner chunk that is not there is an error, never fill values, and so are bytes that fail their
-checksum or are too few. Only a store that kit did not build may leave chunks out, as Zarr allows; they are filled and
-counted.
+checksum or are too few. Only a store that kit did not build may leave chunks out, as Zarr allows, unless `data.strict`
+forbids it; they are filled and counted.
 """
 
 from __future__ import annotations
@@ -240,13 +240,14 @@ class Intake:
             raise damage(f"{self._where}: chunk {answer.chunk.coords} of {answer.stored.name}", error) from error
 
     def _fill(self, wanted: Wanted, chunk: Chunk, index: Index | None) -> None:
-        """A chunk that is not there: an error in a store that kit built, else Zarr's fill value."""
+        """A chunk that is not there: an error in a store that kit built or where strict, else Zarr's fill value."""
         stored = wanted.stored
         if self._plan.strict:
             reason = f"there is no object {wanted.key}" if index is None else f"the shard {wanted.key} does not hold it"
+            ours = self._plan.manifest is not None
+            way_out = "verify the store, then build it anew" if ours else "data.strict: false reads its fill value"
             missing = MissingChunkError(
-                f"{self._where}: chunk {chunk.coords} of {stored.name} is missing: {reason}; verify the store, then "
-                "build it anew"
+                f"{self._where}: chunk {chunk.coords} of {stored.name} is missing: {reason}; {way_out}"
             )
             self.cache.fail(chunk, missing)
             return

@@ -34,6 +34,7 @@ from kit.data.stores import (
     write_object,
 )
 from kit.errors import StoreError, StoreLockedError
+from kit.json_text import read_json
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -72,7 +73,7 @@ def _locked(url: str, data: bytes | None) -> StoreLockedError:
 
 def _parse(data: bytes | None) -> dict[str, Any]:
     try:
-        values = json.loads(data or b"{}")
+        values = read_json(data or b"{}")
     except ValueError:
         return {}
     return values if isinstance(values, dict) else {}

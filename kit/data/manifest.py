@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kit.errors import CorruptChunkError
+from kit.json_text import read_json
 
 FOLDER = ".kit"
 GROUP_KEY = f"{FOLDER}/zarr.json"
@@ -135,7 +136,7 @@ def dump_journal(records: Iterable[ObjectRecord]) -> bytes:
 def load_journal(data: bytes, where: str) -> list[ObjectRecord]:
     """Raises: CorruptChunkError: naming the journal, when a line is not a record."""
     try:
-        return [ObjectRecord(**json.loads(line)) for line in data.splitlines()]
+        return [ObjectRecord(**read_json(line)) for line in data.splitlines()]
     except (ValueError, TypeError):
         raise CorruptChunkError(f"{where}: damaged; delete it and run the build again to redo its shards") from None
 
@@ -146,7 +147,7 @@ def _dump(values: Mapping[str, Any]) -> bytes:
 
 def _load(data: bytes, where: str) -> dict[str, Any]:
     try:
-        values = json.loads(data)
+        values = read_json(data)
     except ValueError:
         values = None
     if not isinstance(values, dict) or values.get("format") != _FORMAT or "fields" not in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -42,7 +43,7 @@ class PatchData(EpochData):
 
     def _open(self) -> Dataset:
         if isinstance(self.given, Dataset):
-            return self.given
+            return replace(self.given, strict=self.given.strict or self.config.data.strict)
         return open_dataset(self.config if self.given is None else self.given)
 
     @override

@@ -15,10 +15,12 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from kit.data.file_names import check_names, why_not
 from kit.errors import StoreError
+from kit.json_text import read_json
 
 LIST_NAME = "kit-parcel.json"
 _FORMAT = "kit parcel 1"
@@ -80,16 +82,19 @@ class Parcel:
             StoreError: when it is none, or would write outside its folder.
         """
         try:
-            values = json.loads(data)
+            values = read_json(data)
             if values["format"] != _FORMAT:
                 raise ValueError(values["format"])
             files = tuple(_file(item) for item in values["files"])
-            return cls(_name(values["name"]), float(values["saved"]), files)
+            parcel = cls(_name(values["name"]), float(values["saved"]), files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise StoreError(
                 f"{where}/{LIST_NAME} is not a list of parts ({reason}); it was edited, or is newer"
             ) from None
+        if parcel.is_folder:
+            check_names((file.path for file in files), where)
+        return parcel
 
 
 def part_key(name: str, sha256: str) -> str:
@@ -140,9 +145,8 @@ def _seen(path: str, file: Path) -> tuple[str, int, int]:
 
 
 def _file(values: Any) -> PackedFile:
-    path = PurePosixPath(values["path"])
-    if path.is_absolute() or ".." in path.parts or "\0" in values["path"] or "\\" in values["path"]:
-        raise ValueError(f"{values['path']!r} leads out of the folder")
+    if not isinstance(values["path"], str):
+        raise TypeError(f"{values['path']!r} is no path")
     return PackedFile(values["path"], tuple(_part(item) for item in values["parts"]))
 
 
@@ -153,6 +157,6 @@ def _part(values: Any) -> Part:
 
 
 def _name(name: str) -> str:
-    if not isinstance(name, str) or not name or name.startswith(".") or re.search(r"[/\\\0-\x1f]", name):
+    if not isinstance(name, str) or name.startswith(".") or "/" in name or why_not(name):
         raise ValueError(f"{name!r} cannot name a parcel")
     return name

@@ -7,6 +7,7 @@ itself, so threads alone are the better choice.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
@@ -14,9 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from kit.config import Loader
-from kit.data.counters import NAMES, total
+from kit.data import shared_memory
+from kit.data.counters import NAMES, absent_chunks, total
 from kit.data.dataset import ArrayInfo, Dataset
 from kit.data.disk_cache import ReadCache
 from kit.data.engine import Engine
@@ -24,8 +27,9 @@ from kit.data.epoch_loader import EpochLoader, EpochStream, pins, shared
 from kit.data.reader_plan import Arrays, batch_bytes, largest_chunk_bytes
 from kit.data.sampling import SamplePlan
 from kit.data.spans import Spans
+from kit.data.stores import redact
 from kit.data.windows import mixing
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, KitWarning, Problem
 from kit.plan.coalescing import Coalescing
 from kit.plan.resources import HOLES_SHARE
 from kit.units import format_bytes
@@ -55,7 +59,7 @@ class PatchLoader(EpochLoader[PatchBatch]):
 
     Raises:
         ConfigError: for an unknown or non-numeric variable, one to be standardised without statistics, or too little
-            `loader.memory_bytes`.
+            `loader.memory_bytes` or shared memory.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class PatchLoader(EpochLoader[PatchBatch]):
         self.plan = plan
         processes = max(1, settings.num_workers)
         _refuse_too_little_memory(dataset.select(variables), plan, settings)
+        shared_memory.refuse_too_little(settings, plan.batch_bytes(len(dataset.select(variables))))
         engine = Engine(
             dataset,
             variables,
@@ -87,7 +92,22 @@ class PatchLoader(EpochLoader[PatchBatch]):
             allocate=_pinned_array if pins(settings) and not settings.num_workers else np.empty,
         )
         self._patches = _Stream(engine, plan, rank, settings.num_workers)
+        self._absent_from = "" if engine.strict else redact(dataset.url)
+        """The store whose missing chunks are still to be warned of."""
         super().__init__(plan, settings, self._patches, rank)
+
+    @override
+    def _batches(self, epoch: int, first_step: int) -> Iterator[PatchBatch]:
+        for batch in super()._batches(epoch, first_step):
+            self._warn_of_absent_chunks()
+            yield batch
+
+    def _warn_of_absent_chunks(self) -> None:
+        """Once, as soon as there are any: how many there were in the end is in `counters`."""
+        if self._absent_from and (absent := absent_chunks(self.counters())):
+            way_out = "data.strict: true makes that an error"
+            warnings.warn(f"{self._absent_from}: {absent}, so far; {way_out}", KitWarning, stacklevel=4)
+            self._absent_from = ""
 
     def counters(self) -> dict[str, int]:
         """What this rank has read since the loader was made, over all its processes; names as in `Counters`."""

@@ -19,6 +19,7 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import FsspecStore
 
+from kit.data.hosts import guarded_socket
 from kit.data.retries import Retries, status_of
 
 READ_SECONDS = 20.0
@@ -138,6 +139,8 @@ def open_remote(url: str, options: dict[str, Any], read_only: bool) -> RemoteSto
         return RemoteStore(fs=fs, path=fs._strip_protocol(url), read_only=read_only)
     if scheme == "s3":
         options["config_kwargs"] = NO_RETRIES | options.get("config_kwargs", {})
+    if scheme in ("http", "https"):
+        options.setdefault("get_client", guarded_client)
     store = RemoteStore.from_url(url, storage_options={} if scheme == "memory" else options, read_only=read_only)
     assert isinstance(store, RemoteStore)
     if scheme == "s3":
@@ -146,6 +149,13 @@ def open_remote(url: str, options: dict[str, Any], read_only: bool) -> RemoteSto
     if scheme in ("http", "https"):
         weakref.finalize(store, lambda fs: _close_session(getattr(fs, "_session", None)), store.fs)
     return store
+
+
+async def guarded_client(**options: Any) -> Any:
+    """An HTTP client whose connections, also of redirects, lead to no metadata service."""
+    import aiohttp
+
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=guarded_socket), **options)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from kit.data.windows import Offsets, Windows, pairs_of_one_visit
 from kit.errors import ConfigError, Problem
+from kit.plan.access import VALUE_BYTES
 from kit.plan.block_order import Blocks, fit_window
 from kit.plan.geometry import Axis, axes_of, most_chunks
 from kit.units import format_bytes
@@ -74,6 +75,10 @@ class SamplePlan:
     """Block order: sides of a block."""
     samples_per_block: int = 1
     blocks_per_window: int = 1
+
+    def batch_bytes(self, variables: int) -> int:
+        """Of a batch as it is handed over: values and validity."""
+        return self.batch_size * prod(self.patch) * variables * VALUE_BYTES
 
     def __post_init__(self) -> None:
         problems = list(_problems(self))

@@ -115,6 +115,12 @@ def as_source(made: Any) -> Source:
     return made  # type: ignore[no-any-return]
 
 
+def in_machine_order(dtype: Any) -> np.dtype[Any]:
+    """The type in this machine's byte order; text of any length has none."""
+    known: np.dtype[Any] = np.dtype(dtype)
+    return known if known.kind == "T" else known.newbyteorder("=")
+
+
 def chunk_of(source: Source, name: str) -> tuple[int, ...] | None:
     """How the source itself is cut for this variable; None when any region costs no more than itself."""
     chunk = getattr(source, "chunks", {}).get(name)

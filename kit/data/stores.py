@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
-import json
 import os
 import re
 import socket
 import threading
+import unicodedata
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,13 +29,17 @@ from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
 from kit.config import project_folder
+from kit.data.hosts import refuse_metadata, refuse_resolved
 from kit.data.remote import RemoteStore, open_remote
 from kit.endpoints import endpoint_of, takes_no_key
 from kit.errors import StoreError
+from kit.json_text import read_json
 
 ANSWER_SECONDS = 20.0
 """How long opening, listing and one small object may take before the store counts as out of reach."""
 _CONNECT_SECONDS = 5.0
+_LONGEST_URL = 4096
+_LONGEST_NAME_BYTES = 255
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _CACHES = {"blockcache", "cached", "filecache", "simplecache"}
 _WRAPPERS = {*_CACHES, "asynclocal", "dask", "dir", "generic", "reference", "tar", "zip"}
@@ -52,17 +56,24 @@ def resolve_url(url: str) -> str:
     """An absolute URL, without a trailing slash: a folder becomes an absolute path below the project folder.
 
     Raises:
-        StoreError: for a chained URL, an unknown scheme, or a URL that carries credentials or a query.
+        StoreError: for a chained URL, an unknown scheme, a URL that carries credentials or a query, and text that is
+            no URL or path at all.
     """
+    _refuse_odd_text(url)
     if not url.strip() or "\0" in url:
         raise StoreError(
             f"{url!r} names no store; write a path such as data/ocean.zarr or a URL such as gs://bucket/name"
         )
-    if "::" in url:
+    if "::" in re.sub(r"(://)\[[^\]/]*\]", r"\1", url):  # but for an address such as http://[::1]/x
         raise StoreError(f"{redact(url)}: chained URLs are not accepted; give the URL of the store itself")
     match = _SCHEME.match(url)
+    if match is None and "://" in url and "/" not in url.partition("://")[0]:
+        raise StoreError(f"{redact(url)[:60]!r} has no scheme; write a path, or such as gs://bucket/name")
     if match is None:
-        return str(_absolute(Path(url).expanduser()))
+        try:
+            return str(_absolute(Path(url).expanduser()))
+        except RuntimeError as error:
+            raise StoreError(f"{url}: {error}; write the folder out") from None
     scheme = match[1].lower()
     if scheme in ("file", "local"):
         return str(_absolute(Path(url[match.end() :])))
@@ -70,8 +81,30 @@ def resolve_url(url: str) -> str:
     return f"{'gs' if scheme == 'gcs' else scheme}://{url[match.end() :].rstrip('/')}"
 
 
+def _refuse_odd_text(url: str) -> None:
+    shown = f"{redact(url)[:60]!r}" + ("…" if len(url) > 60 else "")
+    if len(url) > _LONGEST_URL:
+        raise StoreError(f"{shown} has {len(url):,} characters, at most {_LONGEST_URL:,} name a store")
+    odd = next((letter for letter in url if unicodedata.category(letter) in ("Cc", "Cf", "Cs")), "")
+    if odd and url.strip() and "\0" not in url:
+        raise StoreError(f"{shown} holds {odd!r}, which no URL or path does; remove it")
+    if _SCHEME.match(url) and "::" not in url:
+        try:
+            host = urlsplit(url).hostname or ""
+            if url.lower().startswith("http") and host and not host.isascii():
+                host = host.encode("idna").decode()
+            if url.lower().startswith("http") and host and not all(0 < len(part) < 64 for part in host.split(".")):
+                raise ValueError(f"{host[:60]!r} is no name of a host")
+        except ValueError as error:
+            raise StoreError(f"{shown} is no URL: {error}; write such as https://host/store.zarr") from None
+
+
 def _absolute(path: Path) -> Path:
-    return Path(os.path.normpath(path if path.is_absolute() else project_folder() / path))
+    whole = Path(os.path.normpath(path if path.is_absolute() else project_folder() / path))
+    longest = max((len(os.fsencode(part)) for part in whole.parts), default=0)
+    if longest > _LONGEST_NAME_BYTES:
+        raise StoreError(f"{str(whole)[:60]}…: a name of {longest} bytes, at most {_LONGEST_NAME_BYTES} are possible")
+    return whole
 
 
 def _check_remote(url: str, scheme: str) -> None:
@@ -89,6 +122,7 @@ def _check_remote(url: str, scheme: str) -> None:
         raise StoreError(f"{redact(url)}: the URL carries credentials; leave them out and set credentials to env:NAME")
     if parts.query or parts.fragment:
         raise StoreError(f"{redact(url)}: a URL with a query names one object, not a store; give the store's own URL")
+    refuse_metadata(url, redact(url))
     if not parts.netloc.strip("/") and scheme != "memory":
         raise StoreError(f"{redact(url)}: no bucket or host; write {scheme}://bucket/name")
 
@@ -97,7 +131,10 @@ def redact(url: str) -> str:
     """The URL without user, password, query and fragment: fit for messages, logs and reprs."""
     if _SCHEME.match(url) is None:
         return url
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no URL, but it may hold a secret
+        return re.sub(r"[?#].*", "", re.sub(r"://[^/]*@", "://", url), flags=re.DOTALL)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
@@ -164,7 +201,7 @@ def _options(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
 
 def _secret_options(scheme: str, secret: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(secret)
+        parsed = read_json(secret)
     except ValueError:
         parsed = None
     if isinstance(parsed, dict):
@@ -186,6 +223,9 @@ def _bearer(secret: str) -> Any:
 def _check_reachable(url: str) -> None:
     """Refuse at once when there is no way to the host; libraries would retry for most of a minute first."""
     address = _address(url)
+    if address is not None:
+        refuse_metadata(f"//://{address[0]}", redact(url))
+        refuse_resolved(*address, redact(url))
     if address is None or any(
         os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
     ):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Self
 from zarr.core.buffer import default_buffer_prototype
 
 from kit.config import Checkpoint
+from kit.data.file_names import check_names
 from kit.data.parcels import (
     LIST_NAME,
     PackedFile,
@@ -150,6 +151,7 @@ class Parcels:
         """
         began, name = time.monotonic(), check_name(name or source.name)
         before = _look_at(source)
+        check_names((path for path, _, _ in before if path), str(source))
         known = self._known_parts(name)
         sending = _Sending(self, source, name, known, at_once, cancelled or threading.Event())
         files = sending.run(before, part_bytes)

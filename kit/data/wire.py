@@ -18,6 +18,7 @@ import http.client
 import itertools
 import os
 import selectors
+import socket
 import threading
 import time
 import weakref
@@ -34,6 +35,7 @@ from kit.data.addresses import Address
 from kit.data.codec import Octets, octets
 from kit.data.concurrency import ConcurrencyLimit
 from kit.data.counters import Counters
+from kit.data.hosts import is_metadata
 from kit.data.retries import TOO_MANY, Attempts, Retries
 from kit.data.stores import store_error
 from kit.errors import StoreError
@@ -316,7 +318,7 @@ class Wire:
             (pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS),
             (pycurl.REDIR_PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS),
             (pycurl.FOLLOWLOCATION, 1), (pycurl.MAXREDIRS, _MOST_REDIRECTS),
-            (pycurl.TIMEOUT_MS, milliseconds), *self._address.options,
+            (pycurl.OPENSOCKETFUNCTION, _open_socket), (pycurl.TIMEOUT_MS, milliseconds), *self._address.options,
         ):  # fmt: skip
             easy.setopt(option, value)
         return easy
@@ -422,6 +424,20 @@ class Wire:
 
     def _on_timer(self, milliseconds: int) -> None:
         self._due = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
+
+
+class _HandedOver(socket.socket):
+    """A socket whose number libcurl copies: this one is closed as soon as it is let go of."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _open_socket(_purpose: int, address: Any) -> Any:
+    """A socket to the address that libcurl is about to connect to, unless it is no store's."""
+    if is_metadata(str(address.addr[0])):
+        return pycurl.SOCKET_BAD
+    return _HandedOver(address.family, address.socktype, address.protocol)
 
 
 def _close(*ends: int) -> None:

@@ -23,6 +23,7 @@ from zarr.storage import MemoryStore, WrapperStore
 from kit.data.codec import Octets
 from kit.data.counters import Counters
 from kit.data.dataset import NUMBERS, ArrayInfo, Dataset
+from kit.data.source import in_machine_order
 from kit.errors import StoreError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def open_xarray(given: Any) -> XarrayDataset:
 def _info(name: str, variable: Any) -> ArrayInfo:
     return ArrayInfo(
         name=name, shape=tuple(variable.shape), dims=tuple(map(str, variable.dims)),
-        dtype=np.dtype(variable.dtype).newbyteorder("="), chunk=_chunk(variable), shard=None,
+        dtype=in_machine_order(variable.dtype), chunk=_chunk(variable), shard=None,
         units=str(variable.attrs.get("units", "")), long_name=str(variable.attrs.get("long_name", "")),
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kit.data.attributes import coordinate_attributes, json_attributes, packing_attributes
 from kit.data.pieces import Region, read_pieces
-from kit.data.source import VariableSpec
+from kit.data.source import VariableSpec, in_machine_order
 from kit.errors import ConfigError, Problem
 
 
@@ -94,7 +94,7 @@ def _chosen(dataset: Any, variables: Sequence[str]) -> list[str]:
 
 
 def _spec(array: Any) -> VariableSpec:
-    dtype = np.dtype(array.dtype).newbyteorder("=")
+    dtype = in_machine_order(array.dtype)
     return VariableSpec(dtype, packing_attributes(array.attrs, dtype))
 
 

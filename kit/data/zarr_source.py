@@ -2,11 +2,13 @@
 
 Variables are those of one shape (the largest, or those named); coordinates along their dimensions come along, others do
 not. The source holds no handle when it is pickled. A store that kit built must be whole; in any other an object that is
-not there reads as fill values, as Zarr says.
+not there reads as fill values, as Zarr says. How many chunks lie in absent objects is warned of, where the store can be
+listed; what a shard that is there leaves out is not looked at.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.data.attributes import coordinate_attributes, json_attributes, packing_attributes
+from kit.data.counters import absent_chunks
 from kit.data.dataset import ArrayInfo, open_dataset
 from kit.data.pieces import Region, read_pieces
-from kit.data.source import VariableSpec
+from kit.data.source import VariableSpec, in_machine_order
 from kit.data.stores import redact, sizes_of_objects
-from kit.errors import MissingChunkError
+from kit.errors import KitWarning, MissingChunkError
 
 
 class ZarrSource:
@@ -28,17 +31,22 @@ class ZarrSource:
         url: A path or URL, as in `data.url`.
         credentials: As in `data.credentials`.
         variables: Names of the variables; empty for all of the largest shape.
+        strict: Whether a chunk that another writer's store does not hold is an error.
 
     Raises:
+        MissingChunkError: for a store that is not whole, when kit built it or it is to be `strict`.
         StoreError: when there is no store.
         ConfigError: for a variable that does not exist.
     """
 
-    def __init__(self, url: str, credentials: str = "default", variables: Sequence[str] = ()) -> None:
+    def __init__(
+        self, url: str, credentials: str = "default", variables: Sequence[str] = (), strict: bool = False
+    ) -> None:
         self._dataset = open_dataset(url, credentials)
         chosen = self._dataset.select(tuple(variables))
         self._refuse_incomplete(chosen)
         self._arrays: dict[str, Any] = {}
+        self._say_what_is_absent([info.name for info in chosen], strict)
         self.dims, self.shape = chosen[0].dims, chosen[0].shape
         self.variables: Mapping[str, VariableSpec] = {info.name: self._spec(info) for info in chosen}
         self.chunks: Mapping[str, tuple[int, ...]] = {info.name: info.chunk for info in chosen}
@@ -61,12 +69,28 @@ class ZarrSource:
         return self._arrays[name]
 
     def _spec(self, info: ArrayInfo) -> VariableSpec:
-        dtype = info.dtype.newbyteorder("=")
+        dtype = in_machine_order(info.dtype)
         attributes = packing_attributes({**self._array(info.name).attrs, "_FillValue": info.missing}, dtype)
         return VariableSpec(dtype, attributes)
 
     def _fits(self, dim: str, info: ArrayInfo) -> bool:
         return dim in self.dims and info.shape == (self.shape[self.dims.index(dim)],) and info.dtype.kind in "iuf"
+
+    def _say_what_is_absent(self, names: Sequence[str], strict: bool) -> None:
+        """Chunks that another writer left out; nothing is said of a server that lists no objects."""
+        if self._dataset.manifest is not None:
+            return
+        arrays = [self._array(name) for name in names]
+        try:
+            filled = sum(array.nchunks - array.nchunks_initialized for array in arrays)
+        except (NotImplementedError, OSError):
+            return
+        absent = absent_chunks({"chunks_filled": filled, "chunks_decoded": sum(a.nchunks for a in arrays) - filled})
+        if absent and strict:
+            raise MissingChunkError(f"{redact(self._dataset.url)}: {absent}; strict: false reads it")
+        if absent:
+            message = f"{redact(self._dataset.url)}: {absent}; strict: true in data.arguments makes that an error"
+            warnings.warn(message, KitWarning, stacklevel=3)
 
     def _refuse_incomplete(self, chosen: Sequence[ArrayInfo]) -> None:
         """A shard that is gone would be built as fill values; the manifest knows which there must be."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from kit.errors import ConfigError, Problem
 
@@ -54,14 +55,14 @@ class Batches:
     def make(self) -> tuple[Any, list[Tensor]]:
         """A new batch, and the new tensors in it."""
         tensors = [shape.make() for shape in self.tensors]
-        return _Reader(io.BytesIO(self.template), tensors).load(), tensors
+        return Reader(io.BytesIO(self.template), tensors).load(), tensors
 
     @property
     def nbytes(self) -> int:
         return sum(torch.Size(item.shape).numel() * item.dtype.itemsize for item in self.tensors)
 
 
-class _Writer(cloudpickle.Pickler):  # type: ignore[misc]
+class Writer(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
@@ -76,8 +77,8 @@ class _Writer(cloudpickle.Pickler):  # type: ignore[misc]
         return number
 
 
-class _Reader(pickle.Unpickler):
-    """Reads what `_Writer` wrote in this process, never a file."""
+class Reader(pickle.Unpickler):
+    """Reads what `Writer` wrote in this process, never a file."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)
@@ -92,13 +93,13 @@ def describe(batch: Any, batch_size: int | None = None) -> Batches:
 
     Args:
         batch: Anything a loader yields.
-        batch_size: Samples in it; by default the length of its first tensor.
+        batch_size: Samples in it; by default what `samples_in` finds.
 
     Raises:
         ConfigError: for a batch that cannot be pickled, as loaders with processes need it too.
     """
     file = io.BytesIO()
-    writer = _Writer(file)
+    writer = Writer(file)
     try:
         writer.dump(batch)
     except Exception as error:
@@ -106,8 +107,30 @@ def describe(batch: Any, batch_size: int | None = None) -> Batches:
         raise ConfigError([Problem("data", message)]) from error
     tensors = tuple(map(_shape, writer.tensors))
     if batch_size is None:
-        batch_size = next((item.shape[0] for item in tensors if item.shape), 1)
+        batch_size = samples_in(batch) or next((item.shape[0] for item in tensors if item.shape), 1)
     return Batches(file.getvalue(), tensors, batch_size)
+
+
+def samples_in(batch: Any) -> int | None:
+    """Samples in a batch: what it says of itself, else the length of the first tensor or array in it; None for none."""
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
+    if isinstance(batch, str | bytes | int | float | type(None)):
+        return None
+    if isinstance(shape := getattr(batch, "shape", None), Sequence):
+        return int(shape[0]) if len(shape) else None
+    if isinstance(batch, Mapping):
+        parts: Any = batch.values()
+    elif isinstance(batch, list | tuple):
+        parts = batch
+    else:
+        said = getattr(batch, "batch_size", None)  # a batch of graphs, a dict of tensors
+        if isinstance(said, int) and said > 0:
+            return said
+        if isinstance(said, Sequence) and said:
+            return int(said[0])
+        parts = getattr(batch, "__dict__", {}).values()
+    return next((size for size in map(samples_in, parts) if size is not None), None)
 
 
 def _shape(tensor: Tensor) -> TensorShape:

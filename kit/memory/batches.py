@@ -44,7 +44,7 @@ def look_at(loader: Any, batch_size: int | None = None) -> Batches:
         ConfigError: when there is no batch to look at, or it cannot be copied.
     """
     length = _length(loader)
-    size = batch_size or _own_batch_size(loader)
+    size = batch_size or own_batch_size(loader)
     if size is not None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         found = _from_samples(loader, size)
     else:
@@ -52,7 +52,7 @@ def look_at(loader: Any, batch_size: int | None = None) -> Batches:
     return replace(found, length=length)
 
 
-def _own_batch_size(loader: Any) -> int | None:
+def own_batch_size(loader: Any) -> int | None:
     """Of a loader whose batches all hold as many samples; None for any other."""
     sampler = getattr(loader, "batch_sampler", None)
     return sampler.batch_size if type(sampler) is BatchSampler else None

@@ -8,6 +8,9 @@ fake CPU tensors that follow its choices (`kit.memory.emulation`).
 What cannot be run dry, such as a custom kernel that does not say what shape it returns, is said in `facts["unknown"]`;
 the recording then holds parameters, gradients and optimizer state, which are exact, and no activations.
 
+What the module's hooks do beside the training (files they write, processes they start, servers they call) is kept from
+everybody by `kit.confinement`, and said in the notes.
+
 Everything replaced in torch and Lightning meanwhile is put back, so that several runs can follow each other in one
 process; not at the same time in two threads.
 """
@@ -27,18 +30,24 @@ from lightning.pytorch import LightningModule, Trainer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kit.config import Config
+from kit.confinement.confine import confined
+from kit.confinement.kept import Kept
 from kit.errors import KitError, KitWarning
 from kit.memory.eight_bit import eight_bit_on_fakes
 from kit.memory.fakes import Answers, fake_values
 from kit.memory.feed import Feed
 from kit.memory.finite import FINITE
+from kit.memory.hooks import Hooks, in_this_process
 from kit.memory.known_parts import known_parts, reason
 from kit.memory.marks import STEPS, Marks
 from kit.memory.recorder import Recorder
+from kit.memory.saving import saving_shapes
 from kit.memory.workspace import Workspaces
 from kit.plan.memory.recording import Recording
 from kit.train.trainer import make_trainer
 
+JOB = "the prediction"
+"""As notes call it."""
 _CAPABILITY = (8, 0)
 """Of a GPU that nobody named."""
 _ROUNDING_BYTES = {"cpu": 1, "cuda": 512}
@@ -76,10 +85,12 @@ def record(
         Exception: what `make_module` or `make_data` raises.
     """
     began = time.perf_counter()
-    data = make_data()
-    with _quiet() as warned, _stage(run) as stage:
-        recording = _recorded(stage, make_module, data, batch_size)
-    notes = [*_said(warned), *recording.facts["notes"], *stage.notes()]
+    hooks = Hooks()
+    with confined(JOB, lambda: True, lambda: hooks.run) as kept, in_this_process(), saving_shapes():
+        data = make_data()
+        with _quiet() as warned, _stage(run, hooks, kept) as stage:
+            recording = _recorded(stage, make_module, data, batch_size)
+    notes = [*_said(warned), *recording.facts["notes"], *stage.notes(), *hooks.notes, *kept.notes]
     recording.facts.update(notes=list(dict.fromkeys(notes)), seconds=time.perf_counter() - began)
     return recording
 
@@ -91,6 +102,8 @@ class _Stage:
     run: DryRun
     answers: Answers
     emulation: Any
+    hooks: Hooks
+    kept: Kept
 
     def notes(self) -> list[str]:
         """What was assumed, by whom it was asked."""
@@ -99,7 +112,7 @@ class _Stage:
 
 
 @contextlib.contextmanager
-def _stage(run: DryRun) -> Iterator[_Stage]:
+def _stage(run: DryRun, hooks: Hooks, kept: Kept) -> Iterator[_Stage]:
     with contextlib.ExitStack() as entered:
         entered.enter_context(_no_collection())
         entered.enter_context(eight_bit_on_fakes(run.config.levers.optimizer == "adamw-8bit"))
@@ -107,7 +120,7 @@ def _stage(run: DryRun) -> Iterator[_Stage]:
         emulation = entered.enter_context(_emulation(run))
         entered.enter_context(_ranks(run))
         entered.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield _Stage(run, answers, emulation)
+        yield _Stage(run, answers, emulation, hooks, kept)
 
 
 def _recorded(
@@ -121,7 +134,7 @@ def _recorded(
         _say_what_is_compiled(module, stage.answers)
         trainer = _trainer(run, module, Marks(recorder))
         feed = Feed(recorder, stage.answers, trainer, on_gpu=run.device_kind == "cuda")
-        unknown = _fit(run, feed, module, data, batch_size)
+        unknown = _fit(stage, feed, module, data, batch_size)
     size, rounding_bytes = (
         feed.batch_size or batch_size or run.config.loader.batch_size,
         _ROUNDING_BYTES[run.device_kind],
@@ -135,14 +148,21 @@ def _recorded(
     return recording
 
 
-def _fit(run: DryRun, feed: Feed, module: LightningModule, data: Mapping[str, Any], batch_size: int | None) -> str:
+def _fit(stage: _Stage, feed: Feed, module: LightningModule, data: Mapping[str, Any], batch_size: int | None) -> str:
     """Fit; empty, or the reason why that does not work dry."""
     try:
-        with feed.taken(data, batch_size) as arguments, _collectives(run, feed.recorder):
+        with (
+            feed.taken(data, batch_size) as arguments,
+            _collectives(stage.run, feed.recorder),
+            stage.hooks.running(stage.kept),
+        ):
             feed.trainer.fit(module, **arguments)
     except KitError:
         raise
     except Exception as error:
+        if feed.recorder.stopped:
+            stage.hooks.notes.append(f"the training ended with {reason(error, feed.recorder)}, after what was recorded")
+            return ""
         return reason(error, feed.recorder)
     return ""
 

@@ -206,6 +206,11 @@ class Recorder(TorchDispatchMode):
         self._ledger.stopped = True
         self._paused += 1
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the recording has ended."""
+        return self._ledger.stopped
+
     def mark_gradients(self) -> None:
         """Name the gradients of the tracked module's parameters."""
         for parameter, name in self._parameters:

@@ -18,11 +18,14 @@ from typing import Any, Literal, Self
 
 from kit.config import Config, project_folder, read_yaml, resolve_path
 from kit.errors import ConfigError, Problem
+from kit.json_text import read_json
 from kit.report.commit_evidence import evidence_record
 from kit.report.commit_job import make_job
+from kit.report.commit_parts import write_drafts
 from kit.report.committed_run import CommittedRun
 from kit.report.committed_yaml import Job, committed_yaml
 from kit.report.launch_lines import Launch
+from kit.report.trial_memory import read_whole
 from kit.run.trial import Trial
 from kit.tables import FRAME, html_list
 
@@ -50,6 +53,7 @@ def commit(
         TargetError: for a class that no other machine could import.
     """
     found = Trial.open(trial) if isinstance(trial, str | Path) else trial
+    write_drafts(module, data)
     job, notes = make_job(config, found, module, data)
     folder = resolve_folder(config)
     file = folder / f"{job.stem}.yaml"
@@ -65,7 +69,7 @@ def commit(
 
 
 def preview(config: Config, module: Any = None, data: Any = None, trial: Trial | None = None) -> tuple[str, Launch]:
-    """The text of the file as it would be, and how it would be started; nothing is written but drafts of modules.
+    """The text of the file as it would be, and how it would be started; nothing is written.
 
     Raises:
         KitError: as `commit` does.
@@ -110,7 +114,7 @@ class Committed:
     def evidence(self) -> dict[str, Any]:
         """What it was chosen on; empty when the file beside it is not there."""
         path = self.file.with_suffix(".evidence.json")
-        return dict(json.loads(path.read_bytes())) if path.is_file() else {}
+        return read_whole(path, lambda file: dict(read_json(file.read_bytes()))) if path.is_file() else {}
 
     @cached_property
     def launch(self) -> Launch:

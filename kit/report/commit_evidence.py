@@ -8,13 +8,13 @@ null: nothing is filled in.
 from __future__ import annotations
 
 import datetime
-import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kit.config import project_folder
+from kit.json_text import read_json
 from kit.machine import hardware
 from kit.report.committed_yaml import Job
 from kit.report.row import PREDICTED, Row
@@ -57,7 +57,7 @@ def _of(row: Row | None, part: str) -> dict[str, Any] | None:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return read_json(path.read_bytes())
     except (OSError, ValueError):
         return None
 

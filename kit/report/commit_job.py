@@ -14,7 +14,9 @@ from kit.errors import ConfigError, HardwareError, KitError, Problem
 from kit.machine import hardware, resolve_devices
 from kit.report.commit_parts import data_entry, is_manual, module_entry, module_target, shards_itself, takes_config
 from kit.report.committed_yaml import Job
+from kit.run.batch_rule import batch_rule
 from kit.run.calibration.result import Calibration, saved_path
+from kit.run.payload import Part
 from kit.run.trial import Trial
 
 if TYPE_CHECKING:
@@ -40,8 +42,15 @@ def make_job(config: Config, trial: Trial | None = None, module: Any = None, dat
     job = Job(
         config=config, accelerator=accelerator, devices=devices, precision=precision, model=model, data=source,
         shards_itself=shards_itself(target), manual=is_manual(target), resolved=resolved, reasons=reasons,
+        batch_size=_batch_size(config, trial, data),
     )  # fmt: skip
     return job, [*_differences(config, trial), *notes]
+
+
+def _batch_size(config: Config, trial: Trial | None, data: Any) -> int | None:
+    """What a trial was given, else what is known of the data; None where only its loader knows."""
+    rule = batch_rule(Part.of(data), config)
+    return rule.size if rule.by_config or trial is None else trial.config.loader.batch_size
 
 
 def _check_given(trial: Trial | None, module: Any, data: Any) -> None:
@@ -180,6 +189,6 @@ def _differences(config: Config, trial: Trial | None) -> list[str]:
     changed = [
         f"{path} was {before!r} in the trial and is {now!r} here"
         for path, (before, now) in trial.config.diff(config).items()
-        if not path.startswith(_OF_NO_RUN)
+        if not path.startswith(_OF_NO_RUN) and now != trial.asked.get(path)  # asked again, it comes out the same again
     ]
     return [*ended, *changed]

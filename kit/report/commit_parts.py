@@ -1,8 +1,8 @@
 """What a committed file calls the module and the data: import paths that hold on another machine, or a refusal.
 
 A file can name a class by its module and say what it is made with; it cannot hold an object, nor a class that only a
-notebook knows. Those are refused with the way to a name: for a notebook's class a draft of its module is written first.
-Source is read, never run.
+notebook knows. Those are refused with the way to a name: for a notebook's class a draft of its module, which
+`write_drafts` writes and nothing else does. Source is read, never run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from kit.config import Config, project_folder
 from kit.errors import ConfigError, Problem, TargetError
-from kit.report.draft import draft_name, is_importable, write_draft
+from kit.report.draft import draft_name, draft_place, is_importable, write_draft
 from kit.run.payload import Part, check_parts, is_patch_data, own_arguments
 from kit.signatures import class_bodies
 from kit.targets import find_target
@@ -75,20 +75,36 @@ def _target(part: Part, name: str, field: str, default: str) -> str:
     raise ConfigError([Problem(name, message)])
 
 
+def write_drafts(*given: Any) -> None:
+    """Write a draft of the module of each class that only a notebook knows, into the project folder."""
+    for part in map(Part.of, given):
+        if part.kind == "class" and _known_path(part.value) is None:
+            write_draft(part.value, project_folder())
+
+
 def _path_of(kind: type, name: str, field: str) -> str:
+    path = _known_path(kind)
+    if path is None:
+        raise ConfigError([Problem(name, _no_module(kind, name, field))])
+    return path
+
+
+def _known_path(kind: type) -> str | None:
+    """The import path of a class; None for one that only a notebook knows."""
     module = sys.modules.get(kind.__module__)
     if kind.__module__.startswith(_FILE_MODULE) and module is not None:
         return f"{module.__file__}:{kind.__qualname__}"
-    if is_importable(kind):
-        return f"{kind.__module__}:{kind.__qualname__}"
-    raise ConfigError([Problem(name, _no_module(kind, name, field))])
+    return f"{kind.__module__}:{kind.__qualname__}" if is_importable(kind) else None
 
 
 def _no_module(kind: type, name: str, field: str) -> str:
-    draft = write_draft(kind, project_folder())
-    path = f"{draft_name(kind)}:{kind.__name__}" if draft is None else f"{draft.stem}:{kind.__name__}"
+    draft, _ = draft_place(kind, project_folder()) or (None, "")
+    path = f"{draft_name(kind) if draft is None else draft.stem}:{kind.__name__}"
     use = f'config.replace({{"{field}": "{path}"}})' if field else f'kit.commit(config, {name}="{path}")'
-    where = "a module" if draft is None else f"{draft}, a draft of such a module: read it through"
+    where = "a module"
+    if draft is not None:
+        there = f"{draft}, a draft of such a module: read it through"
+        where = there if draft.exists() else f"a module, of which kit.commit writes a draft as {draft}"
     return f"class {kind.__name__} is known to this notebook only, and no other machine can import it; put it into " + (
         f"{where}, then use {use}"
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import html
 import itertools
-import json
 import os
 import re
 import signal
@@ -28,6 +27,7 @@ from kit.claims import hand_over, release
 from kit.config import Config, project_folder
 from kit.errors import ConfigError, HardwareError, Problem, TrialError, TrialStopped
 from kit.events import Event, EventReader, number
+from kit.json_text import read_json
 from kit.processes import identify
 from kit.report.launch_lines import Launch
 from kit.run.devices import take_devices
@@ -167,7 +167,7 @@ class CommittedRun:
         if self._process.stdin is not None:
             self._process.stdin.close()
         _running.discard(self)
-        ended: dict[str, Any] = json.loads(self._end_file.read_bytes()) if self._end_file.exists() else {}
+        ended: dict[str, Any] = read_json(self._end_file.read_bytes()) if self._end_file.exists() else {}
         self._seconds = float(ended.get("seconds", self.seconds))
         self.state = "STOPPED" if self._stopping else "COMPLETE" if ended.get("code") == 0 else "FAILED"
         self.message = self._why(ended.get("code")) if self.state == "FAILED" else ""

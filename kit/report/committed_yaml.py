@@ -29,6 +29,8 @@ class Job:
     devices: int
     """On each node."""
     precision: str
+    batch_size: int | None
+    """Samples per batch on each device; None where only the loader of the caller's own knows."""
     model: Entry
     data: Entry
     shards_itself: bool = False
@@ -49,8 +51,10 @@ class Job:
         return self.devices * self.nodes
 
     @property
-    def global_batch_size(self) -> int:
-        return self.config.loader.batch_size * self.world_size * self.config.levers.accumulate_grad_batches
+    def global_batch_size(self) -> int | None:
+        if self.batch_size is None:
+            return None
+        return self.batch_size * self.world_size * self.config.levers.accumulate_grad_batches
 
     @property
     def stem(self) -> str:
@@ -101,9 +105,10 @@ def _noted(job: Job, path: str, value: Any) -> Any:
 
 
 def _batches(job: Job) -> str:
-    config = job.config
+    if job.batch_size is None:
+        return f"batches of its own data × {job.world_size} ranks"
     return _UNITS.format(
-        batch=config.loader.batch_size, ranks=job.world_size, micro=config.levers.accumulate_grad_batches,
+        batch=job.batch_size, ranks=job.world_size, micro=job.config.levers.accumulate_grad_batches,
         samples=job.global_batch_size,
     )  # fmt: skip
 

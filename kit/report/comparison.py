@@ -33,7 +33,8 @@ _FEW = 4
 NO_DIFFERENCE = (
     "name", "trial.folder", "trial.predict_memory", "trial.measure_memory", "trial.start", "trial.codecarbon",
 )  # fmt: skip
-DEVICES = ("hardware.devices", "hardware.strategy", "hardware.threads_per_rank")
+DEVICES = ("hardware.devices", "hardware.strategy", "hardware.threads_per_rank", "loader.shuffle")
+"""Lightning shuffles the loader of several ranks, also one that did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +203,12 @@ class Comparison:
         return f'<div style="overflow-x: auto">{table}</div>{html_list(self.sentences)}'
 
 
-def compare(*runs: Trial | Tried | Results | Row | str | Path, names: Sequence[str] = ()) -> Comparison:
+def compare(*runs: Trial | Tried | Results | Row | str | Path | Iterable[Any], names: Sequence[str] = ()) -> Comparison:
     """Put runs beside each other.
 
     Args:
-        runs: Trials, run directories, folders of runs, rows of `kit.results`, or what `kit.try_change` gave.
+        runs: Trials, run directories, folders of runs, rows of `kit.results`, what `kit.try_change` gave, or lists of
+            these.
         names: What the groups are called, in the order in which they first come; by default the name of their config.
 
     Raises:
@@ -236,6 +238,11 @@ def _labelled(item: Any) -> Iterable[tuple[str, Row]]:
         return [("", row) for row in item]
     if isinstance(item, Mapping):
         return [("", dict(item))]
+    if isinstance(item, Iterable) and not isinstance(item, str | Path):
+        return [pair for inner in item for pair in _labelled(inner)]
+    if not isinstance(item, str | Path):
+        message = f"{type(item).__name__} is no run; give trials, run directories or a folder of runs"
+        raise ConfigError([Problem("runs", message)])
     folder = runs_folder(item)
     if not (folder / RunPaths(folder).marker.name).exists() and folder.is_dir():
         return [("", row_of(paths)) for paths in find_runs(folder)]
@@ -249,26 +256,27 @@ def _of_side(side: Side) -> list[Row]:
 def _grouped(pairs: Sequence[tuple[str, Row]]) -> dict[tuple[str, ...], list[Row]]:
     """By label, config, module and data, in the order in which they first come.
 
-    A run that failed before it had a module is one of those that were given the same; without any it stands alone.
+    A run that failed before it had a module, and so before its loader stood, is one of those that were asked for with
+    the same config and parts; without any it stands alone.
     """
-    asked = [(label, _key(row)) for label, row in pairs]
+    asked = [(label, str(row["fingerprint"])) for label, row in pairs]
     doubtful = {key for key, (_, row) in zip(asked, pairs, strict=True) if row["module"] is None}
     given = [(*key, _given(row)) if key in doubtful else key for key, (_, row) in zip(asked, pairs, strict=True)]
-    places = [(*key, str(row["module"]), str(row["data"])) for key, (_, row) in zip(asked, pairs, strict=True)]
+    places = [(label, _key(row), str(row["module"]), str(row["data"])) for label, row in pairs]
     known = [(one, place) for one, place, (_, row) in zip(given, places, pairs, strict=True) if row["module"]]
     alike = dict(reversed(known))
     groups: dict[tuple[str, ...], list[Row]] = {}
     for one, place, (_, row) in zip(given, places, pairs, strict=True):
-        groups.setdefault(place if row["module"] else alike.get(one, one), []).append(row)
+        groups.setdefault(place if row["module"] else alike.get(one, (*one, place[1])), []).append(row)
     return groups
 
 
 def _given(row: Row) -> str:
     """Module and data as the caller gave them; empty where that is not known."""
     try:
-        environment = json.loads(RunPaths(Path(str(row["run_directory"]))).environment.read_bytes())
+        environment = RunPaths(Path(str(row["run_directory"]))).read_environment()
         return json.dumps(environment.get("given"), sort_keys=True)
-    except (OSError, ValueError, AttributeError):
+    except TrialError:
         return ""
 
 

@@ -33,7 +33,8 @@ _LEAST_FRAGMENTS_BYTES = 1 << 30
 
 
 def _device_setting(found: Evidence) -> str:
-    smaller = "a smaller loader.batch_size with levers.accumulate_grad_batches"
+    batch = "batch of your own loader" if found.given_loader else "loader.batch_size"
+    smaller = f"a smaller {batch} with levers.accumulate_grad_batches"
     if found.config.levers.gradient_checkpointing:
         return f"{smaller}, or hardware.strategy fsdp"
     return f"levers.gradient_checkpointing, or {smaller}; kit.find_batch_size finds the largest that fits"
@@ -43,7 +44,7 @@ def _device_change(found: Evidence) -> Change:
     config = found.config
     if not config.levers.gradient_checkpointing:
         return {"levers.gradient_checkpointing": True}
-    half = config.loader.batch_size // 2
+    half = 0 if found.given_loader else config.loader.batch_size // 2  # a loader of one's own keeps its size
     accumulate = 2 * config.levers.accumulate_grad_batches
     return {"loader.batch_size": half, "levers.accumulate_grad_batches": accumulate} if half else {}
 

@@ -86,10 +86,11 @@ class Finding:
         changed = self.source.config.replace(self.change) if self.change else None
         return changed.as_code(self.source.config) if changed is not None else ""
 
-    def try_it(self, repeats: int = 3, on_run: Callable[[Trial], object] | None = None) -> Tried:
-        """Run before and after, `repeats` times each, and wait.
+    def try_it(self, repeats: int = 3, on_run: Callable[[Trial], object] | None = None, trust: bool = False) -> Tried:
+        """Run before and after, `repeats` times each, and wait; `trust` as `kit.try_change` takes it.
 
         Raises:
+            ForeignRunError: for a trial that this user did not write here.
             ConfigError: where no field of the config makes the change; `kit.try_change` takes a new module or new data.
         """
         given = (self.source.earlier,) if self.source.earlier else (
@@ -98,7 +99,7 @@ class Finding:
             message = f"no setting does it ({self.setting}); try kit.try_change(..., new_module=...) or new_data"
             raise ConfigError([Problem(self.name, message)])
         return try_change(
-            *given, change=self.change, repeats=repeats, predicted_gain=self.predicted_gain, on_run=on_run
+            *given, change=self.change, repeats=repeats, predicted_gain=self.predicted_gain, on_run=on_run, trust=trust
         )
 
 
@@ -296,9 +297,9 @@ def _trial(given: Sequence[Any]) -> tuple[Trial, Source]:
     source = Source.of(given)
     trial = source.earlier
     if trial is None:
-        from kit.run.trial import fit
+        from kit.run.trial import try_out
 
-        trial = fit(source.module, source.data, source.config).wait()
+        trial = try_out(source.module, source.data, source.config).wait()
     elif trial.poll() in ("FAILED", "LOST"):
         raise trial.failure()
     return trial, source

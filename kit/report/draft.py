@@ -38,20 +38,24 @@ def draft_name(value: Any) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", value.__name__).lower()
 
 
-def write_draft(value: Any, folder: Path) -> Path | None:
-    """Write the draft of `value` into a new file in `folder`, or find it there; None when its source is not known."""
+def draft_place(value: Any, folder: Path) -> tuple[Path, str] | None:
+    """A new file in `folder`, or the one that holds the draft of `value`, and its text; None when it has no source."""
     text = draft_text(value)
     if text is None:
         return None
     stem = draft_name(value)
     for number in range(1, 1000):
         path = folder / f"{stem}{'' if number == 1 else f'_{number}'}.py"
-        if not path.exists():
-            path.write_text(text, encoding="utf-8")
-            return path
-        if path.read_text(encoding="utf-8", errors="replace") == text:
-            return path
+        if not path.exists() or path.read_text(encoding="utf-8", errors="replace") == text:
+            return path, text
     return None
+
+
+def write_draft(value: Any, folder: Path) -> None:
+    """Write the draft of `value` into a new file in `folder`, unless it is there, or its source is not known."""
+    place = draft_place(value, folder)
+    if place is not None and not place[0].exists():
+        place[0].write_text(place[1], encoding="utf-8")
 
 
 def draft_text(value: Any) -> str | None:

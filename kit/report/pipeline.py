@@ -24,6 +24,7 @@ from typing import Any
 from kit.config import Config
 from kit.events import Event, number
 from kit.report.trace import trace_of
+from kit.run.what_ran import used_event, with_values
 from kit.units import format_bytes, format_seconds
 
 Spans = tuple[tuple[float, float], ...]
@@ -71,7 +72,7 @@ class PipelineInfo:
     """What the config says the network carries; None where the store is on this machine."""
     limit_requests_per_second: float | None
     settings: tuple[tuple[str, str], ...]
-    """How batches were read; empty where the loader is not kit's."""
+    """How batches were read, as far as the loader tells."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -167,7 +168,7 @@ def pipeline_info(events: Iterable[Event], config: Config, seconds: tuple[float,
         data_wait_fraction=throughput.data_wait_fraction,
         samples_per_second=throughput.mean_samples_per_second,
         rates=rates,
-        settings=() if rates is None else _settings(config, len(steps)),
+        settings=_settings(config, events, len(steps), own=rates is not None),
         **_limits(config),
     )
 
@@ -260,17 +261,18 @@ def _limits(config: Config) -> dict[str, float | None]:
     }
 
 
-def _settings(config: Config, ranks: int) -> tuple[tuple[str, str], ...]:
-    loader = config.loader
-    reading = (
-        [("loader processes", f"{loader.num_workers} × {loader.prefetch_factor} ahead")]
-        if loader.num_workers
-        else [("batches ahead", str(loader.batches_ahead))]
-    )
+def _settings(config: Config, events: Sequence[Event], ranks: int, own: bool) -> tuple[tuple[str, str], ...]:
+    """Of kit's own engine all, of another loader what it was seen to stand at."""
+    used = used_event(events)
+    loader = config.loader if used is None else with_values(config, used["used"]).loader
+    size = ("batch size", f"{loader.batch_size}" + (f" × {ranks} ranks" if ranks > 1 else ""))
+    processes = ("loader processes", f"{loader.num_workers} × {loader.prefetch_factor} ahead")
+    if not own:
+        return () if used is None else (size, processes if loader.num_workers else ("loader processes", "none"))
     return (
         ("order", config.data.order),
-        ("batch size", f"{loader.batch_size}" + (f" × {ranks} ranks" if ranks > 1 else "")),
-        *reading,
+        size,
+        processes if loader.num_workers else ("batches ahead", str(loader.batches_ahead)),
         ("in flight", f"{loader.requests_in_flight} requests"),
         ("decode threads", str(loader.decode_threads)),
     )

@@ -255,7 +255,9 @@ def _draw_facts(chart: Figure, info: PipelineInfo, top: float) -> None:
         *info.settings,
     ]
     if not info.rates:
-        chart.text(_LEFT, top, " · ".join(f"{name} {value}" for name, value in facts), fontsize=8.5, va="top")
+        lines = (facts[: -len(info.settings)], info.settings) if info.settings else (facts,)
+        text = "\n".join(" · ".join(f"{name} {value}" for name, value in line) for line in lines)
+        chart.text(_LEFT, top, text, fontsize=8.5, va="top")
         return
     step = 0.165 / chart.get_size_inches()[1]
     for place, (name, value) in enumerate(facts):

@@ -27,6 +27,7 @@ from kit.report.big_run import BigRun, BigRunRow, Checked
 from kit.report.carbon import carbon_reasons
 from kit.report.measured_steps import Measured, measure
 from kit.run.memory.prediction import predict_memory
+from kit.run.signing import contents_to_run
 from kit.units import format_bytes, format_seconds
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
@@ -233,6 +234,11 @@ def _memories(
     if unknown:
         parts = " and ".join(f"{name}=" for name in unknown)
         return {}, [f"memory was not predicted: the trial was given its own {' and '.join(unknown)}; pass {parts}"]
+    if module is None or data is None:  # import paths of the trial's config would be run
+        try:
+            contents_to_run(found.trials[0].paths)
+        except KitError as error:
+            return {}, [f"memory was not predicted: {error}"]
     answers: dict[int, MemoryEstimate] = {}
     for count in counts:
         config = config_for(found.config, found.traffic.strategy, count)

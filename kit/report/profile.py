@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,8 +22,10 @@ from typing_extensions import override
 
 from kit.config import Config, project_folder
 from kit.errors import ConfigError, Problem, TrialError
+from kit.json_text import read_json
 from kit.report.torch_trace import TraceInfo, read_trace
 from kit.report.trace_viewer import TraceViewer
+from kit.report.trial_memory import read_whole
 from kit.run.series import Series
 from kit.run.submission import prepare
 from kit.run.trial import Trial
@@ -97,7 +98,8 @@ class Profile(Series):
     def _prepare(self, which: str) -> Trial:
         assert self._task is not None
         module, data, config = self._task
-        trial = Trial(prepare(module, data, config, profile={"pass": which, "folder": str(self.folder)}), config)
+        looking = {"pass": which, "folder": str(self.folder)}
+        trial = Trial(prepare(module, data, config, profile=looking, confined=True), config)
         self.trials[which] = trial
         return trial
 
@@ -192,7 +194,8 @@ class Profile(Series):
 
     def _read(self, which: str) -> list[Mapping[str, Any]]:
         files = sorted(self.folder.glob(f"{_PREFIX}{which}_profiler_output*.json"))
-        return [json.loads(path.read_bytes()) for path in files if not path.name.endswith(".pt.trace.json")]
+        kept = (path for path in files if not path.name.endswith(".pt.trace.json"))
+        return [read_whole(path, lambda file: dict(read_json(file.read_bytes()))) for path in kept]
 
     # -- displays
 

@@ -52,8 +52,8 @@ def _try(draw: Callable[[Trial], str], trial: Trial) -> tuple[str, str]:
     """What it draws and nothing, or nothing and why it cannot."""
     try:
         return draw(trial), ""
-    except (KitError, OSError, ValueError, KeyError) as error:
-        return "", _safe(str(error)).splitlines()[0]
+    except Exception as error:  # a part that cannot be drawn hides no other
+        return "", _safe(f"{type(error).__name__}: {error}".removeprefix("TrialError: ")).splitlines()[0]
 
 
 def _course(trial: Trial) -> str:

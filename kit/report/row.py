@@ -2,8 +2,9 @@
 
 Text, numbers and None; bytes, seconds and fractions in base units. `config` (dotted path -> value) and `versions`
 (package -> version) are the two mappings. Averages leave the warm-up steps out. A ratio is measured / predicted: 1 is
-a perfect prediction, 2 is twice as much as foreseen. No secret enters a row: URLs lose user, password and query, and
-arguments that are named like one lose their value.
+a perfect prediction, 2 is twice as much as foreseen. `config` is what ran: its loader settings, the batch among them,
+are those that the loader stood at, while `fingerprint` is of what was submitted. No secret enters a row: URLs lose
+user, password and query, and arguments that are named like one lose their value.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ Row = dict[str, Any]
 PREDICTED = ("device_allocated_bytes", "device_reserved_bytes", "requests_per_sample", "bytes_per_sample")
 """What stands as `_predicted`, `_measured` and `_ratio`. Device bytes are the peak of the rank that needed most; on the
 CPU, of its first two optimizer steps."""
-READ = ("requests", "retries", "bytes_read", "cache_hits", "cache_misses", "read_cache_hits", "read_cache_misses")
-"""What the loaders of all ranks read, by the names of `kit.data.counters`."""
+READ = (
+    "requests", "retries", "bytes_read", "cache_hits", "cache_misses", "read_cache_hits", "read_cache_misses",
+    "chunks_decoded", "chunks_filled",
+)  # fmt: skip
+"""What the loaders of all ranks read, by the names of `kit.data.counters`; `chunks_filled` were not in the store."""
 HARDWARE = ("device", "device_memory_bytes", "cpu", "cores", "host_memory_bytes", "host", "platform")
 """What it ran on; None in runs of a kit that did not write it down."""
 MAPPINGS = ("versions", "config")
@@ -45,6 +49,25 @@ _HIDDEN = "(hidden)"
 def empty_row(paths: RunPaths) -> Row:
     """The row of a run of which nothing is known but where it is."""
     return {**dict.fromkeys(COLUMNS), "run": paths.directory.name, "run_directory": str(paths.directory)}
+
+
+_TEXT = {
+    "run", "name", "started", "state", "cause", "message", "module", "data", "strategy", "accelerator", "precision",
+    "device", "cpu", "host", "platform", "fingerprint", "run_directory",
+}  # fmt: skip
+
+
+def is_row(row: Any) -> bool:
+    """Whether every column is of the type that it is shown and computed with as."""
+    return isinstance(row, dict) and all(_fits(name, row.get(name)) for name in COLUMNS)
+
+
+def _fits(name: str, value: Any) -> bool:
+    if value is None or isinstance(value, str):
+        return value is None or name in _TEXT
+    if name in MAPPINGS:
+        return isinstance(value, dict)
+    return name not in _TEXT and type(value) in (int, float) and math.isfinite(value)
 
 
 def row_of_trial(trial: Trial) -> Row:
@@ -74,7 +97,7 @@ def _facts(trial: Trial) -> Row:
         "precision": started.get("precision") or resolved.get("precision") or config.hardware.precision,
         "batch_size": config.loader.batch_size,
         "global_batch_size": config.loader.batch_size * world_size * config.levers.accumulate_grad_batches,
-        "fingerprint": config.fingerprint,
+        "fingerprint": trial.asked.fingerprint,
         "versions": dict(resolved.get("versions") or {}),
         "config": flat(config.values()),
     }

@@ -4,20 +4,22 @@ The file names what it was computed from, each file by its size and time: the ro
 as they were. So a prediction that arrives after the end, or a file that was changed, is never hidden by an old row, and
 a running trial has none. A trial whose kernel was killed has no such file; its row is computed from its events, and
 kept then. Where events were deleted to save room, or files can no longer be read, the kept row is all there is, and is
-shown. A row file that is damaged counts as none. Rows of another version of kit are read as far as names agree.
+shown. A row file that is damaged counts as none. A run that cannot be read has its row kept too, until one of its
+files changes. Rows of another version of kit are read as far as names agree.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import threading
 from dataclasses import dataclass
 from typing import Any
 
-from kit.errors import KitError
-from kit.report.row import COLUMNS, MAPPINGS, Row, empty_row, row_of_trial
+from kit.json_text import read_json
+from kit.report.row import COLUMNS, MAPPINGS, Row, empty_row, is_row, row_of_trial
 from kit.run.paths import RunPaths
 from kit.run.submission import versions
 from kit.run.trial import ENDED, Trial
@@ -46,13 +48,15 @@ def row_of(paths: RunPaths) -> Row:
     """The row of one run; a run that cannot be read is a row that says so."""
     kept = read_row(paths)
     sources = _sources(paths)
+    if kept is not None and kept.row["state"] == UNREADABLE and sources != kept.sources:
+        kept = None  # something came, or was mended
     if kept is not None and kept.current and kept.holds(sources):
         return kept.row
     try:
         trial = Trial.open(paths.directory)
         row = row_of_trial(trial)
-    except (KitError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return _unreadable(paths, error) if kept is None else kept.row
+    except Exception as error:  # whatever the files of a run may say
+        return _keep_unreadable(paths, sources, error) if kept is None else kept.row
     if kept is not None and kept.holds(sources) and not _any_events(sources):
         return kept.row
     if trial.ended:
@@ -63,20 +67,20 @@ def row_of(paths: RunPaths) -> Row:
 def keep_row(trial: Trial) -> None:
     """Write the row of a trial that has ended; where that cannot be done, whoever asks for it computes it."""
     sources = _sources(trial.paths)
-    with contextlib.suppress(KitError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(Exception):
         _write(trial.paths, sources, row_of_trial(trial))
 
 
 def read_row(paths: RunPaths) -> Kept | None:
     """The row kept in a run directory; None when there is none that can be read."""
     try:
-        found = json.loads(paths.row.read_bytes())
+        found = read_json(paths.row.read_bytes())
         row, sources = found["row"], found["sources"]
-        if not isinstance(row, dict) or not isinstance(sources, dict) or row["state"] not in ENDED:
+        if not is_row(row) or not isinstance(sources, dict) or row["state"] not in (*ENDED, UNREADABLE):
             return None
-    except (OSError, ValueError, KeyError, TypeError):
+        current = found.get("format") == _FORMAT and (*row,) == COLUMNS
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    current = found.get("format") == _FORMAT and (*row,) == COLUMNS
     return Kept(sources, _tolerant(row, paths), current)
 
 
@@ -121,6 +125,11 @@ def _write(paths: RunPaths, sources: Sources, row: Row) -> None:
             raise
 
 
-def _unreadable(paths: RunPaths, error: Exception) -> Row:
+def _keep_unreadable(paths: RunPaths, sources: Sources, error: BaseException) -> Row:
+    """The row of a run that cannot be read, kept until a file changes; where rights or the disk refuse, not kept."""
     message = f"{type(error).__name__}: {error}".splitlines()[0]
-    return {**empty_row(paths), "state": UNREADABLE, "message": message, **{name: {} for name in MAPPINGS}}
+    row: Row = {**empty_row(paths), "state": UNREADABLE, "message": message, **{name: {} for name in MAPPINGS}}
+    causes = (error, error.__cause__, getattr(error.__cause__, "__cause__", None))
+    if all(getattr(cause, "errno", None) in (None, errno.ENOENT, errno.EISDIR) for cause in causes):
+        _write(paths, sources, row)
+    return row

@@ -13,7 +13,6 @@ The time of an operation is its own: what others do inside of it is theirs.
 from __future__ import annotations
 
 import gzip
-import json
 import math
 import re
 from collections import defaultdict
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import TrialError
+from kit.json_text import read_json
 from kit.report.trace import Series
 from kit.units import format_bytes, format_seconds
 
@@ -187,7 +187,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
         if size > _LARGEST_BYTES:
             raise TrialError(f"{file} has {format_bytes(size)}; profile fewer steps (profiler.active_steps)")
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        events = [event for event in json.loads(data)["traceEvents"] if isinstance(event, dict)]
+        events = [event for event in read_json(data)["traceEvents"] if isinstance(event, dict)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrialError(f"{file} is no trace of torch's profiler: {type(error).__name__}: {error}") from None
     return [event for event in events if "name" in event and "ts" in event]

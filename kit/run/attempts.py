@@ -88,6 +88,9 @@ class Attempts(Series):
 
     # -- to be said by those who inherit
 
+    confined = False
+    """Whether its trials only try sizes out, and what they write is kept from everybody."""
+
     def looks(self) -> Looks:
         raise NotImplementedError
 
@@ -154,7 +157,7 @@ class Attempts(Series):
     def _submit(self, config: Config, batch_size: int) -> Trial:
         task = self.task
         asked = None if task.own_data else batch_size
-        trial = Trial(prepare(task.module, task.data, config, asked), config)
+        trial = Trial(prepare(task.module, task.data, config, asked, confined=self.confined), config)
         trial.submit()
         return trial
 

@@ -32,6 +32,8 @@ MOST_SAMPLES = 1 << 16
 class BatchSearch(Attempts):
     """A running or finished search; print it, or read `batch_size`, `config` and `attempts`."""
 
+    confined = True
+
     def __init__(self, task: Task, asked: Config, start: int, most: int, resolution: float) -> None:
         super().__init__("largest batch", task)
         self._asked = asked

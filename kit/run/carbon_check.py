@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 from kit.config import Config
 from kit.errors import ConfigError, Problem
+from kit.json_text import read_json
 
 _FIELD = "trial.codecarbon"
 _MIX = Path("data", "private_infra", "global_energy_mix.json")
@@ -31,7 +31,7 @@ def check_codecarbon(config: Config) -> None:
             "or rated watts, and CO2 that of kit's table of grids"
         )
         raise ConfigError([Problem(_FIELD, message)])
-    known: dict[str, Any] = json.loads((Path(found.origin).parent / _MIX).read_bytes())
+    known: dict[str, Any] = read_json((Path(found.origin).parent / _MIX).read_bytes())
     if country not in known:
         names = {str(grid.get("country_name")).lower(): code for code, grid in known.items()}
         close = difflib.get_close_matches(country.lower(), [*names, *map(str.lower, known)], n=1)

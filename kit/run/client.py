@@ -22,6 +22,7 @@ from typing import IO, Any, Literal
 import kit
 from kit import processes
 from kit.errors import TrialError
+from kit.run import scratch
 from kit.run.launch import LOAD_DEFAULTS
 
 Start = Literal["warm", "cold"]
@@ -111,6 +112,7 @@ def supervisor(start: Start) -> Supervisor:
             current.close()
             current = None
         if current is None:
+            scratch.sweep()
             current = _supervisors[key] = Supervisor(start)
     return current
 
@@ -118,8 +120,11 @@ def supervisor(start: Start) -> Supervisor:
 def close_supervisors() -> None:
     """End this process's supervisors, and with them every trial that still runs."""
     with _starting:
-        for key in [key for key in _supervisors if key[0] == os.getpid()]:
+        mine = [key for key in _supervisors if key[0] == os.getpid()]
+        for key in mine:
             _supervisors.pop(key).close()
+    if mine:
+        scratch.sweep()
 
 
 atexit.register(close_supervisors)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, TrialError
-from kit.run.trial import fit
+from kit.run.trial import try_out
 
 Outcome = Literal["works", "works with a note", "refused"]
 LEVERS: dict[str, dict[str, Any]] = {
@@ -88,7 +88,7 @@ def run(cell: Cell, folder: Path) -> Result:
         TrialError: when it fails for a reason that is no refusal of kit's.
     """
     try:
-        trial = fit(None, _data(cell), cell.config(folder)).wait()
+        trial = try_out(None, _data(cell), cell.config(folder)).wait()
     except (ConfigError, HardwareError) as error:
         return Result(cell, "refused", _plain(str(error)))
     except TrialError as error:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import KitError, StoreError
+from kit.run.batch_rule import BatchRule
 from kit.run.out_of_memory import advice
 from kit.run.places import Frame, describe, frames_in, is_library, own_frame
 
@@ -27,6 +28,7 @@ _DEVICE = re.compile(r"CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STAT
 _HOST = re.compile(r"can't allocate memory|Cannot allocate memory|not enough memory")
 _LOST_PEER = re.compile(r"gloo|Connection (closed|reset) by (remote )?peer|Broken pipe|NCCL|TCPStore|rank \d+ .*exited")
 _LOADER_WORKER = re.compile(r"DataLoader worker")
+_LOADER_KILLED = re.compile(r"DataLoader worker \(pid[^)]*\)?[^)]*\) (is killed by signal|exited unexpectedly)")
 _MESSAGE_LENGTH = 2_000
 _TRACEBACK_LENGTH = 20_000
 _LIBRARY_FRAMES = 4
@@ -48,8 +50,17 @@ def describe_failure(error: BaseException, context: Context | None) -> dict[str,
         "message": _message(root, error, cells, action),
         "traceback": _own_traceback(root),
         "lost_peer": _is_lost_peer(root),
-        "advice": list(advice(context.config)) if context is not None and cause == "device_oom" else [],
+        "advice": _advice(context) if context is not None and cause == "device_oom" else [],
     }
+
+
+def _advice(context: Context) -> list[str]:
+    """For the batch that ran, which a loader of the caller's own may have made."""
+    rule, size = BatchRule.of_environment(context.environment), context.config.loader.batch_size
+    if rule is None:
+        return list(advice(context.config))
+    before_the_first_batch = size == rule.asked
+    return list(advice(context.config, (rule.size if before_the_first_batch else size) or size, rule.whose))
 
 
 def chain(error: BaseException) -> list[BaseException]:
@@ -71,9 +82,24 @@ def _led_to(error: BaseException) -> BaseException | None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error to report: the innermost, but one of kit's own before what it was raised from."""
+    """The error to report: the innermost, but one of kit's own before what it was raised from.
+
+    That a loader process was killed is told by a signal, which may come after a read from it has failed and while that
+    is being handled; it is the cause all the same.
+    """
+    killed = next((item for item in reversed(_everything(error)) if _LOADER_KILLED.search(str(item))), None)
     errors = chain(error)
-    return next((item for item in reversed(errors) if isinstance(item, KitError)), errors[-1])
+    return killed or next((item for item in reversed(errors) if isinstance(item, KitError)), errors[-1])
+
+
+def _everything(error: BaseException) -> list[BaseException]:
+    """The error and all that it was raised from or while handling, outermost first."""
+    found = [error]
+    while (inner := found[-1].__cause__ or found[-1].__context__) is not None and all(
+        inner is not known for known in found
+    ):
+        found.append(inner)
+    return found
 
 
 def _frames(error: BaseException) -> list[Frame]:
@@ -97,6 +123,8 @@ def _message(root: BaseException, error: BaseException, cells: Mapping[str, tupl
         return str(root)
     if isinstance(root, KitError):  # says itself what is wrong and where
         return _text(root)[:_MESSAGE_LENGTH]
+    if _LOADER_KILLED.search(str(root)):  # wherever this process was when it heard of it
+        return f"{_text(root).rstrip('.')}; look whether host memory or shared memory ran out"[:_MESSAGE_LENGTH]
     text, frames = _text(root), _frames(root)
     if _LOADER_WORKER.search(str(root)):
         frames += frames_in(str(root))
@@ -155,9 +183,4 @@ def _is_lost_peer(error: BaseException) -> bool:
 def _action(error: BaseException, context: Context | None) -> str:
     """The Lightning action that this very error first left, such as `[_TrainingEpochLoop].train_dataloader_next`."""
     failed = context.clock.failed if context is not None and context.clock is not None else None
-    everything: list[BaseException] = []
-    item: BaseException | None = error
-    while item is not None and all(item is not known for known in everything):
-        everything.append(item)
-        item = item.__cause__ or item.__context__
-    return failed[1] if failed is not None and any(failed[0] is item for item in everything) else ""
+    return failed[1] if failed is not None and any(failed[0] is item for item in _everything(error)) else ""

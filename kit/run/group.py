@@ -18,13 +18,18 @@ from typing import Any, Literal
 from kit.claims import release
 from kit.events import SUPERVISOR, EventWriter
 from kit.processes import identify
+from kit.run import scratch
 from kit.run.control import KILL, Control
-from kit.run.launch import Launch, fork_rank, free_port, launch_variables, spawn_rank
+from kit.run.launch import Launch, fork_rank, launch_variables, spawn_rank
 from kit.run.paths import RunPaths
+from kit.run.rendezvous import listen
 from kit.run.verdict import Killing, Limits, RankEnd, Verdict, host_out_of_memory_count, judge, said_job_ended
 
 SIBLING_SECONDS = 1.0
-STACK_SECONDS = 1.0
+STACK_SECONDS = 4.0
+"""For ranks and their loader processes to write their stacks: on a busy machine one second was not enough."""
+REAP_SECONDS = 10.0
+_TICK_SECONDS = 0.005
 LOG_BYTES = 10_000_000
 LOG_KEPT_BYTES = 1_000_000
 Removed = Literal["never", "when lost", "at end"]
@@ -41,6 +46,8 @@ class Order:
     """Released when the trial ends."""
     variables: dict[str, str]
     limits: Limits
+    temporary: str | None = None
+    """Where the kernel keeps temporary files; None where this process does."""
     removed: Removed = "never"
     """When the supervisor removes the run directory: never, when the kernel is lost, or at the end of the run."""
 
@@ -53,8 +60,15 @@ class Order:
             tuple(Path(file) for file in command["claims"]),
             dict(command["variables"]),
             Limits(**command["limits"]),
+            command.get("temporary"),
             command.get("removed", "never"),
         )
+
+    def refuse(self) -> None:
+        """Give back what was made for a trial that is not started, as its kernel is gone."""
+        release(self.claims)
+        if self.removed != "never":
+            shutil.rmtree(self.paths.directory, ignore_errors=True)
 
 
 class Group:
@@ -79,6 +93,7 @@ class Group:
         self._began = self._grew = time.monotonic()
         self._event_bytes = 0
         self._due: tuple[float, Killing] | None = None
+        self._scratch: Path | None = None
         try:
             self._start(order, cold_reason)
         except OSError as error:
@@ -87,13 +102,14 @@ class Group:
             raise
 
     def _start(self, order: Order, cold_reason: str | None) -> None:
-        port = free_port()
-        variables = launch_variables(order.variables, order.world_size, order.devices, port)
-        launch = Launch(order.paths, order.world_size, variables, port, self.lifeline)
-        for rank in range(order.world_size):
-            group = self.pids[0] if self.pids else 0
-            start = fork_rank if cold_reason is None else spawn_rank
-            self.pids.append(start(launch, rank, group))
+        self._scratch = scratch.make(folder=order.temporary)
+        start = fork_rank if cold_reason is None else spawn_rank
+        with listen() as store:
+            port = store.getsockname()[1]
+            variables = launch_variables(order.variables, order.world_size, order.devices, port, self._scratch)
+            launch = Launch(order.paths, order.world_size, variables, self.lifeline, store.fileno())
+            for rank in range(order.world_size):
+                self.pids.append(start(launch, rank, self.pids[0] if self.pids else 0))
         self.writer.write(
             "trial_started",
             processes=[identify(os.getpid()), *(identify(pid) for pid in self.pids)],
@@ -189,9 +205,12 @@ class Group:
                 os.killpg(self.pids[0], number)
 
     def _reap(self) -> None:
-        for pid in self.pids:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        """Wait for all of the group, also what ranks have left behind: this process has adopted it."""
+        deadline = time.monotonic() + REAP_SECONDS
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while self.pids and time.monotonic() < deadline:
+                if os.waitpid(-self.pids[0], os.WNOHANG)[0] == 0:
+                    time.sleep(_TICK_SECONDS)
 
     def abandon(self) -> None:
         """End the ranks when the run directory cannot be used; there is nowhere to say so."""
@@ -205,12 +224,18 @@ class Group:
         return judge(self.paths, ends, self.killing, self.limits, out_of_memory)
 
     def _end(self, verdict: Verdict) -> None:
-        release(self._claims)  # before anybody hears of the end, and starts the next
+        self._give_back()  # before anybody hears of the end, and starts the next
         self._write_end(verdict)
         self._close()
 
-    def _close(self) -> None:
+    def _give_back(self) -> None:
         release(self._claims)
+        shutil.rmtree(self.paths.scratch, ignore_errors=True)
+        if self._scratch is not None:
+            scratch.remove(self._scratch)
+
+    def _close(self) -> None:
+        self._give_back()
         if self._removed == "at end":
             shutil.rmtree(self.paths.directory, ignore_errors=True)
         self.writer.close()

@@ -18,7 +18,7 @@ from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem
 from kit.run.attempts import measured_bytes, samples_per_second
 from kit.run.memory.prediction import predict_memory
-from kit.run.trial import fit
+from kit.run.trial import try_out
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
 
@@ -184,7 +184,7 @@ def run_rung(name: str, module: Any, data: Any, config: Config) -> Rung:
     given = (module, data) if module is not None or data is not None else None
     predicted = _predict(given, config)
     quiet = config.replace({"trial.predict_memory": False, "trial.measure_memory": True})
-    trial = (fit(*given, quiet) if given else fit(quiet)).wait()
+    trial = try_out(module, data, quiet).wait()
     return Rung(
         name=name, config=config, predicted_bytes=predicted, measured_bytes=measured_bytes(trial),
         samples_per_second=samples_per_second(trial), precision=str(trial.event("fit_started", "precision")),

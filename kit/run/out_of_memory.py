@@ -12,23 +12,31 @@ from collections.abc import Iterator, Sequence
 from kit.config import Config
 
 
-def advice(config: Config, batch_size: int | None = None) -> tuple[str, ...]:
+def advice(config: Config, batch_size: int | None = None, whose: str = "") -> tuple[str, ...]:
     """Sentences with the settings to change, the first to try first.
 
     Args:
         config: What ran out of memory.
         batch_size: Samples per batch on each device; by default the config's.
+        whose: Who makes the batches, where that is not the config.
     """
     size = config.loader.batch_size if batch_size is None else batch_size
-    return (*_smaller_batch(config, size), *_stored_less(config), *_computed_again(config), *_spread(config), *_MODEL)
+    return (
+        *_smaller_batch(config, size, whose),
+        *_stored_less(config),
+        *_computed_again(config),
+        *_spread(config),
+        *_MODEL,
+    )
 
 
-def _smaller_batch(config: Config, size: int) -> Iterator[str]:
+def _smaller_batch(config: Config, size: int, whose: str) -> Iterator[str]:
     if size > 1:
         half = size // 2
         raised = config.levers.accumulate_grad_batches * 2
+        setting = f"batches of {half} from {whose}" if whose else f"loader.batch_size: {half}"
         yield (
-            f"a smaller batch: loader.batch_size: {half} with levers.accumulate_grad_batches: {raised} keeps the "
+            f"a smaller batch: {setting} with levers.accumulate_grad_batches: {raised} keeps the "
             "global batch; kit.find_batch_size finds the largest that fits"
         )
 

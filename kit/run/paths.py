@@ -6,9 +6,11 @@ name is taken, then the next number is tried) and holds a marker file, so that n
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +19,12 @@ from typing import Any
 
 from kit.config import Config, project_folder
 from kit.errors import ConfigError, Problem, TrialError
+from kit.json_text import read_json
+from kit.units import format_bytes
 
 EVENT_FILES = "events.*.jsonl"
+LARGEST_WORLD = 100_000
+"""Ranks that a run may name: files are looked for of each."""
 _MARKER = ".kit-run"
 _LOG = re.compile(r"log\.(\d+)\.txt")
 
@@ -41,10 +47,10 @@ class RunPaths:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             run = cls(_new_folder(folder, stem))
-            run.marker.touch()
         except OSError as error:
-            message = f"cannot make a run directory in {folder}: {error.strerror or error}; choose another folder"
-            raise ConfigError([Problem("trial.folder", message)]) from error
+            raise cannot_write(folder, error) from error
+        with run.whole_or_gone():
+            run.marker.touch()
         return run
 
     @classmethod
@@ -64,6 +70,19 @@ class RunPaths:
             raise TrialError(f"{run.directory} {state}; give the run_directory of a trial, such as one below runs/")
         return run
 
+    @contextlib.contextmanager
+    def whole_or_gone(self, needed_bytes: int = 0) -> Iterator[None]:
+        """Remove the directory when what is written into it meanwhile cannot be; `needed_bytes` is how much that is.
+
+        Raises:
+            ConfigError: in place of the system's error, with what is free.
+        """
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise cannot_write(self.directory.parent, error, needed_bytes) from error
+
     @property
     def marker(self) -> Path:
         return self.directory / _MARKER
@@ -76,6 +95,11 @@ class RunPaths:
     def payload(self) -> Path:
         """The pickled module and data."""
         return self.directory / "payload.pkl"
+
+    @property
+    def signature(self) -> Path:
+        """What proves that this user wrote the run here; see `kit.run.signing`."""
+        return self.directory / "signature.txt"
 
     @property
     def environment(self) -> Path:
@@ -102,9 +126,29 @@ class RunPaths:
         return self.directory / "calibration.json"
 
     @property
+    def scratch(self) -> Path:
+        """Where a job that is confined keeps what it may not write elsewhere; gone when it has ended."""
+        return self.directory / "scratch"
+
+    @property
     def row(self) -> Path:
         """The row of `kit.results`, once the trial has ended, as JSON."""
         return self.directory / "row.json"
+
+    def read_environment(self) -> dict[str, Any]:
+        """What `environment` holds.
+
+        Raises:
+            TrialError: when it cannot be read, or is not what submission wrote.
+        """
+        try:
+            found = read_json(self.environment.read_bytes())
+        except (OSError, ValueError) as error:
+            raise TrialError(f"{self.environment} cannot be read: {error}") from error
+        wrong = "no mapping" if not isinstance(found, dict) else next(_wrong(found), "")
+        if wrong:
+            raise TrialError(f"{self.environment} is damaged: {wrong}; run the trial anew")
+        return dict(found)
 
     def write_prediction(self, estimate: Mapping[str, Any]) -> None:
         """Keep an estimate with the run, in one step."""
@@ -132,6 +176,34 @@ class RunPaths:
 
     def logs(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("log.*.txt") if _LOG.fullmatch(path.name))
+
+
+_ENVIRONMENT = {
+    "world_size": int, "precision": str, "accelerator": str, "platform": str, "machine": dict, "hardware": dict,
+    "given": dict, "predicted": dict, "versions": dict, "supervisor": dict, "claims": list, "devices": list,
+    "reasons": list, "folder": str, "sys_path": list, "threads_per_rank": int,
+}  # fmt: skip
+"""Types of what is read of an environment; any of it may be left out."""
+
+
+def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
+    for name, kind in _ENVIRONMENT.items():
+        if not isinstance(found.get(name), kind | None):
+            yield f"{name} is {found[name]!r:.60}"
+    if not 1 <= (found.get("world_size") or 1) <= LARGEST_WORLD:
+        yield f"world_size is {found['world_size']!r:.60}, not 1 to {LARGEST_WORLD:,}"
+    predicted = found.get("predicted") or {}
+    yield from (f"predicted is {value!r:.60}" for value in predicted.values() if not isinstance(value, int | float))
+
+
+def cannot_write(folder: Path, error: OSError, needed_bytes: int = 0) -> ConfigError:
+    """The error that says where a run cannot be kept, what it needs and what is free."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+    free = format_bytes(shutil.disk_usage(there).free)
+    room = f"{format_bytes(needed_bytes)} needed, {free} free" if needed_bytes else f"{free} free"
+    reason = error.strerror or str(error)
+    message = f"cannot make a run directory in {folder}: {reason} ({room}); make room, or choose another folder"
+    return ConfigError([Problem("trial.folder", message)])
 
 
 def _new_folder(folder: Path, stem: str) -> Path:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +18,9 @@ from typing import Any
 
 from kit.claims import release
 from kit.config import Config
+from kit.json_text import read_json
 from kit.machine import Resolved, hardware
+from kit.run import scratch
 from kit.run.devices import take_devices
 from kit.run.paths import RunPaths, runs_folder
 from kit.run.payload import Part, pack
@@ -111,7 +111,7 @@ def _device(resolved: Resolved) -> str:
 
 def _read(path: Path) -> Peaks | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(path.read_text())
+        found = read_json(path.read_text())
         if found["flops_per_second"]["float32"] > 0 and found["bytes_per_second"] > 0:
             return Peaks(**found)
     return None
@@ -127,7 +127,7 @@ def _keep(path: Path, peaks: Peaks) -> None:
 def _measure(config: Config, resolved: Resolved, claims: list[str]) -> Peaks:
     """Run the job in a directory of its own and read what it says."""
     quick = config.replace({"trial.timeout_seconds": _TIMEOUT_SECONDS, "trial.start": "warm"})
-    paths = RunPaths(Path(tempfile.mkdtemp(prefix=_PREFIX)))
+    paths = RunPaths(scratch.make(_PREFIX))
     try:
         paths.marker.touch()
         task = {"job": "peaks", "peaks": {"dtypes": _DTYPES[resolved.accelerator]}, "removed": "when lost"}
@@ -140,7 +140,7 @@ def _measure(config: Config, resolved: Resolved, claims: list[str]) -> Peaks:
         if found is None:
             raise trial.failure()
     finally:
-        shutil.rmtree(paths.directory, ignore_errors=True)
+        scratch.remove_folder(paths.directory)
     names = ("flops_per_second", "bytes_per_second", "nominal_flops_per_second")
     return Peaks(device=_device(resolved), **{name: found[name] for name in names})
 

@@ -26,6 +26,7 @@ from kit.processes import peak_rss_bytes
 from kit.run.device_clock import DeviceClock, DeviceStep, Mark
 from kit.run.failure import DivergedError
 from kit.run.jobs.context import Context
+from kit.run.jobs.loader_used import samples_of
 from kit.run.timing import PARTS, StepClock
 from kit.train.batch_loss import batch_loss
 
@@ -108,7 +109,7 @@ class Recorder(Callback):
         self._batches += 1
         done = trainer.global_step
         stepped = done > self._steps_done
-        samples = batch_size(batch)
+        samples = samples_of(trainer, batch)
         fields = {
             "step": done if stepped else done + 1,
             "batch": self._batches,
@@ -215,15 +216,6 @@ def _of_device(fields: dict[str, Any], step: DeviceStep) -> dict[str, Any]:
     seconds["step_seconds"] = sum(seconds.values())
     host = {name: fields[f"{name}_seconds"] for name in (*names, "step")}
     return {**seconds, "samples_per_second": _rate(fields["samples"], seconds), "host_seconds": host}
-
-
-def batch_size(batch: Any) -> int:
-    """Samples in a batch: the length of the first tensor found in it."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else 1
-    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    sizes = (batch_size(item) for item in items if isinstance(item, torch.Tensor | dict | list | tuple))
-    return next(sizes, 1)
 
 
 class _Residence:

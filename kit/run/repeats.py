@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Literal
 
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem, StoreError, TrialError
 from kit.run.attempts import samples_per_second
-from kit.run.submission import again, prepare
-from kit.run.trial import Trial
+from kit.run.signing import contents_to_run
+from kit.run.submission import again
+from kit.run.trial import Trial, try_out
 from kit.tables import FRAME, html_list, html_table, text_table
 
 Verdict = Literal["helps", "hurts", "within the noise", "did not run"]
@@ -38,6 +39,8 @@ class Source:
     data: Any
     config: Config
     earlier: Trial | None = None
+    trust: bool = False
+    """Whether an earlier trial is run again also when this user did not write it here."""
 
     @classmethod
     def of(cls, given: Sequence[Any]) -> Source:
@@ -57,11 +60,11 @@ class Source:
         raise ConfigError([Problem("arguments", message)])
 
     def start(self, config: Config) -> Trial:
-        """A trial of it with another config."""
+        """A trial that tries it out with another config: what it writes is kept from everybody."""
         if self.earlier is not None:
-            trial = Trial(again(self.earlier.paths, config), config)
+            trial = Trial(again(self.earlier.paths, config, self.trust), config)
         else:
-            trial = Trial(prepare(self.module, self.data, config), config)
+            return try_out(self.module, self.data, config)
         trial.submit()
         return trial
 
@@ -148,7 +151,7 @@ class Tried:
 
 def try_change(
     *given: Any, change: Change | None = None, new_module: Any = None, new_data: Any = None, repeats: int = 3,
-    predicted_gain: float | None = None, on_run: Callable[[Trial], object] | None = None,
+    predicted_gain: float | None = None, on_run: Callable[[Trial], object] | None = None, trust: bool = False,
 ) -> Tried:  # fmt: skip
     """Run before and after, `repeats` times each, and wait for all of it.
 
@@ -160,13 +163,17 @@ def try_change(
         repeats: Runs of each, two at least: one run says nothing of noise.
         predicted_gain: What the change was foreseen to bring, to stand beside what it did.
         on_run: Called with each trial when it has started.
+        trust: Run the code of a trial also when this user did not write its run directory here.
 
     Raises:
         ConfigError: for changes of nothing, fewer than two repeats, and what `kit.fit` refuses of the config itself.
+        ForeignRunError: for a trial that this user did not write here, before anything of it is run.
         TrialError: when a trial before the change fails.
         BuildError: when the store that a change names cannot be built.
     """
-    source = Source.of(given)
+    source = replace(Source.of(given), trust=trust)
+    if source.earlier is not None:
+        contents_to_run(source.earlier.paths, trust)
     before = _Runs("before", source)
     after = _Runs("after", _afterwards(source, change, new_module, new_data, repeats))
     for number in range(repeats):
@@ -221,7 +228,7 @@ def _afterwards(source: Source, change: Change | None, new_module: Any, new_data
     config = source.config.replace(change or {})
     _build(source.config, config)
     if source.earlier is not None:
-        return Source(None, None, config, source.earlier)
+        return replace(source, config=config)
     module = source.module if new_module is None else new_module
     return Source(module, source.data if new_data is None else new_data, config)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.config import Config
+from kit.json_text import read_json
 from kit.plan.memory.cards import THIS_MACHINE
 from kit.run.memory.hollow import Parcel, hollow
 from kit.run.memory.question import ask
@@ -51,6 +52,6 @@ def remember(key: str, config: Config, batch_size: int) -> Path:
 def remembered(key: str, config: Config) -> int | None:
     """The last safe batch, or None when there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((runs_folder(config.trial.folder) / _FOLDER / f"{key}.json").read_text())["batch_size"]
+        found = read_json((runs_folder(config.trial.folder) / _FOLDER / f"{key}.json").read_text())["batch_size"]
         return int(found) if int(found) > 0 else None
     return None

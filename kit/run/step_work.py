@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kit.run.jobs.context import Context
+from kit.run.jobs.loader_used import samples_of
 from kit.run.memory.meter import STEPS
 from kit.run.places import describe, is_library
-from kit.run.recorder import batch_size
 
 _LINES = 5
 _TORCH = f"{torch.__path__[0]}/"
@@ -69,7 +69,7 @@ class StepWork(Callback):
 
     def on_train_batch_end(
         self,
-        trainer: Trainer,  # noqa: ARG002
+        trainer: Trainer,
         pl_module: LightningModule,  # noqa: ARG002
         outputs: Any,  # noqa: ARG002
         batch: Any,
@@ -78,7 +78,7 @@ class StepWork(Callback):
         mode = self._leave()
         if mode is not None:
             found = mode.found(self._context.cells)
-            self._context.writer.write("work_counted", samples=batch_size(batch), **found)
+            self._context.writer.write("work_counted", samples=samples_of(trainer, batch), **found)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         self._leave()

@@ -6,6 +6,7 @@ ranks could not read, a batch larger than the data, an object that cannot be pic
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -14,18 +15,21 @@ import platform
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kit.claims import release
 from kit.config import Config
-from kit.errors import ConfigError, KitWarning, Problem, TrialError
+from kit.errors import ConfigError, KitWarning, Problem
 from kit.events import SUPERVISOR, EventWriter
 from kit.processes import machine
+from kit.run.batch_rule import BatchRule, batch_rule
 from kit.run.carbon_check import check_codecarbon
 from kit.run.control import Control
 from kit.run.devices import Taken, take_devices
 from kit.run.paths import RunPaths
 from kit.run.payload import LARGE_BYTES, Part, check_parts, pack
+from kit.run.signing import contents_to_run, sign
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +40,7 @@ _PACKAGES = ("kit", "torch", "lightning", "zarr", "fsspec", "gcsfs", "numpy", "p
 
 def prepare(
     module: object, data: object, config: object, batch_size: int | None = None,
-    profile: Mapping[str, str] | None = None, job: str | None = None,
+    profile: Mapping[str, str] | None = None, job: str | None = None, confined: bool = False,
 ) -> RunPaths:  # fmt: skip
     """A complete run directory for this trial.
 
@@ -47,6 +51,7 @@ def prepare(
         batch_size: Samples per batch on each device, instead of what data of the caller's own makes.
         profile: Which profiler looks on (`pass`) and where it writes (`folder`); None for none.
         job: What the ranks do; None for a fit.
+        confined: Whether it only tries something out: what it writes is then kept from everybody.
 
     Its GPUs are claimed for it: whoever starts it hands them to the supervisor.
 
@@ -61,10 +66,14 @@ def prepare(
     module_part, data_part = Part.of(module), Part.of(data)
     check_targets(module_part, data_part, config)
     check_parts(module_part, data_part, config)
+    rule = batch_rule(data_part, config) if batch_size is None and job is None else None
+    if rule is not None:
+        rule.warn(stacklevel=4)
     taken = take_devices(config)
     try:
-        asked = {"batch_size": batch_size, "profile": profile, "job": job}
+        asked = {"batch_size": batch_size, "profile": profile, "job": job, "batch": asdict(rule) if rule else None}
         given = {name: value for name, value in asked.items() if value is not None}
+        given |= {"confined": True} if confined else {}
         return _write(module_part, data_part, config, taken, given)
     except BaseException:
         release(taken.claims)
@@ -91,25 +100,36 @@ def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken
         "given": given,
     }
     write_run(paths, config.to_yaml(), payload, {**environment_of(taken.resolved), **found, **asked})
+    rule = BatchRule.of_environment(asked)
+    if rule is not None and rule.is_worth_a_warning:
+        _tell(paths, rule.note)
     return paths
 
 
-def again(earlier: RunPaths, config: Config) -> RunPaths:
-    """A run directory for what `earlier` ran, with another config: module and data are taken as they were sent.
+def again(earlier: RunPaths, config: Config, trust: bool = False) -> RunPaths:
+    """A run directory to try out what `earlier` ran with another config: module and data are taken as they were sent.
+
+    Args:
+        earlier: What is run again.
+        config: What to run it with.
+        trust: Run it also when this user did not write it here.
 
     Raises:
         ConfigError, HardwareError, StoreError: see the module's first lines.
+        ForeignRunError: when this user did not write it here.
         TrialError: when module and data are no longer there.
     """
-    try:
-        payload, before = earlier.payload.read_bytes(), json.loads(earlier.environment.read_bytes())
-    except (OSError, ValueError) as error:
-        raise TrialError(f"{earlier.directory} cannot be run again: {error}") from error
+    contents = contents_to_run(earlier, trust)
+    payload, before = contents.payload, contents.environment
     given = before.get("given", {"module": "path", "data": "path"})
     asked = {name: before[name] for name in ("batch_size",) if name in before}
+    rule = BatchRule.of_environment(before)
+    if rule is not None:
+        size = config.loader.batch_size
+        asked["batch"] = asdict(replace(rule, asked=size, size=size if rule.by_config else rule.size))
     taken = take_devices(config)
     try:
-        return _fill(payload, given, config, taken, asked)
+        return _fill(payload, given, config, taken, {**asked, "confined": True})
     except BaseException:
         release(taken.claims)
         raise
@@ -139,6 +159,7 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, float]:
     from kit.data.engine import Engine
     from kit.data.reading import predict_reading
     from kit.data.sampling import sample_plan
+    from kit.data.shared_memory import refuse_too_little
     from kit.data.stores import is_shared
 
     if not is_shared(config.data.url):
@@ -147,7 +168,9 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, float]:
         )
         raise ConfigError([Problem("data.url", message)])
     dataset = open_dataset(config)
-    sample_plan(config, dataset, world_size)
+    plan = sample_plan(config, dataset, world_size)
+    batch_bytes = plan.batch_bytes(len(dataset.select(config.data.variables)))
+    refuse_too_little(config.loader, batch_bytes, world_size)
     Engine(dataset, config.data.variables, standardize=config.data.standardize)  # opens nothing, refuses what it cannot
     return predict_reading(config, dataset)
 
@@ -182,11 +205,18 @@ def versions() -> dict[str, str]:
 
 
 def write_run(paths: RunPaths, config: str, payload: bytes, environment: dict[str, Any]) -> None:
-    """Fill a new run directory with what ranks read; `config` is YAML."""
-    paths.config.write_text(config, encoding="utf-8")
-    paths.payload.write_bytes(payload)
-    paths.environment.write_text(json.dumps(environment, indent=2))
-    Control.create(paths.control)
+    """Fill a new run directory with what ranks read; `config` is YAML.
+
+    Raises:
+        ConfigError: when it cannot be written; the directory is gone then.
+    """
+    told = json.dumps(environment, indent=2)
+    with paths.whole_or_gone(len(config) + len(payload) + len(told)):
+        paths.config.write_text(config, encoding="utf-8")
+        paths.payload.write_bytes(payload)
+        paths.environment.write_text(told)
+        Control.create(paths.control)
+        sign(paths)
 
 
 def _warn_if_large(paths: RunPaths, payload_bytes: int) -> None:
@@ -196,7 +226,11 @@ def _warn_if_large(paths: RunPaths, payload_bytes: int) -> None:
         f"module and data are {format_bytes(payload_bytes)} when sent to the ranks, probably weights or an array they "
         "hold; give a class or a function that makes them, so that they are made in the ranks"
     )
-    writer = EventWriter(paths.supervisor_events, SUPERVISOR)
-    writer.write("warned", message=message, payload_bytes=payload_bytes)
-    writer.close()
+    _tell(paths, message, payload_bytes=payload_bytes)
     warnings.warn(message, KitWarning, stacklevel=4)
+
+
+def _tell(paths: RunPaths, message: str, **fields: Any) -> None:
+    """Put a warning into the run, before any rank."""
+    with paths.whole_or_gone(), contextlib.closing(EventWriter(paths.supervisor_events, SUPERVISOR)) as writer:
+        writer.write("warned", message=message, **fields)

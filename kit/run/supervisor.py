@@ -9,6 +9,7 @@ is ended as LOST, and then the supervisor ends.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -17,8 +18,8 @@ import select
 import signal
 import sys
 import time
-from typing import Any
 
+from kit.processes import adopt_orphans
 from kit.run.group import Group, Order
 from kit.run.launch import differing_variables, touched_device
 
@@ -49,6 +50,7 @@ class Supervisor:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        adopt_orphans()
 
     def run(self) -> None:
         """Serve until the kernel is gone."""
@@ -64,21 +66,34 @@ class Supervisor:
             group.kill("kernel")
         for group in self.groups:
             _end(group)
+        self._refuse_the_rest()
 
     def _read_commands(self) -> bool:
         """False at the end of stdin."""
+        orders = self._read_orders()
+        for order, reason in orders or ():
+            self._start(order, reason)
+        return orders is not None
+
+    def _read_orders(self) -> list[tuple[Order, str]] | None:
+        """What is asked for, and why it is to start cold; None at the end of stdin."""
         data = os.read(0, 1 << 16)
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
-            command = json.loads(line)
-            if command["command"] == "start":
-                self._start(command)
-        return bool(data)
+        commands = [json.loads(line) for line in lines]
+        asked = [(Order.from_command(each), each["reason"]) for each in commands if each["command"] == "start"]
+        return asked if data else None
 
-    def _start(self, command: dict[str, Any]) -> None:
-        order = Order.from_command(command)
+    def _refuse_the_rest(self) -> None:
+        """What a kernel asked for with its last breath is not started, and not left lying either."""
+        os.set_blocking(0, False)
+        with contextlib.suppress(BlockingIOError):
+            while (orders := self._read_orders()) is not None:
+                for order, _ in orders:
+                    order.refuse()
+
+    def _start(self, order: Order, reason: str) -> None:
         try:
-            self.groups.append(Group(order, self._why_cold(order, command["reason"])))
+            self.groups.append(Group(order, self._why_cold(order, reason)))
         except OSError:  # judged and written by the group
             return
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import html
 import importlib
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -25,16 +27,17 @@ from typing import Any, Literal, Self, overload
 
 from kit.claims import hand_over, release
 from kit.config import Config
-from kit.errors import HardwareError, TrialError, TrialStopped
+from kit.errors import ConfigError, HardwareError, KitError, TrialError, TrialStopped
 from kit.events import Event, EventReader
-from kit.run import client
+from kit.run import client, scratch
 from kit.run.control import KILL, STOP, Control
 from kit.run.liveness import why_lifeless
 from kit.run.out_of_memory import as_details
 from kit.run.paths import EVENT_FILES, RunPaths
+from kit.run.signing import contents_to_run
 from kit.run.submission import prepare
 from kit.run.watch import watch
-from kit.run.what_ran import what_ran
+from kit.run.what_ran import used_event, what_ran, with_values
 
 State = Literal["WAITING", "RUNNING", "COMPLETE", "FAILED", "STOPPED", "LOST"]
 Cause = Literal["error", "device_oom", "host_oom", "killed", "diverged", "timeout", "stalled", "data"]
@@ -78,9 +81,26 @@ def fit(module: Any, data: Any = None, config: Config | None = None) -> Trial:
     return trial
 
 
+def try_out(module: Any, data: Any, config: Config) -> Trial:
+    """Start a trial whose measurements are wanted and nothing else: what its hooks write is kept from everybody.
+
+    Raises:
+        ConfigError, HardwareError, StoreError: as `fit`.
+    """
+    trial = Trial(prepare(module, data, config, confined=True), config)
+    trial.submit()
+    return trial
+
+
 def warm_up() -> None:
     """Start the warm process in the background (it imports torch for about two seconds). Returns at once."""
     client.supervisor("warm")
+
+
+@functools.lru_cache(maxsize=256)
+def _config_of(text: str) -> Config:
+    """Of a run's file; reading YAML takes 25 ms, and many runs are repeats of each other."""
+    return Config.from_yaml(text, "config.yaml")
 
 
 class Trial:
@@ -89,8 +109,11 @@ class Trial:
     def __init__(self, paths: RunPaths, config: Config | None = None) -> None:
         self.run_directory: Path = paths.directory
         self.paths = paths
-        self.config: Config = config or Config.load(paths.config)
-        self.environment: dict[str, Any] = json.loads(paths.environment.read_bytes())
+        self.environment: dict[str, Any] = paths.read_environment()
+        self.config: Config = config or _config_of(paths.config.read_text(encoding="utf-8"))
+        """What runs: with the settings that its loader stands at, once the first batch is there."""
+        self.asked: Config = self.config
+        """As it was submitted."""
         self.state: State = "WAITING"
         self.cause: Cause | None = None
         self.message: str = ""
@@ -107,21 +130,28 @@ class Trial:
         self._supervisor: client.Supervisor | None = None
         self._life_checked = 0.0
         self._resubmitted = False
+        self._opened = config is None
+        """Whether it was found, not made here."""
 
     @classmethod
     def open(cls, run_directory: str | Path) -> Self:
         """A trial from its run directory, whoever started it and whether or not it still runs.
 
         Raises:
-            TrialError: when the directory is not a run.
+            TrialError: when the directory is not a run, or one that is incomplete or damaged.
             EventLogError: when an event file is damaged.
         """
         paths = RunPaths.open(run_directory)
         try:
             trial = cls(paths)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TrialError) as error:
             raise TrialError(f"{paths.directory} is an incomplete run: {error}") from error
-        trial.poll()
+        try:
+            trial.poll()
+        except KitError:
+            raise
+        except Exception as error:  # whatever a file says that kit did not write
+            raise TrialError(f"{paths.directory} is damaged: {type(error).__name__}: {error}") from error
         return trial
 
     # -- what is known
@@ -183,6 +213,9 @@ class Trial:
                 self.state = "RUNNING"
             elif event["kind"] == "trial_ended":
                 self.state, self.cause, self.message = event["state"], event.get("cause"), event["message"]
+            elif used_event([event]) is not None:
+                self.asked = with_values(self.config, event["asked"])
+                self.config = with_values(self.asked, event["used"])
         self._news = self._news or bool(events)
 
     def _keep_row(self) -> None:
@@ -213,10 +246,11 @@ class Trial:
             self._resubmitted = True
             try:
                 self.submit("cold", f"the warm process could not be used: {reason}")
-            except HardwareError as error:
+            except (HardwareError, ConfigError) as error:
                 reason = str(error)
             else:
                 return
+        scratch.sweep()
         self.state, self.message, self._news = "LOST", reason, True
 
     def submit(self, start: Literal["warm", "cold"] | None = None, reason: str = "") -> None:
@@ -224,8 +258,12 @@ class Trial:
 
         Raises:
             TrialError: when none can be started.
+            ConfigError: when the run directory cannot be written to; it is gone then.
             HardwareError: when a GPU of the run was given to another trial meanwhile.
+            ForeignRunError: when it was opened, and this user did not write it here.
         """
+        if self._opened:
+            contents_to_run(self.paths)
         try:
             self._submit(start or self.config.trial.start, reason)
         except BaseException:
@@ -258,14 +296,17 @@ class Trial:
             "limits": {name: getattr(trial, name) for name in ("timeout_seconds", "stall_seconds", "grace_seconds")},
             "variables": dict(os.environ),
             "reason": reason,
+            "temporary": tempfile.gettempdir(),
             "removed": self.environment.get("removed", "never"),
         }
 
     def _note_supervisor(self, supervisor: client.Supervisor) -> None:
         self.environment["supervisor"] = supervisor.identity
         draft = self.paths.environment.with_suffix(".tmp")
-        draft.write_text(json.dumps(self.environment, indent=2))
-        draft.replace(self.paths.environment)
+        told = json.dumps(self.environment, indent=2)
+        with self.paths.whole_or_gone(len(told)):
+            draft.write_text(told)
+            draft.replace(self.paths.environment)
 
     # -- ending it
 
@@ -374,15 +415,16 @@ class Trial:
         return lambda: self._forget(callback)
 
     def _notify(self) -> None:
-        """Call back outside the lock, one thread at a time; the other one's news is told at the next look."""
-        if not (self._news and self._callbacks and self._notifying.acquire(blocking=False)):
-            return
-        try:
-            self._news = False
-            for callback in list(self._callbacks):
-                self._call(callback)
-        finally:
-            self._notifying.release()
+        """Call back outside the lock, one thread at a time; what another thread read meanwhile is told after it."""
+        while self._news and self._callbacks and self._notifying.acquire(blocking=False):
+            try:
+                self._news, ended = False, self.ended
+                for callback in list(self._callbacks):
+                    self._call(callback)
+                    if ended:  # it has heard the last of it, and need not be kept
+                        self._forget(callback)
+            finally:
+                self._notifying.release()
 
     def _call(self, callback: Callable[[Trial], object]) -> None:
         try:

@@ -6,7 +6,6 @@ root. Exit code 0 is success only when the rank has said that its job ended.
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kit.events import Event, number
+from kit.json_text import read_json
 from kit.run.paths import RunPaths
 from kit.run.places import describe, is_library, last_stack
 from kit.units import format_bytes, format_seconds
@@ -180,7 +180,7 @@ def _last_events(path: Path) -> list[Event]:
     events = []
     for line in lines[1 if start else 0 : -1]:
         try:
-            event = json.loads(line)
+            event = read_json(line)
         except ValueError:
             continue
         if isinstance(event, dict) and "kind" in event:

@@ -8,7 +8,6 @@ handlers. The exit code alone is never taken for success (see `verdict`).
 from __future__ import annotations
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import signal
@@ -22,7 +21,10 @@ from typing import Any, NoReturn
 from kit.config import Config
 from kit.errors import KitWarning
 from kit.events import EventWriter
-from kit.processes import die_with_parent, guard_forks, shorten_socket_paths, watch_lifeline
+from kit.json_text import read_json
+from kit.processes import die_with_parent, guard_forks, note_process, scratch_folder, watch_lifeline
+from kit.run import scratch
+from kit.run.confining import confine_rank, confined_job
 from kit.run.control import Control
 from kit.run.jobs.context import Context
 from kit.run.paths import RunPaths
@@ -31,6 +33,7 @@ from kit.run.verdict import EXIT_CANNOT_WRITE, EXIT_FAILED
 
 def run_rank(paths: RunPaths, rank: int, supervisor: int, lifeline: int) -> NoReturn:
     """Be rank `rank` of the trial in `paths`; stdin, stdout, stderr and the environment are already this rank's."""
+    confine_rank(paths, rank)
     die_with_parent(supervisor)
     watch_lifeline(lifeline)
     guard_forks(lifeline)
@@ -53,11 +56,12 @@ def _work(paths: RunPaths, rank: int, writer: EventWriter) -> int:
 
     context: Context | None = None
     try:
-        environment = json.loads(paths.environment.read_bytes())
+        environment = read_json(paths.environment.read_bytes())
         _settle(environment)
         _send_warnings(writer)
         context = Context(paths, Config.load(paths.config), environment, rank, writer, Control(paths.control))
-        _job(environment.get("job", "fit"))(context)
+        with confined_job(context):
+            _job(environment.get("job", "fit"))(context)
     except BaseException as error:
         traceback.print_exc()
         writer.write("failed", **describe_failure(error, context))
@@ -93,7 +97,8 @@ def _settle(environment: dict[str, Any]) -> None:
     sys.path[:] = list(dict.fromkeys([*environment["sys_path"], *sys.path]))
     torch.set_num_threads(environment["threads_per_rank"])
     multiprocessing.set_start_method("fork", force=True)
-    shorten_socket_paths()
+    scratch.take(scratch_folder())
+    note_process()
 
 
 def _send_warnings(writer: EventWriter) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
+from kit.widgets.live import LiveDisplay, live_box
 
 if TYPE_CHECKING:
     from kit.run.series import Series
@@ -28,7 +28,7 @@ class AttemptsView:
         )  # fmt: skip
         self.button.on_click(lambda _: self._stop())
         self.table = ipywidgets.HTML(layout={"width": "100%"})
-        self.ui = live_box([self.button, self.table, *keyboard_guard()])
+        self.ui = live_box([self.button, self.table])
         self._forget = series.on_change(lambda _: self.show())
         self.show()
 

@@ -16,13 +16,14 @@ import ipywidgets
 
 from kit.config import Config
 from kit.data.build_plan import BuildPlan, plan_build
-from kit.errors import BuildError, ConfigError, KitError
+from kit.errors import BuildError, KitError
 from kit.plan.schedule import Schedule
 from kit.widgets.background import Latest
 from kit.widgets.build_control import BuildControl
 from kit.widgets.build_view import BuildFacts, BuildView, plans_text
 from kit.widgets.config_form import WIDTH, ConfigForm
-from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
+from kit.widgets.handle import Handle, weakly
+from kit.widgets.live import live_box
 from kit.widgets.schedule_view import ScheduleView, heading
 from kit.widgets.store_view import expected_size, find_out
 
@@ -52,21 +53,22 @@ def build_panel(config: Config | None = None, *, source: Any = None) -> BuildPan
     return BuildPanel(config or Config(), source)
 
 
-class BuildPanel:
+class BuildPanel(Handle):
     """The widgets, and the methods that mirror them."""
 
     def __init__(self, config: Config, source: Any = None) -> None:
         self._base, self._given = config, source
-        self._display: LiveDisplay | None = None
         self._planning = Latest("kit-build-plan")
         self.form = ConfigForm(config, SHOWN, folded=False)
         self.view = BuildView()
-        self.control = BuildControl(self._clicked, self._ask)
+        self.control = BuildControl(weakly(self._clicked), weakly(self._ask))
         self.control.say("ready", 0.0)
-        self.machine = ScheduleView(config, lambda schedule: self.use(schedule), self._advise)
+        self.machine = ScheduleView(config, weakly(self.use), weakly(self._advise))
         self.code, self.advice_code = _line(), _line()
-        self.form.on_change(lambda _: self._edited())
+        edited = weakly(self._edited)
+        self.form.on_change(lambda _: edited())
         self.ui = self._draw()
+        self._own()
         self._edited()
 
     # -- what the controls do
@@ -106,8 +108,7 @@ class BuildPanel:
         Raises:
             ConfigError: for edits in the form that do not fit.
         """
-        if self.form.problems:
-            raise ConfigError(self.form.problems)
+        self.form.check()
         if not self.control.busy:
             self.control.build(self.config, source=self._given)
         return self
@@ -132,8 +133,7 @@ class BuildPanel:
         if not (self.control.wait(timeout) and self._planning.wait(timeout)):
             raise TimeoutError(f"still busy after {timeout} s; it goes on")
         self._refresh()
-        if self.form.problems:
-            raise ConfigError(self.form.problems)
+        self.form.check()
         if self.control.error is not None:
             raise self.control.error
         if self.view.facts is not None and self.view.facts.why_not:
@@ -176,11 +176,6 @@ class BuildPanel:
         except KitError as error:
             self.control.say(f"not started: {error}", 0.0)
 
-    def _refresh(self) -> None:
-        """Renew the still beside the live view."""
-        if self._display is not None:
-            self._display.refresh()
-
     # -- what is shown
 
     def _show_code(self) -> None:
@@ -200,7 +195,7 @@ class BuildPanel:
         columns = ipywidgets.HBox(
             [self.form.ui, right], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "8px 28px"}
         )
-        return live_box([columns, *keyboard_guard()])
+        return live_box([columns])
 
     def _still(self) -> tuple[str, str | None]:
         facts = self.view.facts
@@ -213,7 +208,7 @@ class BuildPanel:
 
     def _ipython_display_(self) -> None:
         self._planning.wait()  # a moment: so that the still has its table
-        self._display = LiveDisplay(self.ui, f"{self!r}\nRun this cell again for its controls.", self._still)
+        self._show()
 
 
 def plan_all(config: Config, source: Any = None) -> BuildFacts:

@@ -88,7 +88,7 @@ class CalibrationView:
             self.show(found)
             self._on_found(found)
         except Exception as error:  # data is the user's own code
-            self.error = error
+            self.error = error.with_traceback(None)  # which would keep all that was at work
             words = str(error) if isinstance(error, KitError) else f"{type(error).__name__}: {error}"
             self._say("stopped" if self._stopping else f"not calibrated: {words}", 0.0)
         finally:

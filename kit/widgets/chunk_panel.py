@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from kit.config import Config
-from kit.errors import ConfigError, KitError, PlanError
+from kit.errors import KitError, PlanError
 from kit.plan.chunk_plan import ChunkPlan
 from kit.widgets.background import Latest
 from kit.widgets.chunk_view import ChunkView, Measurements, headline
 from kit.widgets.config_form import WIDTH, ConfigForm
-from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
+from kit.widgets.handle import Handle, weakly
+from kit.widgets.live import live_box
 from kit.widgets.store_view import layout_hints
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def chunk_panel(config: Config | None = None) -> ChunkPanel:
     return ChunkPanel(config or Config())
 
 
-class ChunkPanel:
+class ChunkPanel(Handle):
     """The widgets, and the methods that mirror them."""
 
     def __init__(self, config: Config) -> None:
@@ -67,16 +68,17 @@ class ChunkPanel:
         self._failure: Exception | None = None
         self._probed: tuple[Config, dict[str, str]] | None = None
         self._measured: dict[str, dict[tuple[int, ...], Reading]] = {}
-        self._display: LiveDisplay | None = None
         self._planning, self._asking = Latest("kit-chunks"), Latest("kit-store")
         self.form = ConfigForm(config, SHOWN, folded=False)
         self.view = ChunkView()
         self.buttons = {name: _button(name) for name in _BUTTONS}
         self.code = ipywidgets.HTML(layout={"margin": "6px 0 0", "width": "100%"})
-        self.form.on_change(lambda _: self._edited())
-        self.buttons["probe"].on_click(lambda _: self._clicked("probing …", self.probe))
-        self.buttons["measure"].on_click(lambda _: self._clicked("reading …", self.measure))
+        edited, clicked = weakly(self._edited), weakly(self._clicked)
+        self.form.on_change(lambda _: edited())
+        self.buttons["probe"].on_click(lambda _: clicked("probing …", "probe"))
+        self.buttons["measure"].on_click(lambda _: clicked("reading …", "measure"))
         self.ui = self._draw()
+        self._own()
         self._ask()
 
     # -- what the controls do
@@ -140,8 +142,7 @@ class ChunkPanel:
         if not (self._asking.wait(timeout) and self._planning.wait(timeout)):
             raise TimeoutError(f"still planning after {timeout} s; it goes on")
         self._refresh()
-        if self.form.problems:
-            raise ConfigError(self.form.problems)
+        self.form.check()
         if self._failure is not None:
             raise self._failure
         return self
@@ -203,21 +204,16 @@ class ChunkPanel:
         paths = {info.path for info in Config.fields()} & set(hints)
         return {path: hints[path] for path in paths if config.get(path) == applied.get(path)}
 
-    def _clicked(self, words: str, work: Callable[[], Any]) -> None:
+    def _clicked(self, words: str, method: str) -> None:
         """What a click on a button does; what went wrong stands beside it, and has no place in a log."""
         self.view.say(words)
-        self._asking.submit(lambda: self._work(work))
+        self._asking.submit(lambda: self._work(getattr(self, method)))
 
     def _work(self, work: Callable[[], Any]) -> None:
         try:
             self.view.say(str(work()).splitlines()[0])
         except Exception as error:
             self.view.say(_in_words(error))
-
-    def _refresh(self) -> None:
-        """Renew the still beside the live view."""
-        if self._display is not None:
-            self._display.refresh()
 
     # -- what is shown
 
@@ -237,7 +233,7 @@ class ChunkPanel:
         columns = ipywidgets.HBox(
             [self.form.ui, right], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "8px 28px"}
         )
-        return live_box([columns, *keyboard_guard()])
+        return live_box([columns])
 
     def _still(self) -> tuple[str, bytes | None]:
         if self.plan is None:
@@ -249,7 +245,7 @@ class ChunkPanel:
 
     def _ipython_display_(self) -> None:
         self._planning.wait()  # a moment: so that the still has its picture
-        self._display = LiveDisplay(self.ui, f"{self!r}\nRun this cell again for its controls.", self._still)
+        self._show()
 
 
 def _button(name: str) -> Any:

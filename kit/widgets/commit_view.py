@@ -31,12 +31,14 @@ class CommitView:
         module: As `kit.commit` takes it.
         data: As `kit.commit` takes it.
         ended: The trial to commit with, if there is one.
+        check: Raises a KitError while `config` is not what the settings show.
     """
 
     def __init__(
-        self, config: Config, module: Any = None, data: Any = None, ended: Callable[[], Trial | None] = lambda: None
-    ) -> None:
-        self.config, self._module, self._data, self._ended = config, module, data, ended
+        self, config: Config, module: Any = None, data: Any = None, ended: Callable[[], Trial | None] = lambda: None,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.config, self._module, self._data, self._ended, self._check = config, module, data, ended, check
         self.committed: Committed | None = None
         """What was committed here last."""
         self._latest, self._mutex = Latest("kit-commit"), threading.Lock()
@@ -60,17 +62,18 @@ class CommitView:
 
     def look(self, config: Config) -> None:
         """Show what `config` would be committed as; returns at once."""
-        self.config = config
+        self.config, self.words.value = config, ""
         self._latest.submit(self._show)
 
     def commit(self) -> Committed:
         """Write the files.
 
         Raises:
-            KitError: as `kit.commit` does; the reason stands beside the button too.
+            KitError: as `check` and `kit.commit` do; the reason stands beside the button too.
         """
         with self._mutex:
             try:
+                self._check()
                 self.committed = commit(self.config, self._trial(), module=self._module, data=self._data)
             except KitError as error:
                 self.words.value = _red(str(error))
@@ -81,7 +84,7 @@ class CommitView:
     def _trial(self) -> Trial | None:
         """The trial of this config, where it is the last one that ended."""
         trial = self._ended()
-        same = trial is not None and trial.config.fingerprint == self.config.fingerprint
+        same = trial is not None and trial.asked.fingerprint == self.config.fingerprint
         return trial if same else None
 
     def _try(self) -> None:

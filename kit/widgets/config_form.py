@@ -60,7 +60,7 @@ class ConfigForm:
         self._mutex = threading.RLock()
         self._writing = False
         for path, control in self.controls.items():
-            control.observe(lambda _, path=path: self._edited(path), "value")
+            control.observe(lambda _, path=path: self._edited(path), ["value", "correction"])
         self.ui = self._draw(shown, folded)
 
     # -- the config
@@ -91,6 +91,15 @@ class ConfigForm:
             finally:
                 self._writing = False
             self._accept(*self._apply(next(reversed(list(changes)))))
+
+    def check(self) -> None:
+        """That every control holds what the config has.
+
+        Raises:
+            ConfigError: naming each control whose value does not fit.
+        """
+        if self.problems:
+            raise ConfigError(self.problems)
 
     def on_change(self, callback: Callable[[Config], object]) -> Callable[[], None]:
         """Call `callback(config)` after every valid change; the function returned ends that."""
@@ -161,7 +170,8 @@ class ConfigForm:
     def _annotate(self) -> None:
         for path in self._fields:
             errors = [problem.message for problem in self.problems if _concerns(problem, path)]
-            self._note(path, _note_html(errors, self._hints.get(path, "")))
+            correction = getattr(self.controls[path], "correction", "")
+            self._note(path, _note_html(errors, correction, self._hints.get(path, "")))
 
     def _note(self, path: str, text: str) -> None:
         if path not in self._notes and text:
@@ -239,12 +249,14 @@ def _fold(title: str, content: Any) -> Any:
     return button
 
 
-def _note_html(errors: list[str], hint: str) -> str:
-    text, colour, role = (" ".join(errors), _ERROR, " role='alert'") if errors else (hint, _HINT, "")
-    if not text:
-        return ""
-    style = f"margin:0 0 4px calc({LABEL_WIDTH} + 8px);font-size:.85em;line-height:1.3;color:{colour}"
-    return f"<div{role} style='{style}'>{html.escape(text)}</div>"
+def _note_html(errors: list[str], correction: str, hint: str) -> str:
+    """What is wrong; else what was corrected and what is worth knowing, each a line."""
+    lines = [(" role='alert'", _ERROR, " ".join(errors))] if errors else []
+    lines = lines or [(" role='status'", _HINT, correction), ("", _HINT, hint)]
+    style = f"margin:0 0 4px calc({LABEL_WIDTH} + 8px);font-size:.85em;line-height:1.3"
+    return "".join(
+        f"<div{role} style='{style};color:{colour}'>{html.escape(text)}</div>" for role, colour, text in lines if text
+    )
 
 
 def _concerns(problem: Problem, path: str) -> bool:

@@ -16,6 +16,7 @@ import ipywidgets
 from kit.config import Config, FieldInfo
 from kit.errors import ConfigError, Problem
 from kit.units import parse_bytes
+from kit.widgets.number_field import NumberField
 
 LABEL_WIDTH = "172px"
 _LARGEST_WHOLE = 2**53 - 1
@@ -34,7 +35,7 @@ def label(info: FieldInfo) -> str:
 
 def make_control(info: FieldInfo, value: Any) -> Any:
     """The widget that edits one field, holding `value`."""
-    common = {
+    common: dict[str, Any] = {
         "description": label(info),
         "tooltip": info.help,
         "layout": {"width": "auto", "margin": "1px 0"},
@@ -48,7 +49,7 @@ def make_control(info: FieldInfo, value: Any) -> Any:
         return ipywidgets.Checkbox(value=value, **common)
     if info.kind == "int" and not info.unit.startswith("bytes"):
         low, high = int(info.bounds.get("ge", -_LARGEST_WHOLE)), int(info.bounds.get("le", _LARGEST_WHOLE))
-        return ipywidgets.BoundedIntText(value=value, min=low, max=high, **common)
+        return NumberField(value, least=low, most=high, **common)
     text = {"value": show(info, value), "placeholder": _PLACEHOLDERS.get(info.kind, "")}
     return ipywidgets.Text(**text, continuous_update=False, **common)
 

@@ -17,6 +17,7 @@ from kit.report.diagnosis import Diagnosis, diagnose
 from kit.run.trial import Trial
 from kit.widgets.background import Latest
 from kit.widgets.diagnosis_view import DiagnosisView
+from kit.widgets.handle import close_widgets
 
 
 class DiagnosisControl:
@@ -60,6 +61,7 @@ class DiagnosisControl:
         except KitError as error:
             self._say(html.escape(str(error)))
             raise
+        self._put_away()
         self.view = DiagnosisView(found, self._check)
         self.findings.children = (self.view.ui,)
         self._say(f"the same in code: <code>kit.diagnose({html.escape(repr(str(trial.run_directory)))})</code>")
@@ -69,8 +71,12 @@ class DiagnosisControl:
         """Let the button be clicked, or not: then an earlier diagnosis is put away."""
         self.button.disabled = not possible
         if not possible:
-            self.view, self.findings.children = None, ()
+            self._put_away()
             self._say("")
+
+    def _put_away(self) -> None:
+        view, self.view, self.findings.children = self.view, None, ()
+        close_widgets([view])
 
     def _try(self) -> None:
         with contextlib.suppress(KitError):  # it stands beside the button

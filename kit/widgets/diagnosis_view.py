@@ -13,11 +13,11 @@ from typing import Any
 
 import ipywidgets
 
-from kit.errors import KitError
+from kit.errors import ForeignRunError, KitError
 from kit.report.diagnosis import Diagnosis, Finding, finding_html
 from kit.run.repeats import Tried
 from kit.run.trial import Trial
-from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
+from kit.widgets.live import LiveDisplay, live_box
 
 REPEATS = 3
 
@@ -32,7 +32,7 @@ class DiagnosisView:
         self.findings = [_FindingView(finding, self._try) for finding in diagnosis.findings]
         head = ipywidgets.HTML(f"<b>{html.escape(diagnosis.headline)}</b>")
         rest = ipywidgets.HTML(_lines(diagnosis.details_html), layout={"width": "100%"})
-        self.ui = live_box([head, *(view.ui for view in self.findings), rest, *keyboard_guard()])
+        self.ui = live_box([head, *(view.ui for view in self.findings), rest])
 
     @property
     def busy(self) -> bool:
@@ -79,8 +79,9 @@ class _FindingView:
         self.finding = finding
         self.tried: Tried | None = None
         self._runs = 0
+        self._trust = False
         self.button = ipywidgets.Button(
-            description="Try it", icon="play", layout={"width": "90px"},
+            description="Try it", icon="play", layout={"width": "auto"},
             tooltip=f"run it {REPEATS} times as it is and {REPEATS} times changed, and compare",
         )  # fmt: skip
         self.button.on_click(lambda _: on_click(self))
@@ -95,7 +96,12 @@ class _FindingView:
         self._runs = 0
         self.say("starting …")
         try:
-            self.tried = self.finding.try_it(REPEATS, self._on_run)
+            self.tried = self.finding.try_it(REPEATS, self._on_run, self._trust)
+        except ForeignRunError as error:
+            self.say(f"not tried: {error}")
+            self._trust = True
+            self.button.description, self.button.icon = "Run the code of this folder", "exclamation-triangle"
+            return
         except KitError as error:
             self.say(f"not tried: {error}")
             return

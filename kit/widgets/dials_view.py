@@ -20,11 +20,13 @@ from kit.plan.memory.size_dials import Dial
 from kit.run.model_dials import ModelDials, model_dials
 from kit.widgets.config_form import ConfigForm
 from kit.widgets.controls import LABEL_WIDTH
+from kit.widgets.number_field import NumberField, correction_note
 from kit.widgets.steps import StepsSlider
 
 _LARGEST = 2**31 - 1
 _LEAST_QUALITY = 0.01
 _NUMBER_WIDTH = "262px"
+_BESIDE = f"0 0 4px calc({LABEL_WIDTH} + 8px)"
 _QUIET = "var(--jp-ui-font-color2, #666)"
 
 
@@ -59,7 +61,8 @@ class DialsView:
         self.dials, self._following = found, True
         try:
             for dial in found:
-                self.fields[dial.name].value = dial.value
+                if self.fields[dial.name].value != dial.value:  # what a correction says stays
+                    self.fields[dial.name].value = dial.value
         finally:
             self._following = False
 
@@ -78,9 +81,10 @@ class DialsView:
     def _row(self, dial: Dial) -> Any:
         number = ipywidgets.VBox([self.fields[dial.name]], layout={"flex": f"0 0 {_NUMBER_WIDTH}"})
         controls = ipywidgets.HBox([number, self.sliders[dial.name].widget], layout={"grid_gap": "12px"})
-        style = f"margin:0 0 4px calc({LABEL_WIDTH} + 8px);font-size:.85em;line-height:1.3;color:{_QUIET}"
+        style = f"margin:{_BESIDE};font-size:.85em;line-height:1.3;color:{_QUIET}"
         words = f"<div style='{style}'>{html.escape(dial.reason)}</div>"
-        return ipywidgets.VBox([controls, ipywidgets.HTML(words, layout={"margin": "0"})])
+        note = correction_note(self.fields[dial.name], _BESIDE)
+        return ipywidgets.VBox([controls, note, ipywidgets.HTML(words, layout={"margin": "0"})])
 
 
 def _drawn(dial: Dial) -> tuple[str, str]:
@@ -89,9 +93,9 @@ def _drawn(dial: Dial) -> tuple[str, str]:
 
 
 def _field(dial: Dial) -> Any:
-    kind, least = (ipywidgets.BoundedIntText, 1) if dial.whole else (ipywidgets.BoundedFloatText, _LEAST_QUALITY)
-    return kind(
-        value=dial.value, min=least, max=_LARGEST, description=dial.name.replace("_", " "),
+    return NumberField(
+        dial.value, least=1 if dial.whole else _LEAST_QUALITY, most=_LARGEST, whole=dial.whole,
+        description=dial.name.replace("_", " "),
         tooltip=f"model.arguments.{dial.name}: {dial.range_reason}",
         layout={"width": "auto", "margin": "1px 0"}, style={"description_width": LABEL_WIDTH},
     )  # fmt: skip

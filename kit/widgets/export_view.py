@@ -36,7 +36,10 @@ class ExportView:
         self.file: Path | None = None
         """What was written here last."""
         self._latest = Latest("kit-results")
-        self.format = ipywidgets.Dropdown(options=list(FORMATS), layout={"width": "130px", "flex": "0 0 auto"})
+        self.format = ipywidgets.Dropdown(
+            options=list(FORMATS), tooltip="what kind of file the trials are written to",
+            layout={"width": "130px", "flex": "0 0 auto"},
+        )  # fmt: skip
         self.button = ipywidgets.Button(
             description="Export", icon="download", disabled=True, layout={"width": "110px", "flex": "0 0 auto"},
             tooltip="write these trials to a file in the project folder",

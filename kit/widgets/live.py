@@ -8,51 +8,79 @@ notebook, a page on GitHub, a run without a browser) it is what the reader sees.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+import functools
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ipywidgets
+import traitlets
 
 _HIDE_STILL = "<style>.jp-OutputArea-child:has(.kit-live) + .jp-OutputArea-child { display: none }</style>"
 
-_KEYS = """
-function render({ el }) {
-  requestAnimationFrame(() => {
+_MANNERS = """
+function render({ model, el }) {
+  const tell = ({ target }) => {
+    const box = target.closest?.('.widget-checkbox, .widget-dropdown');
+    const name = [...(box?.classList ?? [])].find((one) => one in model.get('tooltips'));
+    if (name) for (const part of [box, ...box.querySelectorAll('[title]')]) part.title = model.get('tooltips')[name];
+  };
+  const keep = ({ target }) => {  // looked up at each focus: when this is rendered it may not be in the page yet
     const area = el.closest('.jp-OutputArea-output') ?? el.closest('.jupyter-widgets');
-    const keep = (event) => event.target.setAttribute('data-lm-suppress-shortcuts', 'true');
-    area?.addEventListener('focusin', keep);
-  });
+    if (area?.contains(target)) target.setAttribute('data-lm-suppress-shortcuts', 'true');
+  };
+  const heard = [['focusin', keep], ['focusin', tell], ['mouseover', tell]];
+  for (const [event, answer] of heard) document.addEventListener(event, answer);
+  return () => heard.forEach(([event, answer]) => document.removeEventListener(event, answer));
 }
 export default { render };
 """
 
 
-def keyboard_guard() -> list[Any]:
+def keyboard_guard(tooltips: Mapping[str, str]) -> list[Any]:
     """A widget that keeps JupyterLab's shortcuts away from a focused control; none where anywidget is missing.
 
-    Without it a focused Dropdown hands its arrow keys and letters to the notebook: "b" would insert a cell.
+    Without it a focused Dropdown hands its arrow keys and letters to the notebook: "b" would insert a cell. It also
+    shows the tooltips of checkboxes and dropdowns, by their classes: ipywidgets shows the bare name, or nothing.
     """
     try:
-        import anywidget
+        return [_guard_class()(tooltips=dict(tooltips), layout={"display": "none"})]
     except ImportError:
         return []
-    guard = anywidget.AnyWidget(layout={"display": "none"})
-    guard.add_traits(_esm=_synced(_KEYS))
-    return [guard]
 
 
-def _synced(text: str) -> Any:
-    import traitlets
+@functools.cache
+def _guard_class() -> Any:
+    import anywidget
 
-    return traitlets.Unicode(text).tag(sync=True)
+    class KeyboardGuard(anywidget.AnyWidget):
+        _esm = _MANNERS  # of the class: an instance has told the browser what it holds once it is made
+        tooltips = traitlets.Dict().tag(sync=True)
+
+    return KeyboardGuard
 
 
 def live_box(children: list[Any], **layout: str) -> Any:
-    """A box whose still is hidden while it is alive."""
+    """A box whose still is hidden while it is alive, and in which keys and tooltips are as they should be."""
+    tooltips = {}
+    kinds = (ipywidgets.Checkbox, ipywidgets.Dropdown)
+    for part in (part for child in children for part in widgets_in(child) if isinstance(part, kinds)):
+        if part.tooltip is None:
+            continue
+        name = f"kit-tip-{secrets.token_hex(8)}"  # its own in a page that shows several notebooks
+        part.add_class(name)
+        tooltips[name] = part.tooltip
     style = ipywidgets.HTML(_HIDE_STILL, layout={"display": "none"})
-    box = ipywidgets.VBox([*children, style], layout=layout)
+    box = ipywidgets.VBox([*children, *keyboard_guard(tooltips), style], layout=layout)
     box.add_class("kit-live")
     return box
+
+
+def widgets_in(box: Any) -> Iterator[Any]:
+    """Every widget in a box, at any depth, and the box."""
+    yield box
+    for child in getattr(box, "children", ()):
+        yield from widgets_in(child)
 
 
 class LiveDisplay:

@@ -11,21 +11,25 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ipywidgets
 
 from kit.config import Config
-from kit.errors import ConfigError, KitError, PlanError
+from kit.errors import KitError, PlanError
 from kit.plan.memory.cards import CARDS, THIS_MACHINE, find_card, target_of
 from kit.plan.memory.estimate import MemoryEstimate
 from kit.report import figure as look
 from kit.report.memory_charts import memory_figure
+from kit.run.batch_rule import batch_rule
+from kit.run.payload import Part
 from kit.widgets.config_form import WIDTH, ConfigForm
 from kit.widgets.controls import LABEL_WIDTH
 from kit.widgets.dials_view import DialsView
-from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
+from kit.widgets.handle import Handle, weakly
+from kit.widgets.live import live_box
 from kit.widgets.memory_answers import Answers, Model, Request
 from kit.widgets.memory_cards import CardAnswer, Device, sentence
 from kit.widgets.memory_view import MemoryView, headline
@@ -74,7 +78,7 @@ def memory_panel(
     return MemoryPanel(config or Config(), module, data, device=device, cards=cards, sizes=sizes)
 
 
-class MemoryPanel:
+class MemoryPanel(Handle):
     """The widgets, and the methods that mirror them."""
 
     def __init__(
@@ -90,20 +94,21 @@ class MemoryPanel:
     ) -> None:
         self._base, self._module, self._data = config, module, data
         self._cards = tuple(find_card(name).name for name in cards)
-        self._display: LiveDisplay | None = None
         self.form = ConfigForm(config, SHOWN, folded=False)
         self.sliders = {path: _slider(self.form.controls[path], most) for path, most in SLIDERS.items()}
         self.dials = DialsView(self.form, module, data, sizes)
-        self.view = MemoryView(self.form.show_problems, self._refresh)
-        self._answers = Answers(make_model or self._make_model, self.view)
+        self.view = MemoryView(self.form.show_problems, weakly(self._refresh))
+        self._answers = Answers(make_model or partial(_make_model, module, data), self.view)
         self.device_control = _device_control(device)
         self.buttons = {name: _export_button(name) for name in _EXPORTS}
         self.code = ipywidgets.HTML(layout={"margin": "6px 0 0", "width": "100%"})
-        self.form.on_change(lambda _: self._ask())
-        self.device_control.observe(lambda _: self._ask(), "value")
-        self.buttons["PNG"].on_click(lambda _: self._export(self.save_png, "memory.png"))
-        self.buttons["snapshot"].on_click(lambda _: self._export(self.save_snapshot, "memory.pickle"))
+        ask, export = weakly(self._ask), weakly(self._export)
+        self.form.on_change(lambda _: ask())
+        self.device_control.observe(lambda _: ask(), "value")
+        self.buttons["PNG"].on_click(lambda _: export("save_png", "memory.png"))
+        self.buttons["snapshot"].on_click(lambda _: export("save_snapshot", "memory.pickle"))
         self.ui = self._draw()
+        self._own()
         self._ask()
 
     # -- what the controls do
@@ -156,8 +161,7 @@ class MemoryPanel:
         if not self._answers.wait(timeout):
             raise TimeoutError(f"still predicting after {timeout} s; it goes on")
         self._refresh()
-        if self.form.problems:
-            raise ConfigError(self.form.problems)
+        self.form.check()
         if self.view.failure is not None:
             raise self.view.failure
         return self
@@ -202,25 +206,18 @@ class MemoryPanel:
         names = self._cards if device in self._cards else (device, *self._cards)
         request = Request(self.config, device, names)
         self._show_code()
+        note = batch_rule(Part.of(self._data), self.config).note
+        told = f"predicted for {self.config.loader.batch_size} here; in a fit, {note}" if note else ""
+        self.form.show_hints({"loader.batch_size": told})
         self.view.wait_for_answer()
         if names != tuple(answer.device for answer in self.cards):
             self.view.on_cards(request, tuple(map(CardAnswer, names)))
         self._answers.ask(request)
 
-    def _refresh(self) -> None:
-        """Renew the still beside the live view."""
-        if self._display is not None:
-            self._display.refresh()
-
-    def _make_model(self, config: Config, device: Device) -> Model:
-        from kit.run.memory.model import memory_model
-
-        return memory_model(self._module, self._data, config, device=device)
-
-    def _export(self, write: Callable[[str], Path], name: str) -> None:
+    def _export(self, method: str, name: str) -> None:
         """What a click on an export does; what went wrong stands beside it, and has no place in a log."""
         try:
-            self.view.say(f"written: {write(name)}")
+            self.view.say(f"written: {getattr(self, method)(name)}")
         except (KitError, OSError) as error:
             self.view.say(f"not written: {error}")
 
@@ -249,7 +246,7 @@ class MemoryPanel:
         columns = ipywidgets.HBox(
             [left, right], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "8px 28px"}
         )
-        return live_box([columns, *keyboard_guard()])
+        return live_box([columns])
 
     def _slider_row(self, path: str) -> Any:
         number = self.form.row(path)
@@ -266,7 +263,13 @@ class MemoryPanel:
         return f"MemoryPanel of {self.config!r}"
 
     def _ipython_display_(self) -> None:
-        self._display = LiveDisplay(self.ui, f"{self!r}\nRun this cell again for its controls.", self._still)
+        self._show()
+
+
+def _make_model(module: Any, data: Any, config: Config, device: Device) -> Model:
+    from kit.run.memory.model import memory_model
+
+    return memory_model(module, data, config, device=device)
 
 
 def _slider(field: Any, most: int) -> StepsSlider:

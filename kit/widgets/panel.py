@@ -24,9 +24,11 @@ from kit.errors import ConfigError, KitError, TrialError
 from kit.report.commit import Committed
 from kit.report.diagnosis import Diagnosis
 from kit.report.profile import Profile, profile
+from kit.run.batch_rule import BatchRule, batch_rule
 from kit.run.calibration.calibrate import calibrate
 from kit.run.calibration.result import Calibration
 from kit.run.model_dials import model_dials
+from kit.run.payload import Part
 from kit.run.trial import Trial, fit, warm_up
 from kit.train.choices import explain_attention, explain_batch, explain_strategy
 from kit.widgets.background import Latest
@@ -35,7 +37,8 @@ from kit.widgets.commit_view import CommitView
 from kit.widgets.config_form import ConfigForm
 from kit.widgets.diagnosis_control import DiagnosisControl
 from kit.widgets.export_view import ExportView
-from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
+from kit.widgets.handle import Handle, weakly
+from kit.widgets.live import live_box
 from kit.widgets.profile_view import ProfileView
 from kit.widgets.store_view import StoreFacts, StoreView
 from kit.widgets.trial_view import TrialView
@@ -49,6 +52,9 @@ _TICK_SECONDS = 0.05
 def panel(config: Config | None = None, module: Any = None, data: Any = None) -> Panel:
     """A form, a chunk plan and a live trial for this config (by default, the default one).
 
+    `close()` gives its widgets back. So does forgetting it: when no variable holds it, none of its trials runs, and the
+    cell that shows it has been run again (what IPython keeps of that result goes then too).
+
     Args:
         config: what the form starts from; it is not changed, `panel.config` is the edited copy.
         module: what is trained, as `kit.fit` takes it; None takes `model.target`.
@@ -57,36 +63,37 @@ def panel(config: Config | None = None, module: Any = None, data: Any = None) ->
     return Panel(config or Config(), module, data)
 
 
-class Panel:
+class Panel(Handle):
     """The widgets, and the methods that mirror them."""
 
     def __init__(self, config: Config, module: Any = None, data: Any = None) -> None:
         self._base, self._module, self._data = config, module, data
-        self._display: LiveDisplay | None = None
         self._starting, self._mutex = Latest("kit-fit"), threading.RLock()
         self.trial: Trial | None = None
         """The last trial started here."""
         self.form = ConfigForm(config)
         self.view = TrialView(config)
-        self._device_hints: dict[str, str] = device_hints(config)
+        self._device_hints: dict[str, str] = device_hints(config, data=data)
         self._store_hints: dict[str, str] = {}
         self._hinting = threading.Lock()
-        self.store = StoreView(config, self._on_facts) if data is None else None
+        self.store = StoreView(config, weakly(self._on_facts), self.form.check) if data is None else None
         self.button = ipywidgets.Button(layout={"width": "90px", "flex": "0 0 auto"})
         self.code = ipywidgets.HTML(layout={"margin": "6px 0 0", "width": "100%"})
-        self.diagnosing = DiagnosisControl(self._ended_trial, lambda: self._check_alone(self.diagnosing))
-        self.profiling = ProfileView(self._profile)
-        self.calibration = CalibrationView(self._calibrate, self._on_calibrated)
-        self.committing = CommitView(config, module, data, lambda: self.trial if self._has_ended else None)
+        self.diagnosing = DiagnosisControl(weakly(self._ended_trial), weakly(self._check_before_diagnosing))
+        self.profiling = ProfileView(weakly(self._profile))
+        self.calibration = CalibrationView(weakly(self._calibrate), weakly(self._on_calibrated))
+        self.committing = CommitView(config, module, data, weakly(self._last_ended), self.form.check)
         self.exporting = ExportView(config)
         self._label(busy=False)
-        self.button.on_click(lambda _: self._clicked())
-        self.form.on_change(self._on_config)
+        clicked = weakly(self._clicked)
+        self.button.on_click(lambda _: clicked())
+        self.form.on_change(weakly(self._on_config))
         self._show_code()
         self._show_hints()
         self.committing.look(config)
         self.exporting.look(config)
         self.ui = self._draw()
+        self._own()
 
     # -- what the controls do
 
@@ -127,8 +134,7 @@ class Panel:
             return self.trial
 
     def _submit(self, config: Config) -> Trial:
-        if self.form.problems:
-            raise ConfigError(self.form.problems)
+        self.form.check()
         self._check_alone(self)
         self.view.reset(config, "checking …")
         given = self._module is not None or self._data is not None
@@ -146,6 +152,9 @@ class Panel:
         if self.trial is None or not self.trial.ended:
             raise TrialError("no trial has ended here; fit one first")
         return self.trial
+
+    def _check_before_diagnosing(self) -> None:
+        self._check_alone(self.diagnosing)
 
     def _check_alone(self, mine: object) -> None:
         """That nothing else here runs in processes of its own.
@@ -171,8 +180,7 @@ class Panel:
         return self.profiling.run()
 
     def _profile(self) -> Profile:
-        if self.form.problems:
-            raise ConfigError(self.form.problems)
+        self.form.check()
         self._check_alone(self.profiling)
         given = self._module is not None or self._data is not None
         return profile(self._module, self._data, self.config) if given else profile(self.config)
@@ -182,8 +190,7 @@ class Panel:
         self.calibration.start()
 
     def _calibrate(self, on_start: Callable[[Trial], object]) -> Calibration:
-        if self.form.problems:
-            raise ConfigError(self.form.problems)
+        self.form.check()
         self._check_alone(self.calibration)
         given = self._module is not None or self._data is not None
         asked = (self._module, self._data, self.config) if given else (self.config,)
@@ -199,7 +206,11 @@ class Panel:
             self.trial.stop()
 
     def build(self) -> None:
-        """Build the store, or what is missing of it, in a thread; returns at once."""
+        """Build the store, or what is missing of it, in a thread; returns at once.
+
+        Raises:
+            ConfigError: for edits in the form that do not fit.
+        """
         if self.store is not None:
             self.store.build()
 
@@ -240,8 +251,6 @@ class Panel:
         Raises:
             KitError: for edits in the form that do not fit, and as `kit.commit` does.
         """
-        if self.form.problems:
-            raise ConfigError(self.form.problems)
         return self.committing.commit()
 
     def export(self, path: str | Path | None = None) -> Path:
@@ -253,9 +262,8 @@ class Panel:
         self.exporting.wait()
         return self.exporting.export(path)
 
-    @property
-    def _has_ended(self) -> bool:
-        return self.trial is not None and self.trial.ended
+    def _last_ended(self) -> Trial | None:
+        return self.trial if self.trial is not None and self.trial.ended else None
 
     def save(self, path: str | Path) -> Path:
         """Write the config as YAML, to be committed."""
@@ -294,12 +302,11 @@ class Panel:
             self._label(busy=False)
             self.diagnosing.button.disabled = False
             self.exporting.look(self.config)
-        if self._display is not None:
-            self._display.refresh()
+        self._refresh()
 
     def _on_config(self, config: Config) -> None:
         self._show_code()
-        self._show_hints(device=device_hints(config, self._base))
+        self._show_hints(device=device_hints(config, self._base, self._data))
         self.committing.look(config)
         self.exporting.look(config, again=False)
         if self.store is not None:
@@ -358,7 +365,7 @@ class Panel:
         columns = ipywidgets.HBox(
             [self.form.ui, right], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "8px 28px"}
         )
-        return live_box([columns, *keyboard_guard()])
+        return live_box([columns])
 
     def _still(self) -> tuple[str, bytes | None]:
         return self.view.still
@@ -369,13 +376,13 @@ class Panel:
     def _ipython_display_(self) -> None:
         if self.config.trial.start == "warm":
             warm_up()
-        self._display = LiveDisplay(self.ui, f"{self!r}\nRun this cell again for its controls.", self._still)
+        self._show()
 
 
-def device_hints(config: Config, base: Config | None = None) -> dict[str, str]:
+def device_hints(config: Config, base: Config | None = None, data: Any = None) -> dict[str, str]:
     """What `auto` came to on this machine and why, what the strategy means, and what a step sees.
 
-    `base` is the config that the learning rate was chosen for, by default this one.
+    `base` is the config that the learning rate was chosen for, by default this one; `data` is as `kit.fit` takes it.
     """
     from kit.machine import hardware, resolve_devices
 
@@ -389,14 +396,21 @@ def device_hints(config: Config, base: Config | None = None) -> dict[str, str]:
     devices = [reason for reason in resolved.reasons if reason not in precision]
     chosen = base or config
     ranks = _ranks(chosen, machine)
-    seen = explain_batch(config, resolved.world_size, (chosen, ranks) if ranks else None)
+    rule = batch_rule(Part.of(data), config)
+    used, before = (_with_batch(item, rule) for item in (config, chosen))
+    seen = explain_batch(used, resolved.world_size, (before, ranks) if ranks else None) if rule.size else ""
     return {
         **strategy,
         "hardware.devices": "; ".join(devices),
         "hardware.precision": "; ".join(precision),
-        "loader.batch_size": seen,
+        "loader.batch_size": "; ".join(filter(None, [rule.note, seen])),
         "levers.attention": explain_attention(resolved.accelerator, config.levers.attention),
     }
+
+
+def _with_batch(config: Config, rule: BatchRule) -> Config:
+    """The config with the batch that runs, where that is not its own."""
+    return config if rule.by_config or rule.size is None else config.replace({"loader.batch_size": rule.size})
 
 
 def size_hints(config: Config, module: Any = None) -> dict[str, str]:

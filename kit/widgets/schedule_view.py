@@ -16,6 +16,7 @@ from kit.config import Config
 from kit.errors import KitError
 from kit.plan.schedule import Schedule, advise_schedule
 from kit.units import format_bytes
+from kit.widgets.number_field import NumberField, correction_note
 from kit.widgets.trial_view import error_html
 
 THIS_MACHINE, ANOTHER = "this machine", "another machine"
@@ -45,7 +46,7 @@ class ScheduleView:
             options=[*self._machines, ANOTHER], value=THIS_MACHINE, description="machine",
             tooltip="whose cores and memory are shared out", style=_STYLE, layout={"width": "270px"},
         )  # fmt: skip
-        self.cores = _number("cores", "cores of the machine", 1, 4096)
+        self.cores = _number("cores", "how many cores that machine has", 1, 4096)
         self.ranks = _number("GPUs", "processes that train, one a GPU; 1 without a GPU", 1, 1024)
         self.memory = ipywidgets.Text(
             description="memory", tooltip="memory of the machine, such as 128 GiB", continuous_update=False,
@@ -69,7 +70,8 @@ class ScheduleView:
             [self.machine, self.cores, self.ranks, self.memory, self.heavy],
             layout={"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"},
         )
-        self.ui = ipywidgets.VBox([row, self.advice, self.button], layout={"width": "100%"})
+        notes = [correction_note(number, "0 0 4px") for number in (self.cores, self.ranks)]
+        self.ui = ipywidgets.VBox([row, *notes, self.advice, self.button], layout={"width": "100%"})
 
     def show(self, config: Config) -> None:
         """Advise for this config on the machine chosen."""
@@ -136,6 +138,6 @@ def heading(text: str) -> str:
 
 
 def _number(name: str, tooltip: str, low: int, high: int) -> Any:
-    return ipywidgets.BoundedIntText(
-        value=1, min=low, max=high, description=name, tooltip=tooltip, style=_STYLE, layout={"width": "120px"}
+    return NumberField(
+        1, least=low, most=high, description=name, tooltip=tooltip, style=_STYLE, layout={"width": "120px"}
     )

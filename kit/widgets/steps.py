@@ -37,7 +37,7 @@ class StepsSlider:
         value = field.value
         self._field, self._marks, self._following = field, tuple(over), False
         self.widget = ipywidgets.SelectionSlider(
-            options=self._options(value), value=value, readout=False, tooltip=field.description,
+            options=self._options(value), value=value, readout=False, tooltip=field.tooltip,
             layout={"flex": "1 1 120px", "min_width": "100px", "margin": "1px 0"},
         )  # fmt: skip
         field.observe(lambda change: self._follow(change["new"]), "value")

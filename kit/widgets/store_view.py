@@ -42,15 +42,26 @@ class StoreFacts:
 
 
 class StoreView:
-    """Plan, size and Build button; `look` turns them to a config, `facts` is what was found."""
+    """Plan, size and Build button; `look` turns them to a config, `facts` is what was found.
 
-    def __init__(self, config: Config, on_facts: Callable[[StoreFacts], object] = lambda _: None) -> None:
+    Args:
+        config: What is shown first.
+        on_facts: Hears what was found.
+        check: Raises a KitError while `config` is not what the settings show: then nothing is built.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        on_facts: Callable[[StoreFacts], object] = lambda _: None,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
         self.config, self.facts = config, StoreFacts()
-        self._on_facts = on_facts
+        self._on_facts, self._check = on_facts, check
         self._looking = Latest("kit-look")
         self.summary = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
         self.chart = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
-        self.control = BuildControl(self.build, lambda: self.look(self.config))
+        self.control = BuildControl(self._clicked, lambda: self.look(self.config))
         self.button, self.progress, self._row = self.control.button, self.control.progress, self.control.ui
         self._row.layout.display = "none"
         self.ui = ipywidgets.VBox([self.summary, self.chart, self._row])
@@ -88,8 +99,20 @@ class StoreView:
         return self.control.busy
 
     def build(self) -> None:
-        """Start building in a thread; returns at once."""
+        """Start building in a thread; returns at once.
+
+        Raises:
+            KitError: as `check` does.
+        """
+        self._check()
         self.control.build(self.config, self.facts.plan)
+
+    def _clicked(self) -> None:
+        """What a click on Build does; what went wrong stands beside it, and has no place in a log."""
+        try:
+            self.build()
+        except KitError as error:
+            self.control.say(f"not started: {error}", 0.0)
 
     def stop(self) -> None:
         """End the build after the shards now being written."""

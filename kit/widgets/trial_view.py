@@ -19,7 +19,7 @@ from kit.run.trial import Trial
 from kit.run.what_ran import what_ran
 from kit.tables import html_warnings
 from kit.units import format_bytes, format_count, format_seconds
-from kit.widgets.live import LiveDisplay, keyboard_guard, live_box
+from kit.widgets.live import LiveDisplay, live_box
 
 _DRAWS_PER_SECOND = 6
 _LONGEST_PAUSE_SECONDS = 0.5
@@ -202,9 +202,7 @@ class _ShownTrial:
         )  # fmt: skip
         self.button.on_click(lambda _: trial.stop())
         head = ipywidgets.HBox([self.button, self.view.progress], layout={"align_items": "center", "grid_gap": "12px"})
-        self.ui = live_box(
-            [head, self.view.chart, self.view.notes, self.view.error, *keyboard_guard()], max_width="800px"
-        )
+        self.ui = live_box([head, self.view.chart, self.view.notes, self.view.error], max_width="800px")
 
     def ended(self, trial: Trial, shown: LiveDisplay) -> None:
         if trial.ended:

@@ -4,6 +4,7 @@ Not one browser a worker: playwright keeps an event loop running in this thread,
 fails. What a notebook leaves when it is saved is judged after each test, so that no notebook is run twice.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,8 @@ from properties import nightly
 from saved_notebooks import assert_pictures_and_text
 from waiting import PATIENCE_SECONDS
 
+from kit.config import Config
+
 REPOSITORY = Path(__file__).parents[2]
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 NOTEBOOK_SECONDS = 4 * PATIENCE_SECONDS
@@ -28,10 +31,13 @@ NOTEBOOK_SECONDS = 4 * PATIENCE_SECONDS
 SMALLER = {
     "01_chunks": {"seconds": 1.0},
     "02_streaming": {"steps": 16, "seconds": 1.0},
-    "04_levers": {"sequence_lengths": [256, 512], "steps": 4},
+    "04_levers": {"sequence_lengths": [128, 256], "steps": 4},
     "05_cloud": {"seconds": 0.3},
+    "10_tables": {"rows": 100_000},
 }
 """Parameters of notebooks that take long; the nightly tests run them as they are."""
+SMALLER_RECIPES = {"slow": {"loader.batch_size": 4}}
+"""Likewise for what a notebook takes from its recipe."""
 REQUIRED = os.environ.get("KIT_REQUIRE_BROWSER") == "1"
 FLAGS = (
     "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking",
@@ -108,6 +114,9 @@ def project(server, request):
     if not nightly():
         for name, changes in SMALLER.items():
             _change_parameters(root / "notebooks" / f"{name}.ipynb", changes)
+        for name, changes in SMALLER_RECIPES.items():
+            recipe = root / "datasets" / name / "recipe.yaml"
+            recipe.write_text(Config.load(recipe).replace(changes).to_yaml())
     return root
 
 
@@ -219,8 +228,8 @@ def context(chromium):
     context.close()
 
 
-@pytest.fixture
-def notebook(lab, context, request):
+@contextlib.contextmanager
+def _tabs(lab, context, session):
     """A function that opens a notebook of the project in a tab of the given width.
 
     One that kit comes with, and that a test has run, has to show everything without a kernel once it is saved.
@@ -233,24 +242,39 @@ def notebook(lab, context, request):
         opened.append(Notebook(page, lab, path))
         return opened[-1]
 
-    failed_before = request.session.testsfailed
+    failed_before = session.testsfailed
     yield open_notebook
     try:
         for one in opened:
-            if request.session.testsfailed == failed_before and (REPOSITORY / "notebooks" / one.file.name).exists():
+            if session.testsfailed == failed_before and (REPOSITORY / "notebooks" / one.file.name).exists():
                 assert_pictures_and_text(one.file.stem, one.saved())
     finally:
         for one in opened:
             one.page.close()
-        _end_kernels(lab.url)
+        _end_kernels(lab.url, {str(one.file.relative_to(lab.root.parent)) for one in opened})
 
 
-def _end_kernels(url):
+@pytest.fixture
+def notebook(lab, context, request):
+    """Opens notebooks that are closed, and their kernels ended, with the test."""
+    with _tabs(lab, context, request.session) as open_notebook:
+        yield open_notebook
+
+
+@pytest.fixture(scope="module")
+def notebook_of_file(lab, context, request):
+    """Opens notebooks that the tests of one file share: a page of Lab and a kernel cost ten seconds of a core."""
+    with _tabs(lab, context, request.session) as open_notebook:
+        yield open_notebook
+
+
+def _end_kernels(url, files):
     with urllib.request.urlopen(f"{url}/api/sessions") as answer:
         sessions = json.load(answer)
     for session in sessions:
-        request = urllib.request.Request(f"{url}/api/sessions/{session['id']}", method="DELETE")
-        urllib.request.urlopen(request).close()
+        if session["path"] in files:
+            request = urllib.request.Request(f"{url}/api/sessions/{session['id']}", method="DELETE")
+            urllib.request.urlopen(request).close()
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,12 @@
 
 import re
 
-import nbformat
 import pytest
 from playwright.sync_api import expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 ANSWERED, COMPLETE = re.compile(r"answered in "), re.compile(r"^complete — ")
-PANEL = """import kit
-config = kit.Config.load("datasets/tokens/recipe.yaml")
-panel = kit.memory_panel(config, data="datasets/tokens/source.py:Tokens", device="T4", cards=["H100-80GB"])
-panel"""
 WATCH_SHIFTS = """() => {
   window.shifts = 0;
   new PerformanceObserver((list) => list.getEntries().forEach((entry) => { window.shifts += entry.value; }))
@@ -50,10 +45,10 @@ def picture(opened, place, path):
     opened.page.screenshot(path=path)
 
 
-@pytest.fixture
-def memory(notebook):
+@pytest.fixture(scope="module")
+def memory(notebook_of_file):
     """The notebook, run from top to bottom, and its panel."""
-    opened = notebook("notebooks/03_memory.ipynb", width=1280, height=1500)
+    opened = notebook_of_file("notebooks/03_memory.ipynb", width=1280, height=1500)
     opened.run_all()
     trial = opened.page.locator(".kit-live").nth(1)
     expect(status(trial)).to_have_text(COMPLETE)
@@ -114,13 +109,9 @@ def turn_a_dial(opened, panel, artifacts):
     picture(opened, panel, artifacts / "memory_dials.png")
 
 
-def test_in_a_narrow_tab_pictures_stand_below_the_controls_and_errors_beside_them(notebook, lab):
-    kernel = {"name": "kit", "display_name": "kit (training experiments)", "language": "python"}
-    cells = [nbformat.v4.new_code_cell(PANEL)]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), lab.root / "what_if.ipynb")
-    opened = notebook("what_if.ipynb", width=800, height=1700)
-    opened.run_all()
-    panel = opened.page.locator(".kit-live")
+def test_in_a_narrow_tab_pictures_stand_below_the_controls_and_errors_beside_them(memory):
+    opened, panel = memory
+    opened.page.set_viewport_size({"width": 800, "height": 1700})
     wait_for_cards(panel)
     form, drawn = panel.locator(".kit-form").bounding_box(), bar(panel).bounding_box()
     assert form["y"] + form["height"] <= drawn["y"]

@@ -61,7 +61,7 @@ def test_a_truncated_body_is_half_of_what_its_head_promises(cloud, ask, path):
 def test_a_dripping_body_comes_in_small_pieces(cloud, path):
     cloud.turn(faults={"drip": 1.0}, drip_bytes_per_second=100)
     with socket.create_connection(("127.0.0.1", cloud.port), timeout=PATIENCE_SECONDS) as channel:
-        channel.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        channel.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{cloud.port}\r\n\r\n".encode())
         data = b""
         while data.find(b"\r\n\r\n") < 0 or len(data.partition(b"\r\n\r\n")[2]) < 20:
             data += channel.recv(65536)
@@ -139,7 +139,7 @@ def test_obstore_gets_over_a_bad_day(cloud, ask, path):
 def test_a_client_that_leaves_in_the_middle_holds_nothing(cloud, path):
     with socket.create_connection(("127.0.0.1", cloud.port), timeout=PATIENCE_SECONDS) as channel:
         cloud.turn(bandwidth_bytes_per_second=1000)
-        channel.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        channel.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{cloud.port}\r\n\r\n".encode())
         channel.recv(100)
         assert cloud.counts().in_flight == 1
     ask = asker(cloud)

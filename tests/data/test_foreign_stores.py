@@ -13,11 +13,15 @@ import pytest
 import xarray
 import zarr
 
+import kit
 from kit.cloud.simulated_cloud import simulated_cloud
+from kit.config import Config
+from kit.data.build import build
 from kit.data.dataset import open_dataset
 from kit.data.engine import Engine
+from kit.data.source import as_source
 from kit.endpoints import VARIABLE
-from kit.errors import StoreError
+from kit.errors import KitError, StoreError, UnfinishedStoreError
 
 SHAPE, PATCH = (7, 13, 17), (2, 5, 6)
 DIMS = ("time", "y", "x")
@@ -262,12 +266,12 @@ def test_a_public_bucket_is_read_without_a_key(public, tmp_path, scheme, zarr_fo
         assert np.array_equal(dataset.coordinate("time"), group().time.values)
 
 
-def pass_on(source, target, kept):
-    """Everything that comes from one side of a connection, to the other side and to `kept`."""
+def pass_on(source, target, kept, name, known):
+    """Everything that comes from one side of a connection, to `kept` and under its `known` name to the other side."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
             kept += data
-            target.sendall(data)
+            target.sendall(data.replace(name, known))
         target.shutdown(socket.SHUT_WR)
 
 
@@ -276,6 +280,8 @@ def overheard(public, monkeypatch):
     """The public buckets behind a relay: its address, and what was sent to it, connection by connection."""
     server, said, sides = socket.create_server(("127.0.0.1", 0)), [], []
 
+    mine, its = (f"127.0.0.1:{port}".encode() for port in (server.getsockname()[1], public.port))
+
     def relay():
         with contextlib.suppress(OSError):
             while True:
@@ -283,7 +289,8 @@ def overheard(public, monkeypatch):
                 sides.extend((here, there))
                 said.append(bytearray())
                 for source, target, kept in ((here, there, said[-1]), (there, here, bytearray())):
-                    threading.Thread(target=pass_on, args=(source, target, kept), daemon=True).start()
+                    names = (mine, its) if source is here else (its, its)
+                    threading.Thread(target=pass_on, args=(source, target, kept, *names), daemon=True).start()
 
     thread = threading.Thread(target=relay, daemon=True)
     thread.start()
@@ -328,3 +335,62 @@ def test_a_place_without_a_group_is_named(tmp_path):
     (tmp_path / "g.zarr").mkdir()
     with pytest.raises(StoreError, match="no Zarr group"):
         open_dataset(tmp_path / "g.zarr")
+
+
+@pytest.mark.parametrize(("zarr_format", "shards"), [(2, None), (3, None), (3, (4, 10, 16))])
+def test_an_array_that_is_in_no_group_reads_by_its_own_address(tmp_path, zarr_format, shards):
+    values = values_of("f4")
+    named = {"dimension_names": DIMS} if zarr_format == 3 else {"attributes": {"_ARRAY_DIMENSIONS": [*DIMS]}}
+    zarr.create_array(
+        tmp_path / "lone.zarr", data=values, chunks=(2, 5, 8), shards=shards, zarr_format=zarr_format, **named
+    )
+    dataset = open_dataset(tmp_path / "lone.zarr")
+    assert (dataset.select()[0].dims, [*dataset.arrays]) == (DIMS, ["lone.zarr"])
+    assert np.array_equal(dataset.open_array("lone.zarr")[...], values)
+    got, valid = read(tmp_path / "lone.zarr")
+    assert valid.all()
+    for patch, offset in zip(got[:, 0], CORNERS, strict=True):
+        assert np.array_equal(patch, values[tuple(map(slice, offset, offset + np.array(PATCH)))])
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3", "http"])
+def test_an_array_of_a_bucket_reads_by_its_own_address(public, tmp_path, scheme):
+    url = public.url("public/3.zarr/b", scheme)
+    with Engine(open_dataset(url, "anonymous")) as engine:
+        ((got, _),) = engine.stream([CORNERS], PATCH)
+    expected = as_xarray_reads(tmp_path / "public" / "3.zarr", ["b"], consolidated=False)
+    assert_equal((got, np.ones(got.shape, bool)), expected)
+
+
+def test_an_array_of_a_store_that_kit_built_keeps_what_kit_knows_of_it(tiny_config, tmp_path):
+    built = build(tiny_config(str(tmp_path / "own.zarr")), progress=False)
+    info = built.select()[0]
+    alone = open_dataset(tmp_path / "own.zarr" / info.name)
+    assert (alone.arrays, alone.manifest) == ({info.name: info}, built.manifest)
+    (tmp_path / "own.zarr" / ".kit" / "manifest.json").unlink()
+    with pytest.raises(UnfinishedStoreError):
+        open_dataset(tmp_path / "own.zarr" / info.name)
+
+
+TEXTS = {
+    "fixed": np.full(SHAPE, "ab", "U2"), "bytes": np.full(SHAPE, b"ab", "S2"), "any length": np.full(SHAPE, "ab", "T"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The data type:zarr.errors.UnstableSpecificationWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_store_that_holds_only_text_is_a_named_error_for_every_reader(tmp_path, kind):
+    stored = zarr.open_group(tmp_path / "g.zarr", mode="w")
+    array = stored.create_array("words", shape=SHAPE, chunks=SHAPE, dtype=TEXTS[kind].dtype, dimension_names=DIMS)
+    array[...] = TEXTS[kind]
+    config = Config().replace({"data.url": str(tmp_path / "g.zarr"), "data.patch": {"x": 2}})
+    source = Config().replace({"data.source": str(tmp_path / "g.zarr"), "data.url": str(tmp_path / "new.zarr")})
+    for read_it in (
+        lambda: open_dataset(config).select(), lambda: kit.plan_chunks(config), lambda: kit.fit(config),
+        lambda: kit.build(source, progress=False), lambda: kit.RowData(str(tmp_path / "g.zarr")),
+        lambda: as_source(TEXTS[kind]), lambda: as_source(xarray.DataArray(TEXTS[kind])),
+    ):  # fmt: skip
+        with pytest.raises(KitError, match=r"numbers?|numeric|integers"):
+            read_it()
+    assert not (tmp_path / "new.zarr").exists()

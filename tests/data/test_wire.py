@@ -293,6 +293,27 @@ def test_a_token_is_shown_to_its_store_and_to_nobody_it_points_to(noting, monkey
     assert (path, "Authorization" in second) == ("/elsewhere", False)
 
 
+def test_a_token_that_ran_out_is_renewed_before_the_next_request(noting, monkeypatch):
+    monkeypatch.setenv("MINE", "ya29.first")
+    store = open_store("gs://b/x", "env:MINE")
+    held = store.fs.credentials
+    wire = Wire(address_of(store, "gs://b/x"), "gs://b/x", 2, PATIENCE_SECONDS, Counters())
+    wire.read("a", 0, 10)
+    monkeypatch.setattr(held, "maybe_refresh", lambda: setattr(held.credentials, "token", "ya29.second"))
+    wire.read("a", 0, 10)
+    wire.close()
+    assert [headers["Authorization"] for _, headers in noting.seen] == ["Bearer ya29.first", "Bearer ya29.second"]
+
+
+def test_a_401_comes_back_at_once(noting, monkeypatch):
+    monkeypatch.setenv("MINE", "ya29.token")
+    noting.status = 401
+    with pytest.raises(StoreError, match=r"401.*data\.credentials") as caught:
+        ask_noting("gs://b/x", "env:MINE")
+    assert len(noting.seen) == 1
+    assert "ya29" not in str(caught.value)
+
+
 def test_an_answer_that_is_not_the_range_asked_for_is_an_error(noting):
     noting.status = 200
     with pytest.raises(StoreError, match="200 OK.*range"):

@@ -1,8 +1,29 @@
+"""What every fault must leave: no process, no thread and no lock that was not there before."""
+
+import gc
 import sys
+import threading
 from pathlib import Path
+
+import pytest
+from waiting import wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
 
+from leftovers import children_here, locks_here, threads_beyond
 from trial_fixtures import config, no_predictions_left, no_survivors, own
 
-__all__ = ["config", "no_predictions_left", "no_survivors", "own"]
+from kit.data.manifest import LOCK_KEY
+
+__all__ = ["config", "no_predictions_left", "no_survivors", "nothing_left", "own"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path):
+    children, threads, locks = children_here(), set(threading.enumerate()), locks_here()
+    yield
+    gc.collect()
+    wait_until(lambda: children_here() <= children)
+    wait_until(lambda: not threads_beyond(threads))
+    wait_until(lambda: locks_here() <= locks)
+    assert [*tmp_path.rglob(LOCK_KEY)] == []

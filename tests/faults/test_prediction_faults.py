@@ -102,16 +102,17 @@ def test_a_process_that_dies_is_an_error_and_harms_no_later_one(config, fault):
 
 # A file that an interrupt finds between its opening and the `with` that closes it is closed by the interpreter.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_ends_the_process_and_gets_through(config, tmp_path):
-    reached = tmp_path / "reached"
+def test_an_interrupt_ends_the_process_and_gets_through(config, no_predictions_left):
+    def reached():  # in its log: it can write no file that is seen here
+        return any("reached" in log.read_text() for log in no_predictions_left.glob("*/log.0.txt"))
 
     class HangingAndSayingSo(TinyModule):
         def training_step(self, batch, batch_idx):
-            reached.touch()
+            print("reached", flush=True)
             time.sleep(3600)
 
     def interrupt():
-        wait_until(reached.exists)
+        wait_until(reached)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -138,7 +139,27 @@ def test_nothing_survives_a_kernel_that_is_killed(config, no_predictions_left):
         return found if len(found) >= 2 else None
 
     processes = wait_until(family)
-    assert [path.name.startswith("kit-prediction-") for path in no_predictions_left.iterdir()] == [True]
+    assert len(list(no_predictions_left.glob("kit-prediction-*"))) == 1
     kernel.kill()
     kernel.wait()
     assert_all_gone(processes)
+
+
+def test_a_directory_that_is_removed_takes_nothing_along_that_a_link_in_it_leads_to(
+    config, tmp_path, no_predictions_left
+):
+    kept, linked = tmp_path / "kept", []
+    kept.mkdir()
+    (kept / "thesis.txt").write_text("years of work")
+
+    def link():
+        directory = wait_until(lambda: next(no_predictions_left.glob("kit-prediction-*"), None))
+        (directory / "link").symlink_to(kept)
+        linked.append(directory)
+
+    thread = threading.Thread(target=link)
+    thread.start()
+    assert predict_memory(TinyModule, DATA, config()).complete
+    thread.join()
+    assert not linked[0].exists()
+    assert (kept / "thesis.txt").read_text() == "years of work"

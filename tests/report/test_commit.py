@@ -82,7 +82,7 @@ def test_any_setting_is_read_back(info, data):
     except ConfigError:
         return
     part = {"class_path": "kit.train.CommittedData"}
-    job = Job(config=config, accelerator="cpu", devices=1, precision="32-true", model=part, data=part)
+    job = Job(config=config, accelerator="cpu", devices=1, precision="32-true", batch_size=None, model=part, data=part)
     text = committed_yaml(job, {})
     assert Config.from_yaml(text) == config
     assert Config.from_yaml(yaml.safe_load(text)["trainer"]["callbacks"][-1]["init_args"]["config"]) == config

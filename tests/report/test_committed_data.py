@@ -97,7 +97,8 @@ class Measured:
     state, run_directory = "COMPLETE", "runs/a"
 
     def __init__(self, config, changes):
-        self.config, self.changes = config, changes
+        self.config = self.asked = config
+        self.changes = changes
         self.environment = {"accelerator": "cpu", "world_size": 1, "precision": "32-true", "reasons": []}
 
     def event(self, kind):

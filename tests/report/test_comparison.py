@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from made_runs import COMPLETE, make_run
 
 import kit
-from kit.errors import ConfigError, TrialError
-from kit.report.comparison import Comparison, Figure, Group
+from kit.errors import ConfigError, KitError, TrialError
+from kit.report.comparison import Comparison, Figure, Group, compare
 from kit.testing import TinyData, TinyModule
 
 
@@ -153,3 +154,17 @@ def test_a_run_that_failed_early_is_grouped_with_its_own_module_only(tmp_path, m
     groups = kit.compare("runs").groups
     states = [[row["state"] for row in group.rows] for group in groups]
     assert states == [["COMPLETE"], ["FAILED"], ["FAILED", "COMPLETE"]]
+
+
+def test_a_list_of_runs_is_as_good_as_the_runs(tmp_path):
+    runs = [make_run(tmp_path / str(width), {"loader.batch_size": width}, end=COMPLETE) for width in (1, 2)]
+    folders = [paths.directory for paths in runs]
+    expected = repr(compare(*folders))
+    assert repr(compare(folders)) == repr(compare(tuple(map(str, folders)))) == repr(compare(iter(folders))) == expected
+    assert len(compare([tmp_path / "1", [tmp_path / "2"]]).groups) == 2
+
+
+@pytest.mark.parametrize("odd", [None, 3, [None], b"runs"])
+def test_what_is_no_run_is_refused_by_name(odd):
+    with pytest.raises(KitError, match="no run"):
+        compare(odd)

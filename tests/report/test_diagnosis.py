@@ -157,6 +157,16 @@ def test_data_of_the_callers_own_that_reads_by_the_engine_takes_its_processes_fr
     assert "loader.num_workers" in finding.setting
 
 
+def test_a_smaller_batch_is_only_tried_where_the_config_makes_it():
+    full = {"device_allocated_bytes": 9.5e9, "device_limit_bytes": 1e10}
+    changes = {"levers.gradient_checkpointing": True, "loader.batch_size": 8}
+    sides = [evidence(changes, given_loader=mine, **full) for mine in (False, True)]
+    kits, theirs = (judge(found, source(found))["device memory near its limit"] for found in sides)
+    assert kits.change["loader.batch_size"] == 4
+    assert theirs.change == {}
+    assert "your own loader" in theirs.setting
+
+
 def test_a_loader_of_the_callers_own_is_calibrated_as_the_config_does_not_make_it():
     found = evidence(shares=shares(wait=0.7), thread_cores=0.99, given_loader=True)
     finding = judge(found, source(found))["Python in the data"]

@@ -205,4 +205,4 @@ def test_a_plain_trial_that_runs_out_of_memory_says_what_helps(config):
     with pytest.raises(TrialError, match="out of memory") as caught:
         kit.fit(Wide, loader(), asked).wait(PATIENCE_SECONDS)
     assert "What helps" in caught.value.details
-    assert "1. a smaller batch: loader.batch_size: 4" in caught.value.details
+    assert "1. a smaller batch: batches of 4" in caught.value.details

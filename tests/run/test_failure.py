@@ -1,3 +1,4 @@
+import queue
 import sys
 
 import pytest
@@ -125,6 +126,21 @@ def test_each_error_has_its_cause(error, cause):
 )
 def test_a_lost_connection_is_told_apart_from_a_first_failure(text, lost):
     assert describe_failure(RuntimeError(text), None)["lost_peer"] is lost
+
+
+@pytest.mark.parametrize("first", [ConnectionResetError(104, "Connection reset by peer"), EOFError(), queue.Empty()])
+@pytest.mark.parametrize("words", ["(pid 12) is killed by signal: Killed. ", "(pid(s) 12) exited unexpectedly"])
+def test_a_killed_loader_process_is_told_though_the_read_from_it_failed_first(first, words):
+    def run():
+        try:
+            raise first
+        except type(first):
+            raise RuntimeError(f"DataLoader worker {words}")  # noqa: B904 - in a handler of a signal
+
+    told = describe_failure(caught(run), None)
+    assert (told["cause"], told["lost_peer"]) == ("data", False)
+    assert told["message"].startswith("RuntimeError: DataLoader worker (pid")
+    assert "memory" in told["message"]
 
 
 def test_a_chain_that_loops_ends():

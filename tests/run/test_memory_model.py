@@ -167,11 +167,16 @@ def test_the_largest_batch_is_found_by_recordings_where_replays_cannot_tell(conf
 # -- what if
 
 
+def samples():
+    """A data set, whose loader kit makes, in batches of the config's size."""
+    return TinyData(width=256, samples=64).train_dataloader().dataset
+
+
 @pytest.fixture
 def table(config):
     return what_if(
         Deep,
-        data,
+        samples,
         config().replace({"hardware.precision": "32-true"}),
         variations={
             "hardware.precision": ["32-true", "bf16-mixed"],
@@ -189,12 +194,12 @@ def test_variations_are_sorted_by_peak_and_measured_against_the_configuration_as
     peaks = [row.estimate.device_allocated_bytes for row in table]
     assert peaks == sorted(peaks)
     given = table.given
-    assert (given.saves_bytes, given.estimate.batch_size) == (0, 8)
+    assert (given.saves_bytes, given.estimate.batch_size) == (0, 16)
     for row in table:
         assert row.saves_bytes == given.estimate.device_allocated_bytes - row.estimate.device_allocated_bytes
         assert row.saves_fraction == row.saves_bytes / given.estimate.device_allocated_bytes
         assert row.estimate.world_size == (4 if row.changes.get("hardware.strategy") == "ddp" else 1)
-        assert row.estimate.batch_size == row.changes.get("loader.batch_size", 8)
+        assert row.estimate.batch_size == row.changes.get("loader.batch_size", 16)
     checkpointed = {"levers.gradient_checkpointing": True, "loader.batch_size": 2048}
     plain = next(row for row in table if row.changes == {"loader.batch_size": 2048})
     assert next(row for row in table if row.changes == checkpointed).saves_bytes > plain.saves_bytes

@@ -289,6 +289,22 @@ def test_a_callback_that_raises_is_reported_once_and_the_others_go_on(config, ca
     assert capsys.readouterr().err.count("ZeroDivisionError") == 1
 
 
+def test_the_end_is_told_though_it_was_read_by_another_thread_while_a_callback_ran(config):
+    told, held = [], threading.Event()
+
+    def slow(trial):
+        told.append(trial.state)
+        if not trial.ended:
+            held.wait(PATIENCE_SECONDS)
+
+    trial = fit(TinyModule, TinyData, config())
+    trial.on_change(slow)
+    wait_until(lambda: told)
+    trial.wait(PATIENCE_SECONDS)
+    held.set()
+    wait_until(lambda: told[-1] == "COMPLETE")
+
+
 def test_unsubscribed_callbacks_are_not_called_and_no_thread_stays(config):
     trial = fit(lambda: TinyModule(seconds=0.02), DATA, config())
     seen = []

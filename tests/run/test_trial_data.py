@@ -10,6 +10,7 @@ from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
 from kit.errors import ConfigError
+from kit.report.results import results
 from kit.run.paths import find_runs
 from kit.run.trial import fit
 
@@ -25,6 +26,21 @@ def test_a_config_alone_makes_a_trial_of_its_own_model_and_data(own, ranks, stra
     assert counters["samples"] >= 16
     assert counters["requests"] > 0
     assert counters["bytes_read"] > 0
+
+
+def test_absent_chunks_of_another_writer_are_counted_over_ranks_and_processes_up_to_the_row(own, tmp_path):
+    changes = {
+        "loader.num_workers": 1, "loader.batch_size": 1, "data.patch": {"time": 8, "lat": 16, "lon": 16},
+        "data.samples_per_epoch": 2, "trial.max_steps": 1, "trial.warmup_steps": 0,
+    }  # fmt: skip
+    config = own(2, "ddp", **changes)
+    (tmp_path / "store.zarr" / "sst" / "c" / "0" / "1" / "1").unlink()
+    (tmp_path / "store.zarr" / "ssh" / "c" / "1" / "0" / "1").unlink()
+    trial = fit(config).wait(SECONDS)
+    (row,) = results(config.trial.folder)
+    assert (row["chunks_filled"], row["chunks_decoded"]) == (2 * 2, 2 * 14)
+    assert any("4 of the 32 chunks read" in line for line in repr(trial).splitlines())
+    assert any("data.strict" in sentence for sentence in trial.warnings)
 
 
 @pytest.mark.parametrize(

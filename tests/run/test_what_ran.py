@@ -27,7 +27,8 @@ def small(config):
 
 
 def test_a_plain_trial_says_its_precision_its_optimizer_and_the_kernel_torch_chose(small):
-    *others, attention = what_ran(small())
+    loader, *others, attention = what_ran(small())
+    assert "batch_size 2, not 16" in loader
     assert others == ["precision: 32-true", "optimizer: AdamW"]
     assert attention.startswith("attention: flash × 2 ")
     for part in ("first batch", "math, flash", "efficient needs", "cudnn needs"):
@@ -36,9 +37,9 @@ def test_a_plain_trial_says_its_precision_its_optimizer_and_the_kernel_torch_cho
 
 def test_levers_say_what_they_did(small):
     trial = small(gradient_checkpointing=True, optimizer="sgd", attention="math", sequence_chunk=8)
-    assert what_ran(trial)[1:3] == ["optimizer: SGD", "gradient checkpointing: 2 blocks"]
-    assert what_ran(trial)[3].startswith("sequence chunks: 2 ")
-    assert what_ran(trial)[4].startswith("attention: math × 4 ")  # two chunks of two blocks
+    assert what_ran(trial)[2:4] == ["optimizer: SGD", "gradient checkpointing: 2 blocks"]
+    assert what_ran(trial)[4].startswith("sequence chunks: 2 ")
+    assert what_ran(trial)[5].startswith("attention: math × 4 ")  # two chunks of two blocks
     assert all(sentence in repr(trial) for sentence in what_ran(trial))
 
 
@@ -54,8 +55,9 @@ def test_what_was_left_out_is_said_with_a_trial_that_went_well(small):
     assert "torch chooses" in notes_html(trial)
 
 
-def test_before_the_first_batch_nothing_is_said(small):
+def test_before_the_first_batch_only_the_batch_size_is_said(small):
     trial = small()
     trial.events.clear()
-    assert what_ran(trial) == []
-    assert notes_html(trial) == ""
+    (note,) = what_ran(trial)
+    assert "batches of 2" in note
+    assert note in notes_html(trial)

@@ -58,3 +58,24 @@ def test_what_cannot_be_committed_says_why_where_the_file_would_be(small):
         made.commit()
     assert "2 nodes" in made.committing.words.value
     made.wait(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("hardware.strategy", "none"), ("data.patch", "time 2"), ("chunking.target_shard_bytes", "much")],
+)
+def test_nothing_is_committed_while_a_control_holds_what_does_not_fit(small, path, value):
+    made = panel(small)
+    shown(made.committing)
+    control = made.form.controls[path]
+    valid, control.value = control.value, value
+    assert made.form.problems
+    made.committing.button.click()
+    assert made.committing.wait(WAIT)
+    assert path in made.committing.words.value
+    with pytest.raises(ConfigError, match=path):
+        made.commit()
+    assert not (Path.cwd() / "committed").exists()
+    control.value = valid
+    assert made.commit().file.exists()
+    made.wait(WAIT)

@@ -62,3 +62,15 @@ def test_what_cannot_be_tried_says_why_and_can_be_clicked_again(view):
     wait_until(lambda: "not tried" in item.answer.value)
     assert "run again" in item.answer.value
     wait_until(lambda: not item.button.disabled)
+
+
+def test_the_code_of_a_foreign_folder_is_run_by_a_second_click_that_says_so(view):
+    (item,) = view.findings
+    item.finding.source.earlier.paths.signature.unlink()
+    item.button.click()
+    wait_until(lambda: "not tried" in item.answer.value and not item.button.disabled)
+    assert item.tried is None
+    assert "folder" in item.button.description
+    item.button.click()
+    wait_until(lambda: item.tried is not None and not item.button.disabled)
+    assert item.tried.after.run_directories

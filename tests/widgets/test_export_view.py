@@ -1,5 +1,6 @@
 """The panel's results: the trials of its experiment, written to a file by a button that says its line of code."""
 
+import functools
 import html
 import re
 import sys
@@ -28,7 +29,8 @@ def small(tmp_path, monkeypatch):
         {"hardware.devices": 1, "hardware.strategy": "none", "model.arguments": {}, "trial.max_steps": 3}
     )
     for size in (2, 4):
-        kit.fit(TinyModule, TinyData, config.replace({"loader.batch_size": size})).wait()
+        data = functools.partial(TinyData, batch_size=size)
+        kit.fit(TinyModule, data, config.replace({"loader.batch_size": size})).wait()
     return config
 
 
@@ -70,7 +72,7 @@ def test_a_file_of_others_is_kept(small, tmp_path):
 
 
 def test_a_panel_shows_the_trials_of_its_experiment_when_there_are_some(small, tmp_path):
-    made = panel(small.replace({"name": "fresh"}), TinyModule, TinyData)
+    made = panel(small.replace({"name": "fresh"}), TinyModule, functools.partial(TinyData, batch_size=2))
     assert made.exporting.wait(WAIT)
     assert made.exporting.ui.layout.display == "none"
     made.fit()

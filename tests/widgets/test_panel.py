@@ -159,7 +159,7 @@ def test_a_changed_control_reaches_the_trial_and_the_line_of_code(quick):
     assert "&quot;trial.max_steps&quot;: 5" in quick.code.value
     quick.fit()
     quick.wait(WAIT)
-    assert quick.trial.config == quick.config
+    assert quick.trial.asked == quick.config
     assert max(event["step"] for event in quick.trial.steps) == 5
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kit.config import Loader
+from kit.data import shared_memory
 from kit.data.epoch_loader import EpochLoader, EpochStream, pins, shared
 from kit.data.rows.order import RowOrder
 from kit.data.rows.page_cache import disk_read_bytes
@@ -42,11 +43,12 @@ class RowLoader(EpochLoader[RowBatch]):
         rank: This process's rank in the order.
 
     Raises:
-        ConfigError: when batches that are read ahead do not fit `loader.memory_bytes`.
+        ConfigError: when batches that are read ahead do not fit `loader.memory_bytes` or shared memory.
     """
 
     def __init__(self, rows: Rows, order: RowOrder, settings: Loader, *, rank: int = 0) -> None:
         _refuse_too_little_memory(rows, order, settings)
+        shared_memory.refuse_too_little(settings, order.batch_size * rows.delivered_row_bytes)
         self.rows, self.order = rows, order
         self._blocks = _Stream(rows, order, rank, settings)
         super().__init__(order, settings, self._blocks, rank)

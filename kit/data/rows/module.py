@@ -46,6 +46,7 @@ class RowData(ConfiguredData):
         variable: Name of the array in a Zarr group of several.
         credentials: As `data.credentials`, for a URL.
         page_cache_bytes: What the page cache may keep of a mapped file; 0 leaves it alone.
+        strict: As `data.strict`, for a Zarr array: a chunk that is absent from the store is an error.
 
     Raises:
         MissingRowsError, RowsError, ConfigError, StoreError: as `kit.open_rows`, and for settings that are out of
@@ -72,6 +73,7 @@ class RowData(ConfiguredData):
         variable: str = "",
         credentials: str = "default",
         page_cache_bytes: int | str = 0,
+        strict: bool = False,
     ) -> None:
         given = {
             "loader.batch_size": batch_size, "loader.shuffle": shuffle, "training.seed": seed,
@@ -81,8 +83,9 @@ class RowData(ConfiguredData):
         }  # fmt: skip
         super().__init__(Config(), {path: value for path, value in given.items() if value is not None})
         self.rows = open_rows(
-            source, indices, dtype=dtype, variable=variable, credentials=credentials, page_cache_bytes=page_cache_bytes
-        )
+            source, indices, dtype=dtype, variable=variable, credentials=credentials, page_cache_bytes=page_cache_bytes,
+            strict=strict,
+        )  # fmt: skip
         self.row_block, self.window_blocks, self._in_memory = row_block, window_blocks, in_memory
         self.loader: RowLoader | None = None
         self._kept: Rows | None = None

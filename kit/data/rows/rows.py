@@ -174,6 +174,7 @@ def open_rows(
     variable: str = "",
     credentials: str = "default",
     page_cache_bytes: int | str = 0,
+    strict: bool = False,
 ) -> Rows:
     """The rows of an array, without reading one.
 
@@ -187,6 +188,7 @@ def open_rows(
         credentials: As `data.credentials`, for a URL.
         page_cache_bytes: What the page cache may keep of a mapped file, the least recently read dropped first: with it
             a machine plays one of less memory. 0 leaves the cache alone.
+        strict: As `data.strict`, for a Zarr array.
 
     Raises:
         MissingRowsError: when there is nothing at the place.
@@ -212,7 +214,7 @@ def open_rows(
             f"{redact(url)}: files are mapped from a disk; bring it there with kit.download_once(url, path), or write "
             "its rows to a Zarr store with kit.write_rows, which is read where it is"
         )
-    return Rows(ZarrRows(url, credentials, variable), indices, dtype)
+    return Rows(ZarrRows(url, credentials, variable, strict), indices, dtype)
 
 
 def _open_file(file: Path, page_cache_bytes: int) -> RowSource:

@@ -1,8 +1,8 @@
 """ZarrRows: the rows of a Zarr array, at a path or a URL, read by kit's own engine: each chunk once for a batch.
 
 A missing or damaged chunk of a store that kit wrote is an error that names it, never zeros; in any other store an
-object that is not there reads as fill values, as Zarr says. Numbers come as they are stored; an array that is packed by
-`scale_factor` or `add_offset` is refused, since its numbers are not its values.
+object that is not there reads as fill values, as Zarr says, and each process warns of it once. Numbers come as they are
+stored; an array that is packed by `scale_factor` or `add_offset` is refused, since its numbers are not its values.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kit.config import Loader
-from kit.data.dataset import ArrayInfo, Dataset, array_info, open_dataset
+from kit.data.counters import absent_chunks
+from kit.data.dataset import ArrayInfo, Dataset, open_dataset
 from kit.data.engine import Engine
 from kit.data.rows.kinds import plain_dtype
 from kit.data.stores import local_folder, open_store, redact, resolve_url, store_error
-from kit.errors import MissingRowsError, RowsError, StoreError
+from kit.errors import KitWarning, MissingRowsError, RowsError, StoreError
 
 
 class ZarrRows:
@@ -34,6 +36,7 @@ class ZarrRows:
         url: Of the array, or of the group that it is in.
         credentials: As `data.credentials`.
         variable: Name of the array in a group; empty where there is only one.
+        strict: As `data.strict`.
 
     Raises:
         RowsError: for a group of several arrays, and an array that holds no rows of numbers.
@@ -43,8 +46,8 @@ class ZarrRows:
     note = ""
     file: Path | None = None
 
-    def __init__(self, url: str, credentials: str = "default", variable: str = "") -> None:
-        self._dataset, info = _find(resolve_url(url), credentials, variable)
+    def __init__(self, url: str, credentials: str = "default", variable: str = "", strict: bool = False) -> None:
+        self._dataset, info = _find(resolve_url(url), credentials, variable, strict)
         self.place = f"{redact(self._dataset.url)}/{info.name}"
         _refuse_packed(info, self.place)
         self.shape, self.stored = info.shape, str(info.dtype)
@@ -54,6 +57,7 @@ class ZarrRows:
         self._name = info.name
         self.chunk = info.chunk
         self._engine: Engine | None = None
+        self._warned = False
         self._opening = threading.Lock()
         self.settings = Loader()
         """How the engine reads; what is set here holds from its first read on."""
@@ -63,9 +67,16 @@ class ZarrRows:
         offsets[:, 0] = rows
         if not len(rows):
             return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
-        values, _ = self._open().read(offsets, (1, *self.shape[1:]))
+        engine = self._open()
+        values, _ = engine.read(offsets, (1, *self.shape[1:]))
+        self._warn_of_absent_chunks(engine)
         numbers = values.reshape(len(rows), *self.shape[1:])
         return torch.from_numpy(np.ascontiguousarray(numbers, self._plain))
+
+    def _warn_of_absent_chunks(self, engine: Engine) -> None:
+        if not (self._warned or engine.strict) and (absent := absent_chunks(engine.counters)):
+            self._warned = True
+            warnings.warn(f"{self.place}: {absent}, so far; strict=True makes that an error", KitWarning, stacklevel=4)
 
     def close(self) -> None:
         engine, self._engine = self._engine, None
@@ -94,7 +105,7 @@ class ZarrRows:
         self.__dict__.update(state, _engine=None, _opening=threading.Lock())
 
 
-def _find(url: str, credentials: str, variable: str) -> tuple[Dataset, ArrayInfo]:
+def _find(url: str, credentials: str, variable: str, strict: bool) -> tuple[Dataset, ArrayInfo]:
     """The array, and the store that it is in."""
     folder = local_folder(url)
     if folder is not None and not folder.exists():
@@ -107,26 +118,13 @@ def _find(url: str, credentials: str, variable: str) -> tuple[Dataset, ArrayInfo
         raise
     except Exception as error:
         raise store_error(url, error) from None
+    dataset = open_dataset(url, credentials, (variable,) if variable else (), strict=strict)
     if isinstance(node, zarr.Array):
-        return _lone(url, credentials, node)
-    dataset = open_dataset(url, credentials, (variable,) if variable else ())
+        variable = ""
     if not variable and len(dataset.arrays) != 1:
         names = ", ".join(dataset.arrays) or "none"
         raise RowsError(f"{redact(url)} holds {len(dataset.arrays)} arrays ({names}); name one of them in variable")
-    return dataset, dataset.select((variable,) if variable else ())[0]
-
-
-def _lone(url: str, credentials: str, array: zarr.Array[Any]) -> tuple[Dataset, ArrayInfo]:
-    """An array by its own address: the store that kit wrote around it, or as if there were one."""
-    parent, _, name = url.rpartition("/")
-    try:
-        around = open_dataset(parent, credentials)
-    except StoreError:
-        around = None
-    if around is not None and around.manifest is not None and name in around.arrays:
-        return around, around.arrays[name]
-    info = array_info(name, array, None)
-    return Dataset(url=parent, credentials=credentials, arrays={name: info}), info
+    return dataset, dataset.select((variable or next(iter(dataset.arrays)),))[0]
 
 
 def near(missing: Path) -> str:

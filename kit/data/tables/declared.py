@@ -198,7 +198,7 @@ def read_sources(place: str | Path | Mapping[str, Any]) -> Sources:
         text = resolve_path(place).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {place}: {error}") from None
-    return _made(Sources, _yaml(text, str(place)), str(place))
+    return _made(Sources, read_yaml(text, str(place)), str(place))
 
 
 def open_table(place: str | Path | Mapping[str, Any] | DataSource, **fields: Any) -> Table:
@@ -234,14 +234,6 @@ def _named(sources: Sources, where: str, fields: Mapping[str, Any]) -> Table:
     if not name and len(events) != 1:
         raise ConfigError(f"it describes {', '.join(sources.names)}; say which with name=", where)
     return sources.open(name or events[0])
-
-
-def _yaml(text: str, where: str) -> dict[str, Any]:
-    try:
-        return read_yaml(text, where)
-    except ConfigError as error:  # a duplicate key is shown with its values, and one may be a password
-        message = re.sub(r" with value .*", "", error.problems[0].message, flags=re.DOTALL)
-        raise ConfigError([Problem("", message)], where) from None
 
 
 def _made(section: type[Made], values: Mapping[str, Any], where: str) -> Made:
@@ -307,6 +299,9 @@ _ELSEWHERE = {
 def _problems(section: type[BaseModel], error: ValidationError) -> Iterator[Problem]:
     seen = set()
     for detail in error.errors(include_url=False, include_context=True):
+        if detail["type"] == "secret":
+            yield Problem(detail["ctx"]["path"], detail["ctx"]["message"])
+            return
         path, model = _followed(section, detail["loc"])
         if path not in seen:
             yield Problem(path, _message(path, model, dict(detail)))

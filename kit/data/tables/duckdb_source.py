@@ -1,6 +1,8 @@
 """DuckDB: a table or query of a database file, read by an embedded database, read-only.
 
-The file is open only while a read is: in between, its owner can write to it. `memory_bytes` and `threads` bound the
+The file is open only while a read is: in between, its owner can write to it. A session is sealed before it reads: SQL
+of a declaration, and views that the file brings with it, reach no other file, extension or network, and change no
+setting. `memory_bytes` and `threads` bound the
 embedded database. Its highest memory is what its own profiler says of each query: the buffers of the file, of sorting
 and of grouping, without the batches it hands over. The state is the size and time of the file and of its write-ahead
 log.
@@ -11,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +28,7 @@ from kit.data.tables.arrow_types import DUCKDB
 from kit.data.tables.extras import needed
 from kit.data.tables.session import Session
 from kit.errors import ConfigError, Problem, QueryError, UnreachableDatabaseError
+from kit.processes import scratch_folder
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,6 +37,14 @@ if TYPE_CHECKING:
 
 MEMORY = ":memory:"
 """The place of a database without a file."""
+_SEALED = (
+    "allowed_configs=['TimeZone', 'enable_profiling', 'memory_limit', 'threads']", "autoload_known_extensions=false",
+    "autoinstall_known_extensions=false", "allow_community_extensions=false", "python_enable_replacements=false",
+    "enable_external_access=false", "lock_configuration=true",
+)  # fmt: skip
+"""What a session may do no more; the lock last, since a function such as enable_logging() could open a file."""
+_sealing = threading.Lock()
+"""Sessions of one file share their settings, which are locked once."""
 
 
 class EmbeddedDatabase:
@@ -54,7 +65,10 @@ class EmbeddedDatabase:
 
     def advice(self, error: Exception) -> str:
         """Memory that ran out has a way out."""
-        short = "out of memory" in str(error).lower()
+        text = str(error).lower()
+        if "disabled by configuration" in text or "configuration has been locked" in text:
+            return "SQL of a declaration reads its own database only; declare other files as sources of their own"
+        short = "out of memory" in text
         return "give connection.memory_bytes more, or read in more query chunks" if short else ""
 
     def _session(self, place: str, *, read_only: bool = False) -> DuckDBSession:
@@ -99,7 +113,9 @@ class DuckDBDatabase(EmbeddedDatabase):
         file = self._file()
         if not file.is_file():
             raise UnreachableDatabaseError(f"there is no file {file} any more")
-        return self._session(str(file), read_only=True)
+        session = self._session(str(file), read_only=True)
+        session.seal()
+        return session
 
     def identity(self) -> str:
         """Kind and file."""
@@ -138,9 +154,25 @@ class DuckDBSession(Session):
         for name, value in settings.items():
             self._opened.execute(f"SET {name} = '{value}'")
 
+    def seal(self, files: Sequence[str] = ()) -> None:
+        """Close every way out of the database but to these files."""
+        with _sealing:
+            if self.rows(sql.Statement("SELECT current_setting('lock_configuration')")) == [(True,)]:
+                return
+            for setting in ([f"allowed_paths=[{', '.join(map(sql.literal, files))}]"] if files else []) + [*_SEALED]:
+                self._opened.execute(f"SET {setting}")
+
     def view(self, name: str, files: Sequence[str]) -> None:
         """Give Parquet files a name."""
         self._opened.read_parquet(list(files), union_by_name=False, hive_partitioning=False).create_view(name)
+
+    @override
+    def check(self, relation: str, query: str, wheres: Sequence[str]) -> None:
+        select = needed("duckdb").StatementType.SELECT
+        for text in sql.alone(relation, query, wheres):
+            kinds = [statement.type for statement in self._opened.extract_statements(text)]
+            if kinds != [select]:
+                raise QueryError(f"{sql.shown(query, wheres)} is not one SELECT or one condition; give one")
 
     @override
     def described(self, relation: str) -> list[tuple[str, str]]:
@@ -188,7 +220,7 @@ def _refuse_forked(file: str) -> None:
 def _spill_folder(place: str) -> str:
     """Where what exceeds memory goes: not beside the file, which may lie where nothing can be written."""
     name = uuid.uuid4().hex if place == MEMORY else hashlib.sha256(place.encode()).hexdigest()[:16]
-    return str(Path(tempfile.gettempdir()) / f"kit-duckdb-{os.getpid()}-{name}")
+    return str(scratch_folder() / f"kit-duckdb-{os.getpid()}-{name}")
 
 
 def first_line(error: Exception) -> str:

@@ -37,6 +37,7 @@ from kit.data.tables.hashing import Hashes, Rows, mixed
 from kit.data.tables.sketching import DEPTH, sketch_of, sketch_width
 from kit.data.tables.statistics import FittedColumn, numbers_of, words_of
 from kit.errors import ConfigError, SchemaChangedError
+from kit.json_text import read_json
 from kit.tables import html_table, text_table
 from kit.units import format_bytes
 
@@ -189,7 +190,7 @@ class Features:
             ConfigError: for a text that is cut off, of another version, or no features at all.
         """
         try:
-            values = json.loads(text)
+            values = read_json(text)
             version = values.pop("version")
             columns = [FittedColumn(**{**one, "vocabulary": tuple(one["vocabulary"])}) for one in values.pop("columns")]
             found = cls(columns=tuple(columns), **values)

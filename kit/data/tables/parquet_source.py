@@ -24,9 +24,11 @@ class ParquetDatabase(EmbeddedDatabase):
 
     def connect(self) -> DuckDBSession:
         """An embedded database with the files as its only table."""
-        files = [glob.escape(str(file)) for file in self._files()]  # DuckDB takes every name for a pattern
+        names = [str(file) for file in self._files()]
+        files = [glob.escape(name) for name in names]  # DuckDB takes every name for a pattern
         session = self._session(MEMORY)
         try:
+            session.seal([*names, *files])
             session.view(_VIEW, files)
         except self.failures() as error:
             session.close()

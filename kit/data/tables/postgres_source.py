@@ -1,8 +1,11 @@
 """PostgreSQL: a table or query of a server, streamed by a cursor on the server's side.
 
 Each read is one transaction of its own: read-only, and one moment of the data (REPEATABLE READ). The server sends
-at most 4096 rows at a time, so neither side holds a whole result. The password is looked up when connecting, from the
-variable that `env:NAME` names or as libpq does (`~/.pgpass`, a service file); it is never kept, shown or logged.
+at most 4096 rows at a time, so neither side holds a whole result. SQL of a declaration is parsed first, as one command
+each: what holds more is refused, and so are functions that do more than compute, for which a read-only transaction is
+no bar (they read files of the server, send, wait, or reach other databases). The password is looked
+up when connecting, from the variable that `env:NAME` names or as libpq does (`~/.pgpass`, a service file); it is never
+kept, shown or logged.
 
 The state is that of the server's snapshot: it changes with every transaction that writes, to any table of the server.
 Where that is too often, declare a `version`. Memory is the private memory of the process that serves the connection,
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +28,7 @@ from kit.data.tables import sql
 from kit.data.tables.arrow_types import POSTGRES
 from kit.data.tables.extras import needed
 from kit.data.tables.session import Session
-from kit.errors import ConfigError, Problem, UnreachableDatabaseError
+from kit.errors import ConfigError, Problem, QueryError, UnreachableDatabaseError
 from kit.plan.query_chunks import FETCHED_ROWS
 
 if TYPE_CHECKING:
@@ -36,6 +40,24 @@ _TYPES_OF = """
 SELECT oid, CASE WHEN typtype = 'e' THEN 'enum' ELSE format_type(oid, NULL) END FROM pg_type WHERE oid = ANY($1)
 """
 _CURSOR = "kit"
+_ACTS = """
+SELECT proname FROM pg_catalog.pg_proc JOIN pg_catalog.pg_language AS l ON l.oid = prolang
+WHERE proname = ANY($1) AND provolatile = 'v' AND (NOT lanpltrusted OR pronamespace = 'pg_catalog'::regnamespace)
+"""
+"""Of these names, the functions that the server counts as more than computing, written in C or another language that
+may do anything."""
+_COMPUTE = frozenset((
+    "clock_timestamp", "gen_random_bytes", "gen_random_uuid", "random", "random_normal", "timeofday",
+    "uuid_generate_v1", "uuid_generate_v1mc", "uuid_generate_v4", "uuidv4", "uuidv7",
+))  # fmt: skip
+"""Those that only give another value each time."""
+_RUN_TEXT = frozenset(("connectby", "crosstab", "crosstab2", "crosstab3", "crosstab4", "crosstabn", "xpath_table"))
+"""Functions of extensions that run a text as SQL and are not counted among those that act."""
+_WORD = re.compile(r"[a-z_][\w$]*")
+_CALLED = re.compile(r"""([A-Za-z_][\w$]*)"?\s*(?=\(|--|/\*)""")
+"""Every word that a bracket follows, or a comment that may hide one: also in texts, which a function may run."""
+_SHOW_FILES = frozenset(("pg_file_settings", "pg_hba_file_rules", "pg_ident_file_mappings"))
+"""Views that read files of the server."""
 
 
 class PostgresDatabase:
@@ -141,7 +163,7 @@ class PostgresSession(Session):
 
         self._opened.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         settings = {"default_transaction_read_only": "on", "cursor_tuple_fraction": "1"}
-        settings |= {"datestyle": "ISO", "timezone": "UTC"}
+        settings |= {"datestyle": "ISO", "timezone": "UTC", "standard_conforming_strings": "on"}
         settings |= {"work_mem": f"{max(64, memory_bytes >> 10)}kB"} if memory_bytes else {}
         self._opened.autocommit = True  # else a declared query that ends its transaction would take them back
         for name, value in settings.items():
@@ -149,8 +171,41 @@ class PostgresSession(Session):
         self._opened.autocommit = False
 
     @override
+    def check(self, relation: str, query: str, wheres: Sequence[str]) -> None:
+        for text in sql.alone(relation, query, wheres):
+            self._parse(text)
+        given = "\n".join([query or relation, *wheres])
+        for name in sorted(_SHOW_FILES & set(_WORD.findall(given.lower()))):
+            raise QueryError(f"{name} shows files of the server and is not read")
+        if 'u&"' in given.lower():
+            raise QueryError('a name in U&"" hides which function it is; write its letters')
+        called = {name.lower() for name in _CALLED.findall(given)} - _COMPUTE
+        for name in sorted({row[0] for row in self._opened.execute(_ACTS, [list(called)])} | (called & _RUN_TEXT)):
+            raise QueryError(
+                f"the function {name} does more than compute and is not called from a declaration; leave it out, or "
+                "have the owner of the database make a view that calls it"
+            )
+
+    def _parse(self, text: str) -> None:
+        """Have the server parse one command, and run nothing: a second one is its error."""
+        import psycopg
+
+        parsed = self._opened.pgconn.prepare(b"", text.encode())
+        if parsed.status != psycopg.pq.ExecStatus.COMMAND_OK:
+            raise psycopg.errors.error_from_result(parsed)
+
+    @override
+    def rows(self, statement: sql.Statement) -> list[tuple[Any, ...]]:
+        found: list[tuple[Any, ...]] = self._opened.execute(
+            statement.text,
+            statement.values,
+            prepare=True,  # as one command, also without values
+        ).fetchall()
+        return found
+
+    @override
     def described(self, relation: str) -> list[tuple[str, str]]:
-        cursor = self._opened.execute(f"SELECT * FROM {relation} LIMIT 0")
+        cursor = self._opened.execute(f"SELECT * FROM {relation} LIMIT 0", prepare=True)
         columns = [(column.name, column.type_code) for column in cursor.description or ()]
         names = dict(self._opened.execute(_TYPES_OF, [[code for _, code in columns]]).fetchall())
         return [(name, str(names.get(code, code))) for name, code in columns]

@@ -20,6 +20,7 @@ import google_crc32c
 from kit.data.tables.expected import refuse_difference
 from kit.data.tables.extras import needed
 from kit.errors import QueryError, SchemaChangedError
+from kit.json_text import read_json
 
 if TYPE_CHECKING:
     import pyarrow
@@ -92,7 +93,7 @@ class NotKeptError(Exception):
 def read_entry(path: Path) -> CacheEntry | None:
     """What a marker says; None when there is none that can be read."""
     try:
-        values: Mapping[str, Any] = json.loads(path.read_bytes())
+        values: Mapping[str, Any] = read_json(path.read_bytes())
         known = {name: values[name] for name in CacheEntry.__slots__}
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -29,6 +29,15 @@ class Session(ABC):
         """The process that opened it, and closes it."""
         self._opened = opened
         self._peak_bytes = 0
+
+    @abstractmethod
+    def check(self, relation: str, query: str, wheres: Sequence[str]) -> None:
+        """Have the database parse SQL of a declaration, without running it.
+
+        Raises:
+            QueryError: when the query is not one SELECT, a condition not one expression, or a function in them does
+                more than compute.
+        """
 
     @abstractmethod
     def described(self, relation: str) -> list[tuple[str, str]]:

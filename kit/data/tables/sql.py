@@ -2,7 +2,8 @@
 
 Names are quoted and never taken apart from their quotes; values never enter the text but go as parameters. Only what a
 declaration gives as SQL (`query`, `where`) is passed on as it is: in brackets, and closed on a line of its own, so that
-a comment at its end ends with it.
+a comment at its end ends with it. Before, the database parses it on its own, where brackets that it closes and did not
+open are an error (`alone`).
 """
 
 from __future__ import annotations
@@ -101,6 +102,40 @@ def source_of(table: str, query: str) -> str:
 def bracketed(sql: str) -> str:
     """SQL of a declaration in brackets."""
     return f"({sql.strip().removesuffix(';')}\n)"
+
+
+def alone(relation: str, query: str, wheres: Sequence[str]) -> list[str]:
+    """Statements that each must be one SELECT, for the query to be one and each condition one expression.
+
+    A condition stands without brackets, where one that it closes too early is an error, and within them, where what
+    follows an expression is.
+
+    Raises:
+        QueryError: for a null character, where a database may end to read.
+    """
+    if "\0" in "".join([query, *wheres]):
+        raise QueryError(f"{shown(query, wheres)} holds a null character")
+    texts = [f"{query.strip().removesuffix(';')}\n", f"SELECT 1 FROM {relation}"] if query else []
+    for where in filter(str.strip, wheres):
+        texts += [f"SELECT 1 FROM {relation} WHERE {given}" for given in (f"{where}\n", bracketed(where))]
+    return texts
+
+
+def shown(query: str, wheres: Sequence[str]) -> str:
+    """SQL of a declaration as an error quotes it."""
+    text = " AND ".join(where for where in (query, *wheres) if where.strip())
+    return ascii(text if len(text) <= 80 else f"{text[:77]}...")
+
+
+def literal(text: str) -> str:
+    """A text as a constant, where no parameter is taken.
+
+    Raises:
+        QueryError: for a null character, which no database takes.
+    """
+    if "\0" in text:
+        raise QueryError(f"{text!r} holds a null character")
+    return "'" + text.replace("'", "''") + "'"
 
 
 def select(

@@ -82,7 +82,8 @@ class Table:
     def group_sizes(self, column: str, where: str = "") -> GroupSizes:
         """How the rows that fulfil a condition are shared among the values of a column."""
         database, wheres = self._database, [self.declared.where, where]
-        found = self._asked(sql.group_sizes(database.dialect, database.relation, self._column(column), wheres))[0]
+        statement = sql.group_sizes(database.dialect, database.relation, self._column(column), wheres)
+        found = self._asked(statement, where)[0]
         return GroupSizes(groups=int(found[0]), rows=int(found[1]), squares=float(found[2]), largest=int(found[3]))
 
     def identity(self) -> str:
@@ -130,6 +131,7 @@ class Table:
         session, read = self._database.connect(), 0
         self._sessions.add(session)
         try:
+            self._check(session, query.where)
             self._refuse_changes(session)
             for batch in session.batches(statement, self._schema(columns), query.batch_rows):
                 read += batch.num_rows
@@ -151,15 +153,21 @@ class Table:
         statement.text += sql.order_by(dialect, self._columns, query)
         return statement
 
-    def _asked(self, statement: sql.Statement) -> list[tuple[Any, ...]]:
+    def _asked(self, statement: sql.Statement, where: str = "") -> list[tuple[Any, ...]]:
         session = self._database.connect()
         try:
+            self._check(session, where)
             self._refuse_changes(session)
             return session.rows(statement)
         except self._database.failures() as error:
             raise self._refused(error) from None
         finally:
             session.close()
+
+    def _check(self, session: Session, where: str) -> None:
+        """Refuse a condition that is more than one; those of the declaration were looked at when it was opened."""
+        if where.strip():
+            session.check(self._database.relation, "", [where])
 
     # -- columns
 
@@ -185,11 +193,17 @@ class Table:
         return kept
 
     def _described(self) -> dict[str, Column]:
-        session = self._database.connect()
+        declared, session = self.declared, self._database.connect()
+        field = "query" if declared.query else "table"
+        failures: tuple[type[Exception], ...] = (QueryError, *self._database.failures())
         try:
+            session.check(self._database.relation, declared.query, [])
             columns = self._columns_of(session)
-        except self._database.failures() as error:
-            raise self._wrong("query" if self.declared.query else "table", _reason(error)) from None
+            field = "where"
+            session.check(self._database.relation, "", [declared.where])
+        except failures as error:
+            advice = self._database.advice(error)
+            raise self._wrong(field, f"{_reason(error)}{f'; {advice}' if advice else ''}") from None
         finally:
             session.close()
         names = [column.name for column in columns]

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kit.json_text import read_json
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -58,5 +60,5 @@ class Measured:
     def load(cls, path: str | Path) -> Measured:
         """Read what `save` wrote; no pickle is opened."""
         with np.load(Path(path)) as stored:
-            meta = json.loads(stored["meta"].tobytes())
+            meta = read_json(stored["meta"].tobytes())
             return cls(stored["allocated_bytes"], stored["requested_bytes"], **meta)

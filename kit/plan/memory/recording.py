@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kit.json_text import read_json
+
 CATEGORIES = (
     "parameters",
     "buffers",
@@ -104,7 +106,7 @@ class Recording:
     def load(cls, path: str | Path) -> Recording:
         """Read what `save` wrote; no pickle is opened."""
         with np.load(Path(path)) as stored:
-            meta = json.loads(stored["meta"].tobytes())
+            meta = read_json(stored["meta"].tobytes())
             arrays = {name: stored[name] for name in _ARRAYS}
         meta["names"], meta["batch_starts"] = tuple(meta["names"]), tuple(meta["batch_starts"])
         return cls(**arrays, **meta)

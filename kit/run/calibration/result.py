@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from kit.config import Config
 from kit.errors import ConfigError, Problem, TrialError
+from kit.json_text import read_json
 from kit.plan.calibration import LoaderSetting, Measurement
 from kit.run.paths import runs_folder
 from kit.tables import html_list, html_table, text_table
@@ -102,8 +103,8 @@ class Calibration:
             TrialError: when the file cannot be read or holds none.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_bytes()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls.from_dict(read_json(Path(path).read_bytes()))
+        except Exception as error:  # whatever the file says
             raise TrialError(f"{path} holds no calibration: {error}; calibrate again with kit.calibrate") from error
 
     # -- showing it

@@ -20,12 +20,15 @@ import cloudpickle
 from lightning.pytorch import seed_everything
 
 from kit.cgroup import share
+from kit.confinement.confine import confine_process, confined
 from kit.errors import KitWarning, TrialError
 from kit.plan.calibration import Measurement
+from kit.processes import die_with_parent
 from kit.run.calibration.measure import StoppedError
 from kit.run.calibration.result import Calibration, changed, saved_path
 from kit.run.calibration.subject import apply_setting, subject_of
 from kit.run.calibration.sweep import Resources, Sweep, identity_of
+from kit.run.confining import cache_folders
 from kit.run.jobs.context import Context
 from kit.run.jobs.parts import make_data, show_cells
 
@@ -80,8 +83,15 @@ def _measure_apart(context: Context, data: dict[str, Any]) -> None:
 
 
 def _in_child(context: Context, data: dict[str, Any]) -> None:
+    saved_path(context.config).parent.mkdir(parents=True, exist_ok=True)
+    own = [context.paths.directory, saved_path(context.config).parent, *cache_folders(context.config)]
+    confine_process(context.paths.scratch, own, may_start_programs=True)
+    die_with_parent(os.getppid())  # a new user namespace forgets it
     try:
-        found = _Measuring(context, data).found()
+        with confined("the calibration") as kept:
+            found = _Measuring(context, data).found()
+        for note in kept.notes:
+            context.writer.write("warned", message=note)
         if found.chosen is not None:
             found.save(saved_path(context.config))
     except StoppedError:

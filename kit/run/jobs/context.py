@@ -11,6 +11,8 @@ from kit.run.control import Control
 from kit.run.paths import RunPaths
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     from kit.run.timing import StepClock
 
 
@@ -28,6 +30,8 @@ class Context:
     cells: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Notebook cells by file name: (name, source)."""
     clock: StepClock | None = None
+    store: TCPStore | None = None
+    """In which the ranks find each other; rank 0 serves it as long as it is held here."""
 
     @property
     def world_size(self) -> int:

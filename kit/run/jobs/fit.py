@@ -17,10 +17,12 @@ from kit.run.jobs.batch_size import resize
 from kit.run.jobs.calibrate import calibrated
 from kit.run.jobs.context import Context
 from kit.run.jobs.levers_used import LeversUsed
+from kit.run.jobs.loader_used import LoaderUsed
 from kit.run.jobs.parts import make_data, make_module, show_cells
 from kit.run.memory.meter import MemoryMeter
 from kit.run.payload import Part
 from kit.run.recorder import Recorder
+from kit.run.rendezvous import open_store
 from kit.run.step_work import StepWork
 from kit.run.timing import StepClock
 from kit.train.attention import AUTO, AttentionKernel
@@ -30,6 +32,7 @@ from kit.train.trainer import make_trainer
 
 def fit(context: Context) -> None:
     """Fit on this rank until the trial's steps are done or it is asked to leave."""
+    context.store = open_store()
     payload = cloudpickle.loads(context.paths.payload.read_bytes())
     context.cells = payload["cells"]
     show_cells(context.cells)
@@ -48,6 +51,7 @@ def fit(context: Context) -> None:
         callbacks=[
             *_limit(context),
             *_counting(context),
+            LoaderUsed(context),
             LeversUsed(context),
             *([StepWork(context)] if context.config.trial.count_work else []),
             CpuUse(context),

@@ -20,8 +20,9 @@ import cloudpickle
 from lightning.pytorch import LightningModule, seed_everything
 
 from kit.config import Config
+from kit.confinement.confine import confined
 from kit.errors import ConfigError, KitError
-from kit.memory.dry_run import DryRun, record
+from kit.memory.dry_run import JOB, DryRun, record
 from kit.plan.memory.cards import Target
 from kit.plan.memory.estimate import Residuals, estimate
 from kit.plan.memory.recording import Recording
@@ -51,12 +52,12 @@ def predict(context: Context) -> None:
     patience = Patience(task["patience_seconds"], context.cells)
     found: list[Recording] = []
     try:
-        with patience:
+        with patience, confined(JOB, lambda: True, bool) as kept:
             _import_everything(parcel["module"], context.config)
         for place, wanted in enumerate(task["batch_sizes"]):
             batch_size = found[-1].batch_size + 1 if wanted == NEXT else wanted
             late = bool(found) and found[0].facts.get("late")
-            found.append(found[0] if late else _record(context, parcel, batch_size, patience))
+            found.append(found[0] if late else _record(context, parcel, batch_size, patience, kept.notes))
             found[-1].save(context.paths.recording(place))
             context.writer.write("recorded", batch_size=found[-1].batch_size, seconds=found[-1].facts["seconds"])
     except KitError as error:
@@ -73,7 +74,9 @@ def _import_everything(module: bytes, config: Config) -> None:
         load_part(cloudpickle.loads(module), config)
 
 
-def _record(context: Context, parcel: dict[str, Any], batch_size: int | None, patience: Patience) -> Recording:
+def _record(
+    context: Context, parcel: dict[str, Any], batch_size: int | None, patience: Patience, said: list[str]
+) -> Recording:
     task, config = context.environment["prediction"], context.config
     run = DryRun(
         config=config, precision=task["precision"], world_size=task["world_size"], device_kind=task["device_kind"],
@@ -89,7 +92,7 @@ def _record(context: Context, parcel: dict[str, Any], batch_size: int | None, pa
     seed_everything(config.training.seed, workers=True, verbose=False)
     with patience:
         recording = record(module, data, run, batch_size)
-    notes = [*recording.facts.get("notes", ()), *parcel["notes"]]
+    notes = [*said, *recording.facts.get("notes", ()), *parcel["notes"]]
     facts = {**recording.facts, **task["facts"], "notes": notes}
     if patience.message and facts["unknown"]:
         facts |= {"unknown": patience.message, "late": True}

@@ -6,13 +6,9 @@ happens: by the kernel when it has the answer, an error, or an interrupt, and by
 
 from __future__ import annotations
 
-import functools
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -21,7 +17,7 @@ import kit.errors
 from kit.errors import ConfigError, KitError, Problem
 from kit.machine import Resolved
 from kit.plan.memory.recording import Recording
-from kit.processes import alive, machine
+from kit.run import scratch
 from kit.run.group import Removed
 from kit.run.memory.question import Question, plain
 from kit.run.paths import RunPaths
@@ -100,7 +96,7 @@ class PredictionJob:
         try:
             self._end()
         finally:
-            _remove(self._trial.run_directory)
+            scratch.remove_folder(self._trial.run_directory)
 
     def _end(self) -> None:
         if self._trial.poll() in ENDED:
@@ -122,8 +118,7 @@ def start_prediction(question: Question, task: dict[str, Any], timeout_seconds: 
         "trial.stall_seconds": timeout_seconds * _STACK_FRACTION,
     }
     config = question.config.replace({**limits, "levers.accumulate_grad_batches": question.accumulation})
-    _sweep()
-    paths = RunPaths(Path(tempfile.mkdtemp(prefix=_PREFIX)))
+    paths = RunPaths(scratch.make(_PREFIX))
     try:
         paths.marker.touch()
         environment = {"prediction": {**plain(question), **task}, "job": "predict", "removed": removed}
@@ -132,22 +127,9 @@ def start_prediction(question: Question, task: dict[str, Any], timeout_seconds: 
         trial = Trial(paths, config)
         trial.submit()
     except BaseException:
-        _remove(paths.directory)
+        scratch.remove_folder(paths.directory)
         raise
     return trial
-
-
-@functools.cache
-def _sweep() -> None:
-    """Once, remove what kernels have left that were killed together with their supervisors."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        try:
-            environment = json.loads(RunPaths(directory).environment.read_bytes())
-            lost = environment["machine"] == machine() and not alive(environment["supervisor"])
-        except (OSError, ValueError, KeyError, TypeError):  # just being made, or somebody else's
-            continue
-        if lost:
-            _remove(directory)
 
 
 def _payload(question: Question) -> bytes:
@@ -175,10 +157,3 @@ def _raised_there(event: dict[str, Any]) -> KitError:
         return kind([Problem(path, message) for path, message in event["problems"]])
     error: KitError = kind(event["message"])
     return error
-
-
-def _remove(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    if directory.exists():  # a process that was just killed had still been writing
-        time.sleep(_TICK_SECONDS)
-        shutil.rmtree(directory, ignore_errors=True)

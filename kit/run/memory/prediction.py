@@ -7,6 +7,7 @@ and its directory are gone when the answer is there. Equal questions are answere
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, overload
 
 from kit.config import Config
@@ -14,6 +15,7 @@ from kit.machine import hardware
 from kit.plan.memory.cards import THIS_MACHINE, Target
 from kit.plan.memory.estimate import MemoryEstimate, estimate
 from kit.plan.memory.recording import Recording
+from kit.run.batch_rule import batch_rule
 from kit.run.memory.question import Question, ask
 from kit.run.memory.recordings import Wanted, recordings
 from kit.run.memory.residuals import residuals_here
@@ -69,8 +71,12 @@ def predict_memory(
     if config is None and isinstance(module, Config):
         module, config = None, module
     question, target = ask(module, data, config, device, world_size)
+    rule = batch_rule(question.data, question.config)
+    rule.warn()
     (recording,) = recordings(Wanted(question), timeout_seconds)
-    return estimate_here(question, recording, target)
+    found = estimate_here(question, recording, target)
+    note = rule.made(found.batch_size).note
+    return replace(found, reasons=(*found.reasons, note)) if note else found
 
 
 def estimate_here(question: Question, recording: Recording, target: Target) -> MemoryEstimate:

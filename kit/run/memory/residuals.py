@@ -8,13 +8,13 @@ Only JSON is read. A run that cannot be read is passed over: it shows as such in
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
+from kit.json_text import read_json
 from kit.plan.memory.estimate import Residuals
 from kit.processes import machine
 from kit.run.paths import RunPaths, find_runs
@@ -131,7 +131,7 @@ def _compared_runs(folder: str | Path) -> Iterator[Compared]:
     for paths in find_runs(folder):
         try:
             run = compared(paths)
-        except (OSError, ValueError, KeyError, TypeError):
+        except Exception:  # whatever the files of a run may say: it is no comparison
             continue
         if run is not None and run.ratio is not None:
             yield run
@@ -149,23 +149,30 @@ def compared(paths: RunPaths) -> Compared | None:
 
 @functools.lru_cache(maxsize=512)
 def _compared(paths: RunPaths, state: tuple[tuple[int, int], ...]) -> Compared | None:  # noqa: ARG001 - the cache's key
-    predicted = json.loads(paths.prediction.read_bytes()) if paths.prediction.is_file() else {}
-    events = [json.loads(line) for path in paths.event_files() for line in _lines(path)]
+    predicted = read_json(paths.prediction.read_bytes()) if paths.prediction.is_file() else {}
+    events = [read_json(line) for path in paths.event_files() for line in _lines(path)]
     measured = [event for event in events if event["kind"] == MEASURED]
     if not predicted and not measured:
         return None
-    environment = json.loads(paths.environment.read_bytes())
+    environment = paths.read_environment()
     started: dict[str, Any] = next((event for event in events if event["kind"] == "fit_started"), {})
     return Compared(
         machine=str(environment.get("machine", {}).get("host", "")),
         device=str(started.get("device", "")),
-        predicted_allocated_bytes=predicted.get("device_allocated_bytes"),
-        predicted_reserved_bytes=predicted.get("device_reserved_bytes"),
+        predicted_allocated_bytes=_number(predicted, "device_allocated_bytes"),
+        predicted_reserved_bytes=_number(predicted, "device_reserved_bytes"),
         measured_allocated_bytes=_largest(measured, "device_allocated_bytes"),
         measured_reserved_bytes=_largest(measured, "device_reserved_bytes"),
         outside_bytes=_largest(measured, "outside_bytes"),
         complete=bool(predicted.get("complete", False)),
     )
+
+
+def _number(predicted: dict[str, Any], name: str) -> int | None:
+    value = predicted.get(name)
+    if value is not None and not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r:.60}, no number of bytes; predict it anew")
+    return value
 
 
 def _largest(events: Iterable[dict[str, Any]], field: str) -> int | None:

@@ -19,6 +19,7 @@ from kit.errors import ConfigError, KitError, Problem
 from kit.plan.memory.cards import THIS_MACHINE, Target
 from kit.plan.memory.estimate import MemoryEstimate
 from kit.plan.memory.recording import Recording
+from kit.run.batch_rule import batch_rule
 from kit.run.memory.prediction import TIMEOUT_SECONDS, estimate_here
 from kit.run.memory.question import Question, ask
 from kit.run.memory.recordings import Wanted, all_recordings
@@ -26,7 +27,7 @@ from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
 
 Variations = Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]
-_BATCH, _STRATEGY, _DEVICES = "loader.batch_size", "hardware.strategy", "hardware.devices"
+_STRATEGY, _DEVICES = "hardware.strategy", "hardware.devices"
 _COLUMNS = ("variation", "verdict", "allocated", "reserved", "saves", "of all")
 _AS_GIVEN = "as given"
 MOST_VARIATIONS = 1000
@@ -40,7 +41,7 @@ class Variation:
     """Dotted path to value; empty for the configuration as it was given."""
     estimate: MemoryEstimate | None
     reason: str
-    """Why there is no estimate, or only a lower bound; else empty."""
+    """Why there is no estimate, or only a lower bound, or why the batch is not the config's; else empty."""
     saves_bytes: int | None
     """Allocated bytes less than the configuration as given needs; negative when it needs more. None where either is
     not known."""
@@ -142,7 +143,8 @@ def what_if(
         data: What `kit.fit` takes as data.
         config: The configuration that is varied.
         variations: `{"hardware.precision": ["32-true", "bf16-mixed"], ...}` for every combination, or a list of
-            `{path: value}` for exactly these.
+            `{path: value}` for exactly these. As in a fit, `loader.batch_size` is that of a loader which kit makes;
+            for one of your own, `kit.memory_model` answers any batch size.
         device: What `predict_memory` takes.
         world_size: Ranks of every variation whose strategy is not `none`.
         timeout_seconds: For each dry run.
@@ -153,6 +155,7 @@ def what_if(
     if config is None and isinstance(module, Config):
         module, config = None, module
     given, target = ask(module, data, config, device, _ranks(config, world_size))
+    batch_rule(given.data, given.config).warn()
     rows = [_Row(changes, given, target, world_size) for changes in _combinations(variations, given.config)]
     wanted = [row.wanted for row in rows if row.wanted is not None]
     answers = iter(all_recordings(wanted, timeout_seconds))
@@ -173,7 +176,7 @@ class _Row:
         try:
             config = _changed(given.config, changes, world_size)
             question = given.with_config(config, target, _ranks(config, world_size))
-            self.wanted = Wanted(question, (changes.get(_BATCH),))
+            self.wanted = Wanted(question)
         except KitError as error:
             self.reason = str(error)
 
@@ -182,7 +185,9 @@ class _Row:
         if isinstance(answer, KitError):
             self.reason = str(answer)
         else:
-            self.estimate = estimate_here(self.wanted.question, answer[0], self.target)
+            question = self.wanted.question
+            self.estimate = estimate_here(question, answer[0], self.target)
+            self.reason = batch_rule(question.data, question.config).made(self.estimate.batch_size).note
 
 
 def _combinations(variations: Variations, config: Config) -> Iterator[Mapping[str, Any]]:
@@ -227,7 +232,7 @@ def _variation(row: _Row, given: MemoryEstimate | None) -> Variation:
     found = row.estimate
     known = given is not None and given.complete and found is not None and found.complete
     saves = given.device_allocated_bytes - found.device_allocated_bytes if known and given and found else None
-    reason = row.reason if found is None or found.complete else found.reasons[-1]
+    reason = row.reason if found is None or found.complete else "; ".join(filter(None, [found.reasons[-1], row.reason]))
     return Variation(
         changes=row.changes, estimate=found, reason=reason, saves_bytes=saves,
         saves_fraction=saves / given.device_allocated_bytes if given and saves is not None else None,

@@ -1,0 +1,66 @@
+"""JSON that somebody else may have written, damaged or made up: read within bounds, or one named error.
+
+Python's own reader ends deep nesting in a RecursionError, and reads whole numbers that no float can hold, which fail
+wherever they are computed with. Both are refused here, before anything walks over the values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import accumulate
+from typing import Any
+
+from kit.errors import JsonError
+
+DEEPEST = 100
+"""Levels of nesting; what kit writes has less than ten."""
+_LONGEST = 308
+"""Digits of a whole number that a float surely holds."""
+_BRACKETS = b"[]{}"
+_OTHERS = bytes(set(range(256)) - set(_BRACKETS))
+_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_LONG_NUMBER = re.compile(rb"\d{%d}" % (_LONGEST + 1))
+
+
+def read_json(data: bytes | str, where: str = "") -> Any:
+    """The value that a JSON text holds; `where` is the file it came from.
+
+    Raises:
+        JsonError: when it is not JSON, nested deeper than `DEEPEST`, or holds a number of more than 308 digits.
+    """
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    head = f"{where}: " if where else ""
+    try:
+        if _seems_deep(raw) and _depth(json.loads(raw)) > DEEPEST:
+            raise RecursionError
+        return json.loads(raw, parse_int=_whole) if _LONG_NUMBER.search(raw) else json.loads(raw)
+    except RecursionError:
+        raise JsonError(f"{head}nested deeper than {DEEPEST} levels; the file is damaged or none of kit's") from None
+    except ValueError as error:
+        raise JsonError(f"{head}not JSON: {error}; the file was cut short, edited or is none of kit's") from None
+
+
+def _whole(digits: str) -> int:
+    if len(digits.lstrip("-")) > _LONGEST:
+        raise ValueError(f"a number of {len(digits)} digits, at most {_LONGEST} are read")
+    return int(digits)
+
+
+def _seems_deep(raw: bytes) -> bool:
+    """By its brackets, those within text too, so that all but odd files are told in a moment."""
+    if raw.count(b"[") + raw.count(b"{") <= DEEPEST:
+        return False
+    return max(accumulate(map(_STEP.__getitem__, raw.translate(None, _OTHERS))), default=0) > DEEPEST
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [
+        inner
+        for item in level
+        if isinstance(item, dict | list)
+        for inner in (item.values() if isinstance(item, dict) else item)
+    ]:
+        depth += 1
+    return depth
