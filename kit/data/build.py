@@ -202,22 +202,23 @@ class _Builder:
 
     def _run_tasks(self, tasks: Iterator[Group], scheduler: Scheduler) -> None:
         """All tasks, never more than `in_flight` handed out; what finished is journalled however this ends."""
-        running: set[Future[list[ObjectRecord]]] = set()
+        running: list[Future[list[ObjectRecord]]] = []  # in the order of the tasks: of two that fail, the first is told
         work = scheduler.share(self._work)
         try:
             while True:
                 while len(running) < scheduler.in_flight and (task := next(tasks, None)) is not None:
-                    running.add(scheduler.executor.submit(run, work, task))
+                    running.append(scheduler.executor.submit(run, work, task))
                 if not running:
                     break
-                done, running = wait(running, timeout=JOURNAL_SECONDS, return_when=FIRST_COMPLETED)
-                self._take(done)
+                done = wait(running, timeout=JOURNAL_SECONDS, return_when=FIRST_COMPLETED).done
+                ended, running = [one for one in running if one in done], [one for one in running if one not in done]
+                self._take(ended)
             self._save()
         except BaseException:
             self._wind_down(running)
             raise
 
-    def _wind_down(self, running: set[Future[list[ObjectRecord]]]) -> None:
+    def _wind_down(self, running: list[Future[list[ObjectRecord]]]) -> None:
         """Let running shards finish, drop the waiting ones, and record what is done."""
         for future in running:
             future.cancel()
@@ -227,11 +228,11 @@ class _Builder:
         with suppress(StoreError):
             self._save()
 
-    def _take(self, done: set[Future[list[ObjectRecord]]]) -> None:
+    def _take(self, ended: list[Future[list[ObjectRecord]]]) -> None:
         failed: BaseException | None = None
-        for future in done:
+        for future in ended:
             if error := future.exception():
-                failed = explain(error)
+                failed = failed or explain(error)
                 continue
             self._unsaved += future.result()
         self._save_when_due()

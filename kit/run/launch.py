@@ -8,17 +8,20 @@ stderr, joins the process group of its trial, and holds the read end of the tria
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
-import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import kit
+from kit.processes import SCRATCH
 from kit.run.paths import RunPaths
+from kit.run.rendezvous import DESCRIPTOR, HOST, INTERFACES
 
 _READ_AT_LOAD = re.compile(r"OMP_NUM_THREADS|MKL_.*|PYTORCH_.*ALLOC.*|CUDA_MODULE_LOADING")
 _MOST_DESCRIPTORS = 1 << 20
@@ -35,37 +38,33 @@ class Launch:
     paths: RunPaths
     world_size: int
     variables: Mapping[str, str]
-    port: int
     lifeline: int
     """Descriptor of the pipe end that reads end-of-file when the supervisor has gone."""
+    store: int
+    """Descriptor of the socket that rank 0 serves the store on."""
 
 
 def launch_variables(
-    variables: Mapping[str, str], world_size: int, devices: Sequence[str], port: int
+    variables: Mapping[str, str], world_size: int, devices: Sequence[str], port: int, scratch: Path
 ) -> dict[str, str]:
     """The environment of the ranks, apart from their own number.
 
     TORCHELASTIC_RUN_ID outranks SLURM's variables, which a notebook inside an allocation has. Gloo is told the loopback
-    interface, because it would otherwise look up the host's own name, which not every container can resolve.
+    interface, also because it would otherwise look up the host's own name, which not every container can resolve.
     """
     return {
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         **LOAD_DEFAULTS,
         **variables,
+        **INTERFACES,
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         "TORCHELASTIC_RUN_ID": "kit",
         "GROUP_RANK": "0",
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
+        SCRATCH: str(scratch),
     }
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def differing_variables(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
@@ -87,7 +86,7 @@ def touched_device() -> str:
 
 
 def fork_rank(launch: Launch, rank: int, group: int) -> int:
-    """Fork one rank into process group `group` (0: its own); of this process's descriptors it keeps the lifeline."""
+    """Fork one rank into process group `group` (0: its own); it keeps the lifeline, and rank 0 the store."""
     supervisor = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -109,15 +108,21 @@ def _become_rank(launch: Launch, rank: int, group: int) -> None:
     for number in (signal.SIGCHLD, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     os.setpgid(0, group)
-    os.closerange(3, launch.lifeline)  # pipes of other trials would keep those alive when the supervisor is gone
-    os.closerange(launch.lifeline + 1, _MOST_DESCRIPTORS)
+    _keep_only(sorted({launch.lifeline, launch.store} if rank == 0 else {launch.lifeline}))
     _point(os.open(os.devnull, os.O_RDONLY), 0)
     log = os.open(launch.paths.log(rank), _LOG_FLAGS, 0o644)
     os.dup2(log, 1)
     _point(log, 2)
     os.environ.clear()
     os.environ.update(_own_variables(launch, rank))
+    tempfile.tempdir = None  # the supervisor's own may be gone by now; found anew, as the kernel's variables say
     sys.argv = ["kit-rank", str(rank)]
+
+
+def _keep_only(descriptors: Sequence[int]) -> None:
+    """Pipes of other trials would keep those alive when the supervisor is gone."""
+    for first, end in itertools.pairwise([2, *descriptors, _MOST_DESCRIPTORS]):
+        os.closerange(first + 1, end)
 
 
 def _point(source: int, target: int) -> None:
@@ -126,7 +131,8 @@ def _point(source: int, target: int) -> None:
 
 
 def _own_variables(launch: Launch, rank: int) -> dict[str, str]:
-    return {**launch.variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    own = {**launch.variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return own if rank else {**own, DESCRIPTOR: str(launch.store)}
 
 
 def spawn_rank(launch: Launch, rank: int, group: int) -> int:
@@ -137,6 +143,7 @@ def spawn_rank(launch: Launch, rank: int, group: int) -> int:
     variables["PYTHONPATH"] = os.pathsep.join([home, given]) if given else home
     log = str(launch.paths.log(rank))
     arguments = ["-P", "-m", "kit.run.worker", str(launch.paths.directory), str(rank), str(os.getpid())]
+    os.set_inheritable(launch.store, rank == 0)
     return os.posix_spawn(
         sys.executable,
         [sys.executable, *arguments],

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import tempfile
 import warnings
 
 import psutil
@@ -28,6 +29,7 @@ class Telling(TinyModule):
         found = {name: os.environ.get(name) for name in names}
         found |= {"folder": os.getcwd(), "threads": torch.get_num_threads(), "group": os.getpgid(0)}
         found |= {"start_method": multiprocessing.get_start_method(), "stdin": os.readlink("/proc/self/fd/0")}
+        found |= {"temporary": tempfile.gettempdir()}
         found |= {"pid": os.getpid(), "descriptors": len(os.listdir("/proc/self/fd"))}
         print(json.dumps(found))
 
@@ -48,6 +50,16 @@ def test_a_rank_finds_the_kernels_folder_and_its_own_number(config, tmp_path, mo
         assert found["CUDA_VISIBLE_DEVICES"] == ""
         assert (found["threads"], found["start_method"], found["stdin"]) == (1, "fork", "/dev/null")
         assert found["group"] == told(trial, 0)["pid"]
+
+
+def test_a_rank_puts_temporary_files_where_its_kernel_does_by_then(config, tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setenv("TMPDIR", str(folder))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        assert told(fit(Telling, TinyData, config()).wait(SECONDS), 0)["temporary"] == str(folder)
+        folder.rmdir()
 
 
 def test_a_rank_inherits_nothing_of_other_trials(config):
