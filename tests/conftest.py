@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -76,6 +77,15 @@ def _long_first(item: pytest.Item) -> int:
         return 0
     folder = item.path.parent.name
     return 1 + (_LONG_FOLDERS.index(folder) if folder in _LONG_FOLDERS else len(_LONG_FOLDERS))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_was_collected_is_left_alone_by_the_garbage_collector():
+    """A million objects of imports and of the tests themselves, which every full collection would look through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,13 @@ def examples(count):
     return settings(max_examples=max(min(count, _FEWEST), round(count * share)))
 
 
+def at_night(every, in_ci):
+    """All cases of a test at night, a few that differ most in CI; `in_ci` are members of `every`, in its order."""
+    left_out = [case for case in in_ci if case not in every]
+    assert not left_out, f"{left_out} are no cases"
+    return list(every if nightly() else in_ci)
+
+
 def nightly():
     """Whether there is time for what CI leaves out."""
     return settings.get_current_profile_name() == "nightly"

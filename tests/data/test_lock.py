@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from properties import nightly
 from waiting import wait_until
 
 from kit.data import lock
@@ -173,7 +174,7 @@ def test_of_two_processes_that_race_for_a_store_exactly_one_wins_every_time(clou
     url = cloud.url("race/t.zarr", scheme)
     store = open_store(url, read_only=False)
     with racers(url) as processes:
-        for _ in range(20):
+        for _ in range(20 if nightly() else 8):
             if lost_before:
                 write_object(store, LOCK_KEY, json.dumps(held).encode(), url)
             answers = ask(processes, "go")

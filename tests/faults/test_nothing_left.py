@@ -14,6 +14,7 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
+from properties import at_night
 from test_trial_faults import assert_all_gone, keep_alive
 from trial_fixtures import steps_taken
 from waiting import PATIENCE_SECONDS, wait_until
@@ -129,7 +130,12 @@ def test_a_complete_trial(temporary, run):
     assert_nothing_is_left(processes, held)
 
 
-@pytest.mark.parametrize("end", ["stop", "rank", "loader", "supervisor"])
+ENDS = ("stop", "rank", "loader", "supervisor")
+PAIRS = [(kind, end) for end in ENDS for kind in DATA]
+TRIED = [("rows", "stop"), ("patches", "rank"), ("events", "rank"), ("rows", "loader"), ("patches", "supervisor")]
+
+
+@pytest.mark.parametrize(("asked", "end"), at_night(PAIRS, TRIED), indirect=["asked"])
 def test_a_trial_that_is_ended(temporary, run, end):
     trial = run(max_steps=LONG)
     processes = members(trial)
@@ -146,6 +152,7 @@ def test_a_trial_that_is_ended(temporary, run, end):
     assert_nothing_is_left(processes, held)
 
 
+@pytest.mark.parametrize("asked", at_night(DATA, ["patches"]), indirect=True)
 def test_a_trial_of_two_ranks_that_stalls(temporary, run):
     trial = run(2, max_steps=LONG, stall_seconds=3, hang_at=3)
     found = []
@@ -157,7 +164,13 @@ def test_a_trial_of_two_ranks_that_stalls(temporary, run):
     assert_nothing_is_left(found[0], held)
 
 
-@pytest.mark.parametrize("also_the_supervisor", [False, True])
+KILLED = [(kind, also) for kind in DATA for also in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "also_the_supervisor"), at_night(KILLED, [("patches", True), ("rows", True), ("events", False)]),
+    indirect=["asked"],
+)  # fmt: skip
 def test_a_trial_whose_kernel_is_killed(asked, temporary, also_the_supervisor):
     module, data, config = asked(max_steps=LONG)
     code = textwrap.dedent(f"""
@@ -222,6 +235,7 @@ def test_a_prediction_beside_a_trial_is_swept_when_its_supervisor_is_gone(tempor
     scratch.remove_folder(folders["when lost"])
 
 
+@pytest.mark.parametrize("asked", at_night(DATA, ["rows"]), indirect=True)
 def test_sockets_find_room_where_the_folder_for_temporary_files_has_a_long_path(temporary, run, monkeypatch):
     long = temporary / ("long" * 30)
     long.mkdir()

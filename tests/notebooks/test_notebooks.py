@@ -73,8 +73,9 @@ def test_it_has_one_cell_of_parameters(cells):
     assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
 
 
-def test_it_is_committed_without_outputs(path):
-    subprocess.run([sys.executable, "-m", "nbstripout", "--verify", str(path)], check=True, capture_output=True)
+def test_they_are_committed_without_outputs():
+    command = [sys.executable, "-m", "nbstripout", "--verify", *map(str, NOTEBOOKS)]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def test_it_names_the_kernel_that_is_installed_for_it(path):

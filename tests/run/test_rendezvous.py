@@ -5,6 +5,7 @@ import ipaddress
 import psutil
 import pytest
 from gated import Gated
+from properties import at_night
 from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.run import client
@@ -27,9 +28,12 @@ def running(gate, config):
     return trial
 
 
-@pytest.mark.parametrize("start", ["warm", "cold"])
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp")])
-def test_every_process_of_a_trial_listens_on_loopback_only(config, tmp_path, monkeypatch, start, ranks, strategy):
+STARTS = [(start, strategy) for start in ("warm", "cold") for strategy in ("ddp", "fsdp")]
+
+
+@pytest.mark.parametrize(("start", "strategy"), at_night(STARTS, [("warm", "ddp"), ("warm", "fsdp"), ("cold", "ddp")]))
+def test_every_process_of_a_trial_listens_on_loopback_only(config, tmp_path, monkeypatch, start, strategy):
+    ranks = 2
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # what a cluster's login shell says
     gate = tmp_path / "gate"
     trial = running(gate, config(ranks, strategy, start=start))
