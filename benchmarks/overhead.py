@@ -38,10 +38,10 @@ from kit.events import EventWriter
 from kit.run.communication import CommunicationTimer
 from kit.run.control import Control
 from kit.run.jobs.context import Context
+from kit.run.memory.foresight import fit
 from kit.run.paths import RunPaths
 from kit.run.recorder import Recorder
 from kit.run.timing import StepClock
-from kit.run.trial import fit
 
 REPETITIONS = 10
 STEPS, DROPPED = 40, 10

@@ -25,7 +25,8 @@ from kit.machine import hardware
 from kit.models import GPT
 from kit.report.predict_run import predict_run
 from kit.report.timing import timing
-from kit.run.trial import Trial, fit
+from kit.run.memory.foresight import fit
+from kit.run.trial import Trial
 
 ROUNDS = 5
 STEPS, DROPPED = 36, 8

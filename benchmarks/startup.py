@@ -19,7 +19,8 @@ from pathlib import Path
 from publish import publish
 
 from kit.config import Config
-from kit.run.trial import fit, warm_up
+from kit.run.memory.foresight import fit
+from kit.run.trial import warm_up
 
 REPETITIONS = 5
 STEPS = 20

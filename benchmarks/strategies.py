@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from kit.config import Config
 from kit.machine import hardware
 from kit.models import GPT
-from kit.run.trial import fit
+from kit.run.memory.foresight import fit
 
 ROUNDS = 9
 STEPS, DROPPED = 40, 10

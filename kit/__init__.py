@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from kit.run.batch_search import find_batch_size as find_batch_size
     from kit.run.calibration.calibrate import calibrate as calibrate
     from kit.run.levers_check import verify_levers as verify_levers
+    from kit.run.memory.foresight import fit as fit
     from kit.run.memory.largest_batch import largest_batch as largest_batch
     from kit.run.memory.model import memory_model as memory_model
     from kit.run.memory.prediction import predict_memory as predict_memory
@@ -90,7 +91,6 @@ if TYPE_CHECKING:
     from kit.run.repeats import try_change as try_change
     from kit.run.sequence_check import verify_sequences as verify_sequences
     from kit.run.trial import Trial as Trial
-    from kit.run.trial import fit as fit
     from kit.tables import table as table
     from kit.widgets.build_panel import build_panel as build_panel
     from kit.widgets.chunk_panel import chunk_panel as chunk_panel
@@ -131,7 +131,7 @@ _HOMES = {
     "expected_bytes": "kit.data.size",
     "fetch_checkpoint": "kit.data.downloads",
     "find_batch_size": "kit.run.batch_search",
-    "fit": "kit.run.trial",
+    "fit": "kit.run.memory.foresight",
     "fit_features": "kit.data.tables.fitting",
     "hardware": "kit.machine",
     "html_report": "kit.report.html_report",

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kit.data.dataset import in_machine_order
 from kit.data.pieces import Region
-from kit.data.source import VariableSpec, in_machine_order
+from kit.data.source import VariableSpec
 from kit.errors import ConfigError, Problem
 from kit.plan.rechunk import FETCH_BYTES
 

@@ -30,6 +30,7 @@ from kit.data.dataset import Dataset, open_dataset
 from kit.data.layout import plan_chunks
 from kit.data.lock import write_lock
 from kit.data.manifest import ArrayRecord, Manifest, ObjectRecord
+from kit.data.open_source import load_source
 from kit.data.progress import Progress, make_progress, say, show_link
 from kit.data.schedulers import Scheduler, explain, open_scheduler
 from kit.data.session import (
@@ -42,7 +43,7 @@ from kit.data.session import (
     remove_journals,
 )
 from kit.data.shards import ArrayWriter
-from kit.data.source import Source, load_source
+from kit.data.source import Source
 from kit.data.stores import is_shared, local_folder, open_store, redact, resolve_url, write_object
 from kit.data.work import Group, Work, run
 from kit.data.zarr_source import ZarrSource

@@ -16,9 +16,10 @@ from kit.cgroup import share
 from kit.config import Build, Config
 from kit.data.blueprint import Blueprint, make_blueprint
 from kit.data.layout import plan_chunks
+from kit.data.open_source import load_source
 from kit.data.schedulers import RUNTIME_BYTES, Slots, slots_of
 from kit.data.shards import ArrayWriter
-from kit.data.source import Source, chunk_of, load_source
+from kit.data.source import Source, chunk_of
 from kit.data.work import Group
 from kit.errors import BuildError
 from kit.plan.rechunk import Grouping, Layout, TwoPasses, group_regions, intermediate_chunk, two_passes

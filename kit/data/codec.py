@@ -31,6 +31,7 @@ from zarr.core.metadata.v2 import ArrayV2Metadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.core.sync import sync
 
+from kit.data.octets import Octets, octets
 from kit.data.stores import redact
 from kit.errors import CorruptChunkError
 
@@ -42,7 +43,6 @@ _BLOSC_HEADER_BYTES = 16
 
 Index = NDArray[np.uint64]
 """A shard's index `(*inner chunk, 2)`: first byte and number of bytes of each inner chunk."""
-Octets = NDArray[np.uint8]
 Step = Callable[[Octets], Octets]
 
 
@@ -218,11 +218,6 @@ def decode_index(stored: StoredArray, key: str, data: Octets, url: str) -> Index
     """
     with Damage(f"{redact(url)}: shard {key} of {stored.name}"):
         return stored.decode_index(data)
-
-
-def octets(data: bytes | memoryview) -> Octets:
-    """Bytes as an array, without a copy."""
-    return np.frombuffer(data, np.uint8)
 
 
 def _plain_sharding(codecs: Sequence[Codec]) -> ShardingCodec | None:

@@ -29,15 +29,20 @@ from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, Proble
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
-    from xarray import DataArray
-    from xarray import Dataset as XarrayDataset
+    import xarray
 
-    XarrayObject = XarrayDataset | DataArray
+    XarrayObject = xarray.Dataset | xarray.DataArray
     import zarr
     from zarr.abc.store import Store
 
 NUMBERS = "biuf"
 """Kinds of numpy type that can be a channel."""
+
+
+def in_machine_order(dtype: Any) -> np.dtype[Any]:
+    """The type in this machine's byte order; text of any length has none."""
+    known: np.dtype[Any] = np.dtype(dtype)
+    return known if known.kind == "T" else known.newbyteorder("=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

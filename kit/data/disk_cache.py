@@ -32,9 +32,9 @@ from typing import Literal, Protocol
 import google_crc32c
 
 from kit.config import Cache, resolve_path
-from kit.data.codec import Octets, octets
 from kit.data.counters import Counters
 from kit.data.manifest import Manifest, crc32c
+from kit.data.octets import Octets, octets
 from kit.errors import ConfigError, Problem
 
 Eviction = Literal["lru", "none"]

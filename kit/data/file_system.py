@@ -13,8 +13,8 @@ from typing import Any
 
 from zarr.abc.store import Store
 
-from kit.data.codec import Octets, octets
 from kit.data.counters import Counters
+from kit.data.octets import Octets, octets
 from kit.data.remote import RemoteStore
 from kit.data.retries import Retries
 from kit.data.stores import redact, store_error

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kit.data.codec import Octets, octets
 from kit.data.counters import Counters
+from kit.data.octets import Octets, octets
 from kit.data.stores import store_error
 
 _WHENCE_END = 2

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.data.pieces import Region
-from kit.data.places import IMAGES
 from kit.data.source import VariableSpec
 from kit.errors import BuildError, ConfigError, Problem
 
+IMAGES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp")
 _BANDS = {
     "L": ("grey",), "1": ("grey",), "I;16": ("grey",), "I": ("grey",), "F": ("grey",), "LA": ("grey", "alpha"),
     "RGB": ("red", "green", "blue"), "RGBA": ("red", "green", "blue", "alpha"),

@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.data.cache import Chunk, ChunkCache, Part
-from kit.data.codec import Index, Octets, damage
+from kit.data.codec import Index, damage
 from kit.data.counters import Counters
 from kit.data.early import EarlyAnswers
 from kit.data.indexes import LARGEST_BYTES, ShardIndexes
+from kit.data.octets import Octets
 from kit.data.reader_plan import ReaderPlan, largest_chunk_bytes
 from kit.data.room import Claim, Room
 from kit.data.stores import redact

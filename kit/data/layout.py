@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kit.config import Config
-from kit.data.source import Source, load_source
+from kit.data.open_source import load_source
+from kit.data.source import Source
 from kit.errors import ConfigError, PlanError, Problem
 from kit.plan.access import Order
 from kit.plan.chunks import ChunkPlan, plan_layout

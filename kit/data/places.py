@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from kit.config import resolve_path
+from kit.data.image_source import IMAGES, ImageFolder
 
 _TARGET = re.compile(r"[^:\s][^:]*:[A-Za-z_]\w*|[A-Za-z]:[^:]+:[A-Za-z_]\w*")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _FILES_OF_XARRAY = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".grib", ".grib2")
-IMAGES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp")
 
 
 def open_place(text: str) -> Callable[..., Any] | None:
@@ -37,8 +37,6 @@ def open_place(text: str) -> Callable[..., Any] | None:
 
         return partial(open_file, path)
     if _holds_images(path):
-        from kit.data.image_source import ImageFolder
-
         return partial(ImageFolder, path)
     return _zarr(text)
 

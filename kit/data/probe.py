@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from zarr.core.sync import sync
 
 from kit.config import Config
-from kit.data.codec import Octets, StoredArray
+from kit.data.codec import StoredArray
 from kit.data.counters import Counters
 from kit.data.dataset import ArrayInfo, Dataset, open_dataset
+from kit.data.octets import Octets
 from kit.data.probing import Load, Part, Prober, Source, close_source, open_source, quantile, step_seconds
 from kit.data.requests import read_index
 from kit.data.stores import redact, sizes_of_objects

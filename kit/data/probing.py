@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kit.data.codec import Octets
 from kit.data.counters import Counters
 from kit.data.dataset import Dataset
+from kit.data.octets import Octets
 from kit.data.remote import RemoteStore
 from kit.data.requests import Requests, open_blocking
 from kit.data.wire import Ask, Wire

@@ -18,12 +18,13 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import LocalStore
 
 from kit.data.addresses import address_of
-from kit.data.codec import Index, Octets, StoredArray, decode_index
+from kit.data.codec import Index, StoredArray, decode_index
 from kit.data.counters import Counters
 from kit.data.disk_cache import CachedReads, ReadCache
 from kit.data.file_system import open_file_system
 from kit.data.folder import Folder
 from kit.data.indexes import ShardIndexes
+from kit.data.octets import Octets
 from kit.data.remote import RemoteStore
 from kit.data.retries import Retries
 from kit.data.stores import redact, store_error

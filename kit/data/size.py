@@ -15,8 +15,9 @@ import numpy as np
 from kit.config import Config
 from kit.data.blueprint import Blueprint, make_blueprint
 from kit.data.layout import plan_chunks
+from kit.data.open_source import load_source
 from kit.data.shards import ArrayWriter, ShardTask
-from kit.data.source import Source, load_source
+from kit.data.source import Source
 from kit.units import format_bytes, format_count
 
 if TYPE_CHECKING:

@@ -3,15 +3,10 @@
 A source promises that `read` depends on its arguments only: the same region gives the same values whatever was read
 before and however the array is cut. That makes a build resumable and its shards independent. Values are packed, in the
 dtype that is stored; CF attributes (`scale_factor`, `add_offset`, `_FillValue`, `units`, ...) say how they decode.
-
-`data.source` names a class or function by import path, or a place where data lies (`kit.data.places`). What a function
-returns, or a caller has in hand, may also be an xarray object or a numpy array; it is wrapped.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -20,10 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.config import Config
-from kit.data.places import open_place
-from kit.errors import ConfigError, KitError, Problem
-from kit.targets import load_target
+from kit.errors import ConfigError, Problem
 
 Region = tuple[slice, ...]
 
@@ -72,101 +64,39 @@ class Source(Protocol):
         ...
 
 
-def load_source(config: Config, given: Any = None) -> Source:
-    """The source a config names, made with its arguments; or the one given, wrapped where it needs to be.
-
-    Raises:
-        TargetError: when `data.source` cannot be found.
-        StoreError: when it is a place that cannot be opened.
-        ConfigError: when it is empty, its arguments do not fit, or what it makes is no source.
-    """
-    if given is not None:
-        return as_source(given)
-    if config.data.source is None:
-        raise _error("source", "empty, so there is nothing to build from; give path/to/file.py:Name, or a place")
-    make: Any = open_place(config.data.source) or load_target(config.data.source)
-    arguments = config.data.arguments
-    _check_arguments(make, arguments)
-    try:
-        made = make(**arguments)
-    except KitError:
-        raise
-    except Exception as error:
-        raise _error("arguments", f"{config.data.source} refused them: {type(error).__name__}: {error}") from error
-    return as_source(made)
-
-
-def as_source(made: Any) -> Source:
-    """`made` itself, or an xarray object or array as a source.
-
-    Raises:
-        ConfigError: when it is no source.
-    """
-    kind = type(made)
-    if kind.__module__.partition(".")[0] == "xarray":
-        from kit.data.xarray_source import XarraySource
-
-        made = XarraySource(made)
-    elif isinstance(made, np.ndarray):
-        from kit.data.array_source import ArraySource
-
-        made = ArraySource(made)
-    check_source(made)
-    return made  # type: ignore[no-any-return]
-
-
-def in_machine_order(dtype: Any) -> np.dtype[Any]:
-    """The type in this machine's byte order; text of any length has none."""
-    known: np.dtype[Any] = np.dtype(dtype)
-    return known if known.kind == "T" else known.newbyteorder("=")
-
-
 def chunk_of(source: Source, name: str) -> tuple[int, ...] | None:
     """How the source itself is cut for this variable; None when any region costs no more than itself."""
     chunk = getattr(source, "chunks", {}).get(name)
     return None if chunk is None else tuple(map(min, map(int, chunk), source.shape))
 
 
-def _check_arguments(make: Any, arguments: Mapping[str, Any]) -> None:
-    try:
-        known = inspect.signature(make).parameters
-    except (TypeError, ValueError):
-        return
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return
-    for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known) or 'none'}"
-            raise _error("arguments", f"the source takes no argument {name!r}; {hint}")
-
-
 def check_source(source: Any) -> None:
     """Raises: ConfigError: naming the first thing that keeps `source` from being one."""
     lacking = [n for n in ("dims", "shape", "variables", "coordinates", "attributes", "read") if not hasattr(source, n)]
     if lacking:
-        raise _error("source", f"{type(source).__name__} has no {', '.join(lacking)}; see kit.data.source.Source")
+        raise source_error("source", f"{type(source).__name__} has no {', '.join(lacking)}; see kit.data.source.Source")
     dims, shape = tuple(source.dims), tuple(source.shape)
     if len(dims) != len(shape) or len(set(dims)) != len(dims) or not dims:
-        raise _error("source", f"dims {dims} and shape {shape} must be as long as each other, and dims distinct")
+        raise source_error("source", f"dims {dims} and shape {shape} must be as long as each other, and dims distinct")
     if prod(shape) == 0 or any(size < 0 for size in shape):
-        raise _error("source", f"shape {shape} holds no elements; every size must be at least 1")
+        raise source_error("source", f"shape {shape} holds no elements; every size must be at least 1")
     if not source.variables:
-        raise _error("source", f"{type(source).__name__} has no variables")
+        raise source_error("source", f"{type(source).__name__} has no variables")
     for name, spec in source.variables.items():
         _check_name(name, dims)
         if np.dtype(spec.dtype).kind not in "iuf":
-            raise _error("source", f"variable {name} has dtype {spec.dtype}; kit stores integers and floats")
+            raise source_error("source", f"variable {name} has dtype {spec.dtype}; kit stores integers and floats")
     for dim, values in source.coordinates.items():
         if dim not in dims or np.shape(values) != (shape[dims.index(dim)],):
             sizes = dict(zip(dims, shape, strict=True))
-            raise _error("source", f"coordinate {dim} has shape {np.shape(values)}; the dimensions are {sizes}")
+            raise source_error("source", f"coordinate {dim} has shape {np.shape(values)}; the dimensions are {sizes}")
 
 
 def _check_name(name: str, dims: tuple[str, ...]) -> None:
     if not name or name in dims or "/" in name or name.startswith((".", "__")) or not name.isprintable():
-        raise _error("source", f"variable name {name!r} is empty, a dimension's, or no plain name")
+        raise source_error("source", f"variable name {name!r} is empty, a dimension's, or no plain name")
 
 
-def _error(field_name: str, message: str) -> ConfigError:
+def source_error(field_name: str, message: str) -> ConfigError:
+    """What is wrong with a field of `data`."""
     return ConfigError([Problem(f"data.{field_name}", message)])

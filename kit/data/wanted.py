@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kit.data.cache import Chunk, ChunkCache
-from kit.data.codec import Octets, StoredArray
+from kit.data.codec import StoredArray
+from kit.data.octets import Octets
 from kit.data.room import Claim
 
 

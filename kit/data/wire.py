@@ -32,10 +32,10 @@ from urllib.parse import quote
 import pycurl
 
 from kit.data.addresses import Address
-from kit.data.codec import Octets, octets
 from kit.data.concurrency import ConcurrencyLimit
 from kit.data.counters import Counters
 from kit.data.hosts import is_metadata
+from kit.data.octets import Octets, octets
 from kit.data.retries import TOO_MANY, Attempts, Retries
 from kit.data.stores import store_error
 from kit.errors import StoreError

@@ -12,9 +12,10 @@ from concurrent.futures import Future
 from functools import partial
 
 from kit.data.cache import Chunk
-from kit.data.codec import Index, Octets, decode_index
+from kit.data.codec import Index, decode_index
 from kit.data.indexes import ShardIndexes
 from kit.data.intake import Intake
+from kit.data.octets import Octets
 from kit.data.room import Claim
 from kit.data.wanted import Wanted
 from kit.data.wire import Ask, Wire

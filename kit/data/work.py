@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from kit.config import Config
 from kit.data import manifest as records
 from kit.data.manifest import ObjectRecord
+from kit.data.open_source import load_source
 from kit.data.shards import ArrayWriter, ShardTask, read_block
-from kit.data.source import Source, load_source
+from kit.data.source import Source
 from kit.data.stores import open_store, write_object
 from kit.processes import give_memory_back
 

@@ -20,14 +20,13 @@ from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import MemoryStore, WrapperStore
 
-from kit.data.codec import Octets
 from kit.data.counters import Counters
-from kit.data.dataset import NUMBERS, ArrayInfo, Dataset
-from kit.data.source import in_machine_order
+from kit.data.dataset import NUMBERS, ArrayInfo, Dataset, in_machine_order
+from kit.data.octets import Octets
 from kit.errors import StoreError
 
 if TYPE_CHECKING:
-    from xarray import Dataset as XarrayObject
+    import xarray
 
 LARGEST_PIECE_BYTES = 256 << 10
 
@@ -36,7 +35,7 @@ LARGEST_PIECE_BYTES = 256 << 10
 class XarrayDataset(Dataset):
     """A `Dataset` over an xarray object; it pickles with the object, all of it where that is in memory."""
 
-    held: XarrayObject = field(compare=False, repr=False)
+    held: xarray.Dataset = field(compare=False, repr=False)
 
     def open_store(self) -> Store:
         return XarrayStore(_metadata(self.arrays), Cutter(self.held, self.arrays))
@@ -114,7 +113,7 @@ class XarrayStore(WrapperStore[MemoryStore]):
 class Cutter:
     """Reads an object as threads read a store; see `kit.data.requests.Blocking`."""
 
-    def __init__(self, held: XarrayObject, arrays: Mapping[str, ArrayInfo], counters: Counters | None = None) -> None:
+    def __init__(self, held: xarray.Dataset, arrays: Mapping[str, ArrayInfo], counters: Counters | None = None) -> None:
         self._held, self._arrays, self._counters = held, arrays, counters
 
     def counted_by(self, counters: Counters) -> Cutter:

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.data.attributes import coordinate_attributes, json_attributes, packing_attributes
+from kit.data.dataset import in_machine_order
 from kit.data.pieces import Region, read_pieces
-from kit.data.source import VariableSpec, in_machine_order
+from kit.data.source import VariableSpec
 from kit.errors import ConfigError, Problem
 
 

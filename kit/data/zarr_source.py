@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from kit.data.attributes import coordinate_attributes, json_attributes, packing_attributes
 from kit.data.counters import absent_chunks
-from kit.data.dataset import ArrayInfo, open_dataset
+from kit.data.dataset import ArrayInfo, in_machine_order, open_dataset
 from kit.data.pieces import Region, read_pieces
-from kit.data.source import VariableSpec, in_machine_order
+from kit.data.source import VariableSpec
 from kit.data.stores import redact, sizes_of_objects
 from kit.errors import KitWarning, MissingChunkError
 

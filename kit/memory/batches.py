@@ -22,8 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from kit.config import Config
 from kit.data.dataset import open_dataset
 from kit.data.module import PatchData
+from kit.data.open_source import load_source
 from kit.data.rows.module import RowData
-from kit.data.source import load_source
 from kit.errors import ConfigError, Problem
 from kit.memory.batch_shapes import LARGEST_CONSTANT, Batches, TensorShape, describe
 from kit.memory.samples import LOOK_SECONDS, largest_samples, within

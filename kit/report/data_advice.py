@@ -6,32 +6,16 @@ help only if data were the limit is said and not changed: nothing is rebuilt on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from kit.config import Config
 from kit.errors import KitError
 from kit.plan.schedule import advise_schedule
 from kit.report.big_run import BigRunRow
+from kit.report.recommendation import Change
 from kit.units import format_seconds
 
 _DATA = ("loading", "store requests/s", "store bandwidth", "loader CPU")
 _WORTH = 1.5
 """So many times faster another layout has to be to be built for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Fields to set, and why."""
-
-    name: str
-    values: Mapping[str, Any]
-    reason: str
-
-    def __str__(self) -> str:
-        sets = ", ".join(f"{path} = {value}" for path, value in self.values.items())
-        return f"{self.name} ({sets}): {self.reason}"
 
 
 def data_changes(

@@ -27,7 +27,7 @@ from kit.report.torch_trace import TraceInfo, read_trace
 from kit.report.trace_viewer import TraceViewer
 from kit.report.trial_memory import read_whole
 from kit.run.series import Series
-from kit.run.submission import prepare
+from kit.run.submission import REHEARSAL, prepare
 from kit.run.trial import Trial
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_count, format_seconds
@@ -99,7 +99,7 @@ class Profile(Series):
         assert self._task is not None
         module, data, config = self._task
         looking = {"pass": which, "folder": str(self.folder)}
-        trial = Trial(prepare(module, data, config, profile=looking, confined=True), config)
+        trial = Trial(prepare(module, data, config, profile=looking, confined=REHEARSAL), config)
         self.trials[which] = trial
         return trial
 

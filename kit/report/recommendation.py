@@ -6,18 +6,32 @@ is refused, by how much.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kit.config import Config
 from kit.errors import PlanError
 from kit.plan.ladder import Rung, RunTarget
 from kit.plan.memory.estimate import MemoryEstimate
 from kit.report.big_run import BigRun, BigRunRow
-from kit.report.data_advice import Change
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes, format_seconds
 
 _COLUMNS = ("rung", "devices", "verdict", "needs", "short of", "time")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Fields to set, and why."""
+
+    name: str
+    values: Mapping[str, Any]
+    reason: str
+
+    def __str__(self) -> str:
+        sets = ", ".join(f"{path} = {value}" for path, value in self.values.items())
+        return f"{self.name} ({sets}): {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing_extensions import override
 from kit.config import Config
 from kit.errors import ConfigError
 from kit.run.series import Series
-from kit.run.submission import prepare
+from kit.run.submission import REHEARSAL, prepare
 from kit.run.trial import Trial
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
@@ -157,7 +157,8 @@ class Attempts(Series):
     def _submit(self, config: Config, batch_size: int) -> Trial:
         task = self.task
         asked = None if task.own_data else batch_size
-        trial = Trial(prepare(task.module, task.data, config, asked, confined=self.confined), config)
+        confined = REHEARSAL if self.confined else ""
+        trial = Trial(prepare(task.module, task.data, config, asked, confined=confined), config)
         trial.submit()
         return trial
 

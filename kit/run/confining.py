@@ -38,7 +38,7 @@ def confine_rank(paths: RunPaths, rank: int) -> None:
 
 
 def _is_confined(environment: dict[str, Any]) -> bool:
-    return environment.get("job") in ("predict", "calibrate") or bool(environment.get("confined"))
+    return bool(environment.get("confined"))
 
 
 def _free_folders(paths: RunPaths, environment: dict[str, Any]) -> list[Path]:
@@ -64,7 +64,7 @@ def confined_job(context: Context) -> Iterator[None]:
     if not _is_confined(context.environment) or "prediction" in context.environment:
         yield
         return
-    with confined("the calibration" if context.environment.get("job") else "the trial run") as kept:
+    with confined(context.environment["confined"]) as kept:
         yield
     for note in kept.notes:
         context.writer.write("warned", message=note)

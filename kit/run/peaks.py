@@ -29,6 +29,7 @@ from kit.run.trial import ENDED, Trial
 from kit.units import format_bytes, format_count
 
 _FOLDER = ".peaks"
+JOB = "kit.run.jobs.peaks:peaks"
 _DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("float32", "bfloat16", "float16")}
 _PREFIX = "kit-peaks-"
 _TIMEOUT_SECONDS = 120.0
@@ -130,7 +131,11 @@ def _measure(config: Config, resolved: Resolved, claims: list[str]) -> Peaks:
     paths = RunPaths(scratch.make(_PREFIX))
     try:
         paths.marker.touch()
-        task = {"job": "peaks", "peaks": {"dtypes": _DTYPES[resolved.accelerator]}, "removed": "when lost"}
+        task = {
+            "job": JOB,
+            "peaks": {"dtypes": _DTYPES[resolved.accelerator]},
+            "removed": "when lost",
+        }
         environment = {**environment_of(resolved), **task, "claims": claims}
         write_run(paths, json.dumps(quick.values()), pack(Part("default"), Part("default")), environment)
         trial = Trial(paths, quick)

@@ -201,6 +201,11 @@ class Both(Profiler):
             asked.teardown(stage)
 
 
+def beside(clock: Profiler, which: str, folder: Path, config: Config) -> Profiler:
+    """The clock of a trial, and the profiler of one pass, which writes into `folder`."""
+    return Both(clock, make_profiler(which, folder, config))
+
+
 def make_profiler(which: str, folder: Path, config: Config) -> Profiler:
     """The profiler of one pass, writing into `folder`."""
     if which == "simple":

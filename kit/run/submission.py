@@ -35,12 +35,14 @@ from kit.units import format_bytes
 if TYPE_CHECKING:
     from kit.machine import Resolved
 
+REHEARSAL = "the trial run"
+"""What notes call a run that only tries something out."""
 _PACKAGES = ("kit", "torch", "lightning", "zarr", "fsspec", "gcsfs", "numpy", "pydantic", "cloudpickle")
 
 
 def prepare(
     module: object, data: object, config: object, batch_size: int | None = None,
-    profile: Mapping[str, str] | None = None, job: str | None = None, confined: bool = False,
+    profile: Mapping[str, str] | None = None, job: str | None = None, confined: str = "",
 ) -> RunPaths:  # fmt: skip
     """A complete run directory for this trial.
 
@@ -50,8 +52,8 @@ def prepare(
         config: A Config.
         batch_size: Samples per batch on each device, instead of what data of the caller's own makes.
         profile: Which profiler looks on (`pass`) and where it writes (`folder`); None for none.
-        job: What the ranks do; None for a fit.
-        confined: Whether it only tries something out: what it writes is then kept from everybody.
+        job: What the ranks do, by import path; None for a fit.
+        confined: What notes call a run that changes no file of the user's; empty for one that trains as asked.
 
     Its GPUs are claimed for it: whoever starts it hands them to the supervisor.
 
@@ -73,7 +75,7 @@ def prepare(
     try:
         asked = {"batch_size": batch_size, "profile": profile, "job": job, "batch": asdict(rule) if rule else None}
         given = {name: value for name, value in asked.items() if value is not None}
-        given |= {"confined": True} if confined else {}
+        given |= {"confined": confined} if confined else {}
         return _write(module_part, data_part, config, taken, given)
     except BaseException:
         release(taken.claims)
@@ -129,7 +131,7 @@ def again(earlier: RunPaths, config: Config, trust: bool = False) -> RunPaths:
         asked["batch"] = asdict(replace(rule, asked=size, size=size if rule.by_config else rule.size))
     taken = take_devices(config)
     try:
-        return _fill(payload, given, config, taken, {**asked, "confined": True})
+        return _fill(payload, given, config, taken, {**asked, "confined": REHEARSAL})
     except BaseException:
         release(taken.claims)
         raise

@@ -1,6 +1,6 @@
 """Trials: one config run briefly in processes of its own, while the notebook stays free.
 
-`fit` checks everything that can be checked, makes a run directory, asks the supervisor for ranks and returns at once. A
+A trial is checked as far as it can be, gets a run directory, and a supervisor is asked for its ranks, all at once. A
 `Trial` is a view of that directory: all it knows it reads from files, so that it can be opened again after a kernel
 restart, and no thread of the kernel matters. The kernel never imports torch for it.
 
@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
 from kit.claims import hand_over, release
 from kit.config import Config
@@ -35,7 +35,7 @@ from kit.run.liveness import why_lifeless
 from kit.run.out_of_memory import as_details
 from kit.run.paths import EVENT_FILES, RunPaths
 from kit.run.signing import contents_to_run
-from kit.run.submission import prepare
+from kit.run.submission import REHEARSAL, prepare
 from kit.run.watch import watch
 from kit.run.what_ran import used_event, what_ran, with_values
 
@@ -49,45 +49,13 @@ _LIFE_CHECK_SECONDS = 1.0
 _INTERRUPT_SECONDS = 10.0
 
 
-@overload
-def fit(config: Config, /) -> Trial: ...
-@overload
-def fit(module: Any, data: Any, config: Config) -> Trial: ...
-def fit(module: Any, data: Any = None, config: Config | None = None) -> Trial:
-    """Start a trial and return at once.
-
-    Args:
-        module: What is trained: a LightningModule class (made with `model.arguments`), an import path, a function
-            without arguments that makes one, or an instance. None takes `model.target`.
-        data: What it is trained on: a LightningDataModule class or an import path (made with `data.arguments`, where
-            there is no `data.source` that they belong to), a function without arguments, an instance, a DataLoader or
-            a Dataset. None takes the config's own data.
-        config: What to run. `fit(config)` alone takes module and data from it.
-
-    Raises:
-        ConfigError: for what cannot run as configured, found before any process is started.
-        HardwareError: for devices that are not there.
-        StoreError: for a store that cannot be read by the ranks.
-    """
-    if config is None and isinstance(module, Config):
-        module, config = None, module
-    paths = prepare(module, data, config)
-    trial = Trial(paths, config)
-    trial.submit()
-    if trial.config.trial.predict_memory:
-        from kit.run.memory.foresight import foresee
-
-        foresee(module, data, trial)
-    return trial
-
-
 def try_out(module: Any, data: Any, config: Config) -> Trial:
     """Start a trial whose measurements are wanted and nothing else: what its hooks write is kept from everybody.
 
     Raises:
         ConfigError, HardwareError, StoreError: as `fit`.
     """
-    trial = Trial(prepare(module, data, config, confined=True), config)
+    trial = Trial(prepare(module, data, config, confined=REHEARSAL), config)
     trial.submit()
     return trial
 

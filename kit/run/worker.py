@@ -14,7 +14,6 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,9 +25,12 @@ from kit.processes import die_with_parent, guard_forks, note_process, scratch_fo
 from kit.run import scratch
 from kit.run.confining import confine_rank, confined_job
 from kit.run.control import Control
-from kit.run.jobs.context import Context
+from kit.run.jobs.context import Context, load
 from kit.run.paths import RunPaths
 from kit.run.verdict import EXIT_CANNOT_WRITE, EXIT_FAILED
+
+FIT = "kit.run.jobs.fit:fit"
+"""What ranks do where nothing else is asked for."""
 
 
 def run_rank(paths: RunPaths, rank: int, supervisor: int, lifeline: int) -> NoReturn:
@@ -61,31 +63,12 @@ def _work(paths: RunPaths, rank: int, writer: EventWriter) -> int:
         _send_warnings(writer)
         context = Context(paths, Config.load(paths.config), environment, rank, writer, Control(paths.control))
         with confined_job(context):
-            _job(environment.get("job", "fit"))(context)
+            load(environment.get("job", FIT))(context)
     except BaseException as error:
         traceback.print_exc()
         writer.write("failed", **describe_failure(error, context))
         return EXIT_FAILED
     return 0
-
-
-def _job(name: str) -> Callable[[Context], None]:
-    """What this rank does, loaded only now: each job brings its own libraries."""
-    if name == "predict":
-        from kit.run.jobs.predict import predict
-
-        return predict
-    if name == "peaks":
-        from kit.run.jobs.peaks import peaks
-
-        return peaks
-    if name == "calibrate":
-        from kit.run.jobs.calibrate import calibrate
-
-        return calibrate
-    from kit.run.jobs.fit import fit
-
-    return fit
 
 
 def _settle(environment: dict[str, Any]) -> None:

@@ -213,7 +213,7 @@ class BuildPanel(Handle):
 
 def plan_all(config: Config, source: Any = None) -> BuildFacts:
     """Target, layout, and a plan for each scheduler; what is missing is said, not raised."""
-    from kit.data.source import load_source
+    from kit.data.open_source import load_source
 
     problem, opened = "", source
     try:

@@ -27,9 +27,10 @@ from kit.report.profile import Profile, profile
 from kit.run.batch_rule import BatchRule, batch_rule
 from kit.run.calibration.calibrate import calibrate
 from kit.run.calibration.result import Calibration
+from kit.run.memory.foresight import fit
 from kit.run.model_dials import model_dials
 from kit.run.payload import Part
-from kit.run.trial import Trial, fit, warm_up
+from kit.run.trial import Trial, warm_up
 from kit.train.choices import explain_attention, explain_batch, explain_strategy
 from kit.widgets.background import Latest
 from kit.widgets.calibration_view import CalibrationView

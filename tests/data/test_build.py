@@ -26,10 +26,11 @@ import kit.data.build as builder
 from kit.data.build import build
 from kit.data.dataset import open_dataset
 from kit.data.manifest import BUILD_KEY, MANIFEST_KEY
+from kit.data.open_source import load_source
 from kit.data.progress import ProgressLine
 from kit.data.shards import ArrayWriter, statistics
 from kit.data.size import expected_bytes
-from kit.data.source import VariableSpec, load_source
+from kit.data.source import VariableSpec
 from kit.data.stores import list_objects, open_store, read_object, write_object
 from kit.data.verify import verify
 from kit.errors import (

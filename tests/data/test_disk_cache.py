@@ -20,7 +20,7 @@ from kit.data.build import build
 from kit.data.counters import Counters
 from kit.data.disk_cache import CachedReads, Memory, ReadCache, SharedFolder
 from kit.data.engine import Engine
-from kit.data.source import load_source
+from kit.data.open_source import load_source
 from kit.errors import ConfigError
 
 FILLER = Path(__file__).with_name("cache_filler.py")

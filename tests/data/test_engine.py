@@ -183,7 +183,7 @@ def test_wide_types_are_rounded_once(tmp_path):
 
 
 def test_a_built_store_streams_the_values_of_its_source(built, tiny_config, tmp_path):
-    from kit.data.source import load_source
+    from kit.data.open_source import load_source
 
     source = load_source(tiny_config(tmp_path / "tiny.zarr"))
     patch = (2, 3, 4)

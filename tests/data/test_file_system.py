@@ -15,7 +15,7 @@ from kit.data.counters import Counters
 from kit.data.disk_cache import ReadCache
 from kit.data.engine import Engine
 from kit.data.file_system import identity_of, open_file_system
-from kit.data.source import load_source
+from kit.data.open_source import load_source
 from kit.data.stores import open_store, resolve_url
 from kit.errors import ConfigError
 

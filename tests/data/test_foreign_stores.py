@@ -19,7 +19,7 @@ from kit.config import Config
 from kit.data.build import build
 from kit.data.dataset import open_dataset
 from kit.data.engine import Engine
-from kit.data.source import as_source
+from kit.data.open_source import as_source
 from kit.endpoints import VARIABLE
 from kit.errors import KitError, StoreError, UnfinishedStoreError
 

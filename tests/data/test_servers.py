@@ -17,8 +17,8 @@ from kit.data.dataset import open_dataset
 from kit.data.disk_cache import ReadCache
 from kit.data.engine import Engine
 from kit.data.module import PatchData
+from kit.data.open_source import load_source
 from kit.data.requests import open_blocking
-from kit.data.source import load_source
 from kit.data.verify import verify
 from kit.endpoints import VARIABLE
 from kit.errors import StoreError

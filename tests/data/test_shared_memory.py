@@ -82,7 +82,7 @@ SMALL = """
 import sys
 from kit.config import Config
 from kit.errors import ConfigError
-from kit.run.trial import fit
+from kit.run.memory.foresight import fit
 try:
     fit(Config.from_yaml(sys.stdin.read()))
 except ConfigError as error:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kit.config import Config
 from kit.data.array_source import ArraySource, open_npy
 from kit.data.build import build
+from kit.data.open_source import load_source
 from kit.data.pieces import pieces, read_pieces
 from kit.data.places import open_place
-from kit.data.source import load_source
 from kit.data.xarray_source import XarraySource
 from kit.data.zarr_source import ZarrSource
 from kit.errors import BuildError, ConfigError, MissingChunkError

@@ -20,7 +20,7 @@ from kit.config import Config
 from kit.data.build import build
 from kit.data.dataset import open_dataset
 from kit.data.engine import Engine
-from kit.data.source import load_source
+from kit.data.open_source import load_source
 from kit.errors import ConfigError, CorruptChunkError, KitError, MissingChunkError, RowsError, StoreError
 
 SHAPE = (4, 8, 10)

@@ -10,7 +10,7 @@ from properties import examples
 
 from kit.config import Config
 from kit.data.layout import plan_chunks
-from kit.data.source import load_source
+from kit.data.open_source import load_source
 from kit.targets import load_target
 
 RECIPE = Path(__file__).parents[2] / "datasets" / "ocean" / "recipe.yaml"

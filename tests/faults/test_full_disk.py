@@ -14,8 +14,8 @@ from properties import at_night
 from kit.errors import ConfigError
 from kit.events import EventWriter
 from kit.run import submission
+from kit.run.memory.foresight import fit
 from kit.run.submission import prepare
-from kit.run.trial import fit
 
 WRITES = ("mkdir", "touch", "write_text", "write_bytes")
 WRITES_OF_A_RUN = 9

@@ -22,7 +22,8 @@ from waiting import PATIENCE_SECONDS, wait_until
 from kit.errors import TrialError
 from kit.processes import identify
 from kit.run import client, scratch
-from kit.run.trial import ENDED, Trial, fit
+from kit.run.memory.foresight import fit
+from kit.run.trial import ENDED, Trial
 
 LONG = 1_000_000
 SHARED = Path("/dev/shm")
@@ -176,7 +177,7 @@ def test_a_trial_whose_kernel_is_killed(asked, temporary, also_the_supervisor):
     code = textwrap.dedent(f"""
         import time
         from kit.config import Config
-        from kit.run.trial import fit
+        from kit.run.memory.foresight import fit
         trial = fit({module!r}, {data!r}, Config.from_yaml({config.to_yaml(comments=False)!r}))
         print(trial.run_directory, flush=True)
         time.sleep(3600)

@@ -9,7 +9,7 @@ from kit.errors import ConfigError, PlanError, TrialError
 from kit.report.predict_run import predict_run, strategy_for
 from kit.report.results import results
 from kit.report.scaling_chart import scaling_figure
-from kit.run.trial import fit
+from kit.run.memory.foresight import fit
 from kit.testing import TinyData, TinyModule
 
 

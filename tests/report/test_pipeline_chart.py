@@ -12,7 +12,8 @@ from kit.errors import TrialError
 from kit.report import figure as look
 from kit.report.pipeline import pipeline_info
 from kit.report.pipeline_chart import MOST_RANKS, draw_pipeline, pipeline_figure
-from kit.run.trial import Trial, fit
+from kit.run.memory.foresight import fit
+from kit.run.trial import Trial
 
 made = runpy.run_path(str(Path(__file__).parent / "test_pipeline.py"))
 begin, steps, CONFIG = made["begin"], made["steps"], made["CONFIG"]

@@ -7,7 +7,7 @@ from scaling_parts import Blocks, blocks_data, cpu_of
 
 from kit.errors import ConfigError, PlanError
 from kit.report.recommend import recommend
-from kit.run.trial import fit
+from kit.run.memory.foresight import fit
 from kit.testing import TinyData, TinyModule
 from kit.units import format_bytes
 

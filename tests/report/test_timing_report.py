@@ -17,7 +17,7 @@ from kit.errors import TrialError
 from kit.report.timing import rounded_shares, timing, timing_of
 from kit.report.timing_chart import timing_figure
 from kit.report.trace import PHASES
-from kit.run.trial import fit
+from kit.run.memory.foresight import fit
 from kit.testing import TinyData, TinyModule
 
 

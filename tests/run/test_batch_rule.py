@@ -25,8 +25,8 @@ from kit.data.module import PatchData
 from kit.errors import KitWarning, TrialError
 from kit.run.batch_rule import batch_rule
 from kit.run.memory import recordings
+from kit.run.memory.foresight import fit
 from kit.run.payload import Part
-from kit.run.trial import fit
 from kit.testing import FaultyModule, TinyData
 from kit.widgets.panel import panel
 

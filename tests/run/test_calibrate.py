@@ -10,7 +10,8 @@ import kit
 from kit.errors import ConfigError, TrialError
 from kit.run.calibration.calibrate import calibrate
 from kit.run.calibration.result import Calibration, saved_path
-from kit.run.trial import Trial, fit
+from kit.run.memory.foresight import fit
+from kit.run.trial import Trial
 from kit.testing import TinyModule
 
 QUICK = {

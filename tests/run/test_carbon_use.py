@@ -7,7 +7,7 @@ import pytest
 from kit.config import Config
 from kit.errors import ConfigError
 from kit.report.predict_run import predict_run
-from kit.run.trial import fit
+from kit.run.memory.foresight import fit
 from kit.testing import TinyData, TinyModule
 
 INSTALLED = importlib.util.find_spec("codecarbon") is not None

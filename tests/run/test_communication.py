@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kit.run.trial import fit
+from kit.run.memory.foresight import fit
 from kit.testing import TinyData, TinyModule
 
 

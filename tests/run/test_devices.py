@@ -26,8 +26,7 @@ from kit.plan.memory.cards import target_of
 from kit.processes import alive
 from kit.run import client
 from kit.run.devices import Taken, take_devices
-from kit.run.memory.foresight import of_trial
-from kit.run.trial import fit
+from kit.run.memory.foresight import fit, of_trial
 
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 SECONDS = PATIENCE_SECONDS

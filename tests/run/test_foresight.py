@@ -10,9 +10,9 @@ from waiting import PATIENCE_SECONDS, wait_until
 from kit.report.results import results
 from kit.report.trial_memory import predicted_of
 from kit.run.memory import foresight, recordings
+from kit.run.memory.foresight import fit
 from kit.run.memory.prediction import predict_memory
 from kit.run.memory.residuals import residuals
-from kit.run.trial import fit
 from kit.testing import FaultyModule, TinyData, TinyModule
 
 SECONDS = PATIENCE_SECONDS

@@ -15,7 +15,8 @@ from kit.errors import KitWarning
 from kit.report.pipeline import pipeline_info
 from kit.report.row_file import row_of
 from kit.run.batch_rule import BatchRule
-from kit.run.trial import Trial, fit
+from kit.run.memory.foresight import fit
+from kit.run.trial import Trial
 from kit.run.what_ran import used_event, with_values
 from kit.testing import TinyModule
 from kit.widgets.trial_view import notes_html

@@ -5,7 +5,7 @@ import torch
 from waiting import PATIENCE_SECONDS
 
 from kit.plan.memory.measured import Measured
-from kit.run.trial import fit
+from kit.run.memory.foresight import fit
 from kit.testing import TinyData, TinyModule
 
 SECONDS = PATIENCE_SECONDS

@@ -20,9 +20,9 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 import kit
 from kit.run.memory import foresight, recordings
+from kit.run.memory.foresight import fit
 from kit.run.memory.prediction import predict_memory
 from kit.run.repeats import try_change
-from kit.run.trial import fit
 from kit.testing import TinyData, TinyModule
 
 SECONDS = PATIENCE_SECONDS

@@ -14,9 +14,9 @@ from kit.memory.dry_run import DryRun, record
 from kit.plan.memory.cards import target_of
 from kit.plan.memory.estimate import estimate
 from kit.run.memory import recordings
+from kit.run.memory.foresight import fit
 from kit.run.memory.job import PredictionJob
 from kit.run.memory.prediction import predict_memory
-from kit.run.trial import fit
 from kit.testing import TinyData, TinyModule
 
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"

@@ -9,7 +9,7 @@ from properties import at_night
 from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.run import client
-from kit.run.trial import fit
+from kit.run.memory.foresight import fit
 from kit.testing import TinyData, TinyModule
 
 

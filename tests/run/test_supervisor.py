@@ -11,7 +11,8 @@ from waiting import PATIENCE_SECONDS, wait_until
 from kit.errors import TrialError
 from kit.run import client
 from kit.run.launch import differing_variables
-from kit.run.trial import Trial, fit
+from kit.run.memory.foresight import fit
+from kit.run.trial import Trial
 from kit.testing import TinyModule
 
 SECONDS = PATIENCE_SECONDS

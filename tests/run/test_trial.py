@@ -16,9 +16,10 @@ from waiting import PATIENCE_SECONDS, wait_until
 import kit
 from kit.config import Config
 from kit.errors import ConfigError, EventLogError, HardwareError, KitWarning, StoreError, TargetError, TrialError
+from kit.run.memory.foresight import fit
 from kit.run.paths import RunPaths, find_runs
 from kit.run.timing import PARTS
-from kit.run.trial import Trial, fit, warm_up
+from kit.run.trial import Trial, warm_up
 from kit.testing import FaultyModule, TinyData, TinyModule
 
 SECONDS = PATIENCE_SECONDS
@@ -155,7 +156,7 @@ def test_classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_p
     code = textwrap.dedent(f"""
         import sys
         from kit.config import Config
-        from kit.run.trial import fit
+        from kit.run.memory.foresight import fit
         config = Config.from_yaml({config().to_yaml(comments=False)!r})
         assert fit({MODULE!r}, {DATA!r}, config).wait({SECONDS}).state == "COMPLETE"
         assert "torch" not in sys.modules

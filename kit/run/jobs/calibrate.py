@@ -53,8 +53,6 @@ def calibrate(context: Context) -> None:
 
 def calibrated(context: Context, data: dict[str, Any]) -> dict[str, Any]:
     """The data of a fit, read at the setting that was measured or taken up again."""
-    if not context.config.calibration.enabled:
-        return data
     if context.rank == 0:
         _measure_apart(context, data)
     found = _result(context)

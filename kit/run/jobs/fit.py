@@ -14,8 +14,7 @@ from kit.run.communication import CommunicationTimer
 from kit.run.cpu_use import CpuUse
 from kit.run.energy_use import EnergyUse
 from kit.run.jobs.batch_size import resize
-from kit.run.jobs.calibrate import calibrated
-from kit.run.jobs.context import Context
+from kit.run.jobs.context import Context, load
 from kit.run.jobs.levers_used import LeversUsed
 from kit.run.jobs.loader_used import LoaderUsed
 from kit.run.jobs.parts import make_data, make_module, show_cells
@@ -29,6 +28,10 @@ from kit.train.attention import AUTO, AttentionKernel
 from kit.train.device_limit import DeviceLimit
 from kit.train.trainer import make_trainer
 
+CALIBRATED = "kit.run.jobs.calibrate:calibrated"
+PROFILED = "kit.run.profilers:beside"
+"""What studies add to a fit, by import path: they stand above it."""
+
 
 def fit(context: Context) -> None:
     """Fit on this rank until the trial's steps are done or it is asked to leave."""
@@ -38,7 +41,9 @@ def fit(context: Context) -> None:
     show_cells(context.cells)
     seed_everything(context.config.training.seed, workers=True, verbose=False)
     module = make_module(payload["module"], context.config)
-    data = calibrated(context, _data(payload["data"], context))
+    data = _data(payload["data"], context)
+    if context.config.calibration.enabled:
+        data = load(CALIBRATED)(context, data)
     context.clock = StepClock()
     recorder = Recorder(context, context.clock)
     meter = MemoryMeter(context, context.clock) if context.config.trial.measure_memory else None
@@ -86,9 +91,7 @@ def _listening(context: Context, clock: StepClock) -> Profiler:
     asked = context.environment.get("profile")
     if asked is None:
         return clock
-    from kit.run.profilers import Both, make_profiler
-
-    return Both(clock, make_profiler(asked["pass"], Path(asked["folder"]), context.config))
+    return load(PROFILED)(clock, asked["pass"], Path(asked["folder"]), context.config)  # type: ignore[no-any-return]
 
 
 def _counting(context: Context) -> list[AttentionKernel]:

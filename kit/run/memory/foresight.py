@@ -1,4 +1,4 @@
-"""The prediction that stands beside a fit: at once when it is known, else made beside the trial and never before it.
+"""A fit, and the prediction that stands beside it: at once when it is known, else made beside the trial, never before.
 
 It is kept in the run directory as JSON. What is not known yet is predicted by a process of its own that yields to the
 trial in everything, and that the supervisor ends and clears away whatever becomes of the kernel. A prediction that
@@ -11,8 +11,9 @@ import contextlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, overload
 
+from kit.config import Config
 from kit.errors import KitError
 from kit.machine import Machine
 from kit.plan.memory.cards import Target
@@ -22,11 +23,42 @@ from kit.run.memory.question import Question, ask, here
 from kit.run.memory.recordings import known
 from kit.run.memory.residuals import residuals_here
 from kit.run.paths import RunPaths
+from kit.run.submission import prepare
 from kit.run.trial import Trial
 
 _MARGIN_SECONDS = 60.0
 _foreseen: dict[str, RunPaths] = {}
 """The run beside which a question is, or was, answered."""
+
+
+@overload
+def fit(config: Config, /) -> Trial: ...
+@overload
+def fit(module: Any, data: Any, config: Config) -> Trial: ...
+def fit(module: Any, data: Any = None, config: Config | None = None) -> Trial:
+    """Start a trial and return at once.
+
+    Args:
+        module: What is trained: a LightningModule class (made with `model.arguments`), an import path, a function
+            without arguments that makes one, or an instance. None takes `model.target`.
+        data: What it is trained on: a LightningDataModule class or an import path (made with `data.arguments`, where
+            there is no `data.source` that they belong to), a function without arguments, an instance, a DataLoader or
+            a Dataset. None takes the config's own data.
+        config: What to run. `fit(config)` alone takes module and data from it.
+
+    Raises:
+        ConfigError: for what cannot run as configured, found before any process is started.
+        HardwareError: for devices that are not there.
+        StoreError: for a store that cannot be read by the ranks.
+    """
+    if config is None and isinstance(module, Config):
+        module, config = None, module
+    paths = prepare(module, data, config)
+    trial = Trial(paths, config)
+    trial.submit()
+    if trial.config.trial.predict_memory:
+        foresee(module, data, trial)
+    return trial
 
 
 def foresee(module: object, data: object, trial: Trial) -> None:

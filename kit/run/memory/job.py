@@ -33,6 +33,7 @@ _KILLING_SECONDS = 3.0
 _START_SECONDS = 60.0
 _ENDING_SECONDS = 5.0
 _TICK_SECONDS = 0.005
+JOB = {"job": "kit.run.jobs.predict:predict", "confined": "the prediction"}
 _PREFIX = "kit-prediction-"
 
 
@@ -121,7 +122,7 @@ def start_prediction(question: Question, task: dict[str, Any], timeout_seconds: 
     paths = RunPaths(scratch.make(_PREFIX))
     try:
         paths.marker.touch()
-        environment = {"prediction": {**plain(question), **task}, "job": "predict", "removed": removed}
+        environment = {"prediction": {**plain(question), **task}, **JOB, "removed": removed}
         # JSON is YAML, and written much faster.
         write_run(paths, json.dumps(config.values()), _payload(question), {**_environment(question), **environment})
         trial = Trial(paths, config)
