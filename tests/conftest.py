@@ -79,13 +79,11 @@ def _long_first(item: pytest.Item) -> int:
     return 1 + (_LONG_FOLDERS.index(folder) if folder in _LONG_FOLDERS else len(_LONG_FOLDERS))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def what_was_collected_is_left_alone_by_the_garbage_collector():
+@pytest.fixture(scope="module", autouse=True)
+def what_is_old_is_left_alone_by_the_garbage_collector():
     """A million objects of imports and of the tests themselves, which every full collection would look through."""
-    gc.collect()
+    gc.collect(1)
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
