@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kit.registry import register
+
 if TYPE_CHECKING:
     from kit.cloud.simulated_cloud import simulated_cloud as simulated_cloud
     from kit.config import Config as Config
@@ -185,6 +187,20 @@ _HOMES = {
     "what_if": "kit.run.memory.what_if",
     "write_rows": "kit.data.rows.write",
 }
+
+register({
+    "job.fit": "kit.run.jobs.fit:fit",
+    "job.predict": "kit.run.jobs.predict:predict",
+    "job.calibrate": "kit.run.jobs.calibrate:calibrate",
+    "job.peaks": "kit.run.jobs.peaks:peaks",
+    "fit.calibrate": "kit.run.jobs.calibrate:calibrated",
+    "fit.profile": "kit.run.profilers:beside",
+    "trial.row": "kit.report.row_file:keep_row",
+    "trial.display": "kit.widgets.trial_view:display",
+    "attempts.display": "kit.widgets.attempts_view:display",
+    "profile.figure": "kit.report.profile_chart:profile_figure",
+    "diagnosis.display": "kit.widgets.diagnosis_view:display",
+})  # fmt: skip
 
 __all__ = sorted(_HOMES)
 _PACKAGES = ("models", "train")

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, KitError, Problem
 from kit.machine import hardware, resolve_devices
-from kit.report.commit_parts import data_entry, is_manual, module_entry, module_target, shards_itself, takes_config
+from kit.report.commit_parts import data_entry, module_entry, module_target
 from kit.report.committed_yaml import Job
 from kit.run.batch_rule import batch_rule
 from kit.run.calibration.result import Calibration, saved_path
 from kit.run.payload import Part
+from kit.run.source_traits import is_manual, shards_itself, takes_config
 from kit.run.trial import Trial
 
 if TYPE_CHECKING:

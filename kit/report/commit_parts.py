@@ -7,12 +7,7 @@ notebook knows. Those are refused with the way to a name: for a notebook's class
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import inspect
 import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,6 @@ from kit.config import Config, project_folder
 from kit.errors import ConfigError, Problem, TargetError
 from kit.report.draft import draft_name, draft_place, is_importable, write_draft
 from kit.run.payload import Part, check_parts, is_patch_data, own_arguments
-from kit.signatures import class_bodies
 from kit.targets import find_target
 from kit.train.entries import Entry, entry
 
@@ -138,56 +132,3 @@ def _module_of(file: Path, target: str, name: str) -> str:
     if seen is None or seen.resolve() != file.resolve():
         raise TargetError(f"{target}: {parts[0]} is another package here; give that file or folder another name")
     return module
-
-
-def takes_config(target: str) -> bool:
-    """Whether data takes what it was not given from the config of a committed file, as far as its source tells."""
-    return any(node.name == "ConfiguredData" for node in class_bodies(target, until="LightningDataModule"))
-
-
-def shards_itself(target: str) -> bool:
-    """Whether a class makes or shards layers in `configure_model`, as far as its source tells."""
-    return any(_defines(node, "configure_model") for node in _own_classes(target))
-
-
-def is_manual(target: str) -> bool:
-    """Whether a class sets `automatic_optimization` to False, as far as its source tells."""
-    return any(_sets_manual(node) for node in _own_classes(target))
-
-
-def optimizes_manually(module: Any, config: Config) -> bool:
-    """The same of a module as `kit.fit` takes it; a function that makes one does not tell, and counts as no."""
-    part = Part.of(module)
-    if part.kind == "instance":
-        return not getattr(part.value, "automatic_optimization", True)
-    if part.kind == "class":
-        return any(_sets_manual(node) for node in _written_classes(part.value))
-    return part.kind != "factory" and is_manual(part.value or config.model.target)
-
-
-def _written_classes(kind: type) -> Iterator[ast.ClassDef]:
-    """The class and its bases below LightningModule, as far as their source is at hand, also in a notebook."""
-    for one in kind.__mro__:
-        if one.__name__ == "LightningModule":
-            return
-        with contextlib.suppress(OSError, TypeError, SyntaxError):
-            (node,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
-            if isinstance(node, ast.ClassDef):
-                yield node
-
-
-def _own_classes(target: str) -> Iterator[ast.ClassDef]:
-    return class_bodies(target, until="LightningModule")
-
-
-def _defines(node: ast.ClassDef, name: str) -> bool:
-    return any(isinstance(item, ast.FunctionDef) and item.name == name for item in node.body)
-
-
-def _sets_manual(node: ast.ClassDef) -> bool:
-    for item in ast.walk(node):
-        if isinstance(item, ast.Assign) and isinstance(item.value, ast.Constant) and item.value.value is False:
-            names = [ast.unparse(part) for part in item.targets]
-            if "self.automatic_optimization" in names or "automatic_optimization" in names:
-                return True
-    return False

@@ -9,7 +9,6 @@ config as it is, and says whether it helped (`kit.try_change`).
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem, TrialError
+from kit.registry import load
 from kit.report.evidence import Evidence, evidence_of
 from kit.report.profile import Profile
 from kit.report.roofline import Roofline, roofline_of
@@ -190,7 +190,7 @@ class Diagnosis:
     def _ipython_display_(self) -> None:
         """With buttons where widgets are installed, else as the notebook shows HTML or text."""
         try:
-            importlib.import_module("kit.widgets.diagnosis_view").display(self)
+            load("diagnosis.display")(self)
         except ImportError:
             sys.stdout.write(f"{self!r}\n")
 

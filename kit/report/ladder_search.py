@@ -18,7 +18,6 @@ from kit.plan.memory.cards import THIS_MACHINE
 from kit.plan.memory.estimate import MemoryEstimate
 from kit.plan.scaling import counts_up_to
 from kit.report.big_run import BigRun, BigRunRow
-from kit.report.commit_parts import optimizes_manually
 from kit.report.data_advice import Change, data_changes
 from kit.report.predict_run import predict_run
 from kit.report.recommendation import Recommendation, Tried
@@ -26,6 +25,7 @@ from kit.run.memory.model import MemoryModel, memory_model
 from kit.run.memory.prediction import TIMEOUT_SECONDS
 from kit.run.memory.question import Question, ask
 from kit.run.memory.recordings import NEXT, Wanted, all_recordings
+from kit.run.source_traits import optimizes_manually
 from kit.units import format_bytes, format_seconds
 
 _WHY = {

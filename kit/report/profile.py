@@ -23,6 +23,7 @@ from typing_extensions import override
 from kit.config import Config, project_folder
 from kit.errors import ConfigError, Problem, TrialError
 from kit.json_text import read_json
+from kit.registry import load
 from kit.report.torch_trace import TraceInfo, read_trace
 from kit.report.trace_viewer import TraceViewer
 from kit.report.trial_memory import read_whole
@@ -188,9 +189,7 @@ class Profile(Series):
 
     def figure(self) -> Figure:
         """What `kit.profile_figure` draws."""
-        from kit.report.profile_chart import profile_figure
-
-        return profile_figure(self)
+        return load("profile.figure")(self)
 
     def _read(self, which: str) -> list[Mapping[str, Any]]:
         files = sorted(self.folder.glob(f"{_PREFIX}{which}_profiler_output*.json"))

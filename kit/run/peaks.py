@@ -29,7 +29,6 @@ from kit.run.trial import ENDED, Trial
 from kit.units import format_bytes, format_count
 
 _FOLDER = ".peaks"
-JOB = "kit.run.jobs.peaks:peaks"
 _DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("float32", "bfloat16", "float16")}
 _PREFIX = "kit-peaks-"
 _TIMEOUT_SECONDS = 120.0
@@ -132,7 +131,7 @@ def _measure(config: Config, resolved: Resolved, claims: list[str]) -> Peaks:
     try:
         paths.marker.touch()
         task = {
-            "job": JOB,
+            "job": "peaks",
             "peaks": {"dtypes": _DTYPES[resolved.accelerator]},
             "removed": "when lost",
         }

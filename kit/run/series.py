@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import html
-import importlib
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Literal, Self
 
 from kit.errors import KitError, TrialError, TrialStopped
+from kit.registry import load
 from kit.run.trial import Trial
 
 State = Literal["RUNNING", "COMPLETE", "STOPPED", "FAILED"]
@@ -145,6 +145,6 @@ class Series:
     def _ipython_display_(self) -> None:
         """Live and with a button where widgets are installed, else the text."""
         try:
-            importlib.import_module("kit.widgets.attempts_view").display(self)
+            load("attempts.display")(self)
         except ImportError:
             sys.stdout.write(f"{self!r}\n")

@@ -52,7 +52,7 @@ def prepare(
         config: A Config.
         batch_size: Samples per batch on each device, instead of what data of the caller's own makes.
         profile: Which profiler looks on (`pass`) and where it writes (`folder`); None for none.
-        job: What the ranks do, by import path; None for a fit.
+        job: What the ranks do, by the name it is registered under; None for a fit.
         confined: What notes call a run that changes no file of the user's; empty for one that trains as asked.
 
     Its GPUs are claimed for it: whoever starts it hands them to the supervisor.

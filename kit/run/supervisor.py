@@ -20,6 +20,7 @@ import sys
 import time
 
 from kit.processes import adopt_orphans
+from kit.registry import load
 from kit.run.group import Group, Order
 from kit.run.launch import differing_variables, touched_device
 
@@ -31,8 +32,6 @@ _PRELOADED = (
     "lightning.pytorch",
     "ruamel.yaml",
     "kit.run.worker",
-    "kit.run.jobs.fit",
-    "kit.run.jobs.predict",
 )
 
 
@@ -128,6 +127,8 @@ def preload() -> str | None:
     try:
         for name in _PRELOADED:
             importlib.import_module(name)
+        for job in ("job.fit", "job.predict"):
+            load(job)
     except Exception as error:
         return f"the warm process could not import torch and lightning: {type(error).__name__}: {error}"
     gc.freeze()

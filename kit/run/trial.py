@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import functools
 import html
-import importlib
 import json
 import os
 import sys
@@ -29,6 +28,7 @@ from kit.claims import hand_over, release
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, KitError, TrialError, TrialStopped
 from kit.events import Event, EventReader
+from kit.registry import load
 from kit.run import client, scratch
 from kit.run.control import KILL, STOP, Control
 from kit.run.liveness import why_lifeless
@@ -190,7 +190,7 @@ class Trial:
         """Leave the row of a trial that this process has started in its directory; the reports above know how."""
         is_trial = not {"job", "removed"} & self.environment.keys()
         if self._supervisor is not None and is_trial and self.run_directory.exists():
-            importlib.import_module("kit.report.row_file").keep_row(self)
+            load("trial.row")(self)
 
     # -- life and death
 
@@ -411,7 +411,7 @@ class Trial:
     def _ipython_display_(self) -> None:
         """Live where widgets are installed, else the text."""
         try:
-            importlib.import_module("kit.widgets.trial_view").display(self)
+            load("trial.display")(self)
         except ImportError:
             sys.stdout.write(f"{self!r}\n")
 

@@ -22,15 +22,13 @@ from kit.errors import KitWarning
 from kit.events import EventWriter
 from kit.json_text import read_json
 from kit.processes import die_with_parent, guard_forks, note_process, scratch_folder, watch_lifeline
+from kit.registry import load
 from kit.run import scratch
 from kit.run.confining import confine_rank, confined_job
 from kit.run.control import Control
-from kit.run.jobs.context import Context, load
+from kit.run.jobs.context import Context
 from kit.run.paths import RunPaths
 from kit.run.verdict import EXIT_CANNOT_WRITE, EXIT_FAILED
-
-FIT = "kit.run.jobs.fit:fit"
-"""What ranks do where nothing else is asked for."""
 
 
 def run_rank(paths: RunPaths, rank: int, supervisor: int, lifeline: int) -> NoReturn:
@@ -63,7 +61,7 @@ def _work(paths: RunPaths, rank: int, writer: EventWriter) -> int:
         _send_warnings(writer)
         context = Context(paths, Config.load(paths.config), environment, rank, writer, Control(paths.control))
         with confined_job(context):
-            load(environment.get("job", FIT))(context)
+            load(f"job.{environment.get('job', 'fit')}")(context)  # only now: each job brings its own libraries
     except BaseException as error:
         traceback.print_exc()
         writer.write("failed", **describe_failure(error, context))

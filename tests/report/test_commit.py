@@ -19,9 +19,10 @@ import kit
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, TargetError
 from kit.report.commit_evidence import git_state
-from kit.report.commit_parts import dotted, is_manual, shards_itself
+from kit.report.commit_parts import dotted
 from kit.report.draft import draft_text
 from kit.report.launch_lines import Launch
+from kit.run.source_traits import is_manual, shards_itself
 from kit.testing import TinyData, TinyModule
 
 

@@ -4,9 +4,8 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+from compatibility import LEVERS, PRECISIONS, STRATEGIES, Cell, cells, markdown, run
 from properties import nightly
-
-from kit.run.compatibility import LEVERS, PRECISIONS, STRATEGIES, Cell, cells, markdown, run
 
 PAGE = Path(__file__).parents[2] / "notebooks" / "compatibility.md"
 

@@ -16,8 +16,6 @@ from kit.run.paths import runs_folder
 from kit.run.submission import prepare
 from kit.run.trial import Trial
 
-JOB = "kit.run.jobs.calibrate:calibrate"
-
 
 @overload
 def calibrate(config: Config, /, *, on_start: Callable[[Trial], object] | None = None) -> Calibration: ...
@@ -47,7 +45,7 @@ def calibrate(
         raise ConfigError([Problem("", f"calibrate takes a Config, got {type(config).__name__}")])
     folder = runs_folder(config.trial.folder) / FOLDER
     short = config.replace({"trial.folder": str(folder), "trial.predict_memory": False})
-    trial = Trial(prepare(module, data, short, job=JOB, confined="the calibration"), short)
+    trial = Trial(prepare(module, data, short, job="calibrate", confined="the calibration"), short)
     trial.submit()
     if on_start is not None:
         on_start(trial)

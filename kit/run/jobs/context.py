@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kit.config import Config
@@ -15,12 +14,6 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from kit.run.timing import StepClock
-
-
-def load(path: str) -> Any:
-    """What stands at an import path of kit's own (`module:name`), only now: each job brings its own libraries."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
 
 
 @dataclass(slots=True)

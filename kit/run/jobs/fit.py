@@ -9,12 +9,13 @@ import cloudpickle
 from lightning.pytorch import seed_everything
 from lightning.pytorch.profilers import Profiler
 
+from kit.registry import load
 from kit.run.carbon_use import CarbonUse
 from kit.run.communication import CommunicationTimer
 from kit.run.cpu_use import CpuUse
 from kit.run.energy_use import EnergyUse
 from kit.run.jobs.batch_size import resize
-from kit.run.jobs.context import Context, load
+from kit.run.jobs.context import Context
 from kit.run.jobs.levers_used import LeversUsed
 from kit.run.jobs.loader_used import LoaderUsed
 from kit.run.jobs.parts import make_data, make_module, show_cells
@@ -28,10 +29,6 @@ from kit.train.attention import AUTO, AttentionKernel
 from kit.train.device_limit import DeviceLimit
 from kit.train.trainer import make_trainer
 
-CALIBRATED = "kit.run.jobs.calibrate:calibrated"
-PROFILED = "kit.run.profilers:beside"
-"""What studies add to a fit, by import path: they stand above it."""
-
 
 def fit(context: Context) -> None:
     """Fit on this rank until the trial's steps are done or it is asked to leave."""
@@ -43,7 +40,7 @@ def fit(context: Context) -> None:
     module = make_module(payload["module"], context.config)
     data = _data(payload["data"], context)
     if context.config.calibration.enabled:
-        data = load(CALIBRATED)(context, data)
+        data = load("fit.calibrate")(context, data)
     context.clock = StepClock()
     recorder = Recorder(context, context.clock)
     meter = MemoryMeter(context, context.clock) if context.config.trial.measure_memory else None
@@ -91,7 +88,7 @@ def _listening(context: Context, clock: StepClock) -> Profiler:
     asked = context.environment.get("profile")
     if asked is None:
         return clock
-    return load(PROFILED)(clock, asked["pass"], Path(asked["folder"]), context.config)  # type: ignore[no-any-return]
+    return load("fit.profile")(clock, asked["pass"], Path(asked["folder"]), context.config)  # type: ignore[no-any-return]
 
 
 def _counting(context: Context) -> list[AttentionKernel]:

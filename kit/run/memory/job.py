@@ -33,7 +33,7 @@ _KILLING_SECONDS = 3.0
 _START_SECONDS = 60.0
 _ENDING_SECONDS = 5.0
 _TICK_SECONDS = 0.005
-JOB = {"job": "kit.run.jobs.predict:predict", "confined": "the prediction"}
+JOB = {"job": "predict", "confined": "the prediction"}
 _PREFIX = "kit-prediction-"
 
 
