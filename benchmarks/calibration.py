@@ -29,14 +29,13 @@ from publish import publish
 from torch.utils.data import DataLoader, Dataset
 
 import kit
-from kit.cgroup import share
 from kit.config import Config
-from kit.data.module import PatchData
-from kit.plan.calibration import LoaderSetting, Measurement
-from kit.plan.loader_sweep import AHEAD, REQUESTS
-from kit.run.calibration.measure import Limits, Observed, measure
-from kit.run.calibration.subject import Subject, subject_of
-from kit.run.calibration.sweep import Resources, Sweep
+from kit.data.patches.module import PatchData
+from kit.machine.machine import share
+from kit.studies.calibration.job import Resources, Sweep
+from kit.studies.calibration.measure import Limits, Observed, Subject, measure, subject_of
+from kit.studies.calibration.rules import LoaderSetting, Measurement
+from kit.studies.calibration.search import AHEAD, REQUESTS
 
 MOST_BATCHES = {"processes": 200, "engine": 100}
 TIMEOUT_SECONDS = 10.0

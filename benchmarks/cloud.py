@@ -29,7 +29,7 @@ from typing import Any
 
 from publish import publish
 
-from kit.cloud.simulated_cloud import simulated_cloud
+from kit.cloud.simulated import simulated_cloud
 
 SECONDS = 1.0
 ROUNDS = 3

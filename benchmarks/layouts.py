@@ -19,8 +19,8 @@ from publish import publish
 from streaming_store import Layout, config_of, write
 
 import kit
-from kit.cloud.simulated_cloud import SimulatedCloud
-from kit.data.measuring import measure_reading
+from kit.cloud.simulated import SimulatedCloud
+from kit.data.patches.reading import measure_reading
 
 SITUATION = "same region"
 LAYOUTS = (

@@ -3,10 +3,10 @@
     python benchmarks/memory.py [--record]
 
 The truth is three optimizer steps of a real Lightning fit on the CPU, AdamW, in a fresh process: the most that its
-allocator held at any time (`kit.memory.truth`), kernels' own buffers included. `kit` and torch's MemTracker run the
-step on fake tensors; the others add up sums and formulas. These foretell GPUs, so what they add for a CUDA context or
-for fragmentation is taken off again, and they are told all that they have an argument for. MemTracker is given the loop
-that Lightning runs. A dash is a model that an estimator has no answer for.
+allocator held at any time (`kit.memory.record.truth`), kernels' own buffers included. `kit` and torch's MemTracker run
+the step on fake tensors; the others add up sums and formulas. These foretell GPUs, so what they add for a CUDA context
+or for fragmentation is taken off again, and they are told all that they have an argument for. MemTracker is given the
+loop that Lightning runs. A dash is a model that an estimator has no answer for.
 
 Estimators that are no part of torch are installed beside the environment, not into it:
 
@@ -123,7 +123,7 @@ def config_of(precision: str) -> kit.Config:
 def truth(model: Model, precision: str) -> int:
     import torch
 
-    from kit.memory.truth import AllocatorTrace
+    from kit.memory.record.truth import AllocatorTrace
     from kit.train import make_trainer
 
     torch.manual_seed(0)

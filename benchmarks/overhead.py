@@ -35,13 +35,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kit.config import Config
 from kit.events import EventWriter
-from kit.run.communication import CommunicationTimer
-from kit.run.control import Control
-from kit.run.jobs.context import Context
-from kit.run.memory.foresight import fit
-from kit.run.paths import RunPaths
-from kit.run.recorder import Recorder
-from kit.run.timing import StepClock
+from kit.memory.alongside import fit
+from kit.trial.context import Context
+from kit.trial.directory import Control, RunPaths
+from kit.trial.recorder import CommunicationTimer, Recorder, StepClock
 
 REPETITIONS = 10
 STEPS, DROPPED = 40, 10

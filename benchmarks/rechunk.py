@@ -59,8 +59,8 @@ def write_source(path: Path) -> None:
 
 def kit_(source: str, folder: Path, scratch: str = "") -> Callable[[], Any]:
     from kit.config import Config
-    from kit.data.build import build
-    from kit.data.build_plan import plan_build
+    from kit.data.build.build import build
+    from kit.data.build.plan import plan_build
 
     config = Config.make({
         "data": {"source": source, "url": str(folder / "target.zarr"), "patch": NAMED},
@@ -217,9 +217,9 @@ def rechunking(source: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
 
 def cache_hits(folder: Path, count: int = 400, size: int = 1 << 16) -> list[dict[str, Any]]:
     """Reads per second of entries and of plain files, in turns."""
-    from kit.data.counters import Counters
-    from kit.data.disk_cache import Memory, SharedFolder
-    from kit.data.folder import Folder
+    from kit.data.stores.disk_cache import Memory, SharedFolder
+    from kit.data.stores.local import Folder
+    from kit.data.stores.transfer import Counters
 
     values = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
     shared, memory = SharedFolder(folder / "cache", 2 * values.nbytes, "lru"), Memory(2 * values.nbytes, "lru")

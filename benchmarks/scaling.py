@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from kit.config import Config
-from kit.machine import hardware
+from kit.machine.machine import hardware
+from kit.memory.alongside import fit
 from kit.models import GPT
-from kit.report.predict_run import predict_run
-from kit.report.timing import timing
-from kit.run.memory.foresight import fit
-from kit.run.trial import Trial
+from kit.records.timing import timing
+from kit.studies.scaling.predict import predict_run
+from kit.trial.trial import Trial
 
 ROUNDS = 5
 STEPS, DROPPED = 36, 8

@@ -19,8 +19,8 @@ from pathlib import Path
 from publish import publish
 
 from kit.config import Config
-from kit.run.memory.foresight import fit
-from kit.run.trial import warm_up
+from kit.memory.alongside import fit
+from kit.trial.trial import warm_up
 
 REPETITIONS = 5
 STEPS = 20

@@ -40,9 +40,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from kit.config import Config
-from kit.machine import hardware
+from kit.machine.machine import hardware
+from kit.memory.alongside import fit
 from kit.models import GPT
-from kit.run.memory.foresight import fit
 
 ROUNDS = 9
 STEPS, DROPPED = 40, 10

@@ -47,7 +47,7 @@ from publish import publish
 from streaming_readers import ANSWER, READERS, REQUESTS_IN_FLIGHT, WINDOW_BYTES, Question, version
 from streaming_store import Layout, write
 
-from kit.cloud.simulated_cloud import SimulatedCloud, simulated_cloud
+from kit.cloud.simulated import SimulatedCloud, simulated_cloud
 
 SITUATION = "same region"
 LAYOUTS = (

@@ -88,7 +88,7 @@ def measure(batches: Iterator[int], seconds: float = SECONDS) -> dict[str, float
 
 def kit_engine(question: Question) -> dict[str, float]:
     """The loader that Lightning gets, from opening the store on."""
-    from kit.data.module import PatchData
+    from kit.data.patches.module import PatchData
 
     data = PatchData(question.config)
     with _recorded(question.requests):
@@ -104,8 +104,8 @@ def kit_engine(question: Question) -> dict[str, float]:
 
 def kit_memory(question: Question) -> dict[str, float]:
     """Host memory that the process grows by at its peak, while it streams `times` as much as the loader is allowed."""
-    from kit.data.module import PatchData
-    from kit.processes import peak_rss_bytes, rss_bytes
+    from kit.data.patches.module import PatchData
+    from kit.machine.processes import peak_rss_bytes, rss_bytes
 
     config = question.config
     limit, data = config.loader.memory_bytes, PatchData(config)
@@ -138,7 +138,7 @@ def _sizes(batches: Iterator[Any]) -> Iterator[int]:
 @contextlib.contextmanager
 def _recorded(path: str) -> Iterator[None]:
     """Every request for an object, in the order they were made, in a file."""
-    from kit.data.wire import Ask, Wire
+    from kit.data.stores.http import Ask, Wire
 
     made: list[tuple[str, int | None, int | None]] = []
     send = Wire._send
@@ -437,7 +437,12 @@ def serve(reader: str) -> None:
     sys.path.append(str(PEERS))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for module in ("gcsfs", "obstore", "zarr", "kit.data.module"):  # so that no reader's first batch waits for imports
+    for module in (
+        "gcsfs",
+        "obstore",
+        "zarr",
+        "kit.data.patches.module",
+    ):  # so that no reader's first batch waits for imports
         importlib.import_module(module)
     gc.collect()
     gc.freeze()

@@ -16,7 +16,7 @@ from obstore.store import S3Store
 from zarr.codecs import ZstdCodec
 from zarr.storage import ObjectStore
 
-from kit.cloud.simulated_cloud import SimulatedCloud
+from kit.cloud.simulated import SimulatedCloud
 from kit.config import Config
 
 BANDS, SIDE, PATCH = 4, 6144, 64

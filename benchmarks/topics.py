@@ -126,7 +126,7 @@ def _in_memory(path: str) -> torch.Tensor:
 
 
 def _order(documents: int) -> Any:
-    from kit.data.rows.order import RowOrder
+    from kit.data.rows.loader import RowOrder
 
     return RowOrder(rows=documents, batch_size=BATCH, world_size=1, seed=SEED, shuffle=True, drop_last=False)
 

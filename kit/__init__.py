@@ -9,197 +9,206 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kit.registry import register
+from kit.registry import answer_to, register
 
 if TYPE_CHECKING:
-    from kit.cloud.simulated_cloud import simulated_cloud as simulated_cloud
+    from kit.charts.batch import batch_figure as batch_figure
+    from kit.charts.chunks import chunk_figure as chunk_figure
+    from kit.charts.compare import calibration_figure as calibration_figure
+    from kit.charts.compare import comparison_figure as comparison_figure
+    from kit.charts.compare import levers_figure as levers_figure
+    from kit.charts.compare import roofline_figure as roofline_figure
+    from kit.charts.compare import sequence_figure as sequence_figure
+    from kit.charts.pipeline import pipeline_figure as pipeline_figure
+    from kit.charts.profile import profile_figure as profile_figure
+    from kit.charts.rows import placements_figure as placements_figure
+    from kit.charts.rows import query_figure as query_figure
+    from kit.charts.rows import scaling_figure as scaling_figure
+    from kit.charts.rows import structure_figure as structure_figure
+    from kit.charts.rows import terms_figure as terms_figure
+    from kit.charts.timeline import breakdown_figure as breakdown_figure
+    from kit.charts.timeline import memory_figure as memory_figure
+    from kit.charts.timeline import timeline_figure as timeline_figure
+    from kit.charts.trial import loss_figure as loss_figure
+    from kit.charts.trial import timing_figure as timing_figure
+    from kit.checkpoints.downloading import download_once as download_once
+    from kit.checkpoints.downloading import fetch_checkpoint as fetch_checkpoint
+    from kit.checkpoints.uploading import latest_checkpoint as latest_checkpoint
+    from kit.checkpoints.uploading import unfinished_uploads as unfinished_uploads
+    from kit.checkpoints.uploading import upload_checkpoint as upload_checkpoint
+    from kit.chunks.reasons import chunk_table as chunk_table
+    from kit.cloud.simulated import simulated_cloud as simulated_cloud
+    from kit.committed.file import Committed as Committed
+    from kit.committed.file import commit as commit
     from kit.config import Config as Config
-    from kit.data.build import build as build
-    from kit.data.build_plan import plan_build as plan_build
+    from kit.data.build.build import build as build
+    from kit.data.build.layout import expected_bytes as expected_bytes
+    from kit.data.build.layout import plan_chunks as plan_chunks
+    from kit.data.build.plan import plan_build as plan_build
+    from kit.data.build.schedulers import advise_schedule as advise_schedule
+    from kit.data.build.verify import verify as verify
     from kit.data.dataset import open_dataset as open_dataset
-    from kit.data.downloads import download_once as download_once
-    from kit.data.downloads import fetch_checkpoint as fetch_checkpoint
-    from kit.data.layout import plan_chunks as plan_chunks
-    from kit.data.measuring import measure_reading as measure_reading
-    from kit.data.module import PatchData as PatchData
-    from kit.data.probe import probe as probe
-    from kit.data.rows.module import RowData as RowData
+    from kit.data.patches.module import PatchData as PatchData
+    from kit.data.patches.probe import probe as probe
+    from kit.data.patches.reading import measure_reading as measure_reading
+    from kit.data.rows.loader import RowData as RowData
     from kit.data.rows.rows import open_rows as open_rows
-    from kit.data.rows.size import array_bytes as array_bytes
+    from kit.data.rows.write import array_bytes as array_bytes
     from kit.data.rows.write import write_rows as write_rows
-    from kit.data.size import expected_bytes as expected_bytes
-    from kit.data.tables.declared import open_table as open_table
-    from kit.data.tables.declared import read_sources as read_sources
-    from kit.data.tables.event_data import EventData as EventData
-    from kit.data.tables.fitting import fit_features as fit_features
-    from kit.data.tables.partition import plan_partitions as plan_partitions
-    from kit.data.tables.query_cache import QueryCache as QueryCache
-    from kit.data.tables.query_memory import measure_queries as measure_queries
-    from kit.data.unfinished import unfinished_uploads as unfinished_uploads
-    from kit.data.uploads import latest_checkpoint as latest_checkpoint
-    from kit.data.uploads import upload_checkpoint as upload_checkpoint
-    from kit.data.verify import verify as verify
+    from kit.data.tables.cache import QueryCache as QueryCache
+    from kit.data.tables.declare import open_table as open_table
+    from kit.data.tables.declare import read_sources as read_sources
+    from kit.data.tables.fit import fit_features as fit_features
+    from kit.data.tables.loader import EventData as EventData
+    from kit.data.tables.measure import measure_queries as measure_queries
+    from kit.data.tables.source import plan_partitions as plan_partitions
     from kit.errors import KitError as KitError
-    from kit.machine import hardware as hardware
-    from kit.models.corpus import Corpus as Corpus
-    from kit.plan.chunks import chunk_table as chunk_table
-    from kit.plan.schedule import advise_schedule as advise_schedule
-    from kit.plan.topic_recovery import compare_topics as compare_topics
-    from kit.plan.topics import open_topics as open_topics
-    from kit.report.batch_map import batch_figure as batch_figure
-    from kit.report.calibration_chart import calibration_figure as calibration_figure
-    from kit.report.chunk_chart import chunk_figure as chunk_figure
-    from kit.report.commit import Committed as Committed
-    from kit.report.commit import commit as commit
-    from kit.report.comparison import compare as compare
-    from kit.report.comparison_chart import comparison_figure as comparison_figure
-    from kit.report.comparison_chart import roofline_figure as roofline_figure
-    from kit.report.diagnosis import diagnose as diagnose
-    from kit.report.html_report import html_report as html_report
-    from kit.report.levers_chart import levers_figure as levers_figure
-    from kit.report.levers_chart import sequence_figure as sequence_figure
-    from kit.report.loss_chart import loss_figure as loss_figure
-    from kit.report.memory_charts import breakdown_figure as breakdown_figure
-    from kit.report.memory_charts import memory_figure as memory_figure
-    from kit.report.memory_charts import timeline_figure as timeline_figure
-    from kit.report.pipeline_chart import pipeline_figure as pipeline_figure
-    from kit.report.placements import placements as placements
-    from kit.report.placements_chart import placements_figure as placements_figure
-    from kit.report.predict_run import predict_run as predict_run
-    from kit.report.profile import Profile as Profile
-    from kit.report.profile import profile as profile
-    from kit.report.profile_chart import profile_figure as profile_figure
-    from kit.report.query_chart import query_figure as query_figure
-    from kit.report.recommend import recommend as recommend
-    from kit.report.results import results as results
-    from kit.report.scaling_chart import scaling_figure as scaling_figure
-    from kit.report.timing import timing as timing
-    from kit.report.timing_chart import timing_figure as timing_figure
-    from kit.report.topic_charts import structure_figure as structure_figure
-    from kit.report.topic_charts import terms_figure as terms_figure
-    from kit.report.trace_viewer import TraceViewer as TraceViewer
-    from kit.run.back_off import back_off as back_off
-    from kit.run.batch_search import find_batch_size as find_batch_size
-    from kit.run.calibration.calibrate import calibrate as calibrate
-    from kit.run.levers_check import verify_levers as verify_levers
-    from kit.run.memory.foresight import fit as fit
-    from kit.run.memory.largest_batch import largest_batch as largest_batch
-    from kit.run.memory.model import memory_model as memory_model
-    from kit.run.memory.prediction import predict_memory as predict_memory
-    from kit.run.memory.residuals import residuals as residuals
-    from kit.run.memory.what_if import what_if as what_if
-    from kit.run.model_dials import model_dials as model_dials
-    from kit.run.peaks import device_peaks as device_peaks
-    from kit.run.repeats import try_change as try_change
-    from kit.run.sequence_check import verify_sequences as verify_sequences
-    from kit.run.trial import Trial as Trial
+    from kit.machine.machine import hardware as hardware
+    from kit.memory.alongside import fit as fit
+    from kit.memory.batch_model import largest_batch as largest_batch
+    from kit.memory.batch_model import memory_model as memory_model
+    from kit.memory.dials import model_dials as model_dials
+    from kit.memory.prediction import predict_memory as predict_memory
+    from kit.memory.residuals import residuals as residuals
+    from kit.memory.variations import what_if as what_if
+    from kit.models.topic_recovery import compare_topics as compare_topics
+    from kit.models.topic_recovery import open_topics as open_topics
+    from kit.models.topics import Corpus as Corpus
+    from kit.records.results import results as results
+    from kit.records.timing import timing as timing
+    from kit.report.page import html_report as html_report
+    from kit.studies.batch_size import back_off as back_off
+    from kit.studies.batch_size import find_batch_size as find_batch_size
+    from kit.studies.calibration.result import calibrate as calibrate
+    from kit.studies.compare import compare as compare
+    from kit.studies.diagnosis.diagnose import diagnose as diagnose
+    from kit.studies.diagnosis.peaks import device_peaks as device_peaks
+    from kit.studies.levers import verify_levers as verify_levers
+    from kit.studies.levers import verify_sequences as verify_sequences
+    from kit.studies.placement import placements as placements
+    from kit.studies.profiling.profile import Profile as Profile
+    from kit.studies.profiling.profile import profile as profile
+    from kit.studies.profiling.viewer import TraceViewer as TraceViewer
+    from kit.studies.repeats import try_change as try_change
+    from kit.studies.scaling.predict import predict_run as predict_run
+    from kit.studies.scaling.recommend import recommend as recommend
     from kit.tables import table as table
+    from kit.trial.trial import Trial as Trial
     from kit.widgets.build_panel import build_panel as build_panel
     from kit.widgets.chunk_panel import chunk_panel as chunk_panel
     from kit.widgets.memory_panel import memory_panel as memory_panel
     from kit.widgets.panel import panel as panel
 
 _HOMES = {
-    "Committed": "kit.report.commit",
+    "Committed": "kit.committed.file",
     "Config": "kit.config",
-    "Corpus": "kit.models.corpus",
-    "EventData": "kit.data.tables.event_data",
+    "Corpus": "kit.models.topics",
+    "EventData": "kit.data.tables.loader",
     "KitError": "kit.errors",
-    "PatchData": "kit.data.module",
-    "Profile": "kit.report.profile",
-    "RowData": "kit.data.rows.module",
-    "QueryCache": "kit.data.tables.query_cache",
-    "TraceViewer": "kit.report.trace_viewer",
-    "Trial": "kit.run.trial",
-    "advise_schedule": "kit.plan.schedule",
-    "array_bytes": "kit.data.rows.size",
-    "back_off": "kit.run.back_off",
-    "batch_figure": "kit.report.batch_map",
-    "breakdown_figure": "kit.report.memory_charts",
-    "build": "kit.data.build",
+    "PatchData": "kit.data.patches.module",
+    "Profile": "kit.studies.profiling.profile",
+    "RowData": "kit.data.rows.loader",
+    "QueryCache": "kit.data.tables.cache",
+    "TraceViewer": "kit.studies.profiling.viewer",
+    "Trial": "kit.trial.trial",
+    "advise_schedule": "kit.data.build.schedulers",
+    "array_bytes": "kit.data.rows.write",
+    "back_off": "kit.studies.batch_size",
+    "batch_figure": "kit.charts.batch",
+    "breakdown_figure": "kit.charts.timeline",
+    "build": "kit.data.build.build",
     "build_panel": "kit.widgets.build_panel",
-    "calibrate": "kit.run.calibration.calibrate",
-    "calibration_figure": "kit.report.calibration_chart",
-    "chunk_figure": "kit.report.chunk_chart",
+    "calibrate": "kit.studies.calibration.result",
+    "calibration_figure": "kit.charts.compare",
+    "chunk_figure": "kit.charts.chunks",
     "chunk_panel": "kit.widgets.chunk_panel",
-    "chunk_table": "kit.plan.chunks",
-    "commit": "kit.report.commit",
-    "compare": "kit.report.comparison",
-    "compare_topics": "kit.plan.topic_recovery",
-    "comparison_figure": "kit.report.comparison_chart",
-    "device_peaks": "kit.run.peaks",
-    "diagnose": "kit.report.diagnosis",
-    "download_once": "kit.data.downloads",
-    "expected_bytes": "kit.data.size",
-    "fetch_checkpoint": "kit.data.downloads",
-    "find_batch_size": "kit.run.batch_search",
-    "fit": "kit.run.memory.foresight",
-    "fit_features": "kit.data.tables.fitting",
-    "hardware": "kit.machine",
-    "html_report": "kit.report.html_report",
-    "largest_batch": "kit.run.memory.largest_batch",
-    "latest_checkpoint": "kit.data.uploads",
-    "levers_figure": "kit.report.levers_chart",
-    "loss_figure": "kit.report.loss_chart",
-    "measure_queries": "kit.data.tables.query_memory",
-    "measure_reading": "kit.data.measuring",
-    "memory_figure": "kit.report.memory_charts",
-    "memory_model": "kit.run.memory.model",
+    "chunk_table": "kit.chunks.reasons",
+    "commit": "kit.committed.file",
+    "compare": "kit.studies.compare",
+    "compare_topics": "kit.models.topic_recovery",
+    "comparison_figure": "kit.charts.compare",
+    "device_peaks": "kit.studies.diagnosis.peaks",
+    "diagnose": "kit.studies.diagnosis.diagnose",
+    "download_once": "kit.checkpoints.downloading",
+    "expected_bytes": "kit.data.build.layout",
+    "fetch_checkpoint": "kit.checkpoints.downloading",
+    "find_batch_size": "kit.studies.batch_size",
+    "fit": "kit.memory.alongside",
+    "fit_features": "kit.data.tables.fit",
+    "hardware": "kit.machine.machine",
+    "html_report": "kit.report.page",
+    "largest_batch": "kit.memory.batch_model",
+    "latest_checkpoint": "kit.checkpoints.uploading",
+    "levers_figure": "kit.charts.compare",
+    "loss_figure": "kit.charts.trial",
+    "measure_queries": "kit.data.tables.measure",
+    "measure_reading": "kit.data.patches.reading",
+    "memory_figure": "kit.charts.timeline",
+    "memory_model": "kit.memory.batch_model",
     "memory_panel": "kit.widgets.memory_panel",
-    "model_dials": "kit.run.model_dials",
+    "model_dials": "kit.memory.dials",
     "open_dataset": "kit.data.dataset",
     "open_rows": "kit.data.rows.rows",
-    "open_table": "kit.data.tables.declared",
-    "open_topics": "kit.plan.topics",
+    "open_table": "kit.data.tables.declare",
+    "open_topics": "kit.models.topic_recovery",
     "panel": "kit.widgets.panel",
-    "pipeline_figure": "kit.report.pipeline_chart",
-    "placements": "kit.report.placements",
-    "placements_figure": "kit.report.placements_chart",
-    "plan_build": "kit.data.build_plan",
-    "plan_chunks": "kit.data.layout",
-    "plan_partitions": "kit.data.tables.partition",
-    "predict_memory": "kit.run.memory.prediction",
-    "predict_run": "kit.report.predict_run",
-    "probe": "kit.data.probe",
-    "profile": "kit.report.profile",
-    "profile_figure": "kit.report.profile_chart",
-    "query_figure": "kit.report.query_chart",
-    "read_sources": "kit.data.tables.declared",
-    "recommend": "kit.report.recommend",
-    "residuals": "kit.run.memory.residuals",
-    "results": "kit.report.results",
-    "roofline_figure": "kit.report.comparison_chart",
-    "scaling_figure": "kit.report.scaling_chart",
-    "sequence_figure": "kit.report.levers_chart",
-    "simulated_cloud": "kit.cloud.simulated_cloud",
-    "structure_figure": "kit.report.topic_charts",
+    "pipeline_figure": "kit.charts.pipeline",
+    "placements": "kit.studies.placement",
+    "placements_figure": "kit.charts.rows",
+    "plan_build": "kit.data.build.plan",
+    "plan_chunks": "kit.data.build.layout",
+    "plan_partitions": "kit.data.tables.source",
+    "predict_memory": "kit.memory.prediction",
+    "predict_run": "kit.studies.scaling.predict",
+    "probe": "kit.data.patches.probe",
+    "profile": "kit.studies.profiling.profile",
+    "profile_figure": "kit.charts.profile",
+    "query_figure": "kit.charts.rows",
+    "read_sources": "kit.data.tables.declare",
+    "recommend": "kit.studies.scaling.recommend",
+    "residuals": "kit.memory.residuals",
+    "results": "kit.records.results",
+    "roofline_figure": "kit.charts.compare",
+    "scaling_figure": "kit.charts.rows",
+    "sequence_figure": "kit.charts.compare",
+    "simulated_cloud": "kit.cloud.simulated",
+    "structure_figure": "kit.charts.rows",
     "table": "kit.tables",
-    "terms_figure": "kit.report.topic_charts",
-    "timeline_figure": "kit.report.memory_charts",
-    "timing": "kit.report.timing",
-    "timing_figure": "kit.report.timing_chart",
-    "try_change": "kit.run.repeats",
-    "unfinished_uploads": "kit.data.unfinished",
-    "upload_checkpoint": "kit.data.uploads",
-    "verify": "kit.data.verify",
-    "verify_levers": "kit.run.levers_check",
-    "verify_sequences": "kit.run.sequence_check",
-    "what_if": "kit.run.memory.what_if",
+    "terms_figure": "kit.charts.rows",
+    "timeline_figure": "kit.charts.timeline",
+    "timing": "kit.records.timing",
+    "timing_figure": "kit.charts.trial",
+    "try_change": "kit.studies.repeats",
+    "unfinished_uploads": "kit.checkpoints.uploading",
+    "upload_checkpoint": "kit.checkpoints.uploading",
+    "verify": "kit.data.build.verify",
+    "verify_levers": "kit.studies.levers",
+    "verify_sequences": "kit.studies.levers",
+    "what_if": "kit.memory.variations",
     "write_rows": "kit.data.rows.write",
 }
 
 register({
-    "job.fit": "kit.run.jobs.fit:fit",
-    "job.predict": "kit.run.jobs.predict:predict",
-    "job.calibrate": "kit.run.jobs.calibrate:calibrate",
-    "job.peaks": "kit.run.jobs.peaks:peaks",
-    "fit.calibrate": "kit.run.jobs.calibrate:calibrated",
-    "fit.profile": "kit.run.profilers:beside",
-    "trial.row": "kit.report.row_file:keep_row",
+    "job.fit": "kit.trial.fit_job:fit",
+    "job.predict": "kit.memory.predict_job:predict",
+    "job.calibrate": "kit.studies.calibration.job:calibrate",
+    "job.peaks": "kit.studies.diagnosis.peaks_job:peaks",
+    "fit.calibrate": "kit.studies.calibration.job:calibrated",
+    "fit.profile": "kit.studies.profiling.profilers:beside",
+    "trial.row": "kit.records.row:keep_row",
     "trial.display": "kit.widgets.trial_view:display",
-    "attempts.display": "kit.widgets.attempts_view:display",
-    "profile.figure": "kit.report.profile_chart:profile_figure",
-    "diagnosis.display": "kit.widgets.diagnosis_view:display",
+    "attempts.display": "kit.widgets.trial_view:display_attempts",
+    "profile.figure": "kit.charts.profile:profile_figure",
+    "diagnosis.display": "kit.widgets.diagnose:display",
+})  # fmt: skip
+
+# What files of earlier versions name: pickles of what was sent to ranks.
+answer_to({
+    "kit.run": "kit.trial",
+    "kit.run.payload": "kit.trial.payload",
+    "kit.data.module": "kit.data.patches.module",
+    "kit.data.rows.module": "kit.data.rows.loader",
+    "kit.data.tables.event_data": "kit.data.tables.loader",
 })  # fmt: skip
 
 __all__ = sorted(_HOMES)

@@ -13,8 +13,8 @@ import pytest
 import quick
 from properties import register_profiles
 
-from kit.cloud.simulated_cloud import simulated_cloud
-from kit.endpoints import VARIABLE
+from kit.cloud.simulated import simulated_cloud
+from kit.machine.endpoints import VARIABLE
 
 # With tiles (AMX) oneDNN lays bfloat16 out in another way: what convolutions and LSTMs hold meanwhile was measured
 # without, and the tests compare with that on every machine. It is read before the first operator, so it is set here.

@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-import kit.claims
-from kit.claims import choosing, claims, hand_over, release
+import kit.machine.claims
 from kit.errors import HardwareError
-from kit.processes import identify, machine
+from kit.machine.claims import choosing, claims, hand_over, release
+from kit.machine.processes import identify, machine
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(kit.claims, "FOLDER", tmp_path / "claims")
+    monkeypatch.setattr(kit.machine.claims, "FOLDER", tmp_path / "claims")
     return tmp_path / "claims"
 
 
@@ -115,7 +115,7 @@ def test_one_chooser_waits_for_the_other_and_says_when_it_takes_too_long(folder,
         [sys.executable, "-c", _HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert holding.stdout.readline() == "held\n"
-    monkeypatch.setattr(kit.claims, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(kit.machine.claims, "LOCK_SECONDS", 0.05)
     with pytest.raises(HardwareError, match=r"another process .* 0\.05 s"):
         take("GPU-1")
     end(holding)
@@ -126,9 +126,9 @@ def test_one_chooser_waits_for_the_other_and_says_when_it_takes_too_long(folder,
 
 _HOLD = """
 import pathlib, sys
-import kit.claims
-kit.claims.FOLDER = pathlib.Path(sys.argv[1])
-with kit.claims.choosing():
+import kit.machine.claims
+kit.machine.claims.FOLDER = pathlib.Path(sys.argv[1])
+with kit.machine.claims.choosing():
     print("held", flush=True)
     sys.stdin.read()
 """

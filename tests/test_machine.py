@@ -11,12 +11,11 @@ import pytest
 from fake_nvml import FakeNvml, card
 from waiting import PATIENCE_SECONDS
 
-import kit.nvml
-from kit.cgroup import Share, core_quota, memory_limit, share
+import kit.machine.gpus
 from kit.config import Config
 from kit.errors import HardwareError
-from kit.machine import Machine, hardware, resolve_devices
-from kit.nvml import Gpu, GpuTable, parse_smi, read_joules, read_nvml, visible
+from kit.machine.gpus import Gpu, GpuTable, parse_smi, read_joules, read_nvml, visible
+from kit.machine.machine import Machine, Share, core_quota, hardware, memory_limit, resolve_devices, share
 
 GIB = 1 << 30
 
@@ -206,7 +205,7 @@ def test_hidden_gpus_are_the_reason_for_the_cpu():
 def test_the_real_binding_has_every_question_that_is_asked():
     import pynvml
 
-    asked = set(re.findall(r"\bnvml\.(\w+)", inspect.getsource(kit.nvml)))
+    asked = set(re.findall(r"\bnvml\.(\w+)", inspect.getsource(kit.machine.gpus)))
     assert len(asked) > 10
     assert not [name for name in asked if not hasattr(pynvml, name)]
 
@@ -373,7 +372,7 @@ def test_names_from_the_driver_cannot_inject_markup():
 
 def test_looking_needs_neither_torch_nor_an_open_device():
     code = (
-        "import os, sys; from kit.machine import hardware; print(hardware())\n"
+        "import os, sys; from kit.machine.machine import hardware; print(hardware())\n"
         "assert not {'torch', 'lightning', 'matplotlib'} & set(sys.modules)\n"
         "fds = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') "
         "if os.path.exists(f'/proc/self/fd/{fd}')]\n"

@@ -6,19 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kit.processes import peak_rss_bytes, rss_bytes
+from kit.machine.processes import peak_rss_bytes, rss_bytes
 
 TALK = """
 import tempfile
 from multiprocessing.connection import Client, Listener
-from kit.processes import shorten_socket_paths
+from kit.machine.processes import shorten_socket_paths
 
 shorten_socket_paths()
 with Listener(family="AF_UNIX") as listener:
     Client(listener.address).close()
     print(listener.address.rpartition("/")[0], tempfile.gettempdir())
 """
-ASK = "from kit.processes import peak_rss_bytes; print(peak_rss_bytes())"
+ASK = "from kit.machine.processes import peak_rss_bytes; print(peak_rss_bytes())"
 
 
 def test_the_peak_of_a_program_is_its_own_and_not_that_of_the_one_that_started_it():

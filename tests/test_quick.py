@@ -26,7 +26,7 @@ def item(path, *marks):
 
 
 def test_tests_of_what_changed_come_first_and_slow_ones_are_left(monkeypatch):
-    changed = frozenset({Path("kit/data/engine.py"), Path("kit/plan/chunks.py")})
+    changed = frozenset({Path("kit/data/stream/engine.py"), Path("kit/chunks/reasons.py")})
     monkeypatch.setattr(quick, "changed_files", lambda: changed)
     named, importing = item("data/test_engine.py"), item("data/test_reader.py")
     pure, heavy, slow = item("test_units.py"), item("run/test_trial.py"), item("data/test_engine.py", "slow")

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 import kit
 from kit.config import Config
-from kit.data.tables.declared import read_sources
+from kit.data.tables.declare import read_sources
 from kit.errors import ConfigError
 from kit.secrets_in_text import secret_in
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kit.errors import TargetError
-from kit.signatures import UNKNOWN, signature_of
+from kit.targets import UNKNOWN, signature_of
 
 NETS = """
 import other
@@ -86,6 +86,6 @@ def test_reading_gives_what_python_gives_for_every_model_of_kit(name):
 
 
 def test_reading_imports_nothing_heavy():
-    code = "import sys, kit.signatures as s; s.signature_of('kit.models:GPT'); print('torch' in sys.modules)"
+    code = "import sys, kit.targets as s; s.signature_of('kit.models:GPT'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

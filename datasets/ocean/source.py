@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.data.source import Region, VariableSpec
+from kit.data.build.source import Region, VariableSpec
 
 Array = NDArray[Any]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from kit.data.module import PatchData
+from kit.data.patches.module import PatchData
 from kit.models import UNet
 
 LIMIT = 4.0

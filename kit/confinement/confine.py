@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kit.confinement import landlock, private_files
-from kit.confinement.kept import Kept, hook_asks
+from kit.confinement import private_files
+from kit.confinement import private_files as landlock
 from kit.confinement.mirror import Mirror
 from kit.confinement.private_files import PrivateFiles
-from kit.confinement.stand_ins import RefusedError, no_connections, no_processes
-from kit.processes import LONGEST_SOCKET_FOLDER
+from kit.confinement.stand_ins import Kept, RefusedError, hook_asks, no_connections, no_processes
+from kit.machine.processes import LONGEST_SOCKET_FOLDER
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _WAIT_SECONDS, _TICK_SECONDS = 20.0, 0.002

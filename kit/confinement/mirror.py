@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kit.confinement.kept import Kept
-from kit.confinement.stand_ins import RefusedError
-from kit.memory.patches import replaced
+from kit.confinement.stand_ins import Kept, RefusedError, replaced
 
 _LARGEST_COPY_BYTES = 1 << 28
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

@@ -3,6 +3,19 @@
 A Dataset is a description and holds no handle: it pickles, and every process opens its own store. Sizes are elements.
 A store that kit is still building is refused, since a shard not yet written reads as fill values. Any other Zarr group
 (version 2 or 3) opens too, without statistics and without a manifest, and so does an array that is in none.
+
+Datasets that xarray holds, in memory or lazily: chunks are cut out of them when a batch asks for one.
+
+The object is shown to the engine as a store of uncompressed chunks, so it is read as any other store: planned by the
+batch, ahead, by threads, under the same budgets. Values are those that xarray gives, decoded; NaN is missing. Chunks
+are those of dask or of the file behind a lazy object; an object in memory is cut into pieces of at most
+`LARGEST_PIECE_BYTES`. Nothing is copied before it is asked for, and nothing is ever written. xarray is imported by
+whoever made the object, never here.
+
+Times: CF time coordinates, `<unit> since <date>`, as datetime64; no more of CF than a coordinate needs.
+
+Calendars that agree with numpy's proleptic Gregorian one are decoded (`standard` ones from 1582-10-15 on, as before
+they mean the Julian calendar); others stay the numbers they are. Times are rounded to microseconds.
 """
 
 from __future__ import annotations
@@ -10,21 +23,26 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
+import math
+import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from zarr.abc.store import ByteRequest, Store
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import MemoryStore, WrapperStore
 
 from kit.config import Config
-from kit.data import manifest as records
-from kit.data.manifest import BuildRecord, Manifest
-from kit.data.stores import list_objects, open_store, read_object, redact, resolve_url, store_error
-from kit.data.times import decode_times, is_time_unit
+from kit.data.stores import manifest as records
+from kit.data.stores.manifest import BuildRecord, Manifest
+from kit.data.stores.transfer import Counters, Octets
+from kit.data.stores.url import list_objects, open_store, read_object, redact, resolve_url, store_error
 from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, Problem, StoreError, UnfinishedStoreError
 from kit.units import format_bytes
 
@@ -32,6 +50,7 @@ if TYPE_CHECKING:
     import xarray
 
     XarrayObject = xarray.Dataset | xarray.DataArray
+    import xarray
     import zarr
     from zarr.abc.store import Store
 
@@ -223,8 +242,6 @@ def open_dataset(
     if isinstance(given, Config):
         return open_dataset(given.data.url, given.data.credentials, given.data.variables, strict=given.data.strict)
     if not isinstance(given, str | PathLike):
-        from kit.data.xarray_dataset import open_xarray
-
         return open_xarray(given)
     url = resolve_url(fspath(given))
     store = open_store(url, credentials)
@@ -446,3 +463,205 @@ def decode_float(text: str) -> float:
         return float(struct.unpack("<d", base64.standard_b64decode(text))[0])
     except (binascii.Error, struct.error):
         raise StoreError(f"_FillValue {text!r} is neither a number nor an encoded one") from None
+
+
+LARGEST_PIECE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class XarrayDataset(Dataset):
+    """A `Dataset` over an xarray object; it pickles with the object, all of it where that is in memory."""
+
+    held: xarray.Dataset = field(compare=False, repr=False)
+
+    def open_store(self) -> Store:
+        return XarrayStore(_metadata(self.arrays), Cutter(self.held, self.arrays))
+
+    def coordinate(self, name: str) -> NDArray[Any]:
+        if name in self.held.coords or name not in self.held.sizes:
+            return np.asarray(self.held.coords[name].values)
+        return np.arange(self.held.sizes[name])
+
+
+def open_xarray(given: Any) -> XarrayDataset:
+    """The data variables of an xarray Dataset, or one DataArray (named `data` where it has no name).
+
+    Raises:
+        StoreError: for anything else.
+    """
+    kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}"
+    if kind == "xarray.DataArray":
+        given = given.to_dataset(name=given.name or "data")
+    elif kind != "xarray.Dataset":
+        raise StoreError(
+            f"{type(given).__name__} holds no data; give a Config, a URL, or an xarray Dataset or DataArray"
+        )
+    numbers = {str(name): variable for name, variable in given.data_vars.items() if variable.dtype.kind in NUMBERS}
+    return XarrayDataset(
+        url="xarray object", credentials="default", held=given, attributes=dict(given.attrs),
+        arrays={name: _info(name, variable) for name, variable in numbers.items() if variable.ndim},
+        coordinates={str(name): _info(str(name), variable) for name, variable in given.coords.items()},
+    )  # fmt: skip
+
+
+def _info(name: str, variable: Any) -> ArrayInfo:
+    return ArrayInfo(
+        name=name, shape=tuple(variable.shape), dims=tuple(map(str, variable.dims)),
+        dtype=in_machine_order(variable.dtype), chunk=_chunk(variable), shard=None,
+        units=str(variable.attrs.get("units", "")), long_name=str(variable.attrs.get("long_name", "")),
+    )  # fmt: skip
+
+
+def _chunk(variable: Any) -> tuple[int, ...]:
+    """Sides of what is cut out at once: dask's chunks, the file's, or pieces small enough."""
+    if variable.chunks is not None:
+        return tuple(max(1, *sides) for sides in variable.chunks)
+    stored = variable.encoding.get("preferred_chunks", {})
+    in_file = tuple(stored.get(name, size) for name, size in zip(variable.dims, variable.shape, strict=True))
+    if stored and all(isinstance(side, int) for side in in_file):
+        return tuple(max(1, min(side, size)) for side, size in zip(in_file, variable.shape, strict=True))
+    return _pieces(tuple(variable.shape), variable.dtype.itemsize)
+
+
+def _pieces(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    sides = [max(1, size) for size in shape]
+    while math.prod(sides) * itemsize > LARGEST_PIECE_BYTES and max(sides) > 1:
+        longest = sides.index(max(sides))
+        sides[longest] = -(-sides[longest] // 2)
+    return tuple(sides)
+
+
+class XarrayStore(WrapperStore[MemoryStore]):
+    """The metadata of a Zarr group, and chunks made of the object's values."""
+
+    def __init__(self, store: MemoryStore, cutter: Cutter) -> None:
+        super().__init__(store)
+        self.cutter = cutter
+
+    def _with_store(self, store: MemoryStore) -> Self:
+        return type(self)(store, self.cutter)
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        if "/c/" not in key:
+            return await self._store.get(key, prototype, byte_range)
+        return prototype.buffer.from_array_like(self.cutter.cut(key))
+
+
+class Cutter:
+    """Reads an object as threads read a store; see `kit.data.stream.fetch.Blocking`."""
+
+    def __init__(self, held: xarray.Dataset, arrays: Mapping[str, ArrayInfo], counters: Counters | None = None) -> None:
+        self._held, self._arrays, self._counters = held, arrays, counters
+
+    def counted_by(self, counters: Counters) -> Cutter:
+        """The same, its reads counted."""
+        return Cutter(self._held, self._arrays, counters)
+
+    def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None:  # noqa: ARG002
+        """The bytes of one chunk, which is always asked for as a whole.
+
+        Raises:
+            StoreError: when the object cannot give its values.
+        """
+        data = self.cut(key)
+        if self._counters is not None:
+            self._counters.add(requests=1, bytes_read=len(data))
+        return data
+
+    def cut(self, key: str) -> Octets:
+        name, _, place = key.rpartition("/c/")
+        info = self._arrays[name]
+        region = tuple(_region(info, tuple(map(int, place.split("/")))))
+        try:
+            values = np.asarray(_computed(self._held[name].variable[region]), info.dtype)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise StoreError(f"xarray could not read {name}: {type(error).__name__}: {error}") from error
+        if values.shape != info.chunk:  # at an edge: Zarr's chunks are all of one size
+            whole = np.zeros(info.chunk, info.dtype)
+            whole[tuple(map(slice, values.shape))] = values
+            values = whole
+        return np.frombuffer(np.ascontiguousarray(values).data.cast("B"), np.uint8)
+
+
+def _computed(variable: Any) -> NDArray[Any]:
+    """The values; dask computes them in the thread that asks, since readers are threads already."""
+    return np.asarray((variable if variable.chunks is None else variable.compute(scheduler="synchronous")).values)
+
+
+def _region(info: ArrayInfo, place: tuple[int, ...]) -> Iterator[slice]:
+    for index, side, size in zip(place, info.chunk, info.shape, strict=True):
+        yield slice(index * side, min(size, (index + 1) * side))
+
+
+def _metadata(arrays: Mapping[str, ArrayInfo]) -> MemoryStore:
+    import zarr
+
+    store = MemoryStore()
+    group = zarr.create_group(store)
+    for name, info in arrays.items():
+        group.create_array(
+            name, shape=info.shape, chunks=info.chunk, dtype=info.dtype, compressors=None, filters=None, fill_value=0,
+            dimension_names=info.dims,
+        )  # fmt: skip
+    return store
+
+
+_MICROSECONDS = {
+    "microsecond": 1, "millisecond": 10**3, "second": 10**6, "minute": 60 * 10**6, "hour": 3600 * 10**6,
+    "day": 86400 * 10**6,
+}  # fmt: skip
+_SHORT = {
+    "us": "microsecond", "ms": "millisecond", "msec": "millisecond", "s": "second", "sec": "second", "min": "minute",
+    "h": "hour", "hr": "hour", "d": "day",
+}  # fmt: skip
+_SINCE = re.compile(
+    r"\s*(\w+?)s?\s+since\s+(\d{1,4})-(\d{1,2})-(\d{1,2})(?:[T ]+(\d{1,2})(?::(\d{1,2}))?(?::(\d{1,2}(?:\.\d*)?))?)?"
+    r"\s*(?:Z|UTC|GMT|[+-]0?0:?00)?\s*", re.IGNORECASE,
+)  # fmt: skip
+_GREGORIAN_STARTS = np.datetime64("1582-10-15", "us")
+
+
+def decode_times(numbers: NDArray[Any], attributes: Mapping[str, Any]) -> NDArray[Any]:
+    """The numbers as datetime64 where the attributes say that they are times; else as they are."""
+    calendar = str(attributes.get("calendar", "standard")).lower()
+    match, unit = _parse(str(attributes.get("units", "")))
+    if match is None or unit is None or numbers.dtype.kind not in "iuf" or calendar not in _CALENDARS:
+        return numbers
+    try:
+        start = np.datetime64(f"{int(match[2]):04d}-{int(match[3]):02d}-{int(match[4]):02d}", "us")
+    except ValueError:
+        return numbers
+    clock = [float(part or 0) for part in match.groups()[4:]]
+    start += np.timedelta64(round((clock[0] * 3600 + clock[1] * 60 + clock[2]) * 10**6), "us")
+    times = start + _steps(numbers, unit)
+    julian = calendar != "proleptic_gregorian" and (start < _GREGORIAN_STARTS or (times < _GREGORIAN_STARTS).any())
+    return numbers if julian else times
+
+
+def is_time_unit(units: str) -> bool:
+    """Whether numbers of these units are times, in whichever calendar."""
+    return _parse(units)[1] is not None
+
+
+_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
+
+
+def _parse(units: str) -> tuple[re.Match[str] | None, int | None]:
+    """The parts of `<unit> since <date>`, and the unit in microseconds."""
+    match = _SINCE.fullmatch(units)
+    return match, _unit(match[1].lower()) if match else None
+
+
+def _unit(word: str) -> int | None:
+    return _MICROSECONDS.get(_SHORT.get(word, word))
+
+
+def _steps(numbers: NDArray[Any], unit: int) -> NDArray[np.timedelta64]:
+    """Numbers of a unit as microseconds; NaN is no time."""
+    if numbers.dtype.kind != "f":
+        return (numbers.astype(np.int64) * unit).astype("timedelta64[us]")
+    known = np.isfinite(numbers)
+    steps = np.where(known, np.round(numbers.astype(np.float64) * unit), 0).astype(np.int64).astype("timedelta64[us]")
+    return np.where(known, steps, np.timedelta64("NaT"))

@@ -25,7 +25,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from kit.errors import ConfigError
-from kit.models.random_data import Field, RandomData
+from kit.models.zoo import Field, RandomData
 
 Seen = tuple[()] | tuple[Tensor, Tensor]
 """Keys and values of earlier tokens, (batch, head, token, width) each, as one block computed them; () of none."""

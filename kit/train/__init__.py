@@ -9,37 +9,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kit.train.attention import AttentionKernel as AttentionKernel
-    from kit.train.checkpoint_upload import CheckpointUpload as CheckpointUpload
-    from kit.train.committed import CommittedConfig as CommittedConfig
-    from kit.train.committed import CommittedData as CommittedData
-    from kit.train.device_limit import DeviceLimit as DeviceLimit
-    from kit.train.eight_bit import ShardedAdamW8bit as ShardedAdamW8bit
+    from kit.checkpoints.callback import CheckpointUpload as CheckpointUpload
+    from kit.train.callbacks import CommittedConfig as CommittedConfig
+    from kit.train.callbacks import CommittedData as CommittedData
+    from kit.train.callbacks import DeviceLimit as DeviceLimit
+    from kit.train.callbacks import LossLog as LossLog
+    from kit.train.callbacks import WholeEpochs as WholeEpochs
+    from kit.train.fsdp import SelfShardedStrategy as SelfShardedStrategy
+    from kit.train.fsdp import ShardStrategy as ShardStrategy
     from kit.train.levers import GradientCheckpointing as GradientCheckpointing
-    from kit.train.loss_log import LossLog as LossLog
     from kit.train.optimizers import OptimizerChoice as OptimizerChoice
-    from kit.train.resuming import WholeEpochs as WholeEpochs
-    from kit.train.sequence_chunks import SequenceChunks as SequenceChunks
-    from kit.train.shard import SelfShardedStrategy as SelfShardedStrategy
-    from kit.train.shard import ShardStrategy as ShardStrategy
-    from kit.train.strategies import make_strategy as make_strategy
+    from kit.train.optimizers import ShardedAdamW8bit as ShardedAdamW8bit
+    from kit.train.sequences import AttentionKernel as AttentionKernel
+    from kit.train.sequences import SequenceChunks as SequenceChunks
+    from kit.train.trainer import make_strategy as make_strategy
     from kit.train.trainer import make_trainer as make_trainer
 
 _HOMES = {
-    "AttentionKernel": "kit.train.attention",
-    "CheckpointUpload": "kit.train.checkpoint_upload",
-    "CommittedConfig": "kit.train.committed",
-    "CommittedData": "kit.train.committed",
-    "DeviceLimit": "kit.train.device_limit",
+    "AttentionKernel": "kit.train.sequences",
+    "CheckpointUpload": "kit.checkpoints.callback",
+    "CommittedConfig": "kit.train.callbacks",
+    "CommittedData": "kit.train.callbacks",
+    "DeviceLimit": "kit.train.callbacks",
     "GradientCheckpointing": "kit.train.levers",
-    "LossLog": "kit.train.loss_log",
+    "LossLog": "kit.train.callbacks",
     "OptimizerChoice": "kit.train.optimizers",
-    "SelfShardedStrategy": "kit.train.shard",
-    "SequenceChunks": "kit.train.sequence_chunks",
-    "ShardStrategy": "kit.train.shard",
-    "ShardedAdamW8bit": "kit.train.eight_bit",
-    "WholeEpochs": "kit.train.resuming",
-    "make_strategy": "kit.train.strategies",
+    "SelfShardedStrategy": "kit.train.fsdp",
+    "SequenceChunks": "kit.train.sequences",
+    "ShardStrategy": "kit.train.fsdp",
+    "ShardedAdamW8bit": "kit.train.optimizers",
+    "WholeEpochs": "kit.train.callbacks",
+    "make_strategy": "kit.train.trainer",
     "make_trainer": "kit.train.trainer",
 }
 

@@ -21,11 +21,10 @@ from typing_extensions import override
 
 from kit.config import Config
 from kit.errors import KitWarning
-from kit.train.attention import AttentionKernel
-from kit.train.blocks import class_name, find_blocks, outermost
-from kit.train.entries import lever_entries
+from kit.train.choices import lever_entries
+from kit.train.fsdp import class_name, find_blocks, outermost
 from kit.train.optimizers import OptimizerChoice
-from kit.train.sequence_chunks import SequenceChunks
+from kit.train.sequences import AttentionKernel, SequenceChunks
 
 
 class GradientCheckpointing(Callback):

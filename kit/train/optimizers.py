@@ -6,17 +6,33 @@ they hold. Only the rule and its state change. Every optimizer that `configure_o
 
 Bytes of state and temporaries per trainable parameter of p bytes: AdamW 2 p, and p more during the step (foreach, the
 default on a GPU) or none (fused); 8-bit AdamW 2 bytes and one float per 128 for parameters of 4,096 elements or more
-(bitsandbytes; `kit.train.eight_bit` for shards); SGD p with momentum and none without.
+(bitsandbytes; `kit.train.optimizers` for shards); SGD p with momentum and none without.
 
 Private parts of torch used here, tested on its upgrade: what schedulers mark a step with (`_opt_called`,
 `_wrapped_by_lr_sched`) and the names of an optimizer's hooks.
+
+ShardedAdamW8bit: AdamW whose state has 8 bits, for parameters that are shards; torchao's numbers, a slice at a time.
+
+State of a parameter: two tensors of torchao's `OptimState8bit`, so one byte an element, one float for each block of 256
+and a table of 256 floats, twice. A shard below 4,096 elements, or whose size is no multiple of 256, keeps 32 bits as it
+does in torchao (pytorch/ao#4912): how much is saved depends a little on the number of devices.
+
+torchao's own step compiles itself, which takes some twenty seconds in every fresh process; run as it is written it
+makes forty bytes for each element of the largest shard, more than its 8 bits save. Here the same arithmetic runs on
+slices of SLICE elements, so that temporaries stay below 64 MiB whatever the model, and nothing is compiled.
+
+A checkpoint holds the state as plain numbers: it can be resumed on another number of devices, and by another AdamW.
+
+Private parts of torchao used here, tested on its upgrade: `single_param_adam`, `OptimState8bit` and its tables.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -24,12 +40,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from kit.errors import ConfigError, KitWarning, Problem
-from kit.train.eight_bit import ShardedAdamW8bit, is_installed, quiet_import
 
 OPTIMIZERS = ("adamw", "adamw-fused", "adamw-8bit", "sgd")
 """What `levers.optimizer` offers instead of the module's own."""
@@ -170,3 +186,153 @@ def _tell_schedulers(optimizer: Optimizer) -> None:
 
     marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = marked  # type: ignore[method-assign]
+
+
+SLICE = 1 << 20
+"""Elements that are stepped at a time; a multiple of the block."""
+_BLOCK, _LEAST = 256, 4096
+_AVERAGES = {"exp_avg": True, "exp_avg_sq": False}
+"""What is kept of a parameter, and whether it has a sign."""
+_LOUD = ("bitsandbytes", "torchao", "torch.utils._pytree")
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Both libraries log, while they are loaded, that kernels are missing which no optimizer uses."""
+    levels = {name: logging.getLogger(name).level for name in _LOUD}
+    for name in _LOUD:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def is_installed() -> bool:
+    """Whether torchao can be imported."""
+    return importlib.util.find_spec("torchao") is not None
+
+
+def _torchao(module: str) -> Any:
+    with quiet_import():
+        return importlib.import_module(f"torchao.optim.{module}")
+
+
+def make_tables() -> None:
+    """Compute torchao's tables, which needs real numbers, and so cannot be done first in a dry run."""
+    states = _torchao("subclass_8bit")
+    states.get_qmap_signed()
+    states.get_qmap_unsigned()
+
+
+class ShardedAdamW8bit(Optimizer):
+    """AdamW (Loshchilov and Hutter 2019) with decoupled decay and block-wise 8-bit state (Dettmers et al. 2022).
+
+    Args:
+        params: Parameters or parameter groups; whole ones are taken too.
+        lr: Learning rate.
+        betas: Decay of both averages.
+        eps: Added to the root of the second average.
+        weight_decay: Fraction of a parameter, times the learning rate, that each step takes away.
+
+    Raises:
+        ImportError: when torchao is not installed.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._zeros: Callable[..., Tensor] = _torchao("subclass_8bit").OptimState8bit.zeros
+        self._update: Callable[..., None] = _torchao("adam").single_param_adam
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; `closure`, when given, makes the gradients first and its answer is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+        return loss
+
+    def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state.update({name: self._new(parameter, signed) for name, signed in _AVERAGES.items()})
+        state["step"] += 1
+        kept = (parameter.detach(), parameter.grad, *(state[name] for name in _AVERAGES))
+        for value, gradient, average, square in zip(*(_slices(_local(tensor)) for tensor in kept), strict=True):
+            self._update(
+                value, gradient, state["step"], average, square, None, group["lr"], *group["betas"],
+                group["weight_decay"], group["eps"], True, False,
+            )  # fmt: skip
+
+    def _new(self, parameter: Tensor, signed: bool) -> Tensor:
+        """Zeros in as many bits as the shard is given."""
+        shard = _local(parameter.detach())
+        small = shard.numel() < _LEAST or shard.numel() % _BLOCK
+        made = torch.zeros_like(shard) if small else self._zeros(shard.shape, signed, _BLOCK, shard.device, shard.dtype)
+        return _like(parameter, made)
+
+    @override
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As AdamW has it: averages as plain numbers."""
+        found = super().state_dict()
+        wide = {place: {name: _wide(value) for name, value in of.items()} for place, of in found["state"].items()}
+        return {**found, "state": wide}
+
+    @override
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of any AdamW, in 8 bits where they are used."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            for name in _AVERAGES.keys() & state.keys():
+                narrow = self._new(parameter, _AVERAGES[name])
+                _local(narrow).copy_(_local(state[name]))
+                state[name] = narrow
+
+
+def _wide(value: Any) -> Any:
+    held: Any = _local(value)
+    return _like(value, held.dequantize(held.dtype)) if hasattr(held, "codes") else value
+
+
+def _like(whole: Tensor, shard: Tensor) -> Tensor:
+    """`shard` as that of a tensor which is sharded as `whole` is; itself when that is not sharded."""
+    if not isinstance(whole, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _local(tensor: Any) -> Tensor:
+    """The shard that this rank holds."""
+    held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return held
+
+
+def _slices(tensor: Any) -> Iterator[Tensor]:
+    """Views of SLICE elements, of numbers or of their 8 bits."""
+    count = tensor.numel()
+    for start in range(0, count, SLICE):
+        end = min(start + SLICE, count)
+        if hasattr(tensor, "codes"):
+            codes, scale = tensor.codes.view(-1)[start:end], tensor.scale[start // _BLOCK : end // _BLOCK]
+            yield type(tensor)(codes, scale, tensor.qmap, tensor.signed, tensor.dtype)
+        else:
+            yield tensor.view(-1)[start:end]

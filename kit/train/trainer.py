@@ -3,6 +3,12 @@
 It runs inside a process that is already one rank of `world_size` (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT are set), on one device each; it never starts another process and never asks SLURM, even inside a SLURM
 allocation. What a module in manual optimization cannot have (accumulation, clipping) is left out with a `KitWarning`.
+
+Which Lightning strategy a config's `hardware.strategy` is, for one process per device that already runs.
+
+`none` is one device. `ddp` is a whole model on each device. `fsdp` and `fsdp:R:S` are FSDP2, R replicas of a model
+sharded over S devices each (`fsdp` is one replica over all); they run on the CPU too, through gloo. No strategy made
+here starts a process. What does not add up is refused with its arithmetic.
 """
 
 from __future__ import annotations
@@ -13,19 +19,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from kit.config import Config
-from kit.errors import HardwareError, KitWarning
+from kit.config import Config, Hardware
+from kit.errors import ConfigError, HardwareError, KitWarning, Problem
+from kit.train.callbacks import WholeEpochs
+from kit.train.fsdp import SelfShardedStrategy, ShardStrategy, check_shards
 from kit.train.levers import lever_callbacks
-from kit.train.resuming import WholeEpochs
-from kit.train.strategies import make_strategy
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -144,3 +152,37 @@ def _precision(
         # Lightning refuses the name for its model-parallel strategies; the plugin itself shards its scaler correctly.
         return {"plugins": [environment, MixedPrecision("16-mixed", "cuda")]}
     return {"precision": precision, "plugins": [environment]}
+
+
+def make_strategy(
+    hardware: Hardware,
+    accelerator: Literal["cpu", "gpu"],
+    world_size: int,
+    module: LightningModule | None = None,
+) -> Strategy:
+    """The strategy for `world_size` processes of one device each.
+
+    A `module` that overrides `configure_model` shards itself: it gets Lightning's mesh of R data-parallel by S
+    tensor-parallel devices (`fsdp`: all of them data-parallel).
+
+    Raises:
+        ConfigError: when the strategy does not fit the number of processes.
+    """
+    backend = "nccl" if accelerator == "gpu" else "gloo"
+    if hardware.strategy == "none":
+        return _single_device(accelerator, world_size)
+    if hardware.strategy == "ddp":
+        return DDPStrategy(process_group_backend=backend, find_unused_parameters=False)
+    replicas, shard_size = hardware.shards or (1, world_size)
+    check_shards(replicas, shard_size, world_size)
+    if module is None or not is_overridden("configure_model", module):
+        return ShardStrategy(replicas, shard_size, process_group_backend=backend)
+    data, tensor = hardware.shards or (world_size, 1)
+    return SelfShardedStrategy(data, tensor, process_group_backend=backend)
+
+
+def _single_device(accelerator: str, world_size: int) -> Strategy:
+    if world_size != 1:
+        message = f"none uses 1 device, not {world_size}; choose ddp or fsdp, or hardware.devices: 1"
+        raise ConfigError([Problem("hardware.strategy", message)])
+    return SingleDeviceStrategy(device=torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu"))

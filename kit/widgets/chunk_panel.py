@@ -16,19 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from kit.chunks.search import ChunkPlan
 from kit.config import Config
 from kit.errors import KitError, PlanError
-from kit.plan.chunk_plan import ChunkPlan
-from kit.widgets.background import Latest
-from kit.widgets.chunk_view import ChunkView, Measurements, headline
-from kit.widgets.config_form import WIDTH, ConfigForm
+from kit.widgets.form import WIDTH, ConfigForm
 from kit.widgets.handle import Handle, weakly
-from kit.widgets.live import live_box
-from kit.widgets.store_view import layout_hints
+from kit.widgets.live import Latest, live_box
+from kit.widgets.store import ChunkView, Measurements, headline, layout_hints
 
 if TYPE_CHECKING:
-    from kit.data.measuring import Reading, Readings
-    from kit.data.probe import Probe
+    from kit.data.patches.probe import Probe
+    from kit.data.patches.reading import Reading, Readings
 
 SHOWN = {
     "pattern": ("data.patch", "data.order", "data.stride", "data.variables", "loader.batch_size"),
@@ -108,7 +106,7 @@ class ChunkPanel(Handle):
         Raises:
             StoreError: when there is no store to probe, or it does not answer.
         """
-        from kit.data.probe import probe
+        from kit.data.patches.probe import probe
 
         found = probe(self.config.data.url, self.config.data.credentials)
         applied = found.apply(self.config)
@@ -123,7 +121,7 @@ class ChunkPanel(Handle):
         Raises:
             StoreError: when there is no store, or it cannot be read.
         """
-        from kit.data.measuring import measure_reading
+        from kit.data.patches.reading import measure_reading
 
         config = self.config
         readings = measure_reading(config, seconds=seconds)
@@ -179,7 +177,7 @@ class ChunkPanel(Handle):
         self._planning.submit(lambda: self._plan(config))
 
     def _plan(self, config: Config) -> None:
-        from kit.data.layout import plan_chunks
+        from kit.data.build.layout import plan_chunks
 
         try:
             plan = plan_chunks(config)

@@ -3,20 +3,26 @@
 A control is drawn from `FieldInfo` alone: label, tooltip and bounds are the declaration's. Sizes, devices and arguments
 are edited as the short text people write (`time: 2, lat: 64`, `0, 1`, `64 MiB`) and parsed here; a text that does not
 parse raises ConfigError with the field's path. Every text this module shows reads back as the same value.
+
+NumberField: a number to type, kept between bounds; what was changed about it is said beside it.
+
+ipywidgets' own bounded fields change a number in the page, where nobody hears of it, and read 1e3 as 1. Here the page
+hands over what was typed, and `correction` says what became of it.
 """
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ipywidgets
+import traitlets
 
 from kit.config import Config, FieldInfo
 from kit.errors import ConfigError, Problem
 from kit.units import parse_bytes
-from kit.widgets.number_field import NumberField
 
 LABEL_WIDTH = "172px"
 _LARGEST_WHOLE = 2**53 - 1
@@ -181,3 +187,49 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+_QUIET = "var(--jp-ui-font-color2, #666)"
+
+
+class NumberField(ipywidgets.FloatText):  # type: ignore[misc]
+    """A field whose `value` always lies from `least` to `most`, and is an int where it is `whole`."""
+
+    value = traitlets.Any(0).tag(sync=True)
+    correction = traitlets.Unicode("")
+    """What was typed and what is used in its place; empty when that is the same."""
+
+    def __init__(self, value: float, *, least: float, most: float, whole: bool = True, **shown: Any) -> None:
+        self._least, self._most, self._whole, self._last = least, most, whole, value
+        super().__init__(value=value, **shown)
+
+    @traitlets.validate("value")
+    def _keep(self, proposal: Any) -> float:
+        kept, correction = self._corrected(proposal["value"])
+        self._last, self.correction = kept, correction
+        return kept
+
+    def _corrected(self, typed: Any) -> tuple[float, str]:
+        """What is used for what was typed, and why where it differs."""
+        if not isinstance(typed, int | float) or typed != typed:  # nan
+            return self._last, f"that is no number between {self._least} and {self._most}; {self._last} stays"
+        if typed < self._least:
+            return self._least, f"{typed} is below {self._least}, the least; {self._least} is used"
+        if typed > self._most:
+            return self._most, f"{typed} is above {self._most}, the most; {self._most} is used"
+        if self._whole and typed != int(typed):
+            return int(typed), f"{typed} is no whole number; {int(typed)} is used"
+        return (int(typed), "") if self._whole else (typed, "")
+
+
+def correction_note(field: NumberField, margin: str) -> Any:
+    """A line that says how what was typed into `field` was corrected, and is hidden otherwise."""
+    note = ipywidgets.HTML(layout={"margin": "0", "display": "none"})
+
+    def show(_: Any = None) -> None:
+        style = f"margin:{margin};font-size:.85em;line-height:1.3;color:{_QUIET}"
+        note.value = f"<div role='status' style='{style}'>{html.escape(field.correction)}</div>"
+        note.layout.display = None if field.correction else "none"
+
+    field.observe(show, "correction")
+    return note

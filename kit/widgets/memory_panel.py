@@ -4,6 +4,18 @@ Batch size and accumulation answer while they are moved; whatever else is change
 recorded anew by dry runs in other processes, and until then the pictures are grey. Every control has a method or a
 property, so that a script does the same. Clicks return at once; `wait()` returns when everything asked is answered.
 Nothing is allocated on any device, and no such device need be here.
+
+DialsView: a number field and a slider for each size of a model, as `kit.model_dials` finds them.
+
+Where the model says in which order to turn them, that stands above them.
+
+It edits the arguments in a form and follows them, so that the form's config stays the only one. The rows stay the same
+widgets while the same arguments are dials; another model gets rows of its own.
+
+A slider over many sizes: every whole number while they are small, then eight to each doubling, or marks of your own.
+
+It drives a number field and follows it: the field is exact, the slider is quick. A number that the slider's marks leave
+out is added to them when it is needed.
 """
 
 from __future__ import annotations
@@ -17,23 +29,19 @@ from typing import Any
 
 import ipywidgets
 
+from kit.charts import style as look
+from kit.charts.timeline import memory_figure
 from kit.config import Config
 from kit.errors import KitError, PlanError
-from kit.plan.memory.cards import CARDS, THIS_MACHINE, find_card, target_of
-from kit.plan.memory.estimate import MemoryEstimate
-from kit.report import figure as look
-from kit.report.memory_charts import memory_figure
-from kit.run.batch_rule import batch_rule
-from kit.run.payload import Part
-from kit.widgets.config_form import WIDTH, ConfigForm
-from kit.widgets.controls import LABEL_WIDTH
-from kit.widgets.dials_view import DialsView
+from kit.memory.dials import Dial, ModelDials, model_dials
+from kit.memory.replay.cards import CARDS, THIS_MACHINE, find_card, target_of
+from kit.memory.replay.estimate import MemoryEstimate
+from kit.trial.payload import Part, batch_rule
+from kit.widgets.controls import LABEL_WIDTH, NumberField, correction_note
+from kit.widgets.form import WIDTH, ConfigForm
 from kit.widgets.handle import Handle, weakly
 from kit.widgets.live import live_box
-from kit.widgets.memory_answers import Answers, Model, Request
-from kit.widgets.memory_cards import CardAnswer, Device, sentence
-from kit.widgets.memory_view import MemoryView, headline
-from kit.widgets.steps import StepsSlider, marks
+from kit.widgets.memory_view import Answers, CardAnswer, Device, MemoryView, Model, Request, headline, sentence
 
 SHOWN = {
     "model": ("arguments",),
@@ -182,7 +190,7 @@ class MemoryPanel(Handle):
         Raises:
             PlanError: while there is no estimate.
         """
-        from kit.plan.memory.snapshot import write_snapshot
+        from kit.memory.replay.snapshot import write_snapshot
 
         recording = self._estimated().recording
         if recording is None:
@@ -267,7 +275,7 @@ class MemoryPanel(Handle):
 
 
 def _make_model(module: Any, data: Any, config: Config, device: Device) -> Model:
-    from kit.run.memory.model import memory_model
+    from kit.memory.batch_model import memory_model
 
     return memory_model(module, data, config, device=device)
 
@@ -309,3 +317,135 @@ def _code_html(call: str) -> str:
     font = "font-family:var(--jp-code-font-family, monospace);font-size:.9em"
     code = f"{font};white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;line-height:1.4;margin:2px 0"
     return f"<div style='line-height:1.4'>the same in code: <pre style='{code}'>{html.escape(call)}</pre></div>"
+
+
+_LARGEST = 2**31 - 1
+_LEAST_QUALITY = 0.01
+_BESIDE = f"0 0 4px calc({LABEL_WIDTH} + 8px)"
+_QUIET = "var(--jp-ui-font-color2, #666)"
+
+
+class DialsView:
+    """The rows (`ui`), and the fields by argument (`fields`).
+
+    Args:
+        form: Holds the config.
+        module: What `kit.fit` takes as module.
+        data: What `kit.fit` takes as data.
+        also: Arguments to be taken for sizes whatever they are called.
+    """
+
+    def __init__(self, form: ConfigForm, module: Any = None, data: Any = None, also: Sequence[str] = ()) -> None:
+        self._form, self._module, self._data, self._also = form, module, data, tuple(also)
+        self.dials = ModelDials(form.config, (), {})
+        self.fields: dict[str, Any] = {}
+        self.sliders: dict[str, StepsSlider] = {}
+        self._following = False
+        self.ui = ipywidgets.VBox([])
+        self._follow(form.config)
+        form.on_change(self._follow)
+
+    def _follow(self, config: Config) -> None:
+        """Show the dials of this config."""
+        try:
+            found = model_dials(config, self._module, self._data, also=self._also)
+        except KitError as error:  # told where it is predicted
+            found = ModelDials(config, (), {}, str(error))
+        if [*map(_drawn, found)] != [*map(_drawn, self.dials)]:
+            self._draw(found)
+        self.dials, self._following = found, True
+        try:
+            for dial in found:
+                if self.fields[dial.name].value != dial.value:  # what a correction says stays
+                    self.fields[dial.name].value = dial.value
+        finally:
+            self._following = False
+
+    def _turn(self, name: str, value: float) -> None:
+        if not self._following:
+            self._form.edit(self.dials.changes(**{name: value}))
+
+    def _draw(self, dials: ModelDials) -> None:
+        self.fields = {dial.name: _field(dial) for dial in dials}
+        self.sliders = {dial.name: StepsSlider(self.fields[dial.name], dial.marks) for dial in dials}
+        for name, field in self.fields.items():
+            field.observe(lambda change, name=name: self._turn(name, change["new"]), "value")
+        heading = _dials_heading(dials.order_sentence)
+        self.ui.children = [heading, *(self._row(dial) for dial in dials)] if self.fields else []
+
+    def _row(self, dial: Dial) -> Any:
+        number = ipywidgets.VBox([self.fields[dial.name]], layout={"flex": f"0 0 {_NUMBER_WIDTH}"})
+        controls = ipywidgets.HBox([number, self.sliders[dial.name].widget], layout={"grid_gap": "12px"})
+        style = f"margin:{_BESIDE};font-size:.85em;line-height:1.3;color:{_QUIET}"
+        words = f"<div style='{style}'>{html.escape(dial.reason)}</div>"
+        note = correction_note(self.fields[dial.name], _BESIDE)
+        return ipywidgets.VBox([controls, note, ipywidgets.HTML(words, layout={"margin": "0"})])
+
+
+def _drawn(dial: Dial) -> tuple[str, str]:
+    """What a row shows of a dial that only another row can show otherwise."""
+    return dial.name, dial.reason
+
+
+def _field(dial: Dial) -> Any:
+    return NumberField(
+        dial.value, least=1 if dial.whole else _LEAST_QUALITY, most=_LARGEST, whole=dial.whole,
+        description=dial.name.replace("_", " "),
+        tooltip=f"model.arguments.{dial.name}: {dial.range_reason}",
+        layout={"width": "auto", "margin": "1px 0"}, style={"description_width": LABEL_WIDTH},
+    )  # fmt: skip
+
+
+def _dials_heading(order: str) -> Any:
+    words = f" <span style='font-weight:400;color:{_QUIET}'>{html.escape(order)}</span>" if order else ""
+    text = f"<div style='font-weight:600;margin:8px 0 2px;line-height:1.4'>model size{words}</div>"
+    return ipywidgets.HTML(text, layout={"margin": "0"})
+
+
+PER_DOUBLING = 8
+
+
+def marks(largest: int) -> list[int]:
+    """1, 2, ... 8, 9, ... 16, 18, ... 32, 36, ... up to `largest`, which is always among them.
+
+    Raises:
+        ValueError: when `largest` is below 1.
+    """
+    if largest < 1:
+        raise ValueError(f"the largest mark is {largest}, but must be at least 1")
+    found, step = [1], 1
+    while found[-1] < largest:
+        if found[-1] >= 2 * PER_DOUBLING * step:
+            step *= 2
+        found.append(min(found[-1] + step, largest))
+    return found
+
+
+class StepsSlider:
+    """A slider (`widget`) tied to a number field both ways, over these marks."""
+
+    def __init__(self, field: Any, over: Sequence[float]) -> None:
+        value = field.value
+        self._field, self._marks, self._following = field, tuple(over), False
+        self.widget = ipywidgets.SelectionSlider(
+            options=self._options(value), value=value, readout=False, tooltip=field.tooltip,
+            layout={"flex": "1 1 120px", "min_width": "100px", "margin": "1px 0"},
+        )  # fmt: skip
+        field.observe(lambda change: self._follow(change["new"]), "value")
+        self.widget.observe(lambda change: self._lead(change["new"]), "value")
+
+    def _options(self, value: float) -> list[float]:
+        return sorted({*self._marks, value})
+
+    def _follow(self, value: float) -> None:
+        self._following = True  # new options move the slider for a moment
+        try:
+            if value not in self.widget.options:
+                self.widget.options = self._options(value)
+            self.widget.value = value
+        finally:
+            self._following = False
+
+    def _lead(self, value: float | None) -> None:
+        if value is not None and not self._following:
+            self._field.value = value

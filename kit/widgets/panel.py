@@ -19,33 +19,27 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from kit.committed.file import Committed
 from kit.config import Config
 from kit.errors import ConfigError, KitError, TrialError
-from kit.report.commit import Committed
-from kit.report.diagnosis import Diagnosis
-from kit.report.profile import Profile, profile
-from kit.run.batch_rule import BatchRule, batch_rule
-from kit.run.calibration.calibrate import calibrate
-from kit.run.calibration.result import Calibration
-from kit.run.memory.foresight import fit
-from kit.run.model_dials import model_dials
-from kit.run.payload import Part
-from kit.run.trial import Trial, warm_up
+from kit.memory.alongside import fit
+from kit.memory.dials import model_dials
+from kit.studies.calibration.result import Calibration, calibrate
+from kit.studies.diagnosis.diagnose import Diagnosis
+from kit.studies.profiling.profile import Profile, profile
 from kit.train.choices import explain_attention, explain_batch, explain_strategy
-from kit.widgets.background import Latest
-from kit.widgets.calibration_view import CalibrationView
-from kit.widgets.commit_view import CommitView
-from kit.widgets.config_form import ConfigForm
-from kit.widgets.diagnosis_control import DiagnosisControl
-from kit.widgets.export_view import ExportView
+from kit.trial.payload import BatchRule, Part, batch_rule
+from kit.trial.trial import Trial, warm_up
+from kit.widgets.diagnose import CalibrationView, DiagnosisControl, ProfileView
+from kit.widgets.files import CommitView, ExportView
+from kit.widgets.form import ConfigForm
 from kit.widgets.handle import Handle, weakly
-from kit.widgets.live import live_box
-from kit.widgets.profile_view import ProfileView
-from kit.widgets.store_view import StoreFacts, StoreView
+from kit.widgets.live import Latest, live_box
+from kit.widgets.store import StoreFacts, StoreView
 from kit.widgets.trial_view import TrialView
 
 if TYPE_CHECKING:
-    from kit.machine import Machine
+    from kit.machine.machine import Machine
 
 _TICK_SECONDS = 0.05
 
@@ -385,7 +379,7 @@ def device_hints(config: Config, base: Config | None = None, data: Any = None) -
 
     `base` is the config that the learning rate was chosen for, by default this one; `data` is as `kit.fit` takes it.
     """
-    from kit.machine import hardware, resolve_devices
+    from kit.machine.machine import hardware, resolve_devices
 
     machine = hardware()
     strategy = {"hardware.strategy": explain_strategy(config.hardware.strategy)}
@@ -424,7 +418,7 @@ def size_hints(config: Config, module: Any = None) -> dict[str, str]:
 
 def _ranks(config: Config, machine: Machine) -> int:
     """How many a config gets here; 0 where it gets none."""
-    from kit.machine import resolve_devices
+    from kit.machine.machine import resolve_devices
 
     try:
         return resolve_devices(config, machine).world_size

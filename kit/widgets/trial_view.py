@@ -3,6 +3,11 @@
 A view on a run directory and nothing else: it polls no process, and the trial goes on without it. Pictures are swapped
 in place, at most six a second and fewer where drawing is slow. A failed trial shows its root cause first and its
 traceback folded.
+
+AttemptsView: a batch search, a back-off or a profile while it runs: its table, and one button that stops it.
+
+A view only: what it shows is `_repr_html_` of the series, and the button does what `stop()` does. When the series has
+ended the button is gone and the still below is its text.
 """
 
 from __future__ import annotations
@@ -10,16 +15,20 @@ from __future__ import annotations
 import html
 import threading
 import time
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from kit.charts.trial import TrialChart
 from kit.config import Config
-from kit.report.trial_charts import TrialChart
-from kit.run.trial import Trial
-from kit.run.what_ran import what_ran
 from kit.tables import html_warnings
+from kit.trial.trial import Trial
+from kit.trial.what_ran import what_ran
 from kit.units import format_bytes, format_count, format_seconds
 from kit.widgets.live import LiveDisplay, live_box
+
+if TYPE_CHECKING:
+    from kit.studies.series import Series
 
 _DRAWS_PER_SECOND = 6
 _LONGEST_PAUSE_SECONDS = 0.5
@@ -153,7 +162,7 @@ def seconds_left(trial: Trial, of: int) -> str:
 
 
 def _outcome(trial: Trial) -> str:
-    from kit.report.trace import trace_of
+    from kit.records.trace import trace_of
 
     trace = trace_of([*trial.events, *trial.steps], trial.config)
     memory, throughput = trace.memory(), trace.throughput()
@@ -216,3 +225,43 @@ def display(trial: Trial) -> None:
     sentence = f"{trial!r}\nRun this cell again to see it live."
     outputs = LiveDisplay(shown.ui, sentence, lambda: shown.view.still)
     trial.on_change(lambda trial: shown.ended(trial, outputs))
+
+
+class AttemptsView:
+    """The widgets of one series."""
+
+    def __init__(self, series: Series) -> None:
+        self.series = series
+        self._display: LiveDisplay | None = None
+        self.button = ipywidgets.Button(
+            description="Stop", icon="stop", button_style="warning", layout={"width": "90px"},
+            tooltip="end the trial that runs and ask for no other; what was found is kept",
+        )  # fmt: skip
+        self.button.on_click(lambda _: self._stop())
+        self.table = ipywidgets.HTML(layout={"width": "100%"})
+        self.ui = live_box([self.button, self.table])
+        self._forget = series.on_change(lambda _: self.show())
+        self.show()
+
+    def _stop(self) -> None:
+        self.button.disabled = True
+        self.series.stop()
+
+    def show(self) -> None:
+        """Draw what is known now."""
+        self.table.value = self.series._repr_html_()
+        if self.series.ended:
+            self.button.layout.display = "none"
+            if self._display is not None:
+                self._display.refresh()
+
+    def display(self) -> None:
+        self._display = LiveDisplay(self.ui, "Run this cell again for its button.", self._still)
+
+    def _still(self) -> tuple[str, bytes | None]:
+        return repr(self.series), None
+
+
+def display_attempts(series: Any) -> None:
+    """Show a series in a notebook."""
+    AttemptsView(series).display()

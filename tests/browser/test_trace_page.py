@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kit.report.trace_viewer import TraceViewer
+from kit.studies.profiling.viewer import TraceViewer
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

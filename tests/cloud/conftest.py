@@ -3,8 +3,8 @@
 import pytest
 from cloud_clients import asker
 
-from kit.cloud.simulated_cloud import simulated_cloud
-from kit.endpoints import VARIABLE
+from kit.cloud.simulated import simulated_cloud
+from kit.machine.endpoints import VARIABLE
 
 
 @pytest.fixture(params=["memory", "folder"])

@@ -8,7 +8,7 @@ import pytest
 from cloud_clients import asker
 from waiting import PATIENCE_SECONDS, wait_until
 
-from kit.cloud.faults import KINDS, FaultPlan, Script
+from kit.cloud.counts import KINDS, FaultPlan, Script
 from kit.errors import ConfigError
 
 DATA = random.Random(1).randbytes(1 << 20)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from properties import examples
 from waiting import PATIENCE_SECONDS
 
-from kit.cloud.message import LARGEST_BODY_BYTES
-from kit.cloud.simulated_cloud import simulated_cloud
+from kit.cloud.http import LARGEST_BODY_BYTES
+from kit.cloud.simulated import simulated_cloud
 
 KEPT = b"kept"
 

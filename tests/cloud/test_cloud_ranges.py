@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from properties import examples
 from waiting import PATIENCE_SECONDS
 
-from kit.cloud.message import BadRequest, ChunkedBody, byte_range, parse_head, unwrap_aws_chunks
+from kit.cloud.http import BadRequest, ChunkedBody, byte_range, parse_head, unwrap_aws_chunks
 
 DATA = bytes(range(256)) * 4
 
@@ -110,7 +110,7 @@ def test_what_is_not_there_is_404_in_the_words_of_each_provider(cloud, ask):
 
 
 def test_a_folder_serves_what_lies_in_it_and_nothing_outside(tmp_path):
-    from kit.cloud.simulated_cloud import simulated_cloud
+    from kit.cloud.simulated import simulated_cloud
 
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "kept" / "bucket").mkdir(parents=True)

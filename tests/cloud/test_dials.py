@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.cloud.dials import PRESETS, Dials, preset
-from kit.cloud.link import Link, Pace
+from kit.cloud.dials import PRESETS, Dials, Link, Pace, preset
 from kit.errors import ConfigError
 
 

@@ -12,10 +12,10 @@ import pytest
 from cloud_clients import asker
 from waiting import wait_until
 
-from kit import processes
-from kit.cloud.simulated_cloud import simulated_cloud
-from kit.endpoints import VARIABLE, endpoint_of
+from kit.cloud.simulated import simulated_cloud
 from kit.errors import ConfigError, StoreError
+from kit.machine import processes
+from kit.machine.endpoints import VARIABLE, endpoint_of
 
 
 def test_urls_lead_here_for_its_buckets_only_and_to_the_provider_when_it_is_closed(monkeypatch):
@@ -163,7 +163,7 @@ def _start_elsewhere(then, before="pass"):
     """A process that starts a cloud, does `before`, prints port and process of the cloud, and goes on with `then`."""
     code = f"""
         import os, sys, time
-        from kit.cloud.simulated_cloud import simulated_cloud
+        from kit.cloud.simulated import simulated_cloud
         cloud = simulated_cloud("no limits")
         {before}
         print(cloud.port, cloud.process_id, flush=True)
@@ -215,7 +215,7 @@ def test_a_fork_of_the_kernel_that_ends_leaves_it_running(cloud):
 
 def test_it_starts_without_torch_zarr_or_the_clients():
     heavy = "[name for name in ('torch', 'zarr', 'gcsfs') if name in sys.modules]"
-    code = f"import sys, kit.cloud.server, kit.cloud.simulated_cloud; print({heavy})"
+    code = f"import sys, kit.cloud.server, kit.cloud.simulated; print({heavy})"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

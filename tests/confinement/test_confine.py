@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.confinement import confine, landlock, private_files
-from kit.confinement.system_calls import SET_DUMPABLE, control
+from kit.confinement import confine, private_files
+from kit.confinement import private_files as landlock
+from kit.confinement.private_files import SET_DUMPABLE, control
 
 h5py = pytest.importorskip("h5py")
 NOBODY = 65534

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-import kit.data.build as builder
+import kit.data.build.build as builder
 from kit.config import Config
 from kit.data.dataset import open_dataset
 from kit.errors import UnfinishedStoreError

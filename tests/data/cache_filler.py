@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kit.data.disk_cache import SharedFolder
+from kit.data.stores.disk_cache import SharedFolder
 
 
 def body(number):

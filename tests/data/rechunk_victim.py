@@ -16,9 +16,9 @@ import psutil
 import zarr
 
 from kit.config import Config
-from kit.data.build import build
-from kit.data.build_plan import plan_build
-from kit.data.schedulers import RUNTIME_BYTES
+from kit.data.build.build import build
+from kit.data.build.plan import plan_build
+from kit.data.build.schedulers import RUNTIME_BYTES
 
 BUDGET = 84 << 20
 FIELD = (512, 1024)

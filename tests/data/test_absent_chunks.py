@@ -11,10 +11,10 @@ import xarray
 import zarr
 
 import kit
-from kit.data.build import build
+from kit.data.build.build import build
+from kit.data.build.grids import ZarrSource
 from kit.data.dataset import open_dataset
-from kit.data.module import PatchData
-from kit.data.zarr_source import ZarrSource
+from kit.data.patches.module import PatchData
 from kit.errors import KitWarning, MissingChunkError
 
 SHAPE, CHUNK, FILL = (8, 12, 12), (2, 4, 6), -3.0

@@ -22,17 +22,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-import kit.data.build as builder
-from kit.data.build import build
+import kit.data.build.build as builder
+from kit.data.build.build import ProgressLine, build
+from kit.data.build.layout import expected_bytes
+from kit.data.build.open_source import load_source
+from kit.data.build.shards import ArrayWriter, statistics
+from kit.data.build.source import VariableSpec
+from kit.data.build.verify import verify
 from kit.data.dataset import open_dataset
-from kit.data.manifest import BUILD_KEY, MANIFEST_KEY
-from kit.data.open_source import load_source
-from kit.data.progress import ProgressLine
-from kit.data.shards import ArrayWriter, statistics
-from kit.data.size import expected_bytes
-from kit.data.source import VariableSpec
-from kit.data.stores import list_objects, open_store, read_object, write_object
-from kit.data.verify import verify
+from kit.data.stores.manifest import BUILD_KEY, MANIFEST_KEY
+from kit.data.stores.url import list_objects, open_store, read_object, write_object
 from kit.errors import (
     BuildError,
     ConfigError,
@@ -313,7 +312,7 @@ def test_a_disk_too_small_is_refused_with_need_and_free_before_anything_is_writt
     import shutil
 
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("kit.data.session.shutil.disk_usage", lambda path: usage._replace(free=500))
+    monkeypatch.setattr("kit.data.build.resume.shutil.disk_usage", lambda path: usage._replace(free=500))
     with pytest.raises(BuildError, match=r"needs about .* and 500 B is free"):
         build(tiny_config(tmp_path / "t.zarr"), progress=False)
     assert not list(tmp_path.rglob("c"))
@@ -322,7 +321,7 @@ def test_a_disk_too_small_is_refused_with_need_and_free_before_anything_is_writt
 def test_a_disk_that_fills_up_names_the_store_and_leaves_it_resumable(tmp_path, tiny_config):
     config = tiny_config(tmp_path / "t.zarr").save(tmp_path / "config.yaml")
     code = (
-        "import resource, signal, sys\nfrom kit.config import Config\nfrom kit.data.build import build\n"
+        "import resource, signal, sys\nfrom kit.config import Config\nfrom kit.data.build.build import build\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "config = Config.load(sys.argv[1]).replace({'data.arguments': {'lat': 200, 'lon': 200},\n"
         "    'chunking.chunk': 'auto', 'chunking.shard': 'auto'})\n"
@@ -341,7 +340,7 @@ def test_a_folder_without_write_permission_is_a_store_error(tiny_config):
 
 
 def test_a_plan_for_another_shape_and_a_shard_that_cuts_chunks_are_refused(tmp_path, tiny_config):
-    from kit.data.layout import plan_chunks
+    from kit.data.build.layout import plan_chunks
 
     config = tiny_config(tmp_path / "t.zarr")
     plan = plan_chunks(config.replace({"data.arguments": {"time": 6}}))
@@ -415,7 +414,7 @@ def test_a_missing_or_short_object_is_named_with_its_array(place, tiny_config, k
     report = verify(config, strict=False, progress=False)
     assert [type(fault) for fault in report.faults] == [CorruptChunkError]
     assert f"{len(data) // 2} bytes for {len(data)}" in str(report)
-    from kit.data.stores import delete_object
+    from kit.data.stores.url import delete_object
 
     delete_object(store, key, dataset.url)
     with pytest.raises(MissingChunkError, match=key) as caught:
@@ -434,7 +433,7 @@ def test_a_store_without_a_manifest_cannot_be_verified(tmp_path):
 
 def test_the_line_tells_what_is_done_and_how_long_is_left(monkeypatch):
     line = ProgressLine("Building", "shards")
-    monkeypatch.setattr("kit.data.progress.time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr("kit.data.build.build.time", SimpleNamespace(monotonic=lambda: 100.0))
     line(2, 64, 0)
     assert line.text(12, 64, 33_000_000, 110.0) == "Building 12 of 64 shards, 31.5 MiB, 52 s left"
     assert line.text(64, 64, 2**20, 170.0) == "Building 64 of 64 shards, 1 MiB, 1 min 10 s"
@@ -457,7 +456,9 @@ def test_a_notebook_shows_one_line_that_updates(tmp_path, tiny_config):
     from nbclient import NotebookClient
 
     config = tiny_config(tmp_path / "t.zarr").save(tmp_path / "config.yaml")
-    cell = f"from kit.config import Config\nfrom kit.data.build import build\nbuild(Config.load({str(config)!r}));"
+    cell = (
+        f"from kit.config import Config\nfrom kit.data.build.build import build\nbuild(Config.load({str(config)!r}));"
+    )
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     (output,) = notebook.cells[0].outputs

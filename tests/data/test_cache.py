@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.data.cache import ChunkCache, Part
-from kit.data.regions import ChunkUses
-from kit.data.workers import Batch
+from kit.data.stream.chunk_cache import ChunkCache, Part
+from kit.data.stream.pool import Batch
+from kit.data.stream.scatter import ChunkUses
 
 STORED = SimpleNamespace(name="a", chunk=(4,))
 CHUNK = np.arange(4, dtype=np.float32)

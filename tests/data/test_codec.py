@@ -12,9 +12,9 @@ from waiting import PATIENCE_SECONDS, wait_until
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
 from zarr_stores import ZSTD, GatedStore, by_zarr, seen_through, write_array
 
-from kit.data.codec import StoredArray
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
+from kit.data.stream.codec import StoredArray
+from kit.data.stream.engine import Engine
 from kit.errors import CorruptChunkError
 
 SHAPE, CHUNK = (4, 8), (1, 8)

@@ -5,7 +5,7 @@ import threading
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from kit.data.courier import Courier
+from kit.checkpoints.callback import Courier
 
 
 @pytest.fixture

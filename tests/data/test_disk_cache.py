@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from properties import examples
 
 from kit.config import Cache, Config
-from kit.data.build import build
-from kit.data.counters import Counters
-from kit.data.disk_cache import CachedReads, Memory, ReadCache, SharedFolder
-from kit.data.engine import Engine
-from kit.data.open_source import load_source
+from kit.data.build.build import build
+from kit.data.build.open_source import load_source
+from kit.data.stores.disk_cache import CachedReads, Memory, ReadCache, SharedFolder
+from kit.data.stores.transfer import Counters
+from kit.data.stream.engine import Engine
 from kit.errors import ConfigError
 
 FILLER = Path(__file__).with_name("cache_filler.py")
@@ -59,7 +59,7 @@ def test_what_was_put_is_got_and_nothing_else(make_cache):
 
 
 def test_the_least_recently_used_goes_first(make_cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("kit.data.disk_cache._TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr("kit.data.stores.disk_cache._TOUCH_SECONDS", 0.0)
     cache = make_cache(4_000)
     for number, letter in enumerate("abc"):
         cache.put(letter * 4, np.full(1000, number, np.uint8))
@@ -266,7 +266,7 @@ def without_manifest(dataset):
 
 
 def test_a_config_turns_the_cache_on_and_local_stores_never_use_it(cloud, tmp_path, tiny_config):
-    from kit.data.module import PatchData
+    from kit.data.patches.module import PatchData
 
     for place, hits in ((cloud.url("config/t.zarr"), True), (str(tmp_path / "t.zarr"), False)):
         config = tiny_config(place, data__variables=["sst"], data__samples_per_epoch=64, data__standardize=False)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from kit.data import downloads
-from kit.data.downloads import download_once
-from kit.data.lock import turn_at
+from kit.checkpoints import downloading
+from kit.checkpoints.downloading import download_once
+from kit.data.stores.lock import turn_at
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError, StoreLockedError
 
 VICTIM = Path(__file__).with_name("transfer_victims.py")
@@ -32,7 +32,7 @@ def folder(tmp_path):
 @pytest.fixture
 def many_pieces(monkeypatch):
     """As if objects were large: read in pieces."""
-    monkeypatch.setattr(downloads, "_DEFAULTS", downloads._DEFAULTS.model_copy(update={"part_bytes": 1 << 16}))
+    monkeypatch.setattr(downloading, "_DEFAULTS", downloading._DEFAULTS.model_copy(update={"part_bytes": 1 << 16}))
 
 
 def content(path):

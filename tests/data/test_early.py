@@ -6,8 +6,8 @@ from waiting import PATIENCE_SECONDS, wait_until
 from zarr_stores import write_array
 
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.data.reader import Reader
+from kit.data.stream.engine import Engine
+from kit.data.stream.reader import Reader
 
 SIDE, ROWS = 16, 5
 PATCH = (SIDE, SIDE)

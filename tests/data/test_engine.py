@@ -24,10 +24,10 @@ from waiting import PATIENCE_SECONDS, wait_until
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, TransposeCodec, ZstdCodec
 from zarr_stores import ZSTD, AsyncStore, GatedStore, by_xarray, by_zarr, seen_through, write_array
 
-from kit.data.build import build
-from kit.data.codec import StoredArray
+from kit.data.build.build import build
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
+from kit.data.stream.codec import StoredArray
+from kit.data.stream.engine import Engine
 from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, StoreError
 
 SHAPE, PATCH = (6, 10, 12), (2, 4, 5)
@@ -183,7 +183,7 @@ def test_wide_types_are_rounded_once(tmp_path):
 
 
 def test_a_built_store_streams_the_values_of_its_source(built, tiny_config, tmp_path):
-    from kit.data.open_source import load_source
+    from kit.data.build.open_source import load_source
 
     source = load_source(tiny_config(tmp_path / "tiny.zarr"))
     patch = (2, 3, 4)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.data.downloads import download_once, fetch_checkpoint
-from kit.data.file_names import check_names, make_file
+from kit.checkpoints.downloading import download_once, fetch_checkpoint
+from kit.data.stores.local import check_names, make_file
 from kit.errors import StoreError
 
 HOSTILE = [

@@ -10,13 +10,13 @@ from fsspec.registry import _registry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.data.build import build
-from kit.data.counters import Counters
-from kit.data.disk_cache import ReadCache
-from kit.data.engine import Engine
-from kit.data.file_system import identity_of, open_file_system
-from kit.data.open_source import load_source
-from kit.data.stores import open_store, resolve_url
+from kit.data.build.build import build
+from kit.data.build.open_source import load_source
+from kit.data.stores.disk_cache import ReadCache
+from kit.data.stores.transfer import Counters
+from kit.data.stores.url import open_store, resolve_url
+from kit.data.stream.engine import Engine
+from kit.data.stream.fetch import identity_of, open_file_system
 from kit.errors import ConfigError
 
 

@@ -14,14 +14,14 @@ import xarray
 import zarr
 
 import kit
-from kit.cloud.simulated_cloud import simulated_cloud
+from kit.cloud.simulated import simulated_cloud
 from kit.config import Config
-from kit.data.build import build
+from kit.data.build.build import build
+from kit.data.build.open_source import as_source
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.data.open_source import as_source
-from kit.endpoints import VARIABLE
+from kit.data.stream.engine import Engine
 from kit.errors import KitError, StoreError, UnfinishedStoreError
+from kit.machine.endpoints import VARIABLE
 
 SHAPE, PATCH = (7, 13, 17), (2, 5, 6)
 DIMS = ("time", "y", "x")
@@ -308,7 +308,7 @@ def overheard(public, monkeypatch):
 def test_anonymous_shows_no_key_though_there_are_some(overheard, tmp_path, monkeypatch, scheme, by):
     address, said = overheard
     if by == "fsspec":
-        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+        monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     (tmp_path / "login.json").write_text(json.dumps(LOGIN))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "login.json"))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "KEY"):

@@ -10,13 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kit.data import hosts
-from kit.data.addresses import address_of
-from kit.data.counters import Counters
-from kit.data.downloads import download_once
-from kit.data.hosts import guarded_socket, is_metadata
-from kit.data.stores import open_store, read_object, resolve_url
-from kit.data.wire import Wire, _open_socket
+from kit.checkpoints.downloading import download_once
+from kit.data.stores import fsspec
+from kit.data.stores.auth import address_of
+from kit.data.stores.fsspec import guarded_socket, is_metadata
+from kit.data.stores.http import Wire, _open_socket
+from kit.data.stores.transfer import Counters
+from kit.data.stores.url import open_store, read_object, resolve_url
 from kit.errors import StoreError
 
 METADATA = [
@@ -79,7 +79,7 @@ def test_such_an_endpoint_of_a_bucket_is_refused(no_network, monkeypatch, scheme
 def test_a_name_that_leads_there_is_refused(no_network, monkeypatch, found, proxy):
     family = socket.AF_INET6 if ":" in found else socket.AF_INET
     answer = [(family, socket.SOCK_STREAM, 6, "", (found, 80))]
-    monkeypatch.setattr(hosts.socket, "getaddrinfo", lambda *_, **__: answer)
+    monkeypatch.setattr(fsspec.socket, "getaddrinfo", lambda *_, **__: answer)
     monkeypatch.setenv("HTTP_PROXY", proxy)
     with pytest.raises(StoreError, match="metadata service"):
         open_store("http://innocent.example/x")
@@ -152,8 +152,8 @@ def test_a_redirect_to_such_an_address_is_not_followed(monkeypatch, redirecting,
     assert reading(client, url) == b"data"
     redirecting.to = f"http://127.0.0.2:{redirecting.server_address[1]}/fine"
     redirecting.asked.clear()
-    networks = (hosts.ipaddress.ip_network("127.0.0.2/32"),)
-    monkeypatch.setattr(hosts, "_NETWORKS", networks)
+    networks = (fsspec.ipaddress.ip_network("127.0.0.2/32"),)
+    monkeypatch.setattr(fsspec, "_NETWORKS", networks)
     with pytest.raises(StoreError):
         reading(client, url)
     assert redirecting.asked
@@ -162,7 +162,7 @@ def test_a_redirect_to_such_an_address_is_not_followed(monkeypatch, redirecting,
 
 def test_the_client_of_fsspec_looks_at_each_address_a_name_has_now(monkeypatch):
     """A name that is another address by the time of the connection is refused by the socket."""
-    from kit.data import remote
+    from kit.data.stores import fsspec as remote
 
     made = []
     monkeypatch.setattr(remote, "guarded_socket", lambda info: made.append(info[4][0]) or guarded_socket(info))
@@ -177,7 +177,7 @@ def test_the_client_of_fsspec_looks_at_each_address_a_name_has_now(monkeypatch):
                 ]
 
             monkeypatch.setattr(session.connector._resolver, "resolve", rebound)
-            monkeypatch.setattr(hosts, "_NETWORKS", (hosts.ipaddress.ip_network("127.0.0.2/32"),))
+            monkeypatch.setattr(fsspec, "_NETWORKS", (fsspec.ipaddress.ip_network("127.0.0.2/32"),))
             await session.get("http://innocent.example:9/x")
         finally:
             await session.close()

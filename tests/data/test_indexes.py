@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from kit.data.indexes import ShardIndexes
+from kit.data.stream.codec import ShardIndexes
 
 INDEX = np.zeros((4, 2), np.uint64)
 

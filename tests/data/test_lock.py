@@ -14,12 +14,12 @@ import pytest
 from properties import nightly
 from waiting import wait_until
 
-from kit.data import lock
-from kit.data.build import build
+from kit.data.build.build import build
 from kit.data.dataset import open_dataset
-from kit.data.lock import write_lock
-from kit.data.manifest import LOCK_KEY, crc32c
-from kit.data.stores import (
+from kit.data.stores import lock
+from kit.data.stores.lock import write_lock
+from kit.data.stores.manifest import LOCK_KEY, crc32c
+from kit.data.stores.url import (
     create_object,
     delete_object,
     list_objects,
@@ -32,8 +32,8 @@ from kit.errors import StoreLockedError
 
 HOLD = """
 import sys, time
-from kit.data.lock import write_lock
-from kit.data.stores import open_store
+from kit.data.stores.lock import write_lock
+from kit.data.stores.url import open_store
 with write_lock(open_store(sys.argv[1], read_only=False), sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)
@@ -42,10 +42,10 @@ with write_lock(open_store(sys.argv[1], read_only=False), sys.argv[1]):
 
 RACE = """
 import sys
-from kit.cloud.simulated_cloud import simulated_cloud
-from kit.data import lock
-from kit.data.lock import write_lock
-from kit.data.stores import open_store
+from kit.cloud.simulated import simulated_cloud
+from kit.data.stores import lock
+from kit.data.stores.lock import write_lock
+from kit.data.stores.url import open_store
 from kit.errors import StoreLockedError
 lock.SETTLE_SECONDS = 0.05
 url = sys.stdin.readline().strip()

@@ -12,8 +12,8 @@ from properties import examples
 
 import kit
 from kit.config import resolve_path
-from kit.data import stores
-from kit.data.stores import redact, resolve_url
+from kit.data.stores import url as stores
+from kit.data.stores.url import redact, resolve_url
 from kit.errors import KitError, StoreError
 
 ODD = (

@@ -17,13 +17,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from waiting import PATIENCE_SECONDS
 
 from kit.config import Loader
-from kit.data.build import build
+from kit.data.build.build import build
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.data.epoch_loader import seed_process
-from kit.data.module import PatchData
-from kit.data.patches import PatchLoader
+from kit.data.patches.loader import PatchLoader, seed_process
+from kit.data.patches.module import PatchData
 from kit.data.sampling import sample_plan
+from kit.data.stream.engine import Engine
 from kit.errors import ConfigError, CorruptChunkError
 
 QUIET = {

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kit
-from kit.cloud.simulated_cloud import simulated_cloud
+from kit.cloud.simulated import simulated_cloud
 from kit.config import Config
-from kit.data import probing
-from kit.data.probe import probe
-from kit.data.probing import Load, Prober, quantile, step_seconds
-from kit.endpoints import VARIABLE
+from kit.data.patches import probe as probing
+from kit.data.patches.probe import Load, Prober, probe, quantile, step_seconds
 from kit.errors import StoreError
+from kit.machine.endpoints import VARIABLE
 
 SLOW = {"latency_seconds": 0.06, "bandwidth_bytes_per_second": 2e6, "total_bandwidth_bytes_per_second": 8e6}
 """Dials that the machine is never the limit of."""
@@ -53,7 +52,7 @@ def url(shaped, folder, monkeypatch):
 @pytest.mark.parametrize("way", ["wire", "fsspec"])
 def test_a_simulated_cloud_is_probed_through_either_client(shaped, url, way, monkeypatch):
     if way == "fsspec":
-        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+        monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     shaped.turn(**SLOW)
     mark = shaped.counts()
     found = probe(url)
@@ -143,7 +142,7 @@ def timed(monkeypatch, *, latency, spread=0.0, bandwidth=math.inf, total=math.in
                 busy_fraction=0.1, refused=refused,
             )  # fmt: skip
 
-    monkeypatch.setattr("kit.data.probe.Prober", Timed)
+    monkeypatch.setattr("kit.data.patches.probe.Prober", Timed)
 
 
 def test_latency_bandwidths_and_parallelism_follow_from_the_times_of_the_loads(folder, monkeypatch):
@@ -197,7 +196,9 @@ def test_a_load_of_even_requests_has_the_rate_it_was_made_of(in_flight, rounds, 
     run = probing._Run(rounds * seconds, in_flight, 1, itertools.repeat(0).__next__)
     now = iter([0.0, rounds * seconds])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kit.data.probing.time", SimpleNamespace(perf_counter=now.__next__, process_time=lambda: 0.0))
+        patch.setattr(
+            "kit.data.patches.probe.time", SimpleNamespace(perf_counter=now.__next__, process_time=lambda: 0.0)
+        )
         run.open()
         for number, _ in itertools.product(range(rounds), range(in_flight)):
             run.done.append((number * seconds, (number + 1) * seconds, 100))

@@ -11,14 +11,14 @@ import pytest
 from properties import at_night
 from zarr_stores import AsyncStore, seen_through, write_array
 
+from kit.chunks.resources import OPENING_BYTES
 from kit.config import Loader
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.data.patches import PatchLoader
-from kit.data.reader_plan import batch_bytes, largest_chunk_bytes
+from kit.data.patches.loader import PatchLoader
 from kit.data.sampling import SamplePlan
+from kit.data.stream.engine import Engine
+from kit.data.stream.memory import batch_bytes, largest_chunk_bytes
 from kit.errors import ConfigError
-from kit.plan.resources import OPENING_BYTES
 
 SHAPE, CHUNK, PATCH = (64, 256, 256), (1, 64, 64), (1, 32, 32)
 DATA_BYTES = 64 * 256 * 256 * 4
@@ -72,8 +72,8 @@ def test_freed_memory_is_handed_back_once_the_process_has_grown_by_a_good_part_o
     stored, grown, handed_back, monkeypatch
 ):
     held, times = iter([1 << 30]), []
-    monkeypatch.setattr("kit.data.intake.rss_bytes", lambda: next(held, (1 << 30) + grown))
-    monkeypatch.setattr("kit.data.intake.give_memory_back", lambda: times.append(1))
+    monkeypatch.setattr("kit.data.stream.receive.rss_bytes", lambda: next(held, (1 << 30) + grown))
+    monkeypatch.setattr("kit.data.stream.receive.give_memory_back", lambda: times.append(1))
     with Engine(stored[0], memory_bytes=MEMORY_BYTES, decode_threads=1) as engine:
         for _ in engine.stream(np.split(everywhere(2048), 64), PATCH):
             pass
@@ -136,8 +136,8 @@ MEASURE = """
 import sys
 import numpy as np
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.processes import peak_rss_bytes
+from kit.data.stream.engine import Engine
+from kit.machine.processes import peak_rss_bytes
 
 random = np.random.default_rng(0)
 dataset, budget = open_dataset(sys.argv[1]), int(sys.argv[2])
@@ -168,8 +168,8 @@ import sys
 import gcsfs
 import numpy as np
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.processes import peak_rss_bytes
+from kit.data.stream.engine import Engine
+from kit.machine.processes import peak_rss_bytes
 
 before, budget, random = peak_rss_bytes(), int(sys.argv[2]), np.random.default_rng(0)
 everywhere = (random.integers(0, [1, 1985, 1985], (16, 3)) for _ in range(10_000))

@@ -5,13 +5,11 @@ import pytest
 import zarr
 
 from kit.config import Config
-from kit.data.build import build
+from kit.data.build.build import build
+from kit.data.build.layout import expected_bytes, plan_chunks, predict_reading, price_store
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.data.layout import plan_chunks
-from kit.data.reading import predict_reading, price_store
 from kit.data.sampling import sample_plan
-from kit.data.size import expected_bytes
+from kit.data.stream.engine import Engine
 from kit.errors import PlanError
 
 PATCHES = {"data.patch": {"y": 4, "x": 4}, "data.order": "grid", "loader.batch_size": 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kit.data.regions import chunk_uses, touched
+from kit.data.stream.scatter import chunk_uses, touched
 
 SHAPE, CHUNK = (5, 9, 11), (2, 4, 3)
 PATCHES = [(1, 1, 1), (2, 3, 7), (5, 9, 11), (3, 5, 1)]

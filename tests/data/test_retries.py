@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import PATIENCE_SECONDS
 
-from kit.data import retries as policy
-from kit.data.build import build
-from kit.data.counters import Counters
+from kit.data.build.build import build
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.data.file_system import open_file_system
-from kit.data.module import PatchData
-from kit.data.requests import Requests, open_blocking
-from kit.data.retries import Retries, passing
-from kit.data.stores import list_objects, open_store, read_object, sizes_of_objects, write_object
+from kit.data.patches.module import PatchData
+from kit.data.stores import retry as policy
+from kit.data.stores.retry import Retries, passing
+from kit.data.stores.transfer import Counters
+from kit.data.stores.url import list_objects, open_store, read_object, sizes_of_objects, write_object
+from kit.data.stream.engine import Engine
+from kit.data.stream.fetch import Requests, open_blocking, open_file_system
 from kit.errors import MissingChunkError, StoreError
 
 DATA = random.Random(5).randbytes(300_000)
@@ -134,7 +133,7 @@ def test_batches_are_whole_through_a_bad_day_and_what_it_cost_is_counted(cloud, 
     url = cloud.url(f"bad-day/{way}.zarr")
     dataset = build(tiny_config(url), progress=False)
     if way == "fsspec":
-        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+        monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     config = tiny_config(url, data__samples_per_epoch=24, loader__batch_size=4)
     calm = list(PatchData(config).train_dataloader())
     cloud.turn(faults={"503": 0.1, "429": 0.05, "reset": 0.05, "truncate": 0.1}, seed=3)

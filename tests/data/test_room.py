@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from properties import examples
 from waiting import PATIENCE_SECONDS
 
-from kit.data.room import Room
+from kit.data.stream.memory import Room
 
 
 def test_what_fits_is_taken_and_what_does_not_waits_for_what_is_given_back():

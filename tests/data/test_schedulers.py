@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples, nightly
 
-import kit.data.build as builder
+import kit.data.build.build as builder
 from kit.config import Config
-from kit.data.build import build
-from kit.data.build_plan import OVERHEAD_BYTES, plan_build
+from kit.data.build.build import build
+from kit.data.build.plan import OVERHEAD_BYTES, plan_build
+from kit.data.build.schedulers import RUNTIME_BYTES, open_scheduler, slots_of
+from kit.data.build.verify import verify
 from kit.data.dataset import open_dataset
-from kit.data.schedulers import RUNTIME_BYTES, open_scheduler, slots_of
-from kit.data.verify import verify
 from kit.errors import BuildError, ConfigError, UnfinishedStoreError
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ RECHUNKER = Path(__file__).with_name("rechunk_victim.py")
 GREEDY = """
 import time
 import numpy as np
-from kit.data.source import VariableSpec
+from kit.data.build.source import VariableSpec
 
 class Greedy:
     dims, shape, coordinates, attributes = ("time", "lat", "lon"), (4, 8, 8), {}, {}
@@ -237,17 +237,17 @@ def killed_when(command, folder, shards):
 
 UNHURRIED = """
 import sys, time
-import kit.data.work
+import kit.data.build.shards
 from kit.config import Config
-from kit.data.build import build
+from kit.data.build.build import build
 
-write = kit.data.work.write_object
+write = kit.data.build.shards.write_object
 
 def write_after_a_while(*arguments):
     time.sleep(0.02)  # so that the kill comes before the end
     return write(*arguments)
 
-kit.data.work.write_object = write_after_a_while
+kit.data.build.shards.write_object = write_after_a_while
 if __name__ == "__main__":
     build(Config.load(sys.argv[1]), progress=False)
 """
@@ -281,8 +281,8 @@ def test_a_builder_killed_with_its_workers_is_finished_to_the_same_bytes(tmp_pat
 def test_a_long_group_records_its_shards_while_it_runs(tmp_path, monkeypatch):
     write_slices(tmp_path / "source.zarr")
     config = recut(tmp_path / "source.zarr", tmp_path / "t.zarr", {"time": 40, "lat": 16, "lon": 16})
-    monkeypatch.setattr("kit.data.work.JOURNAL_SECONDS", 0.0)
-    monkeypatch.setattr("kit.data.shards.ArrayWriter.record", _fail_at(9, builder_error := KeyboardInterrupt()))
+    monkeypatch.setattr("kit.data.build.shards.JOURNAL_SECONDS", 0.0)
+    monkeypatch.setattr("kit.data.build.shards.ArrayWriter.record", _fail_at(9, builder_error := KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt) as caught:
         build(config, progress=False)
     assert caught.value is builder_error
@@ -290,14 +290,14 @@ def test_a_long_group_records_its_shards_while_it_runs(tmp_path, monkeypatch):
         open_dataset(config)
     monkeypatch.undo()
     written = []
-    monkeypatch.setattr("kit.data.work.write_object", _noting(written))
+    monkeypatch.setattr("kit.data.build.shards.write_object", _noting(written))
     build(config, progress=False)
     assert len(written) == 8
     assert verify(config, progress=False).faults == ()
 
 
 def _fail_at(number, error):
-    from kit.data.shards import ArrayWriter
+    from kit.data.build.shards import ArrayWriter
 
     original, calls = ArrayWriter.record, []
 
@@ -311,7 +311,7 @@ def _fail_at(number, error):
 
 
 def _noting(written):
-    from kit.data.stores import write_object
+    from kit.data.stores.url import write_object
 
     def note(store, key, data, url):
         written.append(key)
@@ -327,7 +327,7 @@ def test_dask_is_not_imported_unless_it_is_chosen(tmp_path):
     config = recut(tmp_path / "source.zarr", tmp_path / "t.zarr", {"time": 4}, build__scheduler="threads")
     write_slices(tmp_path / "source.zarr", shape=(4, 4, 4), chunk=(1, 4, 4))
     saved = config.save(tmp_path / "config.yaml")
-    code = "import sys; from kit.config import Config; from kit.data.build import build\n"
+    code = "import sys; from kit.config import Config; from kit.data.build.build import build\n"
     code += "build(Config.load(sys.argv[1]), progress=False)\n"
     code += "assert not {'dask', 'distributed', 'xarray', 'torch'} & set(sys.modules), sorted(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, timeout=60)
@@ -354,7 +354,7 @@ def test_a_running_cluster_is_used_and_left_running(tmp_path, total):
 
 
 def test_a_scheduler_that_does_not_answer_is_a_build_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("kit.data.schedulers._CLUSTER_SECONDS", 4)
+    monkeypatch.setattr("kit.data.build.schedulers._CLUSTER_SECONDS", 4)
     write_slices(tmp_path / "source.zarr", shape=(4, 4, 4), chunk=(1, 4, 4))
     config = recut(
         tmp_path / "source.zarr", tmp_path / "t.zarr", {"time": 4}, build__scheduler="distributed",

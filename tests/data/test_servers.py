@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from kit.cloud.simulated_cloud import simulated_cloud
-from kit.data.build import build
+from kit.cloud.simulated import simulated_cloud
+from kit.data.build.build import build
+from kit.data.build.open_source import load_source
+from kit.data.build.verify import verify
 from kit.data.dataset import open_dataset
-from kit.data.disk_cache import ReadCache
-from kit.data.engine import Engine
-from kit.data.module import PatchData
-from kit.data.open_source import load_source
-from kit.data.requests import open_blocking
-from kit.data.verify import verify
-from kit.endpoints import VARIABLE
+from kit.data.patches.module import PatchData
+from kit.data.stores.disk_cache import ReadCache
+from kit.data.stream.engine import Engine
+from kit.data.stream.fetch import open_blocking
 from kit.errors import StoreError
+from kit.machine.endpoints import VARIABLE
 
 
 @pytest.fixture(params=["gcs", "s3"])
@@ -33,7 +33,7 @@ def bucket(request):
 @pytest.mark.parametrize("way", ["wire", "fsspec"])
 def test_a_dataset_is_built_verified_and_streamed(bucket, way, tiny_config, tmp_path, monkeypatch):
     if way == "fsspec":
-        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+        monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     changes = {"data__samples_per_epoch": 16, "loader__batch_size": 4}
     here = tiny_config(tmp_path / "here.zarr", **changes)
     there = tiny_config(f"{bucket}/there.zarr", **changes)
@@ -58,7 +58,7 @@ def test_a_bucket_that_is_not_there_is_an_error_within_seconds(bucket):
 @pytest.fixture(params=["gcs", "s3", "http"])
 def by_fsspec(request, monkeypatch):
     """Where to build and where to read the same bucket, with no wire: over HTTP one can only read."""
-    monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+    monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     if request.param == "gcs":
         place = request.getfixturevalue("gcs")
         return place, place

@@ -13,9 +13,9 @@ import zarr
 
 import kit
 from kit.config import Config, Loader
-from kit.data import shared_memory
-from kit.data.module import PatchData
-from kit.data.shared_memory import needed_bytes, refuse_too_little
+from kit.data.patches.module import PatchData
+from kit.data.stream import memory
+from kit.data.stream.memory import needed_bytes, refuse_too_little
 from kit.errors import ConfigError
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def room(monkeypatch):
 
     def be(free_bytes):
         told = types.SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096)
-        monkeypatch.setattr(shared_memory.os, "statvfs", lambda _: told)
+        monkeypatch.setattr(memory.os, "statvfs", lambda _: told)
 
     return be
 
@@ -82,7 +82,7 @@ SMALL = """
 import sys
 from kit.config import Config
 from kit.errors import ConfigError
-from kit.run.memory.foresight import fit
+from kit.memory.alongside import fit
 try:
     fit(Config.from_yaml(sys.stdin.read()))
 except ConfigError as error:

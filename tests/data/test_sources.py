@@ -8,15 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.config import Config
-from kit.data.array_source import ArraySource, open_npy
-from kit.data.build import build
-from kit.data.open_source import load_source
-from kit.data.pieces import pieces, read_pieces
-from kit.data.places import open_place
-from kit.data.xarray_source import XarraySource
-from kit.data.zarr_source import ZarrSource
+from kit.data.build import rechunk
+from kit.data.build.arrays import ArraySource, open_npy
+from kit.data.build.build import build
+from kit.data.build.grids import XarraySource, ZarrSource
+from kit.data.build.open_source import load_source, open_place
+from kit.data.build.rechunk import pieces, read_pieces
 from kit.errors import BuildError, ConfigError, MissingChunkError
-from kit.plan import rechunk
 
 
 def build_from(source, target, patch, given=None, **arguments):
@@ -119,7 +117,7 @@ def test_a_store_that_kit_built_must_be_whole(tmp_path, tiny_config):
 
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_any_block_of_a_mapped_file_is_its_own_values(tmp_path, order, monkeypatch):
-    monkeypatch.setattr("kit.data.array_source.FETCH_BYTES", 200)
+    monkeypatch.setattr("kit.data.build.arrays.FETCH_BYTES", 200)
     values = np.asarray(np.random.default_rng(0).integers(0, 99, (7, 6, 5)), "i4", order=order)
     np.save(tmp_path / "a.npy", values)
     source = open_npy(tmp_path / "a.npy", dims=("z", "y", "x"))
@@ -194,7 +192,7 @@ def test_pieces_tile_a_region_once_and_hold_no_more_than_they_may(data, fetch):
         slice(start, data.draw(st.integers(start + 1, size))) for start, size in zip(starts, shape, strict=True)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kit.data.pieces.FETCH_BYTES", fetch)
+        patch.setattr("kit.data.build.rechunk.FETCH_BYTES", fetch)
         count = np.zeros(shape, int)
         for piece in pieces(region, chunk, 4):
             count[piece] += 1

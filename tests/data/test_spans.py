@@ -5,7 +5,7 @@ import pickle
 import time
 from concurrent.futures import Future
 
-from kit.data.spans import Spans
+from kit.data.stream.engine import Spans
 
 
 def test_batches_are_told_in_the_order_they_are_handed_over():

@@ -17,10 +17,10 @@ from zarr_stores import write_array
 
 import kit
 from kit.config import Config
-from kit.data.build import build
+from kit.data.build.build import build
+from kit.data.build.open_source import load_source
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.data.open_source import load_source
+from kit.data.stream.engine import Engine
 from kit.errors import ConfigError, CorruptChunkError, KitError, MissingChunkError, RowsError, StoreError
 
 SHAPE = (4, 8, 10)

@@ -8,7 +8,7 @@ import pytest
 from zarr.storage import FsspecStore, LocalStore
 
 from kit.data.dataset import open_dataset
-from kit.data.stores import (
+from kit.data.stores.url import (
     delete_object,
     is_shared,
     list_objects,
@@ -107,7 +107,7 @@ def test_a_host_that_does_not_answer_is_refused_after_one_short_attempt(monkeypa
         attempts.append((address, timeout))
         return connect(address, timeout)
 
-    monkeypatch.setattr("kit.data.stores.socket.create_connection", noting)
+    monkeypatch.setattr("kit.data.stores.url.socket.create_connection", noting)
     for url in ("gs://bucket/x.zarr", "http://127.0.0.1:9/x.zarr"):
         with pytest.raises(StoreError, match=r"no connection to 127\.0\.0\.1:9"):
             open_store(url)
@@ -123,7 +123,7 @@ def test_credentials_that_are_not_set_name_the_variable(monkeypatch):
 
 @pytest.mark.parametrize(("server", "secret"), [("gcs", CANARY), ("s3", f"tests:{CANARY}")])
 def test_a_secret_never_reaches_reprs_errors_or_pickles(request, server, secret, tiny_config, monkeypatch):
-    from kit.data.build import build
+    from kit.data.build.build import build
 
     prefix = request.getfixturevalue(server)
     monkeypatch.setenv("OCEAN_CREDENTIAL", secret)

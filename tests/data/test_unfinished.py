@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kit.data.parcels import part_key
-from kit.data.stores import list_objects, open_store, write_object
-from kit.data.unfinished import unfinished_uploads
-from kit.data.uploads import Parcels, upload_checkpoint
+from kit.checkpoints.parts import part_key
+from kit.checkpoints.uploading import Parcels, unfinished_uploads, upload_checkpoint
+from kit.data.stores.url import list_objects, open_store, write_object
 
 SHA = "ab" * 32
 
@@ -57,7 +56,7 @@ def test_one_that_is_still_being_sent_is_left_alone(tmp_path, monkeypatch):
 
     leave(url)
     leave(url, name="step=6.ckpt")
-    monkeypatch.setattr("kit.data.unfinished.time", SimpleNamespace(sleep=send_meanwhile))
+    monkeypatch.setattr("kit.checkpoints.uploading.time", SimpleNamespace(sleep=send_meanwhile))
     dropped = unfinished_uploads(url, drop=True, quiet_seconds=2)
     assert watched == [2]
     assert [one.url.rpartition("/")[2] for one in dropped] == ["step=4.ckpt"]

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import wait_until
 
-from kit.data.downloads import fetch_checkpoint
-from kit.data.file_names import why_not
-from kit.data.parcels import PackedFile, Parcel, Part, part_key, spans
-from kit.data.stores import list_objects, open_store, read_object, write_object
-from kit.data.uploads import Parcels, SourceChanged, UploadCancelled, latest_checkpoint, upload_checkpoint
+from kit.checkpoints.downloading import fetch_checkpoint
+from kit.checkpoints.parts import PackedFile, Parcel, Part, part_key, spans
+from kit.checkpoints.uploading import Parcels, SourceChanged, UploadCancelled, latest_checkpoint, upload_checkpoint
+from kit.data.stores.local import why_not
+from kit.data.stores.url import list_objects, open_store, read_object, write_object
 from kit.errors import CorruptChunkError, StoreError
 
 VICTIM = Path(__file__).with_name("transfer_victims.py")

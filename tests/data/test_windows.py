@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.data.windows import Windows, mixing, pairs_of_one_visit
-from kit.plan.block_order import fit_window
-from kit.plan.geometry import axes_of
+from kit.chunks.access import fit_window
+from kit.chunks.geometry import axes_of
+from kit.data.sampling import Windows, mixing, pairs_of_one_visit
 
 
 def windows(**changes):

@@ -15,16 +15,15 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 from zarr_stores import write_array
 
-from kit.cloud.simulated_cloud import simulated_cloud
-from kit.data.addresses import address_of
-from kit.data.concurrency import FEWEST, ConcurrencyLimit
-from kit.data.counters import Counters
+from kit.cloud.simulated import simulated_cloud
 from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.data.stores import open_store
-from kit.data.wire import Ask, Wire
-from kit.endpoints import VARIABLE
+from kit.data.stores.auth import address_of
+from kit.data.stores.http import FEWEST, Ask, ConcurrencyLimit, Wire
+from kit.data.stores.transfer import Counters
+from kit.data.stores.url import open_store
+from kit.data.stream.engine import Engine
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError
+from kit.machine.endpoints import VARIABLE
 
 SHAPE, PATCH = (6, 40, 50), (2, 9, 11)
 SCHEMES = ["gs", "s3", "http"]
@@ -62,7 +61,7 @@ def read(dataset):
 def test_both_clients_give_the_values_of_the_folder(cloud, tmp_path, scheme, layout, monkeypatch):
     dataset = open_dataset(url_of(cloud, scheme, layout), variables=["a"])
     by_wire = read(dataset)
-    monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+    monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     by_fsspec = read(dataset)
     local = read(open_dataset(str(tmp_path / "b" / layout)))
     assert (by_wire[3], by_fsspec[3]) == (Wire, type(None))
@@ -128,7 +127,7 @@ def ask_all(cloud, tmp_path, requests):
 
 
 def test_no_more_requests_are_open_than_the_limit_allows_and_it_is_told_how_each_went(cloud, tmp_path, monkeypatch):
-    monkeypatch.setattr("kit.data.wire.ConcurrencyLimit", Noted)
+    monkeypatch.setattr("kit.data.stores.http.ConcurrencyLimit", Noted)
     cloud.turn(latency_seconds=0.05, requests_per_second=20)
     source, counted = ask_all(cloud, tmp_path, 40)
     seen = cloud.counts()
@@ -168,7 +167,7 @@ def test_a_connection_that_waits_keeps_nothing_of_its_last_answer(cloud, tmp_pat
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_a_refusal_is_an_error_without_a_secret(cloud, scheme, by, monkeypatch):
     if by == "fsspec":
-        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+        monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     dataset = open_dataset(url_of(cloud, scheme, "chunks"))
     cloud.script("b/chunks/a/c/*", [403] * 50)
     with pytest.raises(StoreError) as caught:
@@ -181,7 +180,7 @@ def test_a_refusal_is_an_error_without_a_secret(cloud, scheme, by, monkeypatch):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_truncated_object_on_the_store_is_named_as_damage(cloud, tmp_path, scheme, by, monkeypatch):
     if by == "fsspec":
-        monkeypatch.setattr("kit.data.requests.address_of", lambda *_: None)
+        monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     dataset = open_dataset(url_of(cloud, scheme, "chunks"), variables=["a"])
     for path in (tmp_path / "b" / "chunks" / "a" / "c").rglob("*"):
         if path.is_file():
@@ -332,7 +331,7 @@ def test_no_repr_of_an_address_shows_a_key(noting, monkeypatch):
 
 
 def test_its_thread_ends_when_nothing_is_asked_for_and_comes_back(cloud, monkeypatch):
-    monkeypatch.setattr("kit.data.wire._LINGER_SECONDS", 0.05)
+    monkeypatch.setattr("kit.data.stores.http._LINGER_SECONDS", 0.05)
     url = url_of(cloud, "gs", "chunks")
     wire = Wire(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, Counters())
     for _ in range(3):

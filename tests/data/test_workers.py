@@ -6,7 +6,7 @@ import threading
 
 from waiting import PATIENCE_SECONDS
 
-from kit.data.workers import Batch, Workers
+from kit.data.stream.pool import Batch, Workers
 
 
 def test_first_jobs_run_before_those_that_wait_each_in_the_order_given():

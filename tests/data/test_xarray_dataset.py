@@ -8,10 +8,9 @@ import torch
 import xarray
 
 from kit.config import Config
-from kit.data.dataset import open_dataset
-from kit.data.engine import Engine
-from kit.data.module import PatchData
-from kit.data.xarray_dataset import LARGEST_PIECE_BYTES
+from kit.data.dataset import LARGEST_PIECE_BYTES, open_dataset
+from kit.data.patches.module import PatchData
+from kit.data.stream.engine import Engine
 from kit.errors import ConfigError, StoreError
 
 SHAPE = (9, 70, 80)

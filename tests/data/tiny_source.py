@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kit.data.source import VariableSpec
+from kit.data.build.source import VariableSpec
 
 
 class Tiny:

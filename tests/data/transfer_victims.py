@@ -22,13 +22,13 @@ def stay_after(count, store):
 
 def main(what, first, second):
     if what == "upload":
-        from kit.data.uploads import Parcels
+        from kit.checkpoints.uploading import Parcels
 
         parcels = Parcels.open(second)
         stay_after(10, parcels.store)
         parcels.send(Path(first), part_bytes=1 << 16, at_once=2)
     else:
-        from kit.data.downloads import download_once
+        from kit.checkpoints.downloading import download_once
 
         print("ready", flush=True)
         sys.stdin.readline()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from properties import examples
 
 from kit.config import Config
-from kit.data.layout import plan_chunks
-from kit.data.open_source import load_source
+from kit.data.build.layout import plan_chunks
+from kit.data.build.open_source import load_source
 from kit.targets import load_target
 
 RECIPE = Path(__file__).parents[2] / "datasets" / "ocean" / "recipe.yaml"

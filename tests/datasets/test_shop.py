@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.data.tables.declared import read_sources
+from kit.data.tables.declare import read_sources
 from kit.data.tables.source import Query
 from kit.targets import load_target
 

@@ -11,11 +11,11 @@ import pytest
 
 import kit
 from kit.config import Config
-from kit.report.diagnosis import judge
-from kit.run import client
-from kit.run.peaks import Peaks
-from kit.run.repeats import Source
+from kit.studies.diagnosis.diagnose import judge
+from kit.studies.diagnosis.peaks import Peaks
+from kit.studies.repeats import Source
 from kit.targets import load_target
+from kit.trial import client
 
 FOLDER = Path(__file__).parents[2] / "datasets" / "slow"
 DATA, MODULE = "datasets/slow/parts.py:ValueByValue", "datasets/slow/parts.py:Counting"

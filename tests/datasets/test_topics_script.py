@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kit
-from kit.run import client
+from kit.trial import client
 
 SCRIPT = Path(kit.__file__).parents[1] / "datasets" / "topics" / "train.py"
 SIZES = {"documents": 400, "terms": 120, "topics": 4}

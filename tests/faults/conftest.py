@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
 from leftovers import children_here, locks_here, threads_beyond
 from trial_fixtures import config, no_predictions_left, no_survivors, own
 
-from kit.data.manifest import LOCK_KEY
+from kit.data.stores.manifest import LOCK_KEY
 
 __all__ = ["config", "no_predictions_left", "no_survivors", "nothing_left", "own"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 from trial_fixtures import is_alive
 
-from kit.run import client
+from kit.trial import client
 
 LOCKS = Path("/proc/locks")
 LASTING = ("zarr_io", "fsspecIO", "asyncio_", "IPythonHistorySavingThread")

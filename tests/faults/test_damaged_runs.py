@@ -21,12 +21,11 @@ import kit
 from kit.errors import KitError
 from kit.events import EventReader
 from kit.json_text import DEEPEST
-from kit.report.row_file import UNREADABLE
-from kit.report.trial_memory import measured_of, predicted_of
-from kit.run.calibration.result import Calibration
-from kit.run.memory.residuals import residuals
-from kit.run.paths import RunPaths
-from kit.run.submission import again
+from kit.memory.residuals import residuals
+from kit.records.row import UNREADABLE, measured_of, predicted_of
+from kit.studies.calibration.result import Calibration
+from kit.trial.directory import RunPaths
+from kit.trial.submit import again
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from properties import at_night
 
 from kit.errors import ConfigError
 from kit.events import EventWriter
-from kit.run import submission
-from kit.run.memory.foresight import fit
-from kit.run.submission import prepare
+from kit.memory.alongside import fit
+from kit.trial import submit
+from kit.trial.submit import prepare
 
 WRITES = ("mkdir", "touch", "write_text", "write_bytes")
 WRITES_OF_A_RUN = 9
@@ -44,7 +44,7 @@ class Full:
 @pytest.mark.parametrize("first", range(20))
 def test_whichever_write_fails_leaves_no_run_behind(own, monkeypatch, first):
     asked = own()
-    monkeypatch.setattr(submission, "LARGE_BYTES", 1)  # so that a warning is written too
+    monkeypatch.setattr(submit, "LARGE_BYTES", 1)  # so that a warning is written too
     disk = Full(monkeypatch, first)
     if first >= WRITES_OF_A_RUN:
         assert prepare(None, None, asked).config.exists()
@@ -69,7 +69,7 @@ import sys
 from pathlib import Path
 from kit.config import Config
 from kit.errors import ConfigError
-from kit.run.submission import prepare
+from kit.trial.submit import prepare
 config = Config.from_yaml(sys.stdin.read()).replace({"trial.folder": sys.argv[1]})
 try:
     prepare(None, None, config)

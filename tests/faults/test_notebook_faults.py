@@ -11,7 +11,7 @@ from nbclient.exceptions import DeadKernelError
 from trial_fixtures import is_alive
 from waiting import PATIENCE_SECONDS, wait_until
 
-from kit.run.trial import Trial
+from kit.trial.trial import Trial
 
 
 def test_a_kernel_that_is_killed_in_a_notebook_is_a_failure_and_leaves_no_process(config, tmp_path):

@@ -20,10 +20,10 @@ from trial_fixtures import steps_taken
 from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.errors import TrialError
-from kit.processes import identify
-from kit.run import client, scratch
-from kit.run.memory.foresight import fit
-from kit.run.trial import ENDED, Trial
+from kit.machine.processes import identify
+from kit.memory.alongside import fit
+from kit.trial import client, scratch
+from kit.trial.trial import ENDED, Trial
 
 LONG = 1_000_000
 SHARED = Path("/dev/shm")
@@ -177,7 +177,7 @@ def test_a_trial_whose_kernel_is_killed(asked, temporary, also_the_supervisor):
     code = textwrap.dedent(f"""
         import time
         from kit.config import Config
-        from kit.run.memory.foresight import fit
+        from kit.memory.alongside import fit
         trial = fit({module!r}, {data!r}, Config.from_yaml({config.to_yaml(comments=False)!r}))
         print(trial.run_directory, flush=True)
         time.sleep(3600)

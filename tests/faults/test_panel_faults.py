@@ -11,7 +11,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 import kit
 from kit.errors import TrialError
-from kit.run.trial import Trial
+from kit.trial.trial import Trial
 from kit.widgets import panel as panels
 from kit.widgets.panel import Panel
 from kit.widgets.trial_view import TrialView

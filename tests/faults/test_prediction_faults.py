@@ -15,9 +15,10 @@ from trial_fixtures import ranks_alive
 from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.errors import TrialError
-from kit.run.memory import job, recordings
-from kit.run.memory.job import UnansweredError
-from kit.run.memory.prediction import predict_memory
+from kit.memory import recordings
+from kit.memory import recordings as job
+from kit.memory.prediction import predict_memory
+from kit.memory.recordings import UnansweredError
 from kit.testing import FaultyModule, TinyData, TinyModule
 
 DATA = "kit.testing:TinyData"
@@ -126,7 +127,7 @@ def test_an_interrupt_ends_the_process_and_gets_through(config, no_predictions_l
 def test_nothing_survives_a_kernel_that_is_killed(config, no_predictions_left):
     code = textwrap.dedent(f"""
         from kit.config import Config
-        from kit.run.memory.prediction import predict_memory
+        from kit.memory.prediction import predict_memory
         def module():
             from kit.testing import TinyModule
             return TinyModule(seconds=3600)

@@ -15,7 +15,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 import kit
 from kit.errors import TrialError
-from kit.run.memory.foresight import fit
+from kit.memory.alongside import fit
 from kit.testing import TinyData, TinyModule
 from kit.widgets.trial_view import TrialView
 

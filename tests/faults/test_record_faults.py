@@ -6,8 +6,8 @@ import pytest
 from waiting import PATIENCE_SECONDS
 
 from kit.events import EventReader, encode
-from kit.run.memory.foresight import fit
-from kit.run.trial import Trial
+from kit.memory.alongside import fit
+from kit.trial.trial import Trial
 
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 

@@ -19,11 +19,11 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.errors import TrialError, TrialStopped
 from kit.events import EventWriter
-from kit.run import client
-from kit.run.group import LOG_BYTES
-from kit.run.memory.foresight import fit
-from kit.run.trial import Trial
+from kit.memory.alongside import fit
 from kit.testing import FaultyModule, TinyData, TinyModule
+from kit.trial import client
+from kit.trial.supervisor import LOG_BYTES
+from kit.trial.trial import Trial
 
 LONG = 1_000_000
 
@@ -254,7 +254,7 @@ def kernel_code(config):
     """What a notebook would run: a long trial on two ranks, each with two loader processes."""
     return textwrap.dedent(f"""
         from kit.config import Config
-        from kit.run.memory.foresight import fit
+        from kit.memory.alongside import fit
         def data():
             from kit.testing import TinyData
             return TinyData(num_workers=2, samples=100_000)
@@ -399,7 +399,7 @@ def test_interrupting_a_notebook_cell_stops_the_trial_it_waits_for_and_leaves_on
 def test_an_error_in_a_class_of_a_cell_is_told_by_cell_and_line(config, kernel):
     _, _, run = kernel
     run("import torch; from kit.config import Config; from kit.testing import TinyModule, TinyData")
-    run("from kit.run.memory.foresight import fit")
+    run("from kit.memory.alongside import fit")
     run("class Mine(TinyModule):\n    def training_step(self, batch, _):\n        return batch[0] @ self.weights")
     printed = run(f"fit(Mine, TinyData, Config.from_yaml({config().to_yaml(comments=False)!r})).wait()")
     first, *rest = printed.splitlines()

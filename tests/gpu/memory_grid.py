@@ -25,8 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import kit
-from kit.machine import hardware
-from kit.nvml import read_gpus
+from kit.machine.gpus import read_gpus
+from kit.machine.machine import hardware
 from kit.tables import text_table
 from kit.units import format_bytes
 
@@ -249,7 +249,7 @@ def _trainer(case, module, callbacks=()):
 def measure_cpu(case, limit):
     import torch
 
-    from kit.memory.truth import AllocatorTrace
+    from kit.memory.record.truth import AllocatorTrace
 
     torch.manual_seed(0)
     module, data = case.parts.module(), case.parts.data()

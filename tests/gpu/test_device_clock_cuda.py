@@ -4,8 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kit.run.device_clock import DeviceClock  # noqa: E402
-from kit.run.recorder import _cuda_mark  # noqa: E402
+from kit.trial.recorder import DeviceClock, _cuda_mark  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -4,8 +4,8 @@ import pytest
 
 import kit
 from kit.config import Config
-from kit.machine import hardware
-from kit.nvml import read_joules
+from kit.machine.gpus import read_joules
+from kit.machine.machine import hardware
 from kit.testing import TinyData, TinyModule
 
 COUNTED = [gpu.uuid for gpu in hardware().gpus if read_joules(gpu.uuid) is not None]

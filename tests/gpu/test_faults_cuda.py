@@ -16,9 +16,9 @@ from waiting import PATIENCE_SECONDS, wait_until
 import kit
 from kit.config import Config
 from kit.errors import TrialError
-from kit.nvml import read_gpus
-from kit.run.trial import Trial
+from kit.machine.gpus import read_gpus
 from kit.testing import TinyData, TinyModule
+from kit.trial.trial import Trial
 
 GPUS = read_gpus().gpus
 SLACK_BYTES = 64 << 20

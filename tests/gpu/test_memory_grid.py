@@ -3,7 +3,7 @@ import json
 import memory_grid
 import pytest
 
-from kit.nvml import read_gpus
+from kit.machine.gpus import read_gpus
 
 HAS_GPU = bool(read_gpus().gpus)
 

@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 from trace_replay import replay_trace
 
-from kit.plan.memory.recording import Recording
-from kit.plan.memory.replay import replay
-from kit.plan.memory.snapshot import to_snapshot
+from kit.memory.replay.replay import Recording, replay
+from kit.memory.replay.snapshot import to_snapshot
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ stands what torch itself reserved in that trace. A block that another stream sti
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kit.plan.memory.allocator import CachingAllocator, OutOfMemory
+from kit.memory.replay.allocator import CachingAllocator, OutOfMemory
 
 _GIVEN = {"segment_alloc", "segment_map"}
 _TAKEN = {"segment_free", "segment_unmap"}

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from kit.memory.dry_run import DryRun, record
-from kit.memory.truth import AllocatorTrace
-from kit.plan.memory.recording import CATEGORIES
+from kit.memory.record.dry_run import DryRun, record
+from kit.memory.record.truth import AllocatorTrace
+from kit.memory.replay.replay import CATEGORIES
 from kit.train.trainer import make_trainer
 
 

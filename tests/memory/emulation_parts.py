@@ -6,9 +6,9 @@ import torch
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kit.memory.emulation import cuda_emulation
-from kit.memory.patches import replaced
-from kit.memory.recorder import Recorder
+from kit.confinement.stand_ins import replaced
+from kit.memory.record.cuda import cuda_emulation
+from kit.memory.record.recorder import Recorder
 
 
 @contextlib.contextmanager

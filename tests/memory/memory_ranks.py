@@ -154,7 +154,7 @@ class Recording(Callback):
         self.recorder.track(pl_module)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        from kit.memory.recorder import tensors_in
+        from kit.memory.record.recorder import tensors_in
 
         self.recorder.begin_batch()
         for tensor in tensors_in(batch):
@@ -184,9 +184,9 @@ def fit(case, world_size, callback, loader):
 
 
 def record(case, world_size):
-    from kit.memory.collectives import label_collectives
-    from kit.memory.recorder import Recorder
-    from kit.memory.workspace import Workspaces
+    from kit.memory.record.ranks import label_collectives
+    from kit.memory.record.recorder import Recorder
+    from kit.memory.record.workspace import Workspaces
 
     recorder, loader = Recorder(Workspaces(None)), loader_of(case)
     with recorder, label_collectives(recorder), WithoutGloo(recorder):
@@ -195,7 +195,7 @@ def record(case, world_size):
 
 
 def measure(case, world_size):
-    from kit.memory.truth import AllocatorTrace
+    from kit.memory.record.truth import AllocatorTrace
 
     trace, loader = AllocatorTrace(), loader_of(case)
     gc.collect()

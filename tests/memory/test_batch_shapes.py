@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kit.errors import ConfigError
-from kit.memory.batch_shapes import LARGEST_CONSTANT, describe
+from kit.memory.record.batches import LARGEST_CONSTANT, describe
 
 Pair = namedtuple("Pair", "x y")
 

@@ -12,11 +12,18 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import kit
 from kit.config import Config
-from kit.data.module import PatchData
+from kit.data.patches.module import PatchData
 from kit.errors import ConfigError, StoreError
-from kit.memory import batches
-from kit.memory.batch_shapes import describe
-from kit.memory.batches import FakeLoader, SizedFakeLoader, fake_loaders, loaders_of, look_at, patch_batches
+from kit.memory.record import batches
+from kit.memory.record.batches import (
+    FakeLoader,
+    SizedFakeLoader,
+    describe,
+    fake_loaders,
+    loaders_of,
+    look_at,
+    patch_batches,
+)
 
 RECIPE = Path(__file__).parents[2] / "datasets" / "ocean" / "recipe.yaml"
 

@@ -13,10 +13,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as data_parallel
 
-from kit.memory.collectives import collective_notes, label_collectives
-from kit.memory.ranks import fake_ranks
-from kit.memory.recorder import Recorder
-from kit.plan.memory.recording import CATEGORIES
+from kit.memory.record.ranks import collective_notes, fake_ranks, label_collectives
+from kit.memory.record.recorder import Recorder
+from kit.memory.replay.replay import CATEGORIES
 
 WIDTH = 48
 COMMUNICATION, GATHERED = CATEGORIES.index("communication"), CATEGORIES.index("gathered_parameters")

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from kit.memory.cpu_lstm import lstm_layer, workspace_bytes
-from kit.memory.truth import AllocatorTrace
-from kit.memory.workspace import workspace_bytes as scratch_bytes
+from kit.memory.record.fakes import lstm_layer, workspace_bytes
+from kit.memory.record.truth import AllocatorTrace
+from kit.memory.record.workspace import workspace_bytes as scratch_bytes
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 

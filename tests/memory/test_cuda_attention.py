@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from kit.memory.recorder import Recorder
-from kit.memory.truth import AllocatorTrace
-from kit.memory.workspace import Workspaces
+from kit.memory.record.recorder import Recorder
+from kit.memory.record.truth import AllocatorTrace
+from kit.memory.record.workspace import Workspaces
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -10,16 +10,8 @@ from emulation_parts import emulated, fakes, kept_bytes
 from torch import nn
 from torch.nn import functional
 
-from kit.memory import cuda_autocast
-from kit.memory.cuda_autocast import (
-    FLOAT32,
-    FLOAT32_NORM,
-    FLOAT32_RESULT,
-    LOWER_PRECISION,
-    PROMOTE,
-    REFUSED,
-    registered,
-)
+from kit.memory.record import cuda
+from kit.memory.record.cuda import FLOAT32, FLOAT32_NORM, FLOAT32_RESULT, LOWER_PRECISION, PROMOTE, REFUSED, registered
 
 HALF = torch.bfloat16
 
@@ -53,7 +45,7 @@ def test_together_they_are_what_torch_registers_for_cuda():
 
 def test_casts_left_to_the_cpus_kernels_are_casts_of_both():
     both = registered("AutocastCPU") & set(LOWER_PRECISION)
-    assert both >= cuda_autocast._SAME_ON_CPU
+    assert both >= cuda._SAME_ON_CPU
 
 
 def results():
@@ -138,7 +130,7 @@ def test_a_weight_is_cast_once_in_a_region_and_forgotten_after_it():
 
 def _casts_of(weight):
     """What is kept of casts of `weight` now."""
-    holders = [item for item in gc.get_objects() if type(item) is cuda_autocast._Casts]
+    holders = [item for item in gc.get_objects() if type(item) is cuda._Casts]
     return [kept for holder in holders for kept in holder._kept.values() if kept[0]() is weight]
 
 

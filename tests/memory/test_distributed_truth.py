@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kit.memory.dry_run import DryRun, record
-from kit.plan.memory.recording import CATEGORIES, Recording
+from kit.memory.record.dry_run import DryRun, record
+from kit.memory.replay.replay import CATEGORIES, Recording
 
 KIB_64 = 2**16
 ALL_LEVERS = {

@@ -31,9 +31,9 @@ from torch import nn
 from kit import models
 from kit.config import Config
 from kit.errors import ConfigError
-from kit.memory.dry_run import DryRun, record
+from kit.memory.record.dry_run import DryRun, record
+from kit.memory.replay.replay import CATEGORIES, PHASES
 from kit.models import GPT, Field, RandomData, Tokens
-from kit.plan.memory.recording import CATEGORIES, PHASES
 
 FLOAT = 4
 
@@ -299,7 +299,7 @@ VAST = """
 import psutil, torch
 from dry_parts import loader, peak, predict, Perceptron, vectors
 from kit.config import Config
-from kit.processes import peak_rss_bytes
+from kit.machine.processes import peak_rss_bytes
 from test_dry_run import Vast
 predict(Perceptron, lambda: loader(vectors), Config())  # what any first run loads
 before = psutil.Process().memory_info().rss

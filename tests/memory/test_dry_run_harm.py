@@ -20,7 +20,7 @@ from hook_acts import (
 )
 
 from kit.config import Config
-from kit.memory.dry_run import DryRun, record
+from kit.memory.record.dry_run import DryRun, record
 from kit.testing import TinyData, TinyModule
 
 

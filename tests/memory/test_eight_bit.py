@@ -5,10 +5,9 @@ import torch
 from emulation_parts import fakes, peak_bytes, record
 from torch import nn
 
-from kit.memory.eight_bit import eight_bit_on_fakes
-from kit.memory.truth import AllocatorTrace
-from kit.memory.workspace import Workspaces
-from kit.plan.memory.recording import CATEGORIES
+from kit.memory.record.truth import AllocatorTrace
+from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
+from kit.memory.replay.replay import CATEGORIES
 from kit.train.optimizers import turn
 
 

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from kit.memory.emulation import cuda_emulation
-from kit.memory.recorder import Recorder
-from kit.plan.memory.recording import PHASES
+from kit.memory.record.cuda import cuda_emulation
+from kit.memory.record.recorder import Recorder
+from kit.memory.replay.replay import PHASES
 
 HALF, WHOLE = torch.bfloat16, torch.float16
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from kit.memory.fakes import fake_values
-from kit.memory.finite import FINITE
-from kit.memory.recorder import Recorder
+from kit.memory.record.dry_run import FINITE
+from kit.memory.record.fakes import fake_values
+from kit.memory.record.recorder import Recorder
 
 HERE = Path(__file__).name
 

@@ -4,7 +4,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset
 
 from kit.config import Config
-from kit.plan.memory.recording import CATEGORIES
+from kit.memory.replay.replay import CATEGORIES
 
 SAMPLE_BYTES = (256 + 8) * 4
 

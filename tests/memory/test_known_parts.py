@@ -4,9 +4,9 @@ from dry_parts import Perceptron, at_peak, peak
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kit.config import Config
-from kit.memory.fakes import fake_values
-from kit.memory.known_parts import known_parts, reason
-from kit.memory.recorder import Recorder
+from kit.memory.record.dry_run import known_parts, reason
+from kit.memory.record.fakes import fake_values
+from kit.memory.record.recorder import Recorder
 from kit.train.trainer import make_trainer
 
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from kit.config import Config
-from kit.memory.dry_run import DryRun, record
+from kit.memory.record.dry_run import DryRun, record
+from kit.memory.replay.replay import CATEGORIES, replay
 from kit.models import GPT, Tokens
-from kit.plan.memory.recording import CATEGORIES
-from kit.plan.memory.replay import replay
 
 A100, T4 = (8, 0), (7, 5)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kit.memory.patches import overridden, replaced
+from kit.confinement.stand_ins import overridden, replaced
 
 
 class Base:

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from kit.memory.module_path import ModulePath
+from kit.memory.record.recorder import ModulePath
 
 
 class Names(dict):

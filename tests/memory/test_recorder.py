@@ -8,8 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as optimizers
 
-from kit.memory.recorder import Recorder, tensors_in
-from kit.plan.memory.recording import CATEGORIES, PHASES
+from kit.memory.record.recorder import Recorder, tensors_in
+from kit.memory.replay.replay import CATEGORIES, PHASES
 
 LAYERS = 64 * 256 + 256 + 256 * 64 + 64
 FLOAT = 4

@@ -3,8 +3,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from kit.errors import ConfigError
-from kit.memory import samples
-from kit.memory.samples import FIRST_SAMPLES, largest_samples, within
+from kit.memory.record import batches
+from kit.memory.record.batches import FIRST_SAMPLES, largest_samples, within
 
 
 class Lengths(Dataset):
@@ -66,7 +66,7 @@ def test_a_stream_is_looked_at_from_its_start():
 
 
 def test_a_scan_ends_with_its_time(monkeypatch):
-    monkeypatch.setattr(samples, "SCAN_SECONDS", 0.0)
+    monkeypatch.setattr(batches, "SCAN_SECONDS", 0.0)
     data = Lengths([index % 7 for index in range(10_000)])
     found = largest_samples(DataLoader(data))
     assert data.asked == FIRST_SAMPLES + 1

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.memory.truth import AllocatorTrace, Measured, storages_of
+from kit.memory.record.truth import AllocatorTrace, Measured, storages_of
 
 KIB = 1024
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from emulation_parts import fakes
 
-from kit.memory.truth import AllocatorTrace
-from kit.memory.workspace import Workspaces, unsure_workspace_bytes, workspace_bytes
+from kit.memory.record.truth import AllocatorTrace
+from kit.memory.record.workspace import Workspaces, unsure_workspace_bytes, workspace_bytes
 
 aten = torch.ops.aten
 A100 = (8, 0)

@@ -9,7 +9,7 @@ from kit.errors import ConfigError
 from kit.models import GPT, Tokens
 from kit.models.gpt import DecoderBlock, attend
 from kit.train import GradientCheckpointing, make_trainer
-from kit.train.blocks import repeated_blocks
+from kit.train.fsdp import repeated_blocks
 
 SMALL = {"vocabulary": 32, "width": 16, "heads": 2, "layers": 2, "context": 8}
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kit.models import Field, RandomData
-from kit.models.random_data import RandomSamples
+from kit.models.zoo import RandomSamples
 
 
 def test_samples_have_the_form_their_fields_are_given_in():

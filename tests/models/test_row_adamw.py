@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from properties import examples
 from torch.optim import AdamW
 
-from kit.models import row_adamw
-from kit.models.row_adamw import RowAdamW
+from kit.models import topics
+from kit.models.topics import RowAdamW
 
 ROWS, WIDTH = 40, 3
 
@@ -87,7 +87,7 @@ def test_a_row_twice_in_a_batch_and_in_two_micro_batches_gets_all_its_gradients(
 
 
 def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing(monkeypatch):
-    monkeypatch.setattr(row_adamw, "SPAN", 8)
+    monkeypatch.setattr(topics, "SPAN", 8)
     pair = Pair()
     for step in range(50):
         pair.step([step % ROWS, (step * 7) % ROWS])

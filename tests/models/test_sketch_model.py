@@ -8,10 +8,10 @@ import torch
 
 import kit
 from kit.config import Config
-from kit.data.tables.sketching import DEPTH
+from kit.data.tables.features import DEPTH
 from kit.errors import ConfigError
 from kit.models import Sketches, SketchModel
-from kit.train.blocks import repeated_blocks
+from kit.train.fsdp import repeated_blocks
 
 SMALL = {"sketched_columns": 2, "numbers": 3, "categories": [5, 7], "sketch_quality": 0.125}
 BUCKETS = 16

@@ -10,9 +10,9 @@ import kit
 from kit.config import Config
 from kit.errors import ConfigError, StoreError
 from kit.models import Corpus, PoissonNMF
-from kit.models.row_adamw import RowAdamW
-from kit.run import client
+from kit.models.topics import RowAdamW
 from kit.train import make_trainer
+from kit.trial import client
 
 SIZES = {"documents": 96, "terms": 60, "topics": 4}
 

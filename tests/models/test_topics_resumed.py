@@ -9,9 +9,9 @@ from lightning.pytorch import Callback
 import kit
 from kit.config import Config
 from kit.models import PoissonNMF
-from kit.models.row_adamw import RowAdamW
-from kit.run import client
+from kit.models.topics import RowAdamW
 from kit.train import make_trainer
+from kit.trial import client
 
 SIZES = {"documents": 96, "terms": 60, "topics": 4}
 BATCHES = 6
@@ -97,7 +97,7 @@ def test_without_the_state_of_its_rows_it_would_not(counts, tmp_path):
 WATCHED = '''
 from pathlib import Path
 from kit.models import PoissonNMF
-from kit.plan.topics import Topics
+from kit.models.topic_recovery import Topics
 
 
 class Watched(PoissonNMF):

@@ -4,7 +4,7 @@ import torch
 from kit.config import Config
 from kit.models import Encoder, Field, RandomData, Recommender, Recurrent, ResNet
 from kit.train import make_trainer
-from kit.train.blocks import repeated_blocks
+from kit.train.fsdp import repeated_blocks
 
 # (class, its defaults' parameters, a small one, samples for it)
 ZOO = {

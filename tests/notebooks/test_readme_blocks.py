@@ -16,10 +16,10 @@ import readme
 
 import kit
 from kit.config import Config
-from kit.report.diagnosis import Finding
-from kit.report.rules import RULES
-from kit.run.client import close_supervisors
+from kit.studies.diagnosis.diagnose import Finding
+from kit.studies.diagnosis.rules import RULES
 from kit.testing import TinyData, TinyModule
+from kit.trial.client import close_supervisors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

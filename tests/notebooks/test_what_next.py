@@ -11,8 +11,8 @@ import pytest
 import readme
 
 import kit
-from kit.run.client import close_supervisors
 from kit.testing import TinyData, TinyModule
+from kit.trial.client import close_supervisors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

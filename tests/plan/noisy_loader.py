@@ -7,10 +7,18 @@ and a drift that later measurements share in part.
 import math
 import random
 
-from kit.plan.calibration import LoaderSetting, Measurement, choose, cpu_cap
-from kit.plan.loader_pace import SLOW_SECONDS, block_size, long_enough, standard_error, together
-from kit.plan.loader_search import Ask, Bounds, search
-from kit.plan.loader_sweep import sweep_workers, worker_counts
+from kit.studies.calibration.rules import (
+    SLOW_SECONDS,
+    LoaderSetting,
+    Measurement,
+    block_size,
+    choose,
+    cpu_cap,
+    long_enough,
+    standard_error,
+    together,
+)
+from kit.studies.calibration.search import Ask, Bounds, search, sweep_workers, worker_counts
 
 PLAIN = LoaderSetting(num_workers=0, prefetch_factor=2)
 FACTORS = (2, 4, 8)

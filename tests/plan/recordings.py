@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from kit.plan.memory.recording import CATEGORIES, PHASES, Recording
+from kit.memory.replay.replay import CATEGORIES, PHASES, Recording
 
 MIB = 1 << 20
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from kit.errors import ConfigError
-from kit.plan.bill import CORE_WATTS, GRAMS_PER_KWH, PRICES, PUE, RunPrices, power_of, prices_of
-from kit.plan.memory.cards import CARDS
+from kit.memory.replay.cards import CARDS
+from kit.studies.scaling.bill import CORE_WATTS, GRAMS_PER_KWH, PRICES, PUE, RunPrices, power_of, prices_of
 
 
 def test_money_is_hours_reads_and_bytes_at_their_prices():

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.plan.block_order import Blocks, fit_window, seen_fraction
-from kit.plan.geometry import Axis, axes_of
+from kit.chunks.access import Blocks, fit_window, seen_fraction
+from kit.chunks.geometry import Axis, axes_of
 
 
 def visit(dice, blocks):

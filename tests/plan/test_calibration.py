@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from noisy_loader import PLAIN, measured
 
-from kit.plan.calibration import (
+from kit.studies.calibration.rules import (
     ENOUGH,
     MOST_WORKERS,
     LoaderSetting,

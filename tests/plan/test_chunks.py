@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
+from kit.chunks.cost import balanced_ratio
+from kit.chunks.geometry import Axis, axes_of, distinct_chunks
+from kit.chunks.reasons import Access, Network, chunk_table, expected_distinct_chunks, plan_layout, price
+from kit.chunks.search import CLOSE, fill_shard
 from kit.errors import PlanError
-from kit.plan.choice import CLOSE
-from kit.plan.chunks import Access, Network, chunk_table, expected_distinct_chunks, plan_layout, price
-from kit.plan.cost import balanced_ratio
-from kit.plan.geometry import Axis, axes_of, distinct_chunks
-from kit.plan.shards import fill_shard
 
 PUBLISHED = """
 8x8 64 81 4096 5184

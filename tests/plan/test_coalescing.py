@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.plan.coalescing import LATENCIES, Coalescing, runs
+from kit.chunks.requests import LATENCIES, Coalescing, runs
 
 
 @st.composite

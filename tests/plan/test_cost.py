@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
+from kit.chunks.access import VALUE_BYTES, Access
+from kit.chunks.cost import price
+from kit.chunks.resources import HOLES_SHARE, Host, Network, Prices
 from kit.errors import PlanError
-from kit.plan.access import VALUE_BYTES, Access
-from kit.plan.cost import price
-from kit.plan.resources import HOLES_SHARE, Host, Network, Prices
 
 
 def access(**changes):

@@ -4,7 +4,7 @@ import pytest
 
 from kit.config import Config
 from kit.errors import ConfigError, PlanError
-from kit.plan.ladder import CHECKPOINTING_TIME, PART_TIME, RunTarget, parts_of, rungs, target_from
+from kit.studies.scaling.ladder import CHECKPOINTING_TIME, PART_TIME, RunTarget, parts_of, rungs, target_from
 
 PLAIN = Config()
 

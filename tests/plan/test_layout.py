@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
+from kit.chunks.reasons import plan_layout
+from kit.chunks.resources import Host, Prices
+from kit.chunks.search import Rules, between, sides_around
 from kit.errors import PlanError
-from kit.plan.candidates import Rules, between, sides_around
-from kit.plan.chunks import plan_layout
-from kit.plan.resources import Host, Prices
 
 FIELDS = {
     "dims": ("time", "lat", "lon"), "shape": (8760, 721, 1440), "itemsize": 4,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.errors import PlanError
-from kit.plan.link import (
+from kit.studies.scaling.model import (  # fmt: skip
     REACHED,
     Link,
     Traffic,
@@ -14,7 +14,7 @@ from kit.plan.link import (
     find_link,
     link_within,
     waited_for,
-)  # fmt: skip
+)
 
 SLOW = Link(name="slow", bytes_per_second=1e9 / REACHED, latency_seconds=0.001)
 FAST = Link(name="fast", bytes_per_second=1e10 / REACHED, latency_seconds=0.0)

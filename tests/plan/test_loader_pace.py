@@ -2,12 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.plan.calibration import LoaderSetting
-from kit.plan.loader_pace import (
+from kit.studies.calibration.rules import (
     LARGEST_TURN,
     LEAST_BATCHES,
     LOOK_FRACTION,
     MOST_ROUNDS,
+    LoaderSetting,
     block_size,
     long_enough,
     standard_error,

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from noisy_loader import BATCH_BYTES, BOUNDS, PLAIN, NoisyLoader, measured
 from properties import examples
 
-from kit.plan.calibration import ENOUGH, GAIN, LoaderSetting, choose
-from kit.plan.loader_pace import MOST_ROUNDS, standard_error
-from kit.plan.loader_search import Bounds, search, with_turn
+from kit.studies.calibration.rules import ENOUGH, GAIN, MOST_ROUNDS, LoaderSetting, choose, standard_error
+from kit.studies.calibration.search import Bounds, search, with_turn
 
 LOADERS = 300
 FAST = LoaderSetting(num_workers=2, prefetch_factor=2)

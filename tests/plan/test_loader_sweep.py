@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from noisy_loader import PLAIN, measured
 
-from kit.plan.calibration import ENOUGH, MOST_WORKERS, LoaderSetting, choose
-from kit.plan.loader_sweep import AHEAD, REQUESTS, sweep_engine, sweep_workers, worker_counts
+from kit.studies.calibration.rules import ENOUGH, MOST_WORKERS, LoaderSetting, choose
+from kit.studies.calibration.search import AHEAD, REQUESTS, sweep_engine, sweep_workers, worker_counts
 
 MIB = 1 << 20
 OWN = LoaderSetting(num_workers=3, prefetch_factor=2, requests_in_flight=64, batches_ahead=2, cache_bytes=MIB)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from properties import examples
 
 from kit.errors import PlanError
-from kit.plan.memory.allocator import CachingAllocator
-from kit.plan.memory.blocks import ACTIVE, FREE, UNMAPPED
+from kit.memory.replay.allocator import ACTIVE, FREE, UNMAPPED, CachingAllocator
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGES = {True: 2 * MIB, False: 20 * MIB}

@@ -3,8 +3,8 @@
 import pytest
 
 from kit.errors import PlanError
-from kit.machine import Gpu, Machine
-from kit.plan.memory.cards import CARDS, Target, find_card, target_of
+from kit.machine.machine import Gpu, Machine
+from kit.memory.replay.cards import CARDS, Target, find_card, target_of
 
 GIB = 1 << 30
 

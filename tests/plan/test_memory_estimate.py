@@ -10,9 +10,9 @@ from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
 from kit.errors import PlanError
-from kit.plan.memory.cards import Target, target_of
-from kit.plan.memory.estimate import MemoryEstimate, Residuals, communicators, estimate
-from kit.plan.memory.replay import replay
+from kit.memory.replay.cards import Target, target_of
+from kit.memory.replay.estimate import MemoryEstimate, Residuals, communicators, estimate
+from kit.memory.replay.replay import replay
 
 MIB, GIB = 1 << 20, 1 << 30
 

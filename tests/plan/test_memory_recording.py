@@ -6,7 +6,7 @@ from hypothesis import given
 from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
-from kit.plan.memory.recording import Recording
+from kit.memory.replay.replay import Recording
 
 
 @examples(25)

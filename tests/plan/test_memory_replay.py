@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
-from kit.plan.memory.allocator import CachingAllocator
-from kit.plan.memory.replay import replay
+from kit.memory.replay.allocator import CachingAllocator
+from kit.memory.replay.replay import replay
 
 MIB = 1 << 20
 LIMITS = st.one_of(st.none(), st.integers(0, 300 * MIB))

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
-from kit.plan.memory.recording import Recording
-from kit.plan.memory.replay import replay
-from kit.plan.memory.scaling import BatchScaling, ScalingError
+from kit.memory.replay.replay import Recording, replay
+from kit.memory.replay.scaling import BatchScaling, ScalingError
 
 BATCHES = st.integers(1, 64)
 

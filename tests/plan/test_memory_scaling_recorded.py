@@ -6,10 +6,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from kit.memory.recorder import Recorder
-from kit.plan.memory.cards import target_of
-from kit.plan.memory.estimate import estimate
-from kit.plan.memory.scaling import BatchScaling, ScalingError
+from kit.memory.record.recorder import Recorder
+from kit.memory.replay.cards import target_of
+from kit.memory.replay.estimate import estimate
+from kit.memory.replay.scaling import BatchScaling, ScalingError
 
 
 class Pairs(nn.Module):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from properties import examples
 from recordings import ACTIONS, told, training_recording
 
-from kit.plan.memory.replay import replay
-from kit.plan.memory.snapshot import to_snapshot, write_snapshot
+from kit.memory.replay.replay import replay
+from kit.memory.replay.snapshot import to_snapshot, write_snapshot
 
 MIB = 1 << 20
 

@@ -6,17 +6,8 @@ from hypothesis import strategies as st
 from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
-from kit.plan.memory.recording import CATEGORIES
-from kit.plan.memory.replay import replay
-from kit.plan.memory.timeline import (
-    Timeline,
-    breakdown_at,
-    category_series,
-    largest_at,
-    peak_of,
-    thin,
-    timeline,
-)
+from kit.memory.replay.estimate import Timeline, breakdown_at, category_series, largest_at, peak_of, thin, timeline
+from kit.memory.replay.replay import CATEGORIES, replay
 
 MIB = 1 << 20
 

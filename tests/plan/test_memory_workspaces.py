@@ -5,9 +5,7 @@ from hypothesis import given
 from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
-from kit.plan.memory.recording import CATEGORIES, PHASES
-from kit.plan.memory.replay import replay
-from kit.plan.memory.workspaces import OPERATOR, with_cublas_workspaces
+from kit.memory.replay.replay import CATEGORIES, OPERATOR, PHASES, replay, with_cublas_workspaces
 
 AMPERE = 8_519_680
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.plan.pace import Pipeline, seconds_per_batch
+from kit.chunks.cost import Pipeline, seconds_per_batch
 
 
 def pipeline(**changes):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
+from kit.data.build.rechunk import Layout, group_regions, intermediate_chunk, two_passes
 from kit.errors import PlanError
-from kit.plan.rechunk import Layout, group_regions, intermediate_chunk, two_passes
 
 SIZES = st.integers(1, 40)
 

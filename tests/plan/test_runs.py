@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from properties import examples
 from zarr.core.indexing import morton_order_iter
 
-from kit.plan.coalescing import Coalescing
-from kit.plan.geometry import axes_of
-from kit.plan.runs import _MOST_RANKED, ALONE, _code, _ranks, expected_runs
+from kit.chunks.geometry import axes_of
+from kit.chunks.requests import _MOST_RANKED, ALONE, Coalescing, _code, _ranks, expected_runs
 
 SIZE = 100
 

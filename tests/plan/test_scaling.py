@@ -10,8 +10,7 @@ from properties import examples
 from scaling_simulation import World, play
 
 from kit.errors import PlanError
-from kit.plan.link import REACHED, Link, Traffic
-from kit.plan.scaling import Cluster, Loading, Scaling, Step, counts_up_to
+from kit.studies.scaling.model import REACHED, Cluster, Link, Loading, Scaling, Step, Traffic, counts_up_to
 
 LINK = Link(name="a link", bytes_per_second=1e9 / REACHED, latency_seconds=0.0)
 GPUS = Cluster(on_cpu=False, devices_per_node=8, cores_per_node=96, within=LINK, between=LINK)

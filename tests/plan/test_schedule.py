@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from properties import examples
 
 from kit.config import Config
+from kit.data.build.schedulers import advise_schedule
 from kit.errors import PlanError
-from kit.plan.schedule import advise_schedule
 
 GIB = 1 << 30
 

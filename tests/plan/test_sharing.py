@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.plan.geometry import Axis, axes_of
-from kit.plan.sharing import Sequential, Shuffled, fetches, reading_of
+from kit.chunks.geometry import Axis, axes_of
+from kit.chunks.sharing import Sequential, Shuffled, fetches, reading_of
 
 
 @st.composite

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.plan.memory.size_dials import find_dials, kind_of
+from kit.memory.dials import find_dials, kind_of
 
 
 @pytest.mark.parametrize(

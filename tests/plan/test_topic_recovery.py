@@ -12,8 +12,7 @@ from properties import examples
 
 import kit
 from kit.errors import ConfigError, PlanError
-from kit.plan.assignment import assign
-from kit.plan.topics import Topics
+from kit.models.topic_recovery import Topics, assign
 
 costs = st.tuples(st.integers(1, 5), st.integers(0, 2)).flatmap(
     lambda sizes: arrays.arrays(float, (sizes[0], sizes[0] + sizes[1]), elements=st.floats(-10, 10, width=16))

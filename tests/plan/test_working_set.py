@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.chunks.resources import DiskRates, WorkingSet, hit_fraction
 from kit.errors import PlanError
-from kit.plan.working_set import DiskRates, WorkingSet, hit_fraction
 
 RATES = DiskRates(memory_bytes_per_second=1e9, random_bytes_per_second=1e8, ordered_bytes_per_second=5e8)
 

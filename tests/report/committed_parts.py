@@ -11,8 +11,8 @@ import numpy as np
 import zarr
 
 import kit
+from kit.charts.trial import LossInfo
 from kit.config import Config
-from kit.report.loss_chart import LossInfo
 
 HOME = str(Path(kit.__file__).parents[1])
 SECONDS = 400

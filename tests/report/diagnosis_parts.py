@@ -1,9 +1,9 @@
 """Evidence of a healthy trial, to be changed where a test wants something wrong."""
 
 from kit.config import Config
-from kit.report.evidence import Evidence, Work
-from kit.run.peaks import Peaks
-from kit.run.repeats import Source
+from kit.studies.diagnosis.evidence import Evidence, Work
+from kit.studies.diagnosis.peaks import Peaks
+from kit.studies.repeats import Source
 
 PEAKS = Peaks(
     device="a device", flops_per_second={"float32": 1e11, "bfloat16": 4e11},

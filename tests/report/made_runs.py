@@ -5,9 +5,8 @@ import os
 
 from kit.config import Config
 from kit.events import EventWriter
-from kit.processes import identify, machine
-from kit.run.control import Control
-from kit.run.paths import RunPaths
+from kit.machine.processes import identify, machine
+from kit.trial.directory import Control, RunPaths
 
 PHASES = ("wait", "transfer", "forward", "backward", "optimizer", "other")
 

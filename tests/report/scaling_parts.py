@@ -2,7 +2,7 @@
 
 import torch
 
-from kit.plan.memory.cards import Target
+from kit.memory.replay.cards import Target
 from kit.testing import TinyData, TinyModule
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import kit
-from kit.data.engine import Engine
+from kit.charts import batch as module
+from kit.charts.batch import batch_figure, batch_map
 from kit.data.sampling import sample_plan
+from kit.data.stream.engine import Engine
 from kit.errors import StoreError
-from kit.report import batch_map as module
-from kit.report.batch_map import batch_figure, batch_map
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ import io
 
 import pytest
 
+from kit.charts.rows import scaling_figure
 from kit.errors import ConfigError, PlanError, TrialError
-from kit.report.predict_run import predict_run, strategy_for
-from kit.report.results import results
-from kit.report.scaling_chart import scaling_figure
-from kit.run.memory.foresight import fit
+from kit.memory.alongside import fit
+from kit.records.results import results
+from kit.studies.scaling.predict import predict_run, strategy_for
 from kit.testing import TinyData, TinyModule
 
 

@@ -1,7 +1,7 @@
-from kit.plan.calibration import ENOUGH, LoaderSetting, Measurement
-from kit.report.calibration_chart import calibration_figure
-from kit.report.figure import VERMILION, svg
-from kit.run.calibration.result import Calibration
+from kit.charts.compare import calibration_figure
+from kit.charts.style import VERMILION, svg
+from kit.studies.calibration.result import Calibration
+from kit.studies.calibration.rules import ENOUGH, LoaderSetting, Measurement
 
 
 def calibration(*speeds, chosen=None):

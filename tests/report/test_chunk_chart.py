@@ -8,10 +8,10 @@ from typing import NamedTuple
 import pytest
 from waiting import PATIENCE_SECONDS
 
+from kit.charts.chunks import chunk_figure, chunk_table_figure, chunk_table_info, plan_figure, plan_info
+from kit.charts.style import svg
+from kit.chunks.reasons import chunk_table, plan_layout
 from kit.errors import PlanError
-from kit.plan.chunks import chunk_table, plan_layout
-from kit.report.chunk_chart import chunk_figure, chunk_table_figure, chunk_table_info, plan_figure, plan_info
-from kit.report.figure import svg
 
 SIDES = [8, 16, 32, 64, 128, 256, 512, 1024]
 
@@ -179,9 +179,9 @@ def test_a_chart_names_the_choice_and_the_lines():
 
 def test_planning_and_charts_load_neither_torch_nor_pyplot_nor_matplotlib_before_it_is_needed():
     code = (
-        "import sys; import kit.plan.chunks, kit.report.chunk_chart, kit.report.figure\n"
+        "import sys; import kit.chunks.reasons, kit.charts.chunks, kit.charts.style\n"
         "assert not {'torch', 'matplotlib', 'numpy', 'zarr'} & set(sys.modules), 'on import'\n"
-        "kit.report.chunk_chart.chunk_figure(kit.plan.chunks.chunk_table((8,), [4, 8]))\n"
+        "kit.charts.chunks.chunk_figure(kit.chunks.reasons.chunk_table((8,), [4, 8]))\n"
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules), 'on drawing'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)

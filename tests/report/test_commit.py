@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from properties import examples
 
 import kit
+from kit.committed.file import git_state
+from kit.committed.job import dotted, draft_text
+from kit.committed.run import Launch
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, TargetError
-from kit.report.commit_evidence import git_state
-from kit.report.commit_parts import dotted
-from kit.report.draft import draft_text
-from kit.report.launch_lines import Launch
-from kit.run.source_traits import is_manual, shards_itself
 from kit.testing import TinyData, TinyModule
+from kit.trial.payload import is_manual, shards_itself
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_a_file_that_was_changed_is_not_replaced_unless_asked(small):
 @examples(40)
 @given(st.sampled_from(Config.fields()), st.data())
 def test_any_setting_is_read_back(info, data):
-    from kit.report.committed_yaml import Job, committed_yaml
+    from kit.committed.yaml import Job, committed_yaml
 
     values = {"bool": st.booleans(), "text": st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=9)}
     values["arguments"] = st.dictionaries(st.text("abno", max_size=3), values["text"] | st.floats(-1e9, 1e9))

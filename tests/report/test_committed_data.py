@@ -10,15 +10,13 @@ import yaml
 from lightning.pytorch import Trainer
 
 import kit
+from kit.charts.trial import loss_info
+from kit.committed.job import make_job, takes_config
 from kit.config import Config
 from kit.errors import ConfigError, MissingRowsError
 from kit.models import PoissonNMF
-from kit.report.commit_job import make_job
-from kit.report.commit_parts import takes_config
-from kit.report.loss_chart import loss_info
 from kit.train import CommittedConfig
-from kit.train.cli import CommittedCLI
-from kit.train.preflight import check_files
+from kit.train.cli import CommittedCLI, check_files
 
 pytestmark = pytest.mark.timeout(400)
 SECONDS = 300
@@ -137,9 +135,9 @@ def test_which_data_takes_the_config_is_read_from_its_source(project):
         "import kit\nfrom kit import RowData\n"
         "class Mine(kit.EventData): pass\nclass Yours(RowData): pass\nclass Theirs(Yours): pass\nclass Plain: pass\n"
     )
-    takes = ("kit:RowData", "kit:EventData", "kit.data.rows.module:RowData", "mine:Mine", "mine:Yours", "mine:Theirs")
+    takes = ("kit:RowData", "kit:EventData", "kit.data.rows.loader:RowData", "mine:Mine", "mine:Yours", "mine:Theirs")
     assert all(takes_config(target) for target in takes)
-    others = ("mine:Plain", "kit.testing:TinyData", "kit.data.module:PatchData")
+    others = ("mine:Plain", "kit.testing:TinyData", "kit.data.patches.module:PatchData")
     assert not any(takes_config(target) for target in others)
 
 

@@ -9,10 +9,10 @@ import committed_parts as parts
 import pytest
 
 import kit
-from kit.data.uploads import Parcels
-from kit.endpoints import VARIABLE
+from kit.charts.trial import Losses, loss_figure, loss_info
+from kit.checkpoints.uploading import Parcels
 from kit.errors import ConfigError, HardwareError, TrialError
-from kit.report.loss_chart import Losses, loss_figure, loss_info
+from kit.machine.endpoints import VARIABLE
 
 pytestmark = pytest.mark.timeout(400)
 ALONE = {"hardware.devices": 1, "hardware.strategy": "none", "training.max_epochs": 2, "data.samples_per_epoch": 16}

@@ -8,7 +8,7 @@ from made_runs import COMPLETE, make_run
 
 import kit
 from kit.errors import ConfigError, KitError, TrialError
-from kit.report.comparison import Comparison, Figure, Group, compare
+from kit.studies.compare import Comparison, Figure, Group, compare
 from kit.testing import TinyData, TinyModule
 
 

@@ -12,10 +12,10 @@ from waiting import wait_until
 import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
-from kit.report.diagnosis import diagnose, judge
-from kit.report.evidence import Layout
-from kit.report.rules import RULES
-from kit.report.torch_trace import TraceInfo
+from kit.studies.diagnosis.diagnose import diagnose, judge
+from kit.studies.diagnosis.evidence import Layout
+from kit.studies.diagnosis.rules import RULES
+from kit.studies.profiling.trace import TraceInfo
 from kit.testing import TinyData, TinyModule
 
 LAYOUT = Layout(

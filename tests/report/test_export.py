@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import COMPLETE, make_run
 
-from kit.report.export import as_csv, write
-from kit.report.results import Results, results
-from kit.report.row import COLUMNS, MAPPINGS
+from kit.records.results import Results, as_csv, results, write
+from kit.records.row import COLUMNS, MAPPINGS
 
 PLAIN = [name for name in COLUMNS if name not in MAPPINGS]
 EMPTY = {**dict.fromkeys(COLUMNS), "versions": {}, "config": {}}

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import matplotlib as mpl
 import pytest
 
-from kit.report.figure import BLUE, INK, PAPER, add_axes, drawing, figure, png, svg
+from kit.charts.style import BLUE, INK, PAPER, add_axes, drawing, figure, png, svg
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from made_runs import make_run
 
 import kit
 from kit.errors import KitError
-from kit.report.predict_run import predict_run
+from kit.studies.scaling.predict import predict_run
 
 
 class Evil:
@@ -74,7 +74,7 @@ def test_memory_of_a_big_run_is_not_predicted_with_a_foreign_module(foreign):
     """The module that the config of the run names would be imported for it."""
     from types import SimpleNamespace
 
-    from kit.report.predict_run import _memories
+    from kit.studies.scaling.predict import _memories
 
     trial = kit.Trial.open(foreign[0])
     answers, notes = _memories(SimpleNamespace(trials=[trial], config=trial.config), [2], None, None, None)

@@ -11,15 +11,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.plan.memory.cards import target_of
-from kit.plan.memory.estimate import MemoryEstimate, estimate
-from kit.plan.memory.measured import Measured
-from kit.plan.memory.recording import CATEGORIES
-from kit.report import figure as look
-from kit.report.memory_breakdown import BreakdownChart, breakdown_info, breakdown_limit
-from kit.report.memory_charts import breakdown_figure, memory_figure, timeline_figure
-from kit.report.memory_look import LOOKS, VERDICTS, peak_words, short_operator, ticks_of
-from kit.report.memory_timeline import LARGEST_SERIES, TimelineChart, thin, timeline_info
+from kit.charts import style as look
+from kit.charts.memory import (
+    LOOKS,
+    VERDICTS,
+    BreakdownChart,
+    breakdown_info,
+    breakdown_limit,
+    peak_words,
+    short_operator,
+    ticks_of,
+)
+from kit.charts.timeline import (
+    LARGEST_SERIES,
+    TimelineChart,
+    breakdown_figure,
+    memory_figure,
+    thin,
+    timeline_figure,
+    timeline_info,
+)
+from kit.memory.replay.cards import target_of
+from kit.memory.replay.estimate import Measured, MemoryEstimate, estimate
+from kit.memory.replay.replay import CATEGORIES
 
 training_recording = runpy.run_path(str(Path(__file__).parents[1] / "plan" / "recordings.py"))["training_recording"]
 MIB, GIB = 1 << 20, 1 << 30

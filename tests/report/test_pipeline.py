@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.config import Config
-from kit.report.pipeline import MOST_BINS, histogram, merged, pipeline_info
-from kit.report.trace import PHASES
+from kit.records.trace import MOST_BINS, PHASES, histogram, merged, pipeline_info
 
 START = 1_000_000.0
 CONFIG = Config().replace({"trial.max_steps": 20, "trial.warmup_steps": 2, "data.url": "gs://bucket/store.zarr"})

@@ -8,12 +8,12 @@ import pytest
 from waiting import PATIENCE_SECONDS
 
 import kit
+from kit.charts import style as look
+from kit.charts.pipeline import MOST_RANKS, draw_pipeline, pipeline_figure
 from kit.errors import TrialError
-from kit.report import figure as look
-from kit.report.pipeline import pipeline_info
-from kit.report.pipeline_chart import MOST_RANKS, draw_pipeline, pipeline_figure
-from kit.run.memory.foresight import fit
-from kit.run.trial import Trial
+from kit.memory.alongside import fit
+from kit.records.trace import pipeline_info
+from kit.trial.trial import Trial
 
 made = runpy.run_path(str(Path(__file__).parent / "test_pipeline.py"))
 begin, steps, CONFIG = made["begin"], made["steps"], made["CONFIG"]

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 
 import kit
 from kit.errors import ConfigError
-from kit.report.placements import Placement, Placements
+from kit.studies.placement import Placement, Placements
 
 
 class Weigh(LightningModule):

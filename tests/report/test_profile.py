@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from kit.charts.profile import profile_figure
 from kit.errors import ConfigError, KitError, TrialError
-from kit.report.profile import Profile, profile, profile_folder
-from kit.report.profile_chart import profile_figure
+from kit.studies.profiling.profile import Profile, profile, profile_folder
 from kit.testing import FaultyModule, TinyData, TinyModule
 
 

@@ -1,7 +1,7 @@
-from kit.data.tables.query_check import QueryCheck, QuerySetting
-from kit.plan.query_chunks import QueryModel, database_memory
-from kit.report.figure import svg
-from kit.report.query_chart import query_figure
+from kit.charts.rows import query_figure
+from kit.charts.style import svg
+from kit.data.tables.chunks import QueryModel, database_memory
+from kit.data.tables.measure import QueryCheck, QuerySetting
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ import pytest
 from scaling_parts import Blocks, blocks_data, cpu_of
 
 from kit.errors import ConfigError, PlanError
-from kit.report.recommend import recommend
-from kit.run.memory.foresight import fit
+from kit.memory.alongside import fit
+from kit.studies.scaling.recommend import recommend
 from kit.testing import TinyData, TinyModule
 from kit.units import format_bytes
 

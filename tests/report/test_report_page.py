@@ -8,7 +8,7 @@ from made_runs import COMPLETE, make_run
 
 import kit
 from kit.errors import ConfigError, TrialError
-from kit.report.results import Results, results
+from kit.records.results import Results, results
 from kit.testing import TinyData, TinyModule
 
 VOID = {"meta", "br", "path", "use"}
@@ -130,8 +130,8 @@ def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(tmp_path):
 
 
 def test_a_report_of_very_many_configs_says_what_it_leaves_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("kit.report.html_report.MOST_CONFIGS", 3)
-    monkeypatch.setattr("kit.report.html_report.MOST_CLOSE", 1)
+    monkeypatch.setattr("kit.report.page.MOST_CONFIGS", 3)
+    monkeypatch.setattr("kit.report.page.MOST_CLOSE", 1)
     paths = make_run(tmp_path / "runs", end=COMPLETE)
     (row,) = results(tmp_path / "runs")
     rows = [

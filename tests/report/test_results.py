@@ -11,10 +11,9 @@ from made_runs import COMPLETE, make_run
 
 from kit.errors import ConfigError
 from kit.events import EventWriter
-from kit.report.results import Results, results
-from kit.report.results_table import MOST_ROWS
-from kit.report.row import COLUMNS
-from kit.run.paths import RunPaths
+from kit.records.results import MOST_ROWS, Results, results
+from kit.records.row import COLUMNS
+from kit.trial.directory import RunPaths
 
 
 def test_a_complete_run_is_one_row_of_measurements(tmp_path):

@@ -1,9 +1,8 @@
 import pytest
 from diagnosis_parts import PEAKS, evidence, shares, source, work
 
-from kit.report.comparison_chart import roofline_figure
-from kit.report.diagnosis import judge
-from kit.report.roofline import roofline_of
+from kit.charts.compare import roofline_figure
+from kit.studies.diagnosis.diagnose import judge, roofline_of
 
 
 def test_mfu_is_the_time_at_the_peak_over_the_time_it_took():

@@ -9,11 +9,10 @@ from made_runs import COMPLETE, make_run
 
 import kit
 from kit.events import EventWriter
-from kit.report.results import results
-from kit.report.row import COLUMNS
-from kit.report.row_file import read_row, row_of
-from kit.run.paths import RunPaths
+from kit.records.results import results
+from kit.records.row import COLUMNS, read_row, row_of
 from kit.testing import TinyData, TinyModule
+from kit.trial.directory import RunPaths
 
 FAILED = {"state": "FAILED", "cause": "device_oom", "message": "out of memory at step 4"}
 RUNS = {
@@ -40,7 +39,7 @@ def test_a_kept_row_is_the_computed_one(tmp_path, kind):
 def test_a_kept_row_is_read_and_nothing_else(tmp_path, monkeypatch):
     paths = make_run(tmp_path, end=COMPLETE)
     row = row_of(paths)
-    monkeypatch.setattr("kit.report.row_file.Trial.open", lambda directory: pytest.fail("opened again"))
+    monkeypatch.setattr("kit.records.row.Trial.open", lambda directory: pytest.fail("opened again"))
     assert row_of(paths) == row
 
 

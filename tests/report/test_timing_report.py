@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from waiting import wait_until
 
+from kit.charts.trial import timing_figure
 from kit.config import Config
 from kit.errors import TrialError
-from kit.report.timing import rounded_shares, timing, timing_of
-from kit.report.timing_chart import timing_figure
-from kit.report.trace import PHASES
-from kit.run.memory.foresight import fit
+from kit.memory.alongside import fit
+from kit.records.timing import rounded_shares, timing, timing_of
+from kit.records.trace import PHASES
 from kit.testing import TinyData, TinyModule
 
 

@@ -9,9 +9,9 @@ import pytest
 from matplotlib.colors import to_rgb
 
 import kit
+from kit.charts.rows import structure_info, terms_info, topic_colours
 from kit.errors import ConfigError
-from kit.plan.topics import Topics
-from kit.report.topic_charts import structure_info, terms_info, topic_colours
+from kit.models.topic_recovery import Topics
 
 
 def topics(documents=2000, count=8, terms=40):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.errors import TrialError
-from kit.report.torch_trace import merge, read_trace
+from kit.studies.profiling.trace import merge, read_trace
 
 
 def bar(name, begin, length, kind="cpu_op", thread=1, **args):

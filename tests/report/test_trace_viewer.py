@@ -7,8 +7,8 @@ import re
 import pytest
 
 from kit.errors import TrialError
-from kit.report import trace_viewer
-from kit.report.trace_viewer import TraceViewer
+from kit.studies.profiling import viewer as trace_viewer
+from kit.studies.profiling.viewer import TraceViewer
 
 
 def bar(name, begin, length, kind="cpu_op", thread=1):

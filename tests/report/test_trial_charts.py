@@ -7,17 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.charts.trial import TrialChart, byte_limit, memory_info, rate_limit, step_limit, throughput_info, trial_figure
 from kit.config import Config
-from kit.report.trace import LARGEST_SERIES, PHASE_LABELS, PHASES, Trace
-from kit.report.trial_charts import (
-    TrialChart,
-    byte_limit,
-    memory_info,
-    rate_limit,
-    step_limit,
-    throughput_info,
-    trial_figure,
-)
+from kit.records.trace import LARGEST_SERIES, PHASE_LABELS, PHASES, Trace
 
 MIB, GIB = 1 << 20, 1 << 30
 CONFIG = Config().replace({"trial.max_steps": 10, "trial.warmup_steps": 2})

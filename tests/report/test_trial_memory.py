@@ -8,17 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kit.charts.timeline import breakdown_figure, memory_figure, timeline_figure
 from kit.config import Config
 from kit.errors import TrialError
-from kit.plan.memory.cards import target_of
-from kit.plan.memory.estimate import estimate
-from kit.plan.memory.measured import Measured
-from kit.processes import identify, machine
-from kit.report.memory_charts import breakdown_figure, memory_figure, timeline_figure
-from kit.report.trial_memory import measured_of, predicted_of
-from kit.run.control import Control
-from kit.run.paths import RunPaths
-from kit.run.trial import Trial
+from kit.machine.processes import identify, machine
+from kit.memory.replay.cards import target_of
+from kit.memory.replay.estimate import Measured, estimate
+from kit.records.row import measured_of, predicted_of
+from kit.trial.directory import Control, RunPaths
+from kit.trial.trial import Trial
 
 training_recording = runpy.run_path(str(Path(__file__).parents[1] / "plan" / "recordings.py"))["training_recording"]
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from kit.report.yaml_text import Block, Noted, yaml_text
+from kit.committed.yaml import Block, Noted, yaml_text
 
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12) | st.sampled_from(
     ["no", "on", "Yes", "12:30", "1e-5", "0x1f", "null", "~", "", " a", "a: b", "# x", "32-true", "a\nb", "\t", "\x85"]

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampler, StackDataset, TensorDataset
 
-from kit.models.random_data import Field, RandomData
+from kit.models.zoo import Field, RandomData
 
 
 class Anything(LightningModule):

@@ -9,12 +9,12 @@ import sys
 import warnings
 from pathlib import Path
 
-import kit.claims
-import kit.run.devices
+import kit.machine.claims
+import kit.trial.submit
 from kit.config import Config
 from kit.errors import HardwareError
-from kit.machine import hardware
-from kit.nvml import Gpu, GpuTable
+from kit.machine.gpus import Gpu, GpuTable
+from kit.machine.machine import hardware
 
 GIB = 1 << 30
 
@@ -41,15 +41,15 @@ def config_of(devices):
 
 
 def main(folder, count, devices):
-    kit.claims.FOLDER = Path(folder)
-    kit.run.devices.hardware = machine_of(gpus(int(count)))
+    kit.machine.claims.FOLDER = Path(folder)
+    kit.trial.submit.hardware = machine_of(gpus(int(count)))
     config = config_of(json.loads(devices))
     print("ready", flush=True)
     sys.stdin.readline()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            taken = kit.run.devices.take_devices(config)
+            taken = kit.trial.submit.take_devices(config)
             answer = {"devices": taken.resolved.devices, "reasons": taken.resolved.reasons}
         except HardwareError as error:
             answer = {"error": str(error)}

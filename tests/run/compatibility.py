@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, TrialError
-from kit.run.trial import try_out
+from kit.trial.trial import try_out
 
 Outcome = Literal["works", "works with a note", "refused"]
 LEVERS: dict[str, dict[str, Any]] = {

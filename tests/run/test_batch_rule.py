@@ -21,13 +21,12 @@ from torch.utils.data import DataLoader
 from waiting import PATIENCE_SECONDS
 
 import kit
-from kit.data.module import PatchData
+from kit.data.patches.module import PatchData
 from kit.errors import KitWarning, TrialError
-from kit.run.batch_rule import batch_rule
-from kit.run.memory import recordings
-from kit.run.memory.foresight import fit
-from kit.run.payload import Part
+from kit.memory import recordings
+from kit.memory.alongside import fit
 from kit.testing import FaultyModule, TinyData
+from kit.trial.payload import Part, batch_rule
 from kit.widgets.panel import panel
 
 pytestmark = pytest.mark.usefixtures("no_predictions_left")

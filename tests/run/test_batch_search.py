@@ -13,9 +13,8 @@ from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.errors import ConfigError, TrialError
-from kit.run.back_off import shrinking
-from kit.run.batch_search import looks
-from kit.run.out_of_memory import advice
+from kit.studies.batch_size import looks, shrinking
+from kit.trial.verdict import advice
 
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from kit.errors import ConfigError
 from kit.models import Tokens
-from kit.run.jobs.batch_size import resize
+from kit.trial.fit_job import resize
 
 
 def numbers(count=10):

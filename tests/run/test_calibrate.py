@@ -8,11 +8,10 @@ from torch.utils.data import DataLoader
 
 import kit
 from kit.errors import ConfigError, TrialError
-from kit.run.calibration.calibrate import calibrate
-from kit.run.calibration.result import Calibration, saved_path
-from kit.run.memory.foresight import fit
-from kit.run.trial import Trial
+from kit.memory.alongside import fit
+from kit.studies.calibration.result import Calibration, calibrate, saved_path
 from kit.testing import TinyModule
+from kit.trial.trial import Trial
 
 QUICK = {
     "calibration.enabled": True,

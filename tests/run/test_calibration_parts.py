@@ -12,16 +12,23 @@ from slow_data import Broken, Endless, Waiting, WaitingData
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from waiting import wait_until
 
-from kit.cgroup import Share
 from kit.config import Config
-from kit.data.module import PatchData
+from kit.data.patches.module import PatchData
 from kit.errors import ConfigError, TrialError
-from kit.plan.calibration import LoaderSetting, Measurement
-from kit.plan.loader_pace import block_size, standard_error
-from kit.run.calibration.measure import Limits, Observed, StoppedError, batch_bytes, measure
-from kit.run.calibration.result import Calibration, changed
-from kit.run.calibration.subject import apply_setting, set_loader, subject_of
-from kit.run.calibration.sweep import Resources, Sweep, identity_of
+from kit.machine.machine import Share
+from kit.studies.calibration.job import Resources, Sweep, identity_of
+from kit.studies.calibration.measure import (
+    Limits,
+    Observed,
+    StoppedError,
+    apply_setting,
+    batch_bytes,
+    measure,
+    set_loader,
+    subject_of,
+)
+from kit.studies.calibration.result import Calibration, changed
+from kit.studies.calibration.rules import LoaderSetting, Measurement, block_size, standard_error
 
 MIB = 1 << 20
 PLAIN = LoaderSetting(num_workers=0, prefetch_factor=2)

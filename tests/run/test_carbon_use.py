@@ -6,8 +6,8 @@ import pytest
 
 from kit.config import Config
 from kit.errors import ConfigError
-from kit.report.predict_run import predict_run
-from kit.run.memory.foresight import fit
+from kit.memory.alongside import fit
+from kit.studies.scaling.predict import predict_run
 from kit.testing import TinyData, TinyModule
 
 INSTALLED = importlib.util.find_spec("codecarbon") is not None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kit.run.memory.foresight import fit
+from kit.memory.alongside import fit
 from kit.testing import TinyData, TinyModule
 
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.run.control import KILL, STOP, Control
+from kit.trial.directory import KILL, STOP, Control
 
 
 @pytest.fixture

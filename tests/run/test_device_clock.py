@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.run.device_clock import DeviceClock
-from kit.run.recorder import _of_device
-from kit.run.timing import PARTS
+from kit.trial.recorder import PARTS, DeviceClock, _of_device
 
 
 class Device:

@@ -15,18 +15,17 @@ from claiming_kernel import config_of, gpus, machine_of
 from trial_fixtures import steps_taken
 from waiting import PATIENCE_SECONDS, wait_until
 
-import kit.claims
-import kit.run.devices
-import kit.run.submission
-from kit.claims import choosing, claims
+import kit.machine.claims
+import kit.trial.submit
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, KitWarning, TrialError
-from kit.machine import resolve_devices
-from kit.plan.memory.cards import target_of
-from kit.processes import alive
-from kit.run import client
-from kit.run.devices import Taken, take_devices
-from kit.run.memory.foresight import fit, of_trial
+from kit.machine.claims import choosing, claims
+from kit.machine.machine import resolve_devices
+from kit.machine.processes import alive
+from kit.memory.alongside import fit, of_trial
+from kit.memory.replay.cards import target_of
+from kit.trial import client
+from kit.trial.submit import Taken, take_devices
 
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 SECONDS = PATIENCE_SECONDS
@@ -34,7 +33,7 @@ SECONDS = PATIENCE_SECONDS
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(kit.claims, "FOLDER", tmp_path / "claims")
+    monkeypatch.setattr(kit.machine.claims, "FOLDER", tmp_path / "claims")
     return tmp_path / "claims"
 
 
@@ -43,7 +42,7 @@ def machine(monkeypatch):
     """Gives this kernel GPUs."""
 
     def give(table):
-        monkeypatch.setattr(kit.run.devices, "hardware", machine_of(table))
+        monkeypatch.setattr(kit.trial.submit, "hardware", machine_of(table))
 
     return give
 
@@ -129,7 +128,7 @@ def test_ranks_on_the_cpu_claim_nothing(machine, folder):
 def test_a_question_asked_while_all_is_claimed_is_still_answered(machine):
     machine(gpus(1))
     take_devices(config_of("auto"))
-    found = kit.run.devices.hardware()
+    found = kit.trial.submit.hardware()
     assert resolve_devices(Config(), found).devices == ("GPU-0",)
     assert re.search("warning: GPU 0 .*claimed by mine", repr(found))
 
@@ -137,7 +136,7 @@ def test_a_question_asked_while_all_is_claimed_is_still_answered(machine):
 def test_a_prediction_beside_a_trial_is_for_the_gpu_that_the_trial_has(machine):
     machine(gpus(2))
     taken = take_devices(config_of("auto"))
-    found = kit.run.devices.hardware()
+    found = kit.trial.submit.hardware()
     assert resolve_devices(Config(), found).devices == ("GPU-0",)
     seen = of_trial(found, taken.resolved.devices)
     assert seen.auto.devices == taken.resolved.devices == ("GPU-1",)
@@ -175,13 +174,13 @@ def test_the_gpu_of_a_killed_kernel_is_taken_over(kernel):
 @pytest.fixture
 def claiming(monkeypatch):
     """Trials run on the CPU and claim a GPU all the same."""
-    on_cpu = kit.run.submission.take_devices
+    on_cpu = kit.trial.submit.take_devices
 
     def take(config):
         with choosing() as desk:
             return Taken(resolved=on_cpu(config).resolved, used_bytes=(), claims=tuple(desk.take(["GPU-1"], "mine")))
 
-    monkeypatch.setattr(kit.run.submission, "take_devices", take)
+    monkeypatch.setattr(kit.trial.submit, "take_devices", take)
 
 
 def test_a_running_trial_holds_its_gpu_through_its_supervisor_and_lets_go_before_its_end_is_told(config, claiming):

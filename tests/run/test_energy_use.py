@@ -10,10 +10,10 @@ from fake_nvml import FakeNvml, card
 import kit
 from kit.config import Config
 from kit.events import EventReader, EventWriter
-from kit.run import energy_use
-from kit.run.energy_use import LEAST_SECONDS, EnergyUse
-from kit.run.jobs.context import Context
 from kit.testing import TinyData, TinyModule
+from kit.trial import meters
+from kit.trial.context import Context
+from kit.trial.meters import LEAST_SECONDS, EnergyUse
 
 COUNTER = "nvmlDeviceGetTotalEnergyConsumption"
 
@@ -25,7 +25,7 @@ class Fit:
         self.cards = [card(nvmlDeviceGetUUID="GPU-a", **{COUNTER: 0}), card(nvmlDeviceGetUUID="GPU-b", **{COUNTER: 0})]
         self.cards = self.cards if cards is None else cards
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(self.cards))
-        monkeypatch.setattr(energy_use, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
+        monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
         self.folder, self.seconds = folder, 100.0
         config = Config().replace({"trial.warmup_steps": 2})
         environment = {"devices": ["GPU-a", "GPU-b"]}

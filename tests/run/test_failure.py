@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kit.errors import CorruptChunkError
-from kit.run.failure import DivergedError, describe_failure, root_cause
+from kit.trial.verdict import DivergedError, describe_failure, root_cause
 
 
 def caught(function):

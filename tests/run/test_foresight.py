@@ -7,12 +7,12 @@ import pytest
 from trial_fixtures import ranks_alive
 from waiting import PATIENCE_SECONDS, wait_until
 
-from kit.report.results import results
-from kit.report.trial_memory import predicted_of
-from kit.run.memory import foresight, recordings
-from kit.run.memory.foresight import fit
-from kit.run.memory.prediction import predict_memory
-from kit.run.memory.residuals import residuals
+from kit.memory import alongside, recordings
+from kit.memory.alongside import fit
+from kit.memory.prediction import predict_memory
+from kit.memory.residuals import residuals
+from kit.records.results import results
+from kit.records.row import predicted_of
 from kit.testing import FaultyModule, TinyData, TinyModule
 
 SECONDS = PATIENCE_SECONDS
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_predictions_left")
 @pytest.fixture(autouse=True)
 def nothing_known():
     recordings.cache.clear()
-    foresight._foreseen.clear()
+    alongside._foreseen.clear()
 
 
 def wide_data():

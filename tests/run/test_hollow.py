@@ -11,10 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kit.errors import ConfigError
-from kit.run.memory import hollow as hollow_module
-from kit.run.memory.hollow import hollow
-from kit.run.payload import Part
+from kit.memory import query as hollow_module
+from kit.memory.query import hollow
 from kit.testing import TinyModule
+from kit.trial.payload import Part
 
 BIG = 64 << 20
 
@@ -101,8 +101,8 @@ def test_what_cannot_be_sent_is_named():
 def test_packing_paths_needs_no_torch():
     code = textwrap.dedent("""
         import sys
-        from kit.run.memory.hollow import hollow
-        from kit.run.payload import Part
+        from kit.memory.query import hollow
+        from kit.trial.payload import Part
         hollow(Part.of("kit.models:UNet"), Part.of(lambda: None))
         print("torch" in sys.modules)
     """)

@@ -1,9 +1,9 @@
 import pytest
 
 import kit
+from kit.charts.compare import levers_figure
 from kit.errors import ConfigError
 from kit.models import GPT, Tokens
-from kit.report.levers_chart import levers_figure
 
 NO_SUCH_BLOCKS = {"levers.gradient_checkpointing": True, "levers.checkpoint_blocks": ["Block"]}
 

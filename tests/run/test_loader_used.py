@@ -10,15 +10,15 @@ from torch.utils.data import DataLoader
 from waiting import PATIENCE_SECONDS
 
 import kit
-from kit.data.module import PatchData
+from kit.data.patches.module import PatchData
 from kit.errors import KitWarning
-from kit.report.pipeline import pipeline_info
-from kit.report.row_file import row_of
-from kit.run.batch_rule import BatchRule
-from kit.run.memory.foresight import fit
-from kit.run.trial import Trial
-from kit.run.what_ran import used_event, with_values
+from kit.memory.alongside import fit
+from kit.records.row import row_of
+from kit.records.trace import pipeline_info
 from kit.testing import TinyModule
+from kit.trial.payload import BatchRule
+from kit.trial.trial import Trial
+from kit.trial.what_ran import used_event, with_values
 from kit.widgets.trial_view import notes_html
 
 CALIBRATED = {

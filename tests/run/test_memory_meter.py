@@ -4,8 +4,8 @@ import pytest
 import torch
 from waiting import PATIENCE_SECONDS
 
-from kit.plan.memory.measured import Measured
-from kit.run.memory.foresight import fit
+from kit.memory.alongside import fit
+from kit.memory.replay.estimate import Measured
 from kit.testing import TinyData, TinyModule
 
 SECONDS = PATIENCE_SECONDS

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from kit.errors import ConfigError
-from kit.run.memory import recordings
-from kit.run.memory.largest_batch import largest_batch
-from kit.run.memory.model import memory_model
-from kit.run.memory.prediction import predict_memory
-from kit.run.memory.what_if import what_if
+from kit.memory import recordings
+from kit.memory.batch_model import largest_batch, memory_model
+from kit.memory.prediction import predict_memory
+from kit.memory.variations import what_if
 from kit.testing import TinyData, TinyModule
 
 CARD = "A100-80GB"

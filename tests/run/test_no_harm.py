@@ -19,10 +19,10 @@ from hook_acts import (
 from waiting import PATIENCE_SECONDS, wait_until
 
 import kit
-from kit.run.memory import foresight, recordings
-from kit.run.memory.foresight import fit
-from kit.run.memory.prediction import predict_memory
-from kit.run.repeats import try_change
+from kit.memory import alongside, recordings
+from kit.memory.alongside import fit
+from kit.memory.prediction import predict_memory
+from kit.studies.repeats import try_change
 from kit.testing import TinyData, TinyModule
 
 SECONDS = PATIENCE_SECONDS
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_predictions_left")
 @pytest.fixture(autouse=True)
 def nothing_known():
     recordings.cache.clear()
-    foresight._foreseen.clear()
+    alongside._foreseen.clear()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import pytest
 
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
-from kit.run.paths import RunPaths, find_runs
+from kit.trial.directory import RunPaths, find_runs
 
 
 def make(folder, **values):

@@ -5,7 +5,7 @@ import pytest
 
 from kit.config import Config
 from kit.errors import ConfigError
-from kit.run.payload import Part, check_parts, pack
+from kit.trial.payload import Part, check_parts, pack
 
 
 class Held:

@@ -1,7 +1,7 @@
 import json
 
 import kit
-from kit.run import peaks as room
+from kit.studies.diagnosis import peaks as room
 from kit.testing import TinyModule
 
 

@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from waiting import PATIENCE_SECONDS
 
 from kit.errors import ConfigError, HardwareError, StoreError, TargetError, TrialError
-from kit.memory.dry_run import DryRun, record
-from kit.plan.memory.cards import target_of
-from kit.plan.memory.estimate import estimate
-from kit.run.memory import recordings
-from kit.run.memory.foresight import fit
-from kit.run.memory.job import PredictionJob
-from kit.run.memory.prediction import predict_memory
+from kit.memory import recordings
+from kit.memory.alongside import fit
+from kit.memory.prediction import predict_memory
+from kit.memory.record.dry_run import DryRun, record
+from kit.memory.recordings import PredictionJob
+from kit.memory.replay.cards import target_of
+from kit.memory.replay.estimate import estimate
 from kit.testing import TinyData, TinyModule
 
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
@@ -98,7 +98,7 @@ def test_the_kernel_needs_no_torch(own):
     code = textwrap.dedent(f"""
         import sys
         from kit.config import Config
-        from kit.run.memory.prediction import predict_memory
+        from kit.memory.prediction import predict_memory
         config = Config.from_yaml({own().to_yaml(comments=False)!r})
         found = [predict_memory(config), predict_memory("kit.models:UNet", None, config, device="H100-80GB")]
         print([name for name in ("torch", "lightning") if name in sys.modules], [item.complete for item in found])
@@ -112,7 +112,7 @@ def test_classes_of_a_script_are_predicted(config):
     code = textwrap.dedent(f"""
         import torch
         from kit.config import Config
-        from kit.run.memory.prediction import predict_memory
+        from kit.memory.prediction import predict_memory
         from kit.testing import TinyData, TinyModule
         class Base(TinyModule):
             pass

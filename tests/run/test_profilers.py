@@ -11,9 +11,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
 
 from kit.config import Config
-from kit.run.profilers import Both, OwnTimeProfiler, WholeFitProfiler, make_profiler, schedule
-from kit.run.timing import StepClock
+from kit.studies.profiling.profilers import Both, OwnTimeProfiler, WholeFitProfiler, make_profiler, schedule
 from kit.testing import TinyData, TinyModule
+from kit.trial.recorder import StepClock
 
 CONFIG = Config().replace({"trial.max_steps": 12, "trial.warmup_steps": 5})
 

@@ -2,7 +2,7 @@ import pytest
 
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, PlanError, TargetError
-from kit.run.memory.question import MOST_RANKS, ask, ranks_of
+from kit.memory.query import MOST_RANKS, ask, ranks_of
 
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 

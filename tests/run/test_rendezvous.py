@@ -8,9 +8,9 @@ from gated import Gated
 from properties import at_night
 from waiting import PATIENCE_SECONDS, wait_until
 
-from kit.run import client
-from kit.run.memory.foresight import fit
+from kit.memory.alongside import fit
 from kit.testing import TinyData, TinyModule
+from kit.trial import client
 
 
 def listening(process):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
-from kit.run.repeats import Side, Tried
+from kit.studies.repeats import Side, Tried
 from kit.testing import FaultyModule, TinyData, TinyModule
 
 

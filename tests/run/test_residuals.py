@@ -4,10 +4,10 @@ import pytest
 
 from kit.config import Config
 from kit.events import EventWriter
-from kit.plan.memory.estimate import Residuals
-from kit.processes import machine
-from kit.run.memory.residuals import compared, residuals, residuals_here
-from kit.run.paths import RunPaths
+from kit.machine.processes import machine
+from kit.memory.replay.estimate import Residuals
+from kit.memory.residuals import compared, residuals, residuals_here
+from kit.trial.directory import RunPaths
 
 GIB = 1 << 30
 

@@ -3,9 +3,9 @@
 import pytest
 
 import kit
+from kit.charts.compare import sequence_figure
 from kit.errors import ConfigError, TrialError
 from kit.models import Field, RandomData
-from kit.report.levers_chart import sequence_figure
 
 LENGTHS = (256, 1024)
 CHUNK = 64

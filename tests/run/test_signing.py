@@ -13,10 +13,10 @@ import pytest
 
 import kit
 from kit.errors import ConfigError, ForeignRunError, KitWarning
-from kit.run import signing
-from kit.run.signing import contents_to_run, key_path, replace_config
-from kit.run.submission import prepare
 from kit.testing import TinyData, TinyModule
+from kit.trial import directory
+from kit.trial.directory import contents_to_run, key_path, replace_config
+from kit.trial.submit import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ def test_processes_that_make_it_at_the_same_time_agree(installation):
     installation("raced")
     code = """
 import hashlib
-from kit.run.signing import _key, key_path
+from kit.trial.directory import _key, key_path
 print(hashlib.sha256(_key(key_path())).hexdigest())
 """
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
@@ -194,7 +194,7 @@ def test_where_no_key_can_be_kept_this_session_has_one_and_says_so(config, insta
     with pytest.warns(KitWarning, match="this session"):
         paths = prepare(TinyModule, TinyData, config())
     contents_to_run(paths)
-    signing._key.cache_clear()  # the next session
+    directory._key.cache_clear()  # the next session
     with pytest.warns(KitWarning), pytest.raises(ForeignRunError):
         contents_to_run(paths)
 
@@ -210,7 +210,7 @@ def test_a_user_without_a_home_can_still_run_trials(config, monkeypatch):
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a number without a name, as containers have
-    signing._key.cache_clear()
+    directory._key.cache_clear()
     with pytest.warns(KitWarning, match="no home"):
         paths = prepare(TinyModule, TinyData, config())
     contents_to_run(paths)

@@ -5,8 +5,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import kit
-from kit.run.step_work import WorkMode
 from kit.testing import TinyData, TinyModule
+from kit.trial.meters import WorkMode
 
 CPU = torch.device("cpu")
 

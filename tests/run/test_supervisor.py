@@ -9,11 +9,11 @@ from trial_fixtures import steps_taken
 from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.errors import TrialError
-from kit.run import client
-from kit.run.launch import differing_variables
-from kit.run.memory.foresight import fit
-from kit.run.trial import Trial
+from kit.memory.alongside import fit
 from kit.testing import TinyModule
+from kit.trial import client
+from kit.trial.launch import differing_variables
+from kit.trial.trial import Trial
 
 SECONDS = PATIENCE_SECONDS
 LONG = 1_000_000
@@ -131,7 +131,7 @@ def test_a_supervisor_that_dies_before_it_starts_a_trial_is_replaced_by_a_cold_o
 
 
 def test_a_supervisor_ends_when_its_parent_is_not_who_it_was_told(tmp_path):
-    command = [sys.executable, "-P", "-m", "kit.run.supervisor", "cold", "1"]
+    command = [sys.executable, "-P", "-m", "kit.trial.supervisor", "cold", "1"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert process.wait(SECONDS) == 0
     process.communicate()
@@ -153,7 +153,7 @@ def test_ranks_that_cannot_be_started_are_a_failure_and_not_the_end_of_the_super
 def test_a_trial_seen_from_another_process_is_running(config):
     trial = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=LONG))
     wait_until(steps_taken(trial, 1))
-    code = f"from kit.run.trial import Trial; print(Trial.open({str(trial.run_directory)!r}).state)"
+    code = f"from kit.trial.trial import Trial; print(Trial.open({str(trial.run_directory)!r}).state)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "RUNNING"
     trial.kill()
     trial.wait(SECONDS)

@@ -12,7 +12,7 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 import kit
-from kit.processes import alive, identify
+from kit.machine.processes import alive, identify
 
 HOME = str(Path(kit.__file__).parents[1])
 SECONDS = PATIENCE_SECONDS
@@ -20,7 +20,7 @@ CHILDREN = "import os, sys, time; print(os.getpid(), flush=True); os.fork(); tim
 
 
 def tethered(file, code, **options):
-    line = [sys.executable, "-m", "kit.run.tether", str(os.getpid()), str(file), sys.executable, "-c", code]
+    line = [sys.executable, "-m", "kit.machine.processes", str(os.getpid()), str(file), sys.executable, "-c", code]
     return subprocess.Popen(
         line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, "PYTHONPATH": HOME}, **options,
@@ -68,7 +68,7 @@ def test_all_of_it_ends_when_who_asked_is_killed(file):
     code = f"""
         import os, subprocess, sys, time
         command = [sys.executable, "-c", {CHILDREN!r}]
-        line = [sys.executable, "-m", "kit.run.tether", str(os.getpid()), {str(file)!r}, *command]
+        line = [sys.executable, "-m", "kit.machine.processes", str(os.getpid()), {str(file)!r}, *command]
         process = subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True)
         if os.fork() == 0:
             time.sleep(600)

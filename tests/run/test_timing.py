@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.run.timing import PARTS, StepClock
+from kit.trial.recorder import PARTS, StepClock
 
 EPOCH = "run_training_epoch"
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"

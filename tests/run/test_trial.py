@@ -16,11 +16,11 @@ from waiting import PATIENCE_SECONDS, wait_until
 import kit
 from kit.config import Config
 from kit.errors import ConfigError, EventLogError, HardwareError, KitWarning, StoreError, TargetError, TrialError
-from kit.run.memory.foresight import fit
-from kit.run.paths import RunPaths, find_runs
-from kit.run.timing import PARTS
-from kit.run.trial import Trial, warm_up
+from kit.memory.alongside import fit
 from kit.testing import FaultyModule, TinyData, TinyModule
+from kit.trial.directory import RunPaths, find_runs
+from kit.trial.recorder import PARTS
+from kit.trial.trial import Trial, warm_up
 
 SECONDS = PATIENCE_SECONDS
 LONG = 1_000_000
@@ -156,7 +156,7 @@ def test_classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_p
     code = textwrap.dedent(f"""
         import sys
         from kit.config import Config
-        from kit.run.memory.foresight import fit
+        from kit.memory.alongside import fit
         config = Config.from_yaml({config().to_yaml(comments=False)!r})
         assert fit({MODULE!r}, {DATA!r}, config).wait({SECONDS}).state == "COMPLETE"
         assert "torch" not in sys.modules

@@ -10,9 +10,9 @@ from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
 from kit.errors import ConfigError
-from kit.report.results import results
-from kit.run.memory.foresight import fit
-from kit.run.paths import find_runs
+from kit.memory.alongside import fit
+from kit.records.results import results
+from kit.trial.directory import find_runs
 
 SECONDS = PATIENCE_SECONDS
 
@@ -62,7 +62,7 @@ def test_what_does_not_fit_the_data_is_refused_before_anything_is_started(own, c
 
 def test_the_kernel_needs_no_torch_for_a_trial_of_its_own(own):
     code = (
-        "import sys; from kit.config import Config; from kit.run.memory.foresight import fit\n"
+        "import sys; from kit.config import Config; from kit.memory.alongside import fit\n"
         f"state = fit(Config.from_yaml(sys.stdin.read())).wait({SECONDS}).state\n"
         "print(state, 'torch' in sys.modules)"
     )

@@ -3,8 +3,8 @@
 from waiting import PATIENCE_SECONDS
 
 import kit
-from kit.cloud.simulated_cloud import simulated_cloud
-from kit.data.uploads import latest_checkpoint
+from kit.checkpoints.uploading import latest_checkpoint
+from kit.cloud.simulated import simulated_cloud
 from kit.models import GPT, Tokens
 
 

@@ -4,8 +4,8 @@ import time
 import pytest
 
 from kit.events import EventWriter
-from kit.run.paths import RunPaths
-from kit.run.verdict import Limits, RankEnd, judge
+from kit.trial.directory import RunPaths
+from kit.trial.verdict import Limits, RankEnd, judge
 
 LIMITS = Limits(timeout_seconds=60, stall_seconds=30, grace_seconds=5)
 KILLED, SEGFAULT = -9, -11

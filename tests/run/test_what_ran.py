@@ -4,7 +4,7 @@ import pytest
 from waiting import PATIENCE_SECONDS
 
 import kit
-from kit.run.what_ran import what_ran
+from kit.trial.what_ran import what_ran
 from kit.widgets.trial_view import notes_html
 
 GPT = {"vocabulary": 32, "width": 16, "heads": 2, "layers": 2, "context": 16}

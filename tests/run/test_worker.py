@@ -10,7 +10,7 @@ from trial_fixtures import is_alive, steps_taken
 from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.errors import KitWarning, TrialError
-from kit.run.memory.foresight import fit
+from kit.memory.alongside import fit
 from kit.testing import TinyData, TinyModule
 
 SECONDS = PATIENCE_SECONDS

@@ -10,7 +10,7 @@ import zarr
 from waiting import wait_until
 
 from kit.config import Config
-from kit.run import client
+from kit.trial import client
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from kit.config import Config
 from kit.errors import ConfigError, KitWarning
 from kit.train import AttentionKernel, make_trainer
-from kit.train.attention import KERNELS, available_kernels
+from kit.train.sequences import KERNELS, available_kernels
 
 SIDE = train_parts.SIDE
 

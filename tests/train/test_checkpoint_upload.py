@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from train_ranks import run_ranks
 from waiting import PATIENCE_SECONDS, wait_until
 
+from kit.checkpoints.downloading import fetch_checkpoint
+from kit.checkpoints.uploading import Parcels, latest_checkpoint
 from kit.config import Config
-from kit.data.downloads import fetch_checkpoint
-from kit.data.stores import list_objects, open_store
-from kit.data.uploads import Parcels, latest_checkpoint
-from kit.endpoints import VARIABLE
+from kit.data.stores.url import list_objects, open_store
 from kit.errors import KitWarning, StoreError
+from kit.machine.endpoints import VARIABLE
 from kit.train import CheckpointUpload
-from kit.train.entries import upload_entries
+from kit.train.choices import upload_entries
 
 QUIET = {
     "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kit.config import Config
 from kit.errors import ConfigError
 from kit.train import DeviceLimit, make_trainer
-from kit.train.device_limit import Held
+from kit.train.callbacks import Held
 
 MIB = 1 << 20
 

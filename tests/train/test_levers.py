@@ -10,8 +10,8 @@ from kit.config import Config
 from kit.errors import ConfigError, KitWarning
 from kit.models import UNet
 from kit.train import AttentionKernel, GradientCheckpointing, OptimizerChoice, SequenceChunks, make_trainer
-from kit.train.blocks import holds_its_parameters_alone, outermost, repeated_blocks
-from kit.train.entries import lever_entries
+from kit.train.choices import lever_entries
+from kit.train.fsdp import holds_its_parameters_alone, outermost, repeated_blocks
 from kit.train.levers import lever_callbacks
 
 LEVERS = (GradientCheckpointing, OptimizerChoice, SequenceChunks, AttentionKernel)

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from kit.data.uploads import upload_checkpoint
+from kit.checkpoints.uploading import upload_checkpoint
 from kit.errors import StoreError
-from kit.train.newest_checkpoint import newest_checkpoint
+from kit.train.cli import newest_checkpoint
 
 THEN, NOW = 1_700_000_000, 1_700_000_100
 

@@ -217,7 +217,7 @@ def test_a_name_that_is_not_offered_is_refused():
 
 
 def test_the_levers_of_a_config_and_the_classes_offer_the_same_words():
-    from kit.train.attention import KERNELS
+    from kit.train.sequences import KERNELS
 
     choices = {info.path: info.choices for info in Config.fields()}
     assert choices["levers.optimizer"] == ("module", *OPTIMIZERS)

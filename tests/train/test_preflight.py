@@ -9,7 +9,7 @@ import pytest
 
 import kit
 from kit.errors import ConfigError, HardwareError, StoreError, TargetError
-from kit.train.preflight import check_files, check_run, check_values
+from kit.train.cli import check_files, check_run, check_values
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 import committed_parts as parts

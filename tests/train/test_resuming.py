@@ -122,7 +122,7 @@ def test_after_a_finished_epoch_the_next_begins_with_its_first_batch(tmp_path, s
 
 
 def test_lightning_alone_trains_one_batch_more_in_the_finished_epoch(tmp_path):
-    """When this fails, Lightning has mended it, and kit.train.resuming can go."""
+    """When this fails, Lightning has mended it, and kit.train.callbacks can go."""
     path = tmp_path / "whole.ckpt"
     ours(EPOCH, 1, [SaveAtTheEndOfTheEpoch(path)]).fit(Seen(), numbers())
 

@@ -9,7 +9,7 @@ from kit.config import Config
 from kit.errors import ConfigError
 from kit.models import Field, RandomData, Recurrent
 from kit.train import SequenceChunks, make_trainer
-from kit.train.sequence_chunks import check_contract, cut_sequence
+from kit.train.sequences import check_contract, cut_sequence
 
 CHUNKED = {"levers": {"sequence_chunk": 16}}
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from kit.train import ShardedAdamW8bit, eight_bit
+from kit.train import ShardedAdamW8bit, optimizers
 
 STEPS = 8
 
@@ -98,7 +98,7 @@ def step(optimizer, weight, times=3):
 def test_slices_change_nothing(mesh, monkeypatch):
     results = []
     for size in (1 << 20, 512):
-        monkeypatch.setattr(eight_bit, "SLICE", size)
+        monkeypatch.setattr(optimizers, "SLICE", size)
         weight = nn.Parameter(distribute_tensor(torch.ones(96, 64), mesh))
         optimizer = ShardedAdamW8bit([weight], lr=0.1)
         step(optimizer, weight)

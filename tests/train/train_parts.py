@@ -182,7 +182,7 @@ class Wide(Net):
 
 def state_bytes(optimizer):
     """Bytes that this rank holds of an optimizer's state, scalars left out."""
-    from kit.memory.truth import storages_of
+    from kit.memory.record.truth import storages_of
 
     return sum(size for size in storages_of(optimizer).values() if size > 4)
 

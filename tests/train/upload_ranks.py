@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-from kit.data.downloaded import DownloadedData
-from kit.data.downloads import download_once, fetch_checkpoint
+from kit.checkpoints.callback import DownloadedData
+from kit.checkpoints.downloading import download_once, fetch_checkpoint
 from kit.errors import KitError
 from kit.train import CheckpointUpload, ShardStrategy, WholeEpochs
 

@@ -7,7 +7,7 @@ from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.config import Config
-from kit.widgets.attempts_view import AttemptsView
+from kit.widgets.trial_view import AttemptsView
 
 
 class Wide(LightningModule):

@@ -11,11 +11,10 @@ from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.config import Config
-from kit.data.build_plan import plan_build
+from kit.data.build.plan import plan_build
+from kit.data.build.schedulers import advise_schedule
 from kit.errors import BuildError, ConfigError
-from kit.plan.schedule import advise_schedule
-from kit.widgets.build_panel import build_panel
-from kit.widgets.schedule_view import ANOTHER, THIS_MACHINE
+from kit.widgets.build_panel import ANOTHER, THIS_MACHINE, build_panel
 
 WAIT = PATIENCE_SECONDS
 TINY = Path(__file__).parents[1] / "data" / "tiny_source.py"

@@ -5,7 +5,7 @@ from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
 from kit.errors import TrialError
-from kit.run.client import close_supervisors
+from kit.trial.client import close_supervisors
 from kit.widgets.panel import Panel
 
 WAIT = PATIENCE_SECONDS

@@ -9,7 +9,7 @@ from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.config import Config
-from kit.data.layout import plan_chunks
+from kit.data.build.layout import plan_chunks
 from kit.errors import ConfigError, PlanError, StoreError
 from kit.widgets.chunk_panel import ChunkPanel, chunk_panel
 

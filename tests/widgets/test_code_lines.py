@@ -10,10 +10,10 @@ from waiting import PATIENCE_SECONDS
 import kit
 from kit.config import Config
 from kit.errors import ConfigError
-from kit.report.diagnosis import Diagnosis
-from kit.run.client import close_supervisors
+from kit.studies.diagnosis.diagnose import Diagnosis
+from kit.trial.client import close_supervisors
 from kit.widgets.controls import make_control, read_control, write_control
-from kit.widgets.export_view import FORMATS
+from kit.widgets.files import FORMATS
 from kit.widgets.live import widgets_in
 
 WAIT = PATIENCE_SECONDS

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from kit.config import Config
 from kit.errors import ConfigError
-from kit.widgets.config_form import SHOWN, ConfigForm
 from kit.widgets.controls import label, make_control, read_control, show, write_control
+from kit.widgets.form import SHOWN, ConfigForm
 
 FIELDS = {info.path: info for info in Config.fields()}
 

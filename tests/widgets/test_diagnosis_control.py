@@ -8,9 +8,9 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.config import Config
 from kit.errors import TrialError
-from kit.report import diagnosis
-from kit.run.client import close_supervisors
+from kit.studies.diagnosis import diagnose
 from kit.testing import TinyData, TinyModule
+from kit.trial.client import close_supervisors
 from kit.widgets.panel import panel
 
 
@@ -23,9 +23,9 @@ def no_supervisor_left():
 @pytest.fixture
 def shown(tmp_path, monkeypatch):
     """Its trials are judged as short beside their start-up, which how busy the machine is has no part in."""
-    told = diagnosis.evidence_of
+    told = diagnose.evidence_of
     monkeypatch.setattr(
-        diagnosis, "evidence_of", lambda *given: replace(told(*given), start_up_seconds=4.0, total_seconds=10.0)
+        diagnose, "evidence_of", lambda *given: replace(told(*given), start_up_seconds=4.0, total_seconds=10.0)
     )
     trial = {"folder": str(tmp_path / "runs"), "predict_memory": False, "max_steps": 4, "warmup_steps": 1}
     config = Config.make({"hardware": {"accelerator": "cpu", "threads_per_rank": 1}, "trial": trial})

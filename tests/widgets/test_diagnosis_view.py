@@ -6,10 +6,10 @@ from waiting import wait_until
 
 import kit
 from kit.config import Config
-from kit.report.diagnosis import judge
-from kit.run.repeats import Source
+from kit.studies.diagnosis.diagnose import judge
+from kit.studies.repeats import Source
 from kit.testing import TinyData, TinyModule
-from kit.widgets.diagnosis_view import DiagnosisView
+from kit.widgets.diagnose import DiagnosisView
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 

@@ -6,8 +6,8 @@ from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.config import Config
-from kit.widgets.config_form import ConfigForm
-from kit.widgets.dials_view import DialsView
+from kit.widgets.form import ConfigForm
+from kit.widgets.memory_panel import DialsView
 
 TOKENS = {"vocabulary": 64, "width": 32, "heads": 2, "layers": 2, "context": 16}
 WAIT = PATIENCE_SECONDS

@@ -12,7 +12,7 @@ from waiting import PATIENCE_SECONDS
 import kit
 from kit.errors import ConfigError
 from kit.testing import TinyData, TinyModule
-from kit.widgets.export_view import ExportView
+from kit.widgets.files import ExportView
 from kit.widgets.panel import panel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))

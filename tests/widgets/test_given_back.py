@@ -16,7 +16,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 import kit
 from kit.config import Config
 from kit.errors import KitError
-from kit.run.client import close_supervisors
+from kit.trial.client import close_supervisors
 
 MAKERS = {"panel": kit.panel, "memory": kit.memory_panel, "chunks": kit.chunk_panel, "build": kit.build_panel}
 PANELS = 30 if nightly() else 12

@@ -13,15 +13,12 @@ from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, PlanError, Problem, TrialError
-from kit.plan.memory.cards import target_of
-from kit.plan.memory.estimate import estimate
-from kit.plan.memory.scaling import BatchScaling
-from kit.run.memory.largest_batch import MOST_SAMPLES
-from kit.widgets.memory_answers import largest_replayed
-from kit.widgets.memory_cards import CardAnswer, cards_html, sentence
-from kit.widgets.memory_panel import MemoryPanel, memory_panel
-from kit.widgets.memory_view import headline
-from kit.widgets.steps import StepsSlider, marks
+from kit.memory.batch_model import MOST_SAMPLES
+from kit.memory.replay.cards import target_of
+from kit.memory.replay.estimate import estimate
+from kit.memory.replay.scaling import BatchScaling
+from kit.widgets.memory_panel import MemoryPanel, StepsSlider, marks, memory_panel
+from kit.widgets.memory_view import CardAnswer, cards_html, headline, largest_replayed, sentence
 
 training_recording = runpy.run_path(str(Path(__file__).parents[1] / "plan" / "recordings.py"))["training_recording"]
 MIB = 1 << 20

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.config import Config
-from kit.plan.schedule import advise_schedule
-from kit.widgets.config_form import ConfigForm
-from kit.widgets.dials_view import DialsView
-from kit.widgets.number_field import NumberField
-from kit.widgets.schedule_view import ScheduleView
+from kit.data.build.schedulers import advise_schedule
+from kit.widgets.build_panel import ScheduleView
+from kit.widgets.controls import NumberField
+from kit.widgets.form import ConfigForm
+from kit.widgets.memory_panel import DialsView
 
 TOKENS = {"vocabulary": 64, "width": 32, "heads": 2, "layers": 2, "context": 16}
 

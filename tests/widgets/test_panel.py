@@ -10,16 +10,16 @@ from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
-from kit.run.client import close_supervisors
+from kit.trial.client import close_supervisors
 from kit.widgets import panel as panels
-from kit.widgets.background import Latest
+from kit.widgets.live import Latest
 from kit.widgets.panel import Panel, panel
-from kit.widgets.store_view import StoreView
+from kit.widgets.store import StoreView
 from kit.widgets.trial_view import TrialView, error_html, progress_html
 
 SOURCE = '''
 import numpy as np
-from kit.data.source import VariableSpec
+from kit.data.build.source import VariableSpec
 
 
 class Waves:

@@ -7,7 +7,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.config import Config
 from kit.errors import TrialError
-from kit.report.profile import Profile
+from kit.studies.profiling.profile import Profile
 from kit.testing import TinyData, TinyModule
 from kit.widgets.panel import panel
 

@@ -10,8 +10,8 @@ from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.config import Config
-from kit.run.client import close_supervisors
-from kit.widgets.config_form import ConfigForm
+from kit.trial.client import close_supervisors
+from kit.widgets.form import ConfigForm
 from kit.widgets.live import widgets_in
 
 WAIT = PATIENCE_SECONDS

@@ -1,29 +1,188 @@
-"""RowLoader: batches of rows with the numbers of the rows, read ahead as whole blocks (see `EpochLoader`).
+"""RowOrder: which rows each batch of each rank holds, every row once an epoch. Pure numpy, no file.
+
+Rows are drawn one by one, or in blocks of `row_block` rows that lie together, `window_blocks` blocks mixed at a time: a
+disk gives a block in one read, and a chunk of a store is read once. The order is a function of (seed, epoch, position);
+positions are cut into global batches and these among the ranks as `SamplePlan` cuts a grid. So the same seed gives the
+same global batches whatever holds the rows, and 1 rank × 2B sees those of 2 ranks × B.
+
+RowLoader: batches of rows with the numbers of the rows, read ahead as whole blocks (see `EpochLoader`).
 
 With `num_workers` 0 threads take the next batches while this one is trained on: taking rows runs outside Python's lock.
 A batch is `(values, rows)`: what is in the rows, and which rows of the selection they are.
+
+RowData: rows of an array as Lightning takes them: batches `(values, rows)`, each row once an epoch over all ranks.
+
+Only batches ever go to the device, whatever holds the rows: an array in memory stays there. What is left to None is the
+config's, of a trial or a committed file (see `ConfiguredData`), and the default of `kit.Config()` elsewhere. It also
+works by itself: `for values, rows in kit.RowData("x.npy")` is an epoch.
+
+read_rates: how fast rows come, from the page cache, at random from the disk, and in order.
+
+Measured on the rows themselves, by the loader that will read them, each way for a fraction of a second. What the page
+cache holds of the file is dropped first and filled as far as was read. Rows in memory and stores have one rate: what is
+cached of a store is the engine's own matter, so it is measured as it is found.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
-from kit.config import Loader
-from kit.data import shared_memory
-from kit.data.epoch_loader import EpochLoader, EpochStream, pins, shared
-from kit.data.rows.order import RowOrder
-from kit.data.rows.page_cache import disk_read_bytes
-from kit.data.rows.rows import Rows
-from kit.data.rows.zarr_rows import ZarrRows
-from kit.data.spans import Spans
+from kit.chunks.resources import DiskRates
+from kit.config import Config, Loader
+from kit.data.patches.loader import EpochLoader, EpochStream, pins, shared
+from kit.data.patches.module import ConfiguredData
+from kit.data.rows.page_cache import disk_read_bytes, drop_cached
+from kit.data.rows.rows import Rows, Which, open_rows
+from kit.data.rows.sources import ZarrRows
+from kit.data.sampling import SamplePlan
+from kit.data.stream import memory
+from kit.data.stream.engine import Spans
 from kit.errors import ConfigError, Problem
 from kit.units import format_bytes
+
+_OWN = ("shuffle", "row_block", "window_blocks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """The batches of every epoch; equal on every rank."""
+
+    rows: int
+    batch_size: int
+    """Rows per batch on each rank."""
+    world_size: int
+    seed: int
+    shuffle: bool
+    """Whether each epoch has an order of its own; else rows come as they lie."""
+    drop_last: bool
+    row_block: int = 1
+    """Rows that lie together and are drawn together."""
+    window_blocks: int = 64
+    """Blocks that are mixed with one another."""
+
+    def __post_init__(self) -> None:
+        problems = [*_problems(self)]
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def in_blocks(self) -> bool:
+        return self.shuffle and self.row_block > 1
+
+    @cached_property
+    def plan(self) -> SamplePlan:
+        """The positions of an epoch as a grid of one dimension."""
+        return SamplePlan(
+            shape=(self.rows,), patch=(1,), order="grid", stride=(1,), samples_per_epoch=self.rows,
+            batch_size=self.batch_size, world_size=self.world_size, seed=self.seed,
+            shuffle=self.shuffle and not self.in_blocks, drop_last=self.drop_last,
+        )  # fmt: skip
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.plan.batches_per_epoch
+
+    def batch(self, epoch: int, step: int, rank: int) -> NDArray[np.int64]:
+        """The rows that `rank` reads at `step` of `epoch`, in their order.
+
+        Raises:
+            IndexError: for a step or rank that there is not.
+        """
+        if self.in_blocks:
+            run = self.plan.positions(step, rank)
+            return np.concatenate([*_in_blocks(self, epoch, run)])
+        return self.plan.batch(epoch, step, rank)[:, 0]
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the batches and their order, in plain values, for `step_after`."""
+        return {**{name: getattr(self, name) for name in _OWN}, "plan": self.plan.identity()}
+
+    def step_after(self, other: Mapping[str, Any], step: int) -> int:
+        """The step that follows the first `step` global batches of another order, of which `other` is the identity.
+
+        Raises:
+            ConfigError: when the other has other rows or another order, or its batches end inside one of ours.
+        """
+        changed = [name for name in _OWN if getattr(self, name) != other.get(name)]
+        if changed:
+            way_out = "in the state to resume from; resume with the same order, or begin the epoch anew"
+            raise ConfigError(
+                [Problem(name, f"{getattr(self, name)}, but {other.get(name)} {way_out}") for name in changed]
+            )
+        return self.plan.step_after(other["plan"], step)
+
+
+def _problems(order: RowOrder) -> Iterator[Problem]:
+    """Why an order cannot be."""
+    if order.row_block < 1 or order.window_blocks < 1:
+        yield Problem("row_block", f"{order.row_block} rows × {order.window_blocks} blocks: use at least 1 of each")
+    whole = order.batch_size * order.world_size
+    if whole > order.rows:
+        most = order.rows // order.world_size
+        yield Problem(
+            "loader.batch_size",
+            f"{order.batch_size} rows × {order.world_size} ranks = {whole} do not fit {order.rows} rows; use at most "
+            + (f"{most}" if most else f"{order.rows} ranks"),
+        )
+
+
+def _in_blocks(order: RowOrder, epoch: int, run: range) -> Iterator[NDArray[np.int64]]:
+    """The rows at a run of positions, window by window."""
+    blocks = _blocks(order.rows, order.row_block, order.window_blocks, order.seed, epoch)
+    first = int(np.searchsorted(blocks.starts, run.start, side="right")) - 1
+    for window in range(first, len(blocks.starts)):
+        start = int(blocks.starts[window])
+        if start >= run.stop:
+            break
+        rows = blocks.window(window)
+        yield rows[max(0, run.start - start) : run.stop - start]
+
+
+class _Blocks:
+    """The blocks of one epoch, in windows."""
+
+    def __init__(self, rows: int, row_block: int, window_blocks: int, seed: int, epoch: int) -> None:
+        count = -(-rows // row_block)
+        self._rows, self._row_block, self._window_blocks, self._key = rows, row_block, window_blocks, (seed, epoch)
+        self._order = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(count)
+        sizes = np.minimum(rows - self._order * row_block, row_block)
+        self.starts = np.concatenate([[0], np.cumsum(sizes)])[:-1][::window_blocks]
+        """First position of each window."""
+        self._last: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+
+    def window(self, number: int) -> NDArray[np.int64]:
+        """The rows of a window, in their order."""
+        kept, rows = self._last
+        if kept == number:
+            return rows
+        blocks = self._order[number * self._window_blocks :][: self._window_blocks]
+        rows = (blocks[:, None] * self._row_block + np.arange(self._row_block)).reshape(-1)
+        rows = rows[rows < self._rows]
+        mixed = np.random.Generator(np.random.Philox(np.random.SeedSequence([*self._key, number + 1])))
+        rows = mixed.permutation(rows)
+        self._last = number, rows
+        return rows
+
+
+@lru_cache(maxsize=2)
+def _blocks(rows: int, row_block: int, window_blocks: int, seed: int, epoch: int) -> _Blocks:
+    return _Blocks(rows, row_block, window_blocks, seed, epoch)
+
 
 RowBatch = tuple[Tensor, Tensor]
 """Values (samples, *columns) and rows (samples,) int64."""
@@ -48,7 +207,7 @@ class RowLoader(EpochLoader[RowBatch]):
 
     def __init__(self, rows: Rows, order: RowOrder, settings: Loader, *, rank: int = 0) -> None:
         _refuse_too_little_memory(rows, order, settings)
-        shared_memory.refuse_too_little(settings, order.batch_size * rows.delivered_row_bytes)
+        memory.refuse_too_little(settings, order.batch_size * rows.delivered_row_bytes)
         self.rows, self.order = rows, order
         self._blocks = _Stream(rows, order, rank, settings)
         super().__init__(order, settings, self._blocks, rank)
@@ -157,3 +316,194 @@ def _refuse_too_little_memory(rows: Rows, order: RowOrder, settings: Loader) -> 
             "loader.batch_size"
         )
         raise ConfigError([Problem("loader.memory_bytes", message)])
+
+
+class RowData(ConfiguredData):
+    """Rows of a `.npy` or `.pt` file, a Zarr array, or numbers in memory.
+
+    World size and rank are the trainer's, or 1 and 0 without one.
+
+    Args:
+        source: What `kit.open_rows` takes.
+        indices: Rows to take, counted from 0 in this order; None for all.
+        batch_size: Rows per batch on each device.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Of the order: the same gives the same batches whatever holds the rows.
+        drop_last: Leave out the rows that do not fill the last global batch.
+        num_workers: Loader processes; 0 reads ahead in threads.
+        prefetch_factor: Batches each loader process keeps ready.
+        batches_ahead: Batches that threads read before they are asked for.
+        pin_memory: Copy batches to pinned memory first.
+        row_block: Rows that lie together and are drawn together: a disk gives them in one read.
+        window_blocks: Row blocks that are mixed with one another.
+        in_memory: Read all rows into memory before the first batch.
+        dtype: Name of the type they are delivered in; None for float32 of floats, and whole numbers as they are.
+        variable: Name of the array in a Zarr group of several.
+        credentials: As `data.credentials`, for a URL.
+        page_cache_bytes: What the page cache may keep of a mapped file; 0 leaves it alone.
+        strict: As `data.strict`, for a Zarr array: a chunk that is absent from the store is an error.
+
+    Raises:
+        MissingRowsError, RowsError, ConfigError, StoreError: as `kit.open_rows`, and for settings that are out of
+            bounds.
+    """
+
+    def __init__(
+        self,
+        source: str | PathLike[str] | Tensor | NDArray[Any] | Rows,
+        indices: Which | None = None,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        drop_last: bool | None = None,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        batches_ahead: int | None = None,
+        pin_memory: bool | None = None,
+        row_block: int = 1,
+        window_blocks: int = 64,
+        in_memory: bool = False,
+        dtype: str | None = None,
+        variable: str = "",
+        credentials: str = "default",
+        page_cache_bytes: int | str = 0,
+        strict: bool = False,
+    ) -> None:
+        given = {
+            "loader.batch_size": batch_size, "loader.shuffle": shuffle, "training.seed": seed,
+            "loader.drop_last": drop_last, "loader.num_workers": num_workers,
+            "loader.prefetch_factor": prefetch_factor, "loader.batches_ahead": batches_ahead,
+            "loader.pin_memory": pin_memory,
+        }  # fmt: skip
+        super().__init__(Config(), {path: value for path, value in given.items() if value is not None})
+        self.rows = open_rows(
+            source, indices, dtype=dtype, variable=variable, credentials=credentials, page_cache_bytes=page_cache_bytes,
+            strict=strict,
+        )  # fmt: skip
+        self.row_block, self.window_blocks, self._in_memory = row_block, window_blocks, in_memory
+        self.loader: RowLoader | None = None
+        self._kept: Rows | None = None
+        if row_block < 1 or window_blocks < 1:
+            raise ConfigError([Problem("row_block", f"{row_block} rows × {window_blocks} blocks: at least 1 of each")])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, *columns)."""
+        return self.rows.shape
+
+    def order(self, world_size: int = 1) -> RowOrder:
+        """Which rows are in which batch, for so many ranks.
+
+        Raises:
+            ConfigError: when a global batch is larger than the rows.
+        """
+        loader = self.config.loader
+        return RowOrder(
+            rows=len(self.rows), batch_size=loader.batch_size, world_size=world_size, seed=self.config.training.seed,
+            shuffle=loader.shuffle, drop_last=loader.drop_last, row_block=self.row_block,
+            window_blocks=self.window_blocks,
+        )  # fmt: skip
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        if self._in_memory and self._kept is None:
+            self._kept = self.rows.in_memory()
+
+    @override
+    def train_dataloader(self) -> RowLoader:
+        """The batches of this rank.
+
+        Raises:
+            ConfigError: when a global batch is larger than the rows, or what is read ahead than `loader.memory_bytes`.
+        """
+        self.setup()
+        self._use_committed()
+        world_size, rank = self.ranks
+        self._close()
+        self.loader = RowLoader(self._kept or self.rows, self.order(world_size), self.config.loader, rank=rank)
+        return self.loader
+
+    # -- by itself
+
+    def __iter__(self) -> Iterator[RowBatch]:
+        return iter(self._own())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`."""
+        self._own().set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the pass under way has come, for `load_state_dict`; empty in a Trainer, which asks its loader."""
+        return {} if self.loader is None or self.trainer is not None else self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next pass go on where that state was taken.
+
+        Raises:
+            ConfigError: when rows or order are not those of the state.
+        """
+        if state_dict:
+            self._own().load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """End loader processes and threads, and let go of the file."""
+        self._close()
+        self.rows.close()
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return self.__dict__ | {"loader": None, "_kept": None}
+
+    def _own(self) -> RowLoader:
+        return self.loader or self.train_dataloader()
+
+
+_SECONDS = 0.5
+_LEAST_BATCHES = 4
+_READ_BYTES = 1 << 22
+
+
+def read_rates(rows: Rows, order: RowOrder, settings: Loader) -> DiskRates:
+    """Bytes per second, as stored, of the batches of one rank.
+
+    Raises:
+        StoreError: when the rows cannot be read.
+    """
+    loader = RowLoader(rows, order, settings)
+    try:
+        if rows.file is None:
+            _rate(loader, _LEAST_BATCHES)
+            rate, _ = _rate(loader)
+            return DiskRates(memory_bytes_per_second=rate, random_bytes_per_second=rate, ordered_bytes_per_second=rate)
+        rows.close()
+        drop_cached(rows.file)
+        cold, batches = _rate(loader)
+        warm, _ = _rate(loader, batches)
+        rows.close()
+        drop_cached(rows.file)
+        ordered = _in_order(rows.file)
+    finally:
+        loader.close()
+    return DiskRates(memory_bytes_per_second=warm, random_bytes_per_second=cold, ordered_bytes_per_second=ordered)
+
+
+def _rate(loader: RowLoader, batches: int = 0) -> tuple[float, int]:
+    """Bytes per second of the first batches of an epoch, so many or as long as is needed, and how many they were."""
+    loader.set_epoch(0)
+    taken = number = 0
+    began = time.perf_counter()
+    for number, (_, rows) in enumerate(itertools.islice(loader, batches or None), 1):
+        taken += len(rows) * loader.rows.row_bytes
+        if not batches and number >= _LEAST_BATCHES and time.perf_counter() - began > _SECONDS:
+            break
+    return taken / max(time.perf_counter() - began, 1e-9), number
+
+
+def _in_order(file: Path) -> float:
+    """Bytes per second of reading a file from its beginning."""
+    done, began = 0, time.perf_counter()
+    block = bytearray(_READ_BYTES)
+    with file.open("rb", buffering=0) as opened:
+        while (count := opened.readinto(block)) and time.perf_counter() - began < _SECONDS:
+            done += count
+    return max(done, 1) / max(time.perf_counter() - began, 1e-9)

@@ -4,11 +4,24 @@ A mapped file is read by page; a page that was read stays in memory until someth
 there. What is kept is no memory of any process, and is given up before any process is refused. `LimitedTable` plays a
 machine with less memory: it drops the pages read longest ago once more than so many bytes of a file were read, so that
 reading them again is a read of the disk. Elsewhere than on Linux nothing is known and nothing dropped.
+
+Gather: rows of a table copied out as one block, whatever their order, without a loop over them.
+
+A table is the bytes of an array, `(row, byte)`, in memory or mapped from a file: one shape for every type of number,
+also those that numpy does not know. Neighbours in order are copied as one slice, all else by one indexed copy, during
+which other threads run.
+
+Kinds: which numbers rows may hold, and as which they are delivered.
+
+Floats are delivered as float32 unless told otherwise, whole numbers and bool as they are stored. Unsigned types that
+torch hardly computes with are widened, so that no value is lost (uint16 to int32, uint32 to int64). Complex numbers,
+text, Python objects and uint64 are refused, and so is a type asked for that could not hold what is stored.
 """
 
 from __future__ import annotations
 
 import ctypes
+import difflib
 import functools
 import mmap
 import os
@@ -19,10 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from kit.data.rows.gather import Table, gather, runs_of
-from kit.processes import LINUX
+from kit.errors import ConfigError, Problem, RowsError
+from kit.machine.processes import LINUX
 
 PAGE_BYTES = mmap.PAGESIZE
 _MADV_WILLNEED = 3
@@ -221,3 +236,84 @@ def _offset_of(address: int) -> int:
 @functools.cache
 def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
+
+
+Table = NDArray[np.uint8]
+
+
+def table_of(array: NDArray[Any]) -> Table:
+    """The bytes of an array whose rows lie one after another."""
+    return array.reshape(len(array), -1).view(np.uint8)
+
+
+def gather(table: Table, rows: NDArray[np.int64]) -> Table:
+    """The bytes of `rows`, in their order, in memory of their own."""
+    count = len(rows)
+    if count and rows[-1] - rows[0] == count - 1 and (count == 1 or bool((np.diff(rows) == 1).all())):
+        return table[rows[0] : rows[0] + count].copy()
+    block = np.empty((count, table.shape[1]), np.uint8)
+    np.take(table, rows, axis=0, out=block, mode="clip")  # mode raise would copy once more
+    return block
+
+
+def runs_of(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sorted distinct numbers as runs `(run, [first, last + 1])`."""
+    if not len(numbers):
+        return np.empty((0, 2), np.int64)
+    breaks = np.flatnonzero(np.diff(numbers) != 1)
+    first = numbers[np.concatenate([[0], breaks + 1])]
+    last = numbers[np.concatenate([breaks, [len(numbers) - 1]])]
+    return np.stack([first, last + 1], axis=1)
+
+
+def tensor_of(block: Table, dtype: torch.dtype, columns: tuple[int, ...]) -> Tensor:
+    """The numbers in a block of bytes, `(row, *columns)`."""
+    if not len(block):
+        return torch.empty((0, *columns), dtype=dtype)
+    return torch.from_numpy(block).view(dtype).reshape(len(block), *columns)
+
+
+_WIDENED = {"uint16": "int32", "uint32": "int64"}
+_PLAIN = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+DELIVERED = (*_PLAIN, "bfloat16")
+"""Names of the types that rows can be asked for in."""
+
+
+def plain_dtype(stored: np.dtype[np.generic], place: str) -> np.dtype[np.generic]:
+    """The type of this machine, known to torch too, that holds every value of a stored one.
+
+    Raises:
+        RowsError: for what is no number, and for uint64.
+    """
+    name = _WIDENED.get(stored.name, stored.name)
+    if name not in _PLAIN:
+        why = "that torch does not compute with; store it as int64" if name == "uint64" else "which is no real number"
+        raise RowsError(f"{place} holds {stored}, {why}; rows are bool, whole numbers or floats")
+    return np.dtype(name)
+
+
+def delivered_dtype(stored: torch.dtype, asked: str | None, place: str) -> torch.dtype:
+    """What rows are delivered as.
+
+    Raises:
+        RowsError: for numbers stored as what is no real number.
+        ConfigError: for a type that is unknown, or cannot hold what is stored.
+    """
+    if stored.is_complex or not (stored.is_floating_point or name_of(stored) in _PLAIN):
+        raise RowsError(f"{place} holds {name_of(stored)}, which is no real number; rows are bool, integers or floats")
+    if asked is None:
+        return torch.float32 if stored.is_floating_point else stored
+    if asked not in DELIVERED:
+        close = difflib.get_close_matches(str(asked), DELIVERED, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(DELIVERED)}"
+        raise ConfigError([Problem("dtype", f"{asked!r} is no type that rows are delivered in; {hint}")])
+    wanted: torch.dtype = getattr(torch, asked)
+    if not wanted.is_floating_point and torch.promote_types(stored, wanted) != wanted:
+        message = f"{asked} cannot hold the {name_of(stored)} of {place}; use {name_of(stored)}, or a float"
+        raise ConfigError([Problem("dtype", message)])
+    return wanted
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -19,12 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kit.cgroup import share
-from kit.data.rows.kinds import delivered_dtype, name_of
-from kit.data.rows.sources import MemoryRows, NpyRows, RowSource, TorchRows
-from kit.data.rows.zarr_rows import ZarrRows, near
-from kit.data.stores import local_folder, redact, resolve_url
+from kit.data.rows.page_cache import delivered_dtype, name_of
+from kit.data.rows.sources import MemoryRows, NpyRows, RowSource, TorchRows, ZarrRows, near
+from kit.data.stores.url import local_folder, redact, resolve_url
 from kit.errors import ConfigError, MissingRowsError, Problem, RowsError
+from kit.machine.machine import share
 from kit.units import format_bytes, parse_bytes
 
 Which = Sequence[int] | NDArray[Any] | Tensor | range | slice

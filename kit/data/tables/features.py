@@ -15,11 +15,30 @@ together, among the earlier ones. Without a date column a hash of the sketched v
 is later has a target of zeros.
 
 The one invariant: neither the order of the rows nor which entities are encoded together changes a bit of a row.
+
+FeatureRows: the events that features are made of, column by column, and whose each of them is.
+
+Aggregates: a few numbers of all events of an entity, which the order of the events leaves unchanged bit for bit.
+
+Sums of floats depend on their order; so the values of an entity are sorted before they are added.
+
+A sketch: which values an entity's events hold and how often, in a fixed number of numbers, whatever their order.
+
+Each value falls into one of `width` buckets, in `DEPTH` independent ways, and each row of buckets is counted and
+divided by its sum (a count sketch without signs: Cormode, Muthukrishnan 2005; normalised as in EMDE: Dabrowski et al.
+2021). Two values share a bucket with probability 1 / width, and all buckets with probability 1 / width^DEPTH. A quality
+of 1 is 128 buckets wide; less is narrower, and more values share a bucket.
+
+Hashes of values that are the same in every process, on every machine, in every version: what a sketch is made of.
+
+A text is hashed by BLAKE2b to 64 bits, once for each different text of a column; numbers are mixed by splitmix64
+(Steele, Lea, Flood 2014), which changes half of the bits when one changes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -29,14 +48,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kit.data.tables import aggregates
-from kit.data.tables.columns import SKETCHED, compute
-from kit.data.tables.extras import needed
-from kit.data.tables.feature_rows import FeatureRows, Mask
-from kit.data.tables.hashing import Hashes, Rows, mixed
-from kit.data.tables.sketching import DEPTH, sketch_of, sketch_width
-from kit.data.tables.statistics import FittedColumn, numbers_of, words_of
-from kit.errors import ConfigError, SchemaChangedError
+from kit.data.tables.declare import SKETCHED, compute
+from kit.data.tables.source import needed
+from kit.data.tables.statistics import FittedColumn, Floats, moments_of, numbers_of, words_of
+from kit.errors import ConfigError, PartitionError, Problem, SchemaChangedError
 from kit.json_text import read_json
 from kit.tables import html_table, text_table
 from kit.units import format_bytes
@@ -71,7 +86,7 @@ class Features:
     @property
     def numbers(self) -> tuple[str, ...]:
         """What each number of `numeric` is."""
-        names = {"numeric": aggregates.NUMERIC, "time": aggregates.TIME}
+        names = {"numeric": NUMERIC, "time": TIME}
         return ("events", *(f"{c.name}.{part}" for c in self.columns for part in names.get(c.kind, ())))
 
     @property
@@ -153,19 +168,17 @@ class Features:
         for column in self.columns:
             if column.kind == "numeric":
                 values = numbers_of(rows.column(column.name))
-                parts.append(aggregates.of_numbers(values, rows.entities, rows.count, column.mean, column.deviation))
+                parts.append(of_numbers(values, rows.entities, rows.count, column.mean, column.deviation))
             elif column.kind == "time":
                 moments, known = rows.moments(column.name)
-                parts.append(aggregates.of_moments(moments, known, rows.entities, rows.count, column.latest))
+                parts.append(of_moments(moments, known, rows.entities, rows.count, column.latest))
         return np.concatenate(parts, axis=1).astype(np.float32)
 
     def _categorical(self, rows: FeatureRows) -> Rows:
         found = np.zeros((rows.count, len(self.categories)), np.int64)
         for place, column in enumerate(self.categories):
             codes = _codes(words_of(rows.column(column.name)), column.vocabulary)
-            found[:, place] = aggregates.most_frequent(
-                codes, rows.entities, rows.count, _FIRST_WORD + len(column.vocabulary)
-            )
+            found[:, place] = most_frequent(codes, rows.entities, rows.count, _FIRST_WORD + len(column.vocabulary))
         return found
 
     def _sketch(self, rows: FeatureRows) -> NDArray[np.float32]:
@@ -228,7 +241,7 @@ def _row(column: FittedColumn, sketch_numbers: int) -> list[str]:
         "time": f"latest {np.datetime64(column.latest, 'us').astype('datetime64[s]')}",
         "identifier": "sketched as it is", "text": "sketched as it is",
     }  # fmt: skip
-    numbers = {"numeric": len(aggregates.NUMERIC), "time": len(aggregates.TIME), "category": 1 + sketch_numbers}
+    numbers = {"numeric": len(NUMERIC), "time": len(TIME), "category": 1 + sketch_numbers}
     rows = [f"{column.rows:,}", f"{column.missing:,}"] if column.rows else ["", ""]
     return [column.name, column.kind, *rows, found[column.kind], f"{numbers.get(column.kind, sketch_numbers):,}"]
 
@@ -265,3 +278,242 @@ def _latest(moments: Rows, known: Mask, entities: Rows, count: int, fraction: fl
     last_early = np.cumsum(sizes) - later - 1
     mask: Mask = known & (moments > moments[order[last_early]][entities])
     return mask
+
+
+Mask = NDArray[np.bool_]
+_EARLIEST = np.iinfo(np.int64).min
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureRows:
+    """Rows of a table, and whose each is."""
+
+    table: Any
+    entities: Rows
+    """(row,), from 0 to count - 1."""
+    count: int
+    """Entities."""
+    ids: Rows
+    """(entity,)"""
+
+    @classmethod
+    def of(cls, events: Any, entity_column: str) -> FeatureRows:
+        """Those of a table or a record batch.
+
+        Raises:
+            PartitionError: for a row without an entity.
+        """
+        pyarrow = needed("pyarrow")
+        table = pyarrow.table(events) if isinstance(events, pyarrow.RecordBatch) else events
+        ids = _flat(table.column(entity_column))
+        if ids.null_count:
+            raise PartitionError(
+                f"{ids.null_count:,} of {len(ids):,} events have no {entity_column}, so they are nobody's; "
+                f"leave them out: where: {entity_column} IS NOT NULL"
+            )
+        encoded = ids.dictionary_encode()
+        codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        count = len(encoded.dictionary)
+        return cls(table=table, entities=codes, count=count, ids=_ids(encoded.dictionary))
+
+    def only(self, mask: Mask) -> FeatureRows:
+        """Some of the rows; entities keep their places."""
+        table = self.table.filter(needed("pyarrow").array(mask))
+        return dataclasses.replace(self, table=table, entities=self.entities[mask])
+
+    def column(self, name: str) -> Any:
+        """A column as one Arrow array."""
+        return _flat(self.table.column(name))
+
+    def moments(self, name: str) -> tuple[Rows, Mask]:
+        """Microseconds, (row,), and which rows have one."""
+        column = self.column(name)
+        known: Mask = column.is_valid().to_numpy(zero_copy_only=False)
+        found = np.full(len(column), _EARLIEST)
+        found[known] = moments_of(column.drop_null())
+        return found, known
+
+    def hashes(self, name: str) -> tuple[Mask, Hashes]:
+        """Which rows have a value, and its hash of those."""
+        column = self.column(name)
+        known: Mask = column.is_valid().to_numpy(zero_copy_only=False)
+        return known, hashes_of(words_of(column.drop_null()))
+
+    def values(self, column: FittedColumn) -> tuple[Rows, Hashes]:
+        """Whose each value is, and its hash; a text has many values, a null none."""
+        if column.kind != "text":
+            known, hashes = self.hashes(column.name)
+            return self.entities[known], hashes
+        texts = self.column(column.name)
+        known = texts.is_valid().to_numpy(zero_copy_only=False)
+        places, hashes = word_hashes(words_of(texts.drop_null()))
+        return self.entities[known][places], hashes
+
+
+def _flat(column: Any) -> Any:
+    """One array of a column of several."""
+    flat = column.combine_chunks()
+    return flat.chunk(0) if hasattr(flat, "num_chunks") else flat
+
+
+def _ids(entities: Any) -> Rows:
+    if needed("pyarrow").types.is_integer(entities.type):
+        return np.array(entities.to_numpy(zero_copy_only=False), np.int64)
+    return (hashes_of(words_of(entities)) >> np.uint64(1)).astype(np.int64)
+
+
+NUMERIC = ("mean", "lowest", "highest", "missing")
+TIME = ("since_last", "since_first", "missing")
+LARGEST = 10.0
+"""Standard deviations from the mean beyond which a number is cut off: an outlier of one entity is none of the batch."""
+_DAY = 86_400_000_000
+
+
+def of_numbers(values: Floats, entities: Rows, count: int, mean: float, deviation: float) -> Floats:
+    """Mean, lowest, highest and the share that is missing, (entity, 4), in standard deviations from the mean.
+
+    Args:
+        values: One number an event, (event,); those that are not finite are missing.
+        entities: Whose event it is, (event,).
+        count: Entities.
+        mean: Of all rows of the column.
+        deviation: Of all rows of the column.
+    """
+    known = np.isfinite(values)
+    with np.errstate(over="ignore"):
+        scaled = np.clip((values[known] - mean) / (deviation or np.inf), -LARGEST, LARGEST)
+    extremes = _extremes(scaled, entities[known], count)
+    return np.column_stack([*extremes, _missing(known, entities, count)])
+
+
+def of_moments(moments: Rows, known: NDArray[np.bool_], entities: Rows, count: int, latest: int) -> Floats:
+    """log(1 + days) since the last event and since the first, and the share that is missing, (entity, 3).
+
+    Args:
+        moments: Microseconds, (event,), of any value where they are not `known`.
+        known: Which events have a moment, (event,).
+        entities: Whose event it is, (event,).
+        count: Entities.
+        latest: What days are counted back from; later events count as of that moment.
+    """
+    ago = np.maximum(latest - moments[known], 0) / _DAY
+    _, shortest, longest = _extremes(ago, entities[known], count)
+    return np.column_stack([np.log1p(shortest), np.log1p(longest), _missing(known, entities, count)])
+
+
+def most_frequent(codes: Rows, entities: Rows, count: int, values: int) -> Rows:
+    """The most frequent code of each entity, the lowest among equals, (entity,); 0 for one without events.
+
+    Args:
+        codes: One an event, (event,), each from 0 to values - 1.
+        entities: Whose event it is, (event,).
+        count: Entities.
+        values: Different codes.
+    """
+    pairs, often = np.unique(entities * values + codes, return_counts=True)
+    whose, what = pairs // values, pairs % values
+    order = np.lexsort((what, -often, whose))
+    first = order[np.unique(whose[order], return_index=True)[1]]
+    found = np.zeros(count, np.int64)
+    found[whose[first]] = what[first]
+    return found
+
+
+def _extremes(values: Floats, entities: Rows, count: int) -> tuple[Floats, Floats, Floats]:
+    """Mean, lowest and highest of each entity, (entity,) each; 0 for one without values."""
+    order = np.lexsort((values, entities))
+    values = values[order]
+    sizes = np.bincount(entities, minlength=count)
+    some = np.flatnonzero(sizes)
+    ends = np.cumsum(sizes)[some]
+    starts = ends - sizes[some]
+    mean, lowest, highest = np.zeros(count), np.zeros(count), np.zeros(count)
+    if len(some):
+        mean[some] = np.add.reduceat(values, starts) / sizes[some]
+        lowest[some], highest[some] = values[starts], values[ends - 1]
+    return mean, lowest, highest
+
+
+def _missing(known: NDArray[np.bool_], entities: Rows, count: int) -> Floats:
+    events = np.bincount(entities, minlength=count)
+    return np.bincount(entities[~known], minlength=count) / np.maximum(events, 1)
+
+
+DEPTH = 4
+"""Independent ways in which values are shared out."""
+_WIDTH = 128
+_STEP = 8
+"""What matrix units take at a time."""
+_LARGEST_QUALITY = 512.0
+
+
+def sketch_width(quality: float) -> int:
+    """Buckets of a row at that quality: 128 times it, in multiples of 8.
+
+    Raises:
+        ConfigError: when it is not above 0, or above 512.
+    """
+    if not 0 < quality <= _LARGEST_QUALITY:
+        raise ConfigError([Problem("sketch_quality", f"is {quality}, but must be above 0, and at most 512")])
+    return max(_STEP, round(_WIDTH * quality / _STEP) * _STEP)
+
+
+def sketch_of(entities: Rows, hashes: Hashes, count: int, width: int) -> NDArray[np.float32]:
+    """Sketches of `count` entities, (entity, depth, bucket); each row of buckets sums to 1, or is 0 without values.
+
+    Args:
+        entities: Whose value it is, (value,), from 0 to count - 1.
+        hashes: Hashes of the values, (value,).
+        count: Entities.
+        width: Buckets of a row.
+    """
+    found = np.empty((count, DEPTH, width), np.float32)
+    for way in range(DEPTH):
+        buckets = (mixed(hashes, way) % np.uint64(width)).astype(np.int64)
+        counts = np.bincount(entities * width + buckets, minlength=count * width).reshape(count, width)
+        found[:, way] = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    return found
+
+
+Hashes = NDArray[np.uint64]
+Rows = NDArray[np.int64]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BETWEEN_WORDS = r"[^\p{L}\p{N}]+"
+
+
+def mixed(hashes: Hashes, turn: int = 0) -> Hashes:
+    """Other hashes of the same, independent of those of another turn."""
+    with np.errstate(over="ignore"):
+        found = hashes + _GOLDEN * np.uint64(turn + 1)
+        found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return found ^ (found >> np.uint64(31))
+
+
+def hashes_of(words: pyarrow.Array) -> Hashes:
+    """A hash of each text, (row,), of a column without nulls."""
+    encoded = words.dictionary_encode()
+    table = np.fromiter((_hash(word) for word in encoded.dictionary.to_pylist()), np.uint64)
+    found: Hashes = table[encoded.indices.to_numpy(zero_copy_only=False)]
+    return found
+
+
+def word_hashes(texts: pyarrow.Array) -> tuple[Rows, Hashes]:
+    """A hash of each word, and of each two in a row, of texts without nulls: the row it is of, and the hash.
+
+    Words are runs of letters and digits, whatever their case.
+    """
+    functions = compute()
+    lists = functions.split_pattern_regex(functions.utf8_lower(texts), pattern=_BETWEEN_WORDS)
+    words, rows = functions.list_flatten(lists), functions.list_parent_indices(lists)
+    wanted = functions.not_equal(words, "")
+    of_rows = functions.filter(rows, wanted).to_numpy(zero_copy_only=False).astype(np.int64)
+    hashes = hashes_of(functions.filter(words, wanted))
+    with np.errstate(over="ignore"):
+        pairs = mixed(hashes[:-1], 1) * np.uint64(3) + hashes[1:]
+    together = of_rows[:-1] == of_rows[1:]
+    return np.concatenate([of_rows, of_rows[1:][together]]), np.concatenate([hashes, pairs[together]])
+
+
+def _hash(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")

@@ -4,18 +4,27 @@ Names are quoted and never taken apart from their quotes; values never enter the
 declaration gives as SQL (`query`, `where`) is passed on as it is: in brackets, and closed on a line of its own, so that
 a comment at its end ends with it. Before, the database parses it on its own, where brackets that it closes and did not
 open are an error (`alone`).
+
+Types: the columns of every database as the same seven Arrow types, so that a change of database changes no batch.
+
+Whole numbers are int64, all other numbers float64 (decimals too: exact to about 15 digits), text and what stands for it
+(enumerations, UUIDs) string, times timestamp[us] (with a zone: UTC), dates date32. The database itself casts, so what
+does not fit (a whole number beyond 2^63) is its error, never a wrong value. Anything else (blobs, lists, documents,
+intervals) is refused by name.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from kit.data.tables.arrow_types import Column, Kind
-from kit.data.tables.partition import HASH_DIGITS, Partition
-from kit.data.tables.source import Query
+from kit.data.tables.source import HASH_DIGITS, Partition, Query, needed
 from kit.errors import PartitionError, QueryError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +36,7 @@ class Dialect:
     types: Mapping[Kind, str]
     """What values are cast to."""
     hash_number: str
-    """A whole number from `{text}`, as `kit.data.tables.partition.hash_number`."""
+    """A whole number from `{text}`, as `kit.data.tables.source.hash_number`."""
     is_one_of: str
     """Whether `{value}` is in the list `{values}` of `{type}`."""
     ordered_text: str
@@ -227,3 +236,61 @@ def _cast(dialect: Dialect, column: Column) -> str:
 def _ordered(dialect: Dialect, column: Column) -> str:
     value = _value(dialect, column)
     return dialect.ordered_text.format(text=value) if column.kind == "text" else value
+
+
+Kind = Literal["integer", "number", "bool", "text", "time", "zoned time", "date"]
+
+_NAMED = re.compile(r"(?P<name>[A-Za-z_][\w ]*?)\s*(\(.*\))?(?P<rest> with(out)? time zone)?", re.DOTALL)
+
+DUCKDB: Mapping[str, Kind] = {
+    **dict.fromkeys(("tinyint", "smallint", "integer", "bigint"), "integer"),
+    **dict.fromkeys(("utinyint", "usmallint", "uinteger", "ubigint"), "integer"),
+    **dict.fromkeys(("float", "double", "decimal"), "number"),
+    "boolean": "bool",
+    **dict.fromkeys(("varchar", "enum", "uuid"), "text"),
+    **dict.fromkeys(("timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns"), "time"),
+    "timestamp with time zone": "zoned time",
+    "date": "date",
+}
+POSTGRES: Mapping[str, Kind] = {
+    **dict.fromkeys(("smallint", "integer", "bigint", "oid"), "integer"),
+    **dict.fromkeys(("real", "double precision", "numeric"), "number"),
+    "boolean": "bool",
+    **dict.fromkeys(("text", "character varying", "character", "bpchar", "name", "uuid", "citext", "enum"), "text"),
+    "timestamp without time zone": "time",
+    "timestamp with time zone": "zoned time",
+    "date": "date",
+}
+"""What each database calls the types that are read; sizes, precisions and members of an enumeration left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column as the database describes it."""
+
+    name: str
+    type_name: str
+    """The database's own word."""
+    kind: Kind | None
+    """None for a type that is not read."""
+
+
+def kind_of(type_name: str, known: Mapping[str, Kind]) -> Kind | None:
+    """What a type is read as; None for one that is not read, such as `INTEGER[]`."""
+    match = _NAMED.fullmatch(type_name)
+    return known.get((match["name"] + (match["rest"] or "")).lower()) if match else None
+
+
+def arrow_type(kind: Kind) -> pyarrow.DataType:
+    """The Arrow type of a kind."""
+    arrow = needed("pyarrow")
+    types: dict[Kind, pyarrow.DataType] = {
+        "integer": arrow.int64(),
+        "number": arrow.float64(),
+        "bool": arrow.bool_(),
+        "text": arrow.string(),
+        "time": arrow.timestamp("us"),
+        "zoned time": arrow.timestamp("us", tz="UTC"),
+        "date": arrow.date32(),
+    }
+    return types[kind]

@@ -10,7 +10,7 @@ import zarr
 from row_files import numbers
 
 import kit
-from kit.data.stores import delete_object, open_store
+from kit.data.stores.url import delete_object, open_store
 from kit.errors import MissingChunkError, RowsError, StoreError
 
 SCHEMES = ("gs", "s3", "http")

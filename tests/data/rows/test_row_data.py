@@ -14,15 +14,14 @@ from properties import examples
 from row_files import PLACES, numbers, put
 
 import kit
-from kit.data.rows.order import RowOrder
+from kit.data.rows.loader import RowOrder
 from kit.data.rows.rows import Rows
 from kit.data.rows.sources import MemoryRows
 from kit.errors import ConfigError
-from kit.memory.batches import loaders_of
-from kit.run.calibration.subject import subject_of
-from kit.run.jobs.batch_size import resize
-from kit.run.jobs.parts import make_data
-from kit.run.payload import Part
+from kit.memory.record.batches import loaders_of
+from kit.studies.calibration.measure import subject_of
+from kit.trial.fit_job import make_data, resize
+from kit.trial.payload import Part
 
 QUIET = {
     "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,

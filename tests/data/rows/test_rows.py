@@ -15,8 +15,7 @@ from properties import examples
 from row_files import PLACES, numbers, put
 
 import kit
-from kit.data.rows.gather import gather, runs_of, table_of
-from kit.data.rows.page_cache import PAGE_BYTES, cached_bytes, drop_cached, fill_cache
+from kit.data.rows.page_cache import PAGE_BYTES, cached_bytes, drop_cached, fill_cache, gather, runs_of, table_of
 from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, MissingRowsError, RowsError
 
 

@@ -17,7 +17,7 @@ from row_files import numbers
 from waiting import wait_until
 
 import kit
-from kit.data.rows import npy_draft
+from kit.data.rows import write
 from kit.errors import BuildError, ConfigError, RowsError, StoreLockedError
 
 PLACES = ("x.npy", "x.zarr")
@@ -143,7 +143,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, case):
 
 
 def test_a_full_disk_is_refused_before_a_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(npy_draft, "free_disk_bytes", lambda _: 100)
+    monkeypatch.setattr(write, "free_disk_bytes", lambda _: 100)
     with pytest.raises(BuildError, match="takes 636 B and 100 B is free"):
         kit.write_rows(tmp_path / "x.npy", square, (53, 3), progress=False)
     assert not [*tmp_path.iterdir()]
@@ -301,10 +301,10 @@ def test_rows_of_another_source_are_not_mixed_in(ended):
 
 
 def test_a_disk_needs_room_only_for_the_rest(ended, monkeypatch):
-    monkeypatch.setattr(npy_draft, "free_disk_bytes", lambda _: 6 * 12 - 1)
+    monkeypatch.setattr(write, "free_disk_bytes", lambda _: 6 * 12 - 1)
     with pytest.raises(BuildError, match="the rest .*72 B .*71 B .*free"):
         write_again(ended, square)
-    monkeypatch.setattr(npy_draft, "free_disk_bytes", lambda _: 6 * 12)
+    monkeypatch.setattr(write, "free_disk_bytes", lambda _: 6 * 12)
     assert np.array_equal(write_again(ended, square), square(0, 18))
 
 

@@ -8,10 +8,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from kit.data.tables.declared import open_table
-from kit.data.tables.event_loader import EventLoader
-from kit.data.tables.event_plan import EventPlan
-from kit.data.tables.event_table import EventTable
+from kit.data.tables.chunks import EventPlan, EventTable
+from kit.data.tables.declare import open_table
+from kit.data.tables.loader import EventLoader
 
 START = datetime.datetime(2026, 1, 1)
 

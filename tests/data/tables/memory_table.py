@@ -4,7 +4,7 @@ import threading
 
 import pyarrow
 
-from kit.data.tables.partition import hash_number
+from kit.data.tables.source import hash_number
 from kit.errors import QueryError
 
 

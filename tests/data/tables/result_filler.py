@@ -13,9 +13,8 @@ from pathlib import Path
 import event_tables
 import pyarrow
 
-from kit.data.tables.partition import plan_partitions
-from kit.data.tables.query_cache import QueryCache
-from kit.data.tables.source import Query
+from kit.data.tables.cache import QueryCache
+from kit.data.tables.source import Query, plan_partitions
 
 MOVES_BEFORE = {"file": 0, "marker": 1, "whole": 2}
 

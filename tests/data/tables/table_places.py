@@ -28,7 +28,7 @@ class Place:
         return {"type": "attribute", "name": "purchases", "connection": connection, **table, **fields}
 
     def open(self, name="purchases", **fields):
-        from kit.data.tables.declared import open_table
+        from kit.data.tables.declare import open_table
 
         return open_table(self.declaration(name, **fields))
 

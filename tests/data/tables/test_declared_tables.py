@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kit.data.tables.declared import DataSource, open_table, read_sources
+from kit.data.tables.declare import DataSource, open_table, read_sources
 from kit.errors import ConfigError
 
 GOOD = """

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from kit.config import Config
-from kit.data.tables.event_data import EventData
+from kit.data.tables.loader import EventData
 from kit.errors import ConfigError
 
 

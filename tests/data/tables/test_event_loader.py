@@ -14,9 +14,9 @@ from postgres_server import PASSWORD, VARIABLE, PostgresServer
 from properties import examples
 from table_places import Place
 
-from kit.data.tables.event_plan import EventPlan
-from kit.data.tables.query_cache import QueryCache
-from kit.data.tables.query_memory import measure_queries
+from kit.data.tables.cache import QueryCache
+from kit.data.tables.chunks import EventPlan
+from kit.data.tables.measure import measure_queries
 from kit.errors import ConfigError, PartitionError, QueryError, SchemaChangedError, UnreachableDatabaseError
 
 

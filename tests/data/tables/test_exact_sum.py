@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.data.tables.exact_sum import ExactSum
+from kit.data.tables.statistics import ExactSum
 
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30)
 

@@ -18,9 +18,8 @@ from properties import examples
 
 import kit
 from kit.config import Config
-from kit.data.tables.features import Features
-from kit.data.tables.fitting import fit_features
-from kit.data.tables.sketching import DEPTH, sketch_width
+from kit.data.tables.features import DEPTH, Features, sketch_width
+from kit.data.tables.fit import fit_features
 from kit.data.tables.source import Query
 from kit.data.tables.statistics import MOST_WORDS
 from kit.errors import ConfigError, PartitionError, QueryError, SchemaChangedError

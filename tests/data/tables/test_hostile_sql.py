@@ -246,7 +246,7 @@ def test_two_tables_of_one_file_are_read_at_once_with_bounds_of_their_own(databa
 def test_parquet_files_of_any_name_are_read_and_no_others(tmp_path):
     import pyarrow.parquet as pq
 
-    from kit.data.tables.declared import open_table
+    from kit.data.tables.declare import open_table
 
     folder = tmp_path / "a 'b' [c] *"
     folder.mkdir()

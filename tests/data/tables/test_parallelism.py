@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.data.tables.parallelism import plan_parallelism
+from kit.data.tables.fit import plan_parallelism
 from kit.errors import ConfigError
 
 

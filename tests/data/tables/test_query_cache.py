@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.data.tables.partition import plan_partitions
-from kit.data.tables.query_cache import QueryCache
-from kit.data.tables.source import Query
+from kit.data.tables.cache import QueryCache
+from kit.data.tables.source import Query, plan_partitions
 from kit.errors import ConfigError, QueryError, SchemaChangedError
 
 FILLER = Path(__file__).with_name("result_filler.py")

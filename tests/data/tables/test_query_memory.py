@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table_places import Place
 
-from kit.data.tables.partition import plan_partitions
-from kit.data.tables.query_cache import QueryCache
-from kit.data.tables.query_check import QueryCheck, QuerySetting
-from kit.data.tables.query_memory import look_at, measure_queries
-from kit.data.tables.source import Query
+from kit.data.tables.cache import QueryCache
+from kit.data.tables.chunks import DatabaseMemory, QueryModel, database_memory
+from kit.data.tables.measure import QueryCheck, QuerySetting, look_at, measure_queries
+from kit.data.tables.source import Query, plan_partitions
 from kit.errors import ConfigError, QueryError
-from kit.plan.query_chunks import DatabaseMemory, QueryModel, database_memory
 
 MIB = 1 << 20
 

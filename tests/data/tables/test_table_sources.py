@@ -17,18 +17,10 @@ from properties import examples
 from table_places import Place
 from waiting import PATIENCE_SECONDS
 
-from kit.data.tables.declared import open_table
-from kit.data.tables.partition import Partition, hash_number, plan_partitions
-from kit.data.tables.source import Query, TableSource
+from kit.data.tables.declare import open_table
+from kit.data.tables.source import Partition, Query, TableSource, hash_number, plan_partitions
 from kit.data.tables.sql import quoted
-from kit.errors import (
-    ConfigError,
-    KitError,
-    PartitionError,
-    QueryError,
-    SchemaChangedError,
-    UnreachableDatabaseError,
-)
+from kit.errors import ConfigError, KitError, PartitionError, QueryError, SchemaChangedError, UnreachableDatabaseError
 
 DAY = datetime.date(2026, 1, 31)
 MOMENT = datetime.datetime(2026, 1, 31, 12, 30, 0, 250)

@@ -1,0 +1,372 @@
+"""The timeline chart: what a device holds from moment to moment, by category, with the peak marked and named.
+
+The clock is bytes: a moment lies where as many bytes have been allocated since the first batch, as a fraction of all
+that are allocated until the end. A prediction has no seconds and a measurement has, but both allocate the same blocks
+in the same order, so on this clock they lie on top of each other where the prediction is right. Heights are allocated
+bytes. Of every stretch of the clock the highest moment is kept, so the peak is never averaged away.
+
+Charts of memory: what fills a device at the peak, and what it holds over time, predicted beside measured.
+
+`breakdown_figure` compares estimates as stacked bars, `timeline_figure` shows one of them from moment to moment, and
+`memory_figure` has both below each other. They give a `matplotlib.figure.Figure` and take what `kit.predict_memory`
+returns, or a trial, which brings its prediction and its measurement along. Their numbers come from
+`memory_breakdown.breakdown_info` and `memory_timeline.timeline_info`, their colours from `memory_look`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.charts import style as look
+from kit.charts.memory import (
+    LOOKS,
+    WIDTH_INCHES,
+    BreakdownChart,
+    breakdown_height,
+    breakdown_info,
+    draw_breakdown,
+    legend_lines,
+    peak_words,
+    ticks_of,
+)
+from kit.charts.trial import byte_limit
+from kit.records.row import measured_of, predicted_of
+from kit.trial.trial import Trial
+from kit.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
+
+    from kit.memory.replay.estimate import Measured, MemoryEstimate
+
+
+LARGEST_SERIES = 400
+"""More than one point a pixel cannot be seen, and makes the chart slow to send."""
+_LEFT, _AXES_WIDTH = 0.075, 0.885
+_AXES_INCHES, _TITLE_INCHES, _STRIP_INCHES, _LABEL_INCHES, _LEGEND_LINE_INCHES = 1.95, 0.34, 0.17, 0.30, 0.22
+_LEGEND_COLUMNS = 4
+_LONGEST_TITLE = 92
+PREDICTED_STEPS = 2
+"""Optimizer steps of a dry run, which is where the clock of a prediction ends."""
+_STRIP_SHADES = {"setup": 0.04, "forward": 0.10, "backward": 0.20, "optimizer": 0.32, "other": 0.04}
+_SMALLEST_SPAN_FRACTION = 0.003
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineInfo:
+    """The numbers of the chart."""
+
+    clock: Floats
+    """(points,) in fractions, rising."""
+    category_bytes: dict[str, Floats]
+    """Category → (points,), in the order of CATEGORIES; they add up to the allocated bytes."""
+    peak_clock: float
+    peak_bytes: int
+    peak_words: str
+    """`4.2 GiB in backward, at aten::mm in layers.3`."""
+    spans: tuple[tuple[str, float, float], ...] = ()
+    """(phase, start, end) on the clock."""
+    capacity_bytes: int | None = None
+    measured_clock: Floats = field(default_factory=lambda: np.zeros(0))
+    measured_bytes: Floats = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        return int(self.measured_bytes.max()) if len(self.measured_bytes) else None
+
+    @property
+    def largest_bytes(self) -> float:
+        return max(self.peak_bytes, self.measured_peak_bytes or 0)
+
+    @property
+    def sentence(self) -> str:
+        """The chart in words, for those who do not see it."""
+        text = f"Allocated bytes over time by category. The peak is {self.peak_words}"
+        if self.measured_peak_bytes is not None:
+            text += f"; measured {format_bytes(self.measured_peak_bytes)}"
+        return text + "."
+
+
+def timeline_height(legend_lines: int) -> float:
+    """Inches of a chart with so many lines of legend."""
+    return _TITLE_INCHES + _AXES_INCHES + _STRIP_INCHES + _LABEL_INCHES + _legend_height(legend_lines)
+
+
+def _legend_height(lines: int) -> float:
+    return lines * _LEGEND_LINE_INCHES + (0.08 if lines else 0)
+
+
+class TimelineChart:
+    """One figure, made once; `show` turns it to another timeline.
+
+    Args:
+        legend_lines: Lines of the legend; none where a legend stands above the chart.
+        figure: What it is drawn in, as high as `timeline_height` says; by default a figure of its own.
+    """
+
+    def __init__(self, *, legend_lines: int = 0, figure: Figure | SubFigure | None = None) -> None:
+        legend = _legend_height(legend_lines)
+        self.height_inches = timeline_height(legend_lines)
+        self.figure = figure or look.figure(WIDTH_INCHES, self.height_inches)
+        strip_low = (legend + _LABEL_INCHES) / self.height_inches
+        strip = (_LEFT, strip_low, _AXES_WIDTH, _STRIP_INCHES / self.height_inches)
+        low = strip_low + _STRIP_INCHES / self.height_inches
+        self.axes = look.add_axes(self.figure, (_LEFT, low, _AXES_WIDTH, _AXES_INCHES / self.height_inches))
+        self._strip = look.add_axes(self.figure, strip, grid="")
+        self._legend_place = (_LEFT, legend / self.height_inches)
+        self._info: TimelineInfo | None = None
+        with look.drawing():
+            self._prepare()
+
+    def _prepare(self) -> None:
+        from matplotlib.collections import PolyCollection
+
+        for axes in (self.axes, self._strip):
+            axes.set_xlim(0, 1)
+            axes.set_xticks([])
+            axes.set_yticks([])
+        self._strip.set_ylim(0, 1)
+        self._strip.spines["left"].set_visible(False)
+        self._strip.set_xlabel("time, in bytes allocated so far", labelpad=3)
+        self._areas = {name: PolyCollection([], **_area(name)) for name in LOOKS}
+        for area in self._areas.values():
+            self.axes.add_collection(area, autolim=False)
+        (self._measured,) = self.axes.plot([], [], color=look.INK, linewidth=1.3, zorder=4, label="measured")
+        (self._capacity,) = self.axes.plot([], [], color=look.INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=3)
+        (self._peak,) = self.axes.plot([], [], **_PEAK)
+        self._note = self.axes.text(1, 0.985, "", transform=self.axes.transAxes, **_NOTE)
+        self._moving: list[Any] = []
+
+    def show(self, info: TimelineInfo) -> None:
+        """Draw this timeline."""
+        self._info = info
+        limit = byte_limit(info.largest_bytes)
+        with look.drawing():
+            self._limit(limit, info)
+            self._stack(info)
+            self._measured.set_data(info.measured_clock, info.measured_bytes)
+            self._peak.set_data([info.peak_clock], [info.peak_bytes])
+            self._mark_capacity(info, limit)
+            self._draw_spans(info.spans)
+            self._draw_legend(info)
+
+    def _limit(self, limit: float, info: TimelineInfo) -> None:
+        places, words, unit = ticks_of(limit)
+        self.axes.set_ylim(0, limit)
+        self.axes.set_yticks(places, words)
+        title = f"allocated, {unit}. ● peak: {info.peak_words}"
+        self.axes.set_title(title if len(title) <= _LONGEST_TITLE else f"{title[: _LONGEST_TITLE - 1]}…", y=1.0)
+
+    def _stack(self, info: TimelineInfo) -> None:
+        low = np.zeros(len(info.clock))
+        for name, area in self._areas.items():
+            part = info.category_bytes.get(name)
+            if part is None:
+                area.set_verts([])
+                continue
+            area.set_verts([_outline(info.clock, low, low + part)])
+            low = low + part
+
+    def _mark_capacity(self, info: TimelineInfo, limit: float) -> None:
+        inside = info.capacity_bytes is not None and info.capacity_bytes <= limit
+        self._capacity.set_data(*(([0, 1], [info.capacity_bytes] * 2) if inside else ((), ())))
+        words = [] if info.capacity_bytes is None else [f"{'- - ' if inside else '↑ '}capacity {_size(info)}"]
+        if info.measured_peak_bytes is not None:
+            words.append(f"— measured, peak {format_bytes(info.measured_peak_bytes)}")
+        self._note.set_text("   ".join(words))
+
+    def _draw_spans(self, spans: Sequence[tuple[str, float, float]]) -> None:
+        while self._moving:
+            self._moving.pop().remove()
+        for phase, start, end in spans:
+            shade = _STRIP_SHADES.get(phase, 0.04)
+            self._moving.append(self._strip.axvspan(start, end, color=look.INK, alpha=shade, linewidth=0))
+            if end - start > 0.0115 * len(phase):
+                place = ((start + end) / 2, 0.45)
+                self._moving.append(
+                    self._strip.text(*place, phase, fontsize=7.5, ha="center", va="center_baseline", color=look.INK)
+                )
+
+    def _draw_legend(self, info: TimelineInfo) -> None:
+        from matplotlib.patches import Patch
+
+        if self.figure.legends:
+            self.figure.legends[0].remove()
+        if not self._legend_place[1]:
+            return
+        signs = [Patch(**_area(name), label=LOOKS[name].label) for name in info.category_bytes]
+        lines = [self._measured] if len(info.measured_clock) else []
+        self.figure.legend(
+            handles=[*signs, *lines], loc="upper left", bbox_to_anchor=self._legend_place, ncols=_LEGEND_COLUMNS,
+            borderaxespad=0, borderpad=0, columnspacing=1.6, handlelength=1.7,
+        )  # fmt: skip
+
+    @property
+    def sentence(self) -> str:
+        return self._info.sentence if self._info else "Allocated bytes over time: nothing predicted yet."
+
+    def svg(self) -> str:
+        """The chart as inline SVG that takes its colours from the page."""
+        return look.svg(look.root(self.figure), self.sentence)
+
+
+def draw_timeline(info: TimelineInfo) -> Figure:
+    """The finished chart, with its legend."""
+    entries = len(info.category_bytes) + bool(len(info.measured_clock))
+    chart = TimelineChart(legend_lines=-(-entries // _LEGEND_COLUMNS))
+    chart.show(info)
+    return look.root(chart.figure)
+
+
+def timeline_info(estimate: MemoryEstimate, measured: Measured | None = None) -> TimelineInfo:
+    """An estimate, and what was measured if anything was, as the numbers of the chart."""
+    line = estimate.timeline
+    bytes_so_far = np.array(line.clock_bytes, dtype=np.float64)
+    total = np.array(line.allocated_bytes, dtype=np.float64)
+    clock = bytes_so_far / max(1.0, bytes_so_far.max(initial=0.0))
+    kept = thin(clock, total)
+    over = _measured_clock(measured)
+    return TimelineInfo(
+        clock=clock[kept],
+        category_bytes={name: np.array(line.categories[name], dtype=np.float64)[kept] for name in _held(estimate)},
+        peak_clock=float(clock[line.peak]) if len(clock) else 0.0,
+        peak_bytes=estimate.device_allocated_bytes, peak_words=peak_words(estimate),
+        spans=_spans(clock, line.phases), capacity_bytes=estimate.capacity_bytes,
+        measured_clock=over[0], measured_bytes=over[1],
+    )  # fmt: skip
+
+
+def _held(estimate: MemoryEstimate) -> list[str]:
+    return [name for name in LOOKS if any(estimate.timeline.categories.get(name, ()))]
+
+
+def _measured_clock(measured: Measured | None) -> tuple[Floats, Floats]:
+    """Clock and allocated bytes of a measurement, on the clock of a prediction: that of two optimizer steps."""
+    if measured is None:
+        return np.zeros(0), np.zeros(0)
+    clock = measured.clock * (max(1, measured.optimizer_steps) / PREDICTED_STEPS)
+    inside = clock <= 1
+    clock, held = clock[inside], measured.allocated_bytes[inside].astype(np.float64)
+    kept = thin(clock, held)
+    return clock[kept], held[kept]
+
+
+def _spans(clock: Floats, phases: Sequence[str]) -> tuple[tuple[str, float, float], ...]:
+    """Stretches of one phase that can be seen; what is too short goes to the one before it."""
+    spans: list[tuple[str, float, float]] = []
+    for place, phase in enumerate(phases):
+        end = float(clock[place + 1]) if place + 1 < len(clock) else 1.0
+        if spans and spans[-1][0] == phase:
+            spans[-1] = (phase, spans[-1][1], end)
+        elif end > clock[place]:
+            spans.append((phase, float(clock[place]), end))
+    return tuple(span for span in spans if span[2] - span[1] >= _SMALLEST_SPAN_FRACTION)
+
+
+def thin(clock: Floats, height: Floats, most: int = LARGEST_SERIES) -> NDArray[np.int64]:
+    """Places of at most `most` points to draw: the highest of each stretch of the clock, in order.
+
+    Args:
+        clock: (points,) rising, between 0 and 1.
+        height: (points,) what must keep its peaks.
+    """
+    stretch = np.minimum((clock * most).astype(np.int64), most - 1)
+    order = np.lexsort((height, stretch))
+    ends = np.flatnonzero(np.append(np.diff(stretch[order]) > 0, True)) if len(order) else order
+    return order[ends]
+
+
+def _size(info: TimelineInfo) -> str:
+    return format_bytes(info.capacity_bytes or 0)
+
+
+def _outline(clock: Floats, low: Floats, high: Floats) -> Floats:
+    """(2 × points, 2): along the top and back along the bottom."""
+    return np.concatenate([np.column_stack([clock, high]), np.column_stack([clock[::-1], low[::-1]])])
+
+
+def _area(name: str) -> dict[str, Any]:
+    style = LOOKS[name]
+    return {"facecolor": style.colour, "hatch": style.hatch, "edgecolor": look.PAPER, "linewidth": 0.0}
+
+
+_PEAK: Any = {
+    "marker": "o", "markersize": 8, "color": look.INK, "markeredgecolor": look.PAPER, "markeredgewidth": 1.5,
+    "linestyle": "none", "zorder": 6, "clip_on": False,
+}  # fmt: skip
+_NOTE: Any = {
+    "ha": "right", "va": "top", "fontsize": 8.5, "bbox": {"facecolor": look.PAPER, "edgecolor": "none", "pad": 1.5},
+}  # fmt: skip
+
+
+__all__ = ["breakdown_figure", "memory_figure", "timeline_figure"]
+
+
+def breakdown_figure(
+    estimates: MemoryEstimate | Trial | Sequence[MemoryEstimate] | Mapping[str, MemoryEstimate],
+    measured: int | Sequence[int | None] | None = None,
+) -> Figure:
+    """What fills the device at the peak, one stacked bar per estimate, with the measured peak below it if there is one.
+
+    Args:
+        estimates: One, a list, a mapping whose keys are written above the bars, or a trial.
+        measured: Measured allocated peaks in bytes, in the same order; None for those without.
+
+    Raises:
+        TrialError: for a trial without a prediction.
+    """
+    if isinstance(estimates, Trial):
+        found = measured_of(estimates)
+        return draw_breakdown({"": predicted_of(estimates)}, [None if found is None else found.peak_bytes])
+    if isinstance(estimates, Mapping):
+        named = dict(estimates)
+    else:
+        listed = list(estimates) if isinstance(estimates, Sequence) else [estimates]
+        named = {str(place) if len(listed) > 1 else "": estimate for place, estimate in enumerate(listed, 1)}
+    peaks = [measured] if measured is None or isinstance(measured, int) else list(measured)
+    return draw_breakdown(named, peaks)
+
+
+def timeline_figure(subject: MemoryEstimate | Trial, measured: Measured | None = None) -> Figure:
+    """Allocated bytes over two optimizer steps, stacked by category, with the peak marked and named.
+
+    Args:
+        subject: What was predicted, or a trial, which has been predicted and measured.
+        measured: What the allocator did in a real fit, laid over the prediction: both are drawn against the bytes
+            allocated so far, a clock they share.
+
+    Raises:
+        TrialError: for a trial without a prediction.
+    """
+    return draw_timeline(timeline_info(*_predicted_and_measured(subject, measured)))
+
+
+def memory_figure(subject: MemoryEstimate | Trial, measured: Measured | None = None) -> Figure:
+    """The breakdown at the peak above the timeline, with one legend; takes and raises what `timeline_figure` does."""
+    estimate, measured = _predicted_and_measured(subject, measured)
+    peak = None if measured is None else measured.peak_bytes
+    info = breakdown_info(estimate, measured_bytes=peak, above_timeline=True)
+    lines, with_bar = legend_lines([info]), measured is not None
+    heights = breakdown_height(1, measured=with_bar, legend_lines=lines), timeline_height(0)
+    whole = look.figure(WIDTH_INCHES, sum(heights))
+    with look.drawing():
+        grid = whole.add_gridspec(2, 1, height_ratios=heights, left=0, right=1, bottom=0, top=1, hspace=0)
+        upper, lower = (whole.add_subfigure(cell) for cell in (grid[0], grid[1]))
+    BreakdownChart(1, measured=with_bar, legend_lines=lines, figure=upper).show([info])
+    TimelineChart(figure=lower).show(timeline_info(estimate, measured))
+    return whole
+
+
+def _predicted_and_measured(
+    subject: MemoryEstimate | Trial, measured: Measured | None
+) -> tuple[MemoryEstimate, Measured | None]:
+    if isinstance(subject, Trial):
+        return predicted_of(subject), measured or measured_of(subject)
+    return subject, measured

@@ -1,0 +1,535 @@
+"""Why a plan is what it is: sentences with the numbers that decided, and what the prediction does not know.
+
+Nothing here decides; each sentence restates numbers of `kit.chunks.cost`, some of them for a layout or an order that
+was not chosen. A reason that does not apply is left out.
+
+Which chunks and shards to cut a dataset into, what a batch then costs, and why: a `ChunkPlan`.
+
+The chunk is what a reader fetches, the shard what a writer writes. Candidates (`kit.chunks.search`) keep the rules
+given and are priced (`kit.chunks.cost`) with the shard each would get. An automatic chunk is the lightest of those
+predicted within 10 % of the fewest seconds per batch: the prediction errs by more than that, and what it does not
+count grows with the bytes. With other readers, seconds give way to the mean slowdown of all (`kit.chunks.search`). A
+chunk given by hand is priced the same way and the automatic one named beside it.
+
+Sizes are elements in dimension order; a patch dimension left out has size 1, a chunk dimension left out the patch's
+size, a shard dimension left out the chunk's. Patches larger than the array, unknown dimensions, empty chunks, shards
+that cut through a chunk, and chunks or objects that break a rule are refused.
+
+The one invariant: the same arguments give the same plan, on any machine; nothing is read and nothing is measured.
+
+Chunks in one place: the published table, the expected union of a batch, and the plan with its reasons.
+
+`chunk_table` counts (no latency needed), `expected_distinct_chunks` counts a batch, `plan_layout` decides. The parts:
+
+- counting: `geometry` (a patch), `sharing` (a batch, a cache), `block_order` (block-shuffled order, defined there);
+- pricing: `access` (what is read), `resources` (by what), `cost` (seconds, memory, money), `readers` (other patterns);
+- deciding: `candidates` (sizes and rules), `shards`, `choice`, `layout` (the way in);
+- showing: `chunk_plan` (the answer), `reasons`, `table`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from kit.chunks.access import Access, Order, seen_fraction
+from kit.chunks.cost import LayoutCost, balanced_ratio, price
+from kit.chunks.geometry import check_patch, expected_distinct_chunks, named_shape, ordered
+from kit.chunks.resources import Host, Network, Prices, describe
+from kit.chunks.search import (
+    CLOSE,
+    LARGEST_OBJECT_BYTES,
+    OWN,
+    Choice,
+    Chooser,
+    ChunkPlan,
+    Divisibility,
+    Reader,
+    Rules,
+    Sizes,
+    named,
+    readers_of,
+)
+from kit.chunks.table import ChunkRow, ChunkTable, chunk_table
+from kit.units import format_bytes, format_count, format_seconds, plural
+
+_NOTABLE = 1.10
+"""Ratios nearer to one are not worth a sentence: the prediction is not that good."""
+_EASY_BYTES_PER_SECOND = 500e6
+"""Below this, one core decodes and most networks carry what is read."""
+_WELL_MIXED = 0.8
+_MORE_REUSE, _WORTH_REUSE = 4, 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A finished choice and everything it was made with."""
+
+    dims: tuple[str, ...]
+    access: Access
+    network: Network
+    host: Host
+    prices: Prices
+    choice: Choice
+    target_shard_bytes: int
+    automatic: bool
+
+    @property
+    def chosen(self) -> LayoutCost:
+        return self.choice.chosen
+
+    @property
+    def best(self) -> LayoutCost:
+        return self.choice.best
+
+    def price(self, access: Access, chunk: tuple[int, ...]) -> LayoutCost:
+        """Another access or layout, unsharded, with the same network and host."""
+        return price(access, self.network, chunk, self.host, prices=self.prices)
+
+
+def explain(case: Case) -> tuple[str, ...]:
+    """The reasons of a plan, the most important first."""
+    parts = (
+        _trade, _choice, _rules, _time, _fit, _chunk_as_patch, _readers, _block, _idle, _sharing, _cache, _together,
+        _padding, _shards, _epoch, _load,
+    )  # fmt: skip
+    return tuple(reason for part in parts for reason in part(case))
+
+
+def _trade(case: Case) -> Iterator[str]:
+    """The layout in one line, as its reader will repeat it."""
+    chosen, arrays = case.chosen, case.access.arrays
+    each = " of each variable" if arrays > 1 else ""
+    yield (
+        f"{'×'.join(map(str, chosen.chunk))} chunks: {plural(chosen.requests_per_sample / arrays, 'request')} and "
+        f"{chosen.amplification:.3g} × the patch's bytes per sample{each}; "
+        "smaller = more requests (latency binds), larger = more wasted bytes (bandwidth binds)"
+    )
+
+
+def _choice(case: Case) -> Iterator[str]:
+    """Automatic: what it was preferred to. By hand: what it is up against."""
+    first, best = case.choice.candidates[0], case.best
+    if case.automatic and best is not first:
+        single = len(case.choice.readers) == 1
+        close = sum(_score(cost, single) <= _score(first, single) * CLOSE for cost in case.choice.candidates)
+        yield (
+            f"the lightest of {close} layouts predicted within 10 % of the {'fastest' if single else 'best'}, "
+            f"{named(case.dims, first.chunk)} with {first.amplification:.3g} × the patch's bytes"
+        )
+    if case.automatic:
+        return
+    gain = _ratio(case.chosen, best)
+    if gain < _NOTABLE:
+        yield f"given by hand; the automatic choice, {named(case.dims, best.chunk)}, is predicted no faster by 10 %"
+        return
+    yield (
+        f"given by hand; {named(case.dims, best.chunk)} is predicted {_short(gain)} × as fast "
+        f"({format_count(best.samples_per_second)} samples/s), with {plural(best.requests_per_sample, 'request')} and "
+        f"{format_bytes(best.bytes_per_sample)} per sample"
+    )
+
+
+def _score(cost: LayoutCost, single: bool) -> float:
+    return cost.seconds_per_batch if single else cost.slowdown
+
+
+def _rules(case: Case) -> Iterator[str]:
+    """What the constraints cost."""
+    free = case.choice.unruled
+    if free.chunk == case.best.chunk:
+        return
+    loss = _ratio(case.best, free)
+    price = f"{_short(loss)} × its time" if loss >= _NOTABLE else "no more than 10 % of its time"
+    yield f"without the rules it would be {named(case.dims, free.chunk)}; keeping them costs {price}"
+
+
+def _time(case: Case) -> Iterator[str]:
+    chosen, network = case.chosen, case.network
+    transfer = chosen.chunk_bytes / case.access.compression_ratio / network.bandwidth_bytes_per_second
+    whole = network.latency_seconds + transfer
+    share = 1 / case.access.ranks
+    binds = {
+        "latency": f"latency binds ({network.latency_seconds / whole:.0%} of each request)",
+        "bandwidth": f"bandwidth binds ({transfer / whole:.0%} of each request)",
+        "memory": f"memory binds: it has room for {format_count(chosen.in_flight)} requests in flight",
+        "total bandwidth": "the total bandwidth binds",
+        "request rate": (
+            f"the store's request rate binds ({format_count(network.requests_per_second * share)}/s for each rank)"
+        ),
+        "CPU": _cpu(case),
+        "slow requests": "batches wait for their slowest requests",
+    }[chosen.bound]
+    yield (
+        f"a batch of {case.access.batch_size}: {plural(chosen.requests_per_batch, 'request')} of "
+        f"{format_bytes(chosen.chunk_bytes)}, predicted {format_seconds(chosen.seconds_per_batch)} with "
+        f"{describe(network)}: {binds}{_runner_up(chosen)}"
+    )
+
+
+def _cpu(case: Case) -> str:
+    host, chosen = case.host, case.chosen
+    requests = (chosen.requests_per_batch + chosen.index_requests_per_batch) * host.request_cpu_seconds
+    if requests >= chosen.seconds_per_batch * 0.999:
+        return f"the CPU binds ({format_seconds(host.request_cpu_seconds)} a request in one thread)"
+    speed = format_bytes(host.decode_bytes_per_second)
+    return f"the CPU binds (decoding {speed}/s in each of {plural(host.decode_threads, 'thread')})"
+
+
+def _runner_up(chosen: LayoutCost) -> str:
+    name, seconds = chosen.seconds_by_resource[1]
+    share = seconds / chosen.seconds_per_batch
+    return f", {name} next with {share:.0%} of that time" if share > 0.5 else ""
+
+
+def _fit(case: Case) -> Iterator[str]:
+    """When memory is too small."""
+    chosen = case.chosen
+    if chosen.fits:
+        return
+    window = chosen.window
+    if case.access.order == "block" and (window is None or not window.full):
+        held = "not even two blocks of one chunk" if window is None else f"only {plural(window.blocks, 'block')}"
+        yield (
+            f"windows of {format_bytes(case.access.window_bytes)} hold {held} where {case.access.window_blocks} are "
+            "asked for: allow more window_bytes, ask for fewer window_blocks, or cut smaller chunks"
+        )
+        return
+    yield (
+        f"does not fit: {format_bytes(chosen.memory_bytes)} are needed on each rank and "
+        f"{format_bytes(case.host.memory_bytes)} allowed; read fewer batches ahead, keep a smaller cache, or allow more"
+    )
+
+
+def _chunk_as_patch(case: Case) -> Iterator[str]:
+    """Whether the rule "chunk = sample" holds here, and what decides when it does not."""
+    if not case.access.free_dimensions:
+        return
+    plain = case.price(case.access, case.access.patch)
+    own = case.choice.readers[0].best.chunk
+    ratio = _ratio(plain, case.price(case.access, own))
+    if ratio < _NOTABLE:
+        yield f"chunk = patch holds here: nothing considered is faster by 10 %{_rule(case)}"
+        return
+    yield (
+        f"chunk = patch does not hold here: it takes {_short(ratio)} × the time of {named(case.dims, own)} "
+        f"({plural(plain.requests_per_sample, 'request')} a sample, bound by {plain.bound}){_rule(case)}"
+    )
+
+
+def _rule(case: Case) -> str:
+    """The closed-form optimum, where its assumptions hold."""
+    if case.access.order != "random" or case.chosen.bound not in ("latency", "bandwidth"):
+        return ""
+    return (
+        "; at random offsets it is the fastest when a patch holds latency × bandwidth = "
+        f"{format_bytes(case.network.break_even_bytes)}; this one holds "
+        f"{format_bytes(case.access.patch_bytes / case.access.compression_ratio)}, which "
+        f"asks for about {_short(balanced_ratio(case.access, case.network))} × its sides"
+    )
+
+
+def _readers(case: Case) -> Iterator[str]:
+    """What serving several readers costs each."""
+    if len(case.choice.readers) == 1:
+        return
+    parts = (f"{reader.name} {_short(reader.slowdown)} ×" for reader in case.choice.readers)
+    yield (
+        f"one layout for {len(case.choice.readers)} readers takes {_short(case.chosen.slowdown)} × the time of a store "
+        f"for each ({', '.join(parts)})"
+    )
+
+
+def _block(case: Case) -> Iterator[str]:
+    """What block-shuffled order gains or would gain, and what mixing it costs."""
+    access = case.access
+    if access.order == "grid" or not access.free_dimensions:
+        return
+    ones = (1,) * len(access.shape)
+    if access.order == "random":
+        block = case.price(replace(access, order="block", stride=ones), case.chosen.chunk)
+        gain = case.price(access, case.chosen.chunk).seconds_per_batch / block.seconds_per_batch
+        if block.window is None or gain < 2:
+            return
+        yield (
+            f"block-shuffled order would read this layout {_short(gain)} × as fast ({_reuse(block, access)}), with "
+            f"{format_bytes(block.window.window_bytes)} of windows on each rank"
+        )
+        return
+    if case.chosen.window is None:
+        return
+    plain = case.price(replace(access, order="random"), case.chosen.chunk)
+    gain, mixing = _ratio(plain, case.chosen), case.chosen.window.mixing(access.batch_size)
+    reuse = _reuse(case.chosen, access)
+    yield f"block-shuffled order is {_short(gain)} × as fast as random order on this layout: {reuse}"
+    if mixing < _WELL_MIXED and case.chosen.window.full:
+        yield (
+            f"batches draw on few places: at worst one is worth {mixing:.0%} of its samples; a larger window_blocks or "
+            "a smaller batch mixes better"
+        )
+    yield from _more_reuse(case)
+
+
+def _more_reuse(case: Case) -> Iterator[str]:
+    """What more samples of a block would gain, and what an epoch would see of the array."""
+    access = replace(case.access, block_reuse=_MORE_REUSE * case.access.block_reuse)
+    more = case.price(access, case.chosen.chunk)
+    gain = case.chosen.seconds_per_batch / more.seconds_per_batch
+    if more.window is not None and gain >= _WORTH_REUSE:
+        yield (
+            f"with block_reuse {access.block_reuse:g} it would be {_short(gain)} × as fast again, mixing "
+            f"{more.window.mixing(access.batch_size):.0%}; an epoch would then see {_seen(more, access):.0%} of the "
+            f"array instead of {_seen(case.chosen, access):.0%}"
+        )
+
+
+def _seen(cost: LayoutCost, access: Access) -> float:
+    assert cost.window is not None
+    window, samples = cost.window, access.epoch_samples
+    return seen_fraction(access.shape, access.patch, window.block, window.samples_per_block, samples)
+
+
+def _reuse(cost: LayoutCost, access: Access) -> str:
+    assert cost.window is not None
+    window = cost.window
+    return (
+        f"{plural(cost.requests_per_batch / access.batch_size, 'request')} a sample, windows of "
+        f"{plural(window.blocks, 'block')} of {'×'.join(map(str, window.block))} with "
+        f"{plural(window.samples_per_block, 'sample')} each, mixing {window.mixing(access.batch_size):.0%}"
+    )
+
+
+def _idle(case: Case) -> Iterator[str]:
+    """When a batch is too small to keep every connection busy."""
+    if case.chosen.bound == "memory" or case.access.order == "block":
+        return
+    open_at_once = case.network.in_flight(case.chosen.requests_per_batch)
+    if case.access.free_dimensions and open_at_once < case.network.requests_in_flight / _NOTABLE:
+        yield (
+            f"a batch has too few requests for {case.network.requests_in_flight} in flight: about "
+            f"{format_count(open_at_once)} are open; a larger batch, or more batches ahead, would use the rest"
+        )
+
+
+def _sharing(case: Case) -> Iterator[str]:
+    if case.host.cache_bytes or case.access.order == "block":
+        return
+    alone, together = case.chosen.requests_per_sample * case.access.batch_size, case.chosen.requests_per_batch
+    if alone > together * _NOTABLE:
+        yield f"samples of a batch share chunks: {plural(together, 'request')} instead of {format_count(alone)}"
+
+
+def _cache(case: Case) -> Iterator[str]:
+    """What the cache saves."""
+    chosen = case.chosen
+    if not case.host.cache_bytes or case.access.order == "block":
+        return
+    without = price(case.access, case.network, chosen.chunk, replace(case.host, cache_bytes=0))
+    saved = 1 - chosen.requests_per_batch / without.requests_per_batch
+    low, high = chosen.least_requests_per_batch, chosen.most_requests_per_batch
+    yield (
+        f"a cache of {format_bytes(case.host.cache_bytes)} saves {saved:.0%} of the requests: "
+        f"{plural(chosen.requests_per_batch, 'request')} a batch (surely from {format_count(low)} to "
+        f"{format_count(high)}) instead of {format_count(without.requests_per_batch)}"
+    )
+
+
+def _together(case: Case) -> Iterator[str]:
+    """Variables apart or together: what the other way would give, each with its best size of chunk."""
+    access = case.access
+    if access.variables == 1:
+        return
+    other = replace(access, together=not access.together)
+    chunks = {cost.chunk for cost in case.choice.candidates[:6]} | {case.chosen.chunk, access.patch}
+    best = min((case.price(other, chunk) for chunk in chunks), key=lambda cost: cost.seconds_per_batch)
+    gain = case.price(access, case.chosen.chunk).seconds_per_batch / best.seconds_per_batch
+    if gain < _NOTABLE:
+        return
+    way, chunk = "together in one array" if other.together else "apart", "×".join(map(str, best.chunk))
+    yield (
+        f"with the variables {way}, chunks of {chunk} would be read {_short(gain)} × as fast "
+        f"({plural(best.requests_per_sample, 'request')} a sample); readers of one variable would pay for all"
+        if other.together
+        else f"with the variables {way}, chunks of {chunk} would be read {_short(gain)} × as fast"
+    )
+
+
+def _padding(case: Case) -> Iterator[str]:
+    for name, extent, side in zip(case.dims, case.access.shape, case.chosen.chunk, strict=True):
+        if side > extent:
+            yield f"the chunk reaches past the array along {name} ({side} > {extent}): the rest is padding"
+
+
+def _shards(case: Case) -> Iterator[str]:
+    chosen = case.chosen
+    chunks = case.access.objects(chosen.chunk)
+    if chosen.shard is None:
+        yield f"no shards: each chunk is an object, {plural(chunks, 'object')} in all"
+        return
+    inside = math.prod(chosen.shard) // math.prod(chosen.chunk)
+    size = math.prod(chosen.shard) * case.access.element_bytes
+    share = chosen.index_requests_per_batch / (chosen.requests_per_batch + chosen.index_requests_per_batch)
+    indexes = f"; {share:.0%} of the requests fetch their indexes" if share > 0.05 else ""
+    yield (
+        f"shards of {named(case.dims, chosen.shard)} hold {plural(inside, 'chunk')}, "
+        f"{format_bytes(size)} (target {format_bytes(case.target_shard_bytes)}): "
+        f"{plural(chosen.object_count, 'object')} instead of {format_count(chunks)}{indexes}"
+    )
+
+
+def _epoch(case: Case) -> Iterator[str]:
+    """What an epoch asks of the store."""
+    chosen, access = case.chosen, case.access
+    ranks = f" on {access.ranks} ranks" if access.ranks > 1 else ""
+    seconds = chosen.seconds_per_batch * access.rank_samples / access.batch_size
+    price = "" if chosen.price_per_epoch is None else f", for {chosen.price_per_epoch:.3g}"
+    yield (
+        f"an epoch of {plural(access.epoch_samples, 'sample')}{ranks}: "
+        f"{plural(chosen.requests_per_epoch, 'request')} and {format_bytes(chosen.stored_bytes_per_epoch)} in "
+        f"{format_seconds(seconds)}{price}; the store holds {format_bytes(chosen.stored_bytes)}"
+    )
+
+
+def _load(case: Case) -> Iterator[str]:
+    chosen = case.chosen
+    rate = chosen.bytes_per_batch / chosen.seconds_per_batch
+    unknown = []
+    if math.isinf(case.host.decode_bytes_per_second):
+        unknown.append("decoding")
+    if math.isinf(case.network.total_bandwidth_bytes_per_second):
+        unknown.append("the network's total bandwidth")
+    if rate > _EASY_BYTES_PER_SECOND and unknown:
+        yield (
+            f"not counted: {' and '.join(unknown)}; the prediction needs {format_bytes(rate)}/s of it, and with less "
+            "smaller chunks win"
+        )
+
+
+def _ratio(slower: LayoutCost, faster: LayoutCost) -> float:
+    return slower.seconds_per_batch / faster.seconds_per_batch
+
+
+def _short(value: float) -> str:
+    """Two digits, written out: `130`, `1.4`."""
+    return format_count(float(f"{value:.2g}"))
+
+
+def plan_layout(
+    *,
+    dims: Sequence[str],
+    shape: Sequence[int],
+    itemsize: int,
+    patch: Mapping[str, int],
+    batch_size: int,
+    variables: int,
+    order: Order,
+    stride: Mapping[str, int],
+    latency_seconds: float,
+    bandwidth_bytes_per_second: float,
+    requests_in_flight: int,
+    target_shard_bytes: int,
+    chunk: Literal["auto"] | Mapping[str, int],
+    shard: Literal["auto", "none"] | Mapping[str, int],
+    total_bandwidth_bytes_per_second: float | None = None,
+    batches_ahead: int = 0,
+    requests_per_second: float | None = None,
+    host: Host | None = None,
+    prices: Prices | None = None,
+    pattern: Mapping[str, Any] | None = None,
+    divisibility: Divisibility = "any",
+    multiple_of: Mapping[str, int] | None = None,
+    largest_object_bytes: int = LARGEST_OBJECT_BYTES,
+    readers: Mapping[str, Mapping[str, Any]] | None = None,
+) -> ChunkPlan:
+    """Chunks and shards for arrays of `shape` from which batches of patches are read, priced and explained.
+
+    Args:
+        dims: names of the dimensions, such as `("time", "lat", "lon")`; `shape` follows them.
+        itemsize: bytes of one stored element.
+        patch: size of a sample along each dimension; 1 where left out.
+        variables: arrays of this shape that every sample reads.
+        order: random offsets anywhere; a grid of offsets `stride` apart (the patch's size where left out); or blocks of
+            offsets in random order (`kit.chunks.access`), every element or `stride` apart.
+        chunk: "auto", or sizes to price as given. shard: "auto" fills `target_shard_bytes`, "none" makes each chunk an
+        object, or sizes as given. total_bandwidth_bytes_per_second: what all connections carry together; None for no
+        limit. batches_ahead: batches read before they are asked for, which keep more requests in flight.
+        requests_per_second: what the store answers, all ranks together; None for no limit. host: decoding, memory and
+        cache of a rank; without limits when left out. prices: what the store charges. pattern: more of
+        `kit.chunks.cost.Access`: ranks, epochs, samples_per_epoch, shuffle, together, compression_ratio,
+            window_bytes, window_blocks, block_reuse.
+        divisibility: "divides": the chunk divides the array; "power-of-two": its sides are powers of two.
+        multiple_of: along each dimension, a number that the chunk's side is a multiple of.
+        largest_object_bytes: no chunk or shard is larger, uncompressed.
+        readers: other patterns that the layout must serve too, with weights (`kit.chunks.search`).
+
+    Raises:
+        PlanError: for a patch larger than the array, unknown dimensions, sizes below 1, a shard that is not a multiple
+            of the chunk, or rules that no chunk can keep.
+    """
+    names, extents = named_shape(dims, shape)
+    sizes = ordered("patch", patch, names, [1] * len(names))
+    check_patch("patch", names, extents, sizes)
+    access = Access(
+        shape=extents, itemsize=itemsize, patch=sizes, order=order, batch_size=batch_size, variables=variables,
+        stride=ordered("stride", stride, names, [1] * len(names) if order == "block" else sizes), **(pattern or {}),
+    )  # fmt: skip
+    network = Network(
+        latency_seconds=latency_seconds, bandwidth_bytes_per_second=bandwidth_bytes_per_second,
+        requests_in_flight=requests_in_flight, batches_ahead=batches_ahead,
+        total_bandwidth_bytes_per_second=_unless_none(total_bandwidth_bytes_per_second),
+        requests_per_second=_unless_none(requests_per_second),
+    )  # fmt: skip
+    given_shard = None if isinstance(shard, str) else ordered("shard", shard, names, [0] * len(names))
+    rules = Rules(
+        dims=names, shape=extents, element_bytes=access.element_bytes, divisibility=divisibility, shard=given_shard,
+        multiple_of=ordered("multiple_of", multiple_of or {}, names, [1] * len(names)),
+        largest_object_bytes=largest_object_bytes,
+    )  # fmt: skip
+    own = Reader(name=OWN, access=access, weight=1.0)
+    chooser = Chooser(
+        network=network, host=host or Host(), prices=prices or Prices(), rules=rules, sharded=shard != "none",
+        target_shard_bytes=min(target_shard_bytes, largest_object_bytes),
+        readers=(own, *readers_of(readers or {}, access, names)),
+    )  # fmt: skip
+    by_hand = None if isinstance(chunk, str) else ordered("chunk", chunk, names, sizes)
+    return _plan(chooser, by_hand)
+
+
+def _unless_none(limit: float | None) -> float:
+    return math.inf if limit is None else limit
+
+
+def _plan(chooser: Chooser, by_hand: Sizes | None) -> ChunkPlan:
+    choice = chooser.choose(by_hand)
+    access, chosen = chooser.readers[0].access, choice.chosen
+    case = Case(
+        dims=chooser.rules.dims, access=access, network=chooser.network, host=chooser.host, prices=chooser.prices,
+        choice=choice, target_shard_bytes=chooser.target_shard_bytes, automatic=by_hand is None,
+    )  # fmt: skip
+    return ChunkPlan(
+        dims=chooser.rules.dims, shape=access.shape, itemsize=access.itemsize, variables=access.variables,
+        together=access.together, patch=access.patch, chunk=chosen.chunk, shard=chosen.shard, order=access.order,
+        batch_size=access.batch_size, ranks=access.ranks, requests_per_sample=chosen.requests_per_sample,
+        bytes_per_sample=chosen.bytes_per_sample, requests_per_batch=chosen.requests_per_batch,
+        seconds_per_batch=chosen.seconds_per_batch, samples_per_second=chosen.samples_per_second,
+        amplification=chosen.amplification, bound=chosen.bound, object_count=chosen.object_count,
+        candidates=choice.considered, readers=choice.readers, reasons=explain(case),
+    )  # fmt: skip
+
+
+__all__ = [
+    "Access",
+    "ChunkPlan",
+    "ChunkRow",
+    "ChunkTable",
+    "Host",
+    "LayoutCost",
+    "Network",
+    "Prices",
+    "chunk_table",
+    "expected_distinct_chunks",
+    "plan_layout",
+    "price",
+]

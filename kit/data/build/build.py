@@ -1,0 +1,393 @@
+"""Building a store: one shard, one object, written once; resumable after any kill, published only when whole.
+
+Order of writing is the guarantee: `.kit/build.json` (which build this is), metadata, shards with a journal every few
+seconds, `.kit/manifest.json` last, then the journals go. At every moment the store is empty, unfinished (and refused by
+`open_dataset`) or finished. Shards in a journal are not written again; a shard finished after the last journal is, with
+the same bytes. Tasks are groups of shards, planned so that memory stays within `build.memory_bytes` whatever the size
+of the array, and run by whichever scheduler; the bytes are the same. One builder writes a store at a time. Sources that
+give other values than before, and stores that belong to another build, are refused rather than mixed.
+
+How far a long job is: one line that updates in place, in a notebook or a terminal, and nothing where nobody looks.
+
+A progress is any callable taking (done, total, bytes so far); raising from it stops the job like an interrupt would.
+One that has them is also told what begins, `begin(verb, noun)`, and where workers can be watched, `link(url)`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kit.config import Config
+from kit.data.build.grids import ZarrSource
+from kit.data.build.layout import plan_chunks
+from kit.data.build.open_source import load_source
+from kit.data.build.plan import BuildPlan, groups, plan_tasks
+from kit.data.build.rechunk import Grouping
+from kit.data.build.resume import (
+    belongs_to_another,
+    check_room,
+    clear,
+    is_finished,
+    prepare,
+    refuse_foreign,
+    remove_journals,
+)
+from kit.data.build.schedulers import Scheduler, explain, open_scheduler
+from kit.data.build.shards import ArrayWriter, Blueprint, Cut, Group, Work, make_blueprint, run
+from kit.data.build.source import Source
+from kit.data.dataset import Dataset, open_dataset
+from kit.data.stores import manifest as records
+from kit.data.stores.lock import write_lock
+from kit.data.stores.manifest import ArrayRecord, Manifest, ObjectRecord
+from kit.data.stores.url import is_shared, local_folder, open_store, redact, resolve_url, write_object
+from kit.errors import BuildError, StoreError
+from kit.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from zarr.abc.store import Store
+
+    from kit.chunks.reasons import ChunkPlan
+
+JOURNAL_SECONDS = 2.0
+_JOURNAL_FRACTION = 0.01
+_NOTEWORTHY_RATIO = 1.1
+
+
+def build(
+    config: Config,
+    plan: ChunkPlan | None = None,
+    *,
+    source: Any = None,
+    overwrite: bool = False,
+    progress: bool | Progress = True,
+    threads: int | None = None,
+) -> Dataset:
+    """Write the store a config describes, or finish it, or find it finished; and open it.
+
+    Args:
+        plan: Chunks and shards; made by `plan_chunks(config)` when left out.
+        source: An xarray object, array or source in hand, in place of the one that the config names.
+        overwrite: Replace another build in the same place. Other data is never overwritten.
+        progress: True for a line that updates in place, False for none, or a callable (done, total, bytes).
+        threads: Tasks each process runs at once, in place of `build.threads`; fewer when memory is short.
+
+    Raises:
+        ConfigError, PlanError: before anything is written.
+        BuildError: when the source fails, the store belongs to another build, or there is no room on disk or in memory.
+        StoreLockedError: when another process is writing the store.
+        StoreError: when the store cannot be written.
+        KeyboardInterrupt: after the running shards are finished and recorded; building again resumes.
+    """
+    opened = load_source(config, source)
+    blueprint = make_blueprint(config, opened, plan or plan_chunks(config, source=opened))
+    tasks = plan_tasks(config, blueprint, opened, threads)
+    url = resolve_url(config.data.url)
+    _refuse_unshared(config, url)
+    store = open_store(url, config.data.credentials, read_only=False)
+    refuse_foreign(store, url)
+    if not overwrite and is_finished(store, url, blueprint):
+        say(f"{redact(url)} is already built with these settings; nothing to do", progress)
+        return open_dataset(url, config.data.credentials)
+    with write_lock(store, url):
+        finished = prepare(store, url, blueprint, opened, overwrite=overwrite)
+        if finished is not None:
+            check_room(url, opened, blueprint, finished)
+            job = _Job(config, store, url, opened, source is not None, blueprint, finished)
+            _run(job, tasks, progress)
+    return open_dataset(url, config.data.credentials)
+
+
+def _refuse_unshared(config: Config, url: str) -> None:
+    if config.build.scheduler == "distributed" and not (is_shared(url) and is_shared(config.build.scratch)):
+        raise BuildError("memory:// lives in this process only, so Dask workers cannot write it; choose threads")
+
+
+def _run(job: _Job, plan: BuildPlan, progress: bool | Progress) -> None:
+    """State the price where there is one, then write what is not finished."""
+    if plan.read_ratio > _NOTEWORTHY_RATIO or plan.by_copy:
+        say(str(plan), progress)
+    with open_scheduler(job.config.build, plan.slots, plan.threads, plan.memory_bytes) as scheduler:
+        if scheduler.link:
+            show_link(scheduler.link, progress)
+        if plan.by_copy and len(job.finished or {}) < job.blueprint.build.shards:
+            _run_by_copy(job, plan, scheduler, progress)
+        else:
+            _Builder(job, plan.last, plan.threads, make_progress(progress, "Building")).run(scheduler)
+
+
+def _run_by_copy(job: _Job, plan: BuildPlan, scheduler: Scheduler, progress: bool | Progress) -> None:
+    """Pass one into an intermediate store, which is a build of its own, resumed like any; pass two out of it."""
+    copy = _copy_job(job, plan)
+    if copy.finished is not None:
+        first = {name: pair.first for name, pair in plan.passes.items()}
+        _Builder(copy, first, plan.threads, make_progress(progress, "Copying", "pieces")).run(scheduler)
+    job.source, job.given = ZarrSource(copy.url, job.config.data.credentials), True
+    _Builder(job, plan.last, plan.threads, make_progress(progress, "Building")).run(scheduler)
+    _remove(copy.store, copy.url)
+
+
+def _copy_job(job: _Job, plan: BuildPlan) -> _Job:
+    """Where the copy goes is named after the build, so that only this one finds it again."""
+    place = f"{records.crc32c(job.blueprint.build.dump()):08x}"
+    url = resolve_url(f"{job.config.build.scratch.rstrip('/')}/{place}.zarr")
+    chunk = next(iter(plan.passes.values())).first.layout.target
+    config = job.config.replace({"data.url": url, "chunking.compression_level": 1})
+    cut = Cut(dims=tuple(job.source.dims), shape=tuple(job.source.shape), chunk=chunk)
+    blueprint = make_blueprint(config, job.source, cut)
+    store = open_store(url, config.data.credentials, read_only=False)
+    refuse_foreign(store, url)
+    stale = belongs_to_another(store, url, blueprint)
+    finished = prepare(store, url, blueprint, job.source, overwrite=stale)
+    return _Job(config, store, url, job.source, job.given, blueprint, finished)
+
+
+def _remove(store: Store, url: str) -> None:
+    clear(store, url)
+    folder = local_folder(url)
+    if folder is not None:
+        shutil.rmtree(folder)
+
+
+class _Job:
+    """One store to write: what it will hold, from what, and what is there."""
+
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        url: str,
+        source: Source,
+        given: bool,
+        blueprint: Blueprint,
+        finished: dict[str, ObjectRecord] | None,
+    ) -> None:
+        self.config, self.store, self.url, self.source, self.given = config, store, url, source, given
+        self.blueprint, self.finished = blueprint, finished
+
+
+class _Builder:
+    """One session of building: what is finished, what is left, and the journal of this session."""
+
+    def __init__(self, job: _Job, groupings: Mapping[str, Grouping], threads: int, progress: Progress) -> None:
+        self.store, self.url, self.blueprint, self.progress = job.store, job.url, job.blueprint, progress
+        self.finished = dict(job.finished or {})
+        self._groupings = groupings
+        self._stored_bytes = sum(item.bytes for item in self.finished.values())
+        self._unsaved: list[ObjectRecord] = []
+        self._session, self._journals = uuid.uuid4().hex[:8], 0
+        self._began = self._saved = time.monotonic()
+        given = job.source if job.given else None
+        self._work = Work(job.config, job.url, job.blueprint.arrays, self._session, given, threads)
+        self._work.use(job.store, job.source)
+
+    def run(self, scheduler: Scheduler) -> None:
+        for item, data in self.blueprint.documents:
+            write_object(self.store, item.key, data, self.url)
+        self._report()
+        self._run_tasks(self._groups(), scheduler)
+        self._publish()
+
+    def _groups(self) -> Iterator[Group]:
+        before = frozenset(self.finished)
+        arrays = self.blueprint.arrays.items()
+        return itertools.chain.from_iterable(
+            groups(writer, self._groupings[name], dict.fromkeys(before)) for name, writer in arrays
+        )
+
+    def _run_tasks(self, tasks: Iterator[Group], scheduler: Scheduler) -> None:
+        """All tasks, never more than `in_flight` handed out; what finished is journalled however this ends."""
+        running: list[Future[list[ObjectRecord]]] = []  # in the order of the tasks: of two that fail, the first is told
+        work = scheduler.share(self._work)
+        try:
+            while True:
+                while len(running) < scheduler.in_flight and (task := next(tasks, None)) is not None:
+                    running.append(scheduler.executor.submit(run, work, task))
+                if not running:
+                    break
+                done = wait(running, timeout=JOURNAL_SECONDS, return_when=FIRST_COMPLETED).done
+                ended, running = [one for one in running if one in done], [one for one in running if one not in done]
+                self._take(ended)
+            self._save()
+        except BaseException:
+            self._wind_down(running)
+            raise
+
+    def _wind_down(self, running: list[Future[list[ObjectRecord]]]) -> None:
+        """Let running shards finish, drop the waiting ones, and record what is done."""
+        for future in running:
+            future.cancel()
+        done = wait(running).done
+        whole = [future.result() for future in done if not future.cancelled() and not future.exception()]
+        self._unsaved += itertools.chain.from_iterable(whole)
+        with suppress(StoreError):
+            self._save()
+
+    def _take(self, ended: list[Future[list[ObjectRecord]]]) -> None:
+        failed: BaseException | None = None
+        for future in ended:
+            if error := future.exception():
+                failed = failed or explain(error)
+                continue
+            self._unsaved += future.result()
+        self._save_when_due()
+        self._report()
+        if failed is not None:
+            raise failed
+
+    def _report(self) -> None:
+        done = len(self.finished) + len(self._unsaved)
+        stored_bytes = self._stored_bytes + sum(item.bytes for item in self._unsaved)
+        self.progress(done, self.blueprint.build.shards, stored_bytes)
+
+    def _save_when_due(self) -> None:
+        """Every two seconds, later every hundredth of the time taken, so that long builds leave few journals."""
+        now = time.monotonic()
+        if now - self._saved >= max(JOURNAL_SECONDS, _JOURNAL_FRACTION * (now - self._began)):
+            self._save()
+
+    def _save(self) -> None:
+        if self._unsaved:
+            key = f"{records.JOURNAL_PREFIX}{self._session}-{self._journals}.jsonl"
+            write_object(self.store, key, records.dump_journal(self._unsaved), self.url)
+            self._journals += 1
+            self.finished |= {item.key: item for item in self._unsaved}
+            self._stored_bytes += sum(item.bytes for item in self._unsaved)
+            self._unsaved = []
+        self._saved = time.monotonic()
+
+    def _publish(self) -> None:
+        objects = [item for item, _ in self.blueprint.documents]
+        objects += [self.finished[task.key] for task in self.blueprint.tasks()]
+        manifest = Manifest(
+            build=self.blueprint.build,
+            arrays={name: self._array_record(writer) for name, writer in self.blueprint.arrays.items()},
+            objects=tuple(objects),
+            raw_bytes=self.blueprint.raw_bytes,
+            versions=_versions(),
+        )
+        write_object(self.store, records.MANIFEST_KEY, manifest.dump(), self.url)
+        remove_journals(self.store, self.url)
+
+    def _array_record(self, writer: ArrayWriter) -> ArrayRecord:
+        """Mean and deviation of the decoded valid values, from the packed sums in the order of the shards."""
+        items = [self.finished[task.key] for task in writer.tasks()]
+        valid = sum(item.valid for item in items)
+        elements = int(np.prod(writer.shape, dtype=object))
+        if valid == 0:
+            return ArrayRecord(mean=None, deviation=None, valid=0, elements=elements)
+        mean = sum(item.total for item in items) / valid
+        variance = max(0.0, sum(item.squares for item in items) / valid - mean * mean)
+        scale, offset = writer.spec.scale_factor, writer.spec.add_offset
+        return ArrayRecord(
+            mean=mean * scale + offset, deviation=abs(scale) * sqrt(variance), valid=valid, elements=elements
+        )
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("zarr", "numcodecs", "numpy")}
+
+
+Progress = Callable[[int, int, int], None]
+_SECONDS_BETWEEN = 0.25
+
+
+def make_progress(progress: bool | Progress, verb: str, noun: str = "shards") -> Progress:
+    """The callable asked for: the caller's own, a line (True), or nothing (False)."""
+    if callable(progress):
+        if hasattr(progress, "begin"):
+            progress.begin(verb, noun)
+        return progress
+    return ProgressLine(verb, noun) if progress else _silent
+
+
+def _silent(done: int, total: int, number_of_bytes: int) -> None:
+    del done, total, number_of_bytes
+
+
+class ProgressLine:
+    """`Building 12 of 64 shards, 31.5 MiB, 40 s left`; the first call sets where the rate is counted from."""
+
+    def __init__(self, verb: str, noun: str) -> None:
+        self.verb, self.noun = verb, noun
+        self._display = _notebook_display() or _terminal_display()
+        self._first: tuple[float, int] | None = None
+        self._shown_seconds = float("-inf")
+
+    def __call__(self, done: int, total: int, number_of_bytes: int) -> None:
+        now = time.monotonic()
+        self._first = self._first or (now, done)
+        if done < total and now - self._shown_seconds < _SECONDS_BETWEEN:
+            return
+        self._shown_seconds = now
+        if self._display is not None:
+            self._display(self.text(done, total, number_of_bytes, now), done >= total)
+
+    def text(self, done: int, total: int, number_of_bytes: int, now: float) -> str:
+        """The line, with the time left once there is a rate, or the time taken at the end."""
+        start, before = self._first or (now, done)
+        elapsed = now - start
+        note = ""
+        if done >= total:
+            note = f", {format_seconds(elapsed)}" if elapsed > 0 else ""
+        elif done > before and elapsed > 1:
+            note = f", {format_seconds(elapsed * (total - done) / (done - before))} left"
+        return f"{self.verb} {done} of {total} {self.noun}, {format_bytes(number_of_bytes)}{note}"
+
+
+def say(text: str, progress: bool | Progress) -> None:
+    """One line of its own, where a progress line would have been."""
+    display = (_notebook_display() or _terminal_display()) if progress is True else None
+    if display is not None:
+        display(text, True)
+
+
+def show_link(url: str, progress: bool | Progress) -> None:
+    """Where the workers of a job can be watched."""
+    if hasattr(progress, "link"):
+        progress.link(url)
+    else:
+        say(f"Dask dashboard: {url}", progress)
+
+
+def _notebook_display() -> Callable[[str, bool], None] | None:
+    """Shows text in one output of the cell and replaces it; None outside a notebook."""
+    shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None or getattr(shell, "kernel", None) is None:
+        return None
+    from IPython.display import display
+
+    display_id = uuid.uuid4().hex
+    shown = False
+
+    def show(text: str, last: bool) -> None:
+        nonlocal shown
+        del last
+        bundle = {"text/plain": text}
+        display(bundle, raw=True, display_id=display_id, update=shown)  # type: ignore[no-untyped-call]
+        shown = True
+
+    return show
+
+
+def _terminal_display() -> Callable[[str, bool], None] | None:
+    if not sys.stderr or not sys.stderr.isatty():
+        return None
+
+    def show(text: str, last: bool) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}" + ("\n" if last else ""))
+        sys.stderr.flush()
+
+    return show

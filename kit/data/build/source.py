@@ -1,0 +1,148 @@
+"""What a dataset is built from: variables on common dimensions, any block of which can be computed or fetched alone.
+
+A source promises that `read` depends on its arguments only: the same region gives the same values whatever was read
+before and however the array is cut. That makes a build resumable and its shards independent. Values are packed, in the
+dtype that is stored; CF attributes (`scale_factor`, `add_offset`, `_FillValue`, `units`, ...) say how they decode.
+
+Attributes as a store keeps them: JSON values, with what other libraries add for themselves left out.
+
+Numbers that JSON has no word for become text, bytes become text; nothing else is changed. A `_FillValue` that is NaN
+says nothing (NaN is missing anyway) and goes, and `missing_value` stands in where there is no `_FillValue`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.errors import ConfigError, Problem
+
+Region = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VariableSpec:
+    """How one variable is stored."""
+
+    dtype: np.dtype[Any]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """CF attributes; `_FillValue` is the packed missing value, absent when nothing is missing."""
+
+    @property
+    def missing(self) -> float | int | None:
+        value = self.attributes.get("_FillValue")
+        return None if value is None else value.item() if isinstance(value, np.generic) else value
+
+    @property
+    def scale_factor(self) -> float:
+        return float(self.attributes.get("scale_factor", 1.0))
+
+    @property
+    def add_offset(self) -> float:
+        return float(self.attributes.get("add_offset", 0.0))
+
+
+class Source(Protocol):
+    """Anything with these six members can be built; no base class is needed.
+
+    Two more are used where they are: `chunks`, how the source itself is cut, by variable, so that few of its chunks are
+    read twice; and `coordinate_attributes`, the attributes of each coordinate.
+    """
+
+    dims: tuple[str, ...]
+    """Names of the dimensions all variables share, such as `("time", "lat", "lon")`."""
+    shape: tuple[int, ...]
+    """Their sizes, in elements."""
+    variables: Mapping[str, VariableSpec]
+    coordinates: Mapping[str, NDArray[Any]]
+    """Values along some or all dimensions, one-dimensional; `datetime64` is stored as CF time."""
+    attributes: Mapping[str, Any]
+    """Of the whole dataset; JSON values."""
+
+    def read(self, name: str, region: Region) -> NDArray[Any]:
+        """Packed values of one variable, shape of `region` (one slice with start and stop per dimension)."""
+        ...
+
+
+def chunk_of(source: Source, name: str) -> tuple[int, ...] | None:
+    """How the source itself is cut for this variable; None when any region costs no more than itself."""
+    chunk = getattr(source, "chunks", {}).get(name)
+    return None if chunk is None else tuple(map(min, map(int, chunk), source.shape))
+
+
+def check_source(source: Any) -> None:
+    """Raises: ConfigError: naming the first thing that keeps `source` from being one."""
+    lacking = [n for n in ("dims", "shape", "variables", "coordinates", "attributes", "read") if not hasattr(source, n)]
+    if lacking:
+        raise source_error(
+            "source", f"{type(source).__name__} has no {', '.join(lacking)}; see kit.data.build.source.Source"
+        )
+    dims, shape = tuple(source.dims), tuple(source.shape)
+    if len(dims) != len(shape) or len(set(dims)) != len(dims) or not dims:
+        raise source_error("source", f"dims {dims} and shape {shape} must be as long as each other, and dims distinct")
+    if prod(shape) == 0 or any(size < 0 for size in shape):
+        raise source_error("source", f"shape {shape} holds no elements; every size must be at least 1")
+    if not source.variables:
+        raise source_error("source", f"{type(source).__name__} has no variables")
+    for name, spec in source.variables.items():
+        _check_name(name, dims)
+        if np.dtype(spec.dtype).kind not in "iuf":
+            raise source_error("source", f"variable {name} has dtype {spec.dtype}; kit stores integers and floats")
+    for dim, values in source.coordinates.items():
+        if dim not in dims or np.shape(values) != (shape[dims.index(dim)],):
+            sizes = dict(zip(dims, shape, strict=True))
+            raise source_error("source", f"coordinate {dim} has shape {np.shape(values)}; the dimensions are {sizes}")
+
+
+def _check_name(name: str, dims: tuple[str, ...]) -> None:
+    if not name or name in dims or "/" in name or name.startswith((".", "__")) or not name.isprintable():
+        raise source_error("source", f"variable name {name!r} is empty, a dimension's, or no plain name")
+
+
+def source_error(field_name: str, message: str) -> ConfigError:
+    """What is wrong with a field of `data`."""
+    return ConfigError([Problem(f"data.{field_name}", message)])
+
+
+_OF_OTHERS = ("_ARRAY_DIMENSIONS", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties", "DIMENSION_LIST", "CLASS",
+              "NAME", "REFERENCE_LIST")  # fmt: skip
+
+
+def json_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
+    """Attributes of a dataset, as JSON values."""
+    return {str(key): _plain(value) for key, value in attributes.items() if key not in _OF_OTHERS}
+
+
+def coordinate_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
+    """Attributes of a coordinate, which has no missing values."""
+    return json_attributes({key: value for key, value in attributes.items() if key not in ("_FillValue",)})
+
+
+def packing_attributes(attributes: Mapping[Any, Any], dtype: np.dtype[Any]) -> dict[str, Any]:
+    """Attributes of a variable stored as `dtype`, with its missing value as a number under `_FillValue`."""
+    found = json_attributes({key: value for key, value in attributes.items() if key not in ("_FillValue",)})
+    missing = attributes.get("_FillValue", attributes.get("missing_value"))
+    number = None if missing is None or isinstance(missing, str) else np.ravel(missing)[0].item()
+    if number is not None and not (isinstance(number, float) and not math.isfinite(number)):
+        found["_FillValue"] = int(number) if dtype.kind in "iu" else float(number)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,441 @@
+"""Patches: what a trainer iterates over, batches of patches as tensors, read by kit's engine (see `EpochLoader`).
+
+The loader processes share the budgets of requests in flight and of memory. In block order each reads the windows for
+itself, so threads alone are the better choice.
+
+EpochLoader: what a trainer iterates over; whole batches in an order that nothing but a plan decides.
+
+A plan says how many batches an epoch has and what is in each, on every rank; a stream reads them. With `num_workers` 0
+the stream's own threads read ahead in this process. With W loader processes, process w streams every W-th batch and the
+batches are taken in turn, so that any W yields the same batches in the same order. The processes come from a server
+that has opened nothing, and open what they read for themselves; a script that starts them guards its own start with
+`if __name__ == "__main__"`.
+
+A state that `state_dict` gave holds for any number of processes (see `kit.data.patches.loader`).
+
+EpochPasses: what every loader of kit's keeps of its passes: which epoch, how far, and how to go on there.
+
+`state_dict` says how far the current pass has come; a loader that takes it goes on with exactly the batches not yet
+handed over, and with another number of ranks or batch size where the plan allows it.
+
+Lightning leaves such a loader as it is, since it is no torch DataLoader: every rank reads its own part of the plan
+already, and no sampler is put in its place.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, Protocol, Self, TypedDict, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from typing_extensions import override
+
+from kit.chunks.requests import Coalescing
+from kit.chunks.resources import HOLES_SHARE
+from kit.config import Loader
+from kit.data.dataset import ArrayInfo, Dataset
+from kit.data.sampling import SamplePlan, mixing
+from kit.data.stores.disk_cache import ReadCache
+from kit.data.stores.transfer import NAMES, absent_chunks, total
+from kit.data.stores.url import redact
+from kit.data.stream import memory
+from kit.data.stream.engine import Engine, Span, Spans
+from kit.data.stream.memory import Arrays, batch_bytes, largest_chunk_bytes
+from kit.errors import ConfigError, KitWarning, Problem
+from kit.machine.processes import die_with, note_process, shorten_socket_paths
+from kit.units import format_bytes
+
+Batch = TypeVar("Batch")
+
+
+class Plan(Protocol):
+    """The batches of every epoch; equal on every rank."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def batches_per_epoch(self) -> int: ...
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the batches and their order, in plain values."""
+
+    def step_after(self, other: Mapping[str, Any], step: int) -> int:
+        """The step that follows the first `step` global batches of the plan of that identity."""
+
+
+class EpochPasses(Generic[Batch]):
+    """The batches of one rank; each pass over it is the next epoch.
+
+    Args:
+        plan: Which batches there are.
+        rank: This process's rank in the plan.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.rank = rank
+        self.epoch = 0
+        """The epoch that the next pass reads."""
+        self._plan = plan
+        self._first_step = 0
+        """Where the next pass begins: past what was handed over before a resume."""
+        self._handed = (0, 0)
+        """The epoch of the pass under way, or else of the next one, and its batches handed over."""
+
+    def _batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
+        """The batches of an epoch, from that step on."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the processes and threads of a pass; the next one starts them again."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return self._plan.batches_per_epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        # The body runs at the first `next`: making an iterator, as Lightning does to check for one, starts no epoch.
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        first, self._first_step = self._first_step, 0
+        self._handed = (epoch, first)
+        for batch in self._batches(epoch, first):
+            if self._handed[0] == epoch:
+                self._handed = (epoch, self._handed[1] + 1)
+            yield batch
+        if self._handed[0] == epoch:
+            self._handed = (epoch + 1, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`, or the rest of it after a `load_state_dict` in its middle."""
+        if epoch != self.epoch:
+            self._first_step = 0
+        self.epoch = epoch
+        self._handed = (epoch, self._first_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the pass under way has come, in plain numbers, the same on every rank."""
+        epoch, step = self._handed
+        return {"epoch": epoch, "step": step, "plan": self._plan.identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next pass go on where that state was taken.
+
+        Raises:
+            ConfigError: when the samples or their order are not those of the state, or what they are read from has
+                changed since, each reason named; another number of ranks or batch size is accepted where the order
+                allows it and it meets the state's end of a batch.
+        """
+        step = self._plan.step_after(state["plan"], state["step"])
+        self.epoch, self._first_step = state["epoch"], step
+        self._handed = (self.epoch, step)
+
+    @property
+    def sampler(self) -> Self:
+        """Where Lightning looks for `set_epoch` before each epoch, also after a resume."""
+        return self
+
+
+class EpochStream(IterableDataset[Batch]):
+    """Every W-th batch of the current epoch, in loader process w; all of them in a process that loads for itself."""
+
+    def __init__(self, plan: Plan, processes: int) -> None:
+        self.epoch = torch.zeros((), dtype=torch.int64)
+        self.first_step = torch.zeros((), dtype=torch.int64)
+        self._batches_per_epoch = plan.batches_per_epoch
+        if processes:
+            self.epoch, self.first_step = shared(self.epoch), shared(self.first_step)
+
+    def steps(self) -> tuple[int | None, range]:
+        """Which loader process this is (None for no such process), and the steps that it reads."""
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        steps = range(int(self.first_step) + worker, self._batches_per_epoch, workers)
+        return info.id if info else None, steps
+
+    @property
+    def spans(self) -> Spans:
+        """When each batch was read, in a process that loads for itself."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop reading and let go of what is open; the next pass opens it again."""
+        raise NotImplementedError
+
+
+class EpochLoader(EpochPasses[Batch]):
+    """The batches of one rank, read by a stream.
+
+    Args:
+        plan: Which batches there are.
+        settings: How they are read ahead.
+        stream: Reads them.
+        rank: This process's rank in the plan.
+    """
+
+    def __init__(self, plan: Plan, settings: Loader, stream: EpochStream[Batch], rank: int) -> None:
+        super().__init__(plan, rank)
+        self._settings = settings
+        self._stream = stream
+        self._processes: DataLoader[Batch] | None = None
+
+    @override
+    def _batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
+        self._stream.epoch.fill_(epoch)
+        self._stream.first_step.fill_(first_step)
+        return self._in_processes() if self._settings.num_workers else iter(self._stream)
+
+    @property
+    def last_span(self) -> Span | None:
+        """When the batch handed over last began to be read, and was ready; None where loader processes read it."""
+        return None if self._settings.num_workers else self._stream.spans.last
+
+    def close(self) -> None:
+        """End loader processes and threads; the next pass starts them again."""
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            # A traceback may keep the iterator alive, and with it its processes; Lightning ends them in the same way.
+            shutdown = getattr(getattr(processes, "_iterator", None), "_shutdown_workers", None)
+            if shutdown is not None:
+                shutdown()
+        self._stream.close()
+
+    def _in_processes(self) -> Iterator[Batch]:
+        with warnings.catch_warnings():
+            # Processes beyond the cores are the config's choice; whether they help is measured, not guessed.
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            if self._processes is None:
+                self._processes = self._make_processes()
+            return iter(self._processes)
+
+    def _make_processes(self) -> DataLoader[Batch]:
+        seed = self._plan.seed
+        return DataLoader(
+            self._stream,
+            batch_size=None,
+            num_workers=self._settings.num_workers,
+            prefetch_factor=self._settings.prefetch_factor,
+            persistent_workers=True,
+            pin_memory=pins(self._settings),
+            multiprocessing_context=_fresh_processes(type(self._stream).__module__),
+            worker_init_fn=partial(_begin_process, dict(os.environ), os.getpid(), seed, self.rank),
+            generator=torch.Generator().manual_seed(seed),  # else it draws from the model's generator
+        )
+
+
+def pins(settings: Loader) -> bool:
+    """Whether batches go to pinned memory."""
+    return settings.pin_memory and torch.cuda.is_available()
+
+
+def shared(tensor: Tensor) -> Tensor:
+    """Put a tensor where other processes write to the same memory."""
+    return tensor.share_memory_()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _fresh_processes(module: str) -> str:
+    """Never a fork of this process, which has opened the store: one of a server that has not, where there are such."""
+    shorten_socket_paths()
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload([module])
+    return "forkserver"
+
+
+def _begin_process(variables: Mapping[str, str], trainer: int, seed: int, rank: int, worker: int) -> None:
+    """End with the process that trains, and take its environment: the server's is older than places named since."""
+    die_with(trainer)
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+    note_process()
+    seed_process(seed, rank, worker)
+
+
+def seed_process(seed: int, rank: int, worker: int) -> None:
+    """Give each loader process of each rank random numbers of its own, the same in every run."""
+    words = np.random.SeedSequence([seed, rank, worker]).generate_state(3)
+    torch.manual_seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    random.seed(int(words[2]))
+
+
+class PatchBatch(TypedDict):
+    """One batch on one rank."""
+
+    values: Tensor
+    """(batch, variable, *dims), float32; 0 where missing."""
+    valid: Tensor
+    """The same shape, bool: False where the value is missing."""
+
+
+class PatchLoader(EpochLoader[PatchBatch]):
+    """The batches of one rank; each pass over it is the next epoch.
+
+    Args:
+        dataset: What the store holds.
+        plan: Which samples exist and which batch each belongs to.
+        settings: How batches are read ahead.
+        rank: This process's rank in the plan.
+        variables: Names of the variables, stacked in this order; empty for all of one shape.
+        standardize: Shift and scale by the mean and deviation found while building.
+        coalescing: Which neighbours in a shard share a request.
+        read_cache: Keeps what requests to an object store gave.
+
+    Raises:
+        ConfigError: for an unknown or non-numeric variable, one to be standardised without statistics, or too little
+            `loader.memory_bytes` or shared memory.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        plan: SamplePlan,
+        settings: Loader,
+        *,
+        rank: int = 0,
+        variables: Sequence[str] = (),
+        standardize: bool = False,
+        coalescing: Coalescing | None = None,
+        read_cache: ReadCache | None = None,
+    ) -> None:
+        self.plan = plan
+        processes = max(1, settings.num_workers)
+        _refuse_too_little_memory(dataset.select(variables), plan, settings)
+        memory.refuse_too_little(settings, plan.batch_bytes(len(dataset.select(variables))))
+        engine = Engine(
+            dataset,
+            variables,
+            requests_in_flight=max(1, settings.requests_in_flight // processes),
+            decode_threads=settings.decode_threads,
+            batches_ahead=settings.batches_ahead,
+            standardize=standardize,
+            cache_bytes=0 if plan.windows else settings.cache_bytes // processes,
+            coalescing=coalescing,
+            read_cache=read_cache,
+            memory_bytes=settings.memory_bytes // processes,
+            allocate=_pinned_array if pins(settings) and not settings.num_workers else np.empty,
+        )
+        self._patches = _Stream(engine, plan, rank, settings.num_workers)
+        self._absent_from = "" if engine.strict else redact(dataset.url)
+        """The store whose missing chunks are still to be warned of."""
+        super().__init__(plan, settings, self._patches, rank)
+
+    @override
+    def _batches(self, epoch: int, first_step: int) -> Iterator[PatchBatch]:
+        for batch in super()._batches(epoch, first_step):
+            self._warn_of_absent_chunks()
+            yield batch
+
+    def _warn_of_absent_chunks(self) -> None:
+        """Once, as soon as there are any: how many there were in the end is in `counters`."""
+        if self._absent_from and (absent := absent_chunks(self.counters())):
+            way_out = "data.strict: true makes that an error"
+            warnings.warn(f"{self._absent_from}: {absent}, so far; {way_out}", KitWarning, stacklevel=4)
+            self._absent_from = ""
+
+    def counters(self) -> dict[str, int]:
+        """What this rank has read since the loader was made, over all its processes; names as in `Counters`."""
+        return self._patches.counters()
+
+    @property
+    def open_requests(self) -> tuple[int, str]:
+        """How many requests may be open now, and the reason where they are fewer than allowed; of this process."""
+        return self._patches.engine.open_requests
+
+    @property
+    def mixing(self) -> float | None:
+        """Independent samples that the batches so far were worth at least, over their size; None before the first.
+
+        1 in random order; see `kit.data.sampling.mixing`.
+        """
+        counts = self.counters()
+        if not counts["samples"]:
+            return None
+        return mixing(counts["pairs_of_one_visit"], counts["pairs"], self.plan.batch_size)
+
+
+class _Stream(EpochStream[PatchBatch]):
+    """Patches read by an engine."""
+
+    def __init__(self, engine: Engine, plan: SamplePlan, rank: int, processes: int) -> None:
+        super().__init__(plan, processes)
+        self.engine = engine
+        self._plan = plan
+        self._rank = rank
+        self._counts = torch.zeros((processes, len(NAMES)), dtype=torch.int64)
+        if processes:
+            self._counts = shared(self._counts)
+
+    @property
+    def spans(self) -> Spans:
+        return self.engine.spans
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __iter__(self) -> Iterator[PatchBatch]:
+        worker, steps = self.steps()
+        before = None if worker is None else self._counts[worker] - self._own_counts()
+        for values, valid in self._arrays(int(self.epoch), steps):
+            if before is not None:
+                self._counts[worker] = before + self._own_counts()
+            yield {"values": torch.from_numpy(values), "valid": torch.from_numpy(valid)}
+
+    def _arrays(self, epoch: int, steps: range) -> Iterator[Arrays]:
+        plan, rank = self._plan, self._rank
+        if plan.windows is None:
+            return self.engine.stream((plan.batch(epoch, step, rank) for step in steps), plan.patch)
+        served = ((plan.batch(epoch, step, rank), plan.window(step, rank)) for step in steps)
+        return self._counting_pairs(epoch, steps, self.engine.stream_windows(served, plan.patch))
+
+    def _counting_pairs(self, epoch: int, steps: range, batches: Iterator[Arrays]) -> Iterator[Arrays]:
+        """The batches, each counted by how well it is mixed."""
+        for step, arrays in zip(steps, batches, strict=True):
+            same, pairs = self._plan.pairs_of_one_visit(epoch, step, self._rank)
+            self.engine.count(pairs=pairs, pairs_of_one_visit=same)
+            yield arrays
+
+    def _own_counts(self) -> Tensor:
+        return torch.tensor([self.engine.counters[name] for name in NAMES])
+
+    def counters(self) -> dict[str, int]:
+        rows = (dict(zip(NAMES, row, strict=True)) for row in self._counts.tolist())
+        return total([self.engine.counters, *rows])
+
+
+def _pinned_array(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """An array in pinned memory, which torch keeps and gives again when the batch before is forgotten."""
+    kind = torch.bool if np.dtype(dtype) == np.bool_ else torch.float32
+    return torch.empty(shape, dtype=kind, pin_memory=True).numpy()
+
+
+def _refuse_too_little_memory(arrays: Sequence[ArrayInfo], plan: SamplePlan, settings: Loader) -> None:
+    """Raises: ConfigError: when batches, kept chunks and one request at a time do not fit `loader.memory_bytes`."""
+    processes = max(1, settings.num_workers)
+    everything = sum(info.nbytes for info in arrays)
+    kept = settings.window_bytes if plan.windows else settings.cache_bytes // processes
+    batches = (settings.batches_ahead + 2) * batch_bytes(arrays, plan.batch_size, plan.patch)
+    chunks = (settings.decode_threads + 1) * largest_chunk_bytes(arrays)
+    needed = processes * math.ceil((batches + min(kept, everything) + chunks) * HOLES_SHARE / (HOLES_SHARE - 1))
+    if needed > settings.memory_bytes:
+        name = "window" if plan.windows else "cache"
+        problem = Problem(
+            "loader.memory_bytes",
+            f"{format_bytes(settings.memory_bytes)} cannot hold {settings.batches_ahead + 2} batches "
+            f"({format_bytes(batches)}), the {name} ({format_bytes(min(kept, everything))}) and "
+            f"{settings.decode_threads + 1} chunks ({format_bytes(chunks)}), with one part in {HOLES_SHARE} for holes"
+            + (f" in each of {processes} processes" if settings.num_workers else "")
+            + f"; use at least {format_bytes(needed)}, or less of loader.batches_ahead, batch_size or {name}_bytes",
+        )
+        raise ConfigError([problem])

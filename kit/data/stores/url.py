@@ -1,0 +1,406 @@
+"""Where bytes live: a URL and the name of a credential become a Zarr store, or a StoreError with the way out.
+
+Paths and `file://` are folders whose objects are written by rename; everything else (`memory://`, `gs://`, `s3://`,
+`http(s)://`, any other fsspec scheme) goes through fsspec. Chained URLs (`a::b`) and caching wrappers are refused: one
+URL names one place. Secrets never travel in a URL or a config; `credentials` says where one is found, and every error
+text passes through `redact`.
+
+A store is bound to no event loop until its first read, so a caller with its own loop opens its own store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import os
+import re
+import socket
+import threading
+import unicodedata
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+from zarr.abc.store import Store
+from zarr.core.buffer import default_buffer_prototype
+from zarr.core.sync import sync
+from zarr.storage import LocalStore
+
+from kit.config import project_folder
+from kit.data.stores.fsspec import RemoteStore, open_remote, refuse_metadata, refuse_resolved
+from kit.errors import StoreError
+from kit.json_text import read_json
+from kit.machine.endpoints import endpoint_of, takes_no_key
+
+ANSWER_SECONDS = 20.0
+"""How long opening, listing and one small object may take before the store counts as out of reach."""
+_CONNECT_SECONDS = 5.0
+_LONGEST_URL = 4096
+_LONGEST_NAME_BYTES = 255
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_CACHES = {"blockcache", "cached", "filecache", "simplecache"}
+_WRAPPERS = {*_CACHES, "asynclocal", "dask", "dir", "generic", "reference", "tar", "zip"}
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
+_named: set[str] = set()
+"""Environment variables that credentials named, so that their values can be kept out of messages."""
+Result = TypeVar("Result")
+
+
+# -- URLs
+
+
+def resolve_url(url: str) -> str:
+    """An absolute URL, without a trailing slash: a folder becomes an absolute path below the project folder.
+
+    Raises:
+        StoreError: for a chained URL, an unknown scheme, a URL that carries credentials or a query, and text that is
+            no URL or path at all.
+    """
+    _refuse_odd_text(url)
+    if not url.strip() or "\0" in url:
+        raise StoreError(
+            f"{url!r} names no store; write a path such as data/ocean.zarr or a URL such as gs://bucket/name"
+        )
+    if "::" in re.sub(r"(://)\[[^\]/]*\]", r"\1", url):  # but for an address such as http://[::1]/x
+        raise StoreError(f"{redact(url)}: chained URLs are not accepted; give the URL of the store itself")
+    match = _SCHEME.match(url)
+    if match is None and "://" in url and "/" not in url.partition("://")[0]:
+        raise StoreError(f"{redact(url)[:60]!r} has no scheme; write a path, or such as gs://bucket/name")
+    if match is None:
+        try:
+            return str(_absolute(Path(url).expanduser()))
+        except RuntimeError as error:
+            raise StoreError(f"{url}: {error}; write the folder out") from None
+    scheme = match[1].lower()
+    if scheme in ("file", "local"):
+        return str(_absolute(Path(url[match.end() :])))
+    _check_remote(url, scheme)
+    return f"{'gs' if scheme == 'gcs' else scheme}://{url[match.end() :].rstrip('/')}"
+
+
+def _refuse_odd_text(url: str) -> None:
+    shown = f"{redact(url)[:60]!r}" + ("…" if len(url) > 60 else "")
+    if len(url) > _LONGEST_URL:
+        raise StoreError(f"{shown} has {len(url):,} characters, at most {_LONGEST_URL:,} name a store")
+    odd = next((letter for letter in url if unicodedata.category(letter) in ("Cc", "Cf", "Cs")), "")
+    if odd and url.strip() and "\0" not in url:
+        raise StoreError(f"{shown} holds {odd!r}, which no URL or path does; remove it")
+    if _SCHEME.match(url) and "::" not in url:
+        try:
+            host = urlsplit(url).hostname or ""
+            if url.lower().startswith("http") and host and not host.isascii():
+                host = host.encode("idna").decode()
+            if url.lower().startswith("http") and host and not all(0 < len(part) < 64 for part in host.split(".")):
+                raise ValueError(f"{host[:60]!r} is no name of a host")
+        except ValueError as error:
+            raise StoreError(f"{shown} is no URL: {error}; write such as https://host/store.zarr") from None
+
+
+def _absolute(path: Path) -> Path:
+    whole = Path(os.path.normpath(path if path.is_absolute() else project_folder() / path))
+    longest = max((len(os.fsencode(part)) for part in whole.parts), default=0)
+    if longest > _LONGEST_NAME_BYTES:
+        raise StoreError(f"{str(whole)[:60]}…: a name of {longest} bytes, at most {_LONGEST_NAME_BYTES} are possible")
+    return whole
+
+
+def _check_remote(url: str, scheme: str) -> None:
+    from fsspec.registry import known_implementations, registry
+
+    known = sorted({*known_implementations, *registry} - _WRAPPERS)
+    if scheme in _WRAPPERS:
+        raise StoreError(f"{redact(url)}: {scheme}:// wraps another URL; give the URL of the store itself")
+    if scheme not in known:
+        close = difflib.get_close_matches(scheme, known, n=1)
+        hint = f"did you mean {close[0]}://?" if close else "use a path, gs://, s3://, https:// or memory://"
+        raise StoreError(f"{redact(url)}: unknown scheme {scheme}://; {hint}")
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise StoreError(f"{redact(url)}: the URL carries credentials; leave them out and set credentials to env:NAME")
+    if parts.query or parts.fragment:
+        raise StoreError(f"{redact(url)}: a URL with a query names one object, not a store; give the store's own URL")
+    refuse_metadata(url, redact(url))
+    if not parts.netloc.strip("/") and scheme != "memory":
+        raise StoreError(f"{redact(url)}: no bucket or host; write {scheme}://bucket/name")
+
+
+def redact(url: str) -> str:
+    """The URL without user, password, query and fragment: fit for messages, logs and reprs."""
+    if _SCHEME.match(url) is None:
+        return url
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no URL, but it may hold a secret
+        return re.sub(r"[?#].*", "", re.sub(r"://[^/]*@", "://", url), flags=re.DOTALL)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def is_shared(url: str) -> bool:
+    """Whether other processes see the same store; `memory://` lives in this one only."""
+    return not url.lower().startswith("memory:")
+
+
+def local_folder(url: str) -> Path | None:
+    """The folder behind a resolved URL, or None for a store that is not on a local disk."""
+    return None if _SCHEME.match(url) else Path(url)
+
+
+# -- opening
+
+
+def open_store(url: str, credentials: str = "default", *, read_only: bool = True) -> Store:
+    """The Zarr store at `url`; whether a dataset is in it is `open_dataset`'s question.
+
+    Args:
+        url: A path (relative ones start at the project folder) or a URL.
+        credentials: `default`, `anonymous`, or `env:NAME` for a key in an environment variable: a JSON key (or the
+            path of one) or an access token for `gs://`, `KEY:SECRET` for `s3://`, a bearer token for `http(s)://`, and
+            a JSON object of fsspec options for any scheme.
+        read_only: Refuse writes and ask for no more than reading rights.
+
+    Raises:
+        StoreError: within seconds, when the URL, the credentials or the network do not lead to a store.
+    """
+    url = resolve_url(url)
+    folder = local_folder(url)
+    if folder is not None:
+        return _open_folder(folder, read_only)
+    options = _options(url, credentials, read_only)
+    _check_reachable(url)
+    return _within(ANSWER_SECONDS, lambda: open_remote(url, options, read_only), url)
+
+
+def _open_folder(folder: Path, read_only: bool) -> Store:
+    if folder.exists() and not folder.is_dir():
+        raise StoreError(f"{folder} is a file; a store is a folder")
+    if read_only and not folder.exists():
+        raise StoreError(f"{folder} does not exist; build it with kit.build(config), or correct data.url")
+    return LocalStore(folder, read_only=read_only)
+
+
+def _options(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
+    """fsspec's options for the credentials asked for; the only place a secret is held."""
+    scheme = url.partition("://")[0]
+    options: dict[str, Any] = {"access": "read_only" if read_only else "read_write"} if scheme == "gs" else {}
+    endpoint = endpoint_of(url)
+    options |= {"endpoint_url": endpoint} if endpoint else {}
+    if credentials == "anonymous" or (credentials == "default" and takes_no_key(url)):
+        return options | ({"token": "anon"} if scheme == "gs" else {"anon": True} if scheme == "s3" else {})
+    if credentials == "default":
+        return options
+    name = credentials.removeprefix("env:")
+    secret = os.environ.get(name, "")
+    _named.add(name)
+    if not secret:
+        raise StoreError(f"{redact(url)}: credentials ask for the environment variable {name}, which is not set")
+    return options | _secret_options(scheme, secret)
+
+
+def _secret_options(scheme: str, secret: str) -> dict[str, Any]:
+    try:
+        parsed = read_json(secret)
+    except ValueError:
+        parsed = None
+    if isinstance(parsed, dict):
+        return {"token": parsed} if scheme == "gs" and "type" in parsed else parsed
+    if scheme == "gs":
+        return {"token": secret if Path(secret).is_file() else _bearer(secret)}
+    if scheme == "s3":
+        key, _, rest = secret.partition(":")
+        return {"key": key, "secret": rest.partition(":")[0], "token": rest.partition(":")[2] or None}
+    return {"client_kwargs": {"headers": {"Authorization": f"Bearer {secret}"}}}
+
+
+def _bearer(secret: str) -> Any:
+    from google.oauth2.credentials import Credentials
+
+    return Credentials(token=secret)  # type: ignore[no-untyped-call]
+
+
+def _check_reachable(url: str) -> None:
+    """Refuse at once when there is no way to the host; libraries would retry for most of a minute first."""
+    address = _address(url)
+    if address is not None:
+        refuse_metadata(f"//://{address[0]}", redact(url))
+        refuse_resolved(*address, redact(url))
+    if address is None or any(
+        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
+    ):
+        return
+    try:
+        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        host, port = address
+        raise StoreError(
+            f"{redact(url)}: no connection to {host}:{port} ({error}); check the network, or use a local path"
+        ) from None
+
+
+def _address(url: str) -> tuple[str, int] | None:
+    scheme = url.partition("://")[0]
+    if scheme in ("gs", "s3"):
+        url = endpoint_of(url) or ("https://storage.googleapis.com" if scheme == "gs" else "")
+    elif scheme not in ("http", "https"):
+        return None
+    if not url:
+        return None
+    parts = urlsplit(url)
+    try:
+        return (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+    except ValueError:
+        raise StoreError(f"{redact(url)}: the port is not a number") from None
+
+
+def _within(seconds: float, work: Callable[[], Result], url: str) -> Result:
+    """`work()` in a thread of its own, given up after `seconds`: logging in can hang without a deadline."""
+    outcome: list[Result | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="kit-open-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise StoreError(
+            f"{redact(url)}: not open after {seconds:g} s; check the network and the credentials "
+            "(credentials: anonymous reads a public store)"
+        )
+    if isinstance(outcome[0], BaseException):
+        raise store_error(url, outcome[0]) from None
+    return outcome[0]
+
+
+# -- single objects
+
+
+def read_object(store: Store, key: str, url: str, seconds: float = ANSWER_SECONDS) -> bytes | None:
+    """The bytes under `key`, or None when there is no such object.
+
+    Raises:
+        StoreError: when the store does not answer or refuses.
+    """
+    buffer = ask(lambda: store.get(key, default_buffer_prototype()), url, seconds)
+    return None if buffer is None else buffer.to_bytes()
+
+
+def write_object(store: Store, key: str, data: bytes, url: str, seconds: float | None = None) -> None:
+    """Put `data` under `key`, whole or not at all.
+
+    Raises:
+        StoreError: when the store does not take it.
+    """
+    ask(lambda: store.set(key, default_buffer_prototype().buffer.from_bytes(data)), url, seconds)
+
+
+def create_object(store: Store, key: str, data: bytes, url: str) -> bool:
+    """Put `data` under `key` where there is nothing; False where there is something.
+
+    Raises:
+        StoreError: when the store does not take it.
+    """
+    assert isinstance(store, RemoteStore), "folders have locks of their own"
+    return ask(lambda: store.create(key, data), url, None)
+
+
+def delete_object(store: Store, key: str, url: str) -> None:
+    """Remove the object under `key`, if it is there."""
+    ask(lambda: store.delete(key), url, ANSWER_SECONDS)
+
+
+def list_objects(store: Store, prefix: str, url: str, most: int | None = None) -> list[str]:
+    """Keys below the folder `prefix` (the whole store for an empty one), sorted; no more than `most` of them."""
+
+    async def collect() -> list[str]:
+        keys: list[str] = []
+        async for key in store.list_prefix(f"{prefix}/" if prefix else ""):
+            keys.append(key)
+            if most is not None and len(keys) >= most:
+                break
+        return sorted(keys)
+
+    return ask(collect, url, None)
+
+
+def sizes_of_objects(store: Store, keys: Iterable[str], url: str, at_once: int = 16) -> dict[str, int]:
+    """Bytes of the objects that are there, by key; the others are left out."""
+
+    async def measure() -> dict[str, int]:
+        slots, sizes = asyncio.Semaphore(at_once), {}
+
+        async def one(key: str) -> None:
+            async with slots:
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[key] = await store.getsize(key)
+
+        await asyncio.gather(*(one(key) for key in keys))
+        return sizes
+
+    return ask(measure, url, None)
+
+
+def ask(question: Callable[[], Coroutine[Any, Any, Result]], url: str, seconds: float | None) -> Result:
+    """The answer of `question()`, run on the loop that stores share, within `seconds`.
+
+    Raises:
+        StoreError: for whatever goes wrong, without secrets.
+    """
+
+    async def answer() -> Result:
+        return await asyncio.wait_for(question(), seconds)
+
+    try:
+        return sync(answer())
+    except TimeoutError as error:
+        if seconds is None:
+            raise store_error(url, error) from None
+        raise StoreError(f"{redact(url)}: no answer within {seconds:g} s; check the network") from None
+    except StoreError:
+        raise
+    except Exception as error:
+        raise store_error(url, error) from None
+
+
+def store_error(url: str, error: BaseException) -> StoreError:
+    """What went wrong with the store, in one line, with no secret and a way out."""
+    if isinstance(error, StoreError):
+        return error
+    first = next(iter(str(error).splitlines()), "")
+    tried = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return StoreError(
+        f"{redact(url)}: {type(error).__name__}: {_scrub(first)[:300]}{_scrub(tried)}{_way_out(error, url)}"
+    )
+
+
+def _way_out(error: BaseException, url: str) -> str:
+    status = str(getattr(error, "status", "") or getattr(error, "code", ""))
+    text = f"{status} {error}".lower()
+    if isinstance(error, ImportError):
+        return f"; the package that reads {url.partition('://')[0]}:// is not installed"
+    if isinstance(error, PermissionError) or re.search(r"\b(401|403)\b|forbidden|unauthorized|anonymous caller", text):
+        return "; check data.credentials (default, anonymous or env:NAME) and the rights on the bucket"
+    if isinstance(error, OSError) and error.errno is not None and error.errno in (27, 28, 122):
+        return "; free some space or choose another data.url, then run again to resume"
+    return ""
+
+
+def _scrub(text: str) -> str:
+    """Text without URL queries, user information and the values of credential variables."""
+    text = re.sub(r"(://)[^/@\s'\"]+@", r"\1", text)
+    text = re.sub(r"(://[^\s'\"?]+)\?[^\s'\"]*", r"\1", text)
+    text = re.sub(r"(?i)(bearer|authorization:?|token[=:]|secret[=:]|signature[=:])\s*[^\s,'\"]+", r"\1 …", text)
+    for secret in _secrets():
+        text = text.replace(secret, "…")
+    return text
+
+
+def _secrets() -> Iterator[str]:
+    words: Iterable[str] = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
+    for name, value in os.environ.items():
+        if len(value) >= 8 and (name in _named or any(word in name.upper() for word in words)):
+            yield value

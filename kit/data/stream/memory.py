@@ -1,0 +1,197 @@
+"""Room: host memory for what has been asked for and is not decoded yet, in bytes, obeyed by every request.
+
+The limit is asked for anew each time, since caches and batches come and go beside it. The invariant: a request that is
+alone always goes ahead, so reading goes on, slowly, even where the limit is less than one chunk; whether it is, is
+refused before, where a config is known (`kit.data.patches.loader`).
+
+ReaderPlan: what one process reads, with how much at once, in how much memory. Holds no handle, so it pickles.
+
+Shared memory that loader processes hand batches over in: enough of it, before any of them is started.
+
+torch puts every batch of a loader process into /dev/shm, which a container may have 64 MiB of whatever the machine
+has. Where it is full a process ends by a bus error, or waits, and what is then seen is a trainer without batches.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from zarr.abc.store import Store
+
+from kit.chunks.access import VALUE_BYTES
+from kit.chunks.requests import Coalescing
+from kit.config import Loader
+from kit.data.dataset import ArrayInfo
+from kit.data.stores.disk_cache import ReadCache
+from kit.data.stores.manifest import Manifest
+from kit.data.stream.scatter import Packing
+from kit.errors import ConfigError, Problem
+from kit.units import format_bytes
+
+
+class Room:
+    """Bytes taken by requests, up to `limit()`; call from any thread."""
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._closed = False
+        self.taken_bytes = 0
+        self.most_bytes = 0
+        """The most that was taken at once."""
+        self.largest_bytes = 0
+        """The largest that was taken in one."""
+
+    def try_take(self, size_bytes: int) -> Claim | None:
+        """So much of the room, if there is; None else."""
+        with self._changed:
+            self.largest_bytes = max(self.largest_bytes, size_bytes)
+            return self._claim(size_bytes) if self._fits(size_bytes) else None
+
+    def take(self, size_bytes: int) -> Claim:
+        """So much of the room, as soon as there is."""
+        with self._changed:
+            self.largest_bytes = max(self.largest_bytes, size_bytes)
+            while not self._fits(size_bytes):
+                self._changed.wait()
+            claim = self._claim(size_bytes)
+            self._changed.notify()  # there may be room for another
+            return claim
+
+    def give(self, size_bytes: int) -> None:
+        """Give back what was taken."""
+        with self._changed:
+            self.taken_bytes -= size_bytes
+            self._changed.notify()
+
+    def count_down(self, claim: Claim) -> bool:
+        """One part of a shared claim is done; whether it was the last."""
+        with self._changed:
+            claim._left -= 1
+            return claim._left == 0
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _fits(self, size_bytes: int) -> bool:
+        return not self.taken_bytes or self._closed or self.taken_bytes + size_bytes <= self._limit()
+
+    def _claim(self, size_bytes: int) -> Claim:
+        self.taken_bytes += size_bytes
+        self.most_bytes = max(self.most_bytes, self.taken_bytes)
+        return Claim(self, size_bytes)
+
+
+class Claim:
+    """What one request has taken, given back when all that came of it is done."""
+
+    __slots__ = ("_left", "_room", "_size_bytes")
+
+    def __init__(self, room: Room, size_bytes: int) -> None:
+        self._room, self._size_bytes, self._left = room, size_bytes, 1
+
+    def share(self, parts: int) -> None:
+        """It is done when so many parts are."""
+        self._left = parts
+
+    def correct(self, size_bytes: int) -> None:
+        """The size was a guess; this is what came."""
+        if size_bytes != self._size_bytes:
+            self._room.give(self._size_bytes - size_bytes)
+            self._size_bytes = size_bytes
+
+    def done(self) -> None:
+        """One part of it is done."""
+        if self._left == 1 or self._room.count_down(self):
+            self._room.give(self._size_bytes)
+
+
+Arrays = tuple[NDArray[Any], NDArray[np.bool_]]
+"""Values (float32, unless asked for as stored) and validity, both `(sample, variable, *dims)`."""
+Allocate = Callable[[tuple[int, ...], Any], NDArray[Any]]
+"""An array of a shape and type for a batch, such as `numpy.empty`; another may give pinned memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderPlan:
+    """Everything a `kit.data.stream.reader.Reader` is made from."""
+
+    url: str
+    open_store: Callable[[], Store]
+    arrays: tuple[ArrayInfo, ...]
+    packings: tuple[Packing, ...]
+    strict: bool
+    """Whether a chunk that is not there is an error; else it reads as the array's fill value, counted."""
+    requests_in_flight: int
+    decode_threads: int
+    request_seconds: float
+    cache_bytes: int = 0
+    """Decoded chunks kept for later batches, beside those that a window holds."""
+    coalescing: Coalescing = Coalescing()  # noqa: RUF009 - frozen
+    memory_bytes: int
+    """Of everything here: batches, what is asked for and not decoded, cache, windows and indexes."""
+    batches_held: int
+    """Batches in memory at once: being filled, ready, and with the consumer."""
+    allocate: Allocate = np.empty
+    read_cache: ReadCache | None = None
+    """What keeps the answers of a remote store."""
+    manifest: Manifest | None = None
+    as_stored: bool = False
+    """Give the numbers of the one array as they are stored; all of them count as valid."""
+
+
+def batch_bytes(arrays: Sequence[ArrayInfo], samples: int, patch: Sequence[int]) -> int:
+    """Memory of one batch: values, validity, and the packed numbers of variables that are no float32."""
+    packed = sum(info.dtype.itemsize for info in arrays if info.dtype != np.float32)
+    return samples * math.prod(patch) * (VALUE_BYTES * len(arrays) + packed)
+
+
+def largest_chunk_bytes(arrays: Sequence[ArrayInfo]) -> int:
+    """Decoded bytes of the largest chunk."""
+    return max(math.prod(info.chunk) * info.dtype.itemsize for info in arrays)
+
+
+FOLDER = Path("/dev/shm")
+_PAGE_BYTES = 4096
+
+
+def free_bytes() -> float:
+    """What is left of it; no limit where there is no such folder."""
+    try:
+        found = os.statvfs(FOLDER)
+    except OSError:
+        return math.inf
+    return found.f_bavail * found.f_frsize
+
+
+def needed_bytes(settings: Loader, batch_bytes: int, ranks: int = 1) -> int:
+    """What the batches that loader processes keep ready take, with the one that is trained on; two tensors each."""
+    if not settings.num_workers:
+        return 0
+    held = settings.num_workers * settings.prefetch_factor + 1
+    return ranks * held * (batch_bytes + 2 * _PAGE_BYTES)
+
+
+def refuse_too_little(settings: Loader, batch_bytes: int, ranks: int = 1) -> None:
+    """Raises: ConfigError: when /dev/shm is too small for the batches of `ranks` ranks, with the size it needs."""
+    needed, free = needed_bytes(settings, batch_bytes, ranks), free_bytes()
+    if needed > free:
+        each = f" in each of {ranks} ranks" if ranks > 1 else ""
+        batches = f"{settings.prefetch_factor} batches of {format_bytes(batch_bytes)}{each}"
+        message = (
+            f"{settings.num_workers} processes × {batches} need {format_bytes(needed)} of shared memory, and {FOLDER} "
+            f"has {format_bytes(free)} free; give it more (docker run --shm-size={-(-needed // (1 << 20))}m), or take "
+            "fewer loader.num_workers or loader.prefetch_factor; 0 processes need none"
+        )
+        raise ConfigError([Problem("loader.num_workers", message)])

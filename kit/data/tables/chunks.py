@@ -1,0 +1,612 @@
+"""A query chunk in memory: whole entities, each with all its events in one order, in the order they are served.
+
+The order of events within an entity is by date and then by every other column, so it depends on neither the database
+nor the number of query chunks. A chunk is built only when its query has come to its end: one that fails half-way leaves
+nothing.
+
+Memory: rows × row bytes as they arrive, 8 bytes a row for their order, and a copy of the rows that this rank serves;
+the first two go when the third is made. `Room` bounds it, with the chunk that is being used counted too.
+
+The table behind batches of entities: its query chunks, its entities counted, and a watch over what may change.
+
+Everything is planned for one state of the data. A table that has changed since is refused with the reason, at the
+start of an epoch, when a query chunk has other entities than were counted, and when a column has another type: half of
+one table and half of another is no epoch.
+
+Which entities an epoch has, in which order, and which batch of which rank each belongs to. Pure numpy, no table.
+
+Only the number of entities of each query chunk is kept. The order of an epoch goes through the query chunks one after
+another, in an order drawn from (seed, epoch), and through the entities of each in an order drawn from (seed, epoch,
+query chunk). A step's global batch is a run of consecutive places in it, cut into one run per rank. So every entity
+comes exactly once per epoch over all ranks, every rank takes the same number of steps and none an empty batch, and
+1 rank × 2B sees the same global batches as 2 ranks × B. A remainder smaller than the world size joins the last batch.
+
+How much memory a table takes when it is read in query chunks, and how many stay within what is allowed.
+
+One query chunk is in memory at a time. Its largest has more rows than the mean one, because entities are whole:
+
+    largest = rows / count + z(count) × sqrt((1 - 1 / count) / count × Σ rows of each entity²)
+
+where z is the expected largest of `count` normal draws (Blom 1958), and not less than the largest entity with its share
+of the others; groups that are dealt out evenly (`exact_group`) have the mean, or the largest entity. The reader holds
+
+    client = largest × (2 × row + widest column + 24) + reading
+
+- twice the rows: as they came, and a copy in the order they are served;
+- the widest column once more: columns are copied one by one, each first joined into one piece;
+- 24 bytes: a row's place in order, twice, and the sum that leads to it;
+- 160 bytes for each entity where they are dealt out: they are counted and listed in Python.
+
+Reading is what the way of reading needs beside the rows, whatever their number:
+
+- embedded database: 1.5 MiB, 2.2 MiB for each thread, and what the database says of itself; from Parquet each thread
+  unpacks columns in memory that the database does not count: 0.2 MiB a column, and a tenth of what it does count;
+- server: 4096 rows as Python's objects and as the fields of an answer; and, for more rows than these, 2 MiB, the piece
+  in which Arrow takes memory from the system (an embedded database's own leaves that much behind).
+
+A database that streams holds what it has read and not yet sent, whatever the number of query chunks; one that sorts,
+groups or hands over its answer whole holds the rows of a query chunk, up to a limit beyond which it takes its disk.
+Which of them it is shows in measurements: `DatabaseMemory` is a line through them. Before any it is not known, and
+left out of what an embedded one needs.
+
+Known error, by `benchmarks/queries.py`: median 13 %, worst 29 %; what needs less than 4 MiB from a server is put up to
+60 % too high, as Python has some at hand. The first rows stand for all: texts that grow with time mislead it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import importlib
+import math
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import NormalDist, fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.data.tables.source import Query, checked, expected_schema, needed, plan_partitions, refuse_difference
+from kit.errors import ConfigError, PartitionError, Problem, QueryError
+from kit.machine.processes import give_memory_back
+from kit.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from kit.data.tables.source import TableSource
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class EventChunk:
+    """Entities of a query chunk in the order they are served."""
+
+    events: pyarrow.Table
+    offsets: Numbers
+    """Where the events of each entity begin, and where the last end: (entities + 1,)."""
+    read_bytes: int = 0
+    """Bytes of all rows as they arrived, those of other ranks too."""
+    read_rows: int = 0
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def part(self, first: int, stop: int) -> pyarrow.Table:
+        """The events of entities `first` to `stop`, without a copy."""
+        begin, end = int(self.offsets[first]), int(self.offsets[stop])
+        return self.events.slice(begin, end - begin)
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: nobody wants the rest
+    """A read that was given up."""
+
+
+class Room:
+    """Memory for query chunks of one pass, in bytes; a read that would not fit beside what is held waits for it to go.
+
+    Args:
+        allowed_bytes: What both may take together.
+        name: Of the table, for the error.
+        advice: What to do when one query chunk alone does not fit.
+    """
+
+    def __init__(self, allowed_bytes: int, name: str, advice: str) -> None:
+        self.allowed_bytes, self._name, self._advice = allowed_bytes, name, advice
+        self._changed = threading.Condition()
+        self._held_bytes = 0
+        self._stopped = False
+
+    def hold(self, held_bytes: int) -> None:
+        """What is being used from now on; 0 for nothing."""
+        with self._changed:
+            self._held_bytes = held_bytes
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def ask(self, needed_bytes: int) -> None:
+        """Return when there is room for so much.
+
+        Raises:
+            ConfigError: when there never will be.
+            Stopped: when nobody waits for the rows any more.
+        """
+        with self._changed:
+            if needed_bytes > self.allowed_bytes and not self._stopped:
+                raise ConfigError([Problem("queries.memory_bytes", self._too_little(needed_bytes))])
+            self._changed.wait_for(lambda: self._stopped or self._held_bytes + needed_bytes <= self.allowed_bytes)
+            if self._stopped:
+                raise Stopped
+
+    def _too_little(self, needed_bytes: int) -> str:
+        return (
+            f"{format_bytes(self.allowed_bytes)} cannot hold a query chunk of {self._name}: it needs more than "
+            f"{format_bytes(needed_bytes - 1)}; {self._advice}"
+        )
+
+
+def gather(batches: Iterable[pyarrow.RecordBatch], schema: pyarrow.Schema, room: Room | None = None) -> pyarrow.Table:
+    """All rows of a query, once it has come to its end.
+
+    Raises:
+        ConfigError: when `room` cannot hold them and a copy.
+        Stopped: when the room was closed.
+    """
+    held: list[Any] = []
+    rows = size = 0
+    for batch in batches:
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if room is not None:
+            room.ask(2 * size + ORDER_BYTES * rows)
+        held.append(batch)
+    table = needed("pyarrow").Table
+    return table.from_batches(held) if held else schema.empty_table()
+
+
+def arrange(events: pyarrow.Table, entity: str, date: str = "") -> tuple[Numbers, Numbers]:
+    """The order of rows that puts the events of each entity together, entities by their value.
+
+    Args:
+        events: Whole entities, in any order.
+        entity: Column that tells entities apart.
+        date: Column that events are in order of; the others decide among equals.
+
+    Returns:
+        Row numbers (rows,), and where each entity begins in them (entities + 1,).
+    """
+    others = [name for name in events.column_names if name not in (entity, date)]
+    names = [entity, *[date] * (date in events.column_names and date != entity), *others]
+    compute = _compute()
+    rows = compute.sort_indices(events, sort_keys=[(name, "ascending") for name in names])
+    values = events.column(entity).take(rows).combine_chunks()
+    if not len(values):
+        return np.zeros(0, np.int64), np.zeros(1, np.int64)
+    changes = compute.not_equal(values.slice(1), values.slice(0, len(values) - 1))
+    begins = np.flatnonzero(np.asarray(changes.to_numpy(zero_copy_only=False), dtype=bool)) + 1
+    return rows.to_numpy().view(np.int64), np.concatenate([[0], begins, [len(values)]]).astype(np.int64)
+
+
+def serve(events: pyarrow.Table, rows: Numbers, offsets: Numbers, chosen: Numbers) -> EventChunk:
+    """The chosen entities, by number, in this order, with their events; see `arrange`."""
+    lengths = np.diff(offsets)[chosen]
+    ends = np.cumsum(lengths)
+    begins = np.repeat(offsets[chosen] - (ends - lengths), lengths)
+    wanted = rows[begins + np.arange(len(begins))]
+    served = events.take(needed("pyarrow").array(wanted)).combine_chunks()
+    return EventChunk(served, np.concatenate([[0], ends]).astype(np.int64), events.nbytes, events.num_rows)
+
+
+def _compute() -> Any:
+    needed("pyarrow")
+    return importlib.import_module("pyarrow.compute")
+
+
+def let_go() -> None:
+    """Hand the memory of rows that are gone to the system, which Arrow and the allocator would keep in pieces."""
+    needed("pyarrow").default_memory_pool().release_unused()
+    give_memory_back()
+
+
+def joined(parts: list[pyarrow.Table]) -> pyarrow.Table:
+    return parts[0] if len(parts) == 1 else needed("pyarrow").concat_tables(parts)
+
+
+def copied(events: pyarrow.Table) -> pyarrow.Table:
+    """The same rows in memory of their own, so that what they were a part of can go."""
+    return events.take(needed("pyarrow").array(np.arange(events.num_rows)))
+
+
+def distinct(batches: Iterable[pyarrow.RecordBatch], column: str) -> pyarrow.Array:
+    """The different values of a column, in the order they first come."""
+    pyarrow, compute = needed("pyarrow"), _compute()
+    known: Any = None
+    for values in _batches_of(batches, column):
+        found = compute.unique(values)
+        known = found if known is None else compute.unique(pyarrow.concat_arrays([known, found]))
+    return pyarrow.array([]) if known is None else known
+
+
+def _batches_of(batches: Iterable[pyarrow.RecordBatch], column: str) -> Iterator[pyarrow.Array]:
+    for batch in batches:
+        yield batch.column(column)
+
+
+class EventTable:
+    """Query chunks of a source.
+
+    Args:
+        source: What is read, with or without a cache before it.
+        columns: Names to read, the entity's among them; empty for all.
+        where: A condition on rows.
+        query_chunks: How many there are to be.
+        batch_rows: Most rows that come from the database at a time.
+
+    Raises:
+        PartitionError: for nulls in the partition column.
+        QueryError: when the source cannot be asked.
+    """
+
+    def __init__(
+        self, source: TableSource, *, columns: Sequence[str] = (), where: str = "", query_chunks: int, batch_rows: int
+    ) -> None:
+        self.source, self.name = source, source.name
+        self.entity, self.date = source.main_entity_column, source.date_column
+        self.state = source.state()
+        self.query = Query(columns=tuple(columns), where=where, batch_rows=batch_rows)
+        self.schema = expected_schema(source, self.query)
+        self.partitions = plan_partitions(source, query_chunks)
+
+    def read(self, number: int) -> Generator[pyarrow.RecordBatch, None, None]:
+        """The rows of one query chunk.
+
+        Raises:
+            QueryError: when the query fails, or its columns are not those that were planned.
+        """
+        query = Query(
+            columns=self.query.columns, where=self.query.where, batch_rows=self.query.batch_rows,
+            partition=self.partitions[number],
+        )  # fmt: skip
+        return checked(self.source.read(query), self.schema, self.name)
+
+    def entities(self) -> tuple[int, ...]:
+        """How many entities each query chunk has, counted in a read of their column alone.
+
+        Raises:
+            PartitionError: when one is in two query chunks, which another partition column than theirs can do.
+        """
+        seen: set[Any] | None = None if self._is_by_entity else set()
+        counts = []
+        for partition in self.partitions:
+            query = Query(
+                columns=(self.entity,), where=self.query.where, batch_rows=self.query.batch_rows, partition=partition
+            )
+            values = distinct(self.source.read(query), self.entity)
+            if values.null_count:
+                raise PartitionError(
+                    f"{self.name}: rows without {self.entity} belong to nobody; leave them out by where"
+                )
+            if seen is not None:
+                self._add(seen, values.to_pylist())
+            counts.append(len(values))
+        return tuple(counts)
+
+    @property
+    def _is_by_entity(self) -> bool:
+        return len(self.partitions) == 1 or self.source.partition_column == self.entity
+
+    def _add(self, seen: set[Any], values: list[Any]) -> None:
+        twice = next((value for value in values if value in seen), None)
+        if twice is not None:
+            raise PartitionError(
+                f"{self.name}: {self.entity} {twice!r} has rows in more than one query chunk, because they are cut by "
+                f"{self.source.partition_column}; take {self.entity} as partition_column, or 1 query chunk"
+            )
+        seen.update(values)
+
+    def identity(self) -> Mapping[str, str]:
+        """What tells these rows from others, in plain text."""
+        columns = ", ".join(f"{field.name} {field.type}" for field in self.schema)
+        return {
+            "name": self.name, "table": _short(self.source.identity()), "state": self.state, "schema": columns,
+            "query": self.query.where,
+        }  # fmt: skip
+
+    def refuse_change(self) -> None:
+        """Raises: QueryError: when the data are not those that batches were planned for."""
+        refuse_difference(self.schema, expected_schema(self.source, self.query), self.name)
+        state = self.source.state()
+        if state != self.state:
+            raise QueryError(
+                f"{self.name} has changed since its batches were planned (state {self.state}, now {state}): an epoch "
+                f"is of one state of the data; make the loader anew, as a Trainer does with "
+                "reload_dataloaders_every_n_epochs"
+            )
+
+    def refuse_other_entities(self, number: int, found: int, planned: int) -> None:
+        """Raises: QueryError: when a query chunk has other entities than were counted."""
+        if found != planned:
+            raise QueryError(
+                f"{self.name}: query chunk {number + 1} of {len(self.partitions)} has {format_count(found)} entities, "
+                f"and {format_count(planned)} when batches were planned: the table has changed; make the loader anew"
+            )
+
+    @property
+    def advice(self) -> str:
+        """What to do when a query chunk does not fit."""
+        more = f"use more than {len(self.partitions)} of queries.load_query_chunks, or more queries.memory_bytes"
+        return f"{more}; kit.measure_queries tells what each number needs"
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_PATHS = {"seed": "training.seed", "shuffle": "loader.shuffle", "drop_last": "loader.drop_last"}
+_CHANGES = {
+    "table": "is another table",
+    "state": "has changed",
+    "schema": "has other columns",
+    "query": "is asked for other rows or columns",
+}
+"""What is read, and what it means when it differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventPlan:
+    """The entities of every epoch and their batches; equal on every rank."""
+
+    entities: tuple[int, ...]
+    """Of each query chunk."""
+    table: Mapping[str, str]
+    """What is read: `name`, and whatever tells its rows from others (see `_CHANGES`)."""
+    batch_size: int
+    """Entities per batch on each rank."""
+    world_size: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        if not self.batches_per_epoch:
+            name = self.table.get("name", "the table")
+            least = self.global_batch_size if self.drop_last else self.world_size
+            message = f"{name} has {self.total} entities, and a step needs at least {least}"
+            way_out = (
+                "use a smaller batch, fewer ranks, or keep the last batch" if self.drop_last else "use fewer ranks"
+            )
+            raise ConfigError([Problem("loader.batch_size", f"{message}; {way_out}")])
+
+    @property
+    def total(self) -> int:
+        return sum(self.entities)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.world_size
+
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        """Steps of an epoch, the same on every rank."""
+        full, rest = divmod(self.total, self.global_batch_size)
+        return full + (rest >= self.world_size and not self.drop_last)
+
+    def run(self, step: int, rank: int) -> range:
+        """The places of the epoch that `rank` takes at `step`."""
+        first = step * self.global_batch_size
+        last = step == self.batches_per_epoch - 1 and not self.drop_last
+        end = self.total if last else first + self.global_batch_size
+        cuts = [first + (end - first) * part // self.world_size for part in (rank, rank + 1)]
+        return range(*cuts)
+
+    def chunk_order(self, epoch: int) -> Numbers:
+        """The query chunks in the order they are read."""
+        count = len(self.entities)
+        return _draw(self.seed, epoch, 0).permutation(count) if self.shuffle else np.arange(count)
+
+    def entity_order(self, epoch: int, chunk: int) -> Numbers:
+        """The entities of a query chunk, by their number among its values in order, in the order they are served."""
+        count = self.entities[chunk]
+        return _draw(self.seed, epoch, chunk + 1).permutation(count) if self.shuffle else np.arange(count)
+
+    def shares(self, epoch: int, first_step: int, rank: int) -> Iterator[tuple[int, Numbers]]:
+        """(query chunk, entities in it) that `rank` is served from `first_step` on; none that it needs nothing of."""
+        begin = 0
+        for chunk in self.chunk_order(epoch).tolist():
+            end = begin + self.entities[chunk]
+            places = [*self._places(first_step, rank, begin, end)]
+            if places:
+                yield chunk, self.entity_order(epoch, chunk)[np.concatenate(places) - begin]
+            begin = end
+
+    def _places(self, first_step: int, rank: int, begin: int, end: int) -> Iterator[Numbers]:
+        """The parts of this rank's runs that lie in [begin, end)."""
+        last = self.batches_per_epoch - 1
+        for step in range(max(first_step, min(last, begin // self.global_batch_size)), last + 1):
+            run = self.run(step, rank)
+            if run.start >= end:
+                return
+            inside = range(max(run.start, begin), min(run.stop, end))
+            if inside:
+                yield np.arange(inside.start, inside.stop)
+
+    # -- going on
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the entities and their order, in plain values, for `step_after`."""
+        return {
+            "entities": [*self.entities], "table": dict(self.table), "batch_size": self.batch_size,
+            "world_size": self.world_size, "seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last,
+        }  # fmt: skip
+
+    def step_after(self, other: Mapping[str, Any], step: int) -> int:
+        """The step that follows the first `step` global batches of another plan, of which `other` is the identity.
+
+        Raises:
+            ConfigError: when the other plan has other entities or another order, each reason named, or its batches end
+                inside one of ours.
+        """
+        problems = [*self._differences(other)]
+        if problems:
+            raise ConfigError(problems)
+        theirs = replace(self, batch_size=int(other["batch_size"]), world_size=int(other["world_size"]))
+        if theirs == self:
+            return step
+        seen = self.total if step >= theirs.batches_per_epoch else step * theirs.global_batch_size
+        if seen % self.global_batch_size and seen < self.total:
+            raise ConfigError([Problem("loader.batch_size", self._inside(other, seen))])
+        return min(seen // self.global_batch_size, self.batches_per_epoch)
+
+    def _differences(self, other: Mapping[str, Any]) -> Iterator[Problem]:
+        theirs, name = other["table"], self.table.get("name", "the table")
+        reasons = [words for key, words in _CHANGES.items() if theirs.get(key) != self.table.get(key)]
+        if reasons:
+            seen = "so which of its entities were seen already cannot be told"
+            way_out = "begin the next epoch with set_epoch, or the run anew"
+            yield Problem("data", f"{name} {' and '.join(reasons)} since the state was taken, {seen}; {way_out}")
+        elif len(other["entities"]) != len(self.entities):
+            asked = f"{len(self.entities)} are asked for"
+            message = f"the state was taken with {len(other['entities'])} query chunks, {asked}: another order"
+            yield Problem("queries.load_query_chunks", f"{message}; use {len(other['entities'])} until the epoch ends")
+        elif other["entities"] != [*self.entities]:
+            yield Problem("data", f"the entities of {name} are divided in another way than when the state was taken")
+        for key, path in _PATHS.items():
+            mine = getattr(self, key)
+            if other[key] != mine:
+                yield Problem(path, f"was {other[key]} when the state was taken and is {mine}; use {other[key]}")
+
+    def _inside(self, other: Mapping[str, Any], seen: int) -> str:
+        theirs = f"{other['batch_size']} × {other['world_size']}"
+        mine = f"{self.batch_size} × {self.world_size}"
+        return (
+            f"after {seen} entities the state lies inside a global batch of {mine}; take one that divides {seen}, such "
+            f"as {theirs}"
+        )
+
+
+def _draw(*words: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
+
+
+ORDER_BYTES = 24
+"""A row's place in order, twice (8 bytes each), and 8 for the sum that leads to it."""
+FETCHED_ROWS = 4096
+"""Most rows of one answer of a server: as Python's objects they are ten times as large, and more are no faster."""
+_MIB = 1 << 20
+_COPIES = 2
+_ENTITY_BYTES = 160
+_INSTANCE_BYTES, _THREAD_BYTES, _UNPACKED_BYTES = 1.5 * _MIB, 2.2 * _MIB, 0.2 * _MIB
+_UNPACKED_FRACTION = 0.1
+_PIECE_BYTES = 2 * _MIB
+_MOST = 65_536
+_STREAMING = 0.8
+"""Least memory over most, from which a database counts as one that needs the same for any number of query chunks."""
+_AT_LIMIT = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseMemory:
+    """What a database needs by the number of query chunks."""
+
+    fixed_bytes: float
+    """For any query."""
+    rows_bytes: float = 0.0
+    """On top, for all rows in one query."""
+    most_bytes: float = math.inf
+    """A limit that it keeps to."""
+
+    def needed_bytes(self, count: int) -> int:
+        """At its highest."""
+        return round(min(self.most_bytes, self.fixed_bytes + self.rows_bytes / count))
+
+
+def database_memory(measured: Mapping[int, int]) -> DatabaseMemory | None:
+    """The line `fixed + rows / count` through what was measured, by number of query chunks; None for nothing.
+
+    About the same for all is no line: a database that streams. Where the fewest query chunks all need the most, a limit
+    holds them, and the line begins at the last of these.
+    """
+    if not measured:
+        return None
+    counts = sorted(measured)
+    most = max(measured.values())
+    if min(measured.values()) >= _STREAMING * most or measured[counts[-1]] >= measured[counts[0]]:
+        return DatabaseMemory(fixed_bytes=fmean(measured.values()))
+    held = [count for count in counts if measured[count] >= _AT_LIMIT * most]
+    first, last = held[-1] if held[-1] < counts[-1] else counts[0], counts[-1]
+    rows = (measured[first] - measured[last]) / (1 / first - 1 / last)
+    rows = min(rows, measured[first] * first)
+    fixed = measured[first] - rows / first
+    return DatabaseMemory(fixed_bytes=fixed, rows_bytes=rows, most_bytes=most if len(held) > 1 else math.inf)
+
+
+def embedded_bytes(threads: int, columns: int = 0) -> float:
+    """What an embedded database takes that it does not count; `columns` of Parquet files, which it unpacks."""
+    return _INSTANCE_BYTES + threads * (_THREAD_BYTES + columns * _UNPACKED_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryModel:
+    """Memory of reading one table, by the number of query chunks."""
+
+    rows: int
+    row_bytes: float
+    """Of a row in memory, on average."""
+    widest_bytes: float = 0.0
+    """Of it in its widest column."""
+    squares: float = 0.0
+    """The sum of the squares of the rows of each entity; at least the rows."""
+    largest_entity_rows: int = 1
+    listed_entities: int = 0
+    """Entities that are dealt out to query chunks of about equal rows; 0 where their hash decides."""
+    reading_bytes: float = 0.0
+    """What the way of reading needs beside the rows."""
+    object_bytes: float = 0.0
+    """Of a row as Python's objects and in the server's answer, where it comes by these."""
+    database: DatabaseMemory | None = None
+    """None before it is measured."""
+    shares_process: bool = False
+    """The database works inside the reader's process, whose memory then has both."""
+    unpacking_threads: int = 0
+    """Threads that each unpack a part of what the database counts, beside it."""
+
+    def rows_at_once(self, count: int) -> int:
+        """Rows of the largest query chunk."""
+        mean, biggest = self.rows / count, self.largest_entity_rows
+        if self.listed_entities:
+            return min(self.rows, math.ceil(max(mean, biggest)))
+        spread = math.sqrt(max(self.squares, self.rows) * (1 - 1 / count) / count)
+        highest = NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+        return min(self.rows, math.ceil(max(mean + highest * spread, biggest + (self.rows - biggest) / count)))
+
+    def client_bytes(self, count: int) -> int:
+        """What the reader's process needs at its highest, on top of its libraries."""
+        rows = self.rows_at_once(count)
+        own = rows * (_COPIES * self.row_bytes + self.widest_bytes + ORDER_BYTES) + self.reading_bytes
+        own += self.listed_entities * _ENTITY_BYTES
+        if self.object_bytes:
+            own += self.object_bytes * min(rows, FETCHED_ROWS) + _PIECE_BYTES * (rows > FETCHED_ROWS)
+        if self.shares_process and self.database is not None:
+            own += self.database.needed_bytes(count) * (1 + _UNPACKED_FRACTION * self.unpacking_threads)
+        return round(own)
+
+    def database_bytes(self, count: int) -> int | None:
+        """What the database needs at its highest; None where it is not known."""
+        return None if self.database is None else self.database.needed_bytes(count)
+
+    def smallest(self, client_bytes: int | None, database_bytes: int | None) -> int | None:
+        """The fewest query chunks that need no more; None when none does."""
+        counts = range(1, max(1, min(self.rows, _MOST)) + 1)  # of which more never need more
+        place = bisect.bisect_left(counts, True, key=lambda count: self._fits(count, client_bytes, database_bytes))
+        return counts[place] if place < len(counts) else None
+
+    def _fits(self, count: int, client_bytes: int | None, database_bytes: int | None) -> bool:
+        pairs = ((self.client_bytes(count), client_bytes), (self.database_bytes(count), database_bytes))
+        return all(needed is None or allowed is None or needed <= allowed for needed, allowed in pairs)

@@ -1,0 +1,335 @@
+"""Batches of whole entities from a table, query chunk after query chunk, in an order that nothing but the plan decides.
+
+A thread reads the query chunks of a pass, one at a time: the next one while this one is served, where `Room` holds
+both. Each rank reads every query chunk and keeps its own entities of it; with a cache of query results the database is
+asked once for all of them.
+
+`state_dict` says how far the pass has come, with any number of query chunks; a loader that takes it goes on with the
+batches not yet handed over, and reads only the query chunks they are in. It is refused when the table has changed
+since. A read that fails, and a table that is not what it was when the batches were planned, end the pass with an error
+before anything of that query chunk is handed over; the state is still right, and the pass can go on from it.
+
+EventData: batches of entities with all their events, as features, for Lightning; the table may exceed all memory.
+
+The table is read in `queries.load_query_chunks` query chunks an epoch, and in `queries.fit_query_chunks` once to fit
+the features. Neither number changes what comes out: every entity once an epoch, with the same features. With
+`queries.cache_path` the results of queries are kept there as Parquet, and fitted features beside them, for later epochs
+and other tasks; rank 0 fills it in `prepare_data`, and the others find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from kit.config import Config
+from kit.data.patches.loader import EpochPasses
+from kit.data.patches.module import ConfiguredData
+from kit.data.tables.cache import CachedSource, QueryCache
+from kit.data.tables.chunks import (
+    ORDER_BYTES,
+    EventChunk,
+    EventPlan,
+    EventTable,
+    Numbers,
+    Room,
+    Stopped,
+    arrange,
+    copied,
+    gather,
+    joined,
+    let_go,
+    serve,
+)
+from kit.data.tables.declare import open_table
+from kit.data.tables.features import Features
+from kit.data.tables.fit import fit_features
+from kit.errors import QueryError
+from kit.units import format_bytes
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from kit.data.tables.source import TableSource
+
+Encode = Callable[["pyarrow.Table"], Any]
+
+
+class EventLoader(EpochPasses[Any]):
+    """The batches of one rank, read from a table.
+
+    Args:
+        table: What is read.
+        plan: Which entities there are, and which batch each belongs to.
+        encode: Makes a batch of the events of whole entities, which stand together, in the order they are served.
+        rank: This process's rank in the plan.
+        memory_bytes: Host memory for query chunks.
+        prefetch: Read the next query chunk while one is served, where there is room.
+    """
+
+    def __init__(
+        self, table: EventTable, plan: EventPlan, encode: Encode, *, rank: int, memory_bytes: int, prefetch: bool
+    ) -> None:
+        super().__init__(plan, rank)
+        self.table, self.plan = table, plan
+        self.reasons: tuple[str, ...] = ()
+        """What was chosen in the last pass, and why."""
+        self._encode, self._memory_bytes, self._prefetch = encode, memory_bytes, prefetch
+        self._reading: _ReadAhead | None = None
+
+    @override
+    def _batches(self, epoch: int, first_step: int) -> Iterator[Any]:
+        for events in self._events(epoch, first_step):
+            batch = self._encode(events)
+            del events  # else the query chunk it is a part of would stay while the next is read
+            yield batch
+
+    def close(self) -> None:
+        """End a pass that is under way, and its thread."""
+        if self._reading is not None:
+            self._reading.close()
+
+    def _events(self, epoch: int, first_step: int) -> Iterator[pyarrow.Table]:
+        """The events of each batch of this rank."""
+        self.table.refuse_change()
+        self.close()
+        room = Room(self._memory_bytes, self.table.name, self.table.advice)
+        reading = self._reading = _ReadAhead(self, epoch, first_step, room)
+        held: EventChunk | None = None
+        cursor = 0
+        try:
+            for step in range(first_step, len(self)):
+                wanted, parts = len(self.plan.run(step, self.rank)), []
+                while wanted:
+                    if held is None or cursor == len(held):
+                        held = None
+                        let_go()
+                        held, cursor = reading.next(self._prefetch), 0
+                    count = min(wanted, len(held) - cursor)
+                    part = held.part(cursor, cursor + count)
+                    wanted, cursor = wanted - count, cursor + count
+                    parts.append(copied(part) if wanted else part)  # the rest is in the next one: let this one go
+                    del part
+                yield joined(parts)
+        finally:
+            reading.close()
+            self.reasons = reading.reasons
+            if self._reading is reading:
+                self._reading = None
+
+
+class _ReadAhead:
+    """The query chunks of one pass, read in a thread."""
+
+    def __init__(self, loader: EventLoader, epoch: int, first_step: int, room: Room) -> None:
+        self._table, self._plan, self._room = loader.table, loader.plan, room
+        self._shares = loader.plan.shares(epoch, first_step, loader.rank)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kit-query")
+        self._next: Future[EventChunk] | None = None
+        self._ahead = self._alone = 0
+
+    def next(self, prefetch: bool) -> EventChunk:
+        """The next query chunk with something for this rank; the one before must have been let go."""
+        self._room.hold(0)
+        found = self._next or self._submit()
+        assert found is not None, "no query chunk is left for a batch that is planned"
+        chunk = found.result()
+        self._room.hold(chunk.events.nbytes)
+        ahead = prefetch and self._both_fit(chunk)
+        self._ahead, self._alone = self._ahead + ahead, self._alone + (not ahead)
+        self._next = self._submit() if ahead else None
+        return chunk
+
+    def close(self) -> None:
+        self._room.stop()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        if self._alone > 1:
+            allowed = format_bytes(self._room.allowed_bytes)
+            return (f"query chunks are read one at a time: two need more than the {allowed} of queries.memory_bytes",)
+        return ("the next query chunk is read while one is served",) if self._ahead else ()
+
+    def _both_fit(self, chunk: EventChunk) -> bool:
+        """Whether another like it can be read and arranged beside what is held of this one."""
+        reading = 2 * chunk.read_bytes + ORDER_BYTES * chunk.read_rows
+        return bool(chunk.events.nbytes + reading <= self._room.allowed_bytes)
+
+    def _submit(self) -> Future[EventChunk] | None:
+        share = next(self._shares, None)
+        return None if share is None else self._thread.submit(self._read, *share)
+
+    def _read(self, number: int, chosen: Numbers) -> EventChunk:
+        table = self._table
+        try:
+            with contextlib.closing(table.read(number)) as batches:
+                events = gather(batches, table.schema, self._room)
+        except Stopped:
+            raise QueryError(f"{table.name}: the pass was ended while query chunk {number} was read") from None
+        rows, offsets = arrange(events, table.entity, table.date)
+        table.refuse_other_entities(number, len(offsets) - 1, self._plan.entities[number])
+        return serve(events, rows, offsets, chosen)
+
+
+class EventData(ConfiguredData):
+    """Entities of one event table, encoded by features that are fitted on it.
+
+    The table is opened at once and read when it is needed. World size and rank are the trainer's, or 1 and 0 without
+    one. Where kit runs the trial, the config is the trial's; in a committed run it is that of the file.
+
+    Args:
+        source: A table that is open, or what `kit.open_table` takes, such as a YAML file of data sources.
+        config: `loader`, `training.seed` and `queries` of it; the defaults without one.
+        table: Which data source of a YAML file that has several event tables.
+        kinds: What a column is, where its type does not say; see `kit.fit_features`.
+        columns: Which columns become features; empty for all.
+        where: A condition on rows, in the database's SQL.
+        sketch_quality: Width of the sketches, as a fraction of the usual; the model's argument of the same name.
+        target_fraction: Part of an entity's latest events that is foretold; as in `kit.fit_features` by default.
+        batch_size: Entities per batch on each device, in place of `loader.batch_size`.
+        features: Fitted before; what `kinds` to `target_fraction` would say is then in them.
+
+    Raises:
+        ConfigError: for a source that is none, and settings that do not fit.
+    """
+
+    def __init__(
+        self,
+        source: TableSource | Mapping[str, Any] | str | Path,
+        config: Config | None = None,
+        *,
+        table: str = "",
+        kinds: Mapping[str, str] | None = None,
+        columns: Sequence[str] = (),
+        where: str = "",
+        sketch_quality: float = 1.0,
+        target_fraction: float | None = None,
+        batch_size: int | None = None,
+        features: Features | None = None,
+    ) -> None:
+        super().__init__(config or Config(), {} if batch_size is None else {"loader.batch_size": batch_size})
+        named = {"name": table} if table else {}
+        self.source = open_table(source, **named) if isinstance(source, str | Path | Mapping) else source
+        self.sketch_quality = sketch_quality
+        self.loader: EventLoader | None = None
+        self._where = where
+        self._asked: dict[str, Any] = {"kinds": dict(kinds or {}), "columns": tuple(columns), "where": where}
+        if target_fraction is not None:
+            self._asked["target_fraction"] = target_fraction
+        self._fitted = features
+
+    @override
+    def use_config(self, config: Config) -> None:
+        super().use_config(config)
+        for name in ("_cache", "table"):  # what the config before said of a cache
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def table(self) -> TableSource:
+        """What is read: the source, behind the cache of query results where there is one."""
+        return self._cache.over(self.source) if self._cache is not None else self.source
+
+    @cached_property
+    def features(self) -> Features:
+        """What entities are encoded by: as given, as kept, or fitted now.
+
+        Raises:
+            QueryError: when the source fails.
+        """
+        fitted = self._fitted or self._kept_features()
+        return fitted if fitted.sketch_quality == self.sketch_quality else fitted.with_quality(self.sketch_quality)
+
+    @override
+    def prepare_data(self) -> None:
+        """With a cache, fit the features and count the entities once a machine, so that ranks find both."""
+        self._use_committed()
+        if self._cache is not None:
+            self._event_table().entities()
+
+    @override
+    def train_dataloader(self) -> EventLoader:
+        """The batches of this rank.
+
+        Raises:
+            ConfigError: for a global batch larger than the entities there are.
+            PartitionError: for nulls in the partition column.
+            QueryError: when the source fails.
+        """
+        self._use_committed()
+        world_size, rank = self.ranks
+        config, features, table = self.config, self.features, self._event_table()
+        self._close()
+        plan = EventPlan(
+            entities=table.entities(), table=table.identity(), batch_size=config.loader.batch_size,
+            world_size=world_size, seed=config.training.seed, shuffle=config.loader.shuffle,
+            drop_last=config.loader.drop_last,
+        )  # fmt: skip
+        self.loader = EventLoader(
+            table, plan, features.encode, rank=rank, memory_bytes=config.queries.memory_bytes,
+            prefetch=config.queries.prefetch,
+        )  # fmt: skip
+        return self.loader
+
+    @override
+    def teardown(self, stage: str | None = None) -> None:
+        super().teardown(stage)
+        self.source.close()
+
+    def _event_table(self) -> EventTable:
+        queries = self.config.queries
+        return EventTable(
+            self.table, columns=self.features.query_columns, where=self._where, batch_rows=queries.batch_rows,
+            query_chunks=queries.load_query_chunks,
+        )  # fmt: skip
+
+    @cached_property
+    def _cache(self) -> QueryCache | None:
+        path = self.config.queries.cache_path
+        return QueryCache(path) if path and not isinstance(self.source, CachedSource) else None
+
+    # -- features that are kept
+
+    def _kept_features(self) -> Features:
+        path = self._features_path()
+        kept = _read_features(path) if path is not None else None
+        if kept is not None:
+            return kept
+        fitted = fit_features(self.table, self.config, sketch_quality=self.sketch_quality, **self._asked)
+        if path is not None:
+            _write_features(path, fitted)
+        return fitted
+
+    def _features_path(self) -> Path | None:
+        """Named after everything that decides what is fitted, but the width of the sketches."""
+        if self._cache is None:
+            return None
+        columns = [(field.name, str(field.type)) for field in self.source.schema()]
+        decided = [self.source.identity(), self.source.state(), columns, sorted(self._asked.items())]
+        digest = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+        return self._cache.folder / "features" / f"{self.source.name}-{digest}.json"
+
+
+def _read_features(path: Path) -> Features | None:
+    """None when there are none that can be read."""
+    try:
+        return Features.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_features(path: Path, features: Features) -> None:
+    """In one move: whoever reads it meanwhile finds all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    draft.write_text(features.to_json(), encoding="utf-8")
+    draft.replace(path)

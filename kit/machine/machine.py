@@ -1,0 +1,432 @@
+"""What this machine has, and which of it a config gets: devices, ranks and precision, each with a reason.
+
+`hardware()` looks (NVML and cgroups, never CUDA, never torch); `resolve_devices` decides, and is a pure function of the
+config's hardware section and the machine, so that the same two always give the same answer. "auto" is the one
+least-occupied GPU that no trial has claimed: most free memory (to a quarter of a GiB), then least utilised, then fewest
+processes, then first. Without GPUs it is the CPU, where several devices mean several ranks that share the cores.
+
+Refused before any process starts: devices that are not there, strategies that do not fit their number, several MIG
+instances, and 16-mixed on a CPU. GPUs are handed on as UUIDs only.
+
+How many cores and how much memory this process may use, which in a container is less than the machine has.
+
+Cores are the smaller of the CPU affinity and the cgroup's quota, rounded down to whole cores and never below one.
+Memory is the smaller of the cgroup's limit and what is installed; available memory is what can be had without swapping
+or being killed, page cache counted as free. Both cgroup versions are read, from the process's own group up to the root,
+because the tightest of them counts. Where there is no cgroup (another system), the machine's own numbers stand.
+
+Paths start at `root`, so that a folder can stand in for the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from kit.errors import HardwareError
+from kit.machine.claims import Claim, claims
+from kit.machine.gpus import Gpu, GpuTable, read_gpus, visible
+from kit.tables import html_list, html_table, text_table
+from kit.units import format_bytes
+
+if TYPE_CHECKING:
+    from kit.config import Config
+    from kit.config import Hardware as HardwareSection
+
+_UNLIMITED_BYTES = 1 << 60
+"""Version 1 writes "no limit" as a number about this large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this process may use."""
+
+    cores: int
+    cores_installed: int
+    memory_bytes: int
+    memory_available_bytes: int
+    memory_installed_bytes: int
+
+
+def share(root: Path = Path("/")) -> Share:
+    """Cores and memory this process may use now."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limit, available = memory_limit(root, memory.total, memory.available)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = core_quota(root)
+    cores = allowed if quota is None else min(allowed, max(1, int(quota)))
+    return Share(cores, os.cpu_count() or cores, limit, available, memory.total)
+
+
+def core_quota(root: Path) -> float | None:
+    """Cores' worth of time the cgroup grants, such as 1.5; None when it sets no limit."""
+    quotas = []
+    for folder in _folders(root, "cpu"):
+        words = _read(folder / "cpu.max").split()
+        if not words:
+            words = [_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()]
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]) > 0:
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
+
+
+def memory_limit(root: Path, installed_bytes: int, available_bytes: int) -> tuple[int, int]:
+    """(limit, available) bytes: the tightest of the machine's own and every cgroup's."""
+    limit, available = installed_bytes, available_bytes
+    for folder in _folders(root, "memory"):
+        bound = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        if bound is None or bound >= _UNLIMITED_BYTES:
+            continue
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        limit = min(limit, bound)
+        available = min(available, max(0, bound - used + _cache_bytes(folder)))
+    return limit, available
+
+
+def _cache_bytes(folder: Path) -> int:
+    """Page cache that the kernel gives back before it refuses memory."""
+    stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+    text = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
+    return int(text) if text.strip().isdigit() else 0
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of the process's group for a controller, in both versions: innermost first, the mount itself last."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            mount = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        inner = mount / path.strip().lstrip("/")
+        # A container may see the host's path here and only its own group below the mount: missing folders are skipped.
+        yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(mount) and folder.is_dir())
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+__all__ = ["Gpu", "Machine", "Resolved", "hardware", "resolve_devices"]
+
+_OCCUPANCY_BYTES = 256 << 20
+_CROWDED_FRACTION = 0.5
+_BF16_CAPABILITY = (8, 0)
+_COLUMNS = ("GPU", "name", "free", "memory", "busy", "processes", "capability", "UUID")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What a config gets on a machine."""
+
+    devices: tuple[str, ...]
+    """UUIDs of the GPUs; empty on the CPU."""
+    world_size: int
+    accelerator: Literal["cpu", "gpu"]
+    precision: str
+    threads_per_rank: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Machine:
+    """GPUs, cores and memory this process may use; `gpus` are numbered as `devices: [0, 1]` names them."""
+
+    gpus: tuple[Gpu, ...]
+    cores: int
+    cores_installed: int
+    memory_bytes: int
+    memory_available_bytes: int
+    memory_installed_bytes: int
+    gpu_source: str
+    """Where the GPU table came from, or why it is empty."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def auto(self) -> Resolved:
+        """What a config that leaves everything on auto gets here."""
+        from kit.config import Hardware
+
+        return resolve_devices(Hardware(), self)
+
+    def __repr__(self) -> str:
+        lines = [self._headline]
+        lines += [text_table(_COLUMNS, self._rows, self._marked)] if self.gpus else []
+        return "\n".join([*lines, *(f"- {sentence}" for sentence in self._sentences)])
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        caption = self._headline
+        if not self.gpus:
+            return html_table(("cores", "memory", "available"), [self._cpu_row], caption=caption) + html_list(
+                self._sentences
+            )
+        table = html_table(_COLUMNS, self._rows, caption=caption, marked=self._marked, mark="auto")
+        return table + html_list(self._sentences)
+
+    @property
+    def _headline(self) -> str:
+        count = len(self.gpus)
+        gpus = "no GPU" if not count else "1 GPU" if count == 1 else f"{count} GPUs"
+        cores = f"{self.cores} core" + ("" if self.cores == 1 else "s")
+        cores += "" if self.cores == self.cores_installed else f" of {self.cores_installed}"
+        free, total = format_bytes(self.memory_available_bytes), format_bytes(self.memory_bytes)
+        return f"{gpus}, {cores}, {free} of {total} memory available"
+
+    @property
+    def _sentences(self) -> tuple[str, ...]:
+        auto = self.auto
+        what = "the CPU" if not auto.devices else f"GPU {self._marked}"
+        notes = (note for note in (*self.notes, *_claims(self.gpus)) if not any(note in text for text in auto.reasons))
+        return (f"auto is {what} with {auto.precision}", *auto.reasons, *notes)
+
+    @property
+    def _marked(self) -> int | None:
+        chosen = self.auto.devices
+        return next((place for place, gpu in enumerate(self.gpus) if gpu.uuid in chosen), None)
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        return [_gpu_row(place, gpu) for place, gpu in enumerate(self.gpus)]
+
+    @property
+    def _cpu_row(self) -> list[str]:
+        return [str(self.cores), format_bytes(self.memory_bytes), format_bytes(self.memory_available_bytes)]
+
+
+def hardware(
+    read: Callable[[], GpuTable] = read_gpus,
+    environment: Mapping[str, str] | None = None,
+    read_share: Callable[[], Share] = share,
+) -> Machine:
+    """What this machine has now, without touching CUDA.
+
+    The arguments replace how GPUs, environment and limits are read; they are for tests and for planning ahead.
+    """
+    table = visible(read(), os.environ if environment is None else environment)
+    limits = read_share()
+    machine = Machine(
+        gpus=table.gpus, cores=limits.cores, cores_installed=limits.cores_installed, memory_bytes=limits.memory_bytes,
+        memory_available_bytes=limits.memory_available_bytes, memory_installed_bytes=limits.memory_installed_bytes,
+        gpu_source=table.source, notes=table.notes,
+    )  # fmt: skip
+    return with_claims(machine, claims()) if machine.gpus else machine
+
+
+def with_claims(machine: Machine, claimed: Mapping[str, Sequence[Claim]]) -> Machine:
+    """The machine with each GPU's claims, instead of those it knows."""
+    words = {uuid: ", ".join(map(str, found)) for uuid, found in claimed.items()}
+    return replace(machine, gpus=tuple(replace(gpu, claimed=words.get(gpu.uuid, "")) for gpu in machine.gpus))
+
+
+def resolve_devices(config: Config | HardwareSection, machine: Machine) -> Resolved:
+    """The devices, ranks and precision a config gets on a machine.
+
+    Takes a whole config or its hardware section.
+
+    Raises:
+        HardwareError: for devices that are not there, that the strategy cannot use, or a precision they cannot compute.
+    """
+    asked: HardwareSection = typing.cast("HardwareSection", getattr(config, "hardware", config))
+    if asked.accelerator == "gpu" and not machine.gpus:
+        raise HardwareError(
+            f"hardware.accelerator is gpu, but no GPU can be used here ({_why_none(machine)}); use auto or cpu"
+        )
+    on_cpu = asked.accelerator == "cpu" or not machine.gpus
+    chosen, reasons = ([], _cpu_reasons(asked, machine)) if on_cpu else _choose(asked, machine)
+    ranks = _cpu_ranks(asked) if on_cpu else len(chosen)
+    _check_strategy(asked, ranks, "CPU ranks" if on_cpu else "GPUs")
+    if on_cpu and ranks > 1:
+        reasons = [*reasons, f"{ranks} CPU ranks share {machine.cores} cores: for tests and teaching, not for speed"]
+    precision, why = _precision(asked, chosen)
+    return Resolved(
+        devices=tuple(gpu.uuid for gpu in chosen), world_size=ranks, accelerator="cpu" if on_cpu else "gpu",
+        precision=precision, threads_per_rank=asked.threads_per_rank or max(1, machine.cores // ranks),
+        reasons=(*reasons, *why),
+    )  # fmt: skip
+
+
+# -- devices
+
+
+def _choose(asked: HardwareSection, machine: Machine) -> tuple[list[Gpu], list[str]]:
+    """GPUs for `devices`, and why these."""
+    gpus, devices = machine.gpus, asked.devices
+    if devices == "auto":
+        chosen = _least_occupied(gpus, 1)
+        return chosen, [_why_least(gpus, chosen), *_crowded(gpus, chosen)]
+    if isinstance(devices, tuple):
+        chosen, reasons = [_at(gpus, place) for place in devices], [f"GPUs {list(devices)} as named"]
+    elif devices == -1:
+        chosen, reasons = list(gpus), [f"all {len(gpus)} GPUs: warning, the fullest one decides when memory runs out"]
+    else:
+        if devices > len(gpus):
+            raise HardwareError(
+                f"hardware.devices asks for {devices} GPUs, but only {len(gpus)} can be used here; take at most "
+                f"{len(gpus)}, or accelerator: cpu for {devices} CPU ranks"
+            )
+        chosen = _least_occupied(gpus, devices)
+        reasons = [_why_least(gpus, chosen)]
+    _refuse_joined_instances(chosen)
+    return chosen, [*reasons, *_crowded(gpus, chosen)]
+
+
+def _least_occupied(gpus: Sequence[Gpu], count: int) -> list[Gpu]:
+    """So many, claimed ones only when there are no others, in the order of the table."""
+    ranked = sorted(gpus, key=lambda gpu: (bool(gpu.claimed), _occupancy(gpu)))
+    return sorted(ranked[:count], key=gpus.index)
+
+
+def _why_least(gpus: Sequence[Gpu], chosen: Sequence[Gpu]) -> str:
+    places = ", ".join(str(gpus.index(gpu)) for gpu in chosen)
+    verb = f"GPU {places} is the" if len(chosen) == 1 else f"GPUs {places} are the"
+    state = f": {_state(chosen[0])}" if len(chosen) == 1 else ""
+    claimed = _claims(gpus)
+    if not claimed or len(claimed) == len(gpus):
+        return f"{verb} least occupied of {len(gpus)}{state}"
+    return f"{verb} least occupied of the {len(gpus) - len(claimed)} unclaimed{state}; {'; '.join(claimed)}"
+
+
+def _claims(gpus: Sequence[Gpu]) -> list[str]:
+    return [f"GPU {place} is claimed by {gpu.claimed}" for place, gpu in enumerate(gpus) if gpu.claimed]
+
+
+def _occupancy(gpu: Gpu) -> tuple[int, float, int]:
+    return -(gpu.free_bytes // _OCCUPANCY_BYTES), gpu.utilisation_fraction or 0.0, gpu.processes
+
+
+def _at(gpus: Sequence[Gpu], place: int) -> Gpu:
+    if place >= len(gpus):
+        names = ", ".join(map(str, range(len(gpus))))
+        raise HardwareError(f"hardware.devices names GPU {place}, but this machine offers {names}")
+    return gpus[place]
+
+
+def _refuse_joined_instances(chosen: Sequence[Gpu]) -> None:
+    if len(chosen) > 1 and any(gpu.is_mig for gpu in chosen):
+        raise HardwareError(
+            f"{len(chosen)} devices with MIG instances among them cannot work together: a process sees one instance, "
+            "and instances have no path between them; use one instance, or whole GPUs"
+        )
+
+
+def _crowded(gpus: Sequence[Gpu], chosen: Sequence[Gpu]) -> list[str]:
+    """A warning for each GPU taken although others already use it, or have claimed it."""
+    claimed = [
+        f"warning: GPU {gpus.index(gpu)} is claimed by {gpu.claimed}: two trials would share it"
+        for gpu in chosen
+        if gpu.claimed
+    ]
+    return claimed + [
+        f"warning: GPU {gpus.index(gpu)} is in use ({_state(gpu)}): the run may be slow or out of memory"
+        for gpu in chosen
+        if gpu.processes or gpu.free_bytes < gpu.total_bytes * _CROWDED_FRACTION
+    ]
+
+
+def _cpu_ranks(asked: HardwareSection) -> int:
+    """Ranks on the CPU; there `devices` counts processes."""
+    devices = asked.devices
+    if isinstance(devices, tuple):
+        raise HardwareError(f"hardware.devices names GPUs {list(devices)}, but none can be used here; give a number")
+    if isinstance(devices, int) and devices > 0:
+        return devices
+    if asked.shards:
+        return asked.shards[0] * asked.shards[1]
+    if devices == -1 and asked.strategy != "none":
+        raise HardwareError(
+            f"hardware.devices is -1 (all GPUs) with {asked.strategy}, but this runs on the CPU; "
+            "give a number of ranks, such as 2"
+        )
+    return 1
+
+
+def _cpu_reasons(asked: HardwareSection, machine: Machine) -> list[str]:
+    return ["the CPU, as asked"] if asked.accelerator == "cpu" else [f"the CPU: {_why_none(machine)}"]
+
+
+def _check_strategy(asked: HardwareSection, ranks: int, what: str) -> None:
+    """The strategy against the number of ranks, where the config alone could not tell (devices: -1)."""
+    strategy = asked.strategy
+    if strategy == "none" and ranks > 1:
+        raise HardwareError(f"strategy none uses one device, but devices gives {ranks} {what}; use ddp or fsdp")
+    if strategy in ("ddp", "fsdp") and ranks < 2:
+        raise HardwareError(
+            f"strategy {strategy} needs at least 2 {what}, but only {ranks} can be used here; use strategy none, or "
+            "accelerator: cpu with devices: 2"
+        )
+    if asked.shards and asked.shards[0] * asked.shards[1] != ranks:
+        replicas, size = asked.shards
+        raise HardwareError(
+            f"{strategy} is {replicas} replicas × {size} devices = {replicas * size} {what}, but devices gives {ranks}"
+        )
+
+
+# -- precision
+
+
+def _precision(asked: HardwareSection, chosen: Sequence[Gpu]) -> tuple[str, list[str]]:
+    """The number format, and why; bf16 is computed in hardware from capability 8.0 on."""
+    native = all(gpu.capability is not None and gpu.capability >= _BF16_CAPABILITY for gpu in chosen)
+    wanted = asked.precision
+    if wanted == "16-mixed" and not chosen:
+        raise HardwareError("hardware.precision is 16-mixed, which needs a GPU; on the CPU use bf16-mixed or 32-true")
+    if wanted.startswith("bf16") and chosen and not native:
+        return wanted, [
+            f"warning: {wanted} is emulated below capability 8.0 ({_capabilities(chosen)}); 16-mixed is faster"
+        ]
+    if wanted != "auto":
+        return wanted, []
+    if not chosen:
+        return "32-true", ["32-true: exact numbers on the CPU; fewer bits pay on GPUs"]
+    if native:
+        return "bf16-mixed", [f"bf16-mixed: capability {_capabilities(chosen)} computes it in hardware"]
+    return "16-mixed", [f"16-mixed: capability {_capabilities(chosen)} has no bf16 in hardware, which starts at 8.0"]
+
+
+def _capabilities(gpus: Sequence[Gpu]) -> str:
+    return ", ".join(sorted({_capability(gpu) for gpu in gpus}))
+
+
+def _capability(gpu: Gpu) -> str:
+    return "unknown" if gpu.capability is None else f"{gpu.capability[0]}.{gpu.capability[1]}"
+
+
+# -- words
+
+
+def _why_none(machine: Machine) -> str:
+    hidden = next((note for note in machine.notes if note.startswith("CUDA_VISIBLE_DEVICES")), "")
+    return hidden or (machine.gpu_source if machine.gpu_source.startswith("no ") else "no GPU found")
+
+
+def _state(gpu: Gpu) -> str:
+    busy = "" if gpu.utilisation_fraction is None else f", {gpu.utilisation_fraction:.0%} busy"
+    holders = "" if not gpu.processes else f", {gpu.processes} process" + ("es" if gpu.processes > 1 else "")
+    return f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free{busy}{holders}"
+
+
+def _gpu_row(place: int, gpu: Gpu) -> list[str]:
+    busy = "–" if gpu.utilisation_fraction is None else f"{gpu.utilisation_fraction:.0%}"
+    return [
+        str(place), gpu.name, format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes), busy, str(gpu.processes),
+        _capability(gpu), gpu.uuid,
+    ]  # fmt: skip

@@ -1,0 +1,270 @@
+"""Processes: who they are, whether they live, and how none outlives its parent.
+
+A process id is reused after its process ends, so a process is named by its id and its start time, and nothing is
+signalled or believed alive on the id alone. On Linux both come from /proc; elsewhere from psutil.
+
+Tether: a command that cannot outlive who asked for it, nor harm it, and leaves word of how it ended.
+
+`python -m kit.machine.processes PARENT FILE COMMAND...` leads a process group of its own, in which COMMAND and all that
+it starts run. When COMMAND ends, its exit status and seconds are written to FILE; then, or when stdin closes, or when
+the process PARENT is gone, the whole group is killed, the tether with it. No process is signalled but by this group,
+which nobody else can have got meanwhile. The standard library only: it is there before what it starts has loaded
+anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import multiprocessing.util
+import os
+import platform
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+LONGEST_SOCKET_FOLDER = 104 - 1 - 33
+SCRATCH = "KIT_SCRATCH"
+"""The variable that names the scratch folder of a trial to its processes."""
+NOTE = "process-"
+LINUX = sys.platform == "linux"
+
+
+def identify(pid: int) -> dict[str, Any]:
+    """`{"pid", "started"}`; `started` is None when the process is gone (or a zombie, which only awaits its parent)."""
+    return {"pid": pid, "started": _started(pid)}
+
+
+def alive(identity: dict[str, Any]) -> bool:
+    """Whether the process first identified so still runs; a zombie does not."""
+    started = _started(int(identity["pid"]))
+    return started is not None and started == identity["started"]
+
+
+def _started(pid: int) -> float | None:
+    if not LINUX:
+        return _started_by_psutil(pid)
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else float(fields[19])
+
+
+def _started_by_psutil(pid: int) -> float | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.Error:
+        return None
+
+
+def machine() -> dict[str, str]:
+    """What tells this boot of this machine from others: process ids mean nothing elsewhere."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return {"host": platform.node(), "boot": boot}
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor as its maker calls it, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def rss_bytes() -> int:
+    """Host memory that this process holds."""
+    held_bytes = _status_bytes("VmRSS:")
+    if held_bytes is None:
+        import psutil
+
+        held_bytes = int(psutil.Process().memory_info().rss)
+    return held_bytes
+
+
+def peak_rss_bytes() -> int:
+    """The most host memory that this process has held at once.
+
+    On Linux from /proc: `getrusage` answers for the process id, so right after an exec it still names the peak of the
+    program that started this one.
+    """
+    most_bytes = _status_bytes("VmHWM:")
+    if most_bytes is None:
+        import resource
+
+        unit_bytes = 1 if sys.platform == "darwin" else 1024
+        most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+    return most_bytes
+
+
+def _status_bytes(name: str) -> int | None:
+    """A line of this process's status; None where the system has none."""
+    if LINUX:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def give_memory_back() -> None:
+    """Hand freed memory to the system; the allocator would keep it, in pieces that fit nothing else."""
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _trim() -> Any:
+    """glibc's `malloc_trim`; None elsewhere."""
+    try:
+        return ctypes.CDLL("libc.so.6").malloc_trim if LINUX else None
+    except (OSError, AttributeError):
+        return None
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the operating system for SIGKILL when `parent` ends; end at once when it already has.
+
+    Only Linux can be asked; elsewhere the lifeline (see `watch_lifeline`) does it alone. The request belongs to the
+    thread that forked, so call this only in a process forked by a main thread.
+    """
+    if LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(113)
+
+
+def watch_lifeline(descriptor: int, whole_group: bool = True) -> None:
+    """Kill this process group (or only this process) when the other end of a pipe closes, whatever Python is doing."""
+
+    def wait() -> None:
+        while True:
+            try:
+                if not os.read(descriptor, 4096):
+                    break
+            except InterruptedError:
+                continue
+            except OSError:
+                break
+        if whole_group:
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="kit-lifeline", daemon=True).start()
+
+
+def die_with(pid: int) -> None:
+    """Kill this process when another ends that did not start it; where the system has no such handle, do nothing."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(113)
+    except (AttributeError, OSError):
+        return
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="kit-lifeline", daemon=True).start()
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that it can be waited for; on Linux only."""
+    if LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def scratch_folder() -> Path:
+    """Where this process may leave files that end with its trial; outside of one, among the temporary files."""
+    return Path(os.environ.get(SCRATCH) or tempfile.gettempdir())
+
+
+def note_process() -> None:
+    """Leave word in the scratch folder that this process is one of the trial's."""
+    if SCRATCH in os.environ:
+        with contextlib.suppress(OSError):
+            (scratch_folder() / f"{NOTE}{os.getpid()}").touch()
+
+
+def shorten_socket_paths() -> None:
+    """Have multiprocessing keep its sockets in `/tmp` where the folder for temporary files has too long a path.
+
+    The address of a socket may have 108 bytes (104 on macOS), of which multiprocessing takes up to 33 for names.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= LONGEST_SOCKET_FOLDER:
+        return
+    tempfile.tempdir = "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()  # makes it once, and removes it when this process ends
+    finally:
+        tempfile.tempdir = folder
+
+
+def guard_forks(lifeline: int) -> None:
+    """Make every process this one forks from now on (loader workers) die with it as well."""
+    forking = threading.local()
+
+    def before() -> None:
+        forking.parent = os.getpid()
+        forking.by_main_thread = threading.current_thread() is threading.main_thread()
+
+    def in_child() -> None:
+        note_process()
+        if forking.by_main_thread:
+            die_with_parent(forking.parent)
+        else:  # the forking thread may end long before its process does
+            watch_lifeline(lifeline, whole_group=False)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
+_TICK_SECONDS = 0.1
+
+
+def main() -> None:
+    parent, file, *command = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+    # A handler, as what is ignored would be ignored by the command too.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    began = time.monotonic()
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    while child.poll() is None and os.getppid() == parent and _is_held():
+        pass
+    if child.returncode is not None:
+        draft = file.with_suffix(".tmp")
+        draft.write_text(json.dumps({"code": child.returncode, "seconds": time.monotonic() - began}))
+        draft.replace(file)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _is_held() -> bool:
+    """Whether the other end of stdin is still open, after a moment."""
+    ready, _, _ = select.select([0], [], [], _TICK_SECONDS)
+    return not ready or bool(os.read(0, 4096))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,565 @@
+"""Batches: what a user's loader yields, as shapes, at any batch size, with as little read as that takes.
+
+A few samples are collated by the loader's own function, two, three and four at a time; what grows with their number is
+known for any number then. Where samples differ in size, the longest is looked for within a time budget and every sample
+of the batch is as long: a prediction that only holds for average data is none. What was looked at is said in `notes`.
+The patches of a config are known from its source or store without reading a chunk, and rows from their array.
+
+Batches: a batch as shapes, to be made again at will.
+
+The batch is kept pickled, with a number in place of each tensor, so that any object a loader can send between processes
+(a dict, a named tuple, a batch class) is one here too. The pickle is made and read in this process only. Numbers in
+small integer vectors are kept, because lengths and counts decide shapes.
+
+largest_samples: the longest samples of a data set, found within a time budget.
+
+A few samples from all over it show whether they differ in size. Where they do, as many as the budget allows are looked
+at: a prediction that holds for average data only is none. Sizes are the shapes of tensors and arrays, and the lengths
+of texts and lists of numbers, because a loader may turn those into tensors. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import pickle
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cloudpickle
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from kit.config import Config
+from kit.data.build.open_source import load_source
+from kit.data.dataset import open_dataset
+from kit.data.patches.module import PatchData
+from kit.data.rows.loader import RowData
+from kit.errors import ConfigError, Problem
+from kit.units import format_bytes
+
+_BATCHES = 8
+_LARGEST_COLLATION_BYTES = 1 << 31
+
+
+def look_at(loader: Any, batch_size: int | None = None) -> Batches:
+    """What `loader` yields, at its own batch size or at another.
+
+    Args:
+        loader: A DataLoader or any iterable of batches.
+        batch_size: Samples per batch; by default the loader's own.
+
+    Raises:
+        ConfigError: when there is no batch to look at, or it cannot be copied.
+    """
+    length = _length(loader)
+    size = batch_size or own_batch_size(loader)
+    if size is not None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+        found = _from_samples(loader, size)
+    else:
+        found = _from_batches(_batches_of(loader), batch_size)
+    return replace(found, length=length)
+
+
+def own_batch_size(loader: Any) -> int | None:
+    """Of a loader whose batches all hold as many samples; None for any other."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler.batch_size if type(sampler) is BatchSampler else None
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+# -- a loader that collates samples
+
+
+def _from_samples(loader: DataLoader[Any], size: int) -> Batches:
+    samples = largest_samples(loader)
+    collate: Callable[[list[Any]], Any] = loader.collate_fn
+    few = len(samples.candidates)
+
+    def collated(count: int) -> Batches:
+        chosen = [*samples.candidates, *itertools.repeat(samples.candidates[0], max(0, count - few))]
+        return describe(collate(chosen[:count] if count < few else chosen), count)
+
+    if size <= few + 2:
+        return replace(collated(size), notes=samples.notes)
+    probes = [collated(few + extra) for extra in (0, 1, 2)] if few > 1 else [collated(count) for count in (2, 3, 4)]
+    grown = _extrapolated(probes, size)
+    if grown is None:
+        grown = _collated_whole(collated, probes[0], size)
+    return replace(grown, notes=samples.notes + grown.notes)
+
+
+def _collated_whole(collated: Callable[[int], Batches], probe: Batches, size: int) -> Batches:
+    """For a batch that does not simply grow with its samples: collate all of them, when they fit."""
+    expected_bytes = probe.nbytes * size // probe.batch_size
+    if expected_bytes > _LARGEST_COLLATION_BYTES:
+        message = (
+            f"a batch of {size} does not grow evenly with its samples, and to put it together would take "
+            f"{format_bytes(expected_bytes)} (at most {format_bytes(_LARGEST_COLLATION_BYTES)}); predict a smaller one"
+        )
+        raise ConfigError([Problem("data", message)])
+    return collated(size)
+
+
+def _extrapolated(probes: Sequence[Batches], size: int) -> Batches | None:
+    """The batch of `size` samples, or None when three sizes do not lie on a line or differ in more than tensors."""
+    first, second, third = probes
+    if not first.template == second.template == third.template:
+        return None
+    grown: list[TensorShape] = []
+    for small, middle, large in zip(first.tensors, second.tensors, third.tensors, strict=True):
+        if not len(small.shape) == len(middle.shape) == len(large.shape):
+            return None
+        steps = [b - a for a, b in zip(small.shape, middle.shape, strict=True)]
+        if steps != [c - b for b, c in zip(middle.shape, large.shape, strict=True)]:
+            return None
+        more = size - first.batch_size
+        shape = tuple(a + more * step for a, step in zip(small.shape, steps, strict=True))
+        grown.append(TensorShape(shape, small.dtype, _repeated(small, middle, more)))
+    return replace(first, tensors=tuple(grown), batch_size=size)
+
+
+def _repeated(small: TensorShape, middle: TensorShape, more: int) -> Tensor | None:
+    """Numbers of a grown vector: what the third sample added, again and again."""
+    if small.values is None or middle.values is None or small.values.dim() != 1:
+        return small.values if small.values is not None and small.values.dim() == 0 else None
+    added = middle.values[len(small.values) :]
+    count = len(small.values) + more * len(added)
+    if count > LARGEST_CONSTANT:
+        return None
+    return torch.cat([small.values, added.repeat(more)])
+
+
+# -- a loader that yields whole batches
+
+
+def _batches_of(loader: Any) -> Iterator[Any]:
+    """The batches of any iterable; those of a DataLoader without its processes."""
+    if not isinstance(loader, DataLoader):
+        return iter(loader)
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return (loader.collate_fn(batch) for batch in dataset)
+    if loader.batch_sampler is None:
+        return (loader.collate_fn(dataset[index]) for index in loader.sampler)
+    return (loader.collate_fn([dataset[index] for index in indices]) for indices in loader.batch_sampler)
+
+
+def _from_batches(batches: Iterator[Any], batch_size: int | None) -> Batches:
+    looked = [describe(batch) for batch in within(batches, _BATCHES, LOOK_SECONDS)]
+    if isinstance(batches, Generator):
+        batches.close()  # it may hold threads or files
+    if not looked:
+        raise ConfigError([Problem("data", "the loader yields no batch; there must be one to look at")])
+    found = _elementwise_largest(looked)
+    if batch_size is None or batch_size == found.batch_size:
+        return found
+    note = f"the loader makes whole batches of {found.batch_size}: sizes of {found.batch_size} were taken for its own"
+    tensors = tuple(_rescaled(item, found.batch_size, batch_size) for item in found.tensors)
+    return replace(found, tensors=tensors, batch_size=batch_size, notes=(*found.notes, note))
+
+
+def _elementwise_largest(looked: Sequence[Batches]) -> Batches:
+    """The largest batch, each of its parts as large as in any batch like it."""
+    if len({tuple(item.shape for item in batch.tensors) for batch in looked}) == 1:
+        return looked[0]
+    largest = max(looked, key=lambda batch: batch.nbytes)
+    alike = [batch for batch in looked if _ranks(batch) == _ranks(largest)]
+    shapes = [tuple(map(max, zip(*sizes, strict=True))) for sizes in _columns(alike)]
+    tensors = tuple(
+        item if item.shape == shape else TensorShape(shape, item.dtype)
+        for item, shape in zip(largest.tensors, shapes, strict=True)
+    )
+    note = f"batches differ in size: each part is as large as the largest of {len(looked)} batches"
+    return replace(largest, tensors=tensors, batch_size=max(batch.batch_size for batch in alike), notes=(note,))
+
+
+def _ranks(batch: Batches) -> list[int]:
+    return [len(item.shape) for item in batch.tensors]
+
+
+def _columns(batches: Sequence[Batches]) -> list[list[tuple[int, ...]]]:
+    rows = [[item.shape for item in batch.tensors] for batch in batches]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _rescaled(item: TensorShape, own: int, wanted: int) -> TensorShape:
+    if not item.shape or item.shape[0] != own:
+        return item
+    return TensorShape((wanted, *item.shape[1:]), item.dtype)
+
+
+# -- the patches of a config
+
+
+def patch_batches(config: Config, batch_size: int | None = None) -> Batches:
+    """The batches of `PatchData(config)`, from what its source or store declares; no chunk is read.
+
+    Raises:
+        ConfigError: for what does not fit the data, each under the dotted path of its field.
+        StoreError: when there is no source and the store cannot be opened.
+    """
+    dims, shape, variables = _patch_geometry(config)
+    unknown = [name for name in config.data.patch if name not in dims]
+    if unknown:
+        message = f"no dimension {', '.join(unknown)}; there are {', '.join(dims)}"
+        raise ConfigError([Problem("data.patch", message)])
+    patch = tuple(config.data.patch.get(name, 1) for name in dims)
+    large = [f"{name} {size} > {whole}" for name, size, whole in zip(dims, patch, shape, strict=True) if size > whole]
+    if large:
+        raise ConfigError([Problem("data.patch", f"larger than the data: {', '.join(large)}")])
+    size = batch_size or config.loader.batch_size
+    meta = (size, variables, *patch)
+    batch = {
+        "values": torch.empty(meta, device="meta"),
+        "valid": torch.empty(meta, dtype=torch.bool, device="meta"),
+    }
+    return replace(describe(batch, size), length=1)
+
+
+def _patch_geometry(config: Config) -> tuple[tuple[str, ...], tuple[int, ...], int]:
+    """Dimensions, their sizes, and the number of variables."""
+    if config.data.source is None:
+        chosen = open_dataset(config).select(config.data.variables)
+        return chosen[0].dims, chosen[0].shape, len(chosen)
+    source = load_source(config)
+    unknown = [name for name in config.data.variables if name not in source.variables]
+    if unknown:
+        message = f"the source has no {', '.join(unknown)}; it has {', '.join(source.variables)}"
+        raise ConfigError([Problem("data.variables", message)])
+    return tuple(source.dims), tuple(source.shape), len(config.data.variables or source.variables)
+
+
+def row_batches(data: RowData, batch_size: int | None = None) -> Batches:
+    """The batches of rows, from the shape of their array; no row is read.
+
+    Raises:
+        ConfigError: when an epoch of one rank has no such batch.
+    """
+    size = batch_size or data.config.loader.batch_size
+    values = torch.empty((size, *data.shape[1:]), dtype=data.rows.dtype, device="meta")
+    return replace(describe((values, torch.arange(size)), size), length=1)
+
+
+# -- what Trainer.fit takes
+
+
+class FakeLoader:
+    """Yields batches of shapes, as many as are asked for."""
+
+    def __init__(self, batches: Batches, make: Callable[[Batches], Any]) -> None:
+        self.batches = batches
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._make(self.batches)
+
+
+class SizedFakeLoader(FakeLoader):
+    """A FakeLoader that says how long an epoch is."""
+
+    def __len__(self) -> int:
+        return self.batches.length or 0
+
+
+def fake_loaders(
+    loaders: Any, batch_size: int | None, make: Callable[[Batches], Any], fewest: int, looked: list[Batches]
+) -> Any:
+    """The same loader, list, dict or CombinedLoader of loaders, of fake batches.
+
+    Args:
+        loaders: Loaders, or Batches in place of one.
+        batch_size: Samples per batch; by default the loader's own.
+        make: Turns Batches into the next batch.
+        fewest: Batches an epoch is made to have at least, where it has an end.
+        looked: What the loaders yield is added here.
+    """
+    if isinstance(loaders, CombinedLoader):
+        inner = fake_loaders(loaders.iterables, batch_size, make, fewest, looked)
+        return CombinedLoader(inner, loaders._mode)
+    if isinstance(loaders, Mapping):
+        return {name: fake_loaders(loader, batch_size, make, fewest, looked) for name, loader in loaders.items()}
+    if isinstance(loaders, list | tuple):
+        return [fake_loaders(loader, batch_size, make, fewest, looked) for loader in loaders]
+    batches = loaders if isinstance(loaders, Batches) else look_at(loaders, batch_size)
+    if batches.length is not None:
+        batches = replace(batches, length=max(batches.length, fewest))
+    looked.append(batches)
+    return FakeLoader(batches, make) if batches.length is None else SizedFakeLoader(batches, make)
+
+
+def loaders_of(data: Mapping[str, Any], batch_size: int | None) -> Any:
+    """The training loaders of what `Trainer.fit` takes; their batches where these are known without a loader."""
+    module = data.get("datamodule")
+    if module is None:
+        return data["train_dataloaders"]
+    if _is_plain_patch_data(module):
+        return patch_batches(module.config, batch_size)
+    if isinstance(module, RowData) and type(module).train_dataloader is RowData.train_dataloader:
+        return row_batches(module, batch_size)
+    module.prepare_data()
+    module.setup("fit")
+    return module.train_dataloader()
+
+
+def _is_plain_patch_data(module: LightningDataModule) -> bool:
+    return isinstance(module, PatchData) and type(module).train_dataloader is PatchData.train_dataloader
+
+
+LARGEST_CONSTANT = 4096
+"""Elements of an integer vector whose numbers are kept."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """A tensor of a batch: (sizes), dtype, and its numbers where they are few and whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: Tensor | None = None
+
+    def make(self) -> Tensor:
+        """A tensor without numbers, of this shape, on whatever device mode is active."""
+        made = torch.empty(self.shape, dtype=self.dtype)
+        if self.values is not None and hasattr(made, "constant"):
+            made.constant = self.values
+        return made
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What one loader yields again and again."""
+
+    template: bytes
+    """A batch, pickled, with a number for each tensor."""
+    tensors: tuple[TensorShape, ...]
+    batch_size: int
+    length: int | None = None
+    """Batches in an epoch, or None when the loader does not say (then Lightning keeps one more in hand)."""
+    notes: tuple[str, ...] = ()
+
+    def make(self) -> tuple[Any, list[Tensor]]:
+        """A new batch, and the new tensors in it."""
+        tensors = [shape.make() for shape in self.tensors]
+        return Reader(io.BytesIO(self.template), tensors).load(), tensors
+
+    @property
+    def nbytes(self) -> int:
+        return sum(torch.Size(item.shape).numel() * item.dtype.itemsize for item in self.tensors)
+
+
+class Writer(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        number = self._numbers.setdefault(id(value), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(value)
+        return number
+
+
+class Reader(pickle.Unpickler):
+    """Reads what `Writer` wrote in this process, never a file."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, number: Any) -> Any:
+        return self.tensors[number]
+
+
+def describe(batch: Any, batch_size: int | None = None) -> Batches:
+    """The shapes of one batch at hand.
+
+    Args:
+        batch: Anything a loader yields.
+        batch_size: Samples in it; by default what `samples_in` finds.
+
+    Raises:
+        ConfigError: for a batch that cannot be pickled, as loaders with processes need it too.
+    """
+    file = io.BytesIO()
+    writer = Writer(file)
+    try:
+        writer.dump(batch)
+    except Exception as error:
+        message = f"a batch of type {type(batch).__name__} cannot be copied: {error}"
+        raise ConfigError([Problem("data", message)]) from error
+    tensors = tuple(map(_shape, writer.tensors))
+    if batch_size is None:
+        batch_size = samples_in(batch) or next((item.shape[0] for item in tensors if item.shape), 1)
+    return Batches(file.getvalue(), tensors, batch_size)
+
+
+def samples_in(batch: Any) -> int | None:
+    """Samples in a batch: what it says of itself, else the length of the first tensor or array in it; None for none."""
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
+    if isinstance(batch, str | bytes | int | float | type(None)):
+        return None
+    if isinstance(shape := getattr(batch, "shape", None), Sequence):
+        return int(shape[0]) if len(shape) else None
+    if isinstance(batch, Mapping):
+        parts: Any = batch.values()
+    elif isinstance(batch, list | tuple):
+        parts = batch
+    else:
+        said = getattr(batch, "batch_size", None)  # a batch of graphs, a dict of tensors
+        if isinstance(said, int) and said > 0:
+            return said
+        if isinstance(said, Sequence) and said:
+            return int(said[0])
+        parts = getattr(batch, "__dict__", {}).values()
+    return next((size for size in map(samples_in, parts) if size is not None), None)
+
+
+def _shape(tensor: Tensor) -> TensorShape:
+    whole = tensor.dtype in (torch.int64, torch.int32, torch.bool)
+    keep = whole and tensor.numel() <= LARGEST_CONSTANT and tensor.dim() <= 1
+    return TensorShape(tuple(tensor.shape), tensor.dtype, tensor.detach().clone() if keep else None)
+
+
+LOOK_SECONDS = 0.5
+"""For the first samples: enough to see whether they differ."""
+SCAN_SECONDS = 1.5
+"""For the longest sample, when they do."""
+FIRST_SAMPLES = 32
+_MOST_CANDIDATES = 4
+_ENDLESS = 1 << 20
+
+Sizes = tuple[tuple[int, ...], ...]
+"""The shape of each part of a sample."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples to predict with: the first is the longest, others are longer in some part only."""
+
+    candidates: list[Any]
+    notes: tuple[str, ...] = ()
+
+
+def largest_samples(loader: DataLoader[Any]) -> Samples:
+    """The samples to predict with, out of a loader that collates samples.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return _largest(iter(dataset), None)
+    return _largest(_spread_over(dataset, loader, len(dataset)), len(dataset))
+
+
+def _spread_over(dataset: Any, loader: DataLoader[Any], total: int) -> Iterator[Any]:
+    """Samples from all over the data set, each once, so that the first few are like the rest."""
+    if not total:
+        return
+    try:
+        yield dataset[0]
+    except (KeyError, IndexError, TypeError):  # indexed by something else; its sampler knows by what
+        yield from (dataset[index] for index in itertools.islice(iter(loader.sampler), total))
+        return
+    step = _coprime(total)
+    yield from (dataset[index * step % total] for index in range(1, total))
+
+
+def _coprime(total: int) -> int:
+    """A stride near the golden section of `total` that meets every index once."""
+    step = max(1, round(total * 0.618))
+    while math.gcd(step, total) != 1:
+        step += 1
+    return step
+
+
+def within(values: Iterable[Any], count: int, seconds: float) -> Iterator[Any]:
+    """At most `count` values and about `seconds`; at least one."""
+    deadline = time.monotonic() + seconds
+    for value in itertools.islice(iter(values), count):
+        yield value
+        if time.monotonic() > deadline:
+            return
+
+
+def _largest(samples: Iterator[Any], total: int | None) -> Samples:
+    sizes: dict[Sizes, Any] = {}
+    looked = 0
+    for sample in within(samples, FIRST_SAMPLES, LOOK_SECONDS):
+        sizes.setdefault(_sizes(sample), sample)
+        looked += 1
+    if not sizes:
+        raise ConfigError([Problem("data", "the loader yields no samples; there must be one to look at")])
+    if len(sizes) == 1:
+        return Samples([*sizes.values()])
+    for sample in within(samples, total or _ENDLESS, SCAN_SECONDS):
+        looked += 1
+        size = _sizes(sample)
+        if size not in sizes:
+            sizes[size] = sample
+            sizes = _pruned(sizes)
+    of = f" of {total}" if total is not None else ""
+    note = f"samples differ in size: every one is as long as the longest of {looked}{of}"
+    return Samples(_candidates(sizes), (note,))
+
+
+def _pruned(sizes: dict[Sizes, Any]) -> dict[Sizes, Any]:
+    """Keep the largest only, so that a scan holds a few samples."""
+    if len(sizes) <= 4 * _MOST_CANDIDATES:
+        return sizes
+    kept = _candidates(sizes)
+    return {size: sample for size, sample in sizes.items() if any(sample is other for other in kept)}
+
+
+def _candidates(sizes: Mapping[Sizes, Any]) -> list[Any]:
+    """The largest sample first, then those that are the largest in one of their parts."""
+
+    def elements(size: Sizes) -> int:
+        return sum(math.prod(part) for part in size)
+
+    chosen = [max(sizes, key=elements)]
+    parts = len(chosen[0])
+    alike = [size for size in sizes if len(size) == parts]
+    for part in range(parts):
+        for axis in range(len(chosen[0][part])):
+            able = [size for size in alike if len(size[part]) > axis]
+            longest = max(able, key=lambda size: size[part][axis])
+            if all(longest[part][axis] > other[part][axis] for other in chosen if len(other[part]) > axis):
+                chosen.append(longest)
+    return [sizes[size] for size in chosen[:_MOST_CANDIDATES]]
+
+
+def _sizes(sample: Any) -> Sizes:
+    """The shape of every part of a sample: tensors, arrays, lists of numbers, texts."""
+    if isinstance(sample, Mapping):
+        return tuple(itertools.chain.from_iterable(_sizes(value) for value in sample.values()))
+    if isinstance(sample, str | bytes):
+        return ((len(sample),),)
+    if isinstance(sample, list | tuple):
+        if all(isinstance(value, int | float) for value in sample):
+            return ((len(sample),),)
+        return tuple(itertools.chain.from_iterable(_sizes(value) for value in sample))
+    shape = getattr(sample, "shape", None)
+    if isinstance(shape, tuple):
+        return (tuple(int(size) for size in shape),)
+    fields = getattr(sample, "__dict__", None)
+    return () if not fields or isinstance(sample, type) else _sizes(fields)

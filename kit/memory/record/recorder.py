@@ -1,0 +1,688 @@
+"""Recorder: every block that operators make and free while a module trains, with who made it, when and what for.
+
+It looks at storages, not at tensors: views are free, an in-place operator makes nothing, and a block ends when Python
+and autograd have both let go of it. It works on fake tensors, where nothing is allocated, and unchanged on real ones.
+What a kernel takes for itself inside an operator passes unseen, unless `workspace` is told how much that is.
+
+Use: enter it, make the module, `track` it, then `begin_batch()` before each micro-batch; forward, backward and
+optimizer phases are found by themselves, from torch's own entry points. What was freed before the first batch is
+dropped, since set-up happens on the host. The invariant: each block is allocated once and freed at most once.
+
+Private parts of torch used here, all tested on its upgrade: `_get_dispatch_mode` and `UntypedStorage._cdata`.
+
+Ledger: blocks, the events of their lives and the operators between these, written down as they happen.
+
+Columns of plain numbers, because a recording has thousands of rows and is made while somebody waits. Until the first
+micro-batch begins only blocks are kept, no events: set-up happens on the host, and what is freed there never counted.
+The invariant: a block is begun once and ended at most once, and events are in the order in which they were written.
+
+entry_points: where torch says that a backward pass or an optimizer step runs, a module is called, a storage resized.
+
+A recorder listens there instead of asking its user, so that plain loops, Lightning and manual optimization are all
+understood. Leaving puts every entry point back. Private: `ShardingPropagator._propagate_tensor_meta_non_cached`.
+
+ModulePath: which part of a module runs now.
+
+In a forward pass by the calls of its parts; in a backward pass by the part that ran when the autograd node was made,
+known from the node's sequence number, so that no hook has to change the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from kit.confinement.stand_ins import overridden
+from kit.memory.replay.replay import CATEGORIES, PHASES, Recording
+
+Workspace = Callable[[str, tuple[Any, ...], Any], int]
+"""(operator, its arguments, its result) → bytes its kernel takes for itself while it runs."""
+Observer = Callable[[tuple[Any, ...], Any], None]
+"""(arguments, result) of one operator, after it ran."""
+
+_ELSEWHERE = -1
+"""In place of a block: a storage that is not on the device."""
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_DEVICE_OF = torch.ops.prim.device.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_HOST = torch.device("cpu")
+_private: Any = torch._C
+_FAKE = _private._TorchDispatchModeKey.FAKE
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the bytes of `tensor`: itself, or those inside a subclass such as DTensor."""
+    whole: Any = tensor
+    if not is_traceable_wrapper_subclass(whole):
+        yield tensor
+        return
+    for name in whole.__tensor_flatten__()[0]:
+        inner = getattr(whole, name)
+        if isinstance(inner, Tensor):
+            yield from plain_tensors(inner)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested mappings, sequences and objects' results, as operators and optimizers have them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from tensors_in(item)
+
+
+class _StorageRef(weakref.ref[UntypedStorage]):
+    """A storage that is alive; `block` is the block it holds now, which a resize exchanges."""
+
+    __slots__ = ("block", "key")
+    key: int
+    block: int
+
+
+class _Operator:
+    """What is the same each time an operator runs."""
+
+    __slots__ = ("casts", "communicates", "function", "label", "name", "observer", "skipped")
+
+    def __init__(self, function: Any, name: int, label: str, observer: Observer | None) -> None:
+        self.function = function
+        self.name = name
+        self.label = label
+        self.observer = observer
+        self.communicates = function.namespace in ("c10d", "_c10d_functional")
+        self.casts = function is torch.ops.aten._to_copy.default
+        self.skipped = function.namespace == "prim"  # a fake tensor is asked for its device; nothing runs
+
+
+class Recorder(TorchDispatchMode):
+    """Records blocks and operators of what runs inside it.
+
+    Args:
+        workspace: Bytes a kernel takes for itself, or None to count none.
+        observers: Called after the operators they name.
+    """
+
+    def __init__(self, workspace: Workspace | None = None, observers: Mapping[Any, Observer] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.workspace = workspace
+        self.notes: dict[str, None] = {}
+        """Sentences for whoever reads the recording, each once."""
+        self.failed: tuple[Exception, Any] | None = None
+        """The last error that an operator raised, and the operator."""
+        self.optimizer_steps: Counter[int] = Counter()
+        """Steps taken so far, by id of the optimizer."""
+        self._observers = dict(observers or {})
+        self._ledger = Ledger()
+        self._operators: dict[Any, _Operator] = {}
+        self._alive: dict[int, _StorageRef] = {}
+        self._label = UNNAMED
+        self._paused = self._depth = self._backwards = 0
+        self._resumed_phase: int | None = None
+        self._fake: Any = None
+        self._undo = contextlib.ExitStack()
+        self._passes_on: dict[Any, bool] = {}
+        self._parameters: list[tuple[Tensor, int]] = []
+        self.modules = ModulePath(self._ledger.name)
+        self._on_free = self._freed
+
+    # -- what the caller says
+
+    @property
+    def phase(self) -> str:
+        """One of PHASES."""
+        return PHASES[self._ledger.phase]
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._ledger.phase = PHASE[name]
+
+    @property
+    def stream(self) -> int:
+        """Stream that blocks are made on: 0 computes."""
+        return self._ledger.stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._ledger.stream = number
+
+    @contextlib.contextmanager
+    def labelled(self, category: str) -> Iterator[None]:
+        """What is made or resized inside has this category; of nested labels the inner one counts."""
+        before, self._label = self._label, CATEGORY[category]
+        try:
+            yield
+        finally:
+            self._label = before
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operators inside are not recorded; what they make is noticed when a recorded operator returns it."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def note(self, tensor: Tensor, category: str, module: str = "") -> None:
+        """`tensor` is there and of this category, made by a recorded operator or not."""
+        name = self._ledger.name(module) if module else None
+        for plain in plain_tensors(tensor):
+            self._note(plain, CATEGORY[category], self._ledger.operator, name)
+
+    def ignore(self, tensor: Tensor) -> None:
+        """`tensor` is not on the device: it and its views do not count."""
+        for plain in plain_tensors(tensor):
+            storage = plain.untyped_storage()
+            ref = self._alive.get(storage._cdata)
+            if ref is None:
+                self._watch(storage, _ELSEWHERE)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Is `tensor` on the device, in a block of this recording?"""
+        refs = [self._alive.get(plain.untyped_storage()._cdata) for plain in plain_tensors(tensor)]
+        return all(ref is not None and ref.block != _ELSEWHERE for ref in refs)
+
+    def track(self, module: nn.Module) -> None:
+        """Note the parameters and buffers of `module`, and name its parts in what is recorded from here on."""
+        self.modules.name_parts(module)
+        self._parameters = []
+        for path, part in module.named_modules():
+            name = path or type(module).__name__
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    self.note(parameter, "parameters", name)
+                    self._parameters.append((parameter, self._ledger.name(name)))
+            for buffer in part._buffers.values():
+                if buffer is not None:
+                    self.note(buffer, "buffers", name)
+
+    def begin_batch(self) -> None:
+        """A micro-batch begins; the first one ends set-up."""
+        if not self._ledger.batch_starts:
+            self._end_setup()
+        else:
+            self._name_what_stays()
+        self._ledger.begin_batch()
+
+    def stop(self) -> None:
+        """The recording ends here, whatever runs or is freed later."""
+        self._ledger.stopped = True
+        self._paused += 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the recording has ended."""
+        return self._ledger.stopped
+
+    def mark_gradients(self) -> None:
+        """Name the gradients of the tracked module's parameters."""
+        for parameter, name in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                for plain in plain_tensors(gradient):
+                    self._note(plain, CATEGORY["gradients"], self._ledger.operator, name)
+
+    def mark_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Name the tensors that `optimizer` keeps."""
+        for tensor in tensors_in(optimizer.state):
+            if not self._is_of_module(tensor):
+                self.note(tensor, "optimizer_state")
+
+    def _is_of_module(self, tensor: Tensor) -> bool:
+        """Is it a parameter or gradient that an optimizer keeps at hand?"""
+        refs = [self._alive.get(plain.untyped_storage()._cdata) for plain in plain_tensors(tensor)]
+        own = (CATEGORY["parameters"], CATEGORY["gradients"])
+        return any(
+            ref is not None and ref.block != _ELSEWHERE and self._ledger.category[ref.block] in own for ref in refs
+        )
+
+    def begin_optimizer(self) -> None:
+        """An optimizer's own work begins, up to the end of its `step`."""
+        if self._resumed_phase is None:
+            self._resumed_phase, self._ledger.phase = self._ledger.phase, PHASE["optimizer"]
+
+    # -- entering and leaving
+
+    def __enter__(self) -> Recorder:
+        if self._depth == 0:
+            self._fake = _private._get_dispatch_mode(_FAKE)
+            self._undo = entry_points(self)
+        self._depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._undo.close()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward pass: what forward made and is still alive are activations."""
+        if self._backwards == 0:
+            self._end_forward()
+        before, self._ledger.phase = self._ledger.phase, PHASE["backward"]
+        self._backwards += 1
+        try:
+            yield
+        finally:
+            self._backwards -= 1
+            self._ledger.phase = before
+            if self._backwards == 0:
+                self.mark_gradients()
+
+    def before_step(self, _optimizer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # With a closure, forward and backward run inside `step`; Lightning says when the rest begins.
+        if not [value for value in (*args[1:], options.get("closure")) if value is not None]:
+            self.begin_optimizer()
+
+    def after_step(self, optimizer: Any, _args: Any, _options: Any) -> None:
+        self.optimizer_steps[id(optimizer)] += 1
+        self.mark_optimizer_state(optimizer)
+        if self._resumed_phase is not None:
+            self._ledger.phase, self._resumed_phase = self._resumed_phase, None
+
+    # -- operators
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would wrap every call in a switch for its compiler, which never runs here."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # asked more often than anything runs
+        if types and self._is_for_subclass(types):
+            return NotImplemented
+        if self._fake is not None and kwargs and _names_a_gpu(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _HOST}
+        if func is _WAIT and self._fake is not None:
+            return args[0]  # there is nobody to wait for
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except Exception as error:
+            self.failed = (error, func)
+            raise
+        if self._paused or _private._get_dispatch_mode(_FAKE) is not self._fake:
+            return out
+        operator = self._operators.get(func) or self._operator(func)
+        if not operator.skipped:
+            self._record(operator, args, out)
+        return out
+
+    def _is_for_subclass(self, types: tuple[type, ...]) -> bool:
+        """Tensors made of others, such as DTensor, run their own operators first, on the tensors inside them."""
+        answer = self._passes_on.get(types)
+        if answer is None:
+            answer = any(hasattr(kind, "__tensor_flatten__") for kind in types)
+            self._passes_on[types] = answer
+        return answer
+
+    def _operator(self, func: Any) -> _Operator:
+        overload = func._overloadname
+        label = func._schema.name.partition("::")[2] + ("" if overload == "default" else f".{overload}")
+        operator = _Operator(func, self._ledger.name(label), label, self._observers.get(func))
+        self._operators[func] = operator
+        return operator
+
+    def _record(self, operator: _Operator, args: tuple[Any, ...], out: Any) -> None:
+        self._ledger.ran(operator.name, self.modules.current(self._backwards))
+        category = self._label
+        if category == UNNAMED and operator.communicates:
+            category = CATEGORY["communication"]
+        if isinstance(out, Tensor):
+            if operator.casts and category == UNNAMED and self._casts_parameter(args[0], out):
+                category = CATEGORY["autocast_cache"]
+            self._made(out, category, operator.name)
+        elif out is not None:
+            for tensor in tensors_in(out):
+                self._made(tensor, category, operator.name)
+        if self.workspace is not None and (size := self.workspace(operator.label, args, out)):
+            self._use_workspace(size, operator.name)
+        if operator.observer is not None:
+            operator.observer(args, out)
+
+    def _casts_parameter(self, source: Any, out: Tensor) -> bool:
+        if self._ledger.phase != PHASE["forward"] or out.dtype not in _LOW_PRECISION or not isinstance(source, Tensor):
+            return False
+        ref = self._alive.get(source.untyped_storage()._cdata)
+        kinds = (CATEGORY["parameters"], CATEGORY["gathered_parameters"])
+        return ref is not None and ref.block != _ELSEWHERE and self._ledger.category[ref.block] in kinds
+
+    def _made(self, tensor: Tensor, category: int, operator: int) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a subclass without a storage of its own
+            for plain in plain_tensors(tensor):
+                if plain is not tensor:
+                    self._made(plain, category, operator)
+            return
+        ref = self._alive.get(storage._cdata)
+        if ref is None:
+            on_device = tensor.device.type != "meta"
+            self._watch(storage, self._ledger.begin(storage.nbytes(), category, operator) if on_device else _ELSEWHERE)
+        elif ref.block != _ELSEWHERE and self._ledger.bytes[ref.block] != storage.nbytes():
+            self._resized(ref, storage.nbytes())
+
+    def _use_workspace(self, size: int, operator: int) -> None:
+        self._ledger.end(self._ledger.begin(size, CATEGORY["workspace"], operator))
+
+    # -- blocks
+
+    def _note(self, tensor: Tensor, category: int, operator: int, module: int | None) -> None:
+        storage = tensor.untyped_storage()
+        ref = self._alive.get(storage._cdata)
+        if ref is None:
+            ref = self._watch(storage, self._ledger.begin(storage.nbytes(), category, operator))
+        elif ref.block == _ELSEWHERE:
+            ref.block = self._ledger.begin(storage.nbytes(), category, operator)
+        self._ledger.category[ref.block] = category
+        if module is not None:
+            self._ledger.belongs_to(ref.block, module)
+
+    def _watch(self, storage: UntypedStorage, block: int) -> _StorageRef:
+        ref = _StorageRef(storage, self._on_free)
+        ref.key, ref.block = storage._cdata, block
+        self._alive[ref.key] = ref
+        return ref
+
+    def _freed(self, ref: weakref.ref[Any]) -> None:
+        assert isinstance(ref, _StorageRef)
+        if self._alive.get(ref.key) is ref:
+            del self._alive[ref.key]
+        if ref.block != _ELSEWHERE:
+            self._ledger.end(ref.block)
+
+    def _resized(self, ref: _StorageRef, size: int) -> None:
+        """A storage resized is its old block freed and another one made."""
+        old = ref.block
+        self._ledger.end(old)
+        category = self._ledger.category[old] if self._label == UNNAMED else self._label
+        ref.block = self._ledger.begin(size, category, self._ledger.name("resize_"))
+
+    def storage_resized(self, storage: UntypedStorage) -> None:
+        ref = self._alive.get(storage._cdata)
+        if ref is not None and ref.block != _ELSEWHERE and not self._paused:
+            size = storage.nbytes()
+            if size != self._ledger.bytes[ref.block]:
+                self._resized(ref, size)
+
+    # -- categories
+
+    def _end_setup(self) -> None:
+        """Keep what is alive, as made by set-up in the order in which it was made."""
+        refs = sorted((ref for ref in self._alive.values() if ref.block != _ELSEWHERE), key=lambda ref: ref.block)
+        self._ledger.end_setup([ref.block for ref in refs])
+        for block, ref in enumerate(refs):
+            ref.block = block
+        self._name_what_stays()
+
+    def _end_forward(self) -> None:
+        """What forward made and nobody has named or freed yet is kept for the backward pass."""
+        for block in self._unnamed():
+            if self._ledger.made_in(block) == PHASE["forward"]:
+                self._ledger.category[block] = CATEGORY["activations"]
+
+    def _name_what_stays(self) -> None:
+        """What outlives its micro-batch and is nothing else is state that somebody keeps, such as averaged weights."""
+        for block in self._unnamed():
+            self._ledger.category[block] = CATEGORY["buffers"]
+
+    def _unnamed(self) -> list[int]:
+        blocks = [ref.block for ref in self._alive.values() if ref.block != _ELSEWHERE]
+        return [block for block in blocks if self._ledger.category[block] == UNNAMED]
+
+    # -- the result
+
+    def recording(self, batch_size: int, rounding_bytes: int, facts: Mapping[str, Any] | None = None) -> Recording:
+        """What was recorded so far.
+
+        Args:
+            batch_size: Samples per micro-batch.
+            rounding_bytes: What the device's allocator rounds blocks up to.
+            facts: JSON values to go with it; `notes` are added.
+
+        Raises:
+            ValueError: when no batch was begun.
+        """
+        own = dict(facts or {})
+        notes = [*own.get("notes", ()), *self.notes]
+        return self._ledger.recording(batch_size, rounding_bytes, {**own, "notes": notes})
+
+
+def _names_a_gpu(device: Any) -> bool:
+    """A dry run has fake tensors of one device only, so what asks for a GPU by name gets that one."""
+    return device is not None and device.type == "cuda"
+
+
+CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
+PHASE = {name: index for index, name in enumerate(PHASES)}
+UNNAMED = -1
+"""Category of a block that nobody has named yet."""
+
+
+class Ledger:
+    """What a Recorder writes to."""
+
+    def __init__(self) -> None:
+        self.phase = PHASE["setup"]
+        self.stream = 0
+        self.bytes: list[int] = []
+        self.category: list[int] = []
+        self.batch_starts: list[int] = []
+        self.stopped = False
+        self._names = {"": 0}
+        self._columns: list[tuple[int, int, int, int]] = []  # operator, module, phase, stream of each block
+        self._events: list[tuple[int, bool, int]] = []  # block, allocates, time
+        self._log = [(self.name("setup"), 0, self.phase)]  # operator, module, phase of each operator
+
+    def name(self, text: str) -> int:
+        """The number of a name."""
+        return self._names.setdefault(text, len(self._names))
+
+    def ran(self, operator: int, module: int) -> None:
+        """An operator ran; what follows happened during or after it."""
+        self._log.append((operator, module, self.phase))
+
+    @property
+    def operator(self) -> int:
+        """The operator that ran last."""
+        return self._log[-1][0]
+
+    def begin(self, size: int, category: int, operator: int) -> int:
+        """A block is allocated; its number."""
+        block = len(self.bytes)
+        self.bytes.append(size)
+        self.category.append(category)
+        self._columns.append((operator, self._log[-1][1], self.phase, self.stream))
+        if size and self.batch_starts and not self.stopped:
+            self._events.append((block, True, len(self._log) - 1))
+        return block
+
+    def end(self, block: int) -> None:
+        """A block is freed."""
+        if self.bytes[block] and self.batch_starts and not self.stopped:
+            self._events.append((block, False, len(self._log) - 1))
+
+    def belongs_to(self, block: int, module: int) -> None:
+        """A block is of `module`, whichever made it."""
+        operator, _, phase, stream = self._columns[block]
+        self._columns[block] = (operator, module, phase, stream)
+
+    def made_in(self, block: int) -> int:
+        """The phase in which a block was made."""
+        return self._columns[block][2]
+
+    def begin_batch(self) -> None:
+        """A micro-batch begins with the next operator."""
+        self.phase = PHASE["forward"]
+        self.batch_starts.append(len(self._log))
+
+    def end_setup(self, alive: Sequence[int]) -> None:
+        """Forget all blocks and operators but `alive`, which are numbered anew, in their order."""
+        setup = PHASE["setup"]
+        self._columns = [(*self._columns[block][:2], setup, self._columns[block][3]) for block in alive]
+        self.bytes = [self.bytes[block] for block in alive]
+        self.category = [self.category[block] for block in alive]
+        self._events = [(block, True, 0) for block, size in enumerate(self.bytes) if size]
+        del self._log[1:]
+
+    def recording(self, batch_size: int, rounding_bytes: int, facts: Mapping[str, Any]) -> Recording:
+        """What was written so far; blocks that nobody has named are temporaries.
+
+        Raises:
+            ValueError: when no batch was begun.
+        """
+        if not self.batch_starts:
+            raise ValueError("nothing was recorded: begin_batch() was never called")
+        category = np.array(self.category, dtype=np.int64)
+        operator, module, phase, stream = np.array(self._columns, dtype=np.int32).reshape(-1, 4).T
+        block, allocates, when = np.array(self._events, dtype=np.int32).reshape(-1, 3).T
+        name, part, ran_in = np.array(self._log, dtype=np.int32).reshape(-1, 3).T
+        return Recording(
+            block_bytes=np.array(self.bytes, dtype=np.int64),
+            block_category=np.where(category == UNNAMED, CATEGORY["temporaries"], category).astype(np.uint8),
+            block_operator=operator.copy(),
+            block_module=module.copy(),
+            block_phase=phase.astype(np.uint8),
+            block_stream=stream.astype(np.uint8),
+            event_block=block.copy(),
+            event_allocates=allocates.astype(np.bool_),
+            event_time=when.copy(),
+            operator_name=name.copy(),
+            operator_module=part.copy(),
+            operator_phase=ran_in.astype(np.uint8),
+            names=tuple(self._names),
+            batch_starts=tuple(self.batch_starts),
+            batch_size=batch_size,
+            rounding_bytes=rounding_bytes,
+            facts=dict(facts),
+        )
+
+
+class Listener(Protocol):
+    """What a recorder does when told."""
+
+    modules: ModulePath
+
+    def backward(self) -> contextlib.AbstractContextManager[None]: ...
+    def paused(self) -> contextlib.AbstractContextManager[None]: ...
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None: ...
+    def after_step(self, optimizer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None: ...
+    def storage_resized(self, storage: UntypedStorage) -> None: ...
+
+
+def entry_points(recorder: Listener) -> contextlib.ExitStack:
+    """Where torch says that a storage is resized, a backward pass or an optimizer step runs, or a module is called."""
+    undo = contextlib.ExitStack()
+    for owner, name, value in _replacements(recorder):
+        undo.enter_context(overridden(owner, name, value))
+    parts = recorder.modules
+    for handle in (
+        register_optimizer_step_pre_hook(recorder.before_step),
+        register_optimizer_step_post_hook(recorder.after_step),
+        nn.modules.module.register_module_forward_pre_hook(parts.enter),
+        nn.modules.module.register_module_forward_hook(parts.leave, always_call=True),
+    ):
+        undo.callback(handle.remove)
+    return undo
+
+
+def _replacements(recorder: Listener) -> Iterator[tuple[Any, str, Any]]:
+    kind: Any = UntypedStorage
+    resize, backward, gradients = kind.resize_, torch.autograd.backward, torch.autograd.grad
+
+    def resize_and_tell(storage: UntypedStorage, size: int) -> Any:
+        # FSDP2 frees and fills its gathered parameters by resizing storages, which no operator does.
+        answer = resize(storage, size)
+        recorder.storage_resized(storage)
+        return answer
+
+    def tell_backward(*args: Any, **options: Any) -> Any:
+        with recorder.backward():
+            return backward(*args, **options)
+
+    def tell_gradients(*args: Any, **options: Any) -> Any:
+        # With a graph of its own, such as a gradient penalty has, it is a part of the forward pass.
+        with contextlib.nullcontext() if options.get("create_graph") else recorder.backward():
+            return gradients(*args, **options)
+
+    yield UntypedStorage, "resize_", resize_and_tell
+    yield torch.autograd, "backward", tell_backward
+    yield torch.autograd, "grad", tell_gradients
+    if "torch.distributed.tensor" in sys.modules:
+        yield _quiet_propagation(recorder)
+
+
+def _quiet_propagation(recorder: Listener) -> tuple[Any, str, Any]:
+    """DTensor finds shapes by running operators on whole fake tensors, which are on no device."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    propagate = vars(ShardingPropagator)[name]
+
+    def propagate_unseen(*args: Any, **options: Any) -> Any:
+        with recorder.paused():
+            return propagate(*args, **options)
+
+    return ShardingPropagator, name, propagate_unseen
+
+
+# Private: the node that runs, and the number the next node will have.
+_LARGEST_SEQUENCE = 1 << 62  # nodes that accumulate gradients have no number of their own
+
+
+class ModulePath:
+    """Which part of the module runs, in forward by its calls, in backward by the forward that made the node."""
+
+    def __init__(self, name: Callable[[str], int]) -> None:
+        self._name = name
+        self._parts: dict[nn.Module, int] = {}
+        self._stack: list[int] = []
+        self._numbers = [0]  # autograd's sequence number at each change of part,
+        self._running = [0]  # and the part that ran from there on
+        self._last = 0
+
+    def name_parts(self, root: nn.Module) -> None:
+        names = {part: path or type(root).__name__ for path, part in root.named_modules()}
+        self._parts = {part: self._name(name) for part, name in names.items()}
+
+    def enter(self, part: nn.Module, _args: Any) -> None:
+        self._stack.append(self._parts.get(part, self._stack[-1] if self._stack else 0))
+        self._changed()
+
+    def leave(self, _part: nn.Module, _args: Any, _out: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._changed()
+
+    def _changed(self) -> None:
+        self._numbers.append(_private._autograd._get_sequence_nr())
+        self._running.append(self._stack[-1] if self._stack else 0)
+
+    def current(self, in_backward: int) -> int:
+        if self._stack:
+            return self._stack[-1]
+        if not in_backward:
+            return 0
+        node = _private._current_autograd_node()
+        number = node._sequence_nr() if node is not None else _LARGEST_SEQUENCE
+        if number < _LARGEST_SEQUENCE:
+            self._last = self._running[bisect_right(self._numbers, number) - 1]
+        return self._last

@@ -1,0 +1,280 @@
+"""Bytes that a kernel takes for itself while it runs: neither its arguments nor its results, so no operator shows them.
+
+`workspace_bytes` is what is known: from the source of torch 2.13's CUDA kernels, or measured on its CPU kernels. It is
+allocated once the results are, and freed when the operator ends. `unsure_workspace_bytes` bounds what only cuDNN knows:
+between nothing and one more layout of a convolution's operands. It belongs in a range beside the peak, not in it.
+The blocks that cuBLAS keeps for good are made by the estimate (`kit.memory.replay.replay`), since they go by card.
+
+Known error: CPU convolutions within a tenth of their operands (the rules are for plain layouts; padding of channels to
+the width of the vector unit is left out), everything else as its source says.
+
+8-bit optimizers (bitsandbytes, and torchao's states for shards) on fake tensors.
+
+They look their quantization maps up in tables of 256 numbers, sorted in Python while the first step makes its state.
+Sorting needs numbers, which a fake tensor has not, so the tables are made for real; all else is as in a real step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+
+from kit.confinement.stand_ins import replaced
+from kit.memory.record.fakes import backward_scratch_bytes, forward_scratch_bytes
+from kit.train.optimizers import is_installed, make_tables, quiet_import
+
+Capability = tuple[int, int] | None
+"""Of the GPU; None is the CPU."""
+Rule = Callable[[Sequence[Any], Any], int]
+
+_INT64 = 8
+_FLOAT32 = 4
+_SORTED_EMBEDDING = 3072
+_ROWS_PER_PART = 10
+
+
+def workspace_bytes(operator: str, args: Sequence[Any], out: Any, capability: Capability) -> int:
+    """Bytes that the kernel of `operator` holds beside its arguments and results.
+
+    Args:
+        operator: Name in aten without namespace and overload, such as `convolution_backward`.
+        args: Its positional arguments.
+        out: What it returned.
+        capability: Of the GPU that it would run on; None for the CPU.
+    """
+    rule = (_CPU if capability is None else _CUDA).get(operator)
+    return rule(args, out) if rule else 0
+
+
+def unsure_workspace_bytes(operator: str, args: Sequence[Any], out: Any, capability: Capability) -> int:
+    """The most that a kernel may hold beyond `workspace_bytes`; it may be nothing.
+
+    cuDNN picks an algorithm for each shape and card; one that computes in another layout than the tensors' (half
+    precision in NCHW) copies its operands into its workspace.
+    """
+    if capability is None or operator not in _CONVOLUTIONS:
+        return 0
+    return sum(tensor.nbytes for tensor in (*args[: _CONVOLUTIONS[operator]], *_tensors(out)) if tensor is not None)
+
+
+_CONVOLUTIONS = {"convolution": 2, "convolution_backward": 3}
+"""Convolutions and how many of their first arguments are operands."""
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        return [out]
+    return [tensor for tensor in out or () if isinstance(tensor, Tensor)]
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+# -- CUDA
+
+
+def _flash_backward(args: Sequence[Any], _: Any) -> int:
+    """Gradient of the query summed in float32 and a row sum, lengths rounded up to 128 and head sizes to 32 (64 above
+    128); key and value gradients of every query head when heads are grouped. (`flash_attn/flash_api.cpp`.)"""
+    query, key = args[1], args[2]
+    batch, heads, length, head = query.shape
+    rows = batch * heads * _round_up(length, 128)
+    wide = _round_up(head, 32 if head <= 128 else 64)
+    grouped = 2 * batch * heads * key.shape[2] * head * query.element_size() if key.shape[1] != heads else 0
+    return int(_FLOAT32 * rows * (wide + 1) + grouped)
+
+
+def _efficient_backward(args: Sequence[Any], _: Any) -> int:
+    """Gradient of the query summed in float32 (half precision), or the product whose row sums are kept (float32), and
+    these sums. (`transformers/cuda/attention_backward.cu`; an upper bound for short keys.)"""
+    query, value = args[1], args[3]
+    batch, heads, length, head = query.shape
+    rows = batch * heads * length
+    wide = value.shape[-1] if query.dtype == torch.float32 else head
+    return int(_FLOAT32 * rows * (wide + 1))
+
+
+def _embedding_backward(args: Sequence[Any], _: Any) -> int:
+    """Many indices are sorted, cut into parts of ten rows, and each part is summed in float32.
+    (`cuda/Embedding.cu`, `EmbeddingBackwardKernel.cu`.)"""
+    gradient, indices, rows = args[0], args[1], args[2]
+    count = indices.numel()
+    if count <= _SORTED_EMBEDDING:
+        return 0
+    segments = min(count, rows)
+    parts = count // _ROWS_PER_PART + segments
+    sums = parts * gradient.shape[-1] * max(gradient.element_size(), _FLOAT32)
+    return int(sums + indices.element_size() * (3 * count + 2 * segments + parts))
+
+
+def _index_put(args: Sequence[Any], _: Any) -> int:
+    """Accumulating sorts the flat indices: these, their order, and both sorted. (`cuda/Indexing.cu`.)"""
+    if len(args) < 4 or not args[3]:
+        return 0
+    counts = [index.numel() for index in args[1] if index is not None]
+    return 4 * _INT64 * max(counts, default=0)
+
+
+def _safe_softmax(args: Sequence[Any], out: Tensor) -> int:
+    """Which arguments are masked, and which rows are masked whole and set to 0: measured, the same on every device."""
+    return int(out.numel() + out.numel() // max(1, out.shape[args[1]]))
+
+
+_CUDA: dict[str, Rule] = {
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    # cuDNN's own figure is not known without a GPU; it sums the same gradient.
+    "_scaled_dot_product_cudnn_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "embedding_dense_backward": _embedding_backward,
+    "index_put": _index_put,
+    "index_put_": _index_put,
+    "_unsafe_index_put": _index_put,
+    "_index_put_impl_": _index_put,
+    "_safe_softmax": _safe_softmax,
+}
+
+
+# -- CPU: oneDNN copies operands into its blocked layout; measured with torch 2.13 through the allocator's events, on
+# CPUs without tiles (AMX), with which bfloat16 takes up to twice as much
+
+
+def _convolution(args: Sequence[Any], out: Tensor) -> int:
+    """Copies of input and weight while the result is made in a layout of its own, then that result beside its copy."""
+    values, weight = args[0], args[1]
+    if _needs_no_copy(values, weight, (*args[3], *args[5])):
+        return 0
+    result = _blocked(out)
+    copies = _copied(values) + _blocked(weight, 2)
+    return max(copies + result - int(out.nbytes), (2 if args[6] else 1) * result)
+
+
+def _convolution_backward(args: Sequence[Any], out: Any) -> int:
+    """First the gradient of the input, from copies of the output's gradient and the weight; then that of the weight,
+    from copies of the output's gradient and the input, with sums in float32 if these are in half precision."""
+    gradient, values, weight = args[0], args[1], args[2]
+    if _needs_no_copy(values, weight, (*args[4], *args[6])):
+        return 0
+    results = sum(int(tensor.nbytes) for tensor in _tensors(out))
+    inner = int(values.nbytes) if args[10][0] else 0
+    first = _blocked(gradient) + _blocked(weight, 2) + _blocked(values) if inner else 0
+    weights = _blocked(weight, 2)
+    second = inner + _blocked(gradient) + _copied(values) + weights + _sums(gradient, values, weight)
+    return max(first - results, second - results, weights)
+
+
+def _sums(gradient: Tensor, values: Tensor, weight: Tensor) -> int:
+    """The weight's gradient in float32, and one sample of each operand turned around for every thread."""
+    if weight.element_size() >= _FLOAT32:
+        return 0
+    turned = math.prod(weight.shape[2:]) > 1 and weight.shape[1] > 1
+    sample = (gradient.nbytes + values.nbytes) // max(1, values.shape[0]) if turned else 0
+    return int(_FLOAT32 * weight.numel() + sample * torch.get_num_threads())
+
+
+def _needs_no_copy(values: Tensor, weight: Tensor, steps: Sequence[int]) -> bool:
+    """Products of one position in float32 of few samples on one thread (`use_mkldnn` in `native/Convolution.cpp`), and
+    tensors that lie channels last; `steps` are strides and dilations."""
+    pointwise = math.prod(weight.shape[2:]) == 1 and weight.element_size() >= _FLOAT32
+    pointwise = pointwise and max(steps) == 1 and values.shape[0] < _FEW_SAMPLES and torch.get_num_threads() == 1
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(values.dim())
+    plain = layout is None or values.is_contiguous() or not values.is_contiguous(memory_format=layout)
+    return pointwise or not plain
+
+
+def _copied(values: Tensor) -> int:
+    """The input's copy; few channels are read as they lie."""
+    return _blocked(values) if values.shape[1] >= _FEWEST_BLOCKED else 0
+
+
+def _blocked(tensor: Tensor, axes: int = 1) -> int:
+    """Bytes with channels (axis 1, and axis 0 of a weight) rounded up to the width of the vector unit."""
+    shape = list(tensor.shape)
+    for axis in (1, 0)[:axes]:
+        if shape[axis] > 1 or axes == 1:
+            shape[axis] = _round_up(shape[axis], _LANES)
+    return math.prod(shape) * tensor.element_size()
+
+
+def _eight_bit_step(args: Sequence[Any], _: Any) -> int:
+    """bitsandbytes on the CPU widens both states and the gradient, and divides a root: five numbers an element, and
+    the parameter when it is in half precision. (`bitsandbytes/backends/cpu/ops.py`, 0.50.)"""
+    gradient, parameter = args[1], args[2]
+    widened = 5 + (parameter.element_size() < _FLOAT32)
+    return int(_FLOAT32 * widened * gradient.numel())
+
+
+_LANES = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+_FEWEST_BLOCKED = 8
+_FEW_SAMPLES = 16
+
+
+def _gloo_copy(argument: int) -> Rule:
+    """Gloo copies one tensor of a collective while it runs, freed on a thread of its own: a copy may outlive its
+    collective by a moment and meet the next one's. (`c10d/ProcessGroupGloo.cpp`.)"""
+    return lambda args, _: int(args[argument].nbytes)
+
+
+_CPU: dict[str, Rule] = {
+    "_allgather_base_": _gloo_copy(0),  # its output
+    "_reduce_scatter_base_": _gloo_copy(1),  # its input
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_safe_softmax": _safe_softmax,
+    "mkldnn_rnn_layer": forward_scratch_bytes,
+    "mkldnn_rnn_layer_backward": backward_scratch_bytes,
+    "optimizer_update_8bit_blockwise": _eight_bit_step,
+}
+
+
+class Workspaces:
+    """What a Recorder asks for every operator, on one device; `unsure_bytes` is the largest unsure one so far."""
+
+    def __init__(self, capability: Capability) -> None:
+        self.capability = capability
+        self.unsure_bytes = 0
+
+    def __call__(self, operator: str, args: Sequence[Any], out: Any) -> int:
+        if self.capability is not None and operator in _CONVOLUTIONS:
+            self.unsure_bytes = max(self.unsure_bytes, unsure_workspace_bytes(operator, args, out, self.capability))
+        return workspace_bytes(operator, args, out, self.capability)
+
+
+@contextlib.contextmanager
+def eight_bit_on_fakes(wanted: bool = True) -> Iterator[None]:
+    """Inside, 8-bit optimizers step on fake tensors. To be entered before any fake mode.
+
+    Args:
+        wanted: Load the libraries where they are installed; else only what is loaded already is looked after.
+    """
+    if is_installed() if wanted else "torchao.optim" in sys.modules:
+        make_tables()
+    functional = _functional(wanted)
+    if functional is None:
+        yield
+        return
+    make: Any = functional.create_dynamic_map
+    unset: Any = fake_tensor.unset_fake_temporarily
+
+    def make_for_real(*args: Any, **options: Any) -> Any:
+        with unset():
+            return make(*args, **options)
+
+    with replaced(functional, "create_dynamic_map", make_for_real):
+        yield
+
+
+def _functional(wanted: bool) -> Any:
+    if wanted and importlib.util.find_spec("bitsandbytes") is not None:
+        with quiet_import():
+            return importlib.import_module("bitsandbytes.functional")
+    return sys.modules.get("bitsandbytes.functional")

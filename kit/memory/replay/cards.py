@@ -1,0 +1,223 @@
+"""What a prediction is for: a GPU model from a table, a number of bytes, or this machine.
+
+A card's bytes are what CUDA offers a process (`torch.cuda.mem_get_info()[1]`), less than what is printed on the box;
+the lowest figure seen is taken where machines differ. This machine is asked through NVML and cgroups, and counts what
+is free now. Without a GPU it is the CPU: its memory is shared by all ranks, its allocator caches and rounds nothing.
+
+Beside the allocator a process holds what nobody can plan to the byte: CUDA's context and the kernels loaded so far.
+It is a range: (low, high) bytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from kit.errors import PlanError
+from kit.machine.machine import Gpu, Machine, hardware
+from kit.units import format_bytes, parse_bytes
+
+THIS_MACHINE = "this machine"
+
+DeviceKind = Literal["cuda", "cpu"]
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+# Context and kernels loaded lazily (CUDA 11.7 and later): about 300 MB before any real work (pytorch#107667); other
+# processes show as 418 MiB on an A100 and 496 MiB on an RTX 4090 in out-of-memory messages of 2025 and 2026. The high
+# end leaves room for the kernels of cuBLAS and cuDNN that a training step loads.
+_CONTEXT_BYTES = (300 * _MIB, 700 * _MIB)
+_CONTEXT_BYTES_HOPPER = (400 * _MIB, 900 * _MIB)
+# Python with torch and lightning: 344 MB measured; ranks forked from one process share most of it.
+_HOST_PROCESS_BYTES = (64 * _MIB, 512 * _MIB)
+_SIZE_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One GPU model."""
+
+    name: str
+    """Model and size, such as `A100-80GB`."""
+    memory_bytes: int
+    """What CUDA offers a process on an idle card."""
+    capability: tuple[int, int]
+    """CUDA compute capability, (major, minor)."""
+
+    @property
+    def context_bytes(self) -> tuple[int, int]:
+        """(low, high) held outside the allocator by one process."""
+        return context_bytes(self.capability)
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """What cuBLAS takes from the allocator per thread that multiplies matrices."""
+        return cublas_workspace_bytes(self.capability)
+
+
+def context_bytes(capability: tuple[int, int]) -> tuple[int, int]:
+    """(low, high) bytes of CUDA's context and the kernels loaded."""
+    return _CONTEXT_BYTES_HOPPER if capability >= (9, 0) else _CONTEXT_BYTES
+
+
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """Bytes per handle and stream, as torch's default chooses (aten/src/ATen/cuda/CublasHandlePool.cpp).
+
+    `:4096:2:16:8` in KiB is 8,519,680 bytes (seen so in pytorch#95668); Hopper and Blackwell take 32 MiB.
+    """
+    return 32 * _MIB if capability >= (9, 0) else (4096 * 2 + 16 * 8) << 10
+
+
+def _card(name: str, gibibytes: float, capability: tuple[int, int]) -> Card:
+    return Card(name=name, memory_bytes=int(gibibytes * _GIB), capability=capability)
+
+
+# GiB are the lowest "total capacity" found in torch's out-of-memory messages in public issues and logs (2023 to
+# September 2026); capabilities are those of NVIDIA's table (developer.nvidia.com/cuda-gpus).
+CARDS: tuple[Card, ...] = (
+    _card("RTX-3060-12GB", 11.63, (8, 6)),
+    _card("T4-16GB", 14.56, (7, 5)),
+    _card("RTX-4080-16GB", 15.56, (8, 9)),
+    _card("V100-16GB", 15.77, (7, 0)),
+    _card("L4-24GB", 22.03, (8, 9)),
+    _card("A10G-24GB", 22.04, (8, 6)),
+    _card("RTX-4090-24GB", 23.52, (8, 9)),
+    _card("RTX-3090-24GB", 23.55, (8, 6)),
+    _card("RTX-5090-32GB", 31.36, (12, 0)),
+    _card("V100-32GB", 31.73, (7, 0)),
+    _card("A100-40GB", 39.25, (8, 0)),
+    _card("A40-48GB", 44.34, (8, 6)),
+    _card("L40S-48GB", 44.39, (8, 9)),
+    _card("RTX-A6000-48GB", 47.4, (8, 6)),
+    _card("H100-80GB", 79.1, (9, 0)),
+    _card("A100-80GB", 79.14, (8, 0)),
+    _card("H200-141GB", 139.72, (9, 0)),
+    _card("B200-180GB", 178.35, (10, 0)),
+)
+"""GPU models by rising memory."""
+
+
+def find_card(name: str) -> Card:
+    """The card of that name; case, spaces and dashes do not count, nor does the size where a model has one size.
+
+    Raises:
+        PlanError: for an unknown or ambiguous name, with the closest ones.
+    """
+    wanted = _plain(name)
+    named = [card for card in CARDS if wanted in (_plain(card.name), _plain(card.name.removesuffix("GB")))]
+    found = named or [card for card in CARDS if wanted == _plain(_model(card))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        sizes = " and ".join(card.name for card in found)
+        raise PlanError(f"{name!r} comes as {sizes}; say which")
+    known = [card.name for card in CARDS]
+    close = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
+    raise PlanError(f"{name!r} is no GPU model in the table; {hint} A size such as '24 GiB' is taken too")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The device a prediction is for."""
+
+    name: str
+    capacity_bytes: int
+    """What one rank may use, allocator and all else together."""
+    device_kind: DeviceKind
+    capability: tuple[int, int] | None
+    """CUDA compute capability; None on the CPU."""
+    outside_bytes: tuple[int, int]
+    """(low, high) held by the process itself, outside the allocator."""
+    cublas_workspace_bytes: int
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        size = format_bytes(self.capacity_bytes)
+        return self.name if size in self.name else f"{self.name} ({size})"
+
+    @property
+    def rounding_bytes(self) -> int:
+        """What its allocator rounds blocks up to."""
+        return 512 if self.device_kind == "cuda" else 1
+
+
+def target_of(device: str | int | Target, machine: Machine | None = None, world_size: int = 1) -> Target:
+    """The target named by a card, a size ("24 GiB" or bytes) or "this machine" (looked at when `machine` is None).
+
+    `world_size` matters on the CPU only, where ranks share one memory.
+
+    Raises:
+        PlanError: for a name that is no card and a size that is not positive.
+    """
+    if isinstance(device, Target):
+        return device
+    if isinstance(device, str) and device.strip().lower() == THIS_MACHINE:
+        return _here(hardware() if machine is None else machine, world_size)
+    if isinstance(device, int) or re.match(r"\s*-?\d+(\.\d+)?\s*([a-z]*b)?\s*$", device, re.IGNORECASE):
+        return _of_size(device)
+    card = find_card(device)
+    return _of_cuda(card.name, card.memory_bytes, card.capability)
+
+
+def _of_cuda(name: str, capacity_bytes: int, capability: tuple[int, int], *reasons: str) -> Target:
+    return Target(
+        name=name, capacity_bytes=capacity_bytes, device_kind="cuda", capability=capability,
+        outside_bytes=context_bytes(capability), cublas_workspace_bytes=cublas_workspace_bytes(capability),
+        reasons=reasons,
+    )  # fmt: skip
+
+
+def _of_size(size: str | int) -> Target:
+    """A GPU known by its bytes only, taken for one of the Ampere generation."""
+    try:
+        size_bytes = parse_bytes(size)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if size_bytes <= 0:
+        raise PlanError(f"a device of {size!r} has no memory; give a positive size, such as '24 GiB'")
+    reason = "only a size is given: kernels and number formats are taken as those of capability 8.0"
+    return _of_cuda(f"a device of {format_bytes(size_bytes)}", size_bytes, (8, 0), reason)
+
+
+def _here(machine: Machine, world_size: int) -> Target:
+    if not machine.gpus:
+        return _of_cpu(machine, world_size)
+    chosen = machine.auto.devices
+    gpu = next(gpu for gpu in machine.gpus if gpu.uuid in chosen)
+    card = _card_of(gpu)
+    capability = gpu.capability or (card.capability if card else (8, 0))
+    capacity = min(gpu.free_bytes, card.memory_bytes) if card else gpu.free_bytes
+    reason = f"{gpu.name}: {format_bytes(capacity)} of {format_bytes(gpu.total_bytes)} can be used now"
+    return _of_cuda(THIS_MACHINE, capacity, capability, reason)
+
+
+def _of_cpu(machine: Machine, world_size: int) -> Target:
+    free = machine.memory_available_bytes
+    reason = f"the CPU: {format_bytes(free)} of {format_bytes(machine.memory_bytes)} are available now"
+    shared = () if world_size == 1 else (f"{world_size} ranks share them, {format_bytes(free // world_size)} each",)
+    return Target(
+        name=THIS_MACHINE, capacity_bytes=free // world_size, device_kind="cpu", capability=None,
+        outside_bytes=_HOST_PROCESS_BYTES, cublas_workspace_bytes=0, reasons=(reason, *shared),
+    )  # fmt: skip
+
+
+def _card_of(gpu: Gpu) -> Card | None:
+    """The table's entry for a GPU as the driver names it, such as `NVIDIA A100-SXM4-80GB`."""
+    if gpu.is_mig:
+        return None
+    words = set(re.split(r"[^a-z0-9]+", gpu.name.lower()))
+    alike = [card for card in CARDS if set(_model(card).lower().split("-")) <= words]
+    near = [card for card in alike if abs(card.memory_bytes / gpu.total_bytes - 1) < _SIZE_TOLERANCE]
+    return near[0] if near else None
+
+
+def _model(card: Card) -> str:
+    return card.name.rpartition("-")[0]
+
+
+def _plain(name: str) -> str:
+    letters = re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"^(nvidia)?(tesla|geforce)?", "", letters)

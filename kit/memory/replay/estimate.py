@@ -1,0 +1,512 @@
+"""What a training step needs of a device, and whether it has it: the answer that a recording and a target give.
+
+Allocated and reserved bytes are as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count them; beside them
+stands a range for what the process holds outside the allocator. The verdict comes from playing the recording through
+the allocator, never from comparing sums alone:
+
+    fits            reserved + the high end of outside bytes <= capacity
+    tight           only with the low end, or only after the allocator gave its unused segments back to the driver
+    does not fit    a request cannot be met even then
+    unknown         activations are unknown, and what is known would fit
+
+Known error: not compared with a GPU yet. Fragmentation depends on addresses that CUDA chooses; kernels may take scratch
+memory that nobody records. The invariant: the breakdown adds up to the allocated bytes, exactly.
+
+Where the peak is and what it is made of: the allocated bytes of a recording, over time and by category.
+
+Time is counted in events. Beside it runs a clock that a measured run shares: the bytes allocated since the first batch
+began, however many of them were freed again. Bytes are as the device holds them (`Replay.held_bytes`), so that the
+categories add up to its allocated bytes exactly, at every event.
+
+Measured: what an allocator did during a few real training steps, in bytes by event, kept with the run.
+
+It stands beside a prediction. Both share one clock, the bytes allocated so far as a fraction of all that were, because
+predicted and real steps run at different speeds but ask for memory in the same order. The invariant: `allocated_bytes`
+is what was held after each event, and its largest value is `peak_bytes`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.errors import PlanError
+from kit.json_text import read_json
+from kit.memory.replay.cards import Target
+from kit.memory.replay.replay import CATEGORIES, PHASES, Recording, Replay, changes, replay, with_cublas_workspaces
+from kit.tables import html_list, html_table, text_table
+from kit.units import format_bytes
+
+Verdict = Literal["fits", "tight", "does not fit", "unknown"]
+
+_MIB = 1 << 20
+# NCCL's buffers per communicator: 544 to 688 MB on four A100 (nccl#964), 1.6 GB at worst (nccl#864).
+_COMMUNICATOR_BYTES = (512 * _MIB, 1600 * _MIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residuals:
+    """What measurements on a machine say about predictions for it."""
+
+    count: int
+    """Runs measured."""
+    outside_bytes: tuple[int, int] | None = None
+    """(lowest, highest) measured outside the allocator; None where it could not be measured."""
+    highest_ratio: float = 1.0
+    """The largest measured / predicted allocated bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class MemoryEstimate:
+    """Peak memory of one rank on one device. Print it, show it, or read its fields."""
+
+    device: str
+    device_kind: str
+    """`cuda` or `cpu`."""
+    capacity_bytes: int
+    """What the rank may use of the device, allocator and all else together."""
+    device_allocated_bytes: int
+    """Peak of what blocks hold."""
+    device_reserved_bytes: int
+    """Peak of what the allocator takes from the driver; allocated bytes on the CPU."""
+    device_reserved_expandable_bytes: int
+    """The same with PYTORCH_ALLOC_CONF=expandable_segments:True."""
+    outside_bytes: tuple[int, int]
+    """(low, high) outside the allocator: context, kernels, NCCL, and the error seen in measurements."""
+    verdict: Verdict
+    breakdown: Mapping[str, int]
+    """Category to bytes at the peak, the largest first; adds up to `device_allocated_bytes`."""
+    peak: Peak
+    largest: tuple[LargeBlock, ...]
+    """The largest blocks at the peak, the largest first."""
+    timeline: Timeline
+    reasons: tuple[str, ...]
+    complete: bool
+    """False when activations are unknown; all bytes are then a lower bound."""
+    batch_size: int
+    """Samples per micro-batch on this device."""
+    world_size: int
+    strategy: str
+    precision: str
+    accumulate_grad_batches: int
+    parameters: int
+    trainable_parameters: int
+    notes: tuple[str, ...] = ()
+    """What the dry run had to assume."""
+    record_seconds: float = 0.0
+    """What the recording took."""
+    recording: Recording | None = field(default=None, compare=False)
+    """What it was made from; not kept in `to_dict`."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the verdict is `fits`: a tight run may slow down, or run out after all."""
+        return self.verdict == "fits"
+
+    @property
+    def total_bytes(self) -> tuple[int, int]:
+        """(low, high) of the device in all: reserved and outside bytes."""
+        low, high = self.outside_bytes
+        return self.device_reserved_bytes + low, self.device_reserved_bytes + high
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, without the recording."""
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "recording"}
+        values |= {"peak": asdict(self.peak), "timeline": self.timeline.to_dict()}
+        values |= {"largest": [asdict(block) for block in self.largest], "breakdown": dict(self.breakdown)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MemoryEstimate:
+        """The inverse of `to_dict`; the recording is None."""
+        known = {item.name for item in fields(cls)}
+        plain = {name: value for name, value in values.items() if name in known}
+        plain |= {name: tuple(plain[name]) for name in ("outside_bytes", "reasons", "notes")}
+        plain["largest"] = tuple(LargeBlock(**block) for block in values["largest"])
+        plain |= {"peak": Peak(**values["peak"]), "timeline": Timeline.from_dict(values["timeline"])}
+        if plain["verdict"] not in get_args(Verdict):
+            raise PlanError(f"verdict {plain['verdict']!r} is none of {', '.join(get_args(Verdict))}")
+        return cls(**plain)
+
+    def __str__(self) -> str:
+        lines = [self._headline, text_table(_COLUMNS, self._rows), *(f"- {sentence}" for sentence in self.reasons)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table(_COLUMNS, self._rows, caption=self._headline) + html_list(self.reasons)
+
+    @property
+    def _headline(self) -> str:
+        least = "" if self.complete else "at least "
+        return (
+            f"{self.verdict}: {least}{format_bytes(self.device_allocated_bytes)} allocated, "
+            f"{format_bytes(self.device_reserved_bytes)} reserved, on {self._place}"
+        )
+
+    @property
+    def _place(self) -> str:
+        size = format_bytes(self.capacity_bytes)
+        return self.device if size in self.device else f"{self.device} ({size})"
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        total = max(1, self.device_allocated_bytes)
+        rows = [[name, format_bytes(size), f"{size / total:.1%}"] for name, size in self.breakdown.items()]
+        return [*rows, ["allocated at the peak", format_bytes(self.device_allocated_bytes), "100.0%"]]
+
+
+_COLUMNS = ("at the peak", "bytes", "share")
+
+
+def estimate(recording: Recording, target: Target, *, residuals: Residuals | None = None) -> MemoryEstimate:
+    """What the recorded steps need of the target, and whether it has it.
+
+    Raises:
+        PlanError: when the recording was made for another kind of device.
+    """
+    _check_kind(recording, target)
+    facts = recording.facts
+    played_from = with_cublas_workspaces(recording, target.cublas_workspace_bytes)
+    played = replay(played_from)
+    expandable = replay(played_from, expandable_segments=True)
+    outside, why_outside = outside_bytes(recording, target, played.peak_allocated_bytes, residuals)
+    complete = not facts.get("unknown")
+    verdict, why = _judge(played_from, played, expandable, target, outside, complete)
+    peak = peak_of(played_from, played.allocated_bytes)
+    return MemoryEstimate(
+        device=target.name, device_kind=target.device_kind, capacity_bytes=target.capacity_bytes,
+        device_allocated_bytes=played.peak_allocated_bytes, device_reserved_bytes=played.peak_reserved_bytes,
+        device_reserved_expandable_bytes=expandable.peak_reserved_bytes, outside_bytes=outside, verdict=verdict,
+        breakdown=breakdown_at(played_from, peak.event, played.held_bytes), peak=peak,
+        largest=largest_at(played_from, peak.event, played.held_bytes), timeline=timeline(played_from, played),
+        reasons=(why, f"the peak is at {peak}", *why_outside, *target.reasons, *_unknown(facts)), complete=complete,
+        batch_size=recording.batch_size, world_size=int(facts.get("world_size", 1)),
+        strategy=str(facts.get("strategy", "none")), precision=str(facts.get("precision", "32-true")),
+        accumulate_grad_batches=int(facts.get("accumulate_grad_batches", 1)),
+        parameters=int(facts.get("parameters", 0)), trainable_parameters=int(facts.get("trainable_parameters", 0)),
+        notes=tuple(facts.get("notes", ())), record_seconds=float(facts.get("seconds", 0.0)), recording=recording,
+    )  # fmt: skip
+
+
+def outside_bytes(
+    recording: Recording, target: Target, allocated_bytes: int, residuals: Residuals | None
+) -> tuple[tuple[int, int], list[str]]:
+    """(low, high) outside the allocator, and why: measured where there are measurements, else by rule."""
+    low, high = target.outside_bytes
+    reasons = []
+    if residuals is not None and residuals.outside_bytes is not None:
+        low, high = residuals.outside_bytes
+        reasons.append(f"{_range(low, high)} outside the allocator, as measured in {residuals.count} runs here")
+    else:
+        groups = communicators(recording) if target.device_kind == "cuda" else 0
+        low, high = low + groups * _COMMUNICATOR_BYTES[0], high + groups * _COMMUNICATOR_BYTES[1]
+        what = _OUTSIDE[target.device_kind] + (" and NCCL" if groups else "")
+        reasons.append(f"{_range(low, high)} outside the allocator for {what}, by rule and not measured here")
+        unsure = int(recording.facts.get("unsure_workspace_bytes", 0))
+        if unsure:
+            high += unsure
+            reasons.append(f"up to {format_bytes(unsure)} are added for what cuDNN may take inside a convolution")
+    if residuals is not None and residuals.highest_ratio > 1:
+        above = residuals.highest_ratio - 1
+        margin = round(above * allocated_bytes)
+        high += margin
+        more = f"{above:.1%}" if above >= 0.001 else "less than 0.1%"
+        reasons.append(f"{format_bytes(margin)} are added: a measured peak was {more} above its prediction")
+    return (low, high), reasons
+
+
+_OUTSIDE = {"cuda": "CUDA's context and kernels", "cpu": "Python, torch and lightning"}
+
+
+def communicators(recording: Recording) -> int:
+    """NCCL communicators of a rank: none alone, two where replicas and shards are both more than one."""
+    if int(recording.facts.get("world_size", 1)) < 2:
+        return 0
+    name, *sizes = str(recording.facts.get("strategy", "")).split(":")
+    return 2 if name == "fsdp" and len(sizes) == 2 and "1" not in sizes else 1
+
+
+def _judge(
+    recording: Recording, played: Replay, expandable: Replay, target: Target, outside: tuple[int, int], complete: bool
+) -> tuple[Verdict, str]:
+    verdict, why = _judge_known(recording, played, expandable, target, outside)
+    if complete or verdict == "does not fit":
+        return verdict, why
+    return "unknown", f"activations are unknown; of what is known, {why}"
+
+
+def _judge_known(
+    recording: Recording, played: Replay, expandable: Replay, target: Target, outside: tuple[int, int]
+) -> tuple[Verdict, str]:
+    """The verdict on what was recorded; a limited replay is needed only where the unlimited one passes the limit."""
+    low, high = outside
+    reserved = format_bytes(played.peak_reserved_bytes)
+    if played.peak_reserved_bytes + high <= target.capacity_bytes:
+        return "fits", f"{reserved} reserved and {format_bytes(high)} outside the allocator are within {target}"
+    if played.peak_reserved_bytes + low <= target.capacity_bytes:
+        return "tight", f"{reserved} reserved are within {target} only if little is held outside the allocator"
+    limit = max(0, target.capacity_bytes - low)
+    limited = replay(recording, capacity_bytes=limit)
+    way_out = _way_out(expandable, limit)
+    if limited.out_of_memory is not None:
+        return "does not fit", f"{limited.out_of_memory}, of {format_bytes(limit)} that are left of {target}{way_out}"
+    times = "once" if limited.retries == 1 else f"{limited.retries} times"
+    return "tight", (
+        f"{reserved} reserved are more than {target} has left, but it runs when unused segments are given back to the "
+        f"driver {times}, which costs time{way_out}"
+    )
+
+
+def _way_out(expandable: Replay, limit: int) -> str:
+    if expandable.peak_reserved_bytes > limit:
+        return ""
+    needs = format_bytes(expandable.peak_reserved_bytes)
+    return f"; with PYTORCH_ALLOC_CONF=expandable_segments:True it needs {needs}, which would do"
+
+
+def _check_kind(recording: Recording, target: Target) -> None:
+    if recording.rounding_bytes != target.rounding_bytes:
+        made_for = "CUDA" if recording.rounding_bytes > 1 else "the CPU"
+        raise PlanError(
+            f"the recording was made for {made_for}, but {target.name} is a {target.device_kind} device with other "
+            "kernels; record it anew for that device"
+        )
+
+
+def _range(low: int, high: int) -> str:
+    return f"{format_bytes(low)} to {format_bytes(high)}"
+
+
+def _unknown(facts: Mapping[str, Any]) -> list[str]:
+    unknown = facts.get("unknown")
+    return [f"activations unknown: {unknown}; all bytes are a lower bound"] if unknown else []
+
+
+MOST_POINTS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The moment at which most is allocated, and what runs then."""
+
+    event: int
+    """Index of the event, -1 when there is none."""
+    operator: str
+    module: str
+    phase: str
+    step: int
+    """Optimizer step, from 0; -1 before the first batch."""
+    micro_batch: int
+    """Counted over all steps, from 0; -1 before the first batch."""
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        when = f" of step {self.step + 1}" if self.step >= 0 else ""
+        return f"{self.operator or 'nothing'}{where} ({self.phase}{when})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargeBlock:
+    """A block that is alive at the peak."""
+
+    bytes: int
+    category: str
+    operator: str
+    module: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Device memory over the steps recorded, thinned to at most 2,000 points, the peak among them."""
+
+    clock_bytes: tuple[int, ...]
+    """(points,) allocated since the first batch began, freed or not; what a measured run is laid beside."""
+    allocated_bytes: tuple[int, ...]
+    """(points,)"""
+    reserved_bytes: tuple[int, ...]
+    """(points,)"""
+    categories: Mapping[str, tuple[int, ...]]
+    """Category to (points,); at every point they add up to `allocated_bytes`. Only those that are ever held."""
+    phases: tuple[str, ...]
+    """(points,)"""
+    peak: int
+    """Index of the point at the peak; -1 when there are no points."""
+    batch_starts: tuple[int, ...]
+    """Index of the first point of each micro-batch."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Timeline:
+        """The inverse of `to_dict`."""
+        plain: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        plain["categories"] = {name: tuple(series) for name, series in values["categories"].items()}
+        return cls(**plain)
+
+
+def category_series(recording: Recording, held_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(categories, events) bytes alive after each event, by category in the order of CATEGORIES."""
+    events = len(recording.event_block)
+    moves = np.zeros((len(CATEGORIES), events), dtype=np.int64)
+    moves[recording.block_category[recording.event_block], np.arange(events)] = changes(recording, held_bytes)
+    return np.cumsum(moves, axis=1)
+
+
+def peak_of(recording: Recording, allocated_bytes: NDArray[np.int64]) -> Peak:
+    """The first event at which most is allocated, and what made that block."""
+    if not len(allocated_bytes):
+        return Peak(event=-1, operator="", module="", phase=PHASES[0], step=-1, micro_batch=-1)
+    event = int(allocated_bytes.argmax())
+    block = int(recording.event_block[event])
+    micro_batch = int(np.searchsorted(recording.batch_starts, recording.event_time[event], side="right")) - 1
+    return Peak(
+        event=event, operator=recording.names[recording.block_operator[block]],
+        module=recording.names[recording.block_module[block]], phase=PHASES[recording.block_phase[block]],
+        step=micro_batch // accumulation(recording), micro_batch=micro_batch,
+    )  # fmt: skip
+
+
+def accumulation(recording: Recording) -> int:
+    """Micro-batches per optimizer step."""
+    return max(1, int(recording.facts.get("accumulate_grad_batches", 1)))
+
+
+def breakdown_at(recording: Recording, event: int, held_bytes: NDArray[np.int64]) -> dict[str, int]:
+    """Category to bytes alive after an event, the largest first; empty categories are left out."""
+    alive = _alive(recording, event)
+    totals = [int(held_bytes[alive & (recording.block_category == place)].sum()) for place in range(len(CATEGORIES))]
+    pairs = [(name, total) for name, total in zip(CATEGORIES, totals, strict=True) if total]
+    return dict(sorted(pairs, key=lambda pair: -pair[1]))
+
+
+def largest_at(
+    recording: Recording, event: int, held_bytes: NDArray[np.int64], most: int = 10
+) -> tuple[LargeBlock, ...]:
+    """The largest blocks alive after an event, the largest first."""
+    sizes = np.where(_alive(recording, event), held_bytes, 0)
+    names = recording.names
+    return tuple(
+        LargeBlock(
+            bytes=int(sizes[block]), category=CATEGORIES[recording.block_category[block]],
+            operator=names[recording.block_operator[block]], module=names[recording.block_module[block]],
+            phase=PHASES[recording.block_phase[block]],
+        )
+        for block in np.argsort(-sizes, kind="stable")[:most]
+        if sizes[block]
+    )  # fmt: skip
+
+
+def timeline(recording: Recording, played: Replay, most_points: int = MOST_POINTS) -> Timeline:
+    """The allocated, reserved and per-category series of a replay, thinned."""
+    allocated = played.allocated_bytes
+    points = thin(allocated, most_points)
+    series = category_series(recording, played.held_bytes)[:, points]
+    times = recording.event_time[points]
+    starts = np.searchsorted(times, np.array(recording.batch_starts, dtype=np.int64))
+    held = [(name, line) for name, line in zip(CATEGORIES, series, strict=True) if line.any()]
+    return Timeline(
+        clock_bytes=_plain(_clock(recording)[points]), allocated_bytes=_plain(allocated[points]),
+        reserved_bytes=_plain(played.reserved_bytes[points]),
+        categories={name: _plain(line) for name, line in held},
+        phases=tuple(PHASES[phase] for phase in _phases(recording, times).tolist()),
+        peak=int(allocated[points].argmax()) if len(points) else -1,
+        batch_starts=_plain(starts[starts < len(points)]),
+    )  # fmt: skip
+
+
+def thin(values: NDArray[np.int64], most: int = MOST_POINTS) -> NDArray[np.int64]:
+    """Indices of at most `most` values: the highest of each stretch, so that the highest of all is among them."""
+    count = len(values)
+    if count <= most:
+        return np.arange(count)
+    length = -(-count // most)
+    stretches = -(-count // length)
+    padded = np.full(stretches * length, np.iinfo(np.int64).min)
+    padded[:count] = values
+    highest: NDArray[np.int64] = padded.reshape(stretches, length).argmax(axis=1)
+    return np.arange(stretches) * length + highest
+
+
+def _alive(recording: Recording, event: int) -> NDArray[np.bool_]:
+    """(blocks,) which are held after an event."""
+    alive = np.zeros(recording.blocks, dtype=np.bool_)
+    # Of several assignments to one block the last holds: it was freed, or it was not.
+    alive[recording.event_block[: event + 1]] = recording.event_allocates[: event + 1]
+    return alive
+
+
+def _clock(recording: Recording) -> NDArray[np.int64]:
+    """(events,) bytes asked for since the first batch began."""
+    begins = recording.batch_starts[0] if recording.batch_starts else 0
+    counts = recording.event_allocates & (recording.event_time >= begins)
+    return np.cumsum(np.where(counts, recording.block_bytes[recording.event_block], 0))
+
+
+def _phases(recording: Recording, times: NDArray[np.int32]) -> NDArray[np.uint8]:
+    operators = len(recording.operator_phase)
+    if not operators:
+        return np.zeros(len(times), dtype=np.uint8)
+    return recording.operator_phase[np.clip(times, 0, operators - 1)]
+
+
+def _plain(values: NDArray[Any]) -> tuple[int, ...]:
+    return tuple(values.tolist())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes held by a training process, from its first batch on."""
+
+    allocated_bytes: NDArray[np.int64]
+    """(events,) held after each allocation or release; the first entry is what was there at the first batch."""
+    requested_bytes: NDArray[np.int64]
+    """(events,) allocated so far since the first batch, releases not subtracted: the clock."""
+    seconds: float
+    """From the first event to the last."""
+    optimizer_steps: int = 0
+    """Whole optimizer steps seen; before the second one optimizer state has not been there from the start."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What goes with the numbers, as JSON values."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most held at any time."""
+        return int(self.allocated_bytes.max())
+
+    @property
+    def clock(self) -> NDArray[np.float64]:
+        """(events,) bytes allocated so far as a fraction of all, 0 to 1."""
+        return self.requested_bytes / max(1, int(self.requested_bytes[-1]))
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a `.npz` file, in one step: a reader sees all of it or nothing."""
+        target = Path(path)
+        draft = target.with_suffix(".tmp.npz")
+        meta = {"seconds": self.seconds, "optimizer_steps": self.optimizer_steps, "facts": self.facts}
+        np.savez_compressed(
+            draft,
+            meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8),
+            allocated_bytes=self.allocated_bytes,
+            requested_bytes=self.requested_bytes,
+        )
+        draft.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Measured:
+        """Read what `save` wrote; no pickle is opened."""
+        with np.load(Path(path)) as stored:
+            meta = read_json(stored["meta"].tobytes())
+            return cls(stored["allocated_bytes"], stored["requested_bytes"], **meta)

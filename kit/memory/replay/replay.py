@@ -1,0 +1,279 @@
+"""Recording: every allocation of a few training steps, as columns of numbers, made once and replayed many times.
+
+A block is one piece of device memory, from the operator that made it to the one after which it was freed. A recording
+comes from fake tensors (nothing was allocated) or from real ones, and looks the same. It holds numbers and names only:
+no tensor, no module, no torch, so that a kernel can replay it at another batch size or under another limit.
+
+The invariants: each block is allocated once and freed at most once, events are in the order in which they happened, and
+a block's bytes are as requested (an allocator rounds them up, see `kit.memory.replay.allocator`).
+
+A recording played through the allocator of its device: what it reserves, and whether it runs out under a limit.
+
+Recordings of CUDA go through `CachingAllocator`. On the CPU nothing is cached: reserved bytes are allocated bytes, and
+a limit is met when these pass it. Bytes are as the device counts them: a block may hold more than was asked for.
+
+The invariant: events are played in their order, up to the first request that cannot be met and no further.
+
+What cuBLAS takes for itself: one buffer per thread that multiplies matrices, kept from the first product on.
+
+It comes from the caching allocator, but no operator returns it, so a recording cannot hold it, and its size is the
+card's: it is added when a recording meets a card. Forward pass and optimizer run on one thread, backward passes on
+another; each has its own handle. The invariant: everything else of the recording stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.json_text import read_json
+from kit.memory.replay.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator, OutOfMemory
+
+CATEGORIES = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_state",
+    "inputs",
+    "activations",
+    "autocast_cache",
+    "gathered_parameters",
+    "communication",
+    "workspace",
+    "temporaries",
+)
+"""What a block is for, in the order in which it is drawn. `activations` outlive the forward pass that made them,
+`temporaries` do not; `workspace` is what a kernel takes for itself; `gathered_parameters` are unsharded copies."""
+
+PHASES = ("setup", "forward", "backward", "optimizer", "other")
+"""When an operator ran. Everything that was there before the first batch is `setup`."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Blocks, the events of their lives, and the operators between which these happened.
+
+    Arrays are of shape (blocks,), (events,) or (operators,). Names are kept once, in `names`, and referred to by index.
+    """
+
+    block_bytes: NDArray[np.int64]
+    """(blocks,) as requested."""
+    block_category: NDArray[np.uint8]
+    """(blocks,) index into CATEGORIES."""
+    block_operator: NDArray[np.int32]
+    """(blocks,) index into names: the operator that made it."""
+    block_module: NDArray[np.int32]
+    """(blocks,) index into names: the module it was made in."""
+    block_phase: NDArray[np.uint8]
+    """(blocks,) index into PHASES."""
+    block_stream: NDArray[np.uint8]
+    """(blocks,) CUDA stream it was made on: 0 computes, others communicate."""
+    event_block: NDArray[np.int32]
+    """(events,) the block that is allocated or freed."""
+    event_allocates: NDArray[np.bool_]
+    """(events,) True when it is allocated, False when it is freed."""
+    event_time: NDArray[np.int32]
+    """(events,) index of the operator during which, or after which, it happened; never falls."""
+    operator_name: NDArray[np.int32]
+    """(operators,) index into names."""
+    operator_module: NDArray[np.int32]
+    """(operators,) index into names."""
+    operator_phase: NDArray[np.uint8]
+    """(operators,) index into PHASES."""
+    names: tuple[str, ...]
+    batch_starts: tuple[int, ...]
+    """Index of the first operator of each micro-batch."""
+    batch_size: int
+    """Samples per micro-batch on this device."""
+    rounding_bytes: int
+    """What the device's allocator rounds blocks up to: 512 for CUDA, 1 on the CPU."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What goes with the numbers, as JSON values: `parameters`, `trainable_parameters`, `world_size`, `strategy`,
+    `precision`, `device_kind` ("cuda" or "cpu"), `accumulate_grad_batches`, `seconds` (to record), `notes` (list of
+    sentences: branches taken blindly, fallbacks), `unknown` (why activations are missing; empty when they are not)."""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.block_bytes)
+
+    @property
+    def rounded_bytes(self) -> NDArray[np.int64]:
+        """(blocks,) as the device's allocator counts them."""
+        unit = self.rounding_bytes
+        return -(-self.block_bytes // unit) * unit
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a `.npz` file, in one step: a reader sees all of it or nothing."""
+        target = Path(path)
+        draft = target.with_suffix(".tmp.npz")
+        meta = {name: getattr(self, name) for name in _PLAIN}
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        np.savez(draft, meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8), **arrays)
+        draft.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Recording:
+        """Read what `save` wrote; no pickle is opened."""
+        with np.load(Path(path)) as stored:
+            meta = read_json(stored["meta"].tobytes())
+            arrays = {name: stored[name] for name in _ARRAYS}
+        meta["names"], meta["batch_starts"] = tuple(meta["names"]), tuple(meta["batch_starts"])
+        return cls(**arrays, **meta)
+
+
+_PLAIN = ("names", "batch_starts", "batch_size", "rounding_bytes", "facts")
+_ARRAYS = tuple(item.name for item in fields(Recording) if item.name not in _PLAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What the device held after each event."""
+
+    allocated_bytes: NDArray[np.int64]
+    """(events played,)"""
+    reserved_bytes: NDArray[np.int64]
+    """(events played,)"""
+    held_bytes: NDArray[np.int64]
+    """(blocks,) what each block took of the device; 0 for those never reached."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    retries: int
+    """How often everything unused had to be given back to the driver."""
+    out_of_memory: OutOfMemory | None
+    """The request at which it ended, or None when all events were played."""
+
+
+def replay(
+    recording: Recording,
+    *,
+    capacity_bytes: int | None = None,
+    expandable_segments: bool = False,
+    fixed_bytes: int = 0,
+) -> Replay:
+    """Play a recording; `capacity_bytes` is what the allocator may reserve, `fixed_bytes` are held all along."""
+    if is_cached(recording):
+        allocator = CachingAllocator(capacity_bytes, expandable_segments)
+        return _play(recording, allocator, fixed_bytes)
+    return _add_up(recording, capacity_bytes, fixed_bytes)
+
+
+def is_cached(recording: Recording) -> bool:
+    """Whether the device's allocator caches what is freed: CUDA's does, the CPU's does not."""
+    return recording.rounding_bytes == MIN_BLOCK_BYTES
+
+
+def _play(recording: Recording, allocator: CachingAllocator, fixed_bytes: int) -> Replay:
+    blocks, allocates = _events(recording)
+    sizes, streams = recording.block_bytes.tolist(), recording.block_stream.tolist()
+    held = [0] * len(sizes)
+    alive: dict[int, Block] = {}
+    reserved: list[int] = []
+    malloc, free, note = allocator.malloc, allocator.free, reserved.append
+    started = not fixed_bytes or malloc(fixed_bytes) is not None
+    base = allocator.allocated_bytes
+    for block, allocate in zip(blocks, allocates, strict=True) if started else ():
+        if not sizes[block]:
+            pass
+        elif allocate:
+            place = malloc(sizes[block], streams[block])
+            if place is None:
+                break
+            alive[block] = place
+            held[block] = place.size_bytes
+        else:
+            free(alive.pop(block))
+        note(allocator.reserved_bytes)
+    held_bytes = np.array(held, dtype=np.int64)
+    allocated = base + running_total(recording, held_bytes)[: len(reserved)]
+    return Replay(
+        allocated_bytes=allocated, reserved_bytes=np.array(reserved, dtype=np.int64), held_bytes=held_bytes,
+        peak_allocated_bytes=allocator.peak_allocated_bytes, peak_reserved_bytes=allocator.peak_reserved_bytes,
+        retries=allocator.retries, out_of_memory=allocator.out_of_memory,
+    )  # fmt: skip
+
+
+def _events(recording: Recording) -> tuple[list[int], list[bool]]:
+    return recording.event_block.tolist(), recording.event_allocates.tolist()
+
+
+def _add_up(recording: Recording, capacity_bytes: int | None, fixed_bytes: int) -> Replay:
+    """The CPU's case: no cache, so that sums will do."""
+    held = recording.rounded_bytes
+    allocated = fixed_bytes + running_total(recording, held)
+    over = allocated > capacity_bytes if capacity_bytes is not None else np.zeros(len(allocated), dtype=np.bool_)
+    failed = None
+    if over.any():
+        event = int(over.argmax())
+        before = int(allocated[event - 1]) if event else fixed_bytes
+        failed = OutOfMemory(int(held[recording.event_block[event]]), before, before)
+        allocated = allocated[:event]
+    peak = max(int(allocated.max(initial=0)), fixed_bytes)
+    return Replay(
+        allocated_bytes=allocated, reserved_bytes=allocated, held_bytes=held, peak_allocated_bytes=peak,
+        peak_reserved_bytes=peak, retries=0, out_of_memory=failed,
+    )  # fmt: skip
+
+
+def running_total(recording: Recording, held_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(events,) the sum of the blocks alive after each event."""
+    return np.cumsum(changes(recording, held_bytes))
+
+
+def changes(recording: Recording, held_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(events,) what each event adds, or takes away."""
+    sizes = held_bytes[recording.event_block]
+    return np.where(recording.event_allocates, sizes, -sizes)
+
+
+OPERATOR = "cublas_workspace"
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "linear_backward"})
+_BACKWARD = PHASES.index("backward")
+
+
+def with_cublas_workspaces(recording: Recording, workspace_bytes: int) -> Recording:
+    """The recording with a block of `workspace_bytes` before each thread's first product of matrices is done."""
+    firsts = _first_products(recording) if workspace_bytes else []
+    if not firsts:
+        return recording
+    count = len(firsts)
+    places = [_after_output(recording, operator) for operator in firsts]
+    names = (*recording.names, OPERATOR)
+    operators = np.array(firsts)
+
+    def longer(values: NDArray[np.generic], more: object) -> NDArray[np.generic]:
+        return np.append(values, np.full(count, more, dtype=values.dtype))
+
+    changed = {
+        "block_bytes": longer(recording.block_bytes, workspace_bytes),
+        "block_category": longer(recording.block_category, CATEGORIES.index("workspace")),
+        "block_operator": longer(recording.block_operator, len(names) - 1),
+        "block_module": np.append(recording.block_module, recording.operator_module[operators]),
+        "block_phase": np.append(recording.block_phase, recording.operator_phase[operators]),
+        "block_stream": longer(recording.block_stream, 0),
+        "event_block": np.insert(recording.event_block, places, recording.blocks + np.arange(count)),
+        "event_allocates": np.insert(recording.event_allocates, places, np.ones(count, dtype=np.bool_)),
+        "event_time": np.insert(recording.event_time, places, operators),
+    }
+    return replace(recording, names=names, **changed)  # type: ignore[arg-type]
+
+
+def _first_products(recording: Recording) -> list[int]:
+    """The first product on the main thread and the first in a backward pass, where there are any; in that order."""
+    names = [place for place, name in enumerate(recording.names) if name.partition(".")[0] in _PRODUCTS]
+    products = np.isin(recording.operator_name, names)
+    backward = recording.operator_phase == _BACKWARD
+    found = [np.flatnonzero(products & on_thread) for on_thread in (~backward, backward)]
+    return sorted(int(operators[0]) for operators in found if len(operators))
+
+
+def _after_output(recording: Recording, operator: int) -> int:
+    """Where in the events: a product first allocates what it returns, then asks for its handle."""
+    place = int(np.searchsorted(recording.event_time, operator))
+    own = place < len(recording.event_time) and recording.event_time[place] == operator
+    return place + int(own and recording.event_allocates[place])

@@ -1,0 +1,192 @@
+"""Two recordings at two batch sizes, and from them the recording at any other: every block is affine in the batch.
+
+    bytes(batch) = bytes(first) + (bytes(second) - bytes(first)) / (second - first) × (batch - first)
+
+Bytes are those asked for; rounding up comes after. It holds where both recordings tell the same story: the same
+operators in the same order, the same blocks born and freed at the same operators. Blocks are matched by the order of
+their creation; frees at one operator may come in another order, as those of the autocast cache do.
+
+Refused, with the reason: stories that differ, a block that grows by a fraction of a byte per sample, and one that would
+be smaller than nothing at batch size 0, as whatever grows faster than the batch would be (a similarity of all pairs).
+Known limit: what grows in stairs looks flat or steep between two points; `differs_from` a third recording tells.
+
+The fact `unsure_workspace_bytes` is the largest of many operators' and may bend, so that it is bounded from above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.errors import PlanError
+from kit.memory.replay.replay import CATEGORIES, PHASES, Recording
+
+_UNSURE = "unsure_workspace_bytes"
+
+
+class ScalingError(PlanError):
+    """Two recordings from which no third follows; record anew at the batch size wanted."""
+
+
+class BatchScaling:
+    """The recording of one configuration at any batch size.
+
+    Raises:
+        ScalingError: when the recordings differ in more than the bytes of their blocks, or grow otherwise than in
+            proportion to the batch; the message names the first difference.
+    """
+
+    def __init__(self, first: Recording, second: Recording) -> None:
+        if first.batch_size == second.batch_size:
+            raise ScalingError(f"both recordings are of batch size {first.batch_size}; two sizes are needed")
+        reason = difference(first, second)
+        if reason:
+            raise ScalingError(reason)
+        self._first = first
+        self._second = second
+        self._bytes_per_sample = _slopes(first, second)
+
+    def at(self, batch_size: int) -> Recording:
+        """The recording at another number of samples per micro-batch.
+
+        Raises:
+            ScalingError: when the batch size is below 1.
+        """
+        if batch_size < 1:
+            raise ScalingError(f"batch_size is {batch_size}, but must be at least 1")
+        first = self._first
+        sizes = first.block_bytes + self._bytes_per_sample * (batch_size - first.batch_size)
+        facts = first.facts | _unsure_at(batch_size, first, self._second)
+        return replace(first, block_bytes=sizes, batch_size=batch_size, facts=facts)
+
+    def differs_from(self, recording: Recording) -> str:
+        """What a third recording shows to be otherwise than foretold; empty when nothing is."""
+        reason = difference(self._first, recording)
+        if reason:
+            return reason
+        foretold = self.at(recording.batch_size)
+        wrong = np.flatnonzero(foretold.block_bytes != recording.block_bytes)
+        if not len(wrong):
+            return ""
+        block = int(wrong[0])
+        return (
+            f"{_block(foretold, block)} was foretold to take {foretold.block_bytes[block]} bytes at batch size "
+            f"{recording.batch_size}, but takes {recording.block_bytes[block]}"
+        )
+
+
+def _unsure_at(batch_size: int, *recordings: Recording) -> dict[str, int]:
+    """What may be needed beyond the blocks at a batch size, where the recordings say so.
+
+    Each operator's share grows at most in proportion to the batch, and never shrinks.
+    """
+    known = {recording.batch_size: int(recording.facts.get(_UNSURE, 0)) for recording in recordings}
+    if not any(known.values()):
+        return {}
+    above = [batch for batch in known if batch >= batch_size]
+    if above:
+        return {_UNSURE: known[min(above)]}
+    largest = max(known)
+    return {_UNSURE: -(-known[largest] * batch_size // largest)}
+
+
+def _slopes(first: Recording, second: Recording) -> NDArray[np.int64]:
+    """(blocks,) bytes per sample."""
+    samples = second.batch_size - first.batch_size
+    slopes, rest = np.divmod(second.block_bytes - first.block_bytes, samples)
+    at_zero = first.block_bytes - slopes * first.batch_size
+    for wrong, why in (
+        (rest != 0, "does not grow by whole bytes per sample"),
+        (slopes < 0, "shrinks as the batch grows"),
+        (at_zero < 0, "grows faster than the batch"),
+    ):
+        if wrong.any():
+            block = int(wrong.argmax())
+            sizes = f"{first.block_bytes[block]} bytes at {first.batch_size}, {second.block_bytes[block]} at"
+            raise ScalingError(f"{_block(first, block)} {why} ({sizes} {second.batch_size}); record each batch size")
+    return slopes
+
+
+def difference(first: Recording, second: Recording) -> str:
+    """The first difference between two recordings apart from the bytes of their blocks; empty when there is none."""
+    for what, one, other in (
+        ("rounding", first.rounding_bytes, second.rounding_bytes),
+        ("number of operators", len(first.operator_name), len(second.operator_name)),
+        ("number of blocks", first.blocks, second.blocks),
+        ("number of events", len(first.event_block), len(second.event_block)),
+        ("start of batches", first.batch_starts, second.batch_starts),
+    ):
+        if one != other:
+            return f"the recordings differ in the {what}: {one} and {other}"
+    return _other_operators(first, second) or _other_blocks(first, second) or _other_lives(first, second)
+
+
+def _other_operators(first: Recording, second: Recording) -> str:
+    same = _renamed(second, first)
+    for column in ("operator_name", "operator_module"):
+        at = _first_unequal(getattr(first, column), same[getattr(second, column)])
+        if at is not None:
+            one, other = (recording.names[getattr(recording, column)[at]] for recording in (first, second))
+            return f"operator {at} differs: {one!r} and {other!r}"
+    at = _first_unequal(first.operator_phase, second.operator_phase)
+    return "" if at is None else f"operator {at} runs in another phase"
+
+
+def _other_blocks(first: Recording, second: Recording) -> str:
+    same = _renamed(second, first)
+    for what, one, other in (
+        ("operator", first.block_operator, same[second.block_operator]),
+        ("module", first.block_module, same[second.block_module]),
+        ("phase", first.block_phase, second.block_phase),
+        ("category", first.block_category, second.block_category),
+        ("stream", first.block_stream, second.block_stream),
+    ):
+        at = _first_unequal(one, other)
+        if at is not None:
+            return f"{_block(first, at)} and {_block(second, at)} differ in their {what}"
+    return ""
+
+
+def _other_lives(first: Recording, second: Recording) -> str:
+    """Blocks born in another order, or freed at another operator."""
+    born = [recording.event_block[recording.event_allocates] for recording in (first, second)]
+    at = _first_unequal(*born)
+    if at is not None:
+        return f"{_block(first, int(born[0][at]))} is allocated in another order"
+    for what, allocates in (("allocated", True), ("freed", False)):
+        at = _first_unequal(_times(first, allocates), _times(second, allocates))
+        if at is not None:
+            return f"{_block(first, at)} is {what} at another operator"
+    return ""
+
+
+def _times(recording: Recording, allocates: bool) -> NDArray[np.int64]:
+    """(blocks,) the operator at which each is allocated, or freed; -1 for never."""
+    chosen = recording.event_allocates == allocates
+    times = np.full(recording.blocks, -1, dtype=np.int64)
+    times[recording.event_block[chosen]] = recording.event_time[chosen]
+    return times
+
+
+def _renamed(recording: Recording, like: Recording) -> NDArray[np.int64]:
+    """(names,) where each name of a recording stands in another's; -1 for those it lacks."""
+    places = {name: place for place, name in enumerate(like.names)}
+    return np.array([places.get(name, -1) for name in recording.names], dtype=np.int64)
+
+
+def _first_unequal(one: NDArray[np.generic], other: NDArray[np.generic]) -> int | None:
+    if len(one) != len(other):
+        return min(len(one), len(other))
+    unequal = one != other
+    return int(unequal.argmax()) if unequal.any() else None
+
+
+def _block(recording: Recording, block: int) -> str:
+    """A block in words."""
+    operator = recording.names[recording.block_operator[block]]
+    module = recording.names[recording.block_module[block]]
+    category, phase = CATEGORIES[recording.block_category[block]], PHASES[recording.block_phase[block]]
+    where = f" in {module}" if module else ""
+    return f"block {block} ({category}, {operator}{where}, {phase})"

@@ -1,0 +1,266 @@
+"""Timing: the steps of a trial by part and rank, as rows, totals, CSV, JSON and a YAML summary.
+
+Works for any LightningModule and any data: the trial itself writes what each step was spent on. Seconds; shares are
+fractions of the time of the steps after warm-up, and add to one (those written are rounded so that they still do). On a
+GPU seconds are of the device's own clock. A validation after the last step counts too.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kit.config import Config
+from kit.errors import TrialError
+from kit.events import Event, number
+from kit.records.trace import PHASE_LABELS, PHASES
+from kit.tables import html_table, text_table
+from kit.trial.trial import Trial
+from kit.units import format_seconds
+
+FIELDS = ("rank", "step", "batch", "epoch", "warmup", *(f"{phase}_seconds" for phase in PHASES), "step_seconds")
+_CSV, _JSON, _YAML = "timing_results.csv", "timing_results.json", "timing_summary.yaml"
+_DIGITS = 4
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTiming:
+    """The steps of one rank after warm-up, or of all ranks together."""
+
+    steps: int
+    """Batches: with accumulation several make an optimizer step."""
+    seconds: Mapping[str, float]
+    """By part, in total."""
+    mean_step_seconds: float
+    """Without validation; NaN without a step."""
+    deviation_seconds: float
+    """Standard deviation of that; 0 for a single step."""
+
+    @property
+    def total_seconds(self) -> float:
+        return math.fsum(self.seconds.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By part; they add to one. NaN without a step."""
+        total = self.total_seconds
+        shares = {part: value / total if total else math.nan for part, value in self.seconds.items()}
+        largest = max(shares, key=shares.__getitem__)
+        while 0 < abs(left := 1 - math.fsum(shares.values())) < _ROUNDING:  # what division has rounded away
+            shares[largest] += left
+        return shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Timing:
+    """What `kit.timing` answers: print it, index `rows`, or `save` it."""
+
+    name: str
+    clock: str
+    """host, or device where the parts are those of a GPU."""
+    warmup_steps: int
+    rows: tuple[dict[str, Any], ...]
+    """One per batch and rank, as `FIELDS`."""
+    ranks: Mapping[int, RankTiming]
+    together: RankTiming
+    """All ranks."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of all ranks together."""
+        return self.together.shares
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of the slowest rank."""
+        return max((rank.mean_step_seconds for rank in self.ranks.values()), default=math.nan)
+
+    @property
+    def sentence(self) -> str:
+        if not self.together.steps:
+            return "All steps were warm-up: give the trial more to tell where their time goes"
+        part = max(PHASES, key=self.shares.__getitem__)
+        return f"A step takes {format_seconds(self.step_seconds)}; {PHASE_LABELS[part]} takes {self.shares[part]:.0%}"
+
+    # -- files
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values: totals and shares of each rank and of all."""
+        each = {f"rank {rank}": _plain(timing) for rank, timing in self.ranks.items()}
+        head = {"trial": self.name, "clock": self.clock, "warmup_steps": self.warmup_steps}
+        return {**head, "all ranks": _plain(self.together), **(each if len(each) > 1 else {})}
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """One line per batch and rank; written to `path` when given."""
+        stream = io.StringIO()
+        writer = csv.DictWriter(stream, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return _written(stream.getvalue(), path)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Summary and rows; written to `path` when given."""
+        whole = {"summary": self.summary(), "batches": list(self.rows)}
+        return _written(json.dumps(whole, indent=2, allow_nan=False) + "\n", path)
+
+    def to_yaml(self, path: str | Path | None = None) -> str:
+        """The summary; written to `path` when given."""
+        from ruamel.yaml import YAML
+
+        stream = io.StringIO()
+        yaml = YAML()
+        yaml.width = 10_000
+        yaml.dump(self.summary(), stream)
+        return _written(stream.getvalue(), path)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `timing_results.csv`, `timing_results.json` and `timing_summary.yaml` into a folder; it is returned."""
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        self.to_csv(place / _CSV)
+        self.to_json(place / _JSON)
+        self.to_yaml(place / _YAML)
+        return place
+
+    # -- displays
+
+    @property
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        shown = [phase for phase in PHASES if self.together.seconds[phase] > 0]
+        several = {f"rank {rank}": timing for rank, timing in self.ranks.items()} if len(self.ranks) > 1 else {}
+        rows = {"all ranks" if several else "a step": self.together, **several}
+        columns = ["", "a step", "±", *(PHASE_LABELS[phase] for phase in shown)]
+        return columns, [_cells(label, timing, shown) for label, timing in rows.items()]
+
+    def __repr__(self) -> str:
+        return f"{self.sentence}.\n{text_table(*self._table)}"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        columns, rows = self._table
+        return html_table(columns, rows, caption=f"{self.sentence}.", dense=len(columns) > 6)
+
+
+def timing(trial: Trial | str | Path) -> Timing:
+    """Where the time of a trial went, by part, step and rank.
+
+    Args:
+        trial: A trial, running or ended, or its run directory.
+
+    Raises:
+        TrialError: when no step was finished yet, or the directory is no run.
+    """
+    opened = trial if isinstance(trial, Trial) else Trial.open(trial)
+    opened.poll()
+    if not opened.steps:
+        raise TrialError(f"{opened.name}: no step was finished, so there is nothing to tell; wait() for it")
+    return timing_of([*opened.events, *opened.steps], opened.config, opened.name)
+
+
+def timing_of(events: Sequence[Event], config: Config, name: str = "") -> Timing:
+    """The same, of events already read."""
+    steps = [event for event in events if event["kind"] == "step"]
+    rows = [_row(event, config.trial.warmup_steps) for event in sorted(steps, key=_place)]
+    after = {event["rank"]: number(event.get("validation_seconds", 0)) for event in events if _ended(event)}
+    ranks = {rank: _rank(rows, rank, after.get(rank, 0.0)) for rank in sorted({row["rank"] for row in rows})}
+    return Timing(
+        name=name or config.name,
+        clock="device" if any("host_seconds" in event for event in steps) else "host",
+        warmup_steps=config.trial.warmup_steps,
+        rows=tuple(rows),
+        ranks=ranks,
+        together=_together([*ranks.values()], [_training(row) for row in rows if not row["warmup"]]),
+    )
+
+
+def _ended(event: Event) -> bool:
+    return bool(event["kind"] == "fit_ended")
+
+
+def _place(event: Event) -> tuple[int, int]:
+    return int(event["rank"]), int(event.get("batch") or event["step"])
+
+
+def _row(event: Event, warmup_steps: int) -> dict[str, Any]:
+    seconds = {f"{phase}_seconds": _finite(event.get(f"{phase}_seconds")) for phase in PHASES}
+    return {
+        "rank": event["rank"], "step": event["step"], "batch": event.get("batch", event["step"]),
+        "epoch": event.get("epoch", 0), "warmup": event["step"] <= warmup_steps, **seconds,
+        "step_seconds": math.fsum(seconds.values()),
+    }  # fmt: skip
+
+
+def _finite(value: Any) -> float:
+    found = number(value)
+    return found if math.isfinite(found) else 0.0
+
+
+def _training(row: Mapping[str, Any]) -> float:
+    return float(row["step_seconds"] - row["validation_seconds"])
+
+
+def _rank(rows: Sequence[Mapping[str, Any]], rank: int, validation_after: float) -> RankTiming:
+    mine = [row for row in rows if row["rank"] == rank and not row["warmup"]]
+    seconds = {phase: math.fsum(row[f"{phase}_seconds"] for row in mine) for phase in PHASES}
+    if mine:
+        seconds["validation"] += validation_after
+    return _timing([_training(row) for row in mine], seconds)
+
+
+def _together(ranks: Sequence[RankTiming], steps: Sequence[float]) -> RankTiming:
+    return _timing(steps, {phase: math.fsum(rank.seconds[phase] for rank in ranks) for phase in PHASES})
+
+
+def _timing(steps: Sequence[float], seconds: Mapping[str, float]) -> RankTiming:
+    return RankTiming(
+        steps=len(steps),
+        seconds=seconds,
+        mean_step_seconds=statistics.fmean(steps) if steps else math.nan,
+        deviation_seconds=statistics.stdev(steps) if len(steps) > 1 else 0.0,
+    )
+
+
+def rounded_shares(shares: Mapping[str, float], digits: int = _DIGITS) -> dict[str, float]:
+    """Shares of so many digits that still add to one: what rounding leaves goes where it is least wrong."""
+    unit = 10**digits
+    if any(math.isnan(share) for share in shares.values()):
+        return {}
+    low = {part: math.floor(share * unit) for part, share in shares.items()}
+    left = unit - sum(low.values())
+    order = sorted(shares, key=lambda part: low[part] - shares[part] * unit)
+    for part in order[:left]:
+        low[part] += 1
+    return {part: value / unit for part, value in low.items()}
+
+
+def _plain(timing: RankTiming) -> dict[str, Any]:
+    mean = timing.mean_step_seconds
+    return {
+        "steps": timing.steps,
+        "mean_step_seconds": round(mean, 9) if math.isfinite(mean) else None,
+        "deviation_seconds": round(timing.deviation_seconds, 9),
+        "total_seconds": round(timing.total_seconds, 9),
+        "seconds": {part: round(value, 9) for part, value in timing.seconds.items()},
+        "shares": rounded_shares(timing.shares),
+    }
+
+
+def _cells(label: str, timing: RankTiming, shown: Sequence[str]) -> list[str]:
+    shares = rounded_shares(timing.shares, 3)
+    spread = format_seconds(timing.deviation_seconds)
+    return [label, format_seconds(timing.mean_step_seconds), spread, *(f"{shares.get(p, 0):.1%}" for p in shown)]
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text

@@ -1,1 +1,0 @@
-"""What a rank can be asked to do; one module a job."""

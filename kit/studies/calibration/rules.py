@@ -1,0 +1,286 @@
+"""Calibration: one loader setting, what it gave, how many fit, and which is chosen. Rules only; nothing is measured.
+
+As in the description that it follows: a cap on loader processes from CPUs and free memory, a sweep of num_workers ×
+prefetch_factor in batches per second, warm-up batches skipped, an early stop on a plateau, and the cheapest setting
+that reaches at least 90 % of the peak. What that leaves open is fixed here, in `kit.studies.calibration.search` (which
+settings are tried, and what a plateau is) and in `kit.studies.calibration.rules` (how long each is measured), so:
+
+- **CPU cap**: a rank's share of the cores, over how busy loading keeps one core (its CPU seconds a second, measured
+  without processes, between 1/16 and 1), rounded down: processes that wait for a disk or a network hold no core. Counts
+  that the caller names are not capped by CPUs.
+- **memory cap**: free memory less its safety margin, shared among the ranks, over what one process was measured to hold
+  for itself, plus its prefetch factor × the bytes of a batch. Batches on their way lie in shared memory, which must
+  have room for them too.
+- **warm-up**: two batches, and as many as are on order before the first is taken (processes × prefetch factor, or the
+  batches the engine reads ahead).
+- **cheapest**: fewest processes, then fewest bytes kept ready (batches on order, cache), then fewest requests in
+  flight.
+- **again, in turn**: a machine is faster in one second than in the next, so settings measured at different times do not
+  compare. Before a choice stands, it is measured again in turn with what decides it: the fastest setting (or the
+  fastest of the dearer ones, when it is itself the fastest), and what is cheaper and may reach 90 % within twice the
+  standard error. That is done once, and while the choice is in doubt up to three times in all. What was measured in
+  turn replaces the first look. Where the figures then ask the sweep for more settings, they are measured, and it is
+  done again. A setting with a cache is measured once, since it would have to be filled again: where it is chosen,
+  there are no turns.
+
+Loader pace: how long one loader setting is timed before its batches per second are known. Rules only; no clock.
+
+Batches are timed in blocks, since those of several processes come in bursts: a block is the least multiple of the
+processes (or of half of what the engine reads ahead) that is five batches or more, 40 at most; where loading is
+slow, half a second and one batch of each process are enough. At the first look a setting is timed until
+
+- its mean is known to 3 % (standard error over the blocks), or
+- it is plain that it is no rival or a clear gain: below 90 % of the fastest so far, or 5 % above it, by twice the
+  standard error, or
+- ten blocks have passed, or a quarter of the batches or of the time that the config allows one candidate,
+
+but in the first two cases never before five blocks and a quarter of a second. What is then measured in turn gets an
+eighth of batches and time each turn, or as much as two blocks take up to a quarter, in three rounds at most: together
+no more than the config allows. Turns of fewer than five batches, or whose start takes half of their time, are not
+worth it: what has no turns may use up all batches and time at its first look. So may a setting with a cache.
+
+In simulations of 1,000 pipelines whose batches vary by 2 to 40 %, on machines that drift by up to 15 %, the rules chose
+a setting within 10 % of the best in 96 %, in a third of the time of exhaustive search in 97 % (`tests/plan`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kit.units import format_bytes, format_count
+
+ENOUGH = 0.9
+"""Of the peak throughput."""
+MOST_WORKERS = 32
+GAIN = 1.05
+"""What counts as faster."""
+DOUBT = 2.0
+"""Standard errors within which two figures may be the same."""
+_SHARE = 1 / 16
+"""The least that loading is taken to keep a core busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSetting:
+    """One point of the sweep; the engine's dials are None for a loader that is not kit's own."""
+
+    num_workers: int
+    prefetch_factor: int
+    requests_in_flight: int | None = None
+    batches_ahead: int | None = None
+    cache_bytes: int | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether kit's engine reads."""
+        return self.requests_in_flight is not None
+
+    @property
+    def batches_ready(self) -> int:
+        """On order before the consumer asks."""
+        ahead = self.batches_ahead or 0
+        return self.num_workers * (self.prefetch_factor + ahead) if self.num_workers else ahead
+
+    @property
+    def warmup_batches(self) -> int:
+        return 2 + self.batches_ready
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields of a Config that it sets."""
+        names = ("num_workers", "prefetch_factor", "requests_in_flight", "batches_ahead", "cache_bytes")
+        found = {f"loader.{name}": getattr(self, name) for name in names}
+        return {path: value for path, value in found.items() if value is not None}
+
+    def cost(self, batch_bytes: int) -> tuple[int, int, int]:
+        """(processes, bytes kept ready, requests in flight): what is compared to find the cheapest."""
+        kept = self.batches_ready * batch_bytes + (self.cache_bytes or 0)
+        return self.num_workers, kept, self.requests_in_flight or 0
+
+    def __str__(self) -> str:
+        noun = "process" if self.num_workers == 1 else "processes"
+        processes = [f"{self.num_workers} {noun} × {self.prefetch_factor}"] if self.num_workers else []
+        if not self.own:
+            return "".join(processes) or "no processes"
+        cache = [f"cache {format_bytes(self.cache_bytes)}"] if self.cache_bytes else []
+        dials = [f"{self.requests_in_flight} requests", f"{self.batches_ahead} ahead"]
+        return ", ".join([*processes, *dials, *cache])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one setting gave."""
+
+    setting: LoaderSetting
+    batches_per_second: float
+    batches: int
+    """Measured, without the warm-up."""
+    seconds: float
+    """Of those."""
+    error: float
+    """Standard error of the throughput, as a fraction of it; 1 where there are too few batches to tell."""
+    first_batch_seconds: float
+    """Start to first batch."""
+    whole_seconds: float
+    """What trying it cost."""
+    turns: int = 0
+    """How often it was measured again in turn with others; the figures are then those of the turns."""
+    paces: tuple[float, ...] = ()
+    """Seconds a batch of each block of batches: what the error is made from."""
+
+
+def cpu_cap(cores: int, busy: float) -> int:
+    """Loader processes of one rank that its share of the cores can feed, by the rule above."""
+    return max(1, min(MOST_WORKERS, int(cores / min(1.0, max(_SHARE, busy)))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCap:
+    """What loader processes may hold, and what each was measured to hold."""
+
+    free_bytes: int
+    """Of this rank's share."""
+    shared_bytes: int
+    """Free shared memory of this rank's share; batches travel through it."""
+    margin: float
+    worker_bytes: int
+    """One process for itself."""
+    batch_bytes: int
+
+    def most(self, prefetch_factor: int) -> int:
+        """Processes that fit, with so many batches each."""
+        ready = prefetch_factor * self.batch_bytes
+        by_memory = self._allowed(self.free_bytes) // max(1, self.worker_bytes + ready)
+        return min(by_memory, self._allowed(self.shared_bytes) // ready) if ready else by_memory
+
+    def _allowed(self, free_bytes: int) -> int:
+        return int(free_bytes * (1 - self.margin))
+
+    def why_not(self, setting: LoaderSetting) -> str:
+        """Why a setting does not fit; empty when it does."""
+        workers, ready = setting.num_workers, setting.prefetch_factor * self.batch_bytes
+        if workers <= self.most(setting.prefetch_factor):
+            return ""
+        needed, allowed = workers * (self.worker_bytes + ready), self._allowed(self.free_bytes)
+        if needed > allowed:
+            each = f"{format_bytes(self.worker_bytes)} and {setting.prefetch_factor} batches"
+            return f"{workers} processes of {each} each need {format_bytes(needed)} of {format_bytes(allowed)} allowed"
+        allowed = self._allowed(self.shared_bytes)
+        return f"their batches need {format_bytes(workers * ready)} of {format_bytes(allowed)} of shared memory allowed"
+
+
+def choose(measured: Sequence[Measurement], batch_bytes: int) -> Measurement:
+    """The cheapest that reaches `ENOUGH` of the peak."""
+    peak = max(item.batches_per_second for item in measured)
+    enough = [item for item in measured if item.batches_per_second >= ENOUGH * peak]
+    return min(enough, key=lambda item: (item.setting.cost(batch_bytes), -item.batches_per_second))
+
+
+def why_chosen(chosen: Measurement, measured: Sequence[Measurement]) -> str:
+    """One sentence."""
+    fastest = max(measured, key=lambda item: item.batches_per_second)
+    reached = chosen.batches_per_second / fastest.batches_per_second
+    speed = f"{format_count(fastest.batches_per_second)} batches/s"
+    if chosen is fastest:
+        return f"{chosen.setting} is the fastest, {speed}, and nothing cheaper reaches {ENOUGH:.0%} of it"
+    return (
+        f"{chosen.setting} is the cheapest that reaches {ENOUGH:.0%} of the peak: {reached:.0%} of {speed}, which "
+        f"{fastest.setting} gave"
+    )
+
+
+def finalists(
+    measured: Sequence[Measurement], batch_bytes: int, able: Callable[[Measurement], bool] = lambda _: True
+) -> list[Measurement]:
+    """What must be measured in turn before the choice stands, in the order of `measured`; none where nothing can be.
+
+    Args:
+        measured: What may be chosen.
+        batch_bytes: Of one batch.
+        able: Whether something can be measured in turn.
+    """
+    chosen = choose(measured, batch_bytes)
+    if not able(chosen):
+        return []
+    rivals = filter(able, _rivals(measured, chosen, batch_bytes))
+    doubted = filter(able, _cheaper_in_doubt(measured, chosen, batch_bytes))
+    ids = {id(item) for item in (chosen, *itertools.islice(rivals, 1), *doubted)}
+    return [item for item in measured if id(item) in ids] if len(ids) > 1 else []
+
+
+def _rivals(measured: Sequence[Measurement], chosen: Measurement, batch_bytes: int) -> list[Measurement]:
+    """From the fastest down, the dearer ones first: they would be worth their price next."""
+    cost = chosen.setting.cost(batch_bytes)
+    others = [item for item in measured if item is not chosen]
+    return sorted(others, key=lambda item: (item.setting.cost(batch_bytes) <= cost, -item.batches_per_second))
+
+
+def in_doubt(measured: Sequence[Measurement], batch_bytes: int) -> bool:
+    """Whether the errors allow another choice."""
+    chosen = choose(measured, batch_bytes)
+    peak = max(measured, key=lambda item: item.batches_per_second)
+    return (chosen is not peak and _near(chosen, peak)) or bool(_cheaper_in_doubt(measured, chosen, batch_bytes))
+
+
+def _cheaper_in_doubt(measured: Sequence[Measurement], chosen: Measurement, batch_bytes: int) -> list[Measurement]:
+    peak = max(measured, key=lambda item: item.batches_per_second)
+    cost = chosen.setting.cost(batch_bytes)
+    return [item for item in measured if item.setting.cost(batch_bytes) < cost and _near(item, peak)]
+
+
+def _near(item: Measurement, peak: Measurement) -> bool:
+    """Whether the truth may lie on the other side of `ENOUGH`."""
+    ratio = item.batches_per_second / peak.batches_per_second
+    return abs(ratio - ENOUGH) <= DOUBT * ratio * math.hypot(item.error, peak.error)
+
+
+LOOK_FRACTION = 1 / 4
+TURN_FRACTION, LARGEST_TURN = 1 / 8, 1 / 4
+"""Of what the config allows one candidate."""
+MOST_ROUNDS = 3
+LEAST_BATCHES = 5
+"""Of a block, and of a turn."""
+SLOW_SECONDS = 0.5
+_LARGEST_BLOCK, _BLOCKS, _MOST_BLOCKS, _SETTLED, _SECONDS = 40, 5, 10, 0.03, 0.25
+
+
+def together(setting: LoaderSetting) -> int:
+    """Batches that may come at once."""
+    return min(_LARGEST_BLOCK, max(1, setting.num_workers, (setting.batches_ahead or 0) // 2))
+
+
+def block_size(setting: LoaderSetting) -> int:
+    """Batches that are timed as one."""
+    burst = together(setting)
+    return min(_LARGEST_BLOCK, -(-LEAST_BATCHES // burst) * burst)
+
+
+def standard_error(paces: Sequence[float]) -> float:
+    """Of the mean of blocks, as a fraction of it; 1 for fewer than two."""
+    if len(paces) < 2 or not sum(paces):
+        return 1.0
+    return min(1.0, float(statistics.stdev(paces) / len(paces) ** 0.5 / statistics.fmean(paces)))
+
+
+def long_enough(paces: Sequence[float], seconds: float, rival: float = 0.0) -> bool:
+    """Whether a setting has been timed enough, by the rule above.
+
+    Args:
+        paces: Seconds a batch of each block.
+        seconds: Of all blocks.
+        rival: Batches per second of the fastest so far; 0 for none.
+    """
+    if len(paces) < _BLOCKS or seconds < _SECONDS:
+        return False
+    error = standard_error(paces)
+    return error <= _SETTLED or len(paces) >= _MOST_BLOCKS or _plain(1 / statistics.fmean(paces), error, rival)
+
+
+def _plain(speed: float, error: float, rival: float) -> bool:
+    low, high = speed * (1 - DOUBT * error), speed * (1 + DOUBT * error)
+    return rival > 0 and (high < ENOUGH * rival or low > GAIN * rival)

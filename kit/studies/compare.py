@@ -1,0 +1,319 @@
+"""compare: runs beside each other, grouped by config: what differs, how fast, how much memory, mean ± spread.
+
+Runs of one config, module and data are repeats of each other, and stand as one group with the mean and the sample
+standard deviation of their figures; a single run has no spread. Groups are held against the first. Fields that only say
+where and how a run is kept are no difference. Scaling efficiency is throughput over that of the group of the fewest
+devices, over the ratio of devices, among groups that differ in their devices only; with a fixed batch a device this is
+weak scaling: 1 is perfect.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kit.config import Config
+from kit.errors import ConfigError, Problem, TrialError
+from kit.records.results import Results
+from kit.records.row import UNREADABLE, Row, config_of, flat, row_of
+from kit.studies.repeats import Side, Tried
+from kit.tables import html_list, html_table, text_table
+from kit.trial.directory import RunPaths, find_runs, runs_folder
+from kit.trial.trial import Trial
+from kit.units import format_bytes
+
+_MISSING = "–"
+_FEW = 4
+NO_DIFFERENCE = (
+    "name", "trial.folder", "trial.predict_memory", "trial.measure_memory", "trial.start", "trial.codecarbon",
+)  # fmt: skip
+DEVICES = ("hardware.devices", "hardware.strategy", "hardware.threads_per_rank", "loader.shuffle")
+"""Lightning shuffles the loader of several ranks, also one that did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Mean and spread of one quantity over the runs that have it."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values) if self.values else math.nan
+
+    @property
+    def spread(self) -> float:
+        """Sample standard deviation; NaN for fewer than two values."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
+
+    def text(self, form: Callable[[float], str]) -> str:
+        if not self.values:
+            return _MISSING
+        return form(self.mean) + ("" if math.isnan(self.spread) else f" ± {form(self.spread)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """Something that runs are compared by."""
+
+    column: str
+    """Of `kit.results`."""
+    title: str
+    form: Callable[[float], str]
+
+
+QUANTITIES = (
+    Quantity(column="samples_per_second", title="samples/s", form=lambda value: f"{value:,.4g}"),
+    Quantity(column="data_wait_fraction", title="data wait", form=lambda value: f"{value:.0%}"),
+    Quantity(column="device_allocated_bytes_measured", title="device memory", form=format_bytes),
+    Quantity(column="host_rss_peak_bytes", title="host RSS", form=format_bytes),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Runs of one config."""
+
+    name: str
+    config: Config
+    rows: tuple[Row, ...]
+    """Of `kit.results`, one a run."""
+
+    @property
+    def world_size(self) -> int:
+        return max((int(row["world_size"] or 1) for row in self.rows), default=1)
+
+    def figure(self, column: str) -> Figure:
+        found = (row[column] for row in self.rows)
+        return Figure(tuple(float(value) for value in found if value is not None))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """Groups, the first of which the others are held against."""
+
+    groups: tuple[Group, ...]
+    unreadable: tuple[Row, ...] = ()
+    """Runs that are in no group."""
+
+    @property
+    def differences(self) -> dict[str, tuple[Any, ...]]:
+        """The value of each group for every field of the config that is not the same in all of them."""
+        first = self.groups[0].config
+        paths = {path for group in self.groups for path in first.diff(group.config) if path not in NO_DIFFERENCE}
+        ordered = (info.path for info in Config.fields() if info.path in paths)
+        return {path: tuple(group.config.get(path) for group in self.groups) for path in ordered}
+
+    @property
+    def quantities(self) -> tuple[Quantity, ...]:
+        """Those that some run has."""
+        return tuple(q for q in QUANTITIES if any(group.figure(q.column).values for group in self.groups))
+
+    def scaling_efficiency(self, group: Group) -> float | None:
+        """Against the group that differs in its devices only and has the fewest; None where there is none."""
+        alike = [other for other in self.groups if set(other.config.diff(group.config)) <= _may_differ()]
+        base = min(alike, key=lambda other: other.world_size)
+        mine, theirs = (found.figure("samples_per_second").mean for found in (group, base))
+        if base.world_size == group.world_size or not theirs > 0:
+            return None
+        return mine / theirs / (group.world_size / base.world_size)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        scaling = ("scaling efficiency",) if self._scales else ()
+        titles = (quantity.title for quantity in self.quantities)
+        return ("", "runs", *self.differences, *titles, "against first", *scaling)
+
+    @property
+    def _scales(self) -> bool:
+        return any(self.scaling_efficiency(group) is not None for group in self.groups)
+
+    @property
+    def rows(self) -> list[list[str]]:
+        return [self._row(place, group) for place, group in enumerate(self.groups)]
+
+    def _row(self, place: int, group: Group) -> list[str]:
+        settings = [setting_text(values[place]) for values in self.differences.values()]
+        figures = [group.figure(quantity.column).text(quantity.form) for quantity in self.quantities]
+        speed = group.figure("samples_per_second").mean / self.groups[0].figure("samples_per_second").mean
+        against = _MISSING if math.isnan(speed) else f"{speed:.2f} ×"
+        efficiency = self.scaling_efficiency(group)
+        scaling = ([_MISSING if efficiency is None else f"{efficiency:.2f}"]) if self._scales else []
+        return [group.name, str(len(group.rows)), *settings, *figures, against, *scaling]
+
+    @property
+    def changed(self) -> set[tuple[int, int]]:
+        """Cells (row, column) whose setting is not that of the first group."""
+        return {
+            (row, column)
+            for column, values in enumerate(self.differences.values(), start=2)
+            for row, value in enumerate(values)
+            if value != values[0]
+        }
+
+    @property
+    def remarks(self) -> list[str]:
+        """How to read it."""
+        seeds = {group.config.training.seed for group in self.groups}
+        runs = {len(group.rows) for group in self.groups}
+        lines = [f"seed {seeds.pop()} in all of them" if len(seeds) == 1 else "seeds differ between the groups"]
+        if runs == {1}:
+            lines.append("single runs: what is noise is not known; kit.try_change repeats them")
+        else:
+            lines.append("mean ± standard deviation over the runs of a config")
+        if not self.differences and len(self.groups) > 1:
+            lines.append("their configs are the same: module or data differ")
+        return lines
+
+    @property
+    def troubles(self) -> list[str]:
+        """Every run that did not end well, and why."""
+        rows = [*(row for group in self.groups for row in group.rows), *self.unreadable]
+        failed = (row for row in rows if row["state"] not in ("COMPLETE", "STOPPED"))
+        return [f"{row['run']}: {row['state'].lower()}, {row['message'] or ''}" for row in failed]
+
+    @property
+    def sentences(self) -> list[str]:
+        return [*self.remarks, *self.troubles]
+
+    def __repr__(self) -> str:
+        changed = self.changed
+        cells = [
+            [f"*{cell}" if (row, column) in changed else cell for column, cell in enumerate(line)]
+            for row, line in enumerate(self.rows)
+        ]
+        return "\n".join([text_table(self.columns, cells), *(f"- {text}" for text in self.sentences)])
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """A column a config while they are few, as names of settings are long; else a row."""
+        caption = f"{len(self.groups)} configs, settings that differ from the first marked"
+        columns, rows, changed = list(self.columns), self.rows, self.changed
+        if len(self.groups) <= _FEW:
+            columns, *rows = map(list, zip(columns, *rows, strict=True))
+            changed = {(column - 1, row + 1) for row, column in changed}
+        table = html_table(columns, rows, caption=caption, dense=True, highlighted=changed)
+        return f'<div style="overflow-x: auto">{table}</div>{html_list(self.sentences)}'
+
+
+def compare(*runs: Trial | Tried | Results | Row | str | Path | Iterable[Any], names: Sequence[str] = ()) -> Comparison:
+    """Put runs beside each other.
+
+    Args:
+        runs: Trials, run directories, folders of runs, rows of `kit.results`, what `kit.try_change` gave, or lists of
+            these.
+        names: What the groups are called, in the order in which they first come; by default the name of their config.
+
+    Raises:
+        TrialError: for what is no run, or when none of them can be read.
+        ConfigError: for no runs, or more names than groups.
+    """
+    pairs = [pair for item in runs for pair in _labelled(item)]
+    unreadable = tuple(row for _, row in pairs if row["state"] == UNREADABLE)
+    groups = _grouped([(label, row) for label, row in pairs if row["state"] != UNREADABLE])
+    if not groups and unreadable:
+        raise TrialError(f"none of these runs can be read; {unreadable[0]['run']}: {unreadable[0]['message']}")
+    if not groups:
+        raise ConfigError([Problem("runs", "no runs to compare; give trials, run directories or a folder of runs")])
+    if len(names) > len(groups):
+        raise ConfigError([Problem("names", f"{len(names)} names for {len(groups)} configs")])
+    found = [_group(label, rows) for (label, *_), rows in groups.items()]
+    return Comparison(tuple(_named(found, names)), unreadable)
+
+
+def _labelled(item: Any) -> Iterable[tuple[str, Row]]:
+    """(label, row) of each run; runs of one label and one config are repeats."""
+    if isinstance(item, Tried):
+        return [(side.name, row) for side in (item.before, item.after) for row in _of_side(side)]
+    if isinstance(item, Trial):
+        return [("", row_of(item.paths))]
+    if isinstance(item, Results):
+        return [("", row) for row in item]
+    if isinstance(item, Mapping):
+        return [("", dict(item))]
+    if isinstance(item, Iterable) and not isinstance(item, str | Path):
+        return [pair for inner in item for pair in _labelled(inner)]
+    if not isinstance(item, str | Path):
+        message = f"{type(item).__name__} is no run; give trials, run directories or a folder of runs"
+        raise ConfigError([Problem("runs", message)])
+    folder = runs_folder(item)
+    if not (folder / RunPaths(folder).marker.name).exists() and folder.is_dir():
+        return [("", row_of(paths)) for paths in find_runs(folder)]
+    return [("", row_of(RunPaths.open(folder)))]
+
+
+def _of_side(side: Side) -> list[Row]:
+    return [row_of(RunPaths.open(folder)) for folder in side.run_directories]
+
+
+def _grouped(pairs: Sequence[tuple[str, Row]]) -> dict[tuple[str, ...], list[Row]]:
+    """By label, config, module and data, in the order in which they first come.
+
+    A run that failed before it had a module, and so before its loader stood, is one of those that were asked for with
+    the same config and parts; without any it stands alone.
+    """
+    asked = [(label, str(row["fingerprint"])) for label, row in pairs]
+    doubtful = {key for key, (_, row) in zip(asked, pairs, strict=True) if row["module"] is None}
+    given = [(*key, _given(row)) if key in doubtful else key for key, (_, row) in zip(asked, pairs, strict=True)]
+    places = [(label, _key(row), str(row["module"]), str(row["data"])) for label, row in pairs]
+    known = [(one, place) for one, place, (_, row) in zip(given, places, pairs, strict=True) if row["module"]]
+    alike = dict(reversed(known))
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for one, place, (_, row) in zip(given, places, pairs, strict=True):
+        groups.setdefault(place if row["module"] else alike.get(one, (*one, place[1])), []).append(row)
+    return groups
+
+
+def _given(row: Row) -> str:
+    """Module and data as the caller gave them; empty where that is not known."""
+    try:
+        environment = RunPaths(Path(str(row["run_directory"]))).read_environment()
+        return json.dumps(environment.get("given"), sort_keys=True)
+    except TrialError:
+        return ""
+
+
+def _key(row: Row) -> str:
+    """Every setting that makes a difference."""
+    values = row["config"] or flat(_config(row).values())
+    return json.dumps({path: value for path, value in values.items() if path not in NO_DIFFERENCE}, sort_keys=True)
+
+
+def _config(row: Row) -> Config:
+    return config_of(row) if row["config"] else Config.load(RunPaths.open(row["run_directory"]).config)
+
+
+def _group(label: str, rows: Sequence[Row]) -> Group:
+    config = _config(rows[0])
+    return Group(name=label or config.name, config=config, rows=tuple(rows))
+
+
+def _named(groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
+    """Given names first; equal ones are numbered."""
+    wanted = [*names, *(group.name for group in groups[len(names) :])]
+    taken: dict[str, int] = {}
+    found = []
+    for group, name in zip(groups, wanted, strict=True):
+        taken[name] = taken.get(name, 0) + 1
+        unique = name if taken[name] == 1 else f"{name} ({taken[name]})"
+        found.append(Group(name=unique, config=group.config, rows=group.rows))
+    return found
+
+
+def _may_differ() -> set[str]:
+    return {*NO_DIFFERENCE, *DEVICES}
+
+
+def setting_text(value: Any) -> str:
+    """The value of a field in a table."""
+    if value is None or value == "" or value == {}:
+        return _MISSING
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {item}" for name, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

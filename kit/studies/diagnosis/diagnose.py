@@ -1,0 +1,418 @@
+"""diagnose: what a trial suffers from, in sentences, with what to change, what that should bring, and how to try it.
+
+The evidence is the trial's own (`kit.studies.diagnosis.evidence`), the rules are data (`kit.studies.diagnosis.rules`).
+A finding names one thing that is wrong; rules that were asked and found nothing are told too, and so are those that the
+trial could not answer, with what they need. Specific causes come before the general complaint they explain, larger
+effects before smaller ones. No finding is a clean bill. Nothing is changed by itself: `finding.try_it()` runs the
+change beside the config as it is, and says whether it helped (`kit.try_change`).
+
+Roofline: achieved FLOP/s against the peak of the device, and what bounds the step.
+
+    achieved  = FLOPs of a sample × samples a second
+    MFU       = Σ FLOPs in a format ÷ its peak, over the time of a step: model FLOPs utilisation (Chowdhery et al.
+                2022); FLOPs of recomputation, if any, are counted, as the device does them too
+    roof      = min(peak, intensity × bandwidth), intensity = FLOPs ÷ bytes (Williams, Waterman, Patterson 2009)
+
+FLOPs and bytes are counted operation by operation (`kit.trial.meters`). Bytes are an upper bound, so the intensity is a
+lower one, and "memory bandwidth" is said too often rather than too seldom where caches are large enough. Peaks are
+measured, or stated by the maker where known (`kit.studies.diagnosis.peaks`). What bounds the step is the largest of
+waiting for data, communication and work; work is bound by compute or memory bandwidth, whichever roof needs more time,
+or by neither where both together explain less than `EXPLAINED` of it: then it is calls and Python.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+
+from kit.config import Config
+from kit.errors import ConfigError, KitError, Problem, TrialError
+from kit.registry import load
+from kit.studies.diagnosis.evidence import Evidence, evidence_of
+from kit.studies.diagnosis.peaks import Peaks, device_peaks
+from kit.studies.diagnosis.rules import RULES, Change, Rule, show
+from kit.studies.profiling.profile import Profile
+from kit.studies.repeats import Source, Tried, try_change
+from kit.tables import FRAME, html_list, html_table, text_table
+from kit.trial.trial import Trial
+from kit.units import format_bytes, format_count
+
+GENERAL = ("waiting for data", "training shorter than preprocessing")
+"""Complaints that another finding about data explains."""
+_SPECIFIC = ("no prefetch", "chunks that do not fit", "Python in the data", "all cores busy")
+_COLUMNS = ("rule", "found", "threshold", "source")
+_BUSY_FRACTION = 0.1
+"""Of the time without a core, from which on figures are those of a busy machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong."""
+
+    rule: Rule
+    value: float
+    sentence: str
+    setting: str
+    """What to change, in words."""
+    change: Change
+    """Fields of the config that do it; empty where none does."""
+    predicted_gain: float | None
+    """Throughput after over before, at most; None where it cannot be bounded."""
+    source: Source
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    @property
+    def evidence(self) -> str:
+        """What was looked at, and the value."""
+        return f"{self.rule.looks_at}: {show(self.rule.unit, self.value)}"
+
+    @property
+    def threshold(self) -> str:
+        """From which value on it is a finding, and who says so."""
+        return f"a finding from {show(self.rule.unit, self.rule.threshold)} on ({self.rule.source})"
+
+    @property
+    def effect(self) -> str:
+        if self.predicted_gain is None:
+            return "cannot be foreseen"
+        return f"{self.predicted_gain:.2f} × as fast at most"
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """What to change, what that should bring, and why one may believe it."""
+        code = {"in code": self.code} if self.code else {}
+        told = {"change": self.setting, **code, "predicted": self.effect}
+        return {**told, "evidence": self.evidence, "threshold": self.threshold}
+
+    @property
+    def code(self) -> str:
+        """The change as one line; empty where no field of the config does it."""
+        changed = self.source.config.replace(self.change) if self.change else None
+        return changed.as_code(self.source.config) if changed is not None else ""
+
+    def try_it(self, repeats: int = 3, on_run: Callable[[Trial], object] | None = None, trust: bool = False) -> Tried:
+        """Run before and after, `repeats` times each, and wait; `trust` as `kit.try_change` takes it.
+
+        Raises:
+            ForeignRunError: for a trial that this user did not write here.
+            ConfigError: where no field of the config makes the change; `kit.try_change` takes a new module or new data.
+        """
+        given = (self.source.earlier,) if self.source.earlier else (
+            self.source.module, self.source.data, self.source.config)  # fmt: skip
+        if not self.change:
+            message = f"no setting does it ({self.setting}); try kit.try_change(..., new_module=...) or new_data"
+            raise ConfigError([Problem(self.name, message)])
+        return try_change(
+            *given, change=self.change, repeats=repeats, predicted_gain=self.predicted_gain, on_run=on_run, trust=trust
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Diagnosis:
+    """What the rules say of one trial."""
+
+    evidence: Evidence
+    findings: tuple[Finding, ...]
+    """What is wrong, the most worth mending first."""
+    values: dict[str, float]
+    """What each rule that was asked measured, by its name."""
+    unasked: tuple[Rule, ...]
+    """Rules that the trial could not answer."""
+    roofline: Roofline | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        return not self.findings
+
+    def __getitem__(self, name: str) -> Finding:
+        """The finding of a rule.
+
+        Raises:
+            KeyError: when there is none of that name, with those there are.
+        """
+        for finding in self.findings:
+            if finding.name == name:
+                return finding
+        raise KeyError(f"no finding {name!r}; there are {', '.join(self.names) or 'none'}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(finding.name for finding in self.findings)
+
+    @property
+    def headline(self) -> str:
+        asked = f"{len(self.values)} of {len(RULES)} rules asked"
+        if self.clean:
+            return f"Nothing found: {asked}."
+        count = len(self.findings)
+        return f"{count} findings, the most worth mending first; {asked}." if count > 1 else f"1 finding; {asked}."
+
+    @property
+    def sentences(self) -> list[str]:
+        """What is wrong, how far the step is from what the device can do, and what could not be learned."""
+        return [*(f"{finding.name}: {finding.sentence}" for finding in self.findings), *self._rest]
+
+    @property
+    def _rest(self) -> list[str]:
+        return [*([self.roofline.sentence] if self.roofline else []), *self.notes]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """Every rule: what was found, from which value on it is a finding, and who says so."""
+        return [self._row(rule) for rule in RULES]
+
+    def _row(self, rule: Rule) -> list[str]:
+        value = self.values.get(rule.name)
+        found = f"not told: needs {rule.needs}" if value is None else show(rule.unit, value)
+        return [rule.name, found, show(rule.unit, rule.threshold), rule.source]
+
+    @property
+    def table(self) -> str:
+        return text_table(_COLUMNS, self.rows)
+
+    def __repr__(self) -> str:
+        told = [line for finding in self.findings for line in _told(finding)]
+        return "\n".join([self.headline, *told, *(f"- {text}" for text in self._rest)])
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        return self.findings_html + self.details_html
+
+    @property
+    def findings_html(self) -> str:
+        return f'<div style="{FRAME}"><b>{escape(self.headline)}</b></div>' + "".join(map(finding_html, self.findings))
+
+    @property
+    def details_html(self) -> str:
+        """The roofline in a sentence, notes, and all rules behind a fold."""
+        table = html_table(_COLUMNS, self.rows, dense=True)
+        fold = f'<details style="{FRAME}"><summary>all rules, thresholds and sources</summary>{table}</details>'
+        return html_list(self._rest) + fold
+
+    def _ipython_display_(self) -> None:
+        """With buttons where widgets are installed, else as the notebook shows HTML or text."""
+        try:
+            load("diagnosis.display")(self)
+        except ImportError:
+            sys.stdout.write(f"{self!r}\n")
+
+
+def finding_html(finding: Finding) -> str:
+    """One finding: the sentence, and under it what to change and why one may believe it, a line each."""
+    frame = (
+        f"{FRAME}; border-left: 4px solid var(--jp-warn-color1, #c77700); padding: 2px 8px 2px 10px; margin: 10px 0 2px"
+    )
+    columns = "display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 1px 12px; margin-top: 3px"
+    rows = "".join(_reason_html(name, text) for name, text in finding.reasons.items())
+    return (
+        f'<div style="{frame}; line-height: 1.45"><b>{escape(finding.name)}</b>: {escape(finding.sentence)}'
+        f'<div style="{columns}; font-size: 0.92em">{rows}</div></div>'
+    )
+
+
+def _reason_html(name: str, text: str) -> str:
+    shown = f"<code>{escape(text)}</code>" if name == "in code" else escape(text)
+    return f'<span style="opacity: 0.75">{name}</span><span style="overflow-wrap: anywhere">{shown}</span>'
+
+
+def _told(finding: Finding) -> list[str]:
+    reasons = (f"    {name}: {text}" for name, text in finding.reasons.items())
+    return [f"- {finding.name}: {finding.sentence}", *reasons]
+
+
+def diagnose(*given: Any, peaks: Peaks | bool = True, profile: Profile | None = None) -> Diagnosis:
+    """Say what a trial suffers from.
+
+    Args:
+        given: A trial, or its run directory; or what `kit.fit` takes, which is then run, and waited for.
+        peaks: What the device can do, measured where it is not known yet (two seconds); False leaves out what needs it.
+        profile: A finished profile of the same, for the rules that ask for traces and functions.
+
+    Raises:
+        TrialError: when the trial has failed, or has not measured a step.
+        ConfigError: for arguments that are none of these.
+    """
+    trial, source = _trial(given)
+    found, notes = _peaks(trial.config, peaks)
+    try:
+        evidence = evidence_of(trial, found, profile)
+    except ValueError as error:
+        raise TrialError(f"{trial.name} cannot be diagnosed: {error}") from error
+    return judge(evidence, source, notes)
+
+
+def judge(evidence: Evidence, source: Source, notes: Sequence[str] = ()) -> Diagnosis:
+    """What the rules say of this evidence; `source` is what a change is tried on."""
+    measured = {rule: rule.measure(evidence) for rule in RULES}
+    known = {rule: value for rule, value in measured.items() if value is not None and math.isfinite(value)}
+    findings = [_finding(rule, value, evidence, source) for rule, value in known.items() if value >= rule.threshold]
+    return Diagnosis(
+        evidence=evidence, findings=tuple(_sorted(findings)), roofline=roofline_of(evidence),
+        values={rule.name: value for rule, value in known.items()},
+        unasked=tuple(rule for rule in RULES if rule not in known), notes=(*evidence.notes, *_busy(evidence), *notes),
+    )  # fmt: skip
+
+
+def _busy(evidence: Evidence) -> tuple[str, ...]:
+    """Rules are asked all the same: what is wrong on a busy machine is seldom right on a quiet one."""
+    queued = evidence.queued_fraction or 0.0
+    if queued < _BUSY_FRACTION:
+        return ()
+    return (
+        f"the machine was busy: training waited {queued:.0%} of the time for a core that others had; figures and "
+        "predicted effects are of that time, so run it again when less else runs",
+    )
+
+
+def _finding(rule: Rule, value: float, evidence: Evidence, source: Source) -> Finding:
+    change, gain = rule.change(evidence), rule.effect(evidence)
+    return Finding(
+        rule=rule, value=value, sentence=rule.sentence(evidence, value), setting=rule.setting(evidence),
+        change=_possible(change, evidence.config), source=source,
+        predicted_gain=gain if gain is not None and math.isfinite(gain) else None,
+    )  # fmt: skip
+
+
+def _possible(change: Change, config: Config) -> Change:
+    """The change, unless the config refuses it or has it already."""
+    try:
+        return dict(change) if config.diff(config.replace(change)) else {}
+    except ConfigError:
+        return {}
+
+
+def _sorted(findings: Sequence[Finding]) -> list[Finding]:
+    """Complaints that others explain come last, and say so."""
+    explained = [one for one in findings if one.name in GENERAL and any(two.name in _SPECIFIC for two in findings)]
+    others = [one for one in findings if one not in explained]
+    told = [replace(one, sentence=f"{one.sentence} Findings above say why.") for one in explained]
+    return [*sorted(others, key=_order), *sorted(told, key=_order)]
+
+
+def _order(finding: Finding) -> float:
+    return -(finding.predicted_gain or 0.0)
+
+
+def _trial(given: Sequence[Any]) -> tuple[Trial, Source]:
+    if len(given) == 1 and isinstance(given[0], str | Path):
+        given = (Trial.open(given[0]),)
+    source = Source.of(given)
+    trial = source.earlier
+    if trial is None:
+        from kit.trial.trial import try_out
+
+        trial = try_out(source.module, source.data, source.config).wait()
+    elif trial.poll() in ("FAILED", "LOST"):
+        raise trial.failure()
+    return trial, source
+
+
+def _peaks(config: Config, asked: Peaks | bool) -> tuple[Peaks | None, tuple[str, ...]]:
+    if isinstance(asked, Peaks):
+        return asked, ()
+    if not asked:
+        return None, ()
+    try:
+        return device_peaks(config), ()
+    except KitError as error:
+        return None, (f"the peak of the device was not measured: {error}",)
+
+
+Bound = Literal["data", "communication", "compute", "memory bandwidth", "calls and Python"]
+EXPLAINED = 0.25
+"""Of the working time, what compute or memory traffic at full speed must explain to be called the bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """One trial, all its devices together."""
+
+    device: str
+    dtype: str
+    """The number format most FLOPs were in."""
+    flops_per_second: float
+    """Achieved, waits included."""
+    peak_flops_per_second: float
+    bytes_per_second: float
+    """The memory traffic of a step over its time, at most."""
+    peak_bytes_per_second: float
+    mfu_fraction: float
+    intensity: float
+    """FLOPs for each byte moved."""
+    compute_fraction: float
+    """Of the step, what its FLOPs take at the peak."""
+    memory_fraction: float
+    """Of the step, what its bytes take at the peak; above 1 where caches served them."""
+    wait_fraction: float
+    communication_fraction: float
+    bound: Bound
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte above which compute is the roof."""
+        return self.peak_flops_per_second / self.peak_bytes_per_second
+
+    @property
+    def roof_flops_per_second(self) -> float:
+        """What could be had at this intensity."""
+        return min(self.peak_flops_per_second, self.intensity * self.peak_bytes_per_second)
+
+    @property
+    def sentence(self) -> str:
+        bound = {
+            "data": "the step is bound by data: faster arithmetic would not help",
+            "communication": "the step is bound by communication between the ranks",
+            "compute": "the step is bound by compute: what helps is less arithmetic, or a faster number format",
+            "memory bandwidth": "the step is bound by memory bandwidth: what helps is smaller numbers, or fewer passes",
+            "calls and Python": "neither compute nor memory explains the step: it is bound by calls and Python, and "
+            "larger batches or fewer, larger operations help",
+        }
+        rate, peak = format_count(self.flops_per_second), format_count(self.peak_flops_per_second)
+        return (
+            f"{rate}FLOP/s of {peak}FLOP/s in {self.dtype}: MFU {self.mfu_fraction:.1%}, at "
+            f"{self.intensity:.3g} FLOP per byte (the ridge is at {self.ridge:.3g}; memory gives "
+            f"{format_bytes(self.peak_bytes_per_second)}/s); {bound[self.bound]}"
+        )
+
+
+def roofline_of(evidence: Evidence) -> Roofline | None:
+    """Where the trial stands; None where its work was not counted, its peaks are not known or it had no FLOPs."""
+    work, peaks, rate = evidence.work, evidence.peaks, evidence.samples_per_second
+    if work is None or peaks is None or not rate or not sum(work.flops.values()) or not work.bytes:
+        return None
+    devices = evidence.world_size if evidence.on_gpu else 1
+    flops = sum(work.flops.values())
+    dtype = max(work.flops, key=lambda name: work.flops[name])
+    step_seconds = work.samples / rate  # of one global batch
+    compute_seconds = sum(count / (devices * peaks.peak(name)) for name, count in work.flops.items())
+    memory_seconds = work.bytes / (devices * peaks.bytes_per_second)
+    compute, memory = compute_seconds / step_seconds, memory_seconds / step_seconds
+    wait, communication = evidence.shares.get("wait", 0.0), evidence.shares.get("communication", 0.0)
+    return Roofline(
+        device=peaks.device, dtype=dtype, flops_per_second=flops / step_seconds,
+        peak_flops_per_second=devices * peaks.peak(dtype), bytes_per_second=work.bytes / step_seconds,
+        peak_bytes_per_second=devices * peaks.bytes_per_second, mfu_fraction=compute, intensity=flops / work.bytes,
+        compute_fraction=compute, memory_fraction=memory, wait_fraction=wait, communication_fraction=communication,
+        bound=_bound(wait, communication, compute, memory),
+    )  # fmt: skip
+
+
+def _bound(wait: float, communication: float, compute: float, memory: float) -> Bound:
+    working = max(0.0, 1 - wait - communication)
+    if wait >= max(communication, working):
+        return "data"
+    if communication >= working:
+        return "communication"
+    if max(compute, memory) < EXPLAINED * working:
+        return "calls and Python"
+    return "compute" if compute >= memory else "memory bandwidth"

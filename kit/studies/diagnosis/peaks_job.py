@@ -1,0 +1,83 @@
+"""The job that measures what a device can do at most: a large matrix product and a large copy, best of many.
+
+The best, not the mean: a peak is a bound, and everything else on the machine can only lower it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from kit.trial.context import Context
+
+_REPEATS, _LEAST_SECONDS = 5, 0.3
+_CPU_SIDE, _GPU_SIDE = 1024, 8192
+_CPU_COPY_BYTES, _GPU_COPY_BYTES = 1 << 27, 1 << 30
+_LEAST_COPY_BYTES = 1 << 22
+_PATIENCE_SECONDS = 2.0
+
+
+def peaks(context: Context) -> None:
+    """Write one `peaks_measured` event."""
+    device = torch.device("cuda", 0) if context.environment["accelerator"] == "gpu" else torch.device("cpu")
+    flops = {name: _matrix_product(device, getattr(torch, name)) for name in context.environment["peaks"]["dtypes"]}
+    context.writer.write(
+        "peaks_measured",
+        flops_per_second=flops,
+        bytes_per_second=_copy(device),
+        nominal_flops_per_second={name: _nominal(device, getattr(torch, name)) for name in flops},
+    )
+
+
+def _matrix_product(device: torch.device, dtype: torch.dtype) -> float:
+    side = _CPU_SIDE if device.type == "cpu" else _GPU_SIDE
+    left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+    return 2 * side**3 / _best_seconds(lambda: left @ right, device)
+
+
+def _copy(device: torch.device) -> float:
+    """Bytes read and written a second."""
+    size = _CPU_COPY_BYTES
+    if device.type == "cuda":
+        size = max(_LEAST_COPY_BYTES, min(_GPU_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 8))
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _best_seconds(lambda: target.copy_(source), device)
+
+
+def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of several runs, the first left out: more where they are short, as one of them must find its core free."""
+    _timed(work, device)
+    began, spent, best, count = time.perf_counter(), 0.0, float("inf"), 0
+    while spent < _PATIENCE_SECONDS and (count < _REPEATS or spent < _LEAST_SECONDS):
+        best, count = min(best, _timed(work, device)), count + 1
+        spent = time.perf_counter() - began
+    return best
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    _settle(device)
+    began = time.perf_counter()
+    work()
+    _settle(device)
+    return time.perf_counter() - began
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _nominal(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What the maker of a GPU states, as far as Lightning's table knows it."""
+    if device.type != "cuda":
+        return None
+    from lightning.fabric.utilities.throughput import get_available_flops
+
+    try:
+        found = get_available_flops(device, dtype)
+    except (RuntimeError, ValueError, TypeError):
+        return None
+    return None if found is None else float(found)

@@ -1,0 +1,595 @@
+"""Rule: one thing that can be wrong with a trial, as data: what is looked at, from which value on it is a finding, who
+says so, and what to do about it.
+
+A rule measures one number of the evidence; None means that this trial does not tell, with what it would take in
+`needs`. A finding is a value at or above the threshold. The predicted effect is a factor on throughput, an upper bound
+from the parts of a step that were measured (Amdahl's law: what is not changed takes as long as before); a rule that
+cannot bound it says None. Nothing here runs, reads or draws anything.
+
+Sources are published guides by title; *kit* are thresholds of our own, each with its reason.
+
+RULES: every rule of a diagnosis, in the order in which a table names them.
+
+Rules about data: waiting for it, reading it ahead, its chunks, its Python, its start-up, its way to the GPU.
+
+They are asked of the evidence as `kit.studies.diagnosis.rules` says.
+
+Rules about the step itself: syncs, number format, tiny operations and calls, idle gaps.
+
+They are asked of the evidence as `kit.studies.diagnosis.rules` says.
+
+Rules about devices and the ranks on them: memory near its limit, fragments, stragglers, communication, BatchNorm.
+
+They are asked of the evidence as `kit.studies.diagnosis.rules` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kit.studies.diagnosis.evidence import Evidence
+from kit.studies.profiling.profile import MANY_CALLS, MANY_CALLS_FRACTION, SHORT_CALL_SECONDS
+from kit.units import format_bytes, format_count, format_seconds
+
+Change = Mapping[str, Any]
+Unit = Literal["fraction", "ratio", "count"]
+
+TRAINING_AT_SCALE = "Training at Larger Scale, ch. 7"
+BASEMODEL = "BaseModel, Scaling & Memory"
+SLIVER = 0.1
+"""A wait below a tenth of the time is not worth advice."""
+
+
+def _nothing(_: Evidence) -> Change:
+    return {}
+
+
+def _unknown(_: Evidence) -> float | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One thing that can be wrong."""
+
+    name: str
+    looks_at: str
+    """What is measured, in words."""
+    unit: Unit
+    threshold: float
+    source: str
+    needs: str
+    """What a trial must have told for the rule to be asked."""
+    measure: Callable[[Evidence], float | None]
+    sentence: Callable[[Evidence, float], str]
+    """What is wrong, in one sentence."""
+    setting: Callable[[Evidence], str]
+    """What to change, in words."""
+    change: Callable[[Evidence], Change] = _nothing
+    """Fields of the config that do it; empty where none does."""
+    effect: Callable[[Evidence], float | None] = _unknown
+    """Throughput after the change over throughput before, at most."""
+
+
+def show(unit: Unit, value: float) -> str:
+    """A value or threshold as people read it."""
+    if unit == "fraction":
+        return f"{value:.0%}"
+    return f"{value:.2f} ×" if unit == "ratio" else format_count(value)
+
+
+def shorter(found: Evidence, part_seconds: float, factor: float) -> float | None:
+    """A part of the step made `factor` times as fast."""
+    after = found.step_seconds - part_seconds * (1 - 1 / factor)
+    return found.step_seconds / after if after > 0 and factor > 0 else None
+
+
+def _without_wait(found: Evidence) -> float | None:
+    """The wait hidden behind the training: the longer of the two remains."""
+    train, wait = found.train_seconds, found.wait_seconds
+    return (train + wait) / max(train, wait) if max(train, wait) > 0 else None
+
+
+def _with_workers(found: Evidence) -> float | None:
+    """Preparing a batch in several processes: as fast as they, the training, and all cores together allow."""
+    workers, cores = _workers(found), found.cores or 1
+    train, wait = found.train_seconds, found.wait_seconds
+    ranks = max(1, found.world_size)
+    busy = train * (0 if found.on_gpu else 1) + wait
+    after = max(train, wait / workers, busy * ranks / cores)
+    return (train + wait) / after if after > 0 else None
+
+
+def _workers(found: Evidence) -> int:
+    """Loader processes worth trying: as many as the cores leave to each rank."""
+    each = (found.cores or 2) // max(1, found.world_size)
+    return max(1, each - (0 if found.on_gpu else 1), min(2, each))
+
+
+def _makes_own(found: Evidence) -> bool:
+    """Whether the caller's data makes its loader without kit's engine, so that only calibrating reaches it."""
+    return found.given_loader and not found.own_loader
+
+
+def _worker_change(found: Evidence) -> Change:
+    if _makes_own(found):
+        return {"calibration.enabled": True}
+    workers = _workers(found)
+    return {} if workers <= found.config.loader.num_workers else {"loader.num_workers": workers}
+
+
+def _wait(found: Evidence) -> float | None:
+    return found.shares.get("wait")
+
+
+def _wait_setting(found: Evidence) -> str:
+    if found.own_loader and found.config.loader.num_workers == 0:
+        return "loader.batches_ahead and loader.requests_in_flight: read more at once; kit.calibrate finds the best"
+    return f"{_workers_words(found)}: prepare more batches at once"
+
+
+def _workers_words(found: Evidence) -> str:
+    if _makes_own(found):
+        return "num_workers and prefetch_factor of your own DataLoader, which calibration.enabled finds and sets"
+    return "loader.num_workers and loader.prefetch_factor, whose best values kit.calibrate finds"
+
+
+def _wait_change(found: Evidence) -> Change:
+    loader = found.config.loader
+    if found.own_loader and loader.num_workers == 0:
+        return {
+            "loader.batches_ahead": min(256, max(4, 2 * loader.batches_ahead)),
+            "loader.requests_in_flight": min(1024, max(64, 2 * loader.requests_in_flight)),
+        }
+    return _worker_change(found)
+
+
+def _no_prefetch(found: Evidence) -> float | None:
+    wait = found.shares.get("wait")
+    if wait is None or found.workers is None:
+        return None
+    ahead = found.config.loader.batches_ahead if found.own_loader else 0
+    return wait if found.workers == 0 and ahead == 0 else 0.0
+
+
+def _prefetch_change(found: Evidence) -> Change:
+    return {"loader.batches_ahead": 4} if found.own_loader else _worker_change(found)
+
+
+def _prefetch_setting(found: Evidence) -> str:
+    if found.own_loader:
+        return "loader.batches_ahead: read the next batches while the model trains"
+    return f"{_workers_words(found)}: let other processes prepare the next batches"
+
+
+def _chunks(found: Evidence) -> float | None:
+    layout, wait = found.layout, found.shares.get("wait")
+    if layout is None or wait is None or not layout.planned_seconds_per_batch > 0:
+        return None
+    return layout.seconds_per_batch / layout.planned_seconds_per_batch if wait >= SLIVER else 1.0
+
+
+def _chunks_sentence(found: Evidence, value: float) -> str:
+    layout = found.layout
+    chunk = "×".join(map(str, layout.chunk)) if layout else ""
+    text = f"Chunks of {chunk} do not fit what a batch reads: better ones should be read {value:.2g} times as fast"
+    if found.requests_per_sample is not None and found.bytes_per_request is not None:
+        requests, size = format_count(found.requests_per_sample), format_bytes(found.bytes_per_request)
+        text += f" (now {requests} requests of {size} a sample)"
+    return text + "."
+
+
+def _chunks_change(found: Evidence) -> Change:
+    layout, config = found.layout, found.config
+    if layout is None:
+        return {}
+    chunk = dict(zip(layout.dims, layout.planned_chunk, strict=True))
+    named = "x".join(map(str, layout.planned_chunk))
+    change = {"chunking.chunk": chunk, "chunking.shard": "auto", "data.url": _beside(config.data.url, named)}
+    return change if config.data.source else {**change, "data.source": config.data.url}
+
+
+def _beside(url: str, name: str) -> str:
+    stem = url.rstrip("/").removesuffix(".zarr")
+    return f"{stem}-{name}.zarr"
+
+
+def _chunks_effect(found: Evidence) -> float | None:
+    value = _chunks(found)
+    return None if value is None else shorter(found, found.wait_seconds, value)
+
+
+def _preparing(found: Evidence) -> float | None:
+    wait = found.shares.get("wait")
+    if wait is None or not found.train_seconds > 0:
+        return None
+    seconds = max(found.read_seconds or 0.0, found.wait_seconds)
+    return seconds / found.train_seconds if wait >= SLIVER else 0.0
+
+
+def _one_core(found: Evidence) -> float | None:
+    wait = found.shares.get("wait")
+    if wait is None or found.thread_cores is None or found.busy_wait_fraction is None:
+        return None
+    return found.busy_wait_fraction if wait >= 2 * SLIVER else 0.0
+
+
+def _all_cores(found: Evidence) -> float | None:
+    wait = found.shares.get("wait")
+    if not found.on_gpu or wait is None or found.process_cores is None or not found.cores:
+        return None
+    return found.process_cores / found.cores if wait >= SLIVER else 0.0
+
+
+def _start_up(found: Evidence) -> float | None:
+    if found.start_up_seconds is None or not found.total_seconds:
+        return None
+    return found.start_up_seconds / found.total_seconds if found.start_up_seconds >= _LEAST_START_UP_SECONDS else 0.0
+
+
+_LEAST_START_UP_SECONDS = 1.0
+
+
+def _transfer(found: Evidence) -> float | None:
+    return found.shares.get("transfer") if found.on_gpu and not found.config.loader.pin_memory else None
+
+
+DATA_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="waiting for data", looks_at="share of the time spent waiting for a batch", unit="fraction", threshold=0.4,
+        source=f"{TRAINING_AT_SCALE}: above 40 % a pipeline is I/O-bound", needs="timed steps", measure=_wait,
+        sentence=lambda _, value: f"Training waits for data {value:.0%} of the time: reading sets the pace, not the "
+        "model.",
+        setting=_wait_setting, change=_wait_change, effect=_without_wait,
+    ),
+    Rule(
+        name="no prefetch", looks_at="share of the time spent waiting, with nothing read ahead", unit="fraction",
+        threshold=SLIVER, source=f"{BASEMODEL}: a GPU idle between batches asks for a higher prefetch; a tenth is "
+        "kit's", needs="cpu_used and timed steps", measure=_no_prefetch,
+        sentence=lambda _, value: "Each batch is read only once the one before is trained on, so the model waits "
+        f"{value:.0%} of the time.",
+        setting=_prefetch_setting, change=_prefetch_change, effect=_without_wait,
+    ),
+    Rule(
+        name="chunks that do not fit", looks_at="time to read a batch, over that with the chunks kit plans",
+        unit="ratio", threshold=3.0, source=f"{TRAINING_AT_SCALE}: too small chunks are many requests, too large ones "
+        "wasted bytes; the factor is kit's, beyond the error of its cost model", needs="data that kit reads",
+        measure=_chunks, sentence=_chunks_sentence,
+        setting=lambda _: "chunking.chunk: build the store again, with the chunks that kit.plan_chunks chooses",
+        change=_chunks_change, effect=_chunks_effect,
+    ),
+    Rule(
+        name="Python in the data", looks_at="part of the wait in which the training thread itself computes",
+        unit="fraction", threshold=0.5, source="one core at 100 % (kit): a thread that waits for a disk or a network "
+        "uses no CPU", needs="cpu_used, and a wait of a fifth of the time", measure=_one_core,
+        sentence=lambda found, _: "One core is at 100 % making batches in Python while everything else waits for it: "
+        f"{format_seconds(found.wait_seconds)} a batch.",
+        setting=lambda found: f"{_workers_words(found)}: make batches in several processes, or do the "
+        "transform for a whole batch at once",
+        change=_worker_change, effect=_with_workers,
+    ),
+    Rule(
+        name="all cores busy", looks_at="cores used, over those there are, while the GPU waits for data",
+        unit="fraction", threshold=0.9, source="kit: more loader processes cannot help beyond that",
+        needs="a GPU and cpu_used", measure=_all_cores,
+        sentence=lambda found, _: f"All {found.cores} cores are busy making batches and the GPU still waits: more "
+        "loader processes cannot help.",
+        setting=lambda _: "the transform or the compression: do less work a sample, on the GPU, or once while building "
+        "the store", effect=_without_wait,
+    ),
+    Rule(
+        name="training shorter than preprocessing", looks_at="time to prepare a batch, over the time to train on it",
+        unit="ratio", threshold=1.0, source=f"{TRAINING_AT_SCALE}: then the device is under-used",
+        needs="timed steps, and a wait of a tenth of the time", measure=_preparing,
+        sentence=lambda found, value: f"Preparing a batch takes {value:.2g} times as long as training on it, so the "
+        f"{'GPU' if found.on_gpu else 'model'} is under-used however far ahead is read.",
+        setting=_wait_setting, change=_wait_change, effect=_without_wait,
+    ),
+    Rule(
+        name="loader start-up", looks_at="share of the trial until its first batch", unit="fraction", threshold=0.3,
+        source="kit: with a third of the trial gone before it, its length says little about a long run; a second at "
+        "least", needs="the time of the first batch", measure=_start_up,
+        sentence=lambda found, value: f"The first batch took {format_seconds(found.start_up_seconds or 0.0)}, "
+        f"{value:.0%} of this short trial: a long run pays that once.",
+        setting=lambda _: "trial.max_steps: judge by a longer trial",
+        change=lambda found: {"trial.max_steps": 4 * found.config.trial.max_steps},
+    ),
+    Rule(
+        name="slow transfer", looks_at="share of the time spent copying batches to the GPU, from unpinned memory",
+        unit="fraction", threshold=SLIVER, source=f"{BASEMODEL}: slow copies ask for pin_memory; a tenth is kit's",
+        needs="a GPU, and loader.pin_memory off", measure=_transfer,
+        sentence=lambda _, value: f"Copying batches to the GPU takes {value:.0%} of the time.",
+        setting=lambda found: "pin_memory of your own DataLoader" if found.given_loader else "loader.pin_memory",
+        change=lambda found: {} if found.given_loader else {"loader.pin_memory": True},
+        effect=lambda found: shorter(found, found.shares["transfer"] * found.step_seconds, 1e9),
+    ),
+)  # fmt: skip
+
+
+def _syncs(found: Evidence) -> float | None:
+    """On a GPU every sync counts; on the CPU one costs a call, and only many of them cost time."""
+    if found.work is None:
+        return None
+    return found.work.own_syncs if found.on_gpu or found.work.own_syncs >= _SYNCS_ON_CPU else 0
+
+
+_SYNCS_ON_CPU = 50
+
+
+def _syncs_sentence(found: Evidence, _: float) -> str:
+    work = found.work
+    line = work.most("syncs") if work else None
+    count = format_count(work.own_syncs) if work else "0"
+    place = f", most of them in {line['place']}" if line else ""
+    what = "makes the GPU run dry" if found.on_gpu else "costs a call each here, and would make a GPU run dry"
+    return f"The step asks for the value of a tensor {count} times{place}: that {what}."
+
+
+def _syncs_effect(found: Evidence) -> float | None:
+    """As if the calls of the line that waits took none of the forward pass."""
+    line = found.work.most("syncs") if found.work else None
+    if line is None or found.work is None or found.on_gpu:
+        return None
+    forward = found.shares.get("forward", 0.0) * found.step_seconds
+    named = sum(entry["calls"] for entry in found.work.lines)
+    return shorter(found, 0.99 * forward * line["calls"] / max(1, named), 1e9)
+
+
+def _precision(found: Evidence) -> float | None:
+    peaks, work = found.peaks, found.work
+    if peaks is None or work is None or not found.samples_per_second:
+        return None
+    full = work.flops.get("float32", 0.0)
+    if found.config.hardware.precision not in ("auto", "32-true") or not full:
+        return 1.0
+    devices = found.world_size if found.on_gpu else 1
+    share = full / (devices * peaks.peak("float32")) / (work.samples / found.samples_per_second)
+    half = max(peaks.peak(name) for name in ("bfloat16", "float16") if name in peaks.flops_per_second)
+    return half / peaks.peak("float32") if share >= _COMPUTE_SHARE else 1.0
+
+
+_COMPUTE_SHARE = 0.1
+"""Of the step, what arithmetic in float32 takes at full speed, to be worth advice."""
+
+
+def _mixed(found: Evidence) -> str:
+    """On a GPU, auto is bf16-mixed or 16-mixed by what it is capable of."""
+    return "auto" if found.on_gpu else "bf16-mixed"
+
+
+def _precision_effect(found: Evidence) -> float | None:
+    value = _precision(found)
+    passes = found.shares.get("forward", 0.0) + found.shares.get("backward", 0.0)
+    return None if value is None else shorter(found, passes * found.step_seconds, value)
+
+
+def _calls(found: Evidence) -> float | None:
+    if found.work is None or not found.work.calls or not found.train_seconds > 0:
+        return None
+    per_call = found.train_seconds / found.work.calls
+    return found.work.calls if per_call <= _TINY_CALL_SECONDS else 0.0
+
+
+_TINY_CALL_SECONDS = 20e-6
+
+
+def _calls_sentence(found: Evidence, value: float) -> str:
+    line = found.work.most("calls") if found.work else None
+    place = f"; {line['place']} makes {format_count(line['calls'])} of them" if line else ""
+    seconds = format_seconds(found.train_seconds / value)
+    return f"A step is {format_count(value)} operations of {seconds} each, more calling than computing{place}."
+
+
+def _functions(found: Evidence) -> float | None:
+    if found.functions is None:
+        return None
+    return max((row["own_fraction"] for row in found.functions if _is_tiny(row)), default=0.0)
+
+
+def _is_tiny(row: Mapping[str, Any]) -> bool:
+    return bool(row["calls"] >= MANY_CALLS and row["call_seconds"] <= SHORT_CALL_SECONDS)
+
+
+def _functions_sentence(found: Evidence, value: float) -> str:
+    worst = max(filter(_is_tiny, found.functions or ()), key=lambda row: row["own_fraction"])
+    calls, each = format_count(worst["calls"]), format_seconds(worst["call_seconds"])
+    return f"{worst['function']} was called {calls} times, {each} each, {value:.0%} of the time."
+
+
+def _gaps(found: Evidence) -> float | None:
+    """Gaps long enough to have a cause."""
+    trace = found.trace
+    if trace is None:
+        return None
+    return sum(seconds for cause, seconds in trace.gap_seconds.items() if cause != "launching") / trace.window_seconds
+
+
+def _gaps_sentence(found: Evidence, value: float) -> str:
+    causes = dict(found.trace.gap_seconds) if found.trace else {}
+    causes.pop("launching", None)
+    cause = max(causes, key=lambda name: causes[name])
+    return f"The device stands idle {value:.0%} of the time, mostly because of {cause}."
+
+
+STEP_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="sync in the step", looks_at="values asked of tensors in the user's code, in one step (on the CPU: from "
+        f"{_SYNCS_ON_CPU} on)", unit="count", threshold=1.0, source=f"{TRAINING_AT_SCALE}: gaps come from syncs of "
+        "CPU and GPU; the count on a CPU is kit's", needs="counted work (trial.count_work, and three warm-up steps)",
+        measure=_syncs, sentence=_syncs_sentence,
+        setting=lambda _: "your training_step: keep values on the device (no .item(), bool() or Python loop over "
+        "elements) and log the tensor itself", effect=_syncs_effect,
+    ),
+    Rule(
+        name="full precision", looks_at="peak in 16 bits over that in 32, where float32 takes a tenth of the time",
+        unit="ratio", threshold=1.3, source=f"{BASEMODEL}: mixed precision by default; the factor is kit's, measured "
+        "on this device", needs="counted work and measured peaks", measure=_precision,
+        sentence=lambda _, value: f"The step computes in float32, and this device computes {value:.2g} times as fast "
+        "in 16 bits.",
+        setting=lambda found: f"hardware.precision: {_mixed(found)}",
+        change=lambda found: {"hardware.precision": _mixed(found)},
+        effect=_precision_effect,
+    ),
+    Rule(
+        name="many tiny operations", looks_at=f"operations of a step that take {_TINY_CALL_SECONDS * 1e6:.0f} µs or "
+        "less on average", unit="count", threshold=1000, source=f"{TRAINING_AT_SCALE}: high call counts of little "
+        "time can be batched; the numbers are kit's", needs="counted work", measure=_calls,
+        sentence=_calls_sentence,
+        setting=lambda _: "your model: fewer, larger operations; a larger loader.batch_size spreads the calls over "
+        "more samples",
+        change=lambda found: {} if found.given_loader else {"loader.batch_size": 2 * found.config.loader.batch_size},
+        effect=lambda found: None if found.given_loader else 2.0,
+    ),
+    Rule(
+        name="many tiny calls", looks_at="share of the time in one function of a thousand calls and more, 20 µs or "
+        "less each", unit="fraction", threshold=MANY_CALLS_FRACTION, source=f"{TRAINING_AT_SCALE}: functions of "
+        "many calls and little time may be batched; the numbers are kit's", needs="an advanced profile",
+        measure=_functions, sentence=_functions_sentence,
+        setting=lambda _: "that function: call it for many values at once",
+        effect=lambda found: 1 / max(1e-3, 1 - (_functions(found) or 0.0)),
+    ),
+    Rule(
+        name="idle gaps", looks_at="share of the trace in which the device had nothing to do", unit="fraction",
+        threshold=0.2, source=f"{TRAINING_AT_SCALE}: idle gaps ask for a look at the loader; a fifth is kit's",
+        needs="a PyTorch trace", measure=_gaps, sentence=_gaps_sentence,
+        setting=lambda _: "what the gaps are attributed to: kit's loader settings for loading, pin_memory for "
+        "transfer, the step itself for syncs and Python",
+        effect=lambda found: 1 / max(1e-3, 1 - (_gaps(found) or 0.0)),
+    ),
+)  # fmt: skip
+
+
+def _near(used: float | None, limit: float | None) -> float | None:
+    return used / limit if used and limit else None
+
+
+def _device_full(found: Evidence) -> float | None:
+    return _near(found.device_reserved_bytes or found.device_allocated_bytes, found.device_limit_bytes)
+
+
+def _host_full(found: Evidence) -> float | None:
+    return _near(found.host_bytes, found.host_limit_bytes)
+
+
+def _fragmentation(found: Evidence) -> float | None:
+    allocated, reserved = found.device_allocated_bytes, found.device_reserved_bytes
+    if not allocated or not reserved:
+        return None
+    return reserved / allocated if reserved - allocated >= _LEAST_FRAGMENTS_BYTES else 1.0
+
+
+_LEAST_FRAGMENTS_BYTES = 1 << 30
+
+
+def _device_setting(found: Evidence) -> str:
+    batch = "batch of your own loader" if found.given_loader else "loader.batch_size"
+    smaller = f"a smaller {batch} with levers.accumulate_grad_batches"
+    if found.config.levers.gradient_checkpointing:
+        return f"{smaller}, or hardware.strategy fsdp"
+    return f"levers.gradient_checkpointing, or {smaller}; kit.find_batch_size finds the largest that fits"
+
+
+def _device_change(found: Evidence) -> Change:
+    config = found.config
+    if not config.levers.gradient_checkpointing:
+        return {"levers.gradient_checkpointing": True}
+    half = 0 if found.given_loader else config.loader.batch_size // 2  # a loader of one's own keeps its size
+    accumulate = 2 * config.levers.accumulate_grad_batches
+    return {"loader.batch_size": half, "levers.accumulate_grad_batches": accumulate} if half else {}
+
+
+def _batch_norm(found: Evidence) -> float | None:
+    left_out = any("BatchNorm would count every batch twice" in text for text in found.warnings)
+    again = found.work.batch_norms_again if found.work else None
+    return 1.0 if left_out else again
+
+
+def _straggler(found: Evidence) -> float | None:
+    if found.world_size < 2 or len(found.rank_seconds) < 2:
+        return None
+    slowest = max(found.rank_seconds, key=lambda rank: found.rank_seconds[rank])
+    others = [seconds for rank, seconds in found.rank_seconds.items() if rank != slowest]
+    most, usual = found.rank_seconds[slowest], sorted(others)[len(others) // 2]
+    if not usual > 0 or most - usual < _LEAST_LAG * found.step_seconds:
+        return 1.0
+    return most / usual
+
+
+_LEAST_LAG = 0.05
+
+
+def _straggler_sentence(found: Evidence, value: float) -> str:
+    slowest = max(found.rank_seconds, key=lambda rank: found.rank_seconds[rank])
+    return f"Rank {slowest} takes {value:.2g} times as long as the others over its own work, and they wait for it."
+
+
+def _straggler_effect(found: Evidence) -> float | None:
+    slowest = max(found.rank_seconds.values())
+    usual = sorted(found.rank_seconds.values())[(len(found.rank_seconds) - 1) // 2]
+    return shorter(found, slowest - usual, 1e9)
+
+
+def _communication(found: Evidence) -> float | None:
+    return found.shares.get("communication") if found.world_size > 1 else None
+
+
+DEVICE_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="device memory near its limit", looks_at="peak memory of the fullest device, over what it has",
+        unit="fraction", threshold=0.9, source="kit: a slightly longer sequence or another allocation order takes the "
+        "last tenth", needs="a GPU, or hardware.device_memory_bytes", measure=_device_full,
+        sentence=lambda _, value: f"The fullest device used {value:.0%} of its memory: a little more and a step fails.",
+        setting=_device_setting, change=_device_change,
+    ),
+    Rule(
+        name="host memory near its limit", looks_at="peak resident memory of all ranks, over what the machine has",
+        unit="fraction", threshold=0.9, source="kit: beyond it the system ends processes", needs="a trial of this "
+        "machine", measure=_host_full,
+        sentence=lambda _, value: f"The ranks used {value:.0%} of the machine's memory: beyond it the system ends one "
+        "of them.",
+        setting=lambda found: "loader.memory_bytes, or loader.num_workers"
+        if found.own_loader else "loader.num_workers and loader.prefetch_factor, of your own DataLoader",
+        change=lambda found: {"loader.memory_bytes": max(1 << 20, found.config.loader.memory_bytes // 2)}
+        if found.own_loader else {},
+    ),
+    Rule(
+        name="fragmentation", looks_at="memory the allocator reserved, over what was needed at the peak", unit="ratio",
+        threshold=1.3, source="kit: from a gibibyte on; torch's notes on the caching allocator", needs="a GPU",
+        measure=_fragmentation,
+        sentence=lambda found, value: f"The allocator holds {value:.2g} times the memory the model needs "
+        f"({format_bytes((found.device_reserved_bytes or 0) - (found.device_allocated_bytes or 0))} in pieces too "
+        "small to use).",
+        setting=lambda _: "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, and batches of one shape",
+    ),
+    Rule(
+        name="stragglers", looks_at="own work of the slowest rank, over that of the others", unit="ratio",
+        threshold=1.2, source="kit: every step lasts as long as its slowest rank; a twentieth of the step at least",
+        needs="several ranks", measure=_straggler, sentence=_straggler_sentence,
+        setting=lambda _: "what differs between the ranks: their share of the data, other work on their device, or "
+        "their cores (hardware.threads_per_rank)", effect=_straggler_effect,
+    ),
+    Rule(
+        name="communication", looks_at="share of the time in communication between ranks", unit="fraction",
+        threshold=0.3, source="kit: a third of every device's time", needs="several ranks", measure=_communication,
+        sentence=lambda _, value: f"The ranks spend {value:.0%} of the time exchanging gradients and parameters.",
+        setting=lambda _: "levers.accumulate_grad_batches: exchange gradients once for several batches",
+        change=lambda found: {"levers.accumulate_grad_batches": 2 * found.config.levers.accumulate_grad_batches},
+        effect=lambda found: shorter(found, found.shares["communication"] * found.step_seconds, 2.0),
+    ),
+    Rule(
+        name="BatchNorm under checkpointing", looks_at="batch statistics that are, or would be, taken twice a step",
+        unit="count", threshold=1.0, source="kit, measured: running statistics are updated again when activations are "
+        "recomputed", needs="counted work", measure=_batch_norm,
+        sentence=lambda _, __: "Gradient checkpointing computes blocks with BatchNorm twice, which would count every "
+        "batch twice in its statistics.",
+        setting=lambda _: "your model: GroupNorm or LayerNorm in the checkpointed blocks, or "
+        "levers.gradient_checkpointing off",
+        change=lambda found: {"levers.gradient_checkpointing": False}
+        if found.config.levers.gradient_checkpointing else {},
+    ),
+)  # fmt: skip
+
+
+RULES: tuple[Rule, ...] = (*DATA_RULES, *STEP_RULES, *DEVICE_RULES)

@@ -1,0 +1,268 @@
+"""Bill: what device-hours come to in money, electricity and carbon dioxide.
+
+    money    = device-hours × price + reads and bytes that leave the store, at its prices
+    energy   = device-hours × watts of a device × PUE
+    watts    = of a device, measured by NVML or rated × utilisation, and of its share of the rest of the server
+    CO2      = energy × grams of CO2-equivalent per kWh of the grid
+
+Prices are yours: `PRICES` are examples with their source and date, to be checked before they are believed. Every
+assumption is a field with its source, so that it can be replaced. Not counted: making the hardware, idle devices,
+storage. Known error: a trial's watts are those of its card; utilisation, where nothing was measured, is a guess between
+half and full, and the range says what that makes.
+
+What codecarbon said of trials, and what that makes of a long run: a second opinion beside `kit.studies.scaling.bill`.
+
+Its watts are of the whole machine while the trial trained, memory included and without a data centre's overhead (PUE),
+so they are not those of the bill; grams are of its own table of grids.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kit.errors import ConfigError, Problem
+from kit.trial.trial import Trial
+
+_WATT_HOURS_PER_KILOWATT_HOUR = 1000.0
+_SECONDS_PER_HOUR = 3600.0
+_BYTES_PER_GIGABYTE = 1e9
+
+RATED_WATTS = {
+    "B200": 1000.0, "H200": 700.0, "H100": 700.0, "A100": 400.0, "V100": 300.0, "L40S": 350.0, "A40": 300.0,
+    "A10G": 300.0, "L4": 72.0, "T4": 70.0, "RTX-A6000": 300.0, "RTX-5090": 575.0, "RTX-4090": 450.0,
+    "RTX-3090": 350.0, "RTX-4080": 320.0, "RTX-3060": 170.0,
+}  # fmt: skip
+"""Board power by GPU model, as NVIDIA's data sheets state it; of the SXM form where there is one."""
+CORE_WATTS = 7.3
+"""Of a CPU core in use: 205 W over the 28 cores of a Xeon Platinum 8280 (Intel's data sheet)."""
+SERVER_WATTS = 280.0
+"""Of the rest of the server, for each GPU: a DGX H100 takes 10.2 kW at most, of which 8 GPUs are 5.6 kW, and is taken
+to need half of the difference (NVIDIA's data sheet, 2023)."""
+UTILISATION = (0.5, 0.8, 1.0)
+"""Of rated watts while training: (low, taken, high). An assumption."""
+PUE = 1.56
+"""Power of a data centre over that of its computers: the mean of Uptime Institute's survey, 2024. Large clouds state
+1.1."""
+GRAMS_PER_KWH: Mapping[str, tuple[float, str]] = {
+    "world": (480.0, "Ember, Global Electricity Review 2024, for 2023"),
+    "Germany": (381.0, "Ember by Our World in Data, for 2023"),
+    "France": (56.0, "Ember by Our World in Data, for 2023"),
+    "Australia": (549.0, "Ember by Our World in Data, for 2023"),
+    "China": (582.0, "Ember by Our World in Data, for 2023"),
+    "India": (713.0, "Ember by Our World in Data, for 2023"),
+    "Canada": (170.0, "Ember by Our World in Data, for 2023"),
+    "Brazil": (98.0, "Ember by Our World in Data, for 2023"),
+}
+"""Grams of CO2-equivalent per kWh of a grid, and who says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPrices:
+    """What is charged, in one currency of yours."""
+
+    per_device_hour: float | None = None
+    currency: str = ""
+    per_thousand_reads: float | None = None
+    """Of the store."""
+    per_gigabyte: float | None = None
+    """Of 10^9 bytes that leave the store."""
+    source: str = ""
+    """Where the figures are from, and when."""
+
+    def __post_init__(self) -> None:
+        for name in ("per_device_hour", "per_thousand_reads", "per_gigabyte"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError([Problem(f"prices.{name}", f"{value} is no price; give a number from 0")])
+
+    def money(self, device_hours: float, requests: float = 0.0, sent_bytes: float = 0.0) -> float | None:
+        """Of a run; None where no price is known."""
+        parts = (
+            (self.per_device_hour, device_hours),
+            (self.per_thousand_reads, requests / 1000),
+            (self.per_gigabyte, sent_bytes / _BYTES_PER_GIGABYTE),
+        )
+        known = [price * amount for price, amount in parts if price is not None]
+        return sum(known) if known else None
+
+    def text(self, amount: float | None) -> str:
+        return "–" if amount is None else f"{amount:,.2f} {self.currency}".rstrip()
+
+
+def _example(price: float, source: str) -> RunPrices:
+    return RunPrices(per_device_hour=price, currency="USD", source=source)
+
+
+_MARCH_2026 = "costnimbus.com, GPU prices of March 2026, on demand"
+_TINYTOPICS = "tinytopics documentation, distributed training, 2025: money over hours and devices of its runs"
+PRICES: Mapping[str, RunPrices] = {
+    "AWS H100": _example(3.90, _MARCH_2026),
+    "GCP H100": _example(3.00, _MARCH_2026),
+    "Azure H100": _example(6.98, _MARCH_2026),
+    "Lambda H100": _example(2.99, _MARCH_2026),
+    "GCP L4": _example(0.75, _MARCH_2026),
+    "A100-40GB of 2025": _example(1.29, _TINYTOPICS),
+    "H100 of 2025": _example(3.09, _TINYTOPICS),
+}
+"""Examples of a device-hour, dated: look prices up before you rely on them."""
+
+
+def prices_of(value: float | str | Mapping[str, Any] | RunPrices | None) -> RunPrices:
+    """Prices from a number per device-hour, the name of an example, a mapping of the fields, or None for none.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if value is None:
+        return RunPrices()
+    if isinstance(value, RunPrices):
+        return value
+    if isinstance(value, str):
+        return _named(value)
+    if isinstance(value, Mapping):
+        return RunPrices(**_checked("prices", RunPrices, value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError([Problem("prices", f"{value!r} is no price; give a number per device-hour")])
+    return RunPrices(per_device_hour=float(value))
+
+
+def _named(name: str) -> RunPrices:
+    if name in PRICES:
+        return PRICES[name]
+    close = difflib.get_close_matches(name, PRICES, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"examples are {', '.join(PRICES)}"
+    raise ConfigError([Problem("prices", f"{name!r} is no example; {hint}, or give a number per device-hour")])
+
+
+def _checked(what: str, kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    known = [item.name for item in fields(kind)]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+            raise ConfigError([Problem(f"{what}.{name}", f"unknown{hint}")])
+    return dict(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Power:
+    """What a device and its share of a server take, and what the grid emits."""
+
+    device_watts: float
+    """While training: measured, or rated watts × the utilisation taken."""
+    least_device_watts: float
+    most_device_watts: float
+    server_watts: float
+    """Of the rest of the server, for each device."""
+    pue: float = PUE
+    grams_per_kwh: float = GRAMS_PER_KWH["world"][0]
+    reasons: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("device_watts", "server_watts", "grams_per_kwh"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError([Problem(f"power.{name}", f"{getattr(self, name)} must be at least 0")])
+        if not self.pue >= 1:
+            raise ConfigError([Problem("power.pue", f"{self.pue} is below 1: more than the computers get is taken")])
+
+    def watt_hours(self, device_seconds: float) -> tuple[float, float, float]:
+        """(taken, low, high) of so many seconds of one device."""
+        watts = (self.device_watts, self.least_device_watts, self.most_device_watts)
+        hours = device_seconds / _SECONDS_PER_HOUR
+        taken, low, high = (hours * (one + self.server_watts) * self.pue for one in watts)
+        return taken, low, high
+
+    def grams(self, watt_hours: float) -> float:
+        """Of CO2-equivalent."""
+        return watt_hours / _WATT_HOURS_PER_KILOWATT_HOUR * self.grams_per_kwh
+
+
+def power_of(device: str, *, measured_watts: float | None = None, given: Mapping[str, Any] | None = None) -> Power:
+    """What a device takes, with the reasons.
+
+    Args:
+        device: A GPU's name, as in the table of cards or as the driver says it; CPU for one core.
+        measured_watts: Of one device while it trained.
+        given: Fields that replace those assumed; `grid` names one of `GRAMS_PER_KWH`.
+
+    Raises:
+        ConfigError: for fields that do not exist, unknown grids and impossible values.
+    """
+    chosen = dict(given or {})
+    grams, grid = _grid(chosen.pop("grid", "world"))
+    found = _watts(device, measured_watts)
+    found = replace(found, grams_per_kwh=grams, reasons=(*found.reasons, f"PUE {found.pue} (Uptime 2024)", grid))
+    if not chosen:
+        return found
+    if "device_watts" in chosen:
+        chosen = {"least_device_watts": chosen["device_watts"], "most_device_watts": chosen["device_watts"], **chosen}
+    changed = replace(found, **_checked("power", Power, chosen))
+    said = ", ".join(f"{name} {value}" for name, value in (given or {}).items())
+    return replace(changed, reasons=(*changed.reasons, f"given instead: {said}"))
+
+
+def _grid(name: Any) -> tuple[float, str]:
+    if name not in GRAMS_PER_KWH:
+        message = f"{name!r} is no grid in the table; there are {', '.join(GRAMS_PER_KWH)}, or give grams_per_kwh"
+        raise ConfigError([Problem("power.grid", message)])
+    grams, source = GRAMS_PER_KWH[name]
+    return grams, f"grid: {name}, {grams:g} g CO2-equivalent per kWh ({source})"
+
+
+def _watts(device: str, measured: float | None) -> Power:
+    if device.strip().lower() in ("cpu", ""):
+        reason = f"{CORE_WATTS} W for each core in use (a Xeon Platinum 8280's share); memory and disks left out"
+        return Power(device_watts=CORE_WATTS, least_device_watts=CORE_WATTS / 2, most_device_watts=2 * CORE_WATTS,
+                     server_watts=0.0, reasons=(reason,))  # fmt: skip
+    if measured is not None:
+        reason = f"{measured:.0f} W a device, measured by NVML; {SERVER_WATTS:.0f} W for the rest of the server"
+        return Power(device_watts=measured, least_device_watts=measured, most_device_watts=measured,
+                     server_watts=SERVER_WATTS, reasons=(reason,))  # fmt: skip
+    rated, name = _rated(device)
+    low, taken, high = (share * rated for share in UTILISATION)
+    reason = (
+        f"{rated:.0f} W rated ({name}) × {UTILISATION[1]:.0%} utilisation, taken, from {UTILISATION[0]:.0%} to full"
+    )
+    server = f"{SERVER_WATTS:.0f} W for the rest of the server, taken from a DGX H100's data sheet"
+    return Power(device_watts=taken, least_device_watts=low, most_device_watts=high, server_watts=SERVER_WATTS,
+                 reasons=(reason, server))  # fmt: skip
+
+
+def _rated(device: str) -> tuple[float, str]:
+    words = set(re.split(r"[^a-z0-9]+", device.lower()))
+    found = [name for name in RATED_WATTS if set(name.lower().split("-")) <= words]
+    if not found:
+        return RATED_WATTS["A100"], f"{device} is not in the table, so an A100's"
+    return RATED_WATTS[found[0]], found[0]
+
+
+_GRAMS_PER_KILOGRAM = 1000.0
+
+
+def carbon_reasons(trials: Sequence[Trial], seconds: float) -> list[str]:
+    """One sentence for each trial that was asked to estimate it.
+
+    Args:
+        trials: Any.
+        seconds: Of a run on as many devices as the first of them.
+    """
+    found = [(trial, trial.event("carbon_estimated")) for trial in trials]
+    return [_sentence(trial, event, seconds if trial is trials[0] else None) for trial, event in found if event]
+
+
+def _sentence(trial: Trial, event: dict[str, float], seconds: float | None) -> str:
+    watts = event["joules"] / event["seconds"]
+    said = (
+        f"codecarbon {event['version']} on {trial.name}: {watts:.3g} W for the whole machine "
+        f"({event['cpu_joules'] / event['joules']:.0%} processor, {event['gpu_joules'] / event['joules']:.0%} GPU, "
+        f"{event['ram_joules'] / event['joules']:.0%} memory), {event['country']}'s grid"
+    )
+    if seconds is None:
+        return said
+    kilowatt_hours = watts * seconds / _SECONDS_PER_HOUR / _WATT_HOURS_PER_KILOWATT_HOUR
+    kilograms = event["grams"] / event["seconds"] * seconds / _GRAMS_PER_KILOGRAM
+    return f"{said}; {kilowatt_hours:.3g} kWh and {kilograms:.3g} kg for all epochs on its devices, without PUE"

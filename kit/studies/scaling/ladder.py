@@ -1,0 +1,297 @@
+"""Ladder: in which order to change a config that does not fit or is too slow, and what each change costs.
+
+A rung is a set of changes. Rungs are ordered by the dearest change in them, and the first that fits is taken:
+
+    as configured     nothing
+    accumulation      a batch in k parts, one after another: the same global batch. Little time, until parts are small
+    checkpointing     activations are computed again: a third more time, since a forward pass is a third of a step
+                      (Chen et al. 2016)
+    8-bit optimizer   other numbers: states of AdamW in 8 bits, in the place of the optimizer that the module makes
+    deeper            accumulation down to single samples, where a device has little to do at a time
+    fsdp              the model over all devices: traffic, and devices that wait for each other
+
+Each comes with every combination of those above it. More than one device means ddp until sharding is needed. A batch
+is that of each device, so the global batch grows with the devices and does not change by anything else. Pure: what
+fits and how long it takes is asked of others.
+
+The time of smaller batches is an assumption, `PART_TIME` for each halving, and said to be one.
+
+A recommendation as it is given: the rungs that were tried, the one that was chosen, and what to set, with reasons.
+
+Plain answers: nothing is predicted here (see `kit.studies.scaling.recommend`). `config` is a changed copy; where
+nothing fits it is refused, by how much.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kit.config import Config
+from kit.errors import PlanError
+from kit.memory.replay.cards import THIS_MACHINE, Target
+from kit.memory.replay.estimate import MemoryEstimate
+from kit.studies.scaling.bill import RunPrices, prices_of
+from kit.studies.scaling.model import MOST_DEVICES
+from kit.studies.scaling.predict import BigRun, BigRunRow
+from kit.tables import html_list, html_table, text_table
+from kit.units import format_bytes, format_seconds
+
+CHECKPOINTING_TIME = 4 / 3
+PART_TIME = 1.05
+"""Of each halving of the batch: an assumption, not measured."""
+MOST_PARTS = 8
+"""Of a batch, before dearer changes are tried."""
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTarget:
+    """Where a run is to go, and what it may cost."""
+
+    device: str | int | Target = THIS_MACHINE
+    """A GPU model, its memory in bytes or as "24 GiB", or "this machine"."""
+    devices: int = 1
+    """How many there are. Without a limit all are used."""
+    hours: float | None = None
+    """All epochs are to be done by then."""
+    money: float | None = None
+    """What they may cost, at `prices`."""
+    prices: float | str | Mapping[str, Any] | RunPrices | None = None
+    """As `kit.predict_run` takes them."""
+    cores: int | None = None
+    """Of a node; by default those of this machine."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.devices <= MOST_DEVICES:
+            raise PlanError(f"a target of {self.devices} devices; give a number from 1 to {MOST_DEVICES}")
+        for name in ("hours", "money"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise PlanError(f"{name} is {value}: nothing runs in that; give a number above 0")
+        if self.money is not None and self.bill.per_device_hour is None:
+            raise PlanError("money is limited, but a device-hour has no price; give prices= too")
+
+    @property
+    def bill(self) -> RunPrices:
+        return prices_of(self.prices)
+
+    @property
+    def limited(self) -> bool:
+        """Whether time or money is limited."""
+        return self.hours is not None or self.money is not None
+
+    def over(self, seconds: float, devices: int) -> float:
+        """How many times too long or too dear a run is; at most 1 where it is within the limits."""
+        shares = [0.0 if self.hours is None else seconds / _HOUR / self.hours]
+        money = self.bill.money(devices * seconds / _HOUR)
+        shares.append(money / self.money if self.money is not None and money is not None else 0.0)
+        return max(shares)
+
+    @property
+    def limits(self) -> str:
+        """In words."""
+        time = [] if self.hours is None else [f"{self.hours:g} h"]
+        money = [] if self.money is None else [self.bill.text(self.money)]
+        return " and ".join(time + money)
+
+
+def target_from(value: Any) -> RunTarget:
+    """A target from a device alone, a mapping of the fields, or one made already.
+
+    Raises:
+        PlanError: for unknown fields and impossible values.
+    """
+    if isinstance(value, RunTarget):
+        return value
+    if isinstance(value, Mapping):
+        known = [item.name for item in fields(RunTarget)]
+        for name in value:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+                raise PlanError(f"a target has no {name!r}; {hint}")
+        return RunTarget(**value)
+    if isinstance(value, str | Target) or (isinstance(value, int) and not isinstance(value, bool)):
+        return RunTarget(device=value)
+    raise PlanError(f"{value!r} is no target; give a device such as 'H100-80GB', or a mapping with device and devices")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """A set of changes, apart from the number of parts that a batch is cut into."""
+
+    strategy: str
+    devices: int
+    checkpointing: bool
+    eight_bit: bool
+    most_parts: int
+    """Of a batch, that this rung allows."""
+
+    def changes(self) -> dict[str, Any]:
+        """What it sets in a config, without the batch."""
+        found: dict[str, Any] = {"hardware.strategy": self.strategy, "hardware.devices": self.devices}
+        found |= {"levers.gradient_checkpointing": True} if self.checkpointing else {}
+        return found | ({"levers.optimizer": "adamw-8bit"} if self.eight_bit else {})
+
+    def time_factor(self, given: Config, parts: int) -> float:
+        """Of a step on as many devices, against the config as given; traffic is counted elsewhere."""
+        again = self.checkpointing and not given.levers.gradient_checkpointing
+        return float((CHECKPOINTING_TIME if again else 1.0) * PART_TIME ** math.log2(parts))
+
+
+def rungs(config: Config, devices: int) -> Iterator[Rung]:
+    """All rungs on that many devices, in the order in which they are tried."""
+    for strategy in _strategies(config, devices):
+        for most_parts in (MOST_PARTS, 1 << 30):
+            for eight_bit in _eight_bit(config):
+                for checkpointing in (False, True) if not config.levers.gradient_checkpointing else (True,):
+                    yield Rung(
+                        strategy=strategy, devices=devices, checkpointing=checkpointing, eight_bit=eight_bit,
+                        most_parts=most_parts,
+                    )  # fmt: skip
+
+
+def _strategies(config: Config, devices: int) -> tuple[str, ...]:
+    """A config that shards already goes on sharding."""
+    if devices == 1:
+        return ("none",)
+    named, shards = config.hardware.strategy, config.hardware.shards
+    if shards and shards[0] * shards[1] == devices:
+        return (named,)
+    return ("fsdp",) if named.startswith("fsdp") else ("ddp", "fsdp")
+
+
+def _eight_bit(config: Config) -> tuple[bool, ...]:
+    """Not in the place of an optimizer that has less state."""
+    return (False,) if config.levers.optimizer in ("adamw-8bit", "sgd") else (False, True)
+
+
+def parts_of(batch_size: int, most: int) -> list[int]:
+    """Numbers of equal parts that a batch can be cut into, from 1 on."""
+    return [parts for parts in range(1, min(batch_size, most) + 1) if batch_size % parts == 0]
+
+
+_COLUMNS = ("rung", "devices", "verdict", "needs", "short of", "time")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Fields to set, and why."""
+
+    name: str
+    values: Mapping[str, Any]
+    reason: str
+
+    def __str__(self) -> str:
+        sets = ", ".join(f"{path} = {value}" for path, value in self.values.items())
+        return f"{self.name} ({sets}): {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One rung, and what was predicted of it."""
+
+    name: str
+    rung: Rung
+    parts: int
+    """Micro-batches that a batch as configured is cut into."""
+    estimate: MemoryEstimate | None
+    """None where it could not be had."""
+    time_factor: float
+    """Of a step, against the config as given; traffic not counted."""
+    run: BigRunRow | None
+    """Time and money with it, where a trial told."""
+    note: str = ""
+    """Why it was passed over, where memory is not the reason."""
+
+    @property
+    def short_bytes(self) -> int:
+        """What the device lacks; 0 where it fits or nothing is known."""
+        found = self.estimate
+        return 0 if found is None else max(0, found.total_bytes[1] - found.capacity_bytes)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all epochs."""
+        return None if self.run is None else self.run.total_seconds * self.time_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Recommendation:
+    """What to change and why; print it, show it, or take its `config`."""
+
+    given: Config
+    target: RunTarget
+    tried: tuple[Tried, ...]
+    """In order; the last is the chosen one where there is one."""
+    chosen: Tried | None
+    changes: tuple[Change, ...]
+    """What to set, each with its reason."""
+    reasons: tuple[str, ...]
+    refusal: str = ""
+    """Why there is none, and by how much."""
+    big_run: BigRun | None = field(default=None, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        return self.chosen is not None
+
+    @property
+    def config(self) -> Config:
+        """The changed config.
+
+        Raises:
+            PlanError: when nothing fits, saying by how much.
+        """
+        if self.chosen is None:
+            raise PlanError(self.refusal)
+        return self.given.replace({path: value for change in self.changes for path, value in change.values.items()})
+
+    @property
+    def _headline(self) -> str:
+        if self.chosen is None:
+            return self.refusal
+        time = "" if self.chosen.seconds is None else f", {format_seconds(self.chosen.seconds)} predicted"
+        what = ", ".join(change.name for change in self.changes) or "nothing to change"
+        return f"{what}: fits {self._where}{time}"
+
+    @property
+    def _where(self) -> str:
+        count, device = self.target.devices, self.target.device
+        text = format_bytes(device) if isinstance(device, int) else str(device)
+        return f"{count} × {text}" if count > 1 else text
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        return [_cells(one) for one in self.tried]
+
+    @property
+    def _marked(self) -> int | None:
+        return self.tried.index(self.chosen) if self.chosen is not None else None
+
+    @property
+    def _sentences(self) -> list[str]:
+        return [*(str(change) for change in self.changes), *self.reasons]
+
+    def __repr__(self) -> str:
+        table = text_table(_COLUMNS, self._rows, self._marked)
+        return "\n".join([self._headline, table, *(f"- {text}" for text in self._sentences)])
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        table = html_table(_COLUMNS, self._rows, caption=self._headline, marked=self._marked)
+        return table + html_list(self._sentences)
+
+
+def _cells(one: Tried) -> list[str]:
+    time = f"× {one.time_factor:.2f}" if one.seconds is None else format_seconds(one.seconds)
+    found = one.estimate
+    if found is None:
+        return [one.name, str(one.rung.devices), one.note, "–", "–", "–"]
+    short = format_bytes(one.short_bytes) if one.short_bytes else "–"
+    return [one.name, str(one.rung.devices), found.verdict, format_bytes(found.total_bytes[1]), short, time]

@@ -1,0 +1,240 @@
+"""Measured steps: what trials tell the model of scaling (`kit.studies.scaling.model`): steps, loading, and the
+gradients' size.
+
+Means over the batches after warm-up and over all ranks, in seconds. Trials are of one run when their configs differ in
+devices only; several at one count are averaged. A loader that reads ahead hides its time: how long it needs is known
+only where a step waits for it, beyond `WAITED` of the step, and is then the whole step. What kit's own loader asks of
+the store is counted in the trial, and what the store allows is what the config says (`kit.probe(url).apply(config)`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kit.config import Config
+from kit.data.build.layout import network_of
+from kit.errors import ConfigError, KitError, Problem, TrialError
+from kit.events import number
+from kit.studies.compare import DEVICES, NO_DIFFERENCE
+from kit.studies.diagnosis.evidence import Evidence, evidence_of
+from kit.studies.scaling.model import Loading, Step, Traffic
+from kit.trial.trial import Trial
+
+WAITED = 0.05
+"""Of a step: less than this is the jitter of a queue that is full."""
+_QUARTILES = 1.349
+"""Middle half of a normal distribution, in standard deviations."""
+_PARTS = ("transfer", "forward", "backward", "optimizer", "other")
+_FULL_BYTES, _HALF_BYTES = 4, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Trials of one run, by rising number of devices."""
+
+    config: Config
+    """Of the smallest."""
+    trials: tuple[Trial, ...]
+    evidence: Evidence
+    """Of the smallest."""
+    steps: tuple[Step, ...]
+    loading: Loading
+    traffic: Traffic
+    batch_size: float
+    """Samples of a batch on a device."""
+    samples_per_epoch: int | None
+    device: str
+    """A GPU as the driver names it, or CPU."""
+    watts: float | None
+    """Of one device, where it was measured."""
+    reasons: tuple[str, ...]
+
+
+def measure(runs: Any) -> Measured:
+    """What these trials tell.
+
+    Args:
+        runs: A trial, run directory or row of `kit.results`, or several of them.
+
+    Raises:
+        ConfigError: for no trials, and for trials that differ in more than devices.
+        TrialError: for a trial without a step after its warm-up.
+    """
+    trials = sorted(map(_opened, _listed(runs)), key=_world)
+    if not trials:
+        raise ConfigError([Problem("trials", "none to predict from; run one with kit.fit(config) first")])
+    _check_alike(trials)
+    first = trials[0]
+    found = _evidence(first)
+    batch = statistics.fmean(float(event["samples"]) for event in _after_warmup(first))
+    loading, reasons = _loading(first, found)
+    return Measured(
+        config=first.config, trials=tuple(trials), evidence=found, steps=tuple(_steps(trials)), loading=loading,
+        traffic=_traffic(first), batch_size=batch, samples_per_epoch=_epoch(first, batch),
+        device=str(first.event("fit_started", "device") or "CPU"), watts=_watts(trials), reasons=tuple(reasons),
+    )  # fmt: skip
+
+
+def _listed(runs: Any) -> Iterable[Any]:
+    return [runs] if isinstance(runs, Trial | str | Path | dict) else list(runs)
+
+
+def _opened(run: Any) -> Trial:
+    if isinstance(run, dict):
+        run = run["run_directory"]
+    trial = run if isinstance(run, Trial) else Trial.open(run)
+    trial.poll()
+    return trial
+
+
+def _world(trial: Trial) -> int:
+    return int(trial.event("fit_started", "world_size") or 1)
+
+
+def _check_alike(trials: Sequence[Trial]) -> None:
+    allowed = {*NO_DIFFERENCE, *DEVICES, "trial.max_steps", "trial.warmup_steps"}
+    for other in trials[1:]:
+        differing = [path for path in trials[0].config.diff(other.config) if path not in allowed]
+        if differing:
+            message = f"{trials[0].name} and {other.name} differ in {', '.join(differing)}, not in devices only"
+            raise ConfigError([Problem("trials", message)])
+
+
+def _evidence(trial: Trial) -> Evidence:
+    try:
+        return evidence_of(trial)
+    except ValueError as error:
+        raise TrialError(f"{trial.name}: {error}; give it more steps") from None
+
+
+# -- steps
+
+
+def _steps(trials: Sequence[Trial]) -> list[Step]:
+    counts = sorted({_world(trial) for trial in trials})
+    return [_mean([_step(trial) for trial in trials if _world(trial) == count]) for count in counts]
+
+
+def _mean(steps: Sequence[Step]) -> Step:
+    names = [name for name in Step.__slots__ if name != "devices"]
+    means: dict[str, Any] = {name: statistics.fmean(getattr(step, name) for step in steps) for name in names}
+    return replace(steps[0], **means)
+
+
+def _after_warmup(trial: Trial) -> list[dict[str, Any]]:
+    found = [event for event in trial.steps if int(event["step"]) > trial.config.trial.warmup_steps]
+    if not found:
+        raise TrialError(f"{trial.name}: all {len(trial.steps)} steps were warm-up; give it more")
+    return found
+
+
+def _step(trial: Trial) -> Step:
+    events = _after_warmup(trial)
+    train = [_seconds(event, *_PARTS) for event in events]
+    mean = statistics.fmean(train)
+    deviation = statistics.stdev(train) if len(train) > 1 else 0.0
+    quarters = statistics.quantiles(train) if len(train) > 1 else [mean] * 3
+    return Step(
+        devices=_world(trial), train_seconds=mean,
+        backward_seconds=statistics.fmean(_seconds(event, "backward") for event in events),
+        communication_seconds=statistics.fmean(_seconds(event, "communication") for event in events),
+        wait_seconds=statistics.fmean(_seconds(event, "wait") for event in events),
+        deviation_seconds=min(deviation, (quarters[2] - quarters[0]) / _QUARTILES), most_deviation_seconds=deviation,
+        error_fraction=2 * deviation / math.sqrt(len(train)) / mean if mean else 0.0,
+    )  # fmt: skip
+
+
+def _seconds(event: dict[str, Any], *parts: str) -> float:
+    values = [number(event.get(f"{part}_seconds", 0.0)) for part in parts]
+    return math.fsum(value for value in values if math.isfinite(value))
+
+
+# -- data
+
+
+def _loading(trial: Trial, found: Evidence) -> tuple[Loading, list[str]]:
+    ahead = found.own_loader or bool(found.workers)
+    waited = found.shares.get("wait", 0.0)
+    seconds = _load_seconds(found, ahead, waited)
+    reasons = [_said(ahead, waited)]
+    if not found.own_loader or not found.requests_per_sample:
+        reasons.append("the loader does not count its requests, so the store is not among the limits")
+        return Loading(ahead=ahead, seconds=seconds, cpu_seconds=_workers_cpu(trial)), reasons
+    network, batch = network_of(trial.config), statistics.fmean(int(e["samples"]) for e in trial.steps)
+    requests = found.requests_per_sample * batch
+    reasons.append(
+        f"the store allows {network.requests_per_second:,.0f} requests/s, as chunking says; "
+        f"{found.requests_per_sample:.3g} a sample were counted"
+    )
+    return Loading(
+        ahead=True, seconds=seconds, cpu_seconds=_workers_cpu(trial) or _engine_cpu(trial.config), requests=requests,
+        stored_bytes=requests * (found.bytes_per_request or 0.0), requests_per_second=network.requests_per_second,
+        bytes_per_second=network.total_bandwidth_bytes_per_second,
+    ), reasons  # fmt: skip
+
+
+def _load_seconds(found: Evidence, ahead: bool, waited: float) -> float | None:
+    if not ahead:
+        return found.wait_seconds
+    return found.step_seconds if waited > WAITED else None
+
+
+def _said(ahead: bool, waited: float) -> str:
+    if not ahead:
+        return f"batches are made between two steps: {waited:.0%} of a step, on every rank alike"
+    if waited > WAITED:
+        return f"a step waited {waited:.0%} of its time for data: the loader is what it takes so long for"
+    return "no step waited for data: how fast the loader of a rank could be is not known"
+
+
+def _workers_cpu(trial: Trial) -> float:
+    """CPU seconds of loader processes for each batch of a rank."""
+    used = sum(float(event["workers_seconds"]) for event in trial.events if event["kind"] == "cpu_used")
+    return used / len(_after_warmup(trial))
+
+
+def _engine_cpu(config: Config) -> float:
+    """Of a batch of kit's own loader, as the config prices requests and decoding; 0 where the store does not open."""
+    from kit.data.build.layout import price_store
+    from kit.data.dataset import open_dataset
+
+    try:
+        costs = price_store(config, open_dataset(config))
+    except KitError:
+        return 0.0
+    chunking = config.chunking
+    return sum(
+        cost.requests_per_batch * chunking.request_cpu_seconds + cost.bytes_per_batch / chunking.decode_bytes_per_second
+        for cost in costs
+    )
+
+
+# -- the rest
+
+
+def _traffic(trial: Trial) -> Traffic:
+    parameters = int(trial.event("fit_started", "parameters") or 0)
+    element = _HALF_BYTES if str(trial.event("fit_started", "precision")) == "bf16-true" else _FULL_BYTES
+    named = trial.config.hardware.strategy
+    size = float(parameters * element)
+    return Traffic(parameter_bytes=size, gradient_bytes=size, strategy="ddp" if named == "none" else named)
+
+
+def _epoch(trial: Trial, batch_size: float) -> int | None:
+    """Samples of an epoch, all ranks together; None where neither the config nor the loader tells."""
+    data = trial.config.data
+    if trial.environment.get("given", {}).get("data") == "default" and data.order == "random":
+        return data.samples_per_epoch
+    batches = trial.event("fit_started", "batches_per_epoch")
+    return round(int(batches) * batch_size * _world(trial)) if batches else None
+
+
+def _watts(trials: Sequence[Trial]) -> float | None:
+    """Mean of a device, over those that told (`kit.trial.meters`)."""
+    found = [event for trial in trials for event in trial.events if event["kind"] == "energy_measured"]
+    return statistics.fmean(event["joules"] / event["seconds"] for event in found) if found else None

@@ -1,0 +1,481 @@
+"""Scaling: seconds per batch on many devices, from what a batch took on few, and what holds it up.
+
+A device's batch stays as it is, so n devices take n batches at once (weak scaling). Each limit alone asks for so long:
+
+    training   compute(n) + what the backward pass does not hide of the exchange (`kit.studies.scaling.model`) + the
+    slowest rank loading    seconds a rank's loader needs for a batch, from the wait that was measured requests   n ×
+    requests of a batch / requests per second of the store bandwidth  n × stored bytes of a batch / bytes per second of
+    the store loader CPU loading's CPU seconds × devices of a node / cores that the node has left
+
+    seconds per batch = the largest of them where batches are read ahead, else training + the largest of the others
+
+On a CPU the ranks of a node share its cores: compute(n) = measured × cores that a rank used / cores it gets. The
+slowest of n ranks is `deviation × E[largest of n normals]` behind the mean (Blom 1958). Measurements at several counts
+correct two things: compute, by a factor for each doubling of the ranks of a node, and exchange, by one factor; both
+come with what they leave unexplained, which widens the range.
+
+The range is physical, not statistical: low is exchange hidden as well as can be on a link at its best, no rank slower
+than another; high is nothing hidden on a link at its worst, the full spread of steps, ranks of a node in each other's
+way where that was not measured, and a tenth where two limits are near each other. Known error: `benchmarks/scaling.py`
+sets predictions beside real ranks, `tests/plan` beside a simulated pipeline. The invariant: low <= seconds <= high.
+
+Links: the seconds that ranks need to exchange gradients and parameters, by the size of the model and their number.
+
+A ring of n ranks on a link of B bytes a second each way and α seconds a message needs, for S bytes that all have:
+
+    all-reduce                  2 (n - 1) / n × S / B + 2 (n - 1) α      (Patarasuk and Yuan 2009)
+    all-gather, reduce-scatter    (n - 1) / n × S / B +   (n - 1) α
+
+ddp all-reduces the gradients. fsdp gathers the parameters twice and scatters the gradients once, half as much again
+(Rajbhandari et al. 2020); fsdp:R:S does so over S ranks, and all-reduces the shards of gradients over R. A ring that
+crosses nodes goes at the speed of the network between them. Bytes travel in pieces while the backward pass computes: a
+piece is ready when its part of the pass is done, pieces go one after another, and the last of them is always waited
+for:
+
+    waited for = max(seconds / pieces, seconds - backward × (1 - 1 / pieces))
+
+Known error: a link never reaches what its maker states; `REACHED` of it is taken, with a range. At hundreds of ranks
+NCCL uses trees, whose latency grows with log n: there the ring is pessimistic. Traffic of others is not known of.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kit.errors import PlanError
+
+Bound = Literal[
+    "compute", "cores", "communication", "loading", "store requests/s", "store bandwidth", "loader CPU", "memory"
+]
+MOST_DEVICES = 4096
+_NEAR_A_TIE = 0.1
+"""What two limits that need equally long cost together, from simulation: neither waits for the other for nothing."""
+
+_UNMEASURED_CONTENTION = {"cpu": 0.3, "gpu": 0.05}
+"""At most, for each doubling: ranks on a CPU share its caches and memory bus, GPUs their host and power. Assumptions;
+on two cores a small GPT lost 18 % (`benchmarks/scaling.py`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One batch on each of `devices`, as measured: means over batches and ranks."""
+
+    devices: int
+    train_seconds: float
+    """Forward, backward, optimizer, transfer and the rest, on one rank."""
+    backward_seconds: float
+    communication_seconds: float
+    """That a rank waited for the others."""
+    wait_seconds: float
+    """That a rank waited for data."""
+    deviation_seconds: float
+    """Of the time to train one batch, robust: the middle half over 1.349."""
+    most_deviation_seconds: float
+    """The standard deviation of the same."""
+    error_fraction: float
+    """Standard error of the mean, over it."""
+
+    @property
+    def seconds(self) -> float:
+        return self.train_seconds + self.communication_seconds + self.wait_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The machines that run it."""
+
+    on_cpu: bool
+    devices_per_node: int
+    cores_per_node: float
+    within: Link
+    between: Link | None
+    threads_per_rank: int = 0
+    """On the CPU; 0 shares the cores among the ranks."""
+
+    def ranks(self, devices: int) -> int:
+        """Of the fullest node."""
+        return min(devices, self.devices_per_node)
+
+    def at_once(self, devices: int) -> float:
+        """Ranks of a node that compute at the same time: no more than it has cores, on the CPU."""
+        ranks = self.ranks(devices)
+        return max(1.0, min(ranks, self.cores_per_node)) if self.on_cpu else float(ranks)
+
+    def cores_used(self, devices: int) -> float:
+        """By each rank on the CPU."""
+        ranks = self.ranks(devices)
+        threads = self.threads_per_rank or max(1, int(self.cores_per_node // ranks))
+        return min(float(threads), self.cores_per_node / ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How batches come, on one rank; the store's limits are those of all ranks together."""
+
+    ahead: bool
+    """Whether batches are read while others are trained."""
+    seconds: float | None = None
+    """Of one batch, where it is known: then the loader was what a step waited for."""
+    cpu_seconds: float = 0.0
+    """CPU seconds of one batch."""
+    requests: float = 0.0
+    """Of one batch."""
+    stored_bytes: float = 0.0
+    """Of one batch."""
+    requests_per_second: float = math.inf
+    bytes_per_second: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The prediction for one number of devices."""
+
+    devices: int
+    seconds_per_batch: float
+    low_seconds: float
+    high_seconds: float
+    seconds_by_limit: tuple[tuple[Bound, float], ...]
+    """What each limit alone would need, the slowest first; compute and communication, which add up, apart."""
+    bound: Bound
+
+    def samples_per_second(self, batch_size: float) -> float:
+        return self.devices * batch_size / self.seconds_per_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cap:
+    """From how many devices on another limit holds the run up."""
+
+    devices: int
+    bound: Bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """What is known, and the prediction for any number of devices."""
+
+    steps: tuple[Step, ...]
+    """By rising number of devices."""
+    traffic: Traffic
+    cluster: Cluster
+    loading: Loading
+    steps_per_exchange: int = 1
+    """Batches between two exchanges: gradients are accumulated meanwhile."""
+    contention: float = field(init=False)
+    """What compute takes longer for each doubling of the ranks of a node: 0.1 is a tenth."""
+    exchange_factor: float = field(init=False)
+    """Measured communication over that of the formulas."""
+    unexplained_fraction: float = field(init=False)
+    """Largest difference between what was measured and what the fit says of it; 0 for a single measurement."""
+
+    def __post_init__(self) -> None:
+        counts = [step.devices for step in self.steps]
+        if not counts or sorted(set(counts)) != counts or counts[0] < 1:
+            raise PlanError(f"measurements at {counts} devices; each count once, rising, from 1")
+        object.__setattr__(self, "contention", self._fit_contention())
+        object.__setattr__(self, "exchange_factor", self._fit_exchange())
+        object.__setattr__(self, "unexplained_fraction", self._unexplained())
+
+    @property
+    def base(self) -> Step:
+        return self.steps[0]
+
+    @property
+    def fitted(self) -> bool:
+        """Whether several counts were measured."""
+        return len(self.steps) > 1
+
+    # -- the prediction
+
+    def at(self, devices: int) -> Point:
+        """The prediction for so many devices.
+
+        Raises:
+            PlanError: for fewer than 1 or more than `MOST_DEVICES`.
+        """
+        if not 1 <= devices <= MOST_DEVICES:
+            raise PlanError(f"{devices} devices; predictions go from 1 to {MOST_DEVICES}")
+        compute, exchange = self._compute(devices), self._exchange(devices)
+        limits = self._data(devices)
+        seconds = self._together(compute + exchange, limits)
+        each: dict[Bound, float] = {self._work: compute, "communication": exchange, **limits}
+        return Point(
+            devices=devices, seconds_per_batch=seconds, low_seconds=min(seconds, self._low(devices, limits)),
+            high_seconds=max(seconds, self._high(devices, limits)),
+            seconds_by_limit=tuple(sorted(each.items(), key=lambda item: -item[1])),
+            bound=self._bound(devices, compute, exchange, limits),
+        )  # fmt: skip
+
+    def caps(self, most: int) -> tuple[Cap, ...]:
+        """The limit at one device, and every change of it up to `most`."""
+        found: list[Cap] = []
+        for devices in range(1, most + 1):
+            bound = self.at(devices).bound
+            if not found or found[-1].bound != bound:
+                found.append(Cap(devices=devices, bound=bound))
+        return tuple(found)
+
+    @property
+    def _work(self) -> Bound:
+        return "cores" if self.cluster.on_cpu else "compute"
+
+    def _together(self, train: float, limits: dict[Bound, float]) -> float:
+        data = max(limits.values(), default=0.0)
+        return max(train, data) if self.loading.ahead else train + data
+
+    def _low(self, devices: int, limits: dict[Bound, float]) -> float:
+        fewer = 1 - self.base.error_fraction - self.unexplained_fraction
+        best = self._ring(devices, MOST_REACHED)
+        return self._together(self._compute(devices) + best, limits) * max(0.0, fewer)
+
+    def _high(self, devices: int, limits: dict[Bound, float]) -> float:
+        more = 1 + self.base.error_fraction + self.unexplained_fraction
+        straggling = self.base.most_deviation_seconds * _largest_of(devices)
+        worst = self._full_ring(devices, LEAST_REACHED) + straggling
+        train = self._crowded(devices) + max(self._exchange(devices), worst)
+        data = max(limits.values(), default=0.0)
+        seconds = self._together(train, limits)
+        near = _NEAR_A_TIE * min(train, data) if self.loading.ahead else 0.0
+        return (seconds + near) * more
+
+    def _bound(self, devices: int, compute: float, exchange: float, limits: dict[Bound, float]) -> Bound:
+        slowest = max(limits, key=lambda name: limits[name], default=None)
+        if slowest is not None and limits[slowest] > compute + exchange:
+            return slowest
+        if exchange > compute:
+            return "communication"
+        crowded = self.cluster.on_cpu and self.cluster.cores_used(devices) < self.cluster.cores_used(1)
+        return "cores" if crowded else "compute"
+
+    # -- its parts
+
+    def _compute(self, devices: int, contention: float | None = None) -> float:
+        """Of one batch on one rank."""
+        seconds = self.base.train_seconds
+        if self.cluster.on_cpu:
+            seconds *= self.cluster.cores_used(self.base.devices) / self.cluster.cores_used(devices)
+        rate = self.contention if contention is None else contention
+        return seconds * math.pow(1 + rate, self._doublings(devices))
+
+    def _crowded(self, devices: int) -> float:
+        """The same at its worst: with one count measured, it is not known what ranks take from each other."""
+        if self.fitted:
+            return self._compute(devices)
+        return self._compute(devices, _UNMEASURED_CONTENTION["cpu" if self.cluster.on_cpu else "gpu"])
+
+    def _doublings(self, devices: int) -> float:
+        """Of the ranks of a node that compute at once, from the fewest that were measured."""
+        return math.log2(self.cluster.at_once(devices) / self.cluster.at_once(self.base.devices))
+
+    def _exchange(self, devices: int, factor: float | None = None) -> float:
+        """What a rank waits for the others, each batch."""
+        if devices == 1:
+            return 0.0
+        waited = self._ring(devices, REACHED) + self.base.deviation_seconds * _largest_of(devices)
+        return waited * (self.exchange_factor if factor is None else factor)
+
+    def _ring(self, devices: int, reached: float) -> float:
+        """Of an exchange, what the backward pass does not hide, spread over the batches between two."""
+        seconds = self._full_ring(devices, reached) * self.steps_per_exchange
+        hiding = self.base.backward_seconds * self._compute(devices) / max(self.base.train_seconds, 1e-12)
+        hidden = waited_for(seconds, hiding, self.traffic.pieces) if devices > 1 else 0.0
+        return hidden / self.steps_per_exchange
+
+    def _full_ring(self, devices: int, reached: float) -> float:
+        cluster = self.cluster
+        seconds = self.traffic.seconds(devices, cluster.within, cluster.between, cluster.devices_per_node, reached)
+        return seconds / self.steps_per_exchange
+
+    def _data(self, devices: int) -> dict[Bound, float]:
+        """What each limit of the data alone would need for a batch on every rank."""
+        loading, cluster = self.loading, self.cluster
+        found: dict[Bound, float] = {}
+        if loading.seconds is not None:
+            found["loading"] = loading.seconds * self._crowding(devices)
+        if loading.requests and math.isfinite(loading.requests_per_second):
+            found["store requests/s"] = devices * loading.requests / loading.requests_per_second
+        if loading.stored_bytes and math.isfinite(loading.bytes_per_second):
+            found["store bandwidth"] = devices * loading.stored_bytes / loading.bytes_per_second
+        if loading.cpu_seconds:
+            ranks = cluster.ranks(devices)
+            left = max(cluster.cores_per_node - ranks, cluster.cores_per_node / 2)
+            found["loader CPU"] = loading.cpu_seconds * ranks / left
+        return found
+
+    def _crowding(self, devices: int) -> float:
+        """How much slower a rank's own loader is where ranks share cores."""
+        if not self.cluster.on_cpu:
+            return 1.0
+        return max(1.0, self.cluster.cores_used(self.base.devices) / self.cluster.cores_used(devices))
+
+    # -- what several measurements tell
+
+    def _fit_contention(self) -> float:
+        """Least squares through the first measurement, in logarithms; never less than none."""
+        pairs = [(self._doublings(step.devices), self._slowdown(step)) for step in self.steps[1:]]
+        across = sum(x * x for x, _ in pairs)
+        slope = sum(x * y for x, y in pairs) / across if across else 0.0
+        return max(0.0, math.exp(slope) - 1)
+
+    def _slowdown(self, step: Step) -> float:
+        return math.log(step.train_seconds / self._compute(step.devices, contention=0.0))
+
+    def _fit_exchange(self) -> float:
+        """Median of measured over foretold; 1 where no count above one was measured."""
+        several = [step for step in self.steps if step.devices > 1]
+        pairs = [(step.communication_seconds, self._exchange(step.devices, factor=1.0)) for step in several]
+        return statistics.median([mine / theirs for mine, theirs in pairs if theirs > 0] or [1.0])
+
+    def _unexplained(self) -> float:
+        if not self.fitted:
+            return 0.0
+        said = (self._compute(step.devices) + self._exchange(step.devices) for step in self.steps)
+        real = (step.train_seconds + step.communication_seconds for step in self.steps)
+        return max(abs(theirs / mine - 1) for mine, theirs in zip(said, real, strict=True))
+
+
+def _largest_of(count: int) -> float:
+    """Expected largest of so many standard normal numbers."""
+    if count < 2:
+        return 0.0
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def counts_up_to(most: int) -> Sequence[int]:
+    """Powers of two, and the number itself."""
+    powers = [1 << place for place in range(most.bit_length()) if 1 << place <= most]
+    return powers if powers[-1] == most else [*powers, most]
+
+
+REACHED, LEAST_REACHED, MOST_REACHED = 0.7, 0.4, 0.95
+"""Of the stated bytes per second, what a collective reaches: the usual, the least and the most. An assumption."""
+PIECE_BYTES = 25 << 20
+"""Gradients that ddp sends at a time (`bucket_cap_mb` of torch's DistributedDataParallel)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins two devices of a ring."""
+
+    name: str
+    bytes_per_second: float
+    """Each way, as its maker states it: of one device within a node, of all adapters of a node between nodes."""
+    latency_seconds: float
+    """Of one message."""
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not self.latency_seconds >= 0:
+            raise PlanError(f"{self.name}: a link needs more than 0 bytes/s and no negative latency")
+
+
+# Makers' data sheets; latencies are the order of magnitude that nccl-tests shows for small messages.
+LINKS = (
+    Link(name="NVLink-5", bytes_per_second=900e9, latency_seconds=5e-6),
+    Link(name="NVLink-4", bytes_per_second=450e9, latency_seconds=5e-6),
+    Link(name="NVLink-3", bytes_per_second=300e9, latency_seconds=5e-6),
+    Link(name="NVLink-2", bytes_per_second=150e9, latency_seconds=5e-6),
+    Link(name="PCIe-5", bytes_per_second=63e9, latency_seconds=10e-6),
+    Link(name="PCIe-4", bytes_per_second=31.5e9, latency_seconds=10e-6),
+    Link(name="PCIe-3", bytes_per_second=15.8e9, latency_seconds=10e-6),
+    Link(name="network-400G", bytes_per_second=50e9, latency_seconds=20e-6),
+    Link(name="network-100G", bytes_per_second=12.5e9, latency_seconds=30e-6),
+    Link(name="network-25G", bytes_per_second=3.125e9, latency_seconds=50e-6),
+    Link(name="network-10G", bytes_per_second=1.25e9, latency_seconds=50e-6),
+    Link(name="loopback", bytes_per_second=2e9, latency_seconds=100e-6),
+)
+"""By name; `loopback` is gloo between processes of one machine."""
+_WITHIN = {
+    "B200": "NVLink-5", "H100": "NVLink-4", "H200": "NVLink-4", "A100": "NVLink-3", "V100": "NVLink-2",
+    "T4": "PCIe-3", "RTX-5090": "PCIe-5",
+}  # fmt: skip
+
+
+def find_link(name: str | Link) -> Link:
+    """The link of that name.
+
+    Raises:
+        PlanError: for an unknown one, with the closest.
+    """
+    if isinstance(name, Link):
+        return name
+    known = {link.name.lower(): link for link in LINKS}
+    if name.lower() in known:
+        return known[name.lower()]
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    hint = f"did you mean {known[close[0]].name!r}?" if close else f"known are {', '.join(x.name for x in LINKS)}"
+    raise PlanError(f"{name!r} is no link in the table; {hint}, or give a Link of your own")
+
+
+def link_within(device: str) -> Link:
+    """What usually joins devices of this name in one node: `loopback` for the CPU, PCIe 4 where nothing is known."""
+    if device.strip().lower() in ("cpu", ""):
+        return find_link("loopback")
+    words = set(re.split(r"[^a-z0-9]+", device.lower()))
+    named = next((link for model, link in _WITHIN.items() if set(model.lower().split("-")) <= words), "PCIe-4")
+    return find_link(named)
+
+
+def all_reduce_seconds(size_bytes: float, ranks: int, link: Link, reached: float = REACHED) -> float:
+    """Until all ranks have the sum."""
+    return 2 * all_gather_seconds(size_bytes, ranks, link, reached)
+
+
+def all_gather_seconds(size_bytes: float, ranks: int, link: Link, reached: float = REACHED) -> float:
+    """Until all ranks have the whole of which each had a part; to scatter sums takes as long."""
+    hops = max(1, ranks) - 1
+    return hops / (hops + 1) * size_bytes / (reached * link.bytes_per_second) + hops * link.latency_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What ranks exchange in one optimizer step."""
+
+    parameter_bytes: float
+    """Of the whole model, as they are gathered."""
+    gradient_bytes: float
+    """Of the whole model, as they are reduced."""
+    strategy: str
+    """ddp, fsdp or fsdp:R:S; of one device, what it would be with several."""
+
+    @property
+    def pieces(self) -> int:
+        return max(1, math.ceil(self.gradient_bytes / PIECE_BYTES))
+
+    def shards(self, ranks: int) -> int:
+        """Ranks that share one copy of the model; 1 where each has its own."""
+        name, *sizes = self.strategy.split(":")
+        if name != "fsdp":
+            return 1
+        return math.gcd(ranks, int(sizes[1])) if sizes else ranks
+
+    def seconds(self, ranks: int, within: Link, between: Link | None, node: int, reached: float = REACHED) -> float:
+        """Of an optimizer step, if nothing else went on.
+
+        Args:
+            ranks: All of them.
+            within: What joins the devices of a node.
+            between: What joins nodes; needed for more ranks than a node has.
+            node: Devices of a node.
+            reached: Of the stated bytes per second.
+        """
+        size = self.shards(ranks)
+        inner = within if size <= node or between is None else between
+        outer = within if ranks <= node or between is None else between
+        shared = 3 * all_gather_seconds(self._shared_bytes, size, inner, reached) if size > 1 else 0.0
+        return shared + all_reduce_seconds(self.gradient_bytes / size, ranks // size, outer, reached)
+
+    @property
+    def _shared_bytes(self) -> float:
+        """Mean of what two gathers and one scatter move."""
+        return (2 * self.parameter_bytes + self.gradient_bytes) / 3
+
+
+def waited_for(seconds: float, work_seconds: float, pieces: int) -> float:
+    """Of the seconds of an exchange, those that a backward pass of `work_seconds` does not hide."""
+    return max(seconds / pieces, seconds - work_seconds * (1 - 1 / pieces))

@@ -1,0 +1,302 @@
+"""ShardStrategy: any LightningModule sharded with FSDP2, on GPUs or, for tests and teaching, on CPUs through gloo.
+
+The ranks form a mesh of (replicas, shard size): parameters, gradients and optimizer states are split over the shard
+size and gradients are averaged over all ranks. Every rank reads its own batches. Losses equal those of plain data
+parallelism up to the order of additions. Repeated blocks are gathered one at a time, the rest as one unit.
+
+The invariant: all ranks start from the weights of rank 0, whatever their seeds, as under data parallelism.
+
+Limits, known: each rank builds the whole module on the host before it is split (make the layers on the meta device in
+`configure_model` if that is too much), and accumulation reduces gradients on every micro-batch, because keeping them
+whole would need the memory that sharding saves.
+
+The repeated blocks of a module: the unit in which a model is sharded and its activations are computed again.
+
+A block is a child of a container whose children are all of one class (the layers of a transformer, the levels of a
+U-Net). Bare torch layers are not blocks: sharding or checkpointing each `Linear` costs more than it saves. Nothing is
+changed here; a module without blocks gives an empty list.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from kit.errors import ConfigError, Problem
+from kit.train.sequences import is_chunked
+
+# A module is fitted again by a learning-rate search, and can be sharded only once.
+_SHARDED_HERE: WeakSet[nn.Module] = WeakSet()
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def check_shards(replicas: int, shard_size: int, world_size: int) -> None:
+    """Refuse a mesh that does not use every device once.
+
+    Raises:
+        ConfigError: with the product and the number of devices.
+    """
+    if replicas < 1 or shard_size < 1 or replicas * shard_size != world_size:
+        fitting = ", ".join(f"fsdp:{r}:{world_size // r}" for r in range(1, world_size + 1) if world_size % r == 0)
+        message = (
+            f"fsdp:{replicas}:{shard_size} needs {replicas} × {shard_size} = {replicas * shard_size} devices, this run "
+            f"has {world_size}; {fitting} would fit"
+        )
+        raise ConfigError([Problem("hardware.strategy", message)])
+
+
+class ShardStrategy(ModelParallelStrategy):
+    """FSDP2 for a module that knows nothing of it.
+
+    A module in manual optimization runs its backward inside `training_step`, so that method cannot gather parameters.
+    There, each child module gathers its own when called; a module that calls other methods of its own instead may name
+    them in a class attribute `fsdp_forward_methods`.
+
+    Args:
+        replicas: Copies of the model.
+        shard_size: Devices each copy is split over; by default the world size divided by `replicas`.
+        blocks: Class names of the units gathered at a time; by default the repeated blocks. An empty list gathers
+            the module as one unit, which any module bears.
+        save_distributed_checkpoint: Save one file per rank instead of assembling the model on rank 0.
+        process_group_backend: `gloo` or `nccl`; by default what fits the device.
+    """
+
+    def __init__(
+        self,
+        replicas: int = 1,
+        shard_size: int | None = None,
+        blocks: list[str] | None = None,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+        )
+        self.replicas = replicas
+        self.shard_size = shard_size
+        self.blocks = blocks
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def setup_environment(self) -> None:
+        """Join the ranks into a mesh.
+
+        Raises:
+            ConfigError: when replicas × shard size is not the world size.
+        """
+        shard_size = self.shard_size or max(1, self.world_size // max(1, self.replicas))
+        check_shards(self.replicas, shard_size, self.world_size)
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        self._device_mesh = init_device_mesh(
+            self.root_device.type, (self.replicas, shard_size), mesh_dim_names=("replicate", "shard")
+        )
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = self._device_mesh
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module, then make its optimizers over the shards."""
+        if self.accelerator is None or self.model is None:
+            raise RuntimeError("ShardStrategy.setup is called by a Trainer, once it has a module")
+        self.accelerator.setup(trainer)
+        if self.model not in _SHARDED_HERE:
+            _refuse_sharded(self.model)
+            self.model = self.precision_plugin.convert_module(self.model)
+            self._shard(self.model)
+        self.model_to_device()
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard(self, module: nn.Module) -> None:
+        mesh = self.device_mesh if self.replicas > 1 else self.device_mesh["shard"]
+        for unit in _units(module, self.blocks):
+            _take_weights_of_rank_0(unit, self.root_device)
+            fully_shard(unit, mesh=mesh)
+        _materialize_distributed_module(module, self.root_device)
+        for name in _gathering_methods(module):
+            register_fsdp_forward_method(module, name)
+        _SHARDED_HERE.add(module)
+
+
+class SelfShardedStrategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy, for a module that shards itself in `configure_model`.
+
+    It mends two things that Lightning lets pass: ranks whose weights differ before they are sharded, and a module that
+    shards nothing, whose ranks would train apart. Layers made in `configure_model` need the same seed on all ranks.
+    """
+
+    @override
+    def setup_environment(self) -> None:
+        """Join the ranks into Lightning's mesh, and agree on the weights made so far."""
+        super().setup_environment()
+        if self.lightning_module is not None:
+            _take_weights_of_rank_0(self.lightning_module, self.root_device)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Check that the module is sharded, then go on as Lightning does.
+
+        Raises:
+            ConfigError: when `configure_model` left every parameter whole on several ranks.
+        """
+        if self.world_size > 1 and self.model is not None and not _is_sharded(self.model):
+            raise ConfigError(
+                f"{type(self.model).__name__}.configure_model sharded nothing, so its {self.world_size} ranks would "
+                "train apart; call fully_shard there with self.device_mesh, or make the layers in __init__ and kit "
+                "shards them",
+                "hardware.strategy",
+            )
+        super().setup(trainer)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    if _is_sharded(module):
+        raise ConfigError(
+            f"{type(module).__name__} shards itself in configure_model; use SelfShardedStrategy, as kit.fit does",
+            "ShardStrategy",
+        )
+
+
+def _is_manual(module: nn.Module) -> bool:
+    return not getattr(module, "automatic_optimization", True)
+
+
+def _declared_methods(module: nn.Module) -> tuple[str, ...]:
+    return tuple(getattr(module, "fsdp_forward_methods", ()))
+
+
+def _gathering_methods(module: nn.Module) -> list[str]:
+    """Methods that gather the root's parameters when called, besides `forward`.
+
+    A backward inside such a method would run before FSDP's post-forward hook and give wrong gradients in silence.
+    """
+    steps = _STEPS[1:] if _is_manual(module) or is_chunked(module) else _STEPS
+    chunked = ("chunk_step",) if is_chunked(module) else ()
+    names = dict.fromkeys((*steps, *chunked, *_declared_methods(module)))
+    return [name for name in names if hasattr(module, name)]
+
+
+def _units(module: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """Modules to shard, inner ones first; the root comes last and takes whatever parameters are left."""
+    candidates = find_blocks(module, names)
+    if _is_manual(module) and not _declared_methods(module):
+        callable_children = [
+            child for child in module.children() if not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        ]
+        candidates = [*callable_children, *candidates]
+    inner = [unit for unit in reversed(candidates) if holds_its_parameters_alone(unit, module)]
+    inner = [unit for unit in dict.fromkeys(inner) if any(True for _ in unit.parameters())]
+    covered = {parameter for unit in inner for parameter in unit.parameters()}
+    loose = any(parameter not in covered for parameter in module.parameters())
+    return [*inner, module] if loose or not _is_manual(module) or _declared_methods(module) else inner
+
+
+@torch.no_grad()
+def _take_weights_of_rank_0(module: nn.Module, device: torch.device) -> None:
+    """Overwrite parameters and buffers with those of rank 0, one at a time on `device`; they stay where they are."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, DTensor) or tensor.is_meta:
+            continue
+        # Bytes, because gloo and nccl each lack some number formats.
+        data = tensor.data.to(device).contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(data, src=0)
+        tensor.data.copy_(data.view(tensor.dtype).reshape(tensor.shape))
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def class_name(module: nn.Module) -> str:
+    """Name of the class as its author wrote it, also after sharding has put a class in front of it."""
+    return type(module).__mro__[2 if isinstance(module, FSDPModule) else 0].__name__
+
+
+def repeated_blocks(root: nn.Module) -> list[nn.Module]:
+    """Blocks of `root`, outer ones before those inside them."""
+    blocks = [child for container in root.modules() for child in _alike(container)]
+    return list(dict.fromkeys(blocks))
+
+
+def _alike(container: nn.Module) -> list[nn.Module]:
+    if not isinstance(container, _CONTAINERS):
+        return []
+    children = [child for child in container.children() if any(True for _ in child.parameters())]
+    same = len({class_name(child) for child in children}) == 1
+    return children if same and len(children) > 1 and not _is_bare(children[0]) else []
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """A layer of torch itself, or a list that is never called."""
+    of_torch = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return of_torch or isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def named_blocks(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Modules inside `root` whose class is named in `names`, outer ones first.
+
+    Raises:
+        ConfigError: when a name fits no module.
+    """
+    inside = [module for module in root.modules() if module is not root]
+    classes = sorted({class_name(module) for module in inside})
+    absent = [name for name in names if name not in classes]
+    if absent:
+        close = difflib.get_close_matches(absent[0], classes, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        message = f"{class_name(root)} holds no {', '.join(absent)}; it has {', '.join(classes)}{hint}"
+        raise ConfigError([Problem("levers.checkpoint_blocks", message)])
+    return [module for module in inside if class_name(module) in names]
+
+
+def find_blocks(root: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """`named_blocks` when names are given, else `repeated_blocks`."""
+    return repeated_blocks(root) if names is None else named_blocks(root, names)
+
+
+def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Blocks that lie in no other of them."""
+    nested = {inner for block in blocks for inner in block.modules() if inner is not block}
+    return [block for block in blocks if block not in nested]
+
+
+def holds_its_parameters_alone(block: nn.Module, root: nn.Module) -> bool:
+    """False when a parameter of `block` is also used outside it (tied): FSDP takes it in one group only."""
+    inside, everywhere = _uses(block), _uses(root)
+    return all(everywhere[parameter] == count for parameter, count in inside.items())
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))

@@ -1,0 +1,130 @@
+"""The kernel's end of the supervisors: starting them, sending commands, noticing that one is gone.
+
+A kernel has at most two: the warm one has imported torch and forks ranks, the cold one has imported nothing and starts
+fresh interpreters. A command is one line of JSON down the supervisor's stdin; nothing comes back, because everything a
+trial says goes to files in its run directory. Closing the pipe (which the operating system does however the kernel
+ends) ends the supervisor and every rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import kit
+from kit.errors import TrialError
+from kit.machine import processes
+from kit.trial import scratch
+from kit.trial.launch import LOAD_DEFAULTS
+
+Start = Literal["warm", "cold"]
+_CLOSING_SECONDS = 3.0
+
+
+class Supervisor:
+    """One running supervisor process, as its kernel sees it."""
+
+    def __init__(self, start: Start) -> None:
+        if os.name != "posix":
+            raise TrialError(f"trials run on Linux and macOS, not on {sys.platform}; use Linux, or WSL on Windows")
+        self.start: Start = start
+        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kit.trial.supervisor", start, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=self._complaints,
+            stderr=self._complaints,
+            env={**LOAD_DEFAULTS, **os.environ, "PYTHONPATH": _python_path()},
+            start_new_session=True,
+        )
+        self._lock = threading.Lock()
+        self._words = ""
+        self._owner = os.getpid()
+        self.identity = processes.identify(self._process.pid)
+
+    @property
+    def alive(self) -> bool:
+        if os.getpid() == self._owner:
+            self._process.poll()  # so that no zombie is left
+        return processes.alive(self.identity)
+
+    def send(self, command: dict[str, Any]) -> bool:
+        """Send one command; False when the supervisor has gone."""
+        line = json.dumps(command).encode() + b"\n"
+        assert self._process.stdin is not None
+        with self._lock:
+            try:
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+            except (OSError, ValueError):
+                return False
+        return True
+
+    def last_words(self) -> str:
+        """How a supervisor that has ended did so: its exit code and the last line it printed."""
+        if not self._complaints.closed:
+            self._complaints.seek(0)
+            lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+            self._words = f"exit code {self._process.poll()}" + (f", {lines[-1]}" if lines else "")
+        return self._words
+
+    def close(self) -> None:
+        """End the supervisor and everything it supervises."""
+        with contextlib.suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.last_words()
+        self._complaints.close()
+
+
+def _python_path() -> str:
+    """Lets the new interpreter find this kit however the kernel found it; ranks get the kernel's own sys.path later."""
+    home = str(Path(kit.__file__).parents[1])
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([home, given]) if given else home
+
+
+_supervisors: dict[tuple[int, Start], Supervisor] = {}
+_starting = threading.Lock()
+
+
+def supervisor(start: Start) -> Supervisor:
+    """This process's supervisor of that kind, started when there is none alive. Returns at once."""
+    if not processes.LINUX:  # forking after imports is unsafe on macOS
+        start = "cold"
+    key = (os.getpid(), start)
+    with _starting:
+        current = _supervisors.get(key)
+        if current is not None and not current.alive:
+            current.close()
+            current = None
+        if current is None:
+            scratch.sweep()
+            current = _supervisors[key] = Supervisor(start)
+    return current
+
+
+def close_supervisors() -> None:
+    """End this process's supervisors, and with them every trial that still runs."""
+    with _starting:
+        mine = [key for key in _supervisors if key[0] == os.getpid()]
+        for key in mine:
+            _supervisors.pop(key).close()
+    if mine:
+        scratch.sweep()
+
+
+atexit.register(close_supervisors)

@@ -1,0 +1,456 @@
+"""The run directory: which files one trial consists of, and what they are called.
+
+Every file name of a run is written here and nowhere else. A run directory is made in one step (`mkdir` fails when the
+name is taken, then the next number is tried) and holds a marker file, so that nothing else is ever taken for a run.
+
+The stop protocol: two words of memory that the kernel, the supervisor and every rank share through a file.
+
+Whoever wants the trial to end sets `requested`. Rank 0 sees it when it has finished step k and writes
+`stop_at = k + 1` before it begins that step; every other rank reads `stop_at` after each step and leaves when it has
+finished exactly that one. In ddp and fsdp no rank can finish step k + 1 before rank 0 has begun it, so all ranks leave
+after the same step and no collective is left half done. No clock takes part. A trial of one rank leaves after step k.
+
+Signing: which run directories this user wrote here, so that no other's code runs without being asked for.
+
+A run directory holds code: the pickled module and data, and import paths in its config. Opening it runs none of that;
+running it again does. So what decides on the code is signed when it is written (HMAC-SHA256), with a key that this
+installation makes once and only this user can read, and the owner's number with it. Run directories of colleagues, of
+another machine, from before there were signatures, or changed since, are run again only by whoever says `trust=True`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import hmac
+import itertools
+import json
+import mmap
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kit.config import Config, project_folder
+from kit.errors import ConfigError, ForeignRunError, KitWarning, Problem, TrialError
+from kit.json_text import read_json
+from kit.units import format_bytes
+
+EVENT_FILES = "events.*.jsonl"
+LARGEST_WORLD = 100_000
+"""Ranks that a run may name: files are looked for of each."""
+_MARKER = ".kit-run"
+_LOG = re.compile(r"log\.(\d+)\.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The files of one run."""
+
+    directory: Path
+
+    @classmethod
+    def create(cls, config: Config) -> RunPaths:
+        """A new, empty run directory named after the experiment, the time and the fingerprint.
+
+        Raises:
+            ConfigError: when `trial.folder` cannot be written to.
+        """
+        folder = runs_folder(config.trial.folder)
+        stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}-{config.fingerprint[:6]}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            run = cls(_new_folder(folder, stem))
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+        with run.whole_or_gone():
+            run.marker.touch()
+        return run
+
+    @classmethod
+    def open(cls, directory: str | Path) -> RunPaths:
+        """An existing run directory.
+
+        Raises:
+            TrialError: when the directory is not there or is not a run.
+        """
+        run = cls(Path(directory).expanduser().absolute())
+        try:
+            is_run, exists = run.marker.is_file(), run.directory.exists()
+        except (OSError, ValueError) as error:
+            raise TrialError(f"{str(directory)[:200]!r} is no path of a run: {error}") from None
+        if not is_run:
+            state = "does not exist" if not exists else f"is not a run: it holds no {_MARKER}"
+            raise TrialError(f"{run.directory} {state}; give the run_directory of a trial, such as one below runs/")
+        return run
+
+    @contextlib.contextmanager
+    def whole_or_gone(self, needed_bytes: int = 0) -> Iterator[None]:
+        """Remove the directory when what is written into it meanwhile cannot be; `needed_bytes` is how much that is.
+
+        Raises:
+            ConfigError: in place of the system's error, with what is free.
+        """
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise cannot_write(self.directory.parent, error, needed_bytes) from error
+
+    @property
+    def marker(self) -> Path:
+        return self.directory / _MARKER
+
+    @property
+    def config(self) -> Path:
+        return self.directory / "config.yaml"
+
+    @property
+    def payload(self) -> Path:
+        """The pickled module and data."""
+        return self.directory / "payload.pkl"
+
+    @property
+    def signature(self) -> Path:
+        """What proves that this user wrote the run here; see `kit.trial.directory`."""
+        return self.directory / "signature.txt"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, the machine, and what `auto` was resolved to, with reasons."""
+        return self.directory / "environment.json"
+
+    @property
+    def control(self) -> Path:
+        """The shared memory of the stop protocol."""
+        return self.directory / "control"
+
+    @property
+    def supervisor_events(self) -> Path:
+        return self.directory / "events.supervisor.jsonl"
+
+    @property
+    def prediction(self) -> Path:
+        """The memory estimate of the run, as JSON."""
+        return self.directory / "prediction.json"
+
+    @property
+    def calibration(self) -> Path:
+        """The loader setting that was chosen, with its evidence, as JSON."""
+        return self.directory / "calibration.json"
+
+    @property
+    def scratch(self) -> Path:
+        """Where a job that is confined keeps what it may not write elsewhere; gone when it has ended."""
+        return self.directory / "scratch"
+
+    @property
+    def row(self) -> Path:
+        """The row of `kit.results`, once the trial has ended, as JSON."""
+        return self.directory / "row.json"
+
+    def read_environment(self) -> dict[str, Any]:
+        """What `environment` holds.
+
+        Raises:
+            TrialError: when it cannot be read, or is not what submission wrote.
+        """
+        try:
+            found = read_json(self.environment.read_bytes())
+        except (OSError, ValueError) as error:
+            raise TrialError(f"{self.environment} cannot be read: {error}") from error
+        wrong = "no mapping" if not isinstance(found, dict) else next(_wrong(found), "")
+        if wrong:
+            raise TrialError(f"{self.environment} is damaged: {wrong}; run the trial anew")
+        return dict(found)
+
+    def write_prediction(self, estimate: Mapping[str, Any]) -> None:
+        """Keep an estimate with the run, in one step."""
+        draft = self.prediction.with_suffix(".tmp")
+        draft.write_text(json.dumps(estimate), encoding="utf-8")
+        draft.replace(self.prediction)
+
+    def measured_memory(self, rank: int) -> Path:
+        """What the rank's allocator did in the first steps."""
+        return self.directory / f"memory.{rank}.npz"
+
+    def recording(self, number: int) -> Path:
+        """A recording that a prediction has made."""
+        return self.directory / f"recording.{number}.npz"
+
+    def events(self, rank: int) -> Path:
+        return self.directory / f"events.{rank}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        """What the rank wrote to stdout and stderr."""
+        return self.directory / f"log.{rank}.txt"
+
+    def event_files(self) -> list[Path]:
+        return sorted(self.directory.glob(EVENT_FILES))
+
+    def logs(self) -> list[Path]:
+        return sorted(path for path in self.directory.glob("log.*.txt") if _LOG.fullmatch(path.name))
+
+
+_ENVIRONMENT = {
+    "world_size": int, "precision": str, "accelerator": str, "platform": str, "machine": dict, "hardware": dict,
+    "given": dict, "predicted": dict, "versions": dict, "supervisor": dict, "claims": list, "devices": list,
+    "reasons": list, "folder": str, "sys_path": list, "threads_per_rank": int,
+}  # fmt: skip
+"""Types of what is read of an environment; any of it may be left out."""
+
+
+def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
+    for name, kind in _ENVIRONMENT.items():
+        if not isinstance(found.get(name), kind | None):
+            yield f"{name} is {found[name]!r:.60}"
+    if not 1 <= (found.get("world_size") or 1) <= LARGEST_WORLD:
+        yield f"world_size is {found['world_size']!r:.60}, not 1 to {LARGEST_WORLD:,}"
+    predicted = found.get("predicted") or {}
+    yield from (f"predicted is {value!r:.60}" for value in predicted.values() if not isinstance(value, int | float))
+
+
+def cannot_write(folder: Path, error: OSError, needed_bytes: int = 0) -> ConfigError:
+    """The error that says where a run cannot be kept, what it needs and what is free."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+    free = format_bytes(shutil.disk_usage(there).free)
+    room = f"{format_bytes(needed_bytes)} needed, {free} free" if needed_bytes else f"{free} free"
+    reason = error.strerror or str(error)
+    message = f"cannot make a run directory in {folder}: {reason} ({room}); make room, or choose another folder"
+    return ConfigError([Problem("trial.folder", message)])
+
+
+def _new_folder(folder: Path, stem: str) -> Path:
+    for number in itertools.count(1):
+        path = folder / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("count() ended")
+
+
+def runs_folder(folder: str | Path = "runs") -> Path:
+    """Where run directories are kept: as given when absolute, else below the project folder."""
+    given = Path(folder).expanduser()
+    return given if given.is_absolute() else project_folder() / given
+
+
+def find_runs(folder: str | Path = "runs") -> Iterator[RunPaths]:
+    """Every run directory in a folder, oldest first; other folders are passed over."""
+    root = runs_folder(folder)
+    if not root.is_dir():
+        return
+    marked = [path for path in root.iterdir() if (path / _MARKER).is_file()]
+    yield from (RunPaths(path) for path in sorted(marked, key=lambda path: ((path / _MARKER).stat().st_mtime_ns, path)))
+
+
+STOP = 1
+KILL = 2
+_REQUESTED, _STOP_AT = 0, 1
+_WORD_BYTES = 8
+
+
+class Control:
+    """The shared memory in the file `control` of a run directory; aligned words, so no read is torn."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 2 * _WORD_BYTES)
+        self._words = memoryview(self._map).cast("Q")
+
+    @staticmethod
+    def create(path: Path) -> None:
+        path.write_bytes(bytes(2 * _WORD_BYTES))
+
+    @property
+    def requested(self) -> int:
+        """0, `STOP` or `KILL`."""
+        return self._words[_REQUESTED]
+
+    def request(self, level: int) -> None:
+        self._words[_REQUESTED] = max(level, self.requested)
+
+    def should_leave(self, step: int, rank: int, world_size: int) -> bool:
+        """Whether this rank, having just finished optimizer step `step`, leaves the fit now."""
+        if rank == 0 and self.requested and not self._words[_STOP_AT]:
+            self._words[_STOP_AT] = step if world_size == 1 else step + 1
+        return self._words[_STOP_AT] == step
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+
+
+_KEY_BYTES = 32
+_VERSION = b"kit run 1"
+_UNSIGNED = ("supervisor",)
+"""What is noted in the environment after a run was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a run directory says is to be run."""
+
+    config: bytes
+    payload: bytes
+    environment: dict[str, Any]
+
+    @classmethod
+    def of(cls, paths: RunPaths) -> Contents:
+        """Read, not run.
+
+        Raises:
+            TrialError: when something of it is no longer there.
+        """
+        try:
+            environment = read_json(paths.environment.read_bytes())
+            return cls(paths.config.read_bytes(), paths.payload.read_bytes(), dict(environment))
+        except (OSError, ValueError, TypeError) as error:
+            raise TrialError(f"{paths.directory} cannot be run again: {error}") from error
+
+    def signature(self, owner: int) -> str:
+        decides = {name: value for name, value in self.environment.items() if name not in _UNSIGNED}
+        parts = (self.config, self.payload, json.dumps(decides, sort_keys=True).encode())
+        digests = b"".join(hashlib.sha256(part).digest() for part in parts)
+        return hmac.new(_key(key_path()), _VERSION + digests + str(owner).encode(), hashlib.sha256).hexdigest()
+
+
+def sign(paths: RunPaths) -> None:
+    """Say that this user wrote the run here, as it is now."""
+    paths.signature.write_text(Contents.of(paths).signature(_owner(paths)), encoding="ascii")
+
+
+def replace_config(paths: RunPaths, config: Config) -> None:
+    """Put the config that really runs in the place of the one that was asked for; what was signed stays signed.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    try:
+        contents_to_run(paths)
+    except (ForeignRunError, TrialError):
+        config.save(paths.config)
+        return
+    config.save(paths.config)
+    sign(paths)
+
+
+def contents_to_run(paths: RunPaths, trust: bool = False) -> Contents:
+    """What is in a run directory, when it may be run again; look at nothing else of it, as that may change meanwhile.
+
+    Args:
+        paths: The run directory.
+        trust: Whoever asks knows what is in it.
+
+    Raises:
+        ForeignRunError: when this user did not write it here, or somebody changed it since.
+        TrialError: when something of it is no longer there.
+    """
+    contents = Contents.of(paths)
+    if trust:
+        return contents
+    owner = _owner(paths)
+    try:
+        given = paths.signature.read_bytes()
+    except FileNotFoundError:
+        raise _foreign(paths, owner, "it has no signature") from None
+    except OSError as error:
+        raise _foreign(paths, owner, f"its signature cannot be read ({error.strerror})") from None
+    if not hmac.compare_digest(given, contents.signature(owner).encode()):
+        raise _foreign(paths, owner, "its signature is of another installation, or it was changed since")
+    return contents
+
+
+def _foreign(paths: RunPaths, owner: int, why: str) -> ForeignRunError:
+    return ForeignRunError(
+        f"{paths.directory} was not written by you here, so its code is not run unasked: {why}; it belongs to "
+        f"{_called(owner)}. If you know what is in it, pass trust=True, or give module, data and config yourself"
+    )
+
+
+def _owner(paths: RunPaths) -> int:
+    """The number of whom the directory and all that is run belongs to; -1 when these are several."""
+    files = (paths.directory, paths.config, paths.payload, paths.environment)
+    owners = {file.lstat().st_uid for file in files}
+    return owners.pop() if len(owners) == 1 else -1
+
+
+def _called(owner: int) -> str:
+    if owner < 0:
+        return "several users"
+    you = " (you)" if hasattr(os, "getuid") and owner == os.getuid() else ""
+    try:
+        import pwd
+
+        return f"{pwd.getpwuid(owner).pw_name}{you}"
+    except (ImportError, KeyError):
+        return f"user {owner}{you}"
+
+
+# -- the key
+
+
+def key_path() -> Path:
+    """Where this installation's key is kept, by the XDG rules; a relative path for a user without a home."""
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    state = given if given.is_absolute() else Path(os.path.expanduser("~"), ".local", "state")  # noqa: PTH111 - never raises
+    return state / "kit" / "run-key"
+
+
+@functools.cache
+def _key(path: Path) -> bytes:
+    """The key of this installation, made on first use; one of this process where none can be kept."""
+    try:
+        if not path.is_absolute():
+            raise OSError("this user has no home folder; set XDG_STATE_HOME to one that lasts")
+        try:
+            return _kept(path)
+        except FileNotFoundError:
+            _make(path)
+            return _kept(path)
+    except OSError as error:
+        message = (
+            f"{path} cannot hold the key that run directories are signed with ({error.strerror or error}); those of "
+            "this session can be run again by this session, later ones have to pass trust=True"
+        )
+        warnings.warn(message, KitWarning, stacklevel=2)
+        return secrets.token_bytes(_KEY_BYTES)
+
+
+def _kept(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        found, key = os.fstat(file.fileno()), file.read(_KEY_BYTES + 1)
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077):
+        raise PermissionError("others can read or change it; remove it, and a new one is made")
+    if len(key) != _KEY_BYTES:
+        raise OSError("it is damaged; remove it, and a new one is made")
+    return key
+
+
+def _make(path: Path) -> None:
+    """Whole or not at all; of two processes that make one at the same time, the first is believed by both."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return
+        except OSError:  # a file system without hard links
+            draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,261 @@
+"""Two ways to start a rank: fork it from a process that has imported torch, or start a fresh interpreter.
+
+Forking is right only while this process has never touched a GPU and the trial's environment does not differ in what
+libraries read when they are loaded; `cold_reason` says when it is not. Every rank gets its own log as stdout and
+stderr, joins the process group of its trial, and holds the read end of the trial's lifeline.
+
+One rank: what a freshly forked or started process does before, around and after its job.
+
+Before: dies with its supervisor, whatever Python is doing; sees the kernel's folder, sys.path and devices. Around: says
+what happens in its own event file. After: leaves by `os._exit`, because a distributed process may hang in its exit
+handlers. The exit code alone is never taken for success (see `verdict`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import kit
+from kit.config import Config
+from kit.errors import KitWarning
+from kit.events import EventWriter
+from kit.json_text import read_json
+from kit.machine.processes import SCRATCH, die_with_parent, guard_forks, note_process, scratch_folder, watch_lifeline
+from kit.registry import load
+from kit.trial import scratch
+from kit.trial.context import Context, confine_rank, confined_job
+from kit.trial.directory import Control, RunPaths
+from kit.trial.scratch import DESCRIPTOR, HOST, INTERFACES
+from kit.trial.verdict import EXIT_CANNOT_WRITE, EXIT_FAILED
+
+_READ_AT_LOAD = re.compile(r"OMP_NUM_THREADS|MKL_.*|PYTORCH_.*ALLOC.*|CUDA_MODULE_LOADING")
+_MOST_DESCRIPTORS = 1 << 20
+LOAD_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Set where the user has not. Threads that spin while they wait for each other take the cores from whom they wait for:
+with one of two cores busy, steps of a small U-Net took five times as long."""
+_LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the ranks of one trial have in common."""
+
+    paths: RunPaths
+    world_size: int
+    variables: Mapping[str, str]
+    lifeline: int
+    """Descriptor of the pipe end that reads end-of-file when the supervisor has gone."""
+    store: int
+    """Descriptor of the socket that rank 0 serves the store on."""
+
+
+def launch_variables(
+    variables: Mapping[str, str], world_size: int, devices: Sequence[str], port: int, scratch: Path
+) -> dict[str, str]:
+    """The environment of the ranks, apart from their own number.
+
+    TORCHELASTIC_RUN_ID outranks SLURM's variables, which a notebook inside an allocation has. Gloo is told the loopback
+    interface, also because it would otherwise look up the host's own name, which not every container can resolve.
+    """
+    return {
+        **LOAD_DEFAULTS,
+        **variables,
+        **INTERFACES,
+        "CUDA_VISIBLE_DEVICES": ",".join(devices),
+        "TORCHELASTIC_RUN_ID": "kit",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        SCRATCH: str(scratch),
+    }
+
+
+def differing_variables(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """The variables read when libraries are loaded that differ between two environments."""
+    names = {name for name in {*mine, *theirs} if _READ_AT_LOAD.fullmatch(name)}
+    return sorted(name for name in names if mine.get(name) != theirs.get(name))
+
+
+def touched_device() -> str:
+    """What makes this process unfit to fork ranks, if it has touched a GPU."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "CUDA is initialised in the warm process"
+    for descriptor in Path("/proc/self/fd").iterdir() if Path("/proc/self/fd").exists() else ():
+        with contextlib.suppress(OSError):
+            if str(descriptor.readlink()).startswith("/dev/nvidia"):
+                return f"{descriptor.readlink()} is open in the warm process"
+    return ""
+
+
+def fork_rank(launch: Launch, rank: int, group: int) -> int:
+    """Fork one rank into process group `group` (0: its own); it keeps the lifeline, and rank 0 the store."""
+    supervisor = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _become_rank(launch, rank, group)
+
+            run_rank(launch.paths, rank, supervisor, launch.lifeline)
+        finally:
+            os._exit(70)
+    with contextlib.suppress(OSError):  # the child does the same; whoever is first
+        os.setpgid(pid, group)
+    return pid
+
+
+def _become_rank(launch: Launch, rank: int, group: int) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGCHLD, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    os.setpgid(0, group)
+    _keep_only(sorted({launch.lifeline, launch.store} if rank == 0 else {launch.lifeline}))
+    _point(os.open(os.devnull, os.O_RDONLY), 0)
+    log = os.open(launch.paths.log(rank), _LOG_FLAGS, 0o644)
+    os.dup2(log, 1)
+    _point(log, 2)
+    os.environ.clear()
+    os.environ.update(_own_variables(launch, rank))
+    tempfile.tempdir = None  # the supervisor's own may be gone by now; found anew, as the kernel's variables say
+    sys.argv = ["kit-rank", str(rank)]
+
+
+def _keep_only(descriptors: Sequence[int]) -> None:
+    """Pipes of other trials would keep those alive when the supervisor is gone."""
+    for first, end in itertools.pairwise([2, *descriptors, _MOST_DESCRIPTORS]):
+        os.closerange(first + 1, end)
+
+
+def _point(source: int, target: int) -> None:
+    os.dup2(source, target)
+    os.close(source)
+
+
+def _own_variables(launch: Launch, rank: int) -> dict[str, str]:
+    own = {**launch.variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return own if rank else {**own, DESCRIPTOR: str(launch.store)}
+
+
+def spawn_rank(launch: Launch, rank: int, group: int) -> int:
+    """Start one rank as a fresh interpreter; it finds its lifeline as its standard input."""
+    home = str(Path(kit.__file__).parents[1])
+    variables = _own_variables(launch, rank)
+    given = variables.get("PYTHONPATH")
+    variables["PYTHONPATH"] = os.pathsep.join([home, given]) if given else home
+    log = str(launch.paths.log(rank))
+    arguments = ["-P", "-m", "kit.trial.launch", str(launch.paths.directory), str(rank), str(os.getpid())]
+    os.set_inheritable(launch.store, rank == 0)
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, *arguments],
+        variables,
+        file_actions=[
+            (os.POSIX_SPAWN_DUP2, launch.lifeline, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log, _LOG_FLAGS, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setpgroup=group,
+        setsigdef=[signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE],
+    )
+
+
+def run_rank(paths: RunPaths, rank: int, supervisor: int, lifeline: int) -> NoReturn:
+    """Be rank `rank` of the trial in `paths`; stdin, stdout, stderr and the environment are already this rank's."""
+    confine_rank(paths, rank)
+    die_with_parent(supervisor)
+    watch_lifeline(lifeline)
+    guard_forks(lifeline)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    code = EXIT_CANNOT_WRITE
+    try:
+        writer = EventWriter(paths.events(rank), rank)
+        writer.write("rank_started", pid=os.getpid())
+        code = _work(paths, rank, writer)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _leave(code)
+
+
+def _work(paths: RunPaths, rank: int, writer: EventWriter) -> int:
+    """Do the job; the exit code. Only a failure to write events gets out."""
+    from kit.trial.verdict import describe_failure
+
+    context: Context | None = None
+    try:
+        environment = read_json(paths.environment.read_bytes())
+        _settle(environment)
+        _send_warnings(writer)
+        context = Context(paths, Config.load(paths.config), environment, rank, writer, Control(paths.control))
+        with confined_job(context):
+            load(f"job.{environment.get('job', 'fit')}")(context)  # only now: each job brings its own libraries
+    except BaseException as error:
+        traceback.print_exc()
+        writer.write("failed", **describe_failure(error, context))
+        return EXIT_FAILED
+    return 0
+
+
+def _settle(environment: dict[str, Any]) -> None:
+    """The kernel's folder and import paths, this rank's threads, a start method that lets notebook classes through."""
+    import torch
+
+    if Path(environment["folder"]).is_dir():
+        os.chdir(environment["folder"])
+    sys.path[:] = list(dict.fromkeys([*environment["sys_path"], *sys.path]))
+    torch.set_num_threads(environment["threads_per_rank"])
+    multiprocessing.set_start_method("fork", force=True)
+    scratch.take(scratch_folder())
+    note_process()
+
+
+def _send_warnings(writer: EventWriter) -> None:
+    """What kit itself warns of reaches the notebook; every warning still reaches the log."""
+    show = warnings.showwarning
+
+    def show_and_send(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+        if issubclass(category, KitWarning):
+            writer.write("warned", message=str(message))
+        show(message, category, *rest, **options)
+
+    warnings.showwarning = show_and_send
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(code)
+
+
+def main() -> None:
+    """`python -m kit.trial.launch RUN_DIRECTORY RANK SUPERVISOR`, with the lifeline as standard input."""
+    lifeline = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    run_rank(RunPaths(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), lifeline)
+
+
+if __name__ == "__main__":
+    main()

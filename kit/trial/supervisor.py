@@ -1,0 +1,397 @@
+"""The supervisor: one process between a kernel and its trials, that starts ranks, watches them and says how they ended.
+
+`python -m kit.trial.supervisor warm|cold PARENT`, in a session of its own. Warm, it first imports torch and lightning
+and never touches a GPU, so that a fork of it takes its first step in a tenth of a second; cold, it imports neither and
+starts fresh interpreters. One thread, one loop: commands come in on stdin, children end by SIGCHLD, clocks are looked
+at ten times a second while a trial runs. When stdin closes or the parent's id changes, the kernel is gone: every trial
+is ended as LOST, and then the supervisor ends.
+
+One trial's ranks under supervision: started together, watched, ended together, judged.
+
+All ranks are in one process group, which also holds whatever they fork. A rank that has ended is not reaped until the
+whole group has been signalled for the last time: its process id, which names the group, cannot be reused before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kit.events import SUPERVISOR, EventWriter
+from kit.machine.claims import release
+from kit.machine.processes import adopt_orphans, identify
+from kit.registry import load
+from kit.trial import scratch
+from kit.trial.directory import KILL, Control, RunPaths
+from kit.trial.launch import Launch, differing_variables, fork_rank, launch_variables, spawn_rank, touched_device
+from kit.trial.scratch import listen
+from kit.trial.verdict import Killing, Limits, RankEnd, Verdict, host_out_of_memory_count, judge, said_job_ended
+
+_BUSY_SECONDS = 0.1
+_IDLE_SECONDS = 1.0
+_PRELOADED = (
+    "torch.distributed.fsdp",
+    "torch.utils.data",
+    "lightning.pytorch",
+    "ruamel.yaml",
+    "kit.trial.launch",
+)
+
+
+class Supervisor:
+    """The loop."""
+
+    def __init__(self, parent: int, cold_reason: str | None) -> None:
+        self.parent = parent
+        self.cold_reason = cold_reason
+        self.groups: list[Group] = []
+        self._variables = dict(os.environ)
+        self._buffer = b""
+        self._woken, self._wake = os.pipe()
+        for descriptor in (self._woken, self._wake):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        adopt_orphans()
+
+    def run(self) -> None:
+        """Serve until the kernel is gone."""
+        while True:
+            timeout = _BUSY_SECONDS if self.groups else _IDLE_SECONDS
+            ready, _, _ = select.select([0, self._woken], [], [], timeout)
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+            if os.getppid() != self.parent or (0 in ready and not self._read_commands()):
+                break
+            self.groups = [group for group in self.groups if not _look(group)]
+        for group in self.groups:
+            group.kill("kernel")
+        for group in self.groups:
+            _end(group)
+        self._refuse_the_rest()
+
+    def _read_commands(self) -> bool:
+        """False at the end of stdin."""
+        orders = self._read_orders()
+        for order, reason in orders or ():
+            self._start(order, reason)
+        return orders is not None
+
+    def _read_orders(self) -> list[tuple[Order, str]] | None:
+        """What is asked for, and why it is to start cold; None at the end of stdin."""
+        data = os.read(0, 1 << 16)
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        commands = [json.loads(line) for line in lines]
+        asked = [(Order.from_command(each), each["reason"]) for each in commands if each["command"] == "start"]
+        return asked if data else None
+
+    def _refuse_the_rest(self) -> None:
+        """What a kernel asked for with its last breath is not started, and not left lying either."""
+        os.set_blocking(0, False)
+        with contextlib.suppress(BlockingIOError):
+            while (orders := self._read_orders()) is not None:
+                for order, _ in orders:
+                    order.refuse()
+
+    def _start(self, order: Order, reason: str) -> None:
+        try:
+            self.groups.append(Group(order, self._why_cold(order, reason)))
+        except OSError:  # judged and written by the group
+            return
+
+    def _why_cold(self, order: Order, given: str) -> str | None:
+        """Why this trial cannot be forked from here; None when it can."""
+        if self.cold_reason is not None:
+            return given or self.cold_reason
+        if touched := touched_device():
+            self.cold_reason = touched
+            return touched
+        differing = differing_variables(self._variables, order.variables)
+        return f"{', '.join(differing)} changed, and is only read when libraries are loaded" if differing else None
+
+
+def _end(group: Group) -> None:
+    while not _look(group):
+        time.sleep(0.005)
+
+
+def _look(group: Group) -> bool:
+    """Whether a trial is over; one whose run directory can no longer be used is, and takes no other with it."""
+    try:
+        return group.look()
+    except OSError:
+        group.abandon()
+        return True
+
+
+def preload() -> str | None:
+    """Import what every rank needs; why that failed, or None."""
+    gc.disable()  # so that no collection moves pages that forks share
+    try:
+        for name in _PRELOADED:
+            importlib.import_module(name)
+        for job in ("job.fit", "job.predict"):
+            load(job)
+    except Exception as error:
+        return f"the warm process could not import torch and lightning: {type(error).__name__}: {error}"
+    gc.freeze()
+    gc.enable()
+    return None
+
+
+def main() -> None:
+    start, parent = sys.argv[1], int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(0) if os.getppid() != parent else None)
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)  # imports take seconds; a kernel that ends meanwhile is noticed
+    reason = "asked for by trial.start" if start == "cold" else preload()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    Supervisor(parent, reason).run()
+
+
+SIBLING_SECONDS = 1.0
+STACK_SECONDS = 4.0
+"""For ranks and their loader processes to write their stacks: on a busy machine one second was not enough."""
+REAP_SECONDS = 10.0
+_TICK_SECONDS = 0.005
+LOG_BYTES = 10_000_000
+LOG_KEPT_BYTES = 1_000_000
+Removed = Literal["never", "when lost", "at end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A trial to start, as the kernel asked for it."""
+
+    paths: RunPaths
+    world_size: int
+    devices: tuple[str, ...]
+    claims: tuple[Path, ...]
+    """Released when the trial ends."""
+    variables: dict[str, str]
+    limits: Limits
+    temporary: str | None = None
+    """Where the kernel keeps temporary files; None where this process does."""
+    removed: Removed = "never"
+    """When the supervisor removes the run directory: never, when the kernel is lost, or at the end of the run."""
+
+    @classmethod
+    def from_command(cls, command: dict[str, Any]) -> Order:
+        return cls(
+            RunPaths(Path(command["run_directory"])),
+            int(command["world_size"]),
+            tuple(command["devices"]),
+            tuple(Path(file) for file in command["claims"]),
+            dict(command["variables"]),
+            Limits(**command["limits"]),
+            command.get("temporary"),
+            command.get("removed", "never"),
+        )
+
+    def refuse(self) -> None:
+        """Give back what was made for a trial that is not started, as its kernel is gone."""
+        release(self.claims)
+        if self.removed != "never":
+            shutil.rmtree(self.paths.directory, ignore_errors=True)
+
+
+class Group:
+    """The running ranks of one trial."""
+
+    def __init__(self, order: Order, cold_reason: str | None) -> None:
+        """Start the ranks.
+
+        Args:
+            order: What to start.
+            cold_reason: Why the ranks are fresh interpreters; None forks them.
+        """
+        self.paths, self.limits, self._removed = order.paths, order.limits, order.removed
+        self._claims = order.claims
+        self.writer = EventWriter(order.paths.supervisor_events, SUPERVISOR)
+        self.control = Control(order.paths.control)
+        self.lifeline, self._held = os.pipe()
+        self._out_of_memory_count = host_out_of_memory_count()
+        self.pids: list[int] = []
+        self.ends: dict[int, RankEnd] = {}
+        self.killing: Killing | None = None
+        self._began = self._grew = time.monotonic()
+        self._event_bytes = 0
+        self._due: tuple[float, Killing] | None = None
+        self._scratch: Path | None = None
+        try:
+            self._start(order, cold_reason)
+        except OSError as error:
+            self._signal(signal.SIGKILL)
+            self._end(Verdict("FAILED", f"the ranks could not be started: {error.strerror or error}", "error"))
+            raise
+
+    def _start(self, order: Order, cold_reason: str | None) -> None:
+        self._scratch = scratch.make(folder=order.temporary)
+        start = fork_rank if cold_reason is None else spawn_rank
+        with listen() as store:
+            port = store.getsockname()[1]
+            variables = launch_variables(order.variables, order.world_size, order.devices, port, self._scratch)
+            launch = Launch(order.paths, order.world_size, variables, self.lifeline, store.fileno())
+            for rank in range(order.world_size):
+                self.pids.append(start(launch, rank, self.pids[0] if self.pids else 0))
+        self.writer.write(
+            "trial_started",
+            processes=[identify(os.getpid()), *(identify(pid) for pid in self.pids)],
+            start="warm" if cold_reason is None else "cold",
+            reason=cold_reason or "",
+            port=port,
+        )
+
+    # -- watching
+
+    def look(self) -> bool:
+        """One look at everything; True when the trial has ended and been judged.
+
+        Raises:
+            OSError: when the run directory can no longer be used; see `abandon`.
+        """
+        now = time.monotonic()
+        self.paths.marker.stat()
+        self._find_ended(now)
+        if len(self.ends) == len(self.pids):
+            self._signal(signal.SIGKILL)  # whatever the ranks have left behind
+            self._reap()
+            self._cap_logs()
+            self._end(self._judge())
+            return True
+        self._look_for_requests(now)
+        self._look_at_clock(now)
+        if self._due is not None and now >= self._due[0]:
+            self.kill(self._due[1])
+        self._cap_logs()
+        return False
+
+    def _find_ended(self, now: float) -> None:
+        for rank, pid in enumerate(self.pids):
+            if rank in self.ends:
+                continue
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None:
+                continue
+            code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            ours = self.killing is not None and code == -signal.SIGKILL
+            self.ends[rank] = RankEnd(rank, code, time.time(), ours)
+            if code != 0 or not said_job_ended(self.paths, rank):
+                self._plan(now + SIBLING_SECONDS, "sibling")
+
+    def _plan(self, when: float, why: Killing) -> None:
+        """Kill at `when`, unless something is due earlier."""
+        if self._due is None or when < self._due[0]:
+            self._due = (when, why)
+
+    def _look_for_requests(self, now: float) -> None:
+        level = self.control.requested
+        if level >= KILL:
+            self.kill("kill")
+        elif level and self._due is None:
+            self._plan(now + self.limits.grace_seconds, "stop")
+
+    def _look_at_clock(self, now: float) -> None:
+        size = sum(path.stat().st_size for path in self.paths.event_files())
+        if size != self._event_bytes:
+            self._event_bytes, self._grew = size, now
+        if now - self._began > self.limits.timeout_seconds:
+            self.kill("timeout")
+        elif now - self._grew > self.limits.stall_seconds and self._due is None:
+            self._signal(signal.SIGUSR1)  # every rank writes the stacks of its threads to its log
+            self._plan(now + STACK_SECONDS, "stalled")
+
+    def _cap_logs(self) -> None:
+        for path in self.paths.logs():
+            size = path.stat().st_size
+            if size <= LOG_BYTES:
+                continue
+            with path.open("r+b") as log:  # ranks append, so they go on at the new end
+                log.seek(size - LOG_KEPT_BYTES)
+                kept = log.read(LOG_KEPT_BYTES)
+                log.truncate(0)
+            with path.open("ab") as log:
+                log.write(f"[kit: {size - len(kept)} bytes of log were dropped here]\n".encode() + kept)
+
+    # -- ending
+
+    def kill(self, why: Killing) -> None:
+        """SIGKILL to the whole group; the first reason is the one that is told."""
+        self.killing = self.killing or why
+        self._due = None
+        self._signal(signal.SIGKILL)
+        if why == "kernel" and self._removed != "never":  # at once: a rank of low priority may take long to die
+            shutil.rmtree(self.paths.directory, ignore_errors=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pids[0], number)
+
+    def _reap(self) -> None:
+        """Wait for all of the group, also what ranks have left behind: this process has adopted it."""
+        deadline = time.monotonic() + REAP_SECONDS
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while self.pids and time.monotonic() < deadline:
+                if os.waitpid(-self.pids[0], os.WNOHANG)[0] == 0:
+                    time.sleep(_TICK_SECONDS)
+
+    def abandon(self) -> None:
+        """End the ranks when the run directory cannot be used; there is nowhere to say so."""
+        self._signal(signal.SIGKILL)
+        self._reap()
+        self._close()
+
+    def _judge(self) -> Verdict:
+        out_of_memory = host_out_of_memory_count() > self._out_of_memory_count
+        ends = [self.ends[rank] for rank in sorted(self.ends)]
+        return judge(self.paths, ends, self.killing, self.limits, out_of_memory)
+
+    def _end(self, verdict: Verdict) -> None:
+        self._give_back()  # before anybody hears of the end, and starts the next
+        self._write_end(verdict)
+        self._close()
+
+    def _give_back(self) -> None:
+        release(self._claims)
+        shutil.rmtree(self.paths.scratch, ignore_errors=True)
+        if self._scratch is not None:
+            scratch.remove(self._scratch)
+
+    def _close(self) -> None:
+        self._give_back()
+        if self._removed == "at end":
+            shutil.rmtree(self.paths.directory, ignore_errors=True)
+        self.writer.close()
+        self.control.close()
+        os.close(self.lifeline)
+        os.close(self._held)
+
+    def _write_end(self, verdict: Verdict) -> None:
+        fields: dict[str, Any] = {
+            "state": verdict.state,
+            "cause": verdict.cause,
+            "message": verdict.message,
+            "failed_rank": verdict.failed_rank,
+            "exit_codes": {str(rank): end.exit_code for rank, end in sorted(self.ends.items())},
+        }
+        try:
+            self.writer.write("trial_ended", **fields)
+        except OSError:  # a full disk: the payload has served its purpose, and its room is enough for one line
+            self.paths.payload.unlink(missing_ok=True)
+            self.writer.write("trial_ended", **fields)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,494 @@
+"""Trials: one config run briefly in processes of its own, while the notebook stays free.
+
+A trial is checked as far as it can be, gets a run directory, and a supervisor is asked for its ranks, all at once. A
+`Trial` is a view of that directory: all it knows it reads from files, so that it can be opened again after a kernel
+restart, and no thread of the kernel matters. The kernel never imports torch for it.
+
+States: WAITING (asked for), RUNNING, then one of COMPLETE, FAILED (with a cause), STOPPED (by request; what was
+measured is kept) and LOST (what supervised it went away, and with it every rank).
+
+Calling back when a trial has news: one daemon thread for all trials of a kernel, alive only while one runs.
+
+It is a convenience for displays. Nothing a trial does or is depends on it: states come from files whenever asked for.
+
+Whether a run that was found as a directory still has someone behind it.
+
+Processes are named by id and start time and mean something on the boot of the machine they ran on only. Of a run on
+another machine (a shared folder) nothing is known but when it last wrote; it is given up after a silence that its own
+supervisor would not have let pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import html
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from kit.config import Config
+from kit.errors import ConfigError, HardwareError, KitError, TrialError, TrialStopped
+from kit.events import Event, EventReader
+from kit.machine.claims import hand_over, release
+from kit.machine.processes import alive, machine
+from kit.registry import load
+from kit.trial import client, scratch
+from kit.trial.directory import EVENT_FILES, KILL, STOP, Control, RunPaths, contents_to_run
+from kit.trial.submit import REHEARSAL, prepare
+from kit.trial.verdict import as_details
+from kit.trial.what_ran import used_event, what_ran, with_values
+
+State = Literal["WAITING", "RUNNING", "COMPLETE", "FAILED", "STOPPED", "LOST"]
+Cause = Literal["error", "device_oom", "host_oom", "killed", "diverged", "timeout", "stalled", "data"]
+ENDED: tuple[State, ...] = ("COMPLETE", "FAILED", "STOPPED", "LOST")
+
+_TICK_SECONDS = 0.03
+_ASYNC_TICK_SECONDS = 0.1
+_LIFE_CHECK_SECONDS = 1.0
+_INTERRUPT_SECONDS = 10.0
+
+
+def try_out(module: Any, data: Any, config: Config) -> Trial:
+    """Start a trial whose measurements are wanted and nothing else: what its hooks write is kept from everybody.
+
+    Raises:
+        ConfigError, HardwareError, StoreError: as `fit`.
+    """
+    trial = Trial(prepare(module, data, config, confined=REHEARSAL), config)
+    trial.submit()
+    return trial
+
+
+def warm_up() -> None:
+    """Start the warm process in the background (it imports torch for about two seconds). Returns at once."""
+    client.supervisor("warm")
+
+
+@functools.lru_cache(maxsize=256)
+def _config_of(text: str) -> Config:
+    """Of a run's file; reading YAML takes 25 ms, and many runs are repeats of each other."""
+    return Config.from_yaml(text, "config.yaml")
+
+
+class Trial:
+    """One run directory, watched."""
+
+    def __init__(self, paths: RunPaths, config: Config | None = None) -> None:
+        self.run_directory: Path = paths.directory
+        self.paths = paths
+        self.environment: dict[str, Any] = paths.read_environment()
+        self.config: Config = config or _config_of(paths.config.read_text(encoding="utf-8"))
+        """What runs: with the settings that its loader stands at, once the first batch is there."""
+        self.asked: Config = self.config
+        """As it was submitted."""
+        self.state: State = "WAITING"
+        self.cause: Cause | None = None
+        self.message: str = ""
+        """How the trial ended, in one line; the root cause first."""
+        self.steps: list[Event] = []
+        """Every `step` event of every rank, in order of time."""
+        self.events: list[Event] = []
+        """Every other event, in order of time."""
+        self._reader = EventReader(paths.directory, EVENT_FILES)
+        self._lock = threading.RLock()
+        self._callbacks: list[Callable[[Trial], object]] = []
+        self._notifying = threading.Lock()
+        self._news = False
+        self._supervisor: client.Supervisor | None = None
+        self._life_checked = 0.0
+        self._resubmitted = False
+        self._opened = config is None
+        """Whether it was found, not made here."""
+
+    @classmethod
+    def open(cls, run_directory: str | Path) -> Self:
+        """A trial from its run directory, whoever started it and whether or not it still runs.
+
+        Raises:
+            TrialError: when the directory is not a run, or one that is incomplete or damaged.
+            EventLogError: when an event file is damaged.
+        """
+        paths = RunPaths.open(run_directory)
+        try:
+            trial = cls(paths)
+        except (OSError, ValueError, TrialError) as error:
+            raise TrialError(f"{paths.directory} is an incomplete run: {error}") from error
+        try:
+            trial.poll()
+        except KitError:
+            raise
+        except Exception as error:  # whatever a file says that kit did not write
+            raise TrialError(f"{paths.directory} is damaged: {type(error).__name__}: {error}") from error
+        return trial
+
+    # -- what is known
+
+    @property
+    def name(self) -> str:
+        return self.run_directory.name
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def error(self) -> str | None:
+        """The root cause of a trial that FAILED or is LOST, in one line."""
+        return self.message if self.state in ("FAILED", "LOST") else None
+
+    @property
+    def traceback(self) -> str:
+        """The traceback of the first rank that failed; empty when none left one."""
+        return str(self._failed("traceback") or "")
+
+    def _failed(self, field: str) -> Any:
+        """What the first rank that failed said, if it said anything."""
+        failed = self.event("trial_ended", "failed_rank")
+        mine = [event for event in self.events if event["kind"] == "failed" and event["rank"] == failed]
+        return mine[0].get(field) if mine else None
+
+    def event(self, kind: str, field: str | None = None) -> Any:
+        """The first event of that kind (rank 0 first), or one of its fields; None when there is none yet."""
+        found = sorted((event for event in self.events if event["kind"] == kind), key=lambda event: event["rank"])
+        if not found:
+            return None
+        return found[0] if field is None else found[0].get(field)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the ranks and the submission warned of, each once."""
+        return list(dict.fromkeys(str(event["message"]) for event in self.events if event["kind"] == "warned"))
+
+    def poll(self) -> State:
+        """Read what is new in the files; the state afterwards."""
+        with self._lock:
+            if not self.ended:
+                lifeless = self._seems_lifeless()
+                self._take(self._reader.read())
+                if lifeless and not self.ended:
+                    self._end_lifeless(lifeless)
+                if self.state in ENDED:
+                    self._take(self._reader.read())  # what a rank wrote last, while other files were being read
+                    self._keep_row()
+        self._notify()
+        return self.state
+
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            (self.steps if event["kind"] == "step" else self.events).append(event)
+            if event["kind"] == "trial_started":
+                self.state = "RUNNING"
+            elif event["kind"] == "trial_ended":
+                self.state, self.cause, self.message = event["state"], event.get("cause"), event["message"]
+            elif used_event([event]) is not None:
+                self.asked = with_values(self.config, event["asked"])
+                self.config = with_values(self.asked, event["used"])
+        self._news = self._news or bool(events)
+
+    def _keep_row(self) -> None:
+        """Leave the row of a trial that this process has started in its directory; the reports above know how."""
+        is_trial = not {"job", "removed"} & self.environment.keys()
+        if self._supervisor is not None and is_trial and self.run_directory.exists():
+            load("trial.row")(self)
+
+    # -- life and death
+
+    def _seems_lifeless(self) -> str:
+        """Why nothing more will come from this trial, if so; looked at before the files are, so that none is missed."""
+        now = time.monotonic()
+        if now - self._life_checked < _LIFE_CHECK_SECONDS:
+            return ""
+        self._life_checked = now
+        if not self.run_directory.exists():
+            return "its run directory was removed"
+        if self._supervisor is not None:
+            return "" if self._supervisor.alive else f"its supervisor went away ({self._supervisor.last_words()})"
+        patience_seconds = self.config.trial.stall_seconds + self.config.trial.grace_seconds
+        started = self.event("trial_started", "processes") or []
+        return why_lifeless(self.paths, self.environment, started, patience_seconds)
+
+    def _end_lifeless(self, reason: str) -> None:
+        supervisor_died = self._supervisor is not None and not self._supervisor.alive
+        if supervisor_died and self.state == "WAITING" and not self._resubmitted and self.run_directory.exists():
+            self._resubmitted = True
+            try:
+                self.submit("cold", f"the warm process could not be used: {reason}")
+            except (HardwareError, ConfigError) as error:
+                reason = str(error)
+            else:
+                return
+        scratch.sweep()
+        self.state, self.message, self._news = "LOST", reason, True
+
+    def submit(self, start: Literal["warm", "cold"] | None = None, reason: str = "") -> None:
+        """Hand the run to a supervisor; `reason` says why it is not the one that was asked for.
+
+        Raises:
+            TrialError: when none can be started.
+            ConfigError: when the run directory cannot be written to; it is gone then.
+            HardwareError: when a GPU of the run was given to another trial meanwhile.
+            ForeignRunError: when it was opened, and this user did not write it here.
+        """
+        if self._opened:
+            contents_to_run(self.paths)
+        try:
+            self._submit(start or self.config.trial.start, reason)
+        except BaseException:
+            release(self._claims)
+            raise
+
+    def _submit(self, start: Literal["warm", "cold"], reason: str) -> None:
+        for _ in range(2):
+            self._supervisor = client.supervisor(start)
+            self._note_supervisor(self._supervisor)
+            hand_over(self._claims, self._supervisor.identity, self.config.name)
+            if self._supervisor.send(self._start_command(reason)):
+                return
+        raise TrialError(f"no process to run trials in could be started: {client.supervisor(start).last_words()}")
+
+    @property
+    def _claims(self) -> list[Path]:
+        """The claims on the GPUs of this run."""
+        return [Path(file) for file in self.environment.get("claims", ())]
+
+    def _start_command(self, reason: str) -> dict[str, Any]:
+        """The environment goes down the pipe and never into a file, as it may hold keys."""
+        trial = self.config.trial
+        return {
+            "command": "start",
+            "run_directory": str(self.run_directory),
+            "world_size": self.environment["world_size"],
+            "devices": self.environment["devices"],
+            "claims": self.environment.get("claims", []),
+            "limits": {name: getattr(trial, name) for name in ("timeout_seconds", "stall_seconds", "grace_seconds")},
+            "variables": dict(os.environ),
+            "reason": reason,
+            "temporary": tempfile.gettempdir(),
+            "removed": self.environment.get("removed", "never"),
+        }
+
+    def _note_supervisor(self, supervisor: client.Supervisor) -> None:
+        self.environment["supervisor"] = supervisor.identity
+        draft = self.paths.environment.with_suffix(".tmp")
+        told = json.dumps(self.environment, indent=2)
+        with self.paths.whole_or_gone(len(told)):
+            draft.write_text(told)
+            draft.replace(self.paths.environment)
+
+    # -- ending it
+
+    def stop(self) -> None:
+        """Ask all ranks to leave after the same step; those that do not within `grace_seconds` are killed.
+
+        Returns at once; works on a trial started elsewhere too.
+        """
+        self._request(STOP)
+
+    def kill(self) -> None:
+        """End all ranks now. Returns at once; what was measured is kept."""
+        self._request(KILL)
+
+    def _request(self, level: int) -> None:
+        if self.poll() in ENDED:
+            return
+        control = Control(self.paths.control)
+        control.request(level)
+        control.close()
+        if self._supervisor is not None:
+            self._supervisor.send({"command": "look"})
+
+    # -- waiting for it
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Return when the trial is COMPLETE or STOPPED. An interrupt stops the trial and keeps what it measured.
+
+        Raises:
+            TrialError: when it FAILED or is LOST; the root cause first.
+            TrialStopped: after an interrupt.
+            TimeoutError: after `timeout` seconds; the trial goes on.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while self.poll() not in ENDED:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"{self.name} is still {self.state} after {timeout} s; it goes on")
+                time.sleep(_TICK_SECONDS)
+        except KeyboardInterrupt:
+            self._end_interrupted()
+            raise self._interrupted() from None
+        return self._result()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> Self:
+        try:
+            while self.poll() not in ENDED:
+                await asyncio.sleep(_ASYNC_TICK_SECONDS)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self._end_interrupted()
+            raise self._interrupted() from None
+        return self._result()
+
+    def _end_interrupted(self) -> None:
+        """Stop and see it end; a second interrupt kills."""
+        self.stop()
+        deadline = time.monotonic() + self.config.trial.grace_seconds + _INTERRUPT_SECONDS
+        while self.poll() not in ENDED and time.monotonic() < deadline:
+            try:
+                time.sleep(_TICK_SECONDS)
+            except KeyboardInterrupt:
+                self.kill()
+
+    def _interrupted(self) -> TrialStopped:
+        done = max((int(event["step"]) for event in self.steps), default=0)
+        return TrialStopped(f"interrupted after {done} steps; they are kept in {self.run_directory}")
+
+    def _result(self) -> Self:
+        if self.state in ("FAILED", "LOST"):
+            raise self.failure()
+        return self
+
+    def failure(self) -> TrialError:
+        """What `wait` raises for a trial that FAILED or is LOST."""
+        rank = self.event("trial_ended", "failed_rank") or 0
+        log = self.paths.log(rank)
+        sentences = self._failed("advice") or ()
+        helps = as_details(sentences) if sentences else ""
+        parts = (helps, self.traceback.rstrip(), f"Log: {log}" if log.exists() else "")
+        details = "\n".join(part for part in parts if part)
+        word = self.cause or self.state.lower()
+        return TrialError(f"{self.message} [{word}]", details)
+
+    # -- displays
+
+    @property
+    def has_callbacks(self) -> bool:
+        return bool(self._callbacks)
+
+    def on_change(self, callback: Callable[[Trial], object]) -> Callable[[], None]:
+        """Call `callback(trial)` when there is news, at most ten times a second, until the trial has ended.
+
+        Calls come from a background thread (or from `wait()`); one that raises is reported and not called again.
+
+        Returns:
+            A function that ends the calls.
+        """
+        with self._lock:
+            self._callbacks.append(callback)
+            self._news = True
+        watch(self)
+
+        return lambda: self._forget(callback)
+
+    def _notify(self) -> None:
+        """Call back outside the lock, one thread at a time; what another thread read meanwhile is told after it."""
+        while self._news and self._callbacks and self._notifying.acquire(blocking=False):
+            try:
+                self._news, ended = False, self.ended
+                for callback in list(self._callbacks):
+                    self._call(callback)
+                    if ended:  # it has heard the last of it, and need not be kept
+                        self._forget(callback)
+            finally:
+                self._notifying.release()
+
+    def _call(self, callback: Callable[[Trial], object]) -> None:
+        try:
+            callback(self)
+        except Exception as error:
+            self._forget(callback)
+            sys.excepthook(type(error), error, error.__traceback__)
+
+    def _forget(self, callback: Callable[[Trial], object]) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._callbacks.remove(callback)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+    def _ipython_display_(self) -> None:
+        """Live where widgets are installed, else the text."""
+        try:
+            load("trial.display")(self)
+        except ImportError:
+            sys.stdout.write(f"{self!r}\n")
+
+    def __repr__(self) -> str:
+        done = max((int(event["step"]) for event in self.steps), default=0)
+        lines = [f"Trial {self.name}: {self.state}, step {done} of {self.config.trial.max_steps}"]
+        lines += [f"  {self.cause or self.state.lower()}: {self.message}"] if self.message else []
+        lines += [f"  {sentence}" for sentence in (*what_ran(self), *(f"warning: {text}" for text in self.warnings))]
+        return "\n".join([*lines, f"  {self.run_directory}"])
+
+
+_WATCH_TICK_SECONDS = 0.1
+_watched: set[Trial] = set()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def watch(trial: Trial) -> None:
+    """Poll this trial ten times a second until it has ended, calling its callbacks when it has news."""
+    global _thread
+    with _lock:
+        _watched.add(trial)
+        if _thread is None:
+            _thread = threading.Thread(target=_run, name="kit-watch", daemon=True)
+            _thread.start()
+
+
+def _run() -> None:
+    global _thread
+    while True:
+        with _lock:
+            trials = list(_watched)
+            if not trials:
+                _thread = None
+                return
+        for trial in trials:
+            if not _look_at(trial):
+                with _lock:
+                    _watched.discard(trial)
+        time.sleep(_WATCH_TICK_SECONDS)
+
+
+def _look_at(trial: Trial) -> bool:
+    """Whether the trial is worth another look; one that cannot be read is reported once and left alone."""
+    try:
+        trial.poll()
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return False
+    return not trial.ended and trial.has_callbacks
+
+
+def why_lifeless(
+    paths: RunPaths, environment: Mapping[str, Any], started: Sequence[dict[str, Any]], patience_seconds: float
+) -> str:
+    """Why nothing more will be written, or an empty text.
+
+    Args:
+        paths: The run.
+        environment: What submission wrote: the machine and the supervisor.
+        started: Processes named in `trial_started`, if it was written.
+        patience_seconds: The longest silence of a run on another machine.
+    """
+    there, here = environment.get("machine", {}), machine()
+    if there == here:
+        known = environment.get("supervisor")
+        processes = [*([known] if known else []), *started]
+        return "" if any(alive(process) for process in processes) else "its supervisor went away"
+    if there.get("host") == here["host"]:
+        return "the machine was restarted"
+    newest = max((path.stat().st_mtime for path in paths.event_files()), default=0.0)
+    silent = time.time() - newest > patience_seconds
+    return f"it ran on {there.get('host', 'another machine')} and has been silent since" if silent else ""
