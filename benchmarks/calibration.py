@@ -33,7 +33,7 @@ from kit.config import Config
 from kit.data.patches.module import PatchData
 from kit.machine.machine import share
 from kit.studies.calibration.job import Resources, Sweep
-from kit.studies.calibration.measure import Limits, Observed, Subject, measure, subject_of
+from kit.studies.calibration.measure import MeasurementLimits, Observed, Subject, measure, subject_of
 from kit.studies.calibration.rules import LoaderSetting, Measurement
 from kit.studies.calibration.search import AHEAD, REQUESTS
 
@@ -69,7 +69,7 @@ def compare(name: str, data: dict[str, Any], config: Config) -> dict[str, Any]:
     found = Sweep(subject, config, Resources.of(share(), 1)).run()
     assert found.chosen is not None
     began = time.perf_counter()
-    limits = Limits(
+    limits = MeasurementLimits(
         timeout_seconds=TIMEOUT_SECONDS, most_batches=most,
         step_seconds=config.calibration.step_seconds, to_the_end=True,
     )  # fmt: skip
@@ -90,7 +90,9 @@ def compare(name: str, data: dict[str, Any], config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def look(subject: Subject, setting: LoaderSetting, limits: Limits, turn: int, batch_bytes: int) -> Measurement:
+def look(
+    subject: Subject, setting: LoaderSetting, limits: MeasurementLimits, turn: int, batch_bytes: int
+) -> Measurement:
     """As a sweep does: a cache is given twice its size to fill."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # processes beyond the cores
@@ -114,7 +116,9 @@ def engine_grid(subject: Subject, cache_bytes: int) -> list[LoaderSetting]:
     ]
 
 
-def duel(subject: Subject, settings: Sequence[LoaderSetting], limits: Limits, batch_bytes: int) -> list[float]:
+def duel(
+    subject: Subject, settings: Sequence[LoaderSetting], limits: MeasurementLimits, batch_bytes: int
+) -> list[float]:
     """Median batches per second of each, taken in turn."""
     speeds: list[list[float]] = [[] for _ in settings]
     for turn in range(TURNS):

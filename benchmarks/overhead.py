@@ -38,7 +38,7 @@ from kit.events import EventWriter
 from kit.memory.alongside import fit
 from kit.trial.context import Context
 from kit.trial.directory import Control, RunPaths
-from kit.trial.recorder import CommunicationTimer, Recorder, StepClock
+from kit.trial.recorder import CommunicationTimer, StepClock, StepRecorder
 
 REPETITIONS = 10
 STEPS, DROPPED = 40, 10
@@ -214,11 +214,11 @@ def instrumentation(step_seconds: float) -> list[dict[str, Any]]:
     ]
 
 
-def parts_of_a_trial(paths: RunPaths, clock: StepClock) -> tuple[Recorder, CommunicationTimer]:
+def parts_of_a_trial(paths: RunPaths, clock: StepClock) -> tuple[StepRecorder, CommunicationTimer]:
     Control.create(paths.control)
     writer = EventWriter(paths.events(0), 0)
     context = Context(paths, Config(), {"world_size": 1}, 0, writer, Control(paths.control))
-    return Recorder(context, clock), CommunicationTimer(clock)
+    return StepRecorder(context, clock), CommunicationTimer(clock)
 
 
 def played(actions: Sequence[tuple[bool, str]], clock: StepClock, hooks: Callable[[], None] | None = None) -> float:
@@ -232,7 +232,7 @@ def played(actions: Sequence[tuple[bool, str]], clock: StepClock, hooks: Callabl
     return (time.process_time() - began) / PLAYED
 
 
-def hooks(trainer: Trainer, callbacks: tuple[Recorder, CommunicationTimer], given: tuple[Any, Any]) -> None:
+def hooks(trainer: Trainer, callbacks: tuple[StepRecorder, CommunicationTimer], given: tuple[Any, Any]) -> None:
     """What a trial does at every step, as if each were a new one."""
     recorder, timer = callbacks
     module, (outputs, batch) = trainer.lightning_module, given

@@ -217,12 +217,12 @@ def rechunking(source: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
 
 def cache_hits(folder: Path, count: int = 400, size: int = 1 << 16) -> list[dict[str, Any]]:
     """Reads per second of entries and of plain files, in turns."""
-    from kit.data.stores.disk_cache import Memory, SharedFolder
+    from kit.data.stores.disk_cache import MemoryCache, SharedFolder
     from kit.data.stores.local import Folder
     from kit.data.stores.transfer import Counters
 
     values = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
-    shared, memory = SharedFolder(folder / "cache", 2 * values.nbytes, "lru"), Memory(2 * values.nbytes, "lru")
+    shared, memory = SharedFolder(folder / "cache", 2 * values.nbytes, "lru"), MemoryCache(2 * values.nbytes, "lru")
     names = [f"{place * 2654435761 % 2**32:08x}" for place in range(count)]
     (folder / "files").mkdir()
     for name, row in zip(names, values, strict=True):

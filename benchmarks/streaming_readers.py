@@ -138,21 +138,21 @@ def _sizes(batches: Iterator[Any]) -> Iterator[int]:
 @contextlib.contextmanager
 def _recorded(path: str) -> Iterator[None]:
     """Every request for an object, in the order they were made, in a file."""
-    from kit.data.stores.http import Ask, Wire
+    from kit.data.stores.http import Get, HttpClient
 
     made: list[tuple[str, int | None, int | None]] = []
-    send = Wire._send
+    send = HttpClient._send
 
-    def listening(self: Wire, asked: Ask) -> None:
+    def listening(self: HttpClient, asked: Get) -> None:
         prefix = self._url.partition("://")[2].partition("/")[2]
         made.append((f"{prefix}/{asked.key}", asked.first, asked.last))
         send(self, asked)
 
-    Wire._send = listening  # type: ignore[method-assign]
+    HttpClient._send = listening  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Wire._send = send  # type: ignore[method-assign]
+        HttpClient._send = send  # type: ignore[method-assign]
         if path:
             Path(path).write_text(json.dumps(made))
 

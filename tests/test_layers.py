@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "psycopg": {"data"},
     "pyarrow": {"data"},
 }
-MOST_FILES, MOST_FILES_OF_A_FOLDER, SAME_CLASS_NAMES = 235, 15, 37
+MOST_FILES, MOST_FILES_OF_A_FOLDER, SAME_CLASS_NAMES = 235, 15, 2
 MODULES = sorted(set(house.modules()) - set(house.MAPS))
 
 

@@ -44,7 +44,7 @@ _BOUNDS: dict[str, tuple[str, str]] = {
 """Colour and marker of each resource that may bind, and of layouts that the memory allowed does not hold."""
 
 
-class Measured(Protocol):
+class MeasuredLayout(Protocol):
     """What a layout really gave, as each row of `kit.measure_reading` tells it."""
 
     @property
@@ -128,7 +128,7 @@ def chunk_table_info(table: ChunkTable) -> ChunkTableInfo:
     )  # fmt: skip
 
 
-def plan_info(plan: ChunkPlan, measured: Iterable[Measured] = ()) -> PlanInfo:
+def plan_info(plan: ChunkPlan, measured: Iterable[MeasuredLayout] = ()) -> PlanInfo:
     """A plan as plain numbers, in the order of its candidates, and the layouts that were measured.
 
     Raises:
@@ -152,7 +152,7 @@ def plan_info(plan: ChunkPlan, measured: Iterable[Measured] = ()) -> PlanInfo:
     )  # fmt: skip
 
 
-def _measurement(plan: ChunkPlan, one: Measured) -> MeasuredPoint:
+def _measurement(plan: ChunkPlan, one: MeasuredLayout) -> MeasuredPoint:
     speed, predicted = one.samples_per_second, one.predicted_samples_per_second
     if len(one.chunk) != len(plan.dims) or not (speed > 0 and predicted > 0):
         raise PlanError(
@@ -162,7 +162,7 @@ def _measurement(plan: ChunkPlan, one: Measured) -> MeasuredPoint:
     return MeasuredPoint(math.prod(one.chunk) * plan.chunk_bytes / math.prod(plan.chunk), speed, predicted)
 
 
-def chunk_figure(subject: ChunkTable | ChunkPlan, *, measured: Iterable[Measured] = ()) -> Figure:
+def chunk_figure(subject: ChunkTable | ChunkPlan, *, measured: Iterable[MeasuredLayout] = ()) -> Figure:
     """The chart of a chunk table or of a plan; `measured` adds what layouts really gave (`kit.measure_reading`).
 
     Raises:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kit.studies.calibration.rules import Measurement
     from kit.studies.compare import Comparison, Quantity
     from kit.studies.diagnosis.diagnose import Diagnosis, Roofline
-    from kit.studies.levers import LeversCheck, Rung, SequenceCheck
+    from kit.studies.levers import LeversCheck, LeverStep, SequenceCheck
 
 _ROW_INCHES, _EDGE_INCHES = 0.5, 0.75
 _NAMES_INCHES, _PANEL_INCHES, _GAP_INCHES = 1.9, 1.75, 0.3
@@ -184,7 +184,7 @@ def sequence_figure(check: SequenceCheck) -> Figure:
     return figure
 
 
-def _curve(axes: Axes, name: str, rungs: Mapping[int, Rung], colour: str, dashes: str) -> None:
+def _curve(axes: Axes, name: str, rungs: Mapping[int, LeverStep], colour: str, dashes: str) -> None:
     predicted = {length: rung.predicted_bytes / 2**20 for length, rung in rungs.items() if rung.predicted_bytes}
     measured = {length: rung.measured_bytes / 2**20 for length, rung in rungs.items() if rung.measured_bytes}
     axes.plot(list(predicted), list(predicted.values()), dashes, color=colour)

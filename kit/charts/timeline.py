@@ -42,7 +42,7 @@ from kit.units import format_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
-    from kit.memory.replay.estimate import Measured, MemoryEstimate
+    from kit.memory.replay.estimate import MeasuredMemory, MemoryEstimate
 
 
 LARGEST_SERIES = 400
@@ -225,7 +225,7 @@ def draw_timeline(info: TimelineInfo) -> Figure:
     return look.root(chart.figure)
 
 
-def timeline_info(estimate: MemoryEstimate, measured: Measured | None = None) -> TimelineInfo:
+def timeline_info(estimate: MemoryEstimate, measured: MeasuredMemory | None = None) -> TimelineInfo:
     """An estimate, and what was measured if anything was, as the numbers of the chart."""
     line = estimate.timeline
     bytes_so_far = np.array(line.clock_bytes, dtype=np.float64)
@@ -247,7 +247,7 @@ def _held(estimate: MemoryEstimate) -> list[str]:
     return [name for name in LOOKS if any(estimate.timeline.categories.get(name, ()))]
 
 
-def _measured_clock(measured: Measured | None) -> tuple[Floats, Floats]:
+def _measured_clock(measured: MeasuredMemory | None) -> tuple[Floats, Floats]:
     """Clock and allocated bytes of a measurement, on the clock of a prediction: that of two optimizer steps."""
     if measured is None:
         return np.zeros(0), np.zeros(0)
@@ -334,7 +334,7 @@ def breakdown_figure(
     return draw_breakdown(named, peaks)
 
 
-def timeline_figure(subject: MemoryEstimate | Trial, measured: Measured | None = None) -> Figure:
+def timeline_figure(subject: MemoryEstimate | Trial, measured: MeasuredMemory | None = None) -> Figure:
     """Allocated bytes over two optimizer steps, stacked by category, with the peak marked and named.
 
     Args:
@@ -348,7 +348,7 @@ def timeline_figure(subject: MemoryEstimate | Trial, measured: Measured | None =
     return draw_timeline(timeline_info(*_predicted_and_measured(subject, measured)))
 
 
-def memory_figure(subject: MemoryEstimate | Trial, measured: Measured | None = None) -> Figure:
+def memory_figure(subject: MemoryEstimate | Trial, measured: MeasuredMemory | None = None) -> Figure:
     """The breakdown at the peak above the timeline, with one legend; takes and raises what `timeline_figure` does."""
     estimate, measured = _predicted_and_measured(subject, measured)
     peak = None if measured is None else measured.peak_bytes
@@ -365,8 +365,8 @@ def memory_figure(subject: MemoryEstimate | Trial, measured: Measured | None = N
 
 
 def _predicted_and_measured(
-    subject: MemoryEstimate | Trial, measured: Measured | None
-) -> tuple[MemoryEstimate, Measured | None]:
+    subject: MemoryEstimate | Trial, measured: MeasuredMemory | None
+) -> tuple[MemoryEstimate, MeasuredMemory | None]:
     if isinstance(subject, Trial):
         return predicted_of(subject), measured or measured_of(subject)
     return subject, measured

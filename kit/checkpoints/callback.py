@@ -14,7 +14,7 @@ DownloadedData: a data module whose files are brought once to each machine befor
 Lightning calls `prepare_data` in one rank of each node and holds the others until it returns; trainers of several
 processes that share a machine without knowing of each other take turns besides (see `kit.checkpoints.downloading`).
 
-Courier: one thread that delivers, while another goes on; at most one delivery waits, and it is the newest.
+LatestOnlyWorker: one thread that delivers, while another goes on; at most one delivery waits, and it is the newest.
 
 What is offered while one is under way takes the place of what waits, so a slow network never builds up a queue. Nothing
 is raised in the thread that offers: it asks for outcomes. The thread dies with the process.
@@ -106,7 +106,7 @@ class CheckpointUpload(Callback):
         self.uploads: list[Upload] = []
         """What was copied, in order."""
         self._parcels: Parcels | None = None
-        self._courier: Courier[_Saved, Upload] | None = None
+        self._courier: LatestOnlyWorker[_Saved, Upload] | None = None
         self._last: Signature = ()
         self._raised: StoreError | None = None
         self._looked_seconds, self._looked_step = 0.0, 0
@@ -127,7 +127,7 @@ class CheckpointUpload(Callback):
         if not trainer.is_global_zero:
             return
         self._looked_seconds, self._looked_step = time.monotonic(), trainer.global_step
-        self._courier = Courier(self._deliver)
+        self._courier = LatestOnlyWorker(self._deliver)
         for folder in self._folders(trainer):
             shutil.rmtree(folder / _SECOND_NAMES, ignore_errors=True)
         resumed = _local(trainer.ckpt_path)
@@ -250,7 +250,7 @@ class CheckpointUpload(Callback):
 
     # -- what became of it
 
-    def _tell(self, courier: Courier[_Saved, Upload]) -> None:
+    def _tell(self, courier: LatestOnlyWorker[_Saved, Upload]) -> None:
         for outcome in courier.take_outcomes():
             if outcome.result is not None:
                 self.uploads.append(outcome.result)
@@ -352,7 +352,7 @@ class Outcome(Generic[Item, Result]):
     error: BaseException | None = None
 
 
-class Courier(Generic[Item, Result]):
+class LatestOnlyWorker(Generic[Item, Result]):
     """Delivers items by `deliver(item, cancelled)`, which gives up when `cancelled` is set."""
 
     def __init__(self, deliver: Callable[[Item, threading.Event], Result]) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from zarr.abc.store import RangeByteRequest
 from zarr.core.buffer import default_buffer_prototype
 
-from kit.checkpoints.parts import LIST_NAME, Parcel, part_key, signature, spans
+from kit.checkpoints.parts import LIST_NAME, Bundle, part_key, signature, spans
 from kit.checkpoints.uploading import last_parcel
 from kit.config import Checkpoint, resolve_path
 from kit.data.stores.local import check_names, make_file
@@ -158,7 +158,7 @@ def _find(url: str, credentials: str) -> _Load:
         store = open_store(url, credentials)
         data = read_object(store, LIST_NAME, url)
         if data is not None:
-            return _of_parcel(store, url, Parcel.load(data, redact(url)))
+            return _of_parcel(store, url, Bundle.load(data, redact(url)))
         sizes = _sizes_below(store, url)
         if sizes:
             pieces = [piece for key, size in sizes.items() for piece in _cut(key, key, size)]
@@ -184,7 +184,7 @@ def _sizes_below(store: Store, url: str) -> dict[str, int]:
     return files
 
 
-def _of_parcel(store: Store, url: str, parcel: Parcel) -> _Load:
+def _of_parcel(store: Store, url: str, parcel: Bundle) -> _Load:
     pieces = []
     for file in parcel.files:
         offset = 0

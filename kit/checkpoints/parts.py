@@ -31,7 +31,7 @@ Signature = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BundlePart:
     """Some bytes of a file."""
 
     sha256: str
@@ -43,7 +43,7 @@ class PackedFile:
     """One file: its path within the parcel (empty when the parcel is a file) and its parts in order."""
 
     path: str
-    parts: tuple[Part, ...]
+    parts: tuple[BundlePart, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -51,7 +51,7 @@ class PackedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Bundle:
     """What is in one parcel."""
 
     name: str
@@ -66,7 +66,7 @@ class Parcel:
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[BundlePart]:
         for file in self.files:
             yield from file.parts
 
@@ -75,7 +75,7 @@ class Parcel:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
     @classmethod
-    def load(cls, data: bytes, where: str) -> Parcel:
+    def load(cls, data: bytes, where: str) -> Bundle:
         """The parcel of a stored list.
 
         Raises:
@@ -150,10 +150,10 @@ def _file(values: Any) -> PackedFile:
     return PackedFile(values["path"], tuple(_part(item) for item in values["parts"]))
 
 
-def _part(values: Any) -> Part:
+def _part(values: Any) -> BundlePart:
     if not _SHA256.fullmatch(values["sha256"]) or not isinstance(values["size_bytes"], int) or values["size_bytes"] < 1:
         raise ValueError(f"{values} is no part")
-    return Part(values["sha256"], values["size_bytes"])
+    return BundlePart(values["sha256"], values["size_bytes"])
 
 
 def _name(name: str) -> str:

@@ -29,9 +29,9 @@ from zarr.core.buffer import default_buffer_prototype
 
 from kit.checkpoints.parts import (
     LIST_NAME,
+    Bundle,
+    BundlePart,
     PackedFile,
-    Parcel,
-    Part,
     Signature,
     check_name,
     list_key,
@@ -79,7 +79,7 @@ class Upload:
 
     url: str
     """Of the parcel."""
-    parcel: Parcel
+    parcel: Bundle
     sent_bytes: int
     """The rest was there."""
     seconds: float
@@ -119,12 +119,12 @@ class Parcels:
 
     # -- what is there
 
-    def find(self, name: str) -> Parcel | None:
+    def find(self, name: str) -> Bundle | None:
         """The whole parcel of that name; None when there is none."""
         data = read_object(self.store, list_key(check_name(name)), self.url)
-        return None if data is None else Parcel.load(data, f"{redact(self.url)}/{name}")
+        return None if data is None else Bundle.load(data, f"{redact(self.url)}/{name}")
 
-    def all(self) -> list[Parcel]:
+    def all(self) -> list[Bundle]:
         """Every whole parcel, the one saved first first."""
         found = [self.find(name) for name in self.names()]
         return sorted((parcel for parcel in found if parcel is not None), key=lambda parcel: parcel.saved)
@@ -163,7 +163,7 @@ class Parcels:
         files = sending.run(before, part_bytes)
         if _look_at(source) != before:
             raise SourceChanged(f"{source} changed while it was uploaded; nothing was published")
-        parcel = Parcel(name, saved_at(before), files)
+        parcel = Bundle(name, saved_at(before), files)
         write_object(self.store, list_key(name), parcel.dump(), self.url)
         self._remove(name, known.keys() - {part.sha256 for part in parcel.parts()})
         return Upload(f"{self.url}/{name}", parcel, sending.sent_bytes, time.monotonic() - began)
@@ -216,14 +216,14 @@ class _Sending:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        parts: dict[str, list[Part]] = {path: [] for path, _, _ in seen}
+        parts: dict[str, list[BundlePart]] = {path: [] for path, _, _ in seen}
         for (path, _), task in zip(wanted, tasks, strict=True):
             parts[path].append(task.result())
         return tuple(PackedFile(path, tuple(found)) for path, found in parts.items())
 
-    async def _watch(self, tasks: Sequence[asyncio.Future[Part]]) -> None:
+    async def _watch(self, tasks: Sequence[asyncio.Future[BundlePart]]) -> None:
         """Until all are done, one has failed, or it is cancelled."""
-        waiting: set[asyncio.Future[Part]] = set(tasks)
+        waiting: set[asyncio.Future[BundlePart]] = set(tasks)
         while waiting:
             if self._cancelled.is_set() or self._over.is_set():
                 raise UploadCancelled(f"{self._source.name}: given up")
@@ -231,7 +231,7 @@ class _Sending:
             for task in done:
                 task.result()
 
-    async def _one(self, slots: asyncio.Semaphore, path: str, span: tuple[int, int]) -> Part:
+    async def _one(self, slots: asyncio.Semaphore, path: str, span: tuple[int, int]) -> BundlePart:
         async with slots:
             data, sha256 = await asyncio.to_thread(self._read, path, *span)
             if self._known.get(sha256) != len(data):
@@ -239,7 +239,7 @@ class _Sending:
                 buffer = default_buffer_prototype().buffer.from_bytes(data)
                 await self._to.store.set(part_key(self._name, sha256), buffer)
                 self.sent_bytes += len(data)
-            return Part(sha256, len(data))
+            return BundlePart(sha256, len(data))
 
     def _read(self, path: str, first: int, last: int) -> tuple[bytes, str]:
         file = self._source / path if path else self._source
@@ -296,7 +296,7 @@ def latest_checkpoint(url: str, *, credentials: str = "default") -> str | None:
     return None if found is None else found[0]
 
 
-def last_parcel(url: str, credentials: str = "default") -> tuple[str, Parcel] | None:
+def last_parcel(url: str, credentials: str = "default") -> tuple[str, Bundle] | None:
     """The parcel at the URL, or the whole one below it that was saved last, and its URL; None when there is none.
 
     Raises:
@@ -309,7 +309,7 @@ def last_parcel(url: str, credentials: str = "default") -> tuple[str, Parcel] | 
     parcels = Parcels.open(url, credentials, read_only=True)
     data = read_object(parcels.store, LIST_NAME, url)
     if data is not None:
-        return url, Parcel.load(data, redact(url))
+        return url, Bundle.load(data, redact(url))
     found = parcels.all()
     return (f"{url}/{found[-1].name}", found[-1]) if found else None
 

@@ -46,9 +46,9 @@ from kit.chunks.search import (
     Chooser,
     ChunkPlan,
     Divisibility,
-    Reader,
     Rules,
     Sizes,
+    WeightedPattern,
     named,
     readers_of,
 )
@@ -487,7 +487,7 @@ def plan_layout(
         multiple_of=ordered("multiple_of", multiple_of or {}, names, [1] * len(names)),
         largest_object_bytes=largest_object_bytes,
     )  # fmt: skip
-    own = Reader(name=OWN, access=access, weight=1.0)
+    own = WeightedPattern(name=OWN, access=access, weight=1.0)
     chooser = Chooser(
         network=network, host=host or Host(), prices=prices or Prices(), rules=rules, sharded=shard != "none",
         target_shard_bytes=min(target_shard_bytes, largest_object_bytes),

@@ -306,7 +306,7 @@ class Chooser:
     sharded: bool
     """False: every chunk is an object, unless `rules` name a shard."""
     target_shard_bytes: int
-    readers: tuple[Reader, ...]
+    readers: tuple[WeightedPattern, ...]
     """The plan's own pattern first."""
 
     def choose(self, by_hand: Sizes | None) -> Choice:
@@ -389,7 +389,7 @@ class Chooser:
         self.shard(by_hand)
         replace(self.rules, shard=None).check(by_hand)
 
-    def _reader_cost(self, reader: Reader, own: LayoutCost, chosen: LayoutCost) -> ReaderCost:
+    def _reader_cost(self, reader: WeightedPattern, own: LayoutCost, chosen: LayoutCost) -> ReaderCost:
         return ReaderCost(
             name=reader.name, patch=reader.access.patch, weight=reader.weight,
             cost=self.price(reader.access, chosen.chunk), best=own,
@@ -442,7 +442,7 @@ OWN = "this plan's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
+class WeightedPattern:
     """One pattern and how much it counts."""
 
     name: str
@@ -480,7 +480,7 @@ class _Fields:
     weight: float = 1.0
 
 
-def readers_of(given: Mapping[str, Mapping[str, Any]], own: Access, dims: Sequence[str]) -> tuple[Reader, ...]:
+def readers_of(given: Mapping[str, Mapping[str, Any]], own: Access, dims: Sequence[str]) -> tuple[WeightedPattern, ...]:
     """The readers described by `{name: {patch: {...}, weight: ..., order: ..., stride: {...}, batch_size: ...}}`.
 
     Raises:
@@ -489,7 +489,7 @@ def readers_of(given: Mapping[str, Mapping[str, Any]], own: Access, dims: Sequen
     return tuple(_reader(name, entry, own, dims) for name, entry in given.items())
 
 
-def _reader(name: str, entry: Mapping[str, Any], own: Access, dims: Sequence[str]) -> Reader:
+def _reader(name: str, entry: Mapping[str, Any], own: Access, dims: Sequence[str]) -> WeightedPattern:
     where = f"readers.{name}"
     if not isinstance(entry, Mapping) or not isinstance(entry.get("patch"), Mapping):
         raise PlanError(f"{where} needs a patch, such as {{patch: {{{dims[0]}: 1}}, weight: 1}}")
@@ -512,7 +512,7 @@ def _reader(name: str, entry: Mapping[str, Any], own: Access, dims: Sequence[str
         )  # fmt: skip
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
-    return Reader(name=name, access=access, weight=float(values.weight))
+    return WeightedPattern(name=name, access=access, weight=float(values.weight))
 
 
 def fill_shard(shape: Sequence[int], chunk: Sequence[int], chunk_bytes: int, target_bytes: int) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from typing import Literal
 from kit.chunks.geometry import Axis, touch_counts, touched_at_least_once
 
 
-class Reading(ABC):
+class ReadingOrder(ABC):
     """One order of positions over the chunks of one array."""
 
     axes: tuple[Axis, ...]
@@ -80,7 +80,7 @@ class Reading(ABC):
 
 
 @dataclass(frozen=True)
-class Shuffled(Reading):
+class Shuffled(ReadingOrder):
     """Positions in random order, drawn independently (`replacement`) or each once."""
 
     axes: tuple[Axis, ...]
@@ -122,7 +122,7 @@ def _last_to_join(often: float, batches: int) -> float:
 
 
 @dataclass(frozen=True)
-class Sequential(Reading):
+class Sequential(ReadingOrder):
     """Positions in C order, the last dimension fastest."""
 
     axes: tuple[Axis, ...]
@@ -160,8 +160,8 @@ class Sequential(Reading):
         return float(chunks)
 
 
-def reading_of(axes: Sequence[Axis], order: Literal["random", "grid"], shuffle: bool) -> Reading:
-    """The order as a `Reading`; random offsets are drawn independently whether or not epochs differ."""
+def reading_of(axes: Sequence[Axis], order: Literal["random", "grid"], shuffle: bool) -> ReadingOrder:
+    """The order as a `ReadingOrder`; random offsets are drawn independently whether or not epochs differ."""
     if order == "grid" and not shuffle:
         return Sequential(tuple(axes))
     return Shuffled(tuple(axes), replacement=order == "random")
@@ -176,7 +176,7 @@ class Fetches:
     most: float
 
 
-def fetches(reading: Reading, batch_size: int, batches: int, cached_chunks: int) -> Fetches:
+def fetches(reading: ReadingOrder, batch_size: int, batches: int, cached_chunks: int) -> Fetches:
     """Chunks of one array fetched per batch in a run of so many batches, with a cache of this many chunks."""
     alone = reading.distinct(batch_size)
     if not cached_chunks or batches == 1:
@@ -192,7 +192,7 @@ def fetches(reading: Reading, batch_size: int, batches: int, cached_chunks: int)
     return Fetches(min(max(least, _average(reading, batch_size, batches, held)), most), min(least, most), most)
 
 
-def _average(reading: Reading, batch_size: int, batches: int, held: int) -> float:
+def _average(reading: ReadingOrder, batch_size: int, batches: int, held: int) -> float:
     """Per batch, when each batch finds the chunks of the `held` samples before it."""
     steady = reading.distinct(held + batch_size) - reading.distinct(held)
     filling = min(batches, held / batch_size)
@@ -200,7 +200,7 @@ def _average(reading: Reading, batch_size: int, batches: int, held: int) -> floa
     return (start + (batches - filling) * steady) / batches
 
 
-def _samples_held(reading: Reading, cached_chunks: int, samples: int) -> int:
+def _samples_held(reading: ReadingOrder, cached_chunks: int, samples: int) -> int:
     """The longest row of samples, at most this long, whose chunks fit the cache, to within 2 %."""
     low, high = 0, samples + 1
     while high > low + 1 + low // 50:

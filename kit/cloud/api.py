@@ -24,7 +24,7 @@ from xml.sax.saxutils import escape, unescape
 
 from kit.cloud.http import (
     BadRequest,
-    Memory,
+    MemoryBody,
     Request,
     Response,
     byte_range,
@@ -39,7 +39,7 @@ JSON_ROOTS = ("/storage/", "/upload/storage/", "/download/storage/", "/batch/sto
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ApiCall:
     """A request that is understood."""
 
     kind: str
@@ -163,35 +163,35 @@ class JsonApi:
         self._generation = generation
         self._uploads: dict[str, _Upload] = {}
 
-    def call(self, request: Request) -> Call:
+    def call(self, request: Request) -> ApiCall:
         """What the request asks for."""
         root, _, rest = request.path.partition("storage/v1")
         if root == "/batch/":
-            return Call("delete", "", "", lambda: self._batch(request))
+            return ApiCall("delete", "", "", lambda: self._batch(request))
         parts = rest.strip("/").split("/")
         if parts[0] != "b":
-            return Call("bucket", "", "", _missing)
+            return ApiCall("bucket", "", "", _missing)
         bucket = decoded(parts[1]) if len(parts) > 1 else ""
         if root == "/upload/":
             return self._upload_call(request, bucket)
         if len(parts) <= 2:
-            return Call("bucket", bucket, "", lambda: self._bucket(request, bucket))
+            return ApiCall("bucket", bucket, "", lambda: self._bucket(request, bucket))
         if parts[2] != "o":
-            return Call("bucket", bucket, "", lambda: self._about(bucket, parts[2]))
+            return ApiCall("bucket", bucket, "", lambda: self._about(bucket, parts[2]))
         if len(parts) == 3:
-            return Call("list", bucket, "", lambda: self._list(request, bucket))
+            return ApiCall("list", bucket, "", lambda: self._list(request, bucket))
         verb = next((word for word in _COPIES if _marks_copy(parts, word)), "")
         if verb:
             return self._copy_call(request, bucket, parts, verb)
         key = decoded("/".join(parts[3:]))
         is_media = root == "/download/" or request.query.get("alt") == "media"
         kind = {"GET": "read" if is_media else "info", "DELETE": "delete"}.get(request.method, "info")
-        return Call(kind, bucket, key, lambda: self._object(request, bucket, key, is_media))
+        return ApiCall(kind, bucket, key, lambda: self._object(request, bucket, key, is_media))
 
-    def _copy_call(self, request: Request, bucket: str, parts: list[str], verb: str) -> Call:
+    def _copy_call(self, request: Request, bucket: str, parts: list[str], verb: str) -> ApiCall:
         place = parts.index(verb, 4)
         source, target = decoded("/".join(parts[3:place])), parts[place + 2 :]
-        return Call("write", bucket, source, lambda: self._copy(request, bucket, source, target, verb))
+        return ApiCall("write", bucket, source, lambda: self._copy(request, bucket, source, target, verb))
 
     # -- buckets
 
@@ -315,28 +315,28 @@ class JsonApi:
                 status = refused.status
             answers.append(f"--kit\r\nContent-Type: application/http\r\n\r\nHTTP/1.1 {status} done\r\n\r\n\r\n")
         body = "".join(answers) + "--kit--"
-        return Response(200, {"Content-Type": "multipart/mixed; boundary=kit"}, Memory(body.encode()))
+        return Response(200, {"Content-Type": "multipart/mixed; boundary=kit"}, MemoryBody(body.encode()))
 
     # -- uploads
 
-    def _upload_call(self, request: Request, bucket: str) -> Call:
+    def _upload_call(self, request: Request, bucket: str) -> ApiCall:
         if "upload_id" in request.query:
             upload = self._uploads.get(request.query["upload_id"])
             key = upload.key if upload else ""
-            return Call("write", bucket, key, lambda: self._continue(request))
+            return ApiCall("write", bucket, key, lambda: self._continue(request))
         name = request.query.get("name", "")
         how = request.query.get("uploadType", "media")
         if how == "resumable":
             told = _told(request.body)
             name = name or told.get("name", "")
-            return Call("write", bucket, name, lambda: self._begin(request, bucket, name, told))
+            return ApiCall("write", bucket, name, lambda: self._begin(request, bucket, name, told))
         if how == "multipart":
             told, kind, data = _parts(request)
             name = name or told.get("name", "")
             kind, metadata = told.get("contentType", kind), told.get("metadata") or {}
-            return Call("write", bucket, name, lambda: self._store(request, bucket, name, data, kind, metadata))
+            return ApiCall("write", bucket, name, lambda: self._store(request, bucket, name, data, kind, metadata))
         kind = request.headers.get("content-type", "")
-        return Call("write", bucket, name, lambda: self._store(request, bucket, name, request.body, kind, {}))
+        return ApiCall("write", bucket, name, lambda: self._store(request, bucket, name, request.body, kind, {}))
 
     def _store(
         self, request: Request, bucket: str, key: str, data: bytes, content_type: str, metadata: dict[str, str]
@@ -463,21 +463,21 @@ class XmlApi:
         self._generation = generation
         self._uploads: dict[str, dict[int, bytes]] = {}
 
-    def call(self, request: Request) -> Call:
+    def call(self, request: Request) -> ApiCall:
         """What the request asks for."""
         bucket, _, key = decoded(request.path[1:]).partition("/")
         query, method = request.query, request.method
         if not key:
             if method == "POST" and "delete" in query:
-                return Call("delete", bucket, "", lambda: self._delete_many(request, bucket))
+                return ApiCall("delete", bucket, "", lambda: self._delete_many(request, bucket))
             if method == "GET" and bucket and not {"location", "versioning"} & query.keys():
-                return Call("list", bucket, "", lambda: self._list(request, bucket))
-            return Call("bucket", bucket, "", lambda: self._bucket(request, bucket))
+                return ApiCall("list", bucket, "", lambda: self._list(request, bucket))
+            return ApiCall("bucket", bucket, "", lambda: self._bucket(request, bucket))
         kinds = {"GET": "read", "HEAD": "info", "DELETE": "delete", "PUT": "write", "POST": "write"}
         actions = {"GET": self._get, "HEAD": self._get, "DELETE": self._delete, "PUT": self._put, "POST": self._post}
         if method not in kinds:
-            return Call("info", bucket, key, _not_allowed)
-        return Call(kinds[method], bucket, key, lambda: actions[method](request, bucket, key))
+            return ApiCall("info", bucket, key, _not_allowed)
+        return ApiCall(kinds[method], bucket, key, lambda: actions[method](request, bucket, key))
 
     # -- buckets
 

@@ -5,7 +5,7 @@ Time to the first byte is lognormal around a median, and a small fraction of req
 limit. Requests beyond the rate are refused at once, as a bucket does, and not queued. The figures of the presets are
 round numbers of the order that public measurements report; they teach and compare, and promise nothing about a bucket.
 
-Link: when a byte may pass, and whether a request may, by the dials of a moment.
+SharedLink: when a byte may pass, and whether a request may, by the dials of a moment.
 
 The total bandwidth is one clock that every piece moves on by `bytes / bandwidth`; a piece passes when the clock has
 come to it. The clock may lag behind the time by `_LENIENCY_SECONDS`, so that timers which fire late lose nothing, and
@@ -199,7 +199,7 @@ class Pace:
         return self._free
 
 
-class Link:
+class SharedLink:
     """What all connections share."""
 
     def __init__(self, dials: Dials, now: float) -> None:

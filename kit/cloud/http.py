@@ -62,7 +62,7 @@ class Body(Protocol):
     def close(self) -> None: ...
 
 
-class Memory:
+class MemoryBody:
     """A body in memory; pieces are views."""
 
     __slots__ = ("_view",)
@@ -106,7 +106,7 @@ class Response:
 
     status: int
     headers: dict[str, Any] = field(default_factory=dict)
-    body: Body = field(default_factory=lambda: Memory(b""))
+    body: Body = field(default_factory=lambda: MemoryBody(b""))
 
     def head(self) -> bytes:
         lines = [f"HTTP/1.1 {self.status} {REASONS.get(self.status, 'Unknown')}"]
@@ -123,7 +123,9 @@ class Response:
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, Any] | None = None) -> Response:
-    return Response(status, {"Content-Type": "application/json", **(headers or {})}, Memory(json.dumps(value).encode()))
+    return Response(
+        status, {"Content-Type": "application/json", **(headers or {})}, MemoryBody(json.dumps(value).encode())
+    )
 
 
 def error_response(status: int, code: str, message: str) -> Response:
@@ -133,7 +135,7 @@ def error_response(status: int, code: str, message: str) -> Response:
 
 def xml_response(text: str, status: int = 200) -> Response:
     data = f'<?xml version="1.0" encoding="UTF-8"?>\n{text}'.encode()
-    return Response(status, {"Content-Type": "application/xml"}, Memory(data))
+    return Response(status, {"Content-Type": "application/xml"}, MemoryBody(data))
 
 
 # -- reading a request

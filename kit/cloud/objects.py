@@ -33,7 +33,7 @@ from typing import Protocol
 
 import google_crc32c
 
-from kit.cloud.http import TOKEN, BadRequest, Body, FilePart, Memory, Request
+from kit.cloud.http import TOKEN, BadRequest, Body, FilePart, MemoryBody, Request
 
 OCTETS = "application/octet-stream"
 _DRAFT = ".kit-draft-"
@@ -72,7 +72,7 @@ class StoredObject:
             FileNotFoundError: when the file has gone meanwhile.
         """
         if not self.path:
-            return Memory(memoryview(self.data)[start:stop])
+            return MemoryBody(memoryview(self.data)[start:stop])
         return FilePart(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), start, stop - start)
 
     def read(self) -> bytes:

@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 
 from kit.cloud.api import JsonApi, Refused, XmlApi, is_json
 from kit.cloud.counts import Counter, FaultPlan, Script
-from kit.cloud.dials import Dials, Link, Pace
+from kit.cloud.dials import Dials, Pace, SharedLink
 from kit.cloud.http import (
     LARGEST_HEAD_BYTES,
     BadRequest,
@@ -53,7 +53,7 @@ class Server:
 
     def __init__(self, objects: Objects, dials: Dials, token: str, loop: asyncio.AbstractEventLoop) -> None:
         self.objects = objects
-        self.link = Link(dials, loop.time())
+        self.link = SharedLink(dials, loop.time())
         self.counter = Counter(loop.time())
         self._faults = FaultPlan(dials.faults, dials.seed)
         self._loop = loop
@@ -203,7 +203,7 @@ class Answer:
 class Service(Protocol):
     """What a connection needs of its server."""
 
-    link: Link
+    link: SharedLink
     counter: Counter
 
     def answer(self, request: Request) -> Answer: ...

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from kit.committed.job import make_job, write_drafts
-from kit.committed.run import CommittedRun, Launch
+from kit.committed.run import CommittedRun, LaunchLines
 from kit.committed.yaml import Job, committed_yaml
 from kit.config import Config, project_folder, read_yaml, resolve_path
 from kit.errors import ConfigError, Problem
@@ -76,7 +76,9 @@ def commit(
     return Committed(file)
 
 
-def preview(config: Config, module: Any = None, data: Any = None, trial: Trial | None = None) -> tuple[str, Launch]:
+def preview(
+    config: Config, module: Any = None, data: Any = None, trial: Trial | None = None
+) -> tuple[str, LaunchLines]:
     """The text of the file as it would be, and how it would be started; nothing is written.
 
     Raises:
@@ -125,7 +127,7 @@ class Committed:
         return read_whole(path, lambda file: dict(read_json(file.read_bytes()))) if path.is_file() else {}
 
     @cached_property
-    def launch(self) -> Launch:
+    def launch(self) -> LaunchLines:
         """How to start it; `launch.spread(nodes)` for other machines.
 
         Raises:
@@ -137,7 +139,7 @@ class Committed:
         if wrong:
             message = f"{counts[wrong[0]]!r} is no number of them; kit.commit writes one"
             raise ConfigError([Problem(f"trainer.{wrong[0]}", message)], str(self.file))
-        return Launch(
+        return LaunchLines(
             file=_called(self.file), name=self.file.stem, nodes=counts["num_nodes"], devices=counts["devices"],
             restarts=self.config.commit.restarts, gpu=trainer.get("accelerator") == "gpu",
         )  # fmt: skip
@@ -205,15 +207,15 @@ class Committed:
         return f"<div style='{FRAME}'>{body}{notes}{whole}</div>"
 
 
-def launch_of(job: Job, file: Path) -> Launch:
+def launch_of(job: Job, file: Path) -> LaunchLines:
     """How the file of a job is started."""
-    return Launch(
+    return LaunchLines(
         file=_called(file), name=job.stem, nodes=job.nodes, devices=job.devices,
         restarts=job.config.commit.restarts, gpu=job.accelerator == "gpu",
     )  # fmt: skip
 
 
-def commands_of(launch: Launch) -> dict[str, str]:
+def commands_of(launch: LaunchLines) -> dict[str, str]:
     """The lines that start a file, by what starts it: those that fit its number of nodes."""
     if launch.nodes > 1:
         return {"torchrun on every node, HEAD being the name of one": launch.torchrun_nodes}

@@ -59,7 +59,7 @@ class CommittedRun:
         ConfigError: when there is no place for its log.
     """
 
-    def __init__(self, launch: Launch, config: Config) -> None:
+    def __init__(self, launch: LaunchLines, config: Config) -> None:
         _check_one_machine(launch)
         self.launch = launch
         self.folder = _new_folder(launch, config)
@@ -279,7 +279,7 @@ class CommittedRun:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
 
-def _check_one_machine(launch: Launch) -> None:
+def _check_one_machine(launch: LaunchLines) -> None:
     if launch.nodes > 1:
         raise HardwareError(
             f"{launch.file} is for {launch.nodes} nodes, and this is one; start launch.torchrun_nodes on each of them, "
@@ -287,7 +287,7 @@ def _check_one_machine(launch: Launch) -> None:
         )
 
 
-def _new_folder(launch: Launch, config: Config) -> Path:
+def _new_folder(launch: LaunchLines, config: Config) -> Path:
     """A folder of its own beside the trials'."""
     parent, stem = runs_folder(config.trial.folder), f"{launch.name}-committed-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
@@ -321,7 +321,7 @@ _OWN_STORE = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchLines:
     """A committed file and the ranks it is for."""
 
     file: str
@@ -339,7 +339,7 @@ class Launch:
     def world_size(self) -> int:
         return self.nodes * self.devices
 
-    def spread(self, nodes: int) -> Launch:
+    def spread(self, nodes: int) -> LaunchLines:
         """The same ranks on another number of nodes.
 
         Raises:

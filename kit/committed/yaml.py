@@ -10,7 +10,7 @@ YAML that YAML 1.1 and 1.2 read alike, with a comment above each line that has a
 
 Lightning reads its files as YAML 1.1, kit as 1.2: `no`, `1e-5` or `12:30` mean different things to them. Text that is
 not plainly a word is quoted here, and a float always has its point. Values are mappings, lists, text, numbers, booleans
-and None; `Noted` puts a comment above a value, `Block` keeps the lines of a text as they are.
+and None; `Noted` puts a comment above a value, `YamlBlock` keeps the lines of a text as they are.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _callbacks(job: Job) -> list[Any]:
     config = job.config
     resolved = {path: _noted(job, path, value) for path, value in job.resolved.items()}
     carried = entry(
-        COMMITTED, **({"resolved": resolved} if resolved else {}), config=Block(config.to_yaml(comments=False))
+        COMMITTED, **({"resolved": resolved} if resolved else {}), config=YamlBlock(config.to_yaml(comments=False))
     )
     return [
         *lever_entries(job.config),
@@ -180,7 +180,7 @@ class Noted:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class YamlBlock:
     """Text of whole lines, the first of them not indented."""
 
     text: str
@@ -199,7 +199,7 @@ def _mapping(values: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def _under(head: str, value: Any, indent: str) -> Iterator[str]:
-    if isinstance(value, Block):
+    if isinstance(value, YamlBlock):
         yield f"{head} |"
         yield from (f"{indent}  {line}".rstrip() for line in value.text.splitlines())
     elif isinstance(value, Mapping) and value:

@@ -28,7 +28,7 @@ from kit.confinement import private_files
 from kit.confinement import private_files as landlock
 from kit.confinement.mirror import Mirror
 from kit.confinement.private_files import PrivateFiles
-from kit.confinement.stand_ins import Kept, RefusedError, hook_asks, no_connections, no_processes
+from kit.confinement.stand_ins import Refusals, RefusedError, hook_asks, no_connections, no_processes
 from kit.machine.processes import LONGEST_SOCKET_FOLDER
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -58,7 +58,7 @@ class Confinement:
 
 
 _held: Confinement | None = None
-_kept: Kept | None = None
+_kept: Refusals | None = None
 _refuses_processes: Callable[[], bool] = bool
 _mirror: Mirror | None = None
 _hooked = False
@@ -148,7 +148,7 @@ def _mirror_folder(scratch: Path) -> Path:
 @contextlib.contextmanager
 def confined(
     job: str, refuses_processes: Callable[[], bool] = hook_asks, refuses_connections: Callable[[], bool] = hook_asks
-) -> Iterator[Kept]:
+) -> Iterator[Refusals]:
     """Inside, this process changes no file, starts no process and connects to nobody, as far as it can be kept from it.
 
     In a process that `confine_process` holds, the system sees to the files; elsewhere Python's functions do.
@@ -159,7 +159,7 @@ def confined(
         refuses_connections: Whether a connection that is asked for now is not made.
     """
     global _kept, _refuses_processes, _mirror
-    kept = Kept(job)
+    kept = Refusals(job)
     _install_hook()
     with contextlib.ExitStack() as undo:
         if _held is None or _held.private is None:
@@ -179,7 +179,7 @@ def _forget() -> None:
 
 
 @contextlib.contextmanager
-def _mirrored(kept: Kept) -> Iterator[Mirror]:
+def _mirrored(kept: Refusals) -> Iterator[Mirror]:
     if _held is not None:
         mirror = Mirror(_mirror_folder(_held.scratch), [*_held.free, _held.scratch], kept)
         with mirror.in_place():
@@ -194,7 +194,7 @@ def _mirrored(kept: Kept) -> Iterator[Mirror]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _say_what_was_found(kept: Kept, private: PrivateFiles) -> None:
+def _say_what_was_found(kept: Refusals, private: PrivateFiles) -> None:
     """What C code wrote or deleted, which no audit hook hears of."""
     for doing, path in private.changed():
         if str(path) not in kept.things and not any(
@@ -221,14 +221,14 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
             heard(_kept, arguments)
 
 
-def _opened(kept: Kept, arguments: tuple[Any, ...]) -> None:
+def _opened(kept: Refusals, arguments: tuple[Any, ...]) -> None:
     path, _, flags = arguments
     if flags & _WRITES and isinstance(path, str | bytes | os.PathLike):
         _changed(kept, "writing", path)
 
 
-def _changes(doing: str, place: int = 0, descriptor: int | None = None) -> Callable[[Kept, tuple[Any, ...]], None]:
-    def heard(kept: Kept, arguments: tuple[Any, ...]) -> None:
+def _changes(doing: str, place: int = 0, descriptor: int | None = None) -> Callable[[Refusals, tuple[Any, ...]], None]:
+    def heard(kept: Refusals, arguments: tuple[Any, ...]) -> None:
         path = arguments[place]
         if not isinstance(path, int):
             beside = arguments[descriptor] if descriptor is not None else -1
@@ -237,7 +237,7 @@ def _changes(doing: str, place: int = 0, descriptor: int | None = None) -> Calla
     return heard
 
 
-def _changed(kept: Kept, doing: str, path: Any, beside: int = -1) -> None:
+def _changed(kept: Refusals, doing: str, path: Any, beside: int = -1) -> None:
     """A file is about to be changed: fine where the system keeps it private, else only where the job may."""
     text = os.fsdecode(path)
     if not text.startswith("/"):
@@ -262,8 +262,8 @@ def _folder_of(descriptor: int) -> str:
     return os.getcwd()
 
 
-def _starts(place: int) -> Callable[[Kept, tuple[Any, ...]], None]:
-    def heard(kept: Kept, arguments: tuple[Any, ...]) -> None:
+def _starts(place: int) -> Callable[[Refusals, tuple[Any, ...]], None]:
+    def heard(kept: Refusals, arguments: tuple[Any, ...]) -> None:
         if _refuses_processes():
             what = os.fsdecode(arguments[place]) if arguments else "a fork of itself"
             kept.tried("starting", what)
@@ -272,7 +272,7 @@ def _starts(place: int) -> Callable[[Kept, tuple[Any, ...]], None]:
     return heard
 
 
-_HEARD: dict[str, Callable[[Kept, tuple[Any, ...]], None]] = {
+_HEARD: dict[str, Callable[[Refusals, tuple[Any, ...]], None]] = {
     "open": _opened,
     "os.remove": _changes("deleting", 0, 1),
     "os.rmdir": _changes("deleting", 0, 1),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kit.confinement.stand_ins import Kept, RefusedError, replaced
+from kit.confinement.stand_ins import Refusals, RefusedError, replaced
 
 _LARGEST_COPY_BYTES = 1 << 28
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -32,7 +32,7 @@ _PATHS = (str, bytes, os.PathLike)
 class Mirror:
     """What was written and deleted by this process, instead of at its place."""
 
-    def __init__(self, root: Path, free: Sequence[Path], kept: Kept) -> None:
+    def __init__(self, root: Path, free: Sequence[Path], kept: Refusals) -> None:
         """
         Args:
             root: An empty folder, where the copies lie.

@@ -4,7 +4,7 @@ A program that is started has ended with exit code 0 and printed nothing; an add
 request of HTTP with 200 and `{}`, and hangs up on others. So a hook that reports to a server goes on as it would. What
 has no stand-in (a fork, a program that takes this one's place) is refused with `RefusedError`.
 
-Kept: what a confined job was kept from, by whom it was asked, in a few sentences.
+Refusals: what a confined job was kept from, by whom it was asked, in a few sentences.
 
 Whoever asked is named by that function of the user's which Lightning, or kit, had called: `on_train_end`,
 `configure_optimizers`, `<module>` of a file that is being imported. What no function of the user's asked for, such as
@@ -46,7 +46,7 @@ class RefusedError(PermissionError):
 
 
 @contextlib.contextmanager
-def no_processes(kept: Kept, refused: Question) -> Iterator[None]:
+def no_processes(kept: Refusals, refused: Question) -> Iterator[None]:
     """Where `refused` says so, inside, nothing is started."""
     run, system = vars(subprocess.Popen)["_execute_child"], vars(os)["system"]
     start = multiprocessing.process.BaseProcess.start
@@ -91,7 +91,7 @@ def _close_pipes(process: Any, ends: tuple[int, ...]) -> None:
 
 
 @contextlib.contextmanager
-def no_connections(kept: Kept, refused: Question) -> Iterator[None]:
+def no_connections(kept: Refusals, refused: Question) -> Iterator[None]:
     """Where `refused` says so, inside, nobody is connected to or looked up."""
     connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
     send_to, look_up, wrap = socket.socket.sendto, socket.getaddrinfo, ssl.SSLContext.wrap_socket
@@ -202,7 +202,7 @@ _CALLERS = tuple(
 _HOOK_CALLS = {"_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook"}
 
 
-class Kept:
+class Refusals:
     """What was tried so far."""
 
     def __init__(self, job: str) -> None:

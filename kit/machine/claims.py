@@ -34,7 +34,7 @@ _TICK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class GpuLease:
     """One trial's hold on one GPU."""
 
     gpu: str
@@ -55,7 +55,7 @@ class Claim:
         return self.machine == machine() and alive(dict(self.holder))
 
 
-def claims() -> dict[str, tuple[Claim, ...]]:
+def claims() -> dict[str, tuple[GpuLease, ...]]:
     """The claims that count now, by GPU; empty before the first."""
     return _live() if FOLDER.is_dir() else {}
 
@@ -119,12 +119,12 @@ def release(files: Iterable[Path]) -> None:
 # -- the files
 
 
-def _claim_of(gpu: str, name: str) -> Claim:
-    return Claim(gpu=gpu, name=name, kernel=os.getpid(), holder=identify(os.getpid()), machine=machine())
+def _claim_of(gpu: str, name: str) -> GpuLease:
+    return GpuLease(gpu=gpu, name=name, kernel=os.getpid(), holder=identify(os.getpid()), machine=machine())
 
 
-def _live() -> dict[str, tuple[Claim, ...]]:
-    found: dict[str, tuple[Claim, ...]] = {}
+def _live() -> dict[str, tuple[GpuLease, ...]]:
+    found: dict[str, tuple[GpuLease, ...]] = {}
     for file in sorted(FOLDER.glob("*.json")):
         claim = _read(file)
         if claim is not None and claim.counts:
@@ -132,14 +132,14 @@ def _live() -> dict[str, tuple[Claim, ...]]:
     return found
 
 
-def _read(file: Path) -> Claim | None:
+def _read(file: Path) -> GpuLease | None:
     try:
-        return Claim(**read_json(file.read_bytes()))
+        return GpuLease(**read_json(file.read_bytes()))
     except (OSError, ValueError, TypeError):  # gone meanwhile, or not one of ours
         return None
 
 
-def _write(claim: Claim, file: Path) -> Path:
+def _write(claim: GpuLease, file: Path) -> Path:
     draft = file.with_suffix(".tmp")
     draft.write_text(json.dumps(asdict(claim)), encoding="utf-8")
     return draft.replace(file)

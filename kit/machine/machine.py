@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kit.errors import HardwareError
-from kit.machine.claims import Claim, claims
+from kit.machine.claims import GpuLease, claims
 from kit.machine.gpus import Gpu, GpuTable, read_gpus, visible
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
@@ -231,7 +231,7 @@ def hardware(
     return with_claims(machine, claims()) if machine.gpus else machine
 
 
-def with_claims(machine: Machine, claimed: Mapping[str, Sequence[Claim]]) -> Machine:
+def with_claims(machine: Machine, claimed: Mapping[str, Sequence[GpuLease]]) -> Machine:
     """The machine with each GPU's claims, instead of those it knows."""
     words = {uuid: ", ".join(map(str, found)) for uuid, found in claimed.items()}
     return replace(machine, gpus=tuple(replace(gpu, claimed=words.get(gpu.uuid, "")) for gpu in machine.gpus))

@@ -17,9 +17,9 @@ from kit.config import Config
 from kit.errors import KitError
 from kit.machine.machine import Machine
 from kit.memory.prediction import TIMEOUT_SECONDS, device_name, estimate_here
-from kit.memory.query import Question, ask, here
+from kit.memory.query import MemoryQuery, here, make_query
 from kit.memory.recordings import known, start_prediction
-from kit.memory.replay.cards import Target
+from kit.memory.replay.cards import DeviceTarget
 from kit.memory.residuals import residuals_here
 from kit.trial.directory import RunPaths
 from kit.trial.submit import prepare
@@ -67,7 +67,7 @@ def foresee(module: object, data: object, trial: Trial) -> None:
     with contextlib.suppress(KitError, OSError):
         world_size = int(trial.environment["world_size"])
         target = here(trial.config, of_trial(hardware(), trial.environment["devices"]), world_size)
-        question, _ = ask(module, data, trial.config, target, world_size)
+        question, _ = make_query(module, data, trial.config, target, world_size)
         recording = known(question)
         if recording is not None:
             trial.paths.write_prediction(estimate_here(question, recording, target).to_dict())
@@ -80,7 +80,7 @@ def of_trial(machine: Machine, devices: Sequence[str]) -> Machine:
     return replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in devices))
 
 
-def _copied(question: Question, paths: RunPaths) -> bool:
+def _copied(question: MemoryQuery, paths: RunPaths) -> bool:
     """Whether an earlier run of the same question has an answer to take."""
     earlier = _foreseen.get(question.key)
     if earlier is None or not earlier.prediction.is_file():
@@ -91,7 +91,7 @@ def _copied(question: Question, paths: RunPaths) -> bool:
     return True
 
 
-def _predict_beside(question: Question, target: Target, trial: Trial) -> None:
+def _predict_beside(question: MemoryQuery, target: DeviceTarget, trial: Trial) -> None:
     residuals = residuals_here(question.config.trial.folder, device_name(target))
     beside = {
         "run_directory": str(trial.run_directory),

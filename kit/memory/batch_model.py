@@ -22,9 +22,9 @@ from typing import Any, overload
 
 from kit.config import Config
 from kit.memory.prediction import TIMEOUT_SECONDS, estimate_here
-from kit.memory.query import Question, ask, find_target_device
-from kit.memory.recordings import NEXT, Wanted, as_asked, known, recordings
-from kit.memory.replay.cards import THIS_MACHINE, Target
+from kit.memory.query import MemoryQuery, find_target_device, make_query
+from kit.memory.recordings import NEXT, RecordingRequest, as_asked, known, recordings
+from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.memory.replay.replay import Recording
 from kit.memory.replay.scaling import BatchScaling, ScalingError
@@ -42,7 +42,7 @@ def memory_model(
     config: Config,
     /,
     *,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> MemoryModel: ...
@@ -52,7 +52,7 @@ def memory_model(
     data: Any,
     config: Config,
     *,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> MemoryModel: ...
@@ -61,14 +61,14 @@ def memory_model(
     data: Any = None,
     config: Config | None = None,
     *,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> MemoryModel:
     """Record a configuration at two batch sizes; takes and raises what `predict_memory` does."""
     if config is None and isinstance(module, Config):
         module, config = None, module
-    question, target = ask(module, data, config, device, world_size)
+    question, target = make_query(module, data, config, device, world_size)
     return MemoryModel(question, target, timeout_seconds)
 
 
@@ -87,8 +87,8 @@ class MemoryModel:
 
     def __init__(
         self,
-        question: Question,
-        target: Target,
+        question: MemoryQuery,
+        target: DeviceTarget,
         timeout_seconds: float = TIMEOUT_SECONDS,
         *,
         near: int | None = None,
@@ -115,14 +115,14 @@ class MemoryModel:
         """Samples per micro-batch as the data makes them."""
         if self.question.data.kind == "default":
             return self.config.loader.batch_size
-        (recording,) = recordings(Wanted(self.question), self.timeout_seconds)
+        (recording,) = recordings(RecordingRequest(self.question), self.timeout_seconds)
         return recording.batch_size
 
     def estimate(
         self,
         batch_size: int | None = None,
         *,
-        device: str | int | Target | None = None,
+        device: str | int | DeviceTarget | None = None,
         accumulate: int | None = None,
         world_size: int | None = None,
     ) -> MemoryEstimate:
@@ -137,7 +137,7 @@ class MemoryModel:
     def knows(
         self,
         *,
-        device: str | int | Target | None = None,
+        device: str | int | DeviceTarget | None = None,
         accumulate: int | None = None,
         world_size: int | None = None,
     ) -> bool:
@@ -146,8 +146,8 @@ class MemoryModel:
         return not isinstance(self._scalings.get(question.key), str | None)
 
     def _varied(
-        self, device: str | int | Target | None, accumulate: int | None, world_size: int | None
-    ) -> tuple[Question, Target]:
+        self, device: str | int | DeviceTarget | None, accumulate: int | None, world_size: int | None
+    ) -> tuple[MemoryQuery, DeviceTarget]:
         if device is None and accumulate is None and world_size is None:
             return self.question, self.target
         config, ranks = self.config, world_size or self.question.world_size
@@ -162,7 +162,7 @@ class MemoryModel:
         Raises:
             KitError: what `predict_memory` raises.
         """
-        (recording,) = recordings(Wanted(self.question, (batch_size,)), self.timeout_seconds)
+        (recording,) = recordings(RecordingRequest(self.question, (batch_size,)), self.timeout_seconds)
         return recording
 
     def scaling(self) -> BatchScaling | None:
@@ -170,16 +170,16 @@ class MemoryModel:
         found = self._scaling(self.question)
         return found if isinstance(found, BatchScaling) else None
 
-    def _recording(self, question: Question, batch_size: int) -> Recording:
+    def _recording(self, question: MemoryQuery, batch_size: int) -> Recording:
         scaling = self._scaling(question)
         if isinstance(scaling, BatchScaling):
             return as_asked(question, scaling.at(batch_size))
         if isinstance(scaling, Recording):
             return as_asked(question, replace(scaling, batch_size=batch_size))
         exact = known(question, batch_size)
-        return exact or recordings(Wanted(question, (batch_size,)), self.timeout_seconds)[0]
+        return exact or recordings(RecordingRequest(question, (batch_size,)), self.timeout_seconds)[0]
 
-    def _scaling(self, question: Question) -> Scaling:
+    def _scaling(self, question: MemoryQuery) -> Scaling:
         key = question.key
         if key not in self._scalings:
             self._scalings[key] = _scaling_of(*self._pair(question))
@@ -189,10 +189,10 @@ class MemoryModel:
     def _sizes(self) -> tuple[int | None, int]:
         return (None, NEXT) if self._near is None else (self._near, self._near + 1)
 
-    def _pair(self, question: Question) -> tuple[Recording, Recording]:
-        first, second = recordings(Wanted(question, self._sizes), self.timeout_seconds)
+    def _pair(self, question: MemoryQuery) -> tuple[Recording, Recording]:
+        first, second = recordings(RecordingRequest(question, self._sizes), self.timeout_seconds)
         if first.batch_size == 1 and not first.facts.get("unknown"):
-            first, second = recordings(Wanted(question, _SMALLEST_SIZES), self.timeout_seconds)
+            first, second = recordings(RecordingRequest(question, _SMALLEST_SIZES), self.timeout_seconds)
         return first, second
 
 
@@ -247,7 +247,7 @@ def largest_batch(
     config: Config,
     /,
     *,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> LargestBatch: ...
@@ -257,7 +257,7 @@ def largest_batch(
     data: Any,
     config: Config,
     *,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> LargestBatch: ...
@@ -266,14 +266,14 @@ def largest_batch(
     data: Any = None,
     config: Config | None = None,
     *,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> LargestBatch:
     """The largest number of samples per device that fits; takes and raises what `predict_memory` does."""
     if isinstance(module, Config) and config is None:
         module, config = None, module
-    question, target = ask(module, data, config, device, world_size)
+    question, target = make_query(module, data, config, device, world_size)
     return search(MemoryModel(question, target, timeout_seconds))
 
 

@@ -25,7 +25,7 @@ from kit.errors import ConfigError, KitError
 from kit.memory.query import without_memory
 from kit.memory.record.dry_run import JOB, DryRun, record
 from kit.memory.recordings import NEXT
-from kit.memory.replay.cards import Target
+from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import Residuals, estimate
 from kit.memory.replay.replay import Recording
 from kit.trial.context import Context
@@ -159,6 +159,6 @@ def _leave_estimate(recording: Recording, task: dict[str, Any], beside: RunPaths
     residuals = dict(task["residuals"]) if task["residuals"] else None
     if residuals is not None and residuals["outside_bytes"] is not None:
         residuals["outside_bytes"] = tuple(residuals["outside_bytes"])
-    found = estimate(recording, Target(**target), residuals=Residuals(**residuals) if residuals else None)
+    found = estimate(recording, DeviceTarget(**target), residuals=Residuals(**residuals) if residuals else None)
     if beside.marker.exists():
         beside.write_prediction(found.to_dict())

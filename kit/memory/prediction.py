@@ -12,9 +12,9 @@ from typing import Any, overload
 
 from kit.config import Config
 from kit.machine.machine import hardware
-from kit.memory.query import Question, ask
-from kit.memory.recordings import Wanted, recordings
-from kit.memory.replay.cards import THIS_MACHINE, Target
+from kit.memory.query import MemoryQuery, make_query
+from kit.memory.recordings import RecordingRequest, recordings
+from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate, estimate
 from kit.memory.replay.replay import Recording
 from kit.memory.residuals import residuals_here
@@ -28,7 +28,7 @@ def predict_memory(
     config: Config,
     /,
     *,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> MemoryEstimate: ...
@@ -38,7 +38,7 @@ def predict_memory(
     data: Any,
     config: Config,
     *,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> MemoryEstimate: ...
@@ -47,7 +47,7 @@ def predict_memory(
     data: Any = None,
     config: Config | None = None,
     *,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> MemoryEstimate:
@@ -70,16 +70,16 @@ def predict_memory(
     """
     if config is None and isinstance(module, Config):
         module, config = None, module
-    question, target = ask(module, data, config, device, world_size)
+    question, target = make_query(module, data, config, device, world_size)
     rule = batch_rule(question.data, question.config)
     rule.warn()
-    (recording,) = recordings(Wanted(question), timeout_seconds)
+    (recording,) = recordings(RecordingRequest(question), timeout_seconds)
     found = estimate_here(question, recording, target)
     note = rule.made(found.batch_size).note
     return replace(found, reasons=(*found.reasons, note)) if note else found
 
 
-def estimate_here(question: Question, recording: Recording, target: Target) -> MemoryEstimate:
+def estimate_here(question: MemoryQuery, recording: Recording, target: DeviceTarget) -> MemoryEstimate:
     """The estimate of a recording; for this machine, corrected by what was measured on it before."""
     measured = None
     if target.name == THIS_MACHINE:
@@ -87,7 +87,7 @@ def estimate_here(question: Question, recording: Recording, target: Target) -> M
     return estimate(recording, target, residuals=measured)
 
 
-def device_name(target: Target) -> str:
+def device_name(target: DeviceTarget) -> str:
     """What a fit on this machine calls the target's device."""
     if target.device_kind == "cpu":
         return "CPU"

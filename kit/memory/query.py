@@ -1,4 +1,4 @@
-"""Question: what a dry run is asked, checked and complete, so that equal questions need asking once.
+"""MemoryQuery: what a dry run is asked, checked and complete, so that equal questions need asking once.
 
 It names the module and data as they travel, the config, and what of the target decides what is recorded: the kind of
 device and its capability, the number format that `auto` is there, and the number of ranks. How much memory the target
@@ -36,7 +36,7 @@ import cloudpickle
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, Problem
 from kit.machine.machine import Machine, hardware
-from kit.memory.replay.cards import THIS_MACHINE, Target, target_of
+from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget, target_of
 from kit.trial.payload import Part, check_parts, why_not_sent
 from kit.trial.submit import check_targets, versions
 from kit.units import format_bytes
@@ -65,13 +65,13 @@ _IMMATERIAL = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class MemoryQuery:
     """One configuration on one kind of device."""
 
     config: Config
     module: Part
     data: Part
-    parcel: Parcel
+    parcel: Payload
     precision: str
     world_size: int
     device_kind: str
@@ -79,7 +79,7 @@ class Question:
     capability: tuple[int, int] | None
     """CUDA compute capability; None on the CPU."""
 
-    def with_config(self, config: Config, target: Target, world_size: int | None = None) -> Question:
+    def with_config(self, config: Config, target: DeviceTarget, world_size: int | None = None) -> MemoryQuery:
         """The same module and data under another config or on another target."""
         check_parts(self.module, self.data, config)
         return _question(self.module, self.data, self.parcel, config, target, world_size)
@@ -134,9 +134,9 @@ class Question:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def ask(
-    module: object, data: object, config: object, device: str | int | Target, world_size: int | None = None
-) -> tuple[Question, Target]:
+def make_query(
+    module: object, data: object, config: object, device: str | int | DeviceTarget, world_size: int | None = None
+) -> tuple[MemoryQuery, DeviceTarget]:
     """The question, and the target it is asked for.
 
     Args:
@@ -163,14 +163,14 @@ def ask(
     return _question(*parts, hollow(*parts), config, target, world_size), target
 
 
-def find_target_device(device: str | int | Target, config: Config, world_size: int | None = None) -> Target:
+def find_target_device(device: str | int | DeviceTarget, config: Config, world_size: int | None = None) -> DeviceTarget:
     """The target that `device` names; this machine's is the one the config would be fitted on."""
     if not (isinstance(device, str) and device.strip().lower() == THIS_MACHINE):
         return target_of(device)
     return here(config, hardware(), ranks_of(config, world_size))
 
 
-def here(config: Config, machine: Machine, world_size: int) -> Target:
+def here(config: Config, machine: Machine, world_size: int) -> DeviceTarget:
     """This machine as a target: its CPU where the config asks for it."""
     gpus = () if config.hardware.accelerator == "cpu" else machine.gpus
     target = target_of(THIS_MACHINE, dataclasses.replace(machine, gpus=gpus), world_size)
@@ -178,22 +178,22 @@ def here(config: Config, machine: Machine, world_size: int) -> Target:
     return _limited(target, limit_bytes) if 0 < limit_bytes < target.capacity_bytes else target
 
 
-def _limited(target: Target, limit_bytes: int) -> Target:
+def _limited(target: DeviceTarget, limit_bytes: int) -> DeviceTarget:
     """A part of a target: what is held outside the allocator lies outside the limit too."""
     reason = f"hardware.device_memory_bytes leaves {format_bytes(limit_bytes)} for the allocator of each rank"
     return dataclasses.replace(target, capacity_bytes=limit_bytes, outside_bytes=(0, 0), reasons=(reason,))
 
 
 def _question(
-    module: Part, data: Part, parcel: Parcel, config: Config, target: Target, world_size: int | None
-) -> Question:
-    return Question(
+    module: Part, data: Part, parcel: Payload, config: Config, target: DeviceTarget, world_size: int | None
+) -> MemoryQuery:
+    return MemoryQuery(
         config=config, module=module, data=data, parcel=parcel, precision=precision_of(config, target),
         world_size=ranks_of(config, world_size), device_kind=target.device_kind, capability=target.capability,
     )  # fmt: skip
 
 
-def precision_of(config: Config, target: Target) -> str:
+def precision_of(config: Config, target: DeviceTarget) -> str:
     """What `auto` is on the target.
 
     Raises:
@@ -242,7 +242,7 @@ def ranks_of(config: Config, world_size: int | None = None) -> int:
 # -- what may change while the question stays the same
 
 
-def _files(question: Question) -> Iterator[tuple[str, int]]:
+def _files(question: MemoryQuery) -> Iterator[tuple[str, int]]:
     """The newest change below each folder that code or data of the question comes from."""
     from kit.targets import find_target
 
@@ -289,7 +289,7 @@ def _changed(config: Config) -> int:
     return max((mark.stat().st_mtime_ns for mark in marks if mark.is_file()), default=0)
 
 
-def plain(question: Question) -> dict[str, Any]:
+def plain(question: MemoryQuery) -> dict[str, Any]:
     """What the process that answers has to know beside config and parcel, as JSON values."""
     return {
         "precision": question.precision,
@@ -305,7 +305,7 @@ _LARGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Payload:
     """Module and data, ready to be sent to a prediction."""
 
     module: bytes
@@ -319,7 +319,7 @@ class Parcel:
         return hashlib.sha256(self.module + b"\0" + self.data).hexdigest()
 
 
-def hollow(module: Part, data: Part) -> Parcel:
+def hollow(module: Part, data: Part) -> Payload:
     """Pack both, the module without weights.
 
     Raises:
@@ -329,12 +329,12 @@ def hollow(module: Part, data: Part) -> Parcel:
     thin = _dump("data", data, _Thin)
     if thin.left_out_bytes <= WHOLE_BYTES:
         whole = _dump("data", data, _Whole) if thin.left_out_bytes else thin
-        return Parcel(hollowed.value, whole.value)
+        return Payload(hollowed.value, whole.value)
     note = (
         f"data holds {format_bytes(thin.left_out_bytes)} of arrays, which were taken as zeros: batches whose shape "
         "depends on these numbers are not foreseen"
     )
-    return Parcel(hollowed.value, thin.value, (note,))
+    return Payload(hollowed.value, thin.value, (note,))
 
 
 class _Whole(cloudpickle.Pickler):  # type: ignore[misc]

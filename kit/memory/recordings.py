@@ -25,7 +25,7 @@ import cloudpickle
 import kit.errors
 from kit.errors import ConfigError, KitError, Problem
 from kit.machine.machine import Resolved
-from kit.memory.query import Question, plain
+from kit.memory.query import MemoryQuery, plain
 from kit.memory.replay.replay import Recording
 from kit.trial import scratch
 from kit.trial.directory import RunPaths
@@ -43,10 +43,10 @@ _TICK_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RecordingRequest:
     """A question, and the batch sizes to record it at; None is that of the data, `NEXT` one more than before."""
 
-    question: Question
+    question: MemoryQuery
     batch_sizes: tuple[int | None, ...] = (None,)
 
 
@@ -78,13 +78,13 @@ class _Cache:
 cache = _Cache()
 
 
-def known(question: Question, batch_size: int | None = None) -> Recording | None:
+def known(question: MemoryQuery, batch_size: int | None = None) -> Recording | None:
     """What was recorded before, or None."""
     found = cache.get(question.key, batch_size)
     return None if found is None else as_asked(question, found)
 
 
-def recordings(wanted: Wanted, timeout_seconds: float) -> list[Recording]:
+def recordings(wanted: RecordingRequest, timeout_seconds: float) -> list[Recording]:
     """One recording for each batch size.
 
     Raises:
@@ -96,7 +96,7 @@ def recordings(wanted: Wanted, timeout_seconds: float) -> list[Recording]:
     return found
 
 
-def all_recordings(wanted: Sequence[Wanted], timeout_seconds: float) -> list[list[Recording] | KitError]:
+def all_recordings(wanted: Sequence[RecordingRequest], timeout_seconds: float) -> list[list[Recording] | KitError]:
     """The recordings of several questions, in their order; a question that fails gives its error and hurts no other.
 
     Equal questions are asked once. An interrupt ends everything that runs.
@@ -123,7 +123,7 @@ def all_recordings(wanted: Sequence[Wanted], timeout_seconds: float) -> list[lis
 class _Running:
     """One question on its way: from the cache, or from a process."""
 
-    def __init__(self, wanted: Wanted, key: str, timeout_seconds: float) -> None:
+    def __init__(self, wanted: RecordingRequest, key: str, timeout_seconds: float) -> None:
         self.answer: list[Recording] | KitError = []
         self._wanted, self._key = wanted, key
         self._missing = [size for size in wanted.batch_sizes if cache.get(key, size) is None]
@@ -166,11 +166,11 @@ class _Running:
         self.answer = [recording for recording in answers if recording is not None]
 
 
-def _answered(wanted: Wanted, answer: list[Recording] | KitError) -> list[Recording] | KitError:
+def _answered(wanted: RecordingRequest, answer: list[Recording] | KitError) -> list[Recording] | KitError:
     return answer if isinstance(answer, KitError) else [as_asked(wanted.question, recording) for recording in answer]
 
 
-def as_asked(question: Question, recording: Recording) -> Recording:
+def as_asked(question: MemoryQuery, recording: Recording) -> Recording:
     """The recording with the number of ranks and micro-batches that were asked for, where fewer were recorded."""
     return dataclasses.replace(recording, facts={**recording.facts, **question.facts})
 
@@ -192,7 +192,7 @@ class UnansweredError(KitError, TimeoutError):
 class PredictionJob:
     """A running prediction. Always `close` it."""
 
-    def __init__(self, question: Question, batch_sizes: Sequence[int | None], timeout_seconds: float) -> None:
+    def __init__(self, question: MemoryQuery, batch_sizes: Sequence[int | None], timeout_seconds: float) -> None:
         """Start it.
 
         Args:
@@ -256,7 +256,7 @@ class PredictionJob:
             time.sleep(_TICK_SECONDS)
 
 
-def start_prediction(question: Question, task: dict[str, Any], timeout_seconds: float, removed: Removed) -> Trial:
+def start_prediction(question: MemoryQuery, task: dict[str, Any], timeout_seconds: float, removed: Removed) -> Trial:
     """Start a process that answers `question`, in a run directory among the system's temporary files.
 
     Raises:
@@ -281,13 +281,13 @@ def start_prediction(question: Question, task: dict[str, Any], timeout_seconds: 
     return trial
 
 
-def _payload(question: Question) -> bytes:
+def _payload(question: MemoryQuery) -> bytes:
     parcel = question.parcel
     packed = {"module": parcel.module, "data": parcel.data, "notes": parcel.notes, "cells": cells()}
     return cloudpickle.dumps(packed)  # type: ignore[no-any-return]
 
 
-def _environment(question: Question) -> dict[str, Any]:
+def _environment(question: MemoryQuery) -> dict[str, Any]:
     resolved = Resolved(
         devices=(),
         world_size=1,

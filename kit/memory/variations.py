@@ -17,9 +17,9 @@ from typing import Any, overload
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem
 from kit.memory.prediction import TIMEOUT_SECONDS, estimate_here
-from kit.memory.query import Question, ask
-from kit.memory.recordings import Wanted, all_recordings
-from kit.memory.replay.cards import THIS_MACHINE, Target
+from kit.memory.query import MemoryQuery, make_query
+from kit.memory.recordings import RecordingRequest, all_recordings
+from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.memory.replay.replay import Recording
 from kit.tables import html_list, html_table, text_table
@@ -111,7 +111,7 @@ def what_if(
     /,
     *,
     variations: Variations,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> WhatIf: ...
@@ -122,7 +122,7 @@ def what_if(
     config: Config,
     *,
     variations: Variations,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> WhatIf: ...
@@ -132,7 +132,7 @@ def what_if(
     config: Config | None = None,
     *,
     variations: Variations,
-    device: str | int | Target = THIS_MACHINE,
+    device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> WhatIf:
@@ -154,7 +154,7 @@ def what_if(
     """
     if config is None and isinstance(module, Config):
         module, config = None, module
-    given, target = ask(module, data, config, device, _ranks(config, world_size))
+    given, target = make_query(module, data, config, device, _ranks(config, world_size))
     batch_rule(given.data, given.config).warn()
     rows = [_Row(changes, given, target, world_size) for changes in _combinations(variations, given.config)]
     wanted = [row.wanted for row in rows if row.wanted is not None]
@@ -168,15 +168,17 @@ def what_if(
 class _Row:
     """A variation on its way."""
 
-    def __init__(self, changes: Mapping[str, Any], given: Question, target: Target, world_size: int | None) -> None:
+    def __init__(
+        self, changes: Mapping[str, Any], given: MemoryQuery, target: DeviceTarget, world_size: int | None
+    ) -> None:
         self.changes, self.target = changes, target
         self.estimate: MemoryEstimate | None = None
         self.reason = ""
-        self.wanted: Wanted | None = None
+        self.wanted: RecordingRequest | None = None
         try:
             config = _changed(given.config, changes, world_size)
             question = given.with_config(config, target, _ranks(config, world_size))
-            self.wanted = Wanted(question)
+            self.wanted = RecordingRequest(question)
         except KitError as error:
             self.reason = str(error)
 

@@ -32,7 +32,7 @@ class Batch(TypedDict):
     """The same shape, bool: False where the value is missing."""
 
 
-class Block(nn.Module):
+class ConvolutionBlock(nn.Module):
     """Two convolutions beside a shortcut: (batch, channel, lat, lon) to (batch, channel, lat, lon)."""
 
     def __init__(self, channels_in: int, channels: int) -> None:
@@ -73,9 +73,11 @@ class UNet(LightningModule):
         channels = [width * 2**level for level in range(depth + 1)]
         inputs = [variables * history, *channels[:-1]]
         pairs = list(zip(channels[1:], channels[:-1], strict=True))
-        self.encoder = nn.ModuleList(Block(before, after) for before, after in zip(inputs, channels, strict=True))
+        self.encoder = nn.ModuleList(
+            ConvolutionBlock(before, after) for before, after in zip(inputs, channels, strict=True)
+        )
         self.up = nn.ModuleList(nn.ConvTranspose2d(deep, shallow, 2, stride=2) for deep, shallow in pairs)
-        self.decoder = nn.ModuleList(Block(deep, shallow) for deep, shallow in pairs)
+        self.decoder = nn.ModuleList(ConvolutionBlock(deep, shallow) for deep, shallow in pairs)
         self.head = nn.Conv2d(width, variables, 1)
         for parameter in self.head.parameters():
             nn.init.zeros_(parameter)

@@ -141,7 +141,7 @@ _COMPARED = ("predicted", "measured", "ratio")
 _RULE = "1px solid var(--jp-border-color2, #ccc)"
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """One column: the heading above it (empty for none), its own title, and its cell of a row."""
 
     group: str
@@ -184,7 +184,7 @@ def as_html(rows: Sequence[Values], caption: str = "") -> str:
 
 def _table_html(
     caption: str,
-    columns: Sequence[Column],
+    columns: Sequence[TableColumn],
     cells: Sequence[Sequence[str]],
     places: Sequence[int],
     size: str = "inherit",
@@ -202,7 +202,7 @@ def _table_html(
     )
 
 
-def _table(rows: Sequence[Values]) -> tuple[list[Column], list[list[str]]]:
+def _table(rows: Sequence[Values]) -> tuple[list[TableColumn], list[list[str]]]:
     columns = {column: [column.text(row) for row in rows] for column in _COLUMNS}
     kept = {
         column: cells
@@ -212,7 +212,7 @@ def _table(rows: Sequence[Values]) -> tuple[list[Column], list[list[str]]]:
     return list(kept), [list(cells) for cells in zip(*kept.values(), strict=True)]
 
 
-def _flat(columns: Sequence[Column]) -> list[str]:
+def _flat(columns: Sequence[TableColumn]) -> list[str]:
     """One line of headings: a group is named at its first column."""
     before, names = "", []
     for column in columns:
@@ -296,25 +296,25 @@ def _foreseen(quantity: str, cell: Callable[[Values], str]) -> Callable[[Values]
 
 def _triple(
     quantity: str, cell: Callable[[str], Callable[[Values], str]], heading: str | None = None
-) -> tuple[Column, ...]:
+) -> tuple[TableColumn, ...]:
     heading = heading or quantity.replace("_per_", "/")
     return (
-        Column(heading, "predicted", _foreseen(quantity, cell(f"{quantity}_predicted"))),
-        Column(heading, "measured", cell(f"{quantity}_measured")),
-        Column(heading, "ratio", _number(f"{quantity}_ratio", ".2f")),
+        TableColumn(heading, "predicted", _foreseen(quantity, cell(f"{quantity}_predicted"))),
+        TableColumn(heading, "measured", cell(f"{quantity}_measured")),
+        TableColumn(heading, "ratio", _number(f"{quantity}_ratio", ".2f")),
     )
 
 
 _COLUMNS = (
-    Column("", "trial", _trial),
-    Column("", "state", _state),
-    Column("", "devices", _devices),
-    Column("", "precision", _text("precision")),
-    Column("", "batch", _text("batch_size")),
-    Column("", "samples/s", _rate("samples_per_second")),
-    Column("", "data wait", _number("data_wait_fraction", ".0%")),
-    Column("peak", "host RSS", _bytes("host_rss_peak_bytes")),
-    Column("peak", "device", _bytes("device_allocated_peak_bytes")),
+    TableColumn("", "trial", _trial),
+    TableColumn("", "state", _state),
+    TableColumn("", "devices", _devices),
+    TableColumn("", "precision", _text("precision")),
+    TableColumn("", "batch", _text("batch_size")),
+    TableColumn("", "samples/s", _rate("samples_per_second")),
+    TableColumn("", "data wait", _number("data_wait_fraction", ".0%")),
+    TableColumn("peak", "host RSS", _bytes("host_rss_peak_bytes")),
+    TableColumn("peak", "device", _bytes("device_allocated_peak_bytes")),
     *_triple("device_allocated_bytes", _bytes, "device allocated"),
     *_triple("device_reserved_bytes", _bytes, "device reserved"),
     *_triple("requests_per_sample", _rate),

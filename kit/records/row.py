@@ -40,7 +40,7 @@ from kit.config import Config
 from kit.errors import TrialError
 from kit.events import Event
 from kit.json_text import read_json
-from kit.memory.replay.estimate import Measured, MemoryEstimate
+from kit.memory.replay.estimate import MeasuredMemory, MemoryEstimate
 from kit.memory.residuals import compared, ratio
 from kit.records.trace import trace_of
 from kit.trial.directory import RunPaths
@@ -271,7 +271,7 @@ Sources = dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredRow:
     """What row.json holds."""
 
     sources: Sources
@@ -311,7 +311,7 @@ def keep_row(trial: Trial) -> None:
         _write(trial.paths, sources, row_of_trial(trial))
 
 
-def read_row(paths: RunPaths) -> Kept | None:
+def read_row(paths: RunPaths) -> StoredRow | None:
     """The row kept in a run directory; None when there is none that can be read."""
     try:
         found = read_json(paths.row.read_bytes())
@@ -321,7 +321,7 @@ def read_row(paths: RunPaths) -> Kept | None:
         current = found.get("format") == _FORMAT and (*row,) == COLUMNS
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Kept(sources, _tolerant(row, paths), current)
+    return StoredRow(sources, _tolerant(row, paths), current)
 
 
 def _tolerant(row: Row, paths: RunPaths) -> Row:
@@ -395,11 +395,13 @@ def predicted_of(trial: Trial) -> MemoryEstimate:
     )
 
 
-def measured_of(trial: Trial) -> Measured | None:
+def measured_of(trial: Trial) -> MeasuredMemory | None:
     """What the allocator did in the first two optimizer steps; None where that was not measured, as on a GPU."""
     ranks = range(int(trial.environment["world_size"]))
     files = [path for path in map(trial.paths.measured_memory, ranks) if path.is_file()]
-    return max((read_whole(file, Measured.load) for file in files), key=lambda found: found.peak_bytes, default=None)
+    return max(
+        (read_whole(file, MeasuredMemory.load) for file in files), key=lambda found: found.peak_bytes, default=None
+    )
 
 
 def read_whole(file: Path, load: Callable[[Path], Found]) -> Found:

@@ -76,7 +76,7 @@ QUANTITIES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RunGroup:
     """Runs of one config."""
 
     name: str
@@ -97,7 +97,7 @@ class Group:
 class Comparison:
     """Groups, the first of which the others are held against."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[RunGroup, ...]
     unreadable: tuple[Row, ...] = ()
     """Runs that are in no group."""
 
@@ -114,7 +114,7 @@ class Comparison:
         """Those that some run has."""
         return tuple(q for q in QUANTITIES if any(group.figure(q.column).values for group in self.groups))
 
-    def scaling_efficiency(self, group: Group) -> float | None:
+    def scaling_efficiency(self, group: RunGroup) -> float | None:
         """Against the group that differs in its devices only and has the fewest; None where there is none."""
         alike = [other for other in self.groups if set(other.config.diff(group.config)) <= _may_differ()]
         base = min(alike, key=lambda other: other.world_size)
@@ -137,7 +137,7 @@ class Comparison:
     def rows(self) -> list[list[str]]:
         return [self._row(place, group) for place, group in enumerate(self.groups)]
 
-    def _row(self, place: int, group: Group) -> list[str]:
+    def _row(self, place: int, group: RunGroup) -> list[str]:
         settings = [setting_text(values[place]) for values in self.differences.values()]
         figures = [group.figure(quantity.column).text(quantity.form) for quantity in self.quantities]
         speed = group.figure("samples_per_second").mean / self.groups[0].figure("samples_per_second").mean
@@ -289,12 +289,12 @@ def _config(row: Row) -> Config:
     return config_of(row) if row["config"] else Config.load(RunPaths.open(row["run_directory"]).config)
 
 
-def _group(label: str, rows: Sequence[Row]) -> Group:
+def _group(label: str, rows: Sequence[Row]) -> RunGroup:
     config = _config(rows[0])
-    return Group(name=label or config.name, config=config, rows=tuple(rows))
+    return RunGroup(name=label or config.name, config=config, rows=tuple(rows))
 
 
-def _named(groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
+def _named(groups: Sequence[RunGroup], names: Sequence[str]) -> list[RunGroup]:
     """Given names first; equal ones are numbered."""
     wanted = [*names, *(group.name for group in groups[len(names) :])]
     taken: dict[str, int] = {}
@@ -302,7 +302,7 @@ def _named(groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
     for group, name in zip(groups, wanted, strict=True):
         taken[name] = taken.get(name, 0) + 1
         unique = name if taken[name] == 1 else f"{name} ({taken[name]})"
-        found.append(Group(name=unique, config=group.config, rows=group.rows))
+        found.append(RunGroup(name=unique, config=group.config, rows=group.rows))
     return found
 
 

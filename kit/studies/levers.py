@@ -44,7 +44,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
+class LeverStep:
     """One config of a ladder and what came of it."""
 
     name: str
@@ -76,19 +76,19 @@ class Rung:
 class LeversCheck:
     """The rungs in order; the first is what the others are held against."""
 
-    rungs: tuple[Rung, ...]
+    rungs: tuple[LeverStep, ...]
 
-    def memory_fraction(self, rung: Rung) -> float | None:
+    def memory_fraction(self, rung: LeverStep) -> float | None:
         """Measured memory as a fraction of the first rung's."""
         first = self.rungs[0].measured_bytes
         return rung.measured_bytes / first if first and rung.measured_bytes else None
 
-    def predicted_fraction(self, rung: Rung) -> float | None:
+    def predicted_fraction(self, rung: LeverStep) -> float | None:
         """Predicted memory as a fraction of the first rung's."""
         first = self.rungs[0].predicted_bytes
         return rung.predicted_bytes / first if first and rung.predicted_bytes else None
 
-    def speed_fraction(self, rung: Rung) -> float | None:
+    def speed_fraction(self, rung: LeverStep) -> float | None:
         """Throughput as a fraction of the first rung's."""
         first = self.rungs[0].samples_per_second
         return rung.samples_per_second / first if first and rung.samples_per_second else None
@@ -97,7 +97,7 @@ class LeversCheck:
     def rows(self) -> list[list[str]]:
         return [self._row(rung) for rung in self.rungs]
 
-    def _row(self, rung: Rung) -> list[str]:
+    def _row(self, rung: LeverStep) -> list[str]:
         speed = "–" if rung.samples_per_second is None else f"{rung.samples_per_second:,.1f}"
         return [
             rung.name, _bytes(rung.predicted_bytes), _bytes(rung.measured_bytes), _times(rung.ratio),
@@ -186,13 +186,13 @@ def _is_new(config: Config, change: Change) -> bool:
     return any(config.get(path) != value for path, value in change.items())
 
 
-def run_rung(name: str, module: Any, data: Any, config: Config) -> Rung:
+def run_rung(name: str, module: Any, data: Any, config: Config) -> LeverStep:
     """Predict one config, run it, and wait for it."""
     given = (module, data) if module is not None or data is not None else None
     predicted = _predict(given, config)
     quiet = config.replace({"trial.predict_memory": False, "trial.measure_memory": True})
     trial = try_out(module, data, quiet).wait()
-    return Rung(
+    return LeverStep(
         name=name, config=config, predicted_bytes=predicted, measured_bytes=measured_bytes(trial),
         samples_per_second=samples_per_second(trial), precision=str(trial.event("fit_started", "precision")),
         run_directory=str(trial.run_directory), note="; ".join(trial.warnings),
@@ -204,9 +204,9 @@ def _predict(given: tuple[Any, Any] | None, config: Config) -> int | None:
     return estimate.device_allocated_bytes if estimate.complete else None
 
 
-def not_run(name: str, config: Config, reason: str) -> Rung:
+def not_run(name: str, config: Config, reason: str) -> LeverStep:
     """What stands in place of a rung that could not be run."""
-    return Rung(
+    return LeverStep(
         name=name, config=config, predicted_bytes=None, measured_bytes=None, samples_per_second=None, precision="",
         run_directory="", note=f"not run: {reason}",
     )  # fmt: skip
@@ -231,16 +231,16 @@ class SequenceCheck:
     lengths: tuple[int, ...]
     chunk: int
     """Positions of a sequence chunk."""
-    whole: tuple[Rung, ...]
-    chunked: tuple[Rung, ...]
+    whole: tuple[LeverStep, ...]
+    chunked: tuple[LeverStep, ...]
 
     @property
-    def curves(self) -> dict[str, dict[int, Rung]]:
+    def curves(self) -> dict[str, dict[int, LeverStep]]:
         """Name of a line to length to what came of it."""
         named = {"whole": self.whole, f"in chunks of {self.chunk}": self.chunked}
         return {name: dict(zip(self.lengths, rungs, strict=True)) for name, rungs in named.items()}
 
-    def growth(self, rungs: Sequence[Rung]) -> float | None:
+    def growth(self, rungs: Sequence[LeverStep]) -> float | None:
         """Measured memory at the longest sequence as a multiple of that at the shortest."""
         first, last = rungs[0].measured_bytes, rungs[-1].measured_bytes
         return last / first if first and last else None
@@ -315,7 +315,7 @@ def _of_length(config: Config, argument: str, length: int) -> Config:
     return config.replace({"data.arguments": {**config.data.arguments, argument: length}})
 
 
-def _in_chunks(module: Any, data: Any, config: Config, chunk: int) -> Rung:
+def _in_chunks(module: Any, data: Any, config: Config, chunk: int) -> LeverStep:
     try:
         return run_rung("in chunks", module, data, config.replace({"levers.sequence_chunk": chunk}))
     except KitError as error:

@@ -30,7 +30,7 @@ from kit.errors import ConfigError, KitError, Problem
 from kit.machine.machine import hardware, resolve_devices, share
 from kit.memory.prediction import predict_memory
 from kit.memory.residuals import compared, ratio
-from kit.studies.repeats import Source
+from kit.studies.repeats import RunSource
 from kit.studies.series import samples_per_second
 from kit.tables import html_list, html_table, text_table
 from kit.trial.trial import Trial
@@ -294,7 +294,7 @@ class _Study:
 
     def _trial(self, data: RowData, steps: int, warmup: int) -> Trial:
         changes: Mapping[str, Any] = {"trial.max_steps": steps, "trial.warmup_steps": warmup}
-        trial = Source(self.module, data, self.config).start(self.config.replace(changes))
+        trial = RunSource(self.module, data, self.config).start(self.config.replace(changes))
         return trial.wait()
 
 

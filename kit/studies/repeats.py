@@ -32,7 +32,7 @@ _COLUMNS = ("", "runs", "samples/s", "spread", "against before")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RunSource:
     """What is run again: module and data as `kit.fit` takes them, or those of an earlier trial, and the config."""
 
     module: Any
@@ -43,7 +43,7 @@ class Source:
     """Whether an earlier trial is run again also when this user did not write it here."""
 
     @classmethod
-    def of(cls, given: Sequence[Any]) -> Source:
+    def of(cls, given: Sequence[Any]) -> RunSource:
         """From the arguments of a call: a trial, a config, or module, data and config.
 
         Raises:
@@ -171,7 +171,7 @@ def try_change(
         TrialError: when a trial before the change fails.
         BuildError: when the store that a change names cannot be built.
     """
-    source = replace(Source.of(given), trust=trust)
+    source = replace(RunSource.of(given), trust=trust)
     if source.earlier is not None:
         contents_to_run(source.earlier.paths, trust)
     before = _Runs("before", source)
@@ -187,7 +187,7 @@ def try_change(
 class _Runs:
     """The runs of one side so far; the first that fails is the last."""
 
-    def __init__(self, name: str, source: Source) -> None:
+    def __init__(self, name: str, source: RunSource) -> None:
         self.name, self.source = name, source
         self.error: KitError | None = None
         self._trials: list[Trial] = []
@@ -216,7 +216,7 @@ class _Runs:
         )  # fmt: skip
 
 
-def _afterwards(source: Source, change: Change | None, new_module: Any, new_data: Any, repeats: int) -> Source:
+def _afterwards(source: RunSource, change: Change | None, new_module: Any, new_data: Any, repeats: int) -> RunSource:
     if repeats < 2:
         raise ConfigError([Problem("repeats", f"{repeats} is too few to know the noise; give 2 or more")])
     if not change and new_module is None and new_data is None:
@@ -230,7 +230,7 @@ def _afterwards(source: Source, change: Change | None, new_module: Any, new_data
     if source.earlier is not None:
         return replace(source, config=config)
     module = source.module if new_module is None else new_module
-    return Source(module, source.data if new_data is None else new_data, config)
+    return RunSource(module, source.data if new_data is None else new_data, config)
 
 
 def _build(before: Config, after: Config) -> None:

@@ -39,7 +39,7 @@ from typing_extensions import override
 from kit.config import Config
 from kit.errors import ConfigError, KitError, TrialError, TrialStopped
 from kit.json_text import read_json
-from kit.memory.query import Parcel, ask, hollow
+from kit.memory.query import Payload, hollow, make_query
 from kit.memory.replay.cards import THIS_MACHINE
 from kit.registry import load
 from kit.tables import html_list, html_table, text_table
@@ -418,10 +418,10 @@ def batch_key(module: Any, data: Any, config: Config) -> str:
         KitError: what `predict_memory` refuses.
     """
     plain = config.replace({"loader.batch_size": 1, "levers.accumulate_grad_batches": 1})
-    question, target = ask(module, data, plain, THIS_MACHINE)
+    question, target = make_query(module, data, plain, THIS_MACHINE)
     # Loaders that were made twice pickle differently; without the numbers in them they do not.
     shapes = hollow(question.data, Part("default")).module
-    question = dataclasses.replace(question, parcel=Parcel(question.parcel.module, shapes))
+    question = dataclasses.replace(question, parcel=Payload(question.parcel.module, shapes))
     device = [target.device_kind, target.capability, config.hardware.device_memory_bytes]
     return hashlib.sha256(json.dumps([question.key, device]).encode()).hexdigest()[:16]
 

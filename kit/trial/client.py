@@ -29,7 +29,7 @@ Start = Literal["warm", "cold"]
 _CLOSING_SECONDS = 3.0
 
 
-class Supervisor:
+class SupervisorHandle:
     """One running supervisor process, as its kernel sees it."""
 
     def __init__(self, start: Start) -> None:
@@ -97,11 +97,11 @@ def _python_path() -> str:
     return os.pathsep.join([home, given]) if given else home
 
 
-_supervisors: dict[tuple[int, Start], Supervisor] = {}
+_supervisors: dict[tuple[int, Start], SupervisorHandle] = {}
 _starting = threading.Lock()
 
 
-def supervisor(start: Start) -> Supervisor:
+def supervisor(start: Start) -> SupervisorHandle:
     """This process's supervisor of that kind, started when there is none alive. Returns at once."""
     if not processes.LINUX:  # forking after imports is unsafe on macOS
         start = "cold"
@@ -113,7 +113,7 @@ def supervisor(start: Start) -> Supervisor:
             current = None
         if current is None:
             scratch.sweep()
-            current = _supervisors[key] = Supervisor(start)
+            current = _supervisors[key] = SupervisorHandle(start)
     return current
 
 

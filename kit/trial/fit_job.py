@@ -40,7 +40,7 @@ from kit.train.trainer import make_trainer
 from kit.trial.context import Context
 from kit.trial.meters import CarbonUse, CpuUse, EnergyUse, MemoryMeter, StepWork
 from kit.trial.payload import Part, is_patch_data, own_arguments
-from kit.trial.recorder import CommunicationTimer, LoaderUsed, Recorder, StepClock
+from kit.trial.recorder import CommunicationTimer, LoaderUsed, StepClock, StepRecorder
 from kit.trial.scratch import open_store
 
 
@@ -56,7 +56,7 @@ def fit(context: Context) -> None:
     if context.config.calibration.enabled:
         data = load("fit.calibrate")(context, data)
     context.clock = StepClock()
-    recorder = Recorder(context, context.clock)
+    recorder = StepRecorder(context, context.clock)
     meter = MemoryMeter(context, context.clock) if context.config.trial.measure_memory else None
     trainer = make_trainer(
         context.config,

@@ -84,7 +84,7 @@ class Leave(BaseException):
     """Leaves the fit because it was asked to."""
 
 
-class Recorder(Callback):
+class StepRecorder(Callback):
     """Writes the events of one rank's fit."""
 
     def __init__(self, context: Context, clock: StepClock) -> None:

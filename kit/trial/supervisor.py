@@ -55,7 +55,7 @@ class Supervisor:
     def __init__(self, parent: int, cold_reason: str | None) -> None:
         self.parent = parent
         self.cold_reason = cold_reason
-        self.groups: list[Group] = []
+        self.groups: list[RankGroup] = []
         self._variables = dict(os.environ)
         self._buffer = b""
         self._woken, self._wake = os.pipe()
@@ -106,7 +106,7 @@ class Supervisor:
 
     def _start(self, order: Order, reason: str) -> None:
         try:
-            self.groups.append(Group(order, self._why_cold(order, reason)))
+            self.groups.append(RankGroup(order, self._why_cold(order, reason)))
         except OSError:  # judged and written by the group
             return
 
@@ -121,12 +121,12 @@ class Supervisor:
         return f"{', '.join(differing)} changed, and is only read when libraries are loaded" if differing else None
 
 
-def _end(group: Group) -> None:
+def _end(group: RankGroup) -> None:
     while not _look(group):
         time.sleep(0.005)
 
 
-def _look(group: Group) -> bool:
+def _look(group: RankGroup) -> bool:
     """Whether a trial is over; one whose run directory can no longer be used is, and takes no other with it."""
     try:
         return group.look()
@@ -206,7 +206,7 @@ class Order:
             shutil.rmtree(self.paths.directory, ignore_errors=True)
 
 
-class Group:
+class RankGroup:
     """The running ranks of one trial."""
 
     def __init__(self, order: Order, cold_reason: str | None) -> None:

@@ -102,7 +102,7 @@ class Trial:
         self._callbacks: list[Callable[[Trial], object]] = []
         self._notifying = threading.Lock()
         self._news = False
-        self._supervisor: client.Supervisor | None = None
+        self._supervisor: client.SupervisorHandle | None = None
         self._life_checked = 0.0
         self._resubmitted = False
         self._opened = config is None
@@ -275,7 +275,7 @@ class Trial:
             "removed": self.environment.get("removed", "never"),
         }
 
-    def _note_supervisor(self, supervisor: client.Supervisor) -> None:
+    def _note_supervisor(self, supervisor: client.SupervisorHandle) -> None:
         self.environment["supervisor"] = supervisor.identity
         draft = self.paths.environment.with_suffix(".tmp")
         told = json.dumps(self.environment, indent=2)

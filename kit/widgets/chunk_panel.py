@@ -26,7 +26,7 @@ from kit.widgets.store import ChunkView, Measurements, headline, layout_hints
 
 if TYPE_CHECKING:
     from kit.data.patches.probe import Probe
-    from kit.data.patches.reading import Reading, Readings
+    from kit.data.patches.reading import MeasuredReading, Readings
 
 SHOWN = {
     "pattern": ("data.patch", "data.order", "data.stride", "data.variables", "loader.batch_size"),
@@ -65,7 +65,7 @@ class ChunkPanel(Handle):
         self._base = config
         self._failure: Exception | None = None
         self._probed: tuple[Config, dict[str, str]] | None = None
-        self._measured: dict[str, dict[tuple[int, ...], Reading]] = {}
+        self._measured: dict[str, dict[tuple[int, ...], MeasuredReading]] = {}
         self._planning, self._asking = Latest("kit-chunks"), Latest("kit-store")
         self.form = ConfigForm(config, SHOWN, folded=False)
         self.view = ChunkView()

@@ -41,7 +41,16 @@ from kit.widgets.controls import LABEL_WIDTH, NumberField, correction_note
 from kit.widgets.form import WIDTH, ConfigForm
 from kit.widgets.handle import Handle, weakly
 from kit.widgets.live import live_box
-from kit.widgets.memory_view import Answers, CardAnswer, Device, MemoryView, Model, Request, headline, sentence
+from kit.widgets.memory_view import (
+    AnsweringModel,
+    CardAnswer,
+    Device,
+    MemoryAnswers,
+    MemoryRequest,
+    MemoryView,
+    headline,
+    sentence,
+)
 
 SHOWN = {
     "model": ("arguments",),
@@ -98,7 +107,7 @@ class MemoryPanel(Handle):
         device: Device = THIS_MACHINE,
         cards: Sequence[str] = SHOWN_CARDS,
         sizes: Sequence[str] = (),
-        make_model: Callable[[Config, Device], Model] | None = None,
+        make_model: Callable[[Config, Device], AnsweringModel] | None = None,
     ) -> None:
         self._base, self._module, self._data = config, module, data
         self._cards = tuple(find_card(name).name for name in cards)
@@ -106,7 +115,7 @@ class MemoryPanel(Handle):
         self.sliders = {path: _slider(self.form.controls[path], most) for path, most in SLIDERS.items()}
         self.dials = DialsView(self.form, module, data, sizes)
         self.view = MemoryView(self.form.show_problems, weakly(self._refresh))
-        self._answers = Answers(make_model or partial(_make_model, module, data), self.view)
+        self._answers = MemoryAnswers(make_model or partial(_make_model, module, data), self.view)
         self.device_control = _device_control(device)
         self.buttons = {name: _export_button(name) for name in _EXPORTS}
         self.code = ipywidgets.HTML(layout={"margin": "6px 0 0", "width": "100%"})
@@ -212,7 +221,7 @@ class MemoryPanel(Handle):
         """Ask for the config and device as they are now; what is shown turns grey until there is an answer."""
         device = self.device
         names = self._cards if device in self._cards else (device, *self._cards)
-        request = Request(self.config, device, names)
+        request = MemoryRequest(self.config, device, names)
         self._show_code()
         note = batch_rule(Part.of(self._data), self.config).note
         told = f"predicted for {self.config.loader.batch_size} here; in a fit, {note}" if note else ""
@@ -274,7 +283,7 @@ class MemoryPanel(Handle):
         self._show()
 
 
-def _make_model(module: Any, data: Any, config: Config, device: Device) -> Model:
+def _make_model(module: Any, data: Any, config: Config, device: Device) -> AnsweringModel:
     from kit.memory.batch_model import memory_model
 
     return memory_model(module, data, config, device=device)

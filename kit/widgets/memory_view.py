@@ -7,7 +7,7 @@ The row of cards: one box per GPU model, with the verdict in a sign, a colour an
 
 Boxes have one size whatever they say, so that the row never moves while answers come in.
 
-Answers: asks memory models in threads, so that a slider never waits; only the newest request is answered.
+MemoryAnswers: asks memory models in threads, so that a slider never waits; only the newest request is answered.
 
 A request is answered in parts: the estimate first, then, when no newer request has come for a moment, one GPU model
 after the other. As soon as there is a newer request the rest of the older one is left out. A model answers any batch
@@ -79,12 +79,12 @@ class MemoryView:
 
     # -- what it hears
 
-    def on_recording(self, request: Request) -> None:
+    def on_recording(self, request: MemoryRequest) -> None:
         """Dry runs begin."""
         self._recording = True
         self.say(f"recording two steps for {request.device} …")
 
-    def on_estimate(self, request: Request, estimate: MemoryEstimate, seconds: float) -> None:  # noqa: ARG002
+    def on_estimate(self, request: MemoryRequest, estimate: MemoryEstimate, seconds: float) -> None:  # noqa: ARG002
         """Words and breakdown."""
         with self._drawing:
             self.estimate, self.failure = estimate, None
@@ -99,24 +99,24 @@ class MemoryView:
             self._recording = False
             self._answered(self.headline, self.bar)
 
-    def on_rest(self, request: Request, estimate: MemoryEstimate) -> None:  # noqa: ARG002
+    def on_rest(self, request: MemoryRequest, estimate: MemoryEstimate) -> None:  # noqa: ARG002
         """The timeline."""
         with self._drawing:
             self._timeline.show(timeline_info(estimate))
             self.timeline.value = _picture(self._timeline.svg())
             self._answered(self.timeline)
 
-    def on_cards(self, request: Request, cards: tuple[CardAnswer, ...]) -> None:
+    def on_cards(self, request: MemoryRequest, cards: tuple[CardAnswer, ...]) -> None:
         """The row of cards, as far as it is known."""
         self.cards_shown = cards
         self.cards.value = cards_html(cards, request.device)
         self._answered(self.cards)
 
-    def on_end(self, request: Request) -> None:  # noqa: ARG002
+    def on_end(self, request: MemoryRequest) -> None:  # noqa: ARG002
         """Everything is answered."""
         self._on_end()
 
-    def on_error(self, request: Request, error: Exception) -> None:  # noqa: ARG002
+    def on_error(self, request: MemoryRequest, error: Exception) -> None:  # noqa: ARG002
         """What went wrong; the pictures stay grey, as they are not the answer."""
         self.failure, self._recording = error, False
         self.say("not predicted")
@@ -288,7 +288,7 @@ _STILL_SECONDS = 0.12
 """How long nothing newer must have been asked before the GPU models are."""
 
 
-class Model(Protocol):
+class AnsweringModel(Protocol):
     """What answers for one config on one device: `kit.memory.batch_model.MemoryModel` does."""
 
     @property
@@ -303,7 +303,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class MemoryRequest:
     """What is to be known: one config on one device, and on each of these GPU models."""
 
     config: Config
@@ -324,45 +324,45 @@ class Request:
         return self.config.replace({"loader.batch_size": 1, "levers.accumulate_grad_batches": 1}).fingerprint
 
 
-class Listener(Protocol):
+class AnswerListener(Protocol):
     """Who hears the parts of an answer, from a thread; nobody hears of a request after a newer one."""
 
-    def on_recording(self, request: Request) -> object:
+    def on_recording(self, request: MemoryRequest) -> object:
         """Dry runs begin: the estimate takes seconds."""
 
-    def on_estimate(self, request: Request, estimate: MemoryEstimate, seconds: float) -> object:
+    def on_estimate(self, request: MemoryRequest, estimate: MemoryEstimate, seconds: float) -> object:
         """The first part, and how long it took."""
 
-    def on_rest(self, request: Request, estimate: MemoryEstimate) -> object:
+    def on_rest(self, request: MemoryRequest, estimate: MemoryEstimate) -> object:
         """The same, when no newer request has come meanwhile: time for what takes longer to show."""
 
-    def on_cards(self, request: Request, cards: tuple[CardAnswer, ...]) -> object:
+    def on_cards(self, request: MemoryRequest, cards: tuple[CardAnswer, ...]) -> object:
         """What is known of the GPU models so far."""
 
-    def on_error(self, request: Request, error: Exception) -> object:
+    def on_error(self, request: MemoryRequest, error: Exception) -> object:
         """There is no estimate."""
 
-    def on_end(self, request: Request) -> object:
+    def on_end(self, request: MemoryRequest) -> object:
         """Everything is answered."""
 
 
-class Answers:
+class MemoryAnswers:
     """`ask` returns at once; the listener hears the rest."""
 
-    def __init__(self, make_model: Callable[[Config, Device], Model], listener: Listener) -> None:
+    def __init__(self, make_model: Callable[[Config, Device], AnsweringModel], listener: AnswerListener) -> None:
         self._make_model, self._listener = make_model, listener
-        self._models: OrderedDict[tuple[str, Device], Model] = OrderedDict()
+        self._models: OrderedDict[tuple[str, Device], AnsweringModel] = OrderedDict()
         self._largest: dict[tuple[str, Device, int], int | None] = {}
         self._first, self._rest = Latest("kit-memory"), Latest("kit-memory-cards")
         self._mutex = threading.Lock()
-        self._newest: Request | None = None
+        self._newest: MemoryRequest | None = None
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: MemoryRequest) -> None:
         """Answer this request, and no older one any more."""
         self._newest = request
         self._first.submit(lambda: self._answer(request))
 
-    def knows(self, request: Request, device: Device) -> bool:
+    def knows(self, request: MemoryRequest, device: Device) -> bool:
         """Whether no dry run is needed for an estimate on this device."""
         model = self._models.get((request.recorded, device))
         return model is not None and model.knows(accumulate=request.accumulate)
@@ -373,7 +373,7 @@ class Answers:
 
     # -- one request
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: MemoryRequest) -> None:
         if not self.knows(request, request.device):
             self._tell(request, lambda: self._listener.on_recording(request))
         started = time.monotonic()
@@ -389,7 +389,7 @@ class Answers:
         if self._wanted(request):
             self._rest.submit(lambda: self._judge(request))
 
-    def _judge(self, request: Request) -> None:
+    def _judge(self, request: MemoryRequest) -> None:
         """Ask the GPU models: those that answer at once together, then the others one by one."""
         time.sleep(_STILL_SECONDS)
         answers = {device: CardAnswer(device) for device in request.cards}
@@ -403,34 +403,34 @@ class Answers:
         self._tell_cards(request, answers)
         self._tell(request, lambda: self._listener.on_end(request))
 
-    def _card(self, request: Request, device: Device) -> CardAnswer:
+    def _card(self, request: MemoryRequest, device: Device) -> CardAnswer:
         try:
             return CardAnswer(device, self._estimate(request, device), self._largest_batch(request, device))
         except Exception as error:  # one model that cannot be asked leaves the others
             return CardAnswer(device, error=f"{type(error).__name__}: {error}".splitlines()[0])
 
-    def _wanted(self, request: Request) -> bool:
+    def _wanted(self, request: MemoryRequest) -> bool:
         return request is self._newest
 
-    def _tell(self, request: Request, news: Callable[[], object]) -> None:
+    def _tell(self, request: MemoryRequest, news: Callable[[], object]) -> None:
         if self._wanted(request):
             news()
 
-    def _tell_cards(self, request: Request, answers: dict[Device, CardAnswer]) -> None:
+    def _tell_cards(self, request: MemoryRequest, answers: dict[Device, CardAnswer]) -> None:
         self._tell(request, lambda: self._listener.on_cards(request, tuple(answers.values())))
 
     # -- models
 
-    def _estimate(self, request: Request, device: Device) -> MemoryEstimate:
+    def _estimate(self, request: MemoryRequest, device: Device) -> MemoryEstimate:
         return self._model(request, device).estimate(request.batch_size, accumulate=request.accumulate)
 
-    def _largest_batch(self, request: Request, device: Device) -> int | None:
+    def _largest_batch(self, request: MemoryRequest, device: Device) -> int | None:
         key = (request.recorded, device, request.accumulate)
         if key not in self._largest:
             self._largest[key] = largest_replayed(self._model(request, device), request.accumulate)
         return self._largest[key]
 
-    def _model(self, request: Request, device: Device) -> Model:
+    def _model(self, request: MemoryRequest, device: Device) -> AnsweringModel:
         key = (request.recorded, device)
         with self._mutex:
             known = self._models.get(key)
@@ -443,7 +443,7 @@ class Answers:
         return model
 
 
-def largest_replayed(model: Model, accumulate: int) -> int | None:
+def largest_replayed(model: AnsweringModel, accumulate: int) -> int | None:
     """The largest batch size that fits, by replays alone; None where each would have to be recorded, or none can fit.
 
     No more than `MOST_SAMPLES` are tried.

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from kit.charts import style as look
-from kit.charts.chunks import Measured, chunk_figure
+from kit.charts.chunks import MeasuredLayout, chunk_figure
 from kit.chunks.cost import LayoutCost
 from kit.chunks.search import ChunkPlan, named
 from kit.config import Config
@@ -461,7 +461,7 @@ class _Report:
         self._control.say(words, done / max(total, 1))
 
 
-Measurements = Mapping[tuple[int, ...], Measured]
+Measurements = Mapping[tuple[int, ...], MeasuredLayout]
 """What layouts really gave, by chunk."""
 
 _QUIET_TEXT = "var(--jp-ui-font-color2, #666)"
@@ -542,7 +542,7 @@ def _layout_row(plan: ChunkPlan, cost: LayoutCost, measured: Measurements) -> li
     ]  # fmt: skip
 
 
-def _found(one: Measured | None) -> list[str]:
+def _found(one: MeasuredLayout | None) -> list[str]:
     """What was predicted of the store as it was built, its shards counted, what it gave, and their ratio."""
     if one is None:
         return ["–", "–", "–"]

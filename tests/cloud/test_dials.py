@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.cloud.dials import PRESETS, Dials, Link, Pace, preset
+from kit.cloud.dials import PRESETS, Dials, Pace, SharedLink, preset
 from kit.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ def test_sizes_are_read_as_people_write_them_and_a_dial_says_what_it_does():
 @pytest.mark.parametrize("name", PRESETS)
 def test_latencies_have_the_median_and_the_tail_that_the_dials_say(name):
     dials = PRESETS[name]
-    link = Link(dials, 0.0)
+    link = SharedLink(dials, 0.0)
     drawn = sorted(link.latency_seconds() for _ in range(4000))
     assert statistics.median(drawn) == pytest.approx(dials.latency_seconds, rel=0.06)
     if dials.slow_fraction:
@@ -50,14 +50,14 @@ def test_latencies_have_the_median_and_the_tail_that_the_dials_say(name):
 @pytest.mark.parametrize("name", ["same region", "home WiFi"])
 def test_a_plan_can_be_told_their_mean_and_deviation(name):
     dials = PRESETS[name]
-    link = Link(dials, 0.0)
+    link = SharedLink(dials, 0.0)
     drawn = [link.latency_seconds() for _ in range(40_000)]
     assert statistics.fmean(drawn) == pytest.approx(dials.latency_mean_seconds, rel=0.03)
     assert statistics.pstdev(drawn) == pytest.approx(dials.latency_deviation_seconds, rel=0.08)
 
 
 def test_the_same_seed_draws_the_same_latencies():
-    first, second = (Link(PRESETS["home WiFi"], 0.0) for _ in range(2))
+    first, second = (SharedLink(PRESETS["home WiFi"], 0.0) for _ in range(2))
     assert [first.latency_seconds() for _ in range(20)] == [second.latency_seconds() for _ in range(20)]
 
 
@@ -72,18 +72,18 @@ def test_bytes_pass_at_the_bandwidth_even_when_timers_are_late(pieces, late):
 
 
 def test_connections_share_the_total_and_each_keeps_its_own():
-    link = Link(Dials(bandwidth_bytes_per_second=1e6, total_bandwidth_bytes_per_second=2e6), 0.0)
+    link = SharedLink(Dials(bandwidth_bytes_per_second=1e6, total_bandwidth_bytes_per_second=2e6), 0.0)
     paces = [link.own_pace(0.0) for _ in range(4)]
     ends = [link.passes(100_000, pace, 0.0) for _ in range(10) for pace in paces]
     assert ends[-1] == pytest.approx(2.0, abs=0.03)  # 4 MB through 2 MB/s
-    alone = Link(Dials(bandwidth_bytes_per_second=1e6, total_bandwidth_bytes_per_second=2e6), 0.0)
+    alone = SharedLink(Dials(bandwidth_bytes_per_second=1e6, total_bandwidth_bytes_per_second=2e6), 0.0)
     pace = alone.own_pace(0.0)
     assert [alone.passes(100_000, pace, 0.0) for _ in range(10)][-1] == pytest.approx(1.0, abs=0.03)
 
 
 @given(rate=st.floats(1, 5000), seconds=st.floats(1, 20))
 def test_no_more_requests_are_admitted_than_the_rate_and_its_burst_allow(rate, seconds):
-    link = Link(Dials(requests_per_second=rate), 0.0)
+    link = SharedLink(Dials(requests_per_second=rate), 0.0)
     count = 2000
     admitted = sum(link.admits(seconds * number / count) for number in range(count))
     assert admitted <= rate * seconds + max(1.0, rate / 10) + 1
@@ -91,7 +91,7 @@ def test_no_more_requests_are_admitted_than_the_rate_and_its_burst_allow(rate, s
 
 
 def test_no_limit_lets_everything_pass_at_once():
-    link = Link(Dials(), 5.0)
+    link = SharedLink(Dials(), 5.0)
     assert link.latency_seconds() == 0
     assert link.passes(1 << 40, link.own_pace(5.0), 5.0) == 5.0
     assert all(link.admits(5.0) for _ in range(10_000))

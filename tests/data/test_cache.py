@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.data.stream.chunk_cache import ChunkCache, Part
-from kit.data.stream.pool import Batch
+from kit.data.stream.chunk_cache import BatchPart, ChunkCache
+from kit.data.stream.pool import JobGroup
 from kit.data.stream.scatter import ChunkUses
 
 STORED = SimpleNamespace(name="a", chunk=(4,))
@@ -19,11 +19,11 @@ CHUNK = np.arange(4, dtype=np.float32)
 
 
 def part_of(place):
-    batch = Batch()
+    batch = JobGroup()
     target = np.zeros((1, 4), np.float32)
     batch.expect(1, lambda: target)
     table = np.array([[0, 0, 4, 0, 4]])
-    return Part(batch, ChunkUses(table, [0, 1], {(place,): 0}), target)
+    return BatchPart(batch, ChunkUses(table, [0, 1], {(place,): 0}), target)
 
 
 def arrive(cache, chunk):

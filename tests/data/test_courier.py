@@ -5,7 +5,7 @@ import threading
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from kit.checkpoints.callback import Courier
+from kit.checkpoints.callback import LatestOnlyWorker
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def held():
         return item.upper()
 
     before = {*threading.enumerate()}
-    courier = Courier(deliver)
+    courier = LatestOnlyWorker(deliver)
     yield courier, began, allowed
     courier.stop(PATIENCE_SECONDS)
     assert not [thread for thread in {*threading.enumerate()} - before if thread.name == "kit-courier"]

@@ -18,7 +18,7 @@ from properties import examples
 from kit.config import Cache, Config
 from kit.data.build.build import build
 from kit.data.build.open_source import load_source
-from kit.data.stores.disk_cache import CachedReads, Memory, ReadCache, SharedFolder
+from kit.data.stores.disk_cache import CachedReads, MemoryCache, ReadCache, SharedFolder
 from kit.data.stores.transfer import Counters
 from kit.data.stream.engine import Engine
 from kit.errors import ConfigError
@@ -38,7 +38,7 @@ def held(folder):
 def make_cache(request, tmp_path):
     def make(size_bytes, eviction="lru"):
         return (
-            Memory(size_bytes, eviction)
+            MemoryCache(size_bytes, eviction)
             if request.param == "memory"
             else SharedFolder(tmp_path / "cache", size_bytes, eviction)
         )
@@ -88,7 +88,7 @@ def test_what_is_larger_than_the_cache_is_not_kept(make_cache):
 
 
 def test_a_piece_of_a_long_answer_does_not_keep_all_of_it_in_memory():
-    cache = Memory(10_000, "lru")
+    cache = MemoryCache(10_000, "lru")
     cache.put("aaaa", np.zeros(10_000_000, np.uint8)[:100])
     assert cache.get("aaaa").base is None
 
@@ -97,7 +97,7 @@ def test_a_piece_of_a_long_answer_does_not_keep_all_of_it_in_memory():
 @given(steps=st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=60), size=st.integers(600, 30_000))
 def test_any_history_gives_right_bytes_within_the_size(tmp_path_factory, steps, size):
     folder = tmp_path_factory.mktemp("cache")
-    caches = [SharedFolder(folder, size, "lru"), SharedFolder(folder, size, "lru"), Memory(size, "lru")]
+    caches = [SharedFolder(folder, size, "lru"), SharedFolder(folder, size, "lru"), MemoryCache(size, "lru")]
     for number, second in steps:
         for cache in (caches[second], caches[2]):
             found = cache.get(name(number))
@@ -203,7 +203,7 @@ def test_an_object_is_asked_for_again_when_its_identity_changes_or_is_not_known(
         asked.append(key)
         return np.frombuffer(store[key], np.uint8) if key in store else None
 
-    entries = Memory(1000, "lru")
+    entries = MemoryCache(1000, "lru")
 
     def fresh():
         return CachedReads(read, "gs://b", entries, identity.get, counters)

@@ -14,7 +14,7 @@ from kit.checkpoints.downloading import download_once
 from kit.data.stores import fsspec
 from kit.data.stores.auth import address_of
 from kit.data.stores.fsspec import guarded_socket, is_metadata
-from kit.data.stores.http import Wire, _open_socket
+from kit.data.stores.http import HttpClient, _open_socket
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import open_store, read_object, resolve_url
 from kit.errors import StoreError
@@ -136,7 +136,7 @@ def reading(client, url):
     if client == "fsspec":
         store.retries = type(store.retries)(0.1)
         return read_object(store, "x", url)
-    wire = Wire(address_of(store, url), url, 1, 0.5, Counters())
+    wire = HttpClient(address_of(store, url), url, 1, 0.5, Counters())
     try:
         found = wire.read("x")
         return None if found is None else found.tobytes()

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from properties import examples
 from waiting import PATIENCE_SECONDS
 
-from kit.data.stream.memory import Room
+from kit.data.stream.memory import MemoryBudget
 
 
 def test_what_fits_is_taken_and_what_does_not_waits_for_what_is_given_back():
-    room = Room(lambda: 10)
+    room = MemoryBudget(lambda: 10)
     first = room.try_take(6)
     assert room.try_take(5) is None
     assert room.try_take(4) is not None
@@ -22,7 +22,7 @@ def test_what_fits_is_taken_and_what_does_not_waits_for_what_is_given_back():
 
 
 def test_a_request_that_is_alone_goes_ahead_whatever_its_size():
-    room = Room(lambda: -3)
+    room = MemoryBudget(lambda: -3)
     claim = room.take(100)
     assert room.try_take(1) is None
     claim.done()
@@ -30,7 +30,7 @@ def test_a_request_that_is_alone_goes_ahead_whatever_its_size():
 
 
 def test_a_claim_is_given_back_when_its_last_part_is_done():
-    room = Room(lambda: 100)
+    room = MemoryBudget(lambda: 100)
     claim = room.take(30)
     claim.share(3)
     claim.done()
@@ -41,7 +41,7 @@ def test_a_claim_is_given_back_when_its_last_part_is_done():
 
 
 def test_a_guess_is_corrected_by_what_came():
-    room = Room(lambda: 100)
+    room = MemoryBudget(lambda: 100)
     claim = room.take(30)
     claim.correct(12)
     assert room.taken_bytes == 12
@@ -53,7 +53,7 @@ def test_a_guess_is_corrected_by_what_came():
 
 def test_the_limit_is_asked_for_each_time():
     limits = [10]
-    room = Room(lambda: limits[0])
+    room = MemoryBudget(lambda: limits[0])
     room.take(10)
     assert room.try_take(1) is None
     limits[0] = 11
@@ -61,7 +61,7 @@ def test_the_limit_is_asked_for_each_time():
 
 
 def test_closing_ends_every_wait():
-    room = Room(lambda: 1)
+    room = MemoryBudget(lambda: 1)
     room.take(1)
     waiting = [threading.Thread(target=room.take, args=(1,)) for _ in range(5)]
     for thread in waiting:
@@ -75,7 +75,7 @@ def test_closing_ends_every_wait():
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 50), st.integers(1, 6))
 @examples(40)
 def test_threads_never_hold_more_than_the_limit_and_all_get_through(sizes, limit, threads):
-    room = Room(lambda: limit)
+    room = MemoryBudget(lambda: limit)
     queue, through = [*sizes], []
 
     def work():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from waiting import wait_until
 
 from kit.checkpoints.downloading import fetch_checkpoint
-from kit.checkpoints.parts import PackedFile, Parcel, Part, part_key, spans
+from kit.checkpoints.parts import Bundle, BundlePart, PackedFile, part_key, spans
 from kit.checkpoints.uploading import Parcels, SourceChanged, UploadCancelled, latest_checkpoint, upload_checkpoint
 from kit.data.stores.local import why_not
 from kit.data.stores.url import list_objects, open_store, read_object, write_object
@@ -297,14 +297,14 @@ def test_parts_cover_every_byte_once(size, part):
 names = st.text(st.characters(codec="utf-8", exclude_categories=["C"], exclude_characters="/\\."), min_size=1).filter(
     lambda name: not why_not(name)
 )
-parts = st.builds(Part, st.text("0123456789abcdef", min_size=64, max_size=64), st.integers(1, 1 << 40))
+parts = st.builds(BundlePart, st.text("0123456789abcdef", min_size=64, max_size=64), st.integers(1, 1 << 40))
 files = st.builds(PackedFile, names, st.lists(parts, max_size=3).map(tuple))
 
 
 @given(
     st.builds(
-        Parcel, names, st.floats(0, 1e11), st.lists(files, max_size=3, unique_by=lambda file: file.path).map(tuple)
+        Bundle, names, st.floats(0, 1e11), st.lists(files, max_size=3, unique_by=lambda file: file.path).map(tuple)
     )
 )
 def test_a_list_reads_back_as_it_was_written(parcel):
-    assert Parcel.load(parcel.dump(), "here") == parcel
+    assert Bundle.load(parcel.dump(), "here") == parcel

@@ -18,7 +18,7 @@ from zarr_stores import write_array
 from kit.cloud.simulated import simulated_cloud
 from kit.data.dataset import open_dataset
 from kit.data.stores.auth import address_of
-from kit.data.stores.http import FEWEST, Ask, ConcurrencyLimit, Wire
+from kit.data.stores.http import FEWEST, ConcurrencyLimit, Get, HttpClient
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import open_store
 from kit.data.stream.engine import Engine
@@ -64,7 +64,7 @@ def test_both_clients_give_the_values_of_the_folder(cloud, tmp_path, scheme, lay
     monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     by_fsspec = read(dataset)
     local = read(open_dataset(str(tmp_path / "b" / layout)))
-    assert (by_wire[3], by_fsspec[3]) == (Wire, type(None))
+    assert (by_wire[3], by_fsspec[3]) == (HttpClient, type(None))
     for got in (by_wire, by_fsspec):
         assert np.array_equal(got[0], local[0])
         assert np.array_equal(got[1], local[1])
@@ -76,7 +76,7 @@ def test_an_object_is_read_whole_in_part_and_from_its_end(cloud, tmp_path, schem
     (tmp_path / "b" / "x").mkdir()
     (tmp_path / "b" / "x" / "k").write_bytes(b"0123456789")
     counters, url = Counters(), url_of(cloud, scheme, "x")
-    source = Wire(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, counters)
+    source = HttpClient(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, counters)
     assert bytes(source.read("k")) == b"0123456789"
     assert bytes(source.read("k", 2, 5)) == b"234"
     assert bytes(source.read("k", -3)) == b"789"
@@ -98,7 +98,7 @@ class Noted(ConcurrencyLimit):
         self.refusals += 1
 
 
-class Told(Ask):
+class Told(Get):
     """A request whose answer comes to a future."""
 
     def __init__(self, key):
@@ -118,7 +118,7 @@ def ask_all(cloud, tmp_path, requests):
     (tmp_path / "b" / "x" / "k").write_bytes(b"1")
     url, counters = url_of(cloud, "http", "x"), Counters()
     cloud.reset_counts()
-    source = Wire(address_of(open_store(url), url), url, 256, PATIENCE_SECONDS, counters)
+    source = HttpClient(address_of(open_store(url), url), url, 256, PATIENCE_SECONDS, counters)
     asked = [Told("k") for _ in range(requests)]
     source.ask(asked)
     assert all(bytes(one.future.result(PATIENCE_SECONDS)) == b"1" for one in asked)
@@ -152,7 +152,7 @@ def test_a_connection_that_waits_keeps_nothing_of_its_last_answer(cloud, tmp_pat
     (tmp_path / "b" / "x").mkdir()
     (tmp_path / "b" / "x" / "k").write_bytes(bytes(8 << 20))
     url = url_of(cloud, "http", "x")
-    source = Wire(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, Counters())
+    source = HttpClient(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, Counters())
     source.read("k")
     tracemalloc.start()
     try:
@@ -253,7 +253,7 @@ def noting(monkeypatch):
 def ask_noting(url, credentials):
     """What `a b` is, asked of the server by a wire."""
     store = open_store(url, credentials)
-    wire = Wire(address_of(store, url), url, 2, PATIENCE_SECONDS, Counters())
+    wire = HttpClient(address_of(store, url), url, 2, PATIENCE_SECONDS, Counters())
     try:
         return bytes(wire.read("a b", 0, 10))
     finally:
@@ -296,7 +296,7 @@ def test_a_token_that_ran_out_is_renewed_before_the_next_request(noting, monkeyp
     monkeypatch.setenv("MINE", "ya29.first")
     store = open_store("gs://b/x", "env:MINE")
     held = store.fs.credentials
-    wire = Wire(address_of(store, "gs://b/x"), "gs://b/x", 2, PATIENCE_SECONDS, Counters())
+    wire = HttpClient(address_of(store, "gs://b/x"), "gs://b/x", 2, PATIENCE_SECONDS, Counters())
     wire.read("a", 0, 10)
     monkeypatch.setattr(held, "maybe_refresh", lambda: setattr(held.credentials, "token", "ya29.second"))
     wire.read("a", 0, 10)
@@ -333,7 +333,7 @@ def test_no_repr_of_an_address_shows_a_key(noting, monkeypatch):
 def test_its_thread_ends_when_nothing_is_asked_for_and_comes_back(cloud, monkeypatch):
     monkeypatch.setattr("kit.data.stores.http._LINGER_SECONDS", 0.05)
     url = url_of(cloud, "gs", "chunks")
-    wire = Wire(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, Counters())
+    wire = HttpClient(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, Counters())
     for _ in range(3):
         assert wire.read("a/zarr.json") is not None
         wait_until(lambda: not any(thread.name == "kit-wire" for thread in threading.enumerate()))
@@ -342,7 +342,7 @@ def test_its_thread_ends_when_nothing_is_asked_for_and_comes_back(cloud, monkeyp
 def test_whoever_waits_when_it_is_closed_is_told_so(cloud):
     url = url_of(cloud, "gs", "chunks")
     cloud.turn(latency_seconds=600)
-    wire = Wire(address_of(open_store(url), url), url, 1, PATIENCE_SECONDS, Counters())
+    wire = HttpClient(address_of(open_store(url), url), url, 1, PATIENCE_SECONDS, Counters())
     asked = [Told("a/zarr.json") for _ in range(3)]
     wire.ask(asked)
     wire.close()

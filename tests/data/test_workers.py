@@ -6,12 +6,12 @@ import threading
 
 from waiting import PATIENCE_SECONDS
 
-from kit.data.stream.pool import Batch, Workers
+from kit.data.stream.pool import JobGroup, ThreadPool
 
 
 def test_first_jobs_run_before_those_that_wait_each_in_the_order_given():
-    workers, go, ended, ran = Workers(1, "test"), threading.Event(), threading.Event(), []
-    owner = Batch[None]()
+    workers, go, ended, ran = ThreadPool(1, "test"), threading.Event(), threading.Event(), []
+    owner = JobGroup[None]()
     workers.put(owner, go.wait, PATIENCE_SECONDS)
     for name in "abc":
         workers.put(owner, ran.append, name)
@@ -26,7 +26,7 @@ def test_first_jobs_run_before_those_that_wait_each_in_the_order_given():
 
 
 def test_a_first_job_wakes_a_thread_that_has_nothing_to_do():
-    workers, owner = Workers(2, "test"), Batch[None]()
+    workers, owner = ThreadPool(2, "test"), JobGroup[None]()
     for _ in range(20):
         ended = threading.Event()
         workers.put_first(owner, ended.set)
@@ -36,7 +36,7 @@ def test_a_first_job_wakes_a_thread_that_has_nothing_to_do():
 
 
 def test_a_first_job_that_raises_fails_its_owner_and_one_whose_owner_is_over_is_skipped():
-    workers, failed, over, ran = Workers(1, "test"), Batch[None](), Batch[None](), []
+    workers, failed, over, ran = ThreadPool(1, "test"), JobGroup[None](), JobGroup[None](), []
     over.future.cancel()
 
     def job():

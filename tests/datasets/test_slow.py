@@ -13,7 +13,7 @@ import kit
 from kit.config import Config
 from kit.studies.diagnosis.diagnose import judge
 from kit.studies.diagnosis.peaks import Peaks
-from kit.studies.repeats import Source
+from kit.studies.repeats import RunSource
 from kit.targets import load_target
 from kit.trial import client
 
@@ -77,7 +77,7 @@ def with_wait(diagnosis):
     found = diagnosis.evidence
     rest = (1 - WAIT) / (1 - found.shares["wait"])
     shares = {part: rest * share for part, share in found.shares.items()} | {"wait": WAIT}
-    return judge(replace(found, shares=shares), Source(None, None, found.config))
+    return judge(replace(found, shares=shares), RunSource(None, None, found.config))
 
 
 def test_the_readme_and_the_recipe_name_its_mistakes():

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kit.confinement.stand_ins import replaced
 from kit.memory.record.cuda import cuda_emulation
-from kit.memory.record.recorder import Recorder
+from kit.memory.record.recorder import BlockRecorder
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def kept_bytes(compute, *there):
 
 def record(module, make_batch, optimizer=None, steps=2, workspace=None):
     """The recording of a few plain steps: forward, clear gradients, backward, optimizer."""
-    with Recorder(workspace) as recorder:
+    with BlockRecorder(workspace) as recorder:
         recorder.track(module)
         batch = make_batch()
         for tensor in batch:

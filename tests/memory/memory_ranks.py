@@ -185,10 +185,10 @@ def fit(case, world_size, callback, loader):
 
 def record(case, world_size):
     from kit.memory.record.ranks import label_collectives
-    from kit.memory.record.recorder import Recorder
+    from kit.memory.record.recorder import BlockRecorder
     from kit.memory.record.workspace import Workspaces
 
-    recorder, loader = Recorder(Workspaces(None)), loader_of(case)
+    recorder, loader = BlockRecorder(Workspaces(None)), loader_of(case)
     with recorder, label_collectives(recorder), WithoutGloo(recorder):
         fit(case, world_size, Recording(recorder), loader)
     return recorder.recording(1, 1)

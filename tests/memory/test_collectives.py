@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as data_parallel
 
 from kit.memory.record.ranks import collective_notes, fake_ranks, label_collectives
-from kit.memory.record.recorder import Recorder
+from kit.memory.record.recorder import BlockRecorder
 from kit.memory.replay.replay import CATEGORIES
 
 WIDTH = 48
@@ -31,7 +31,7 @@ def number_of(module):
 
 def record(world_size, make, steps=3, accumulate=1):
     """Trains what `make` returns for a few steps on fake ranks; the recording and the module."""
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with contextlib.ExitStack() as inside:
         for part in (fake_ranks(world_size), FakeTensorMode(allow_non_fake_inputs=True), recorder):
             inside.enter_context(part)
@@ -166,7 +166,7 @@ def test_world_size_changes_neither_operators_nor_blocks():
 def test_torch_is_as_it_was_afterwards_also_after_an_error():
     owners = (FSDPParamGroup, FSDPParam, DistributedDataParallel, data_parallel, torch.cpu.StreamContext)
     before = [dict(vars(owner)) for owner in owners]
-    with pytest.raises(ZeroDivisionError), label_collectives(Recorder()):
+    with pytest.raises(ZeroDivisionError), label_collectives(BlockRecorder()):
         assert [dict(vars(owner)) for owner in owners] != before
         1 / 0  # noqa: B018
     assert [dict(vars(owner)) for owner in owners] == before

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from kit.memory.record.recorder import Recorder
+from kit.memory.record.recorder import BlockRecorder
 from kit.memory.record.truth import AllocatorTrace
 from kit.memory.record.workspace import Workspaces
 
@@ -186,7 +186,7 @@ def test_the_math_path_allocates_what_a_real_one_does():
     trace.start(*real)
     step(*real)
     measured = trace.stop()
-    with emulated(attention="math"), Recorder(Workspaces((8, 0))) as recorder:
+    with emulated(attention="math"), BlockRecorder(Workspaces((8, 0))) as recorder:
         fake = made()
         for tensor in fake:
             recorder.note(tensor, "inputs")

@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from kit.memory.record.cuda import cuda_emulation
-from kit.memory.record.recorder import Recorder
+from kit.memory.record.recorder import BlockRecorder
 from kit.memory.replay.replay import PHASES
 
 HALF, WHOLE = torch.bfloat16, torch.float16
@@ -57,7 +57,7 @@ def test_dropout_that_drops_nothing_or_all_keeps_no_mask():
 
 @pytest.mark.parametrize(("dtype", "copies"), [(WHOLE, 0), (HALF, 1)])
 def test_softmax_reads_float16_directly_and_bfloat16_through_a_copy(dtype, copies):
-    with emulated(), Recorder() as recorder:
+    with emulated(), BlockRecorder() as recorder:
         values = torch.randn(64, 128, dtype=dtype)
         recorder.begin_batch()
         functional.log_softmax(values, -1, dtype=torch.float32)

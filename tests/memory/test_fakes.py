@@ -10,14 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kit.memory.record.dry_run import FINITE
 from kit.memory.record.fakes import fake_values
-from kit.memory.record.recorder import Recorder
+from kit.memory.record.recorder import BlockRecorder
 
 HERE = Path(__file__).name
 
 
 @pytest.fixture
 def answers():
-    with fake_values() as answers, FakeTensorMode(allow_non_fake_inputs=True), Recorder(observers=FINITE):
+    with fake_values() as answers, FakeTensorMode(allow_non_fake_inputs=True), BlockRecorder(observers=FINITE):
         yield answers
 
 
@@ -140,7 +140,7 @@ def test_a_copy_of_a_module_has_parameters_of_its_own_and_keeps_ties(answers):
 
 
 def test_initialising_weights_makes_nothing(answers):
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with recorder:
         recorder.begin_batch()
         nn.init.trunc_normal_(nn.init.orthogonal_(torch.empty(8, 8)))

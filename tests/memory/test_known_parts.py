@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kit.config import Config
 from kit.memory.record.dry_run import known_parts, reason
 from kit.memory.record.fakes import fake_values
-from kit.memory.record.recorder import Recorder
+from kit.memory.record.recorder import BlockRecorder
 from kit.train.trainer import make_trainer
 
 
@@ -69,4 +69,4 @@ def test_an_optimizer_that_does_not_step_is_named():
 def test_a_reason_is_the_first_line_and_the_place():
     with pytest.raises(ValueError, match="first") as caught:
         raise ValueError("first\nsecond")
-    assert reason(caught.value, Recorder()).startswith("ValueError: first at test_known_parts.py:")
+    assert reason(caught.value, BlockRecorder()).startswith("ValueError: first at test_known_parts.py:")

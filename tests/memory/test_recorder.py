@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as optimizers
 
-from kit.memory.record.recorder import Recorder, tensors_in
+from kit.memory.record.recorder import BlockRecorder, tensors_in
 from kit.memory.replay.replay import CATEGORIES, PHASES
 
 LAYERS = 64 * 256 + 256 + 256 * 64 + 64
@@ -42,7 +42,7 @@ def names(recording, column, rows):
 
 
 def test_fake_and_real_tensors_give_the_same_recording():
-    fake, real = train(Recorder()), train(Recorder(), fake=False)
+    fake, real = train(BlockRecorder()), train(BlockRecorder(), fake=False)
     for name in ("block_bytes", "block_category", "block_phase", "event_block", "event_allocates", "event_time"):
         np.testing.assert_array_equal(getattr(fake, name), getattr(real, name))
     for name in ("block_module", "operator_name", "operator_module"):
@@ -51,7 +51,7 @@ def test_fake_and_real_tensors_give_the_same_recording():
 
 
 def test_what_a_module_and_its_optimizer_hold_is_known_in_closed_form():
-    recording = train(Recorder())
+    recording = train(BlockRecorder())
     assert recording.block_bytes[of(recording, "parameters")].sum() == LAYERS * FLOAT
     assert recording.block_bytes[of(recording, "gradients")].sum() == 2 * LAYERS * FLOAT  # those of two steps
     steps = 4 * FLOAT  # AdamW counts them in a tensor for each parameter
@@ -60,14 +60,14 @@ def test_what_a_module_and_its_optimizer_hold_is_known_in_closed_form():
 
 
 def test_activations_are_what_the_backward_pass_needs_and_no_more():
-    recording = train(Recorder())
+    recording = train(BlockRecorder())
     kept = recording.block_bytes[of(recording, "activations")].tolist()
     # Per step: the input of GELU and its output, the output that is squared, and the loss.
     assert sorted(kept) == sorted(2 * [32 * 256 * FLOAT, 32 * 256 * FLOAT, 32 * 64 * FLOAT, FLOAT])
 
 
 def test_each_block_is_allocated_once_and_freed_at_most_once_afterwards():
-    recording = train(Recorder())
+    recording = train(BlockRecorder())
     alive, seen = set(), set()
     for block, allocates in zip(recording.event_block.tolist(), recording.event_allocates, strict=True):
         if allocates:
@@ -81,12 +81,12 @@ def test_each_block_is_allocated_once_and_freed_at_most_once_afterwards():
 
 
 def test_breakdown_at_the_peak_adds_up():
-    recording = train(Recorder())
+    recording = train(BlockRecorder())
     assert sum(at_peak(recording).values()) == peak(recording)
 
 
 def test_a_backward_operator_belongs_to_the_part_whose_forward_made_its_node():
-    recording = train(Recorder())
+    recording = train(BlockRecorder())
     name = recording.names.index("gelu_backward")
     rows = np.flatnonzero(recording.operator_name == name)
     assert names(recording, recording.operator_module, rows) == {"1"}
@@ -94,12 +94,12 @@ def test_a_backward_operator_belongs_to_the_part_whose_forward_made_its_node():
 
 
 def test_a_gradient_belongs_to_the_part_that_holds_its_parameter():
-    recording = train(Recorder())
+    recording = train(BlockRecorder())
     assert names(recording, recording.block_module, of(recording, "gradients")) == {"0", "2"}
 
 
 def test_phases_are_found_without_being_told():
-    recording = train(Recorder())
+    recording = train(BlockRecorder())
     ran = {PHASES[phase]: set() for phase in recording.operator_phase}
     for name, phase in zip(recording.operator_name, recording.operator_phase, strict=True):
         ran[PHASES[phase]].add(recording.names[name])
@@ -109,7 +109,7 @@ def test_phases_are_found_without_being_told():
 
 
 def test_a_closure_runs_in_its_own_phases():
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with FakeTensorMode(), recorder:
         module = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -131,7 +131,7 @@ def test_a_closure_runs_in_its_own_phases():
 
 
 def test_set_up_counts_what_is_left_of_it():
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with FakeTensorMode(), recorder:
         gone = torch.ones(1 << 20)
         del gone
@@ -144,7 +144,7 @@ def test_set_up_counts_what_is_left_of_it():
 
 
 def test_labels_nest_and_reach_resized_storages():
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with FakeTensorMode(), recorder:
         recorder.begin_batch()
         with recorder.labelled("communication"):
@@ -166,7 +166,7 @@ def test_labels_nest_and_reach_resized_storages():
 
 
 def test_views_and_operators_in_place_allocate_nothing():
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with FakeTensorMode(), recorder:
         recorder.begin_batch()
         tensor = torch.empty(10, 10)
@@ -176,7 +176,7 @@ def test_views_and_operators_in_place_allocate_nothing():
 
 
 def test_the_host_does_not_count():
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with FakeTensorMode(), recorder:
         recorder.begin_batch()
         with recorder.paused():
@@ -195,12 +195,12 @@ def test_the_host_does_not_count():
 
 
 def test_a_gpu_that_is_asked_for_by_name_is_the_device_there_is():
-    with FakeTensorMode(), Recorder():
+    with FakeTensorMode(), BlockRecorder():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
 
 
 def test_a_workspace_is_there_while_its_kernel_runs():
-    recorder = Recorder(workspace=lambda operator, args, out: 1000 if operator == "mm" else 0)
+    recorder = BlockRecorder(workspace=lambda operator, args, out: 1000 if operator == "mm" else 0)
     with FakeTensorMode(), recorder:
         recorder.begin_batch()
         out = torch.empty(4, 4) @ torch.empty(4, 4)
@@ -211,7 +211,7 @@ def test_a_workspace_is_there_while_its_kernel_runs():
 
 
 def test_state_that_outlives_its_batch_is_kept_by_somebody():
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with FakeTensorMode(), recorder:
         recorder.begin_batch()
         average = torch.zeros(100)
@@ -224,7 +224,7 @@ def test_state_that_outlives_its_batch_is_kept_by_somebody():
 
 
 def test_a_gradient_penalty_is_a_part_of_the_forward_pass():
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with FakeTensorMode(), recorder:
         module = nn.Linear(8, 1, bias=False)
         recorder.track(module)
@@ -240,7 +240,7 @@ def test_a_gradient_penalty_is_a_part_of_the_forward_pass():
 
 
 def test_nothing_is_recorded_after_the_end():
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with FakeTensorMode(), recorder:
         recorder.begin_batch()
         tensor = torch.empty(100)
@@ -253,13 +253,13 @@ def test_nothing_is_recorded_after_the_end():
 
 def test_a_recording_without_a_batch_is_refused():
     with pytest.raises(ValueError, match="begin_batch"):
-        Recorder().recording(1, 1)
+        BlockRecorder().recording(1, 1)
 
 
 def test_leaving_puts_every_entry_point_back():
     before = torch.autograd.backward, torch.autograd.grad, torch.UntypedStorage.resize_
     hooks = nn.modules.module._global_forward_hooks, optimizers._global_optimizer_pre_hooks
-    with Recorder():
+    with BlockRecorder():
         assert torch.autograd.backward is not before[0]
     assert (torch.autograd.backward, torch.autograd.grad, torch.UntypedStorage.resize_) == before
     assert "resize_" not in vars(torch.UntypedStorage)
@@ -267,7 +267,7 @@ def test_leaving_puts_every_entry_point_back():
 
 
 def test_an_operator_that_fails_is_remembered():
-    recorder = Recorder()
+    recorder = BlockRecorder()
     with FakeTensorMode(), recorder, pytest.raises(RuntimeError) as caught:
         torch.empty(2, 3) @ torch.empty(2, 3)
     assert recorder.failed == (caught.value, torch.ops.aten.mm.default)

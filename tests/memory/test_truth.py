@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.memory.record.truth import AllocatorTrace, Measured, storages_of
+from kit.memory.record.truth import AllocatorTrace, MeasuredMemory, storages_of
 
 KIB = 1024
 
@@ -134,7 +134,7 @@ def test_it_reads_back_as_written(tmp_path):
     block(4)
     measured = trace.stop(optimizer_steps=1, device="CPU")
     measured.save(tmp_path / "measured.npz")
-    again = Measured.load(tmp_path / "measured.npz")
+    again = MeasuredMemory.load(tmp_path / "measured.npz")
     assert (again.peak_bytes, again.optimizer_steps, again.facts) == (4 * KIB, 1, {"device": "CPU"})
     assert np.array_equal(again.allocated_bytes, measured.allocated_bytes)
     assert again.clock[-1] == 1

@@ -18,7 +18,7 @@ from kit.studies.calibration.rules import (
     standard_error,
     together,
 )
-from kit.studies.calibration.search import Ask, Bounds, search, sweep_workers, worker_counts
+from kit.studies.calibration.search import Bounds, MeasurementRequest, search, sweep_workers, worker_counts
 
 PLAIN = LoaderSetting(num_workers=0, prefetch_factor=2)
 FACTORS = (2, 4, 8)
@@ -123,7 +123,7 @@ class NoisyLoader:
     def exhaustive_seconds(self):
         began = self.clock
         for setting in self.grid:
-            self.measure(Ask(setting=setting, fraction=1.0), to_the_end=True)
+            self.measure(MeasurementRequest(setting=setting, fraction=1.0), to_the_end=True)
         return self.clock - began
 
     def best(self):

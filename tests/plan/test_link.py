@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.errors import PlanError
-from kit.studies.scaling.model import (  # fmt: skip
+from kit.studies.scaling.model import (
     REACHED,
     Link,
     Traffic,

@@ -4,7 +4,7 @@ import pytest
 
 from kit.errors import PlanError
 from kit.machine.machine import Gpu, Machine
-from kit.memory.replay.cards import CARDS, Target, find_card, target_of
+from kit.memory.replay.cards import CARDS, DeviceTarget, find_card, target_of
 
 GIB = 1 << 30
 
@@ -125,5 +125,5 @@ def test_without_a_gpu_this_machine_is_its_cpu_whose_ranks_share_one_memory():
 
 def test_this_machine_can_be_asked_for_real():
     target = target_of("this machine")
-    assert isinstance(target, Target)
+    assert isinstance(target, DeviceTarget)
     assert target.capacity_bytes > 0

@@ -10,7 +10,7 @@ from properties import examples
 from recordings import ACTIONS, RecordingBuilder, told, training_recording
 
 from kit.errors import PlanError
-from kit.memory.replay.cards import Target, target_of
+from kit.memory.replay.cards import DeviceTarget, target_of
 from kit.memory.replay.estimate import MemoryEstimate, Residuals, communicators, estimate
 from kit.memory.replay.replay import replay
 
@@ -18,7 +18,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def device(capacity, outside=(0, 0), kind="cuda", cublas=0):
-    return Target(
+    return DeviceTarget(
         name="test card", capacity_bytes=capacity, device_kind=kind, capability=(8, 0) if kind == "cuda" else None,
         outside_bytes=outside, cublas_workspace_bytes=cublas,
     )  # fmt: skip

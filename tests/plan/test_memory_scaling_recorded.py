@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from kit.memory.record.recorder import Recorder
+from kit.memory.record.recorder import BlockRecorder
 from kit.memory.replay.cards import target_of
 from kit.memory.replay.estimate import estimate
 from kit.memory.replay.scaling import BatchScaling, ScalingError
@@ -65,7 +65,7 @@ MODULES = {
 
 
 def recorded(make, shape, batch_size, autocast=False):
-    with FakeTensorMode(), Recorder() as recorder:
+    with FakeTensorMode(), BlockRecorder() as recorder:
         module = make()
         recorder.track(module)
         optimizer = torch.optim.AdamW(module.parameters(), foreach=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.data.build.rechunk import Layout, group_regions, intermediate_chunk, two_passes
+from kit.data.build.rechunk import Recut, group_regions, intermediate_chunk, two_passes
 from kit.errors import PlanError
 
 SIZES = st.integers(1, 40)
@@ -22,7 +22,7 @@ def layouts(draw):
     def sizes():
         return tuple(draw(SIZES) for _ in range(rank))
 
-    return Layout(shape=sizes(), itemsize=4, source_chunk=draw(st.none() | st.just(sizes())), target=sizes())
+    return Recut(shape=sizes(), itemsize=4, source_chunk=draw(st.none() | st.just(sizes())), target=sizes())
 
 
 def read_by_hand(layout, boxes):
@@ -58,14 +58,14 @@ def test_groups_tile_the_array_once_within_the_budget_and_read_what_is_promised(
 
 
 def test_a_source_that_is_not_cut_is_read_a_region_at_a_time():
-    layout = Layout(shape=(100, 100), itemsize=4, source_chunk=None, target=(10, 10))
+    layout = Recut(shape=(100, 100), itemsize=4, source_chunk=None, target=(10, 10))
     plan = group_regions(layout, 1 << 30)
     assert plan.group == (10, 10)
     assert plan.read_ratio == 1
 
 
 def test_more_memory_reads_a_transposed_source_fewer_times():
-    layout = Layout(shape=(1000, 500, 500), itemsize=4, source_chunk=(1, 500, 500), target=(1000, 50, 50))
+    layout = Recut(shape=(1000, 500, 500), itemsize=4, source_chunk=(1, 500, 500), target=(1000, 50, 50))
     ratios = [group_regions(layout, mib << 20).read_ratio for mib in (64, 256, 1024, 4096)]
     assert ratios[-1] == 1
     assert ratios == sorted(ratios, reverse=True)
@@ -73,7 +73,7 @@ def test_more_memory_reads_a_transposed_source_fewer_times():
 
 
 def test_an_intermediate_copy_spares_reading_the_source_again_and_again():
-    layout = Layout(shape=(1000, 500, 500), itemsize=4, source_chunk=(1, 500, 500), target=(1000, 50, 50))
+    layout = Recut(shape=(1000, 500, 500), itemsize=4, source_chunk=(1, 500, 500), target=(1000, 50, 50))
     budget = 64 << 20
     once = group_regions(layout, budget)
     plan = two_passes(layout, budget, once, intermediate_chunk(layout, budget))
@@ -84,7 +84,7 @@ def test_an_intermediate_copy_spares_reading_the_source_again_and_again():
 
 
 def test_no_copy_is_made_where_chunks_are_aligned():
-    layout = Layout(shape=(64, 512), itemsize=4, source_chunk=(8, 64), target=(16, 64))
+    layout = Recut(shape=(64, 512), itemsize=4, source_chunk=(8, 64), target=(16, 64))
     once = group_regions(layout, 1 << 26)
     assert once.read_ratio == 1
     assert two_passes(layout, 1 << 26, once, intermediate_chunk(layout, 1 << 26)) is None
@@ -92,4 +92,4 @@ def test_no_copy_is_made_where_chunks_are_aligned():
 
 def test_sizes_of_another_rank_are_refused():
     with pytest.raises(PlanError, match="one size, .*1, per dimension"):
-        Layout(shape=(4, 4), itemsize=4, source_chunk=(4,), target=(2, 2))
+        Recut(shape=(4, 4), itemsize=4, source_chunk=(4,), target=(2, 2))

@@ -1,9 +1,9 @@
 """Evidence of a healthy trial, to be changed where a test wants something wrong."""
 
 from kit.config import Config
-from kit.studies.diagnosis.evidence import Evidence, Work
+from kit.studies.diagnosis.evidence import Evidence, StepRequests
 from kit.studies.diagnosis.peaks import Peaks
-from kit.studies.repeats import Source
+from kit.studies.repeats import RunSource
 
 PEAKS = Peaks(
     device="a device", flops_per_second={"float32": 1e11, "bfloat16": 4e11},
@@ -17,7 +17,7 @@ def work(**changes):
         "samples": 10, "flops": {"float32": 5e10}, "bytes": 1e9, "calls": 400, "own_syncs": 0, "batch_norms_again": 0,
         "lines": (),
     }  # fmt: skip
-    return Work(**(found | changes))
+    return StepRequests(**(found | changes))
 
 
 def shares(**changes):
@@ -41,4 +41,4 @@ def evidence(changes=None, **values):
 
 
 def source(found):
-    return Source(None, None, found.config)
+    return RunSource(None, None, found.config)

@@ -2,7 +2,7 @@
 
 import torch
 
-from kit.memory.replay.cards import Target
+from kit.memory.replay.cards import DeviceTarget
 from kit.testing import TinyData, TinyModule
 
 
@@ -34,7 +34,7 @@ def blocks_data():
 
 
 def cpu_of(capacity_bytes):
-    return Target(
+    return DeviceTarget(
         name="a small CPU", capacity_bytes=int(capacity_bytes), device_kind="cpu", capability=None,
         outside_bytes=(0, 0), cublas_workspace_bytes=0,
     )  # fmt: skip

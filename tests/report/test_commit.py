@@ -18,7 +18,7 @@ from properties import examples
 import kit
 from kit.committed.file import git_state
 from kit.committed.job import dotted, draft_text
-from kit.committed.run import Launch
+from kit.committed.run import LaunchLines
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, TargetError
 from kit.testing import TinyData, TinyModule
@@ -276,7 +276,7 @@ def test_what_a_module_does_for_itself_is_read_from_its_source(small, tmp_path):
 
 # -- launching
 
-LAUNCH = Launch(file="committed/a b.yaml", name="a", nodes=2, devices=4, restarts=3, gpu=True)
+LAUNCH = LaunchLines(file="committed/a b.yaml", name="a", nodes=2, devices=4, restarts=3, gpu=True)
 
 
 def test_lines_can_be_given_to_a_shell():
@@ -309,7 +309,7 @@ def test_ranks_are_spread_over_other_nodes_without_changing_their_number():
 
 def test_a_restart_never_shares_the_store_of_the_ranks_before():
     assert LAUNCH.torchrun.startswith("env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ")
-    assert Launch(file="a", name="a", nodes=1, devices=2, restarts=0, gpu=False).torchrun.startswith("torchrun ")
+    assert LaunchLines(file="a", name="a", nodes=1, devices=2, restarts=0, gpu=False).torchrun.startswith("torchrun ")
 
 
 # -- reading back

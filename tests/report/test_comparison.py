@@ -8,7 +8,7 @@ from made_runs import COMPLETE, make_run
 
 import kit
 from kit.errors import ConfigError, KitError, TrialError
-from kit.studies.compare import Comparison, Figure, Group, compare
+from kit.studies.compare import Comparison, Figure, RunGroup, compare
 from kit.testing import TinyData, TinyModule
 
 
@@ -21,7 +21,7 @@ def row(speed, world_size=1, **more):
 
 def group(name, speeds, changes=None, world_size=1):
     config = kit.Config().replace(changes or {})
-    return Group(name=name, config=config, rows=tuple(row(speed, world_size) for speed in speeds))
+    return RunGroup(name=name, config=config, rows=tuple(row(speed, world_size) for speed in speeds))
 
 
 TWO_DEVICES = {"hardware.devices": 2, "hardware.strategy": "ddp"}

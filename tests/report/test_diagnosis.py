@@ -13,12 +13,12 @@ import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
 from kit.studies.diagnosis.diagnose import diagnose, judge
-from kit.studies.diagnosis.evidence import Layout
+from kit.studies.diagnosis.evidence import StoreLayout
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.profiling.trace import TraceInfo
 from kit.testing import TinyData, TinyModule
 
-LAYOUT = Layout(
+LAYOUT = StoreLayout(
     seconds_per_batch=1.0, planned_seconds_per_batch=0.1, chunk=(1, 8, 8), planned_chunk=(4, 64, 64),
     dims=("time", "lat", "lon"),
 )  # fmt: skip

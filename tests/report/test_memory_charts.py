@@ -32,7 +32,7 @@ from kit.charts.timeline import (
     timeline_info,
 )
 from kit.memory.replay.cards import target_of
-from kit.memory.replay.estimate import Measured, MemoryEstimate, estimate
+from kit.memory.replay.estimate import MeasuredMemory, MemoryEstimate, estimate
 from kit.memory.replay.replay import CATEGORIES
 
 training_recording = runpy.run_path(str(Path(__file__).parents[1] / "plan" / "recordings.py"))["training_recording"]
@@ -50,7 +50,7 @@ def measure(recording):
     first = int(np.flatnonzero(recording.event_time >= recording.batch_starts[0])[0])
     held = np.cumsum(np.where(recording.event_allocates, sizes, -sizes))[first - 1 :]
     asked = np.where(recording.event_allocates, recording.block_bytes[recording.event_block], 0)
-    return Measured(held, np.cumsum(np.append(0, asked[first:])), 1.0, optimizer_steps=2)
+    return MeasuredMemory(held, np.cumsum(np.append(0, asked[first:])), 1.0, optimizer_steps=2)
 
 
 def of_every_category(**changes):

@@ -13,7 +13,7 @@ from kit.config import Config
 from kit.errors import TrialError
 from kit.machine.processes import identify, machine
 from kit.memory.replay.cards import target_of
-from kit.memory.replay.estimate import Measured, estimate
+from kit.memory.replay.estimate import MeasuredMemory, estimate
 from kit.records.row import measured_of, predicted_of
 from kit.trial.directory import Control, RunPaths
 from kit.trial.trial import Trial
@@ -32,7 +32,7 @@ def make_trial(folder, *, predicted=None, measured=(), **changes):
         paths.write_prediction(predicted.to_dict())
     for rank, peak in enumerate(measured):
         held = np.array([0, peak // 2, peak, peak // 3])
-        Measured(held, np.cumsum(held), 0.1, optimizer_steps=2).save(paths.measured_memory(rank))
+        MeasuredMemory(held, np.cumsum(held), 0.1, optimizer_steps=2).save(paths.measured_memory(rank))
     return Trial.open(paths.directory)
 
 

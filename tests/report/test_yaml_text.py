@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from kit.committed.yaml import Block, Noted, yaml_text
+from kit.committed.yaml import Noted, YamlBlock, yaml_text
 
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12) | st.sampled_from(
     ["no", "on", "Yes", "12:30", "1e-5", "0x1f", "null", "~", "", " a", "a: b", "# x", "32-true", "a\nb", "\t", "\x85"]
@@ -31,7 +31,7 @@ def test_both_readers_see_what_was_written(values):
 
 def test_a_note_stands_above_its_value_and_a_block_keeps_its_lines():
     text = yaml_text(
-        {"trainer": {"precision": Noted("bf16-mixed", "because\nit is fast"), "config": Block("a: 1\n\nb: 2")}}
+        {"trainer": {"precision": Noted("bf16-mixed", "because\nit is fast"), "config": YamlBlock("a: 1\n\nb: 2")}}
     )
     assert text.splitlines() == [
         "trainer:", "  # because it is fast", "  precision: bf16-mixed", "  config: |", "    a: 1", "", "    b: 2"

@@ -18,7 +18,7 @@ from kit.errors import ConfigError, TrialError
 from kit.machine.machine import Share
 from kit.studies.calibration.job import Resources, Sweep, identity_of
 from kit.studies.calibration.measure import (
-    Limits,
+    MeasurementLimits,
     Observed,
     StoppedError,
     apply_setting,
@@ -33,7 +33,7 @@ from kit.studies.calibration.rules import LoaderSetting, Measurement, block_size
 MIB = 1 << 20
 PLAIN = LoaderSetting(num_workers=0, prefetch_factor=2)
 TWO = LoaderSetting(num_workers=2, prefetch_factor=3)
-LIMITS = Limits(timeout_seconds=5.0, most_batches=10)
+LIMITS = MeasurementLimits(timeout_seconds=5.0, most_batches=10)
 ROOMY = Resources(cores=2, free_bytes=8 << 30, shared_bytes=8 << 30)
 
 

@@ -5,7 +5,7 @@ import torch
 from waiting import PATIENCE_SECONDS
 
 from kit.memory.alongside import fit
-from kit.memory.replay.estimate import Measured
+from kit.memory.replay.estimate import MeasuredMemory
 from kit.testing import TinyData, TinyModule
 
 SECONDS = PATIENCE_SECONDS
@@ -29,7 +29,7 @@ class Wide(TinyModule):
 
 def measured(trial, rank=0):
     event = next(e for e in trial.events if e["kind"] == "memory_measured" and e["rank"] == rank)
-    found = Measured.load(trial.paths.measured_memory(rank))
+    found = MeasuredMemory.load(trial.paths.measured_memory(rank))
     assert found.peak_bytes == event["device_allocated_bytes"]
     assert event["optimizer_steps"] == found.optimizer_steps == 2
     return found

@@ -2,13 +2,13 @@ import pytest
 
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, PlanError, TargetError
-from kit.memory.query import MOST_RANKS, ask, ranks_of
+from kit.memory.query import MOST_RANKS, make_query, ranks_of
 
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 
 
 def question(changes=None, device="A100-80GB", world_size=None, module=MODULE, data=DATA):
-    return ask(module, data, Config().replace(changes or {}), device, world_size)[0]
+    return make_query(module, data, Config().replace(changes or {}), device, world_size)[0]
 
 
 # -- what auto is there
@@ -93,14 +93,14 @@ def test_what_cannot_be_asked_is_refused_before_any_process(keywords, error, mes
 
 def test_something_else_than_a_config_is_refused_with_how_to_call():
     with pytest.raises(ConfigError, match=r"Config.* dict.*predict_memory\(config\)"):
-        ask(MODULE, DATA, {}, "A100-80GB")
+        make_query(MODULE, DATA, {}, "A100-80GB")
 
 
 def test_16_mixed_on_a_cpu_is_refused_with_the_way_out():
     config = Config().replace({"hardware.precision": "16-mixed"})
-    cpu = ask(MODULE, DATA, Config().replace({"hardware.accelerator": "cpu"}), "this machine")[1]
+    cpu = make_query(MODULE, DATA, Config().replace({"hardware.accelerator": "cpu"}), "this machine")[1]
     with pytest.raises(HardwareError, match="GPU .*device="):
-        ask(MODULE, DATA, config, cpu)
+        make_query(MODULE, DATA, config, cpu)
 
 
 # -- equal questions

@@ -7,7 +7,7 @@ from waiting import wait_until
 import kit
 from kit.config import Config
 from kit.studies.diagnosis.diagnose import judge
-from kit.studies.repeats import Source
+from kit.studies.repeats import RunSource
 from kit.testing import TinyData, TinyModule
 from kit.widgets.diagnose import DiagnosisView
 
@@ -41,7 +41,7 @@ def view(tmp_path):
     })  # fmt: skip
     trial = kit.fit(TinyModule, TinyData, config).wait()
     found = evidence({"trial.max_steps": 4, "trial.warmup_steps": 1}, **SHORT)
-    return DiagnosisView(judge(found, Source(None, None, config, trial)))
+    return DiagnosisView(judge(found, RunSource(None, None, config, trial)))
 
 
 def test_a_click_tries_the_change_and_shows_before_and_after(view):

@@ -44,7 +44,7 @@ from kit.data.build.resume import (
     remove_journals,
 )
 from kit.data.build.schedulers import Scheduler, explain, open_scheduler
-from kit.data.build.shards import ArrayWriter, Blueprint, Cut, Group, Work, make_blueprint, run
+from kit.data.build.shards import ArrayWriter, Blueprint, BuildWork, Cut, ShardGroup, make_blueprint, run
 from kit.data.build.source import Source
 from kit.data.dataset import Dataset, open_dataset
 from kit.data.stores import manifest as records
@@ -188,7 +188,7 @@ class _Builder:
         self._session, self._journals = uuid.uuid4().hex[:8], 0
         self._began = self._saved = time.monotonic()
         given = job.source if job.given else None
-        self._work = Work(job.config, job.url, job.blueprint.arrays, self._session, given, threads)
+        self._work = BuildWork(job.config, job.url, job.blueprint.arrays, self._session, given, threads)
         self._work.use(job.store, job.source)
 
     def run(self, scheduler: Scheduler) -> None:
@@ -198,14 +198,14 @@ class _Builder:
         self._run_tasks(self._groups(), scheduler)
         self._publish()
 
-    def _groups(self) -> Iterator[Group]:
+    def _groups(self) -> Iterator[ShardGroup]:
         before = frozenset(self.finished)
         arrays = self.blueprint.arrays.items()
         return itertools.chain.from_iterable(
             groups(writer, self._groupings[name], dict.fromkeys(before)) for name, writer in arrays
         )
 
-    def _run_tasks(self, tasks: Iterator[Group], scheduler: Scheduler) -> None:
+    def _run_tasks(self, tasks: Iterator[ShardGroup], scheduler: Scheduler) -> None:
         """All tasks, never more than `in_flight` handed out; what finished is journalled however this ends."""
         running: list[Future[list[ObjectRecord]]] = []  # in the order of the tasks: of two that fail, the first is told
         work = scheduler.share(self._work)

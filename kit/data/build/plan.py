@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from kit.config import Build, Config
 from kit.data.build.layout import plan_chunks
 from kit.data.build.open_source import load_source
-from kit.data.build.rechunk import Grouping, Layout, TwoPasses, group_regions, intermediate_chunk, two_passes
+from kit.data.build.rechunk import Grouping, Recut, TwoPasses, group_regions, intermediate_chunk, two_passes
 from kit.data.build.schedulers import RUNTIME_BYTES, Slots, slots_of
-from kit.data.build.shards import ArrayWriter, Blueprint, Group, make_blueprint
+from kit.data.build.shards import ArrayWriter, Blueprint, ShardGroup, make_blueprint
 from kit.data.build.source import Source, chunk_of
 from kit.errors import BuildError
 from kit.machine.machine import share
@@ -194,7 +194,7 @@ def plan_tasks(config: Config, blueprint: Blueprint, source: Source, threads: in
     return min(plans, key=lambda plan: plan.moved_bytes / (plan.threads * max(1, plan.slots.processes)))
 
 
-def _task_counts(wanted: Slots, budget_bytes: int, largest: Layout) -> list[int]:
+def _task_counts(wanted: Slots, budget_bytes: int, largest: Recut) -> list[int]:
     """Tasks that a process may run at once, most first; none where not even one fits."""
     most = min(wanted.threads, (budget_bytes - OVERHEAD_BYTES) // largest.least_task_bytes)
     return sorted({most, *(1 << power for power in range(most.bit_length()))}, reverse=True) if most > 0 else []
@@ -218,7 +218,7 @@ def _budget_bytes(settings: Build, processes: int) -> int:
     return min([settings.memory_bytes, *(limit // max(1, processes) - runtime_bytes for limit in limits)])
 
 
-def _plan_of(config: Config, wanted: Slots, processes: int, layouts: Mapping[str, Layout], threads: int) -> BuildPlan:
+def _plan_of(config: Config, wanted: Slots, processes: int, layouts: Mapping[str, Recut], threads: int) -> BuildPlan:
     budget_bytes, slots = _budget_bytes(config.build, processes), Slots(processes=processes, threads=wanted.threads)
     each_bytes = (budget_bytes - OVERHEAD_BYTES) // threads
     groupings = {name: group_regions(layout, each_bytes) for name, layout in layouts.items()}
@@ -228,9 +228,7 @@ def _plan_of(config: Config, wanted: Slots, processes: int, layouts: Mapping[str
     )  # fmt: skip
 
 
-def _passes(
-    layouts: Mapping[str, Layout], groupings: Mapping[str, Grouping], budget_bytes: int
-) -> dict[str, TwoPasses]:
+def _passes(layouts: Mapping[str, Recut], groupings: Mapping[str, Grouping], budget_bytes: int) -> dict[str, TwoPasses]:
     """One intermediate cut for all arrays, made for the one of the largest numbers; none unless it serves them all."""
     widest = max(layouts.values(), key=lambda layout: layout.itemsize)
     chunk = intermediate_chunk(widest, budget_bytes)
@@ -239,20 +237,20 @@ def _passes(
     return kept if len(kept) == len(found) else {}
 
 
-def groups(writer: ArrayWriter, grouping: Grouping, finished: Mapping[str, Any]) -> Iterator[Group]:
+def groups(writer: ArrayWriter, grouping: Grouping, finished: Mapping[str, Any]) -> Iterator[ShardGroup]:
     """Every group of an array with shards left to write, without those that are finished."""
     counts = [side // cut for side, cut in zip(grouping.group, writer.cut, strict=True)]
     for number, box in enumerate(grouping.boxes()):
         tasks = tuple(task for task in writer.tasks_in(box, counts) if task.key not in finished)
         if tasks:
-            yield Group(array=writer.name, number=number, tasks=tasks)
+            yield ShardGroup(array=writer.name, number=number, tasks=tasks)
 
 
-def _layout(writer: ArrayWriter, chunk: tuple[int, ...] | None) -> Layout:
-    return Layout(shape=writer.shape, itemsize=writer.dtype.itemsize, source_chunk=chunk, target=writer.cut)
+def _layout(writer: ArrayWriter, chunk: tuple[int, ...] | None) -> Recut:
+    return Recut(shape=writer.shape, itemsize=writer.dtype.itemsize, source_chunk=chunk, target=writer.cut)
 
 
-def _too_large(layout: Layout, settings: Build) -> BuildError:
+def _too_large(layout: Recut, settings: Build) -> BuildError:
     needed_bytes, allowed_bytes = layout.least_task_bytes + OVERHEAD_BYTES, _budget_bytes(settings, 1)
     short = "memory_bytes" if allowed_bytes == settings.memory_bytes else "total_memory_bytes"
     larger = f"a larger build.{short}" if getattr(settings, short) else "free some memory"

@@ -50,7 +50,7 @@ _SCRATCH_PAYS = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Recut:
     """One array: how the source is cut, and how the target will be."""
 
     shape: Sizes
@@ -109,7 +109,7 @@ class Layout:
 class Grouping:
     """How one array is read and written."""
 
-    layout: Layout
+    layout: Recut
     group: Sizes
     """A multiple of the target region along every dimension; the last group along each may be cut off."""
 
@@ -138,7 +138,7 @@ class Grouping:
             yield tuple(slice(start, min(start + side, size)) for start, side, size in bounds)
 
 
-def group_regions(layout: Layout, budget_bytes: int) -> Grouping:
+def group_regions(layout: Recut, budget_bytes: int) -> Grouping:
     """The group that reads least within the budget; of those nearly as good, the one that holds least.
 
     Raises:
@@ -157,7 +157,7 @@ def group_regions(layout: Layout, budget_bytes: int) -> Grouping:
     return Grouping(layout=layout, group=min(near, key=lambda group: (layout.task_bytes(group), group)))
 
 
-def intermediate_chunk(layout: Layout, budget_bytes: int) -> Sizes | None:
+def intermediate_chunk(layout: Recut, budget_bytes: int) -> Sizes | None:
     """How an intermediate copy would be cut: overlaps of what can be read at once with what can be written at once."""
     if layout.source_chunk is None:
         return None
@@ -182,12 +182,12 @@ class TwoPasses:
         return self.first.read_bytes + self.first.layout.nbytes + self.second.read_bytes
 
 
-def two_passes(layout: Layout, budget_bytes: int, once: Grouping, chunk: Sizes | None) -> TwoPasses | None:
+def two_passes(layout: Recut, budget_bytes: int, once: Grouping, chunk: Sizes | None) -> TwoPasses | None:
     """The plan through a copy cut into `chunk`; None where reading once moves no more bytes, or it does not fit."""
     if chunk is None or chunk == layout.source_chunk or once.read_ratio <= _SCRATCH_PAYS:
         return None
-    first = Layout(shape=layout.shape, itemsize=layout.itemsize, source_chunk=layout.source_chunk, target=chunk)
-    second = Layout(shape=layout.shape, itemsize=layout.itemsize, source_chunk=chunk, target=layout.target)
+    first = Recut(shape=layout.shape, itemsize=layout.itemsize, source_chunk=layout.source_chunk, target=chunk)
+    second = Recut(shape=layout.shape, itemsize=layout.itemsize, source_chunk=chunk, target=layout.target)
     if first.least_task_bytes > budget_bytes or second.least_task_bytes > budget_bytes:
         return None
     plan = TwoPasses(first=group_regions(first, budget_bytes), second=group_regions(second, budget_bytes))
@@ -210,7 +210,7 @@ def _covered(size: int, side: int, chunk: int) -> int:
     return total
 
 
-def _candidates(layout: Layout) -> Iterator[Sizes]:
+def _candidates(layout: Recut) -> Iterator[Sizes]:
     """Multiples of the region: doublings, those that cover whole source chunks, and the whole line."""
     assert layout.source_chunk is not None
     sides = [
@@ -232,7 +232,7 @@ def _multiples(size: int, side: int, chunk: int) -> list[int]:
     return [number * side for number in sorted(found) if number <= count]
 
 
-def _grow(start: Sizes, toward: Sequence[int], layout: Layout, values_bytes: int) -> Sizes:
+def _grow(start: Sizes, toward: Sequence[int], layout: Recut, values_bytes: int) -> Sizes:
     """Double the dimension that lags furthest behind `toward`, while the values fit."""
     sides = list(start)
     goal = _clip(toward, layout.shape)

@@ -11,7 +11,7 @@ an object that is not there is always an error; zstd's checksum and the shard in
 The work of a build as its tasks see it: read a group once, write its shards one by one. Runs in any process.
 
 A group is a box of shards of one array. What is written is recorded at once where the task takes long, in a journal of
-the group's own, so that a kill costs no more than a few seconds of finished shards. A `Work` pickles without its
+the group's own, so that a kill costs no more than a few seconds of finished shards. A `BuildWork` pickles without its
 handles: each process opens the store, and makes the source, once.
 """
 
@@ -356,7 +356,7 @@ JOURNAL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ShardGroup:
     """Shards of one array that are read together."""
 
     array: str
@@ -371,7 +371,7 @@ class Group:
         return ShardTask(array=self.array, key="", region=box)
 
 
-class Work:
+class BuildWork:
     """What every task of one build needs.
 
     Args:
@@ -404,7 +404,7 @@ class Work:
         self.__dict__.update(state)
         self._open()
 
-    def run(self, group: Group) -> list[ObjectRecord]:
+    def run(self, group: ShardGroup) -> list[ObjectRecord]:
         """Read the group, write its shards, and return their records.
 
         Raises:
@@ -426,7 +426,7 @@ class Work:
                 self._source = load_source(self._config)
             return self._store, self._source
 
-    def _write(self, group: Group, store: Store, source: Source) -> list[ObjectRecord]:
+    def _write(self, group: ShardGroup, store: Store, source: Source) -> list[ObjectRecord]:
         writer, box = self._arrays[group.array], group.region
         values = read_block(source, writer, box)
         done: list[ObjectRecord] = []
@@ -442,11 +442,11 @@ class Work:
                 saved = time.monotonic()
         return done
 
-    def _save(self, group: Group, store: Store, done: Sequence[ObjectRecord]) -> None:
+    def _save(self, group: ShardGroup, store: Store, done: Sequence[ObjectRecord]) -> None:
         key = f"{records.JOURNAL_PREFIX}{self._session}-{group.array}-{group.number}.jsonl"
         write_object(store, key, records.dump_journal(done), self._url)
 
 
-def run(work: Work, group: Group) -> list[ObjectRecord]:
+def run(work: BuildWork, group: ShardGroup) -> list[ObjectRecord]:
     """`work.run(group)`, as a function that a scheduler can send."""
     return work.run(group)

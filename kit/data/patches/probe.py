@@ -34,7 +34,7 @@ from zarr.core.sync import sync
 from kit.config import Config
 from kit.data.dataset import ArrayInfo, Dataset, open_dataset
 from kit.data.stores.fsspec import RemoteStore
-from kit.data.stores.http import Ask, Wire
+from kit.data.stores.http import Get, HttpClient
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact, sizes_of_objects
 from kit.data.stream.codec import StoredArray
@@ -191,7 +191,7 @@ def _opened(store: str | Config | Dataset, credentials: str) -> Dataset:
     return open_dataset(store, credentials)
 
 
-def _probe(dataset: Dataset, source: Source, counters: Counters, budget_bytes: int) -> Probe:
+def _probe(dataset: Dataset, source: ProbedStore, counters: Counters, budget_bytes: int) -> Probe:
     began, store = time.perf_counter(), dataset.open_store()
     info = max(dataset.select(()), key=lambda one: one.nbytes)
     stored = sync(StoredArray.open(store, info.name))
@@ -231,13 +231,13 @@ def _probe(dataset: Dataset, source: Source, counters: Counters, budget_bytes: i
 # -- what there is to read
 
 
-def _parts(store: Store, stored: StoredArray, info: ArrayInfo, url: str) -> list[Part]:
+def _parts(store: Store, stored: StoredArray, info: ArrayInfo, url: str) -> list[ObjectPart]:
     """Some objects of the array that are there, with their sizes."""
     counts = [-(-size // side) for size, side in zip(info.shape, info.shard or info.chunk, strict=True)]
     everything = prod(counts)
     numbers = range(everything) if everything <= _MOST_KEYS else random.Random(0).sample(range(everything), _MOST_KEYS)
     keys = [stored.object_key(_place(number, counts)) for number in numbers]
-    return [Part(key, size) for key, size in sizes_of_objects(store, keys, url).items() if size > 0]
+    return [ObjectPart(key, size) for key, size in sizes_of_objects(store, keys, url).items() if size > 0]
 
 
 def _place(number: int, counts: Sequence[int]) -> tuple[int, ...]:
@@ -317,7 +317,7 @@ def _judge_rate(fast: Load, latency: float, how: dict[str, str]) -> bool:
 
 
 def _decode(
-    source: Source, stored: StoredArray, info: ArrayInfo, url: str, how: dict[str, str]
+    source: ProbedStore, stored: StoredArray, info: ArrayInfo, url: str, how: dict[str, str]
 ) -> tuple[float | None, float | None]:
     """Decoded bytes per CPU second, and decoded bytes per stored byte, of some chunks."""
     chunks = _some_chunks(source, stored, info, url)
@@ -340,7 +340,7 @@ def _decode_for_a_while(stored: StoredArray, chunks: Sequence[Octets]) -> tuple[
     return count, time.process_time() - cpu
 
 
-def _some_chunks(source: Source, stored: StoredArray, info: ArrayInfo, url: str) -> list[Octets]:
+def _some_chunks(source: ProbedStore, stored: StoredArray, info: ArrayInfo, url: str) -> list[Octets]:
     """Stored bytes of a few chunks spread over the array, asked for together."""
     counts = [-(-size // side) for size, side in zip(info.shape, info.chunk, strict=True)]
     everything = prod(counts)
@@ -350,7 +350,7 @@ def _some_chunks(source: Source, stored: StoredArray, info: ArrayInfo, url: str)
         return [data for data in found if data is not None]
 
 
-def _chunk_bytes(source: Source, stored: StoredArray, coords: tuple[int, ...], url: str) -> Octets | None:
+def _chunk_bytes(source: ProbedStore, stored: StoredArray, coords: tuple[int, ...], url: str) -> Octets | None:
     key = stored.object_key(stored.object_of(coords))
     if stored.per_shard is None:
         return source.read(key)
@@ -370,7 +370,7 @@ _REFUSED_PAUSE_SECONDS = 0.2
 """Longest pause before a refused request is sent again: short, so that what the store allows is used up and seen."""
 
 
-class Source(Protocol):
+class ProbedStore(Protocol):
     """A store as threads read it."""
 
     def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None: ...
@@ -398,7 +398,7 @@ class _OnLoop:
         self._loop.close()
 
 
-def open_source(dataset: Dataset, counters: Counters) -> Source:
+def open_source(dataset: Dataset, counters: Counters) -> ProbedStore:
     """The store of a dataset by the client that the engine has for it, so that a request costs what it costs there.
 
     Unlike the engine's it sends more at once and comes back sooner when it is refused: what the store allows is to be
@@ -408,18 +408,18 @@ def open_source(dataset: Dataset, counters: Counters) -> Source:
         StoreError: when the store cannot be opened.
     """
     blocking = open_blocking(dataset.open_store(), dataset.url, _REQUEST_SECONDS, counters, _MOST_AT_ONCE)
-    if isinstance(blocking, Wire):
+    if isinstance(blocking, HttpClient):
         blocking.retries = replace(blocking.retries, most_pause_seconds=_REFUSED_PAUSE_SECONDS)
     return _OnLoop(dataset, counters) if blocking is None else blocking
 
 
-def close_source(source: Source) -> None:
-    if isinstance(source, _OnLoop | Wire):
+def close_source(source: ProbedStore) -> None:
+    if isinstance(source, _OnLoop | HttpClient):
         source.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ObjectPart:
     """An object and how much of it there is to read."""
 
     key: str
@@ -447,7 +447,7 @@ class Load:
 class Prober:
     """Measures one store; `budget_bytes` falls with every byte asked for."""
 
-    def __init__(self, source: Source, counters: Counters, parts: Sequence[Part], budget_bytes: int) -> None:
+    def __init__(self, source: ProbedStore, counters: Counters, parts: Sequence[ObjectPart], budget_bytes: int) -> None:
         self._source = source
         self._counters = counters
         self._parts = sorted(parts, key=lambda part: part.size)
@@ -489,7 +489,7 @@ class Prober:
         that the CPU of a request is what the engine will need for one.
         """
         run = _Run(seconds, in_flight, least, self._retries)
-        if isinstance(self._source, Wire):
+        if isinstance(self._source, HttpClient):
             self._keep_asking(self._source, run, in_flight, range_bytes)
             return run.load(range_bytes)
         with ThreadPoolExecutor(in_flight, "kit-probe") as threads:
@@ -497,7 +497,7 @@ class Prober:
                 future.result()
         return run.load(range_bytes)
 
-    def _keep_asking(self, wire: Wire, run: _Run, in_flight: int, range_bytes: int) -> None:
+    def _keep_asking(self, wire: HttpClient, run: _Run, in_flight: int, range_bytes: int) -> None:
         for _ in range(in_flight):
             wire.ask([_Chain(self, wire, run, 1, opening=True)])
         run.opened.wait()
@@ -546,12 +546,12 @@ class Prober:
         return found
 
 
-class _Chain(Ask):
+class _Chain(Get):
     """One of the requests that are kept going: each answer asks for the next; `opening`: it only opens a connection."""
 
     __slots__ = ("_began", "_opening", "_prober", "_range_bytes", "_run", "_wire")
 
-    def __init__(self, prober: Prober, wire: Wire, run: _Run, range_bytes: int, opening: bool = False) -> None:
+    def __init__(self, prober: Prober, wire: HttpClient, run: _Run, range_bytes: int, opening: bool = False) -> None:
         super().__init__(*prober.draw(range_bytes))
         self._prober, self._wire, self._run, self._range_bytes = prober, wire, run, range_bytes
         self._opening = opening

@@ -45,7 +45,7 @@ _ALONE = {"hardware.devices": "auto", "hardware.strategy": "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class MeasuredReading:
     """One store, read for a while by one rank."""
 
     url: str
@@ -110,23 +110,23 @@ class Reading:
         )
 
 
-class Readings(Sequence[Reading]):
+class Readings(Sequence[MeasuredReading]):
     """What was measured, one row a config, in the order given."""
 
-    def __init__(self, readings: Iterable[Reading]) -> None:
+    def __init__(self, readings: Iterable[MeasuredReading]) -> None:
         self._readings = tuple(readings)
 
     @overload
-    def __getitem__(self, index: int) -> Reading: ...
+    def __getitem__(self, index: int) -> MeasuredReading: ...
     @overload
     def __getitem__(self, index: slice) -> Readings: ...
-    def __getitem__(self, index: int | slice) -> Reading | Readings:
+    def __getitem__(self, index: int | slice) -> MeasuredReading | Readings:
         return Readings(self._readings[index]) if isinstance(index, slice) else self._readings[index]
 
     def __len__(self) -> int:
         return len(self._readings)
 
-    def __iter__(self) -> Iterator[Reading]:
+    def __iter__(self) -> Iterator[MeasuredReading]:
         return iter(self._readings)
 
     def __add__(self, other: Readings) -> Readings:
@@ -195,7 +195,7 @@ def measure_reading(*configs: Config, seconds: float = 3.0) -> Readings:
     return Readings([_measure(config.replace(_ALONE), seconds) for config in configs])
 
 
-def _measure(config: Config, seconds: float) -> Reading:
+def _measure(config: Config, seconds: float) -> MeasuredReading:
     from kit.data.patches.module import PatchData
 
     dataset = open_dataset(config)
@@ -214,7 +214,7 @@ def _measure(config: Config, seconds: float) -> Reading:
     finally:
         data.teardown()
     info = dataset.select(config.data.variables)[0]
-    return Reading(
+    return MeasuredReading(
         url=redact(dataset.url), chunk=info.chunk, shard=info.shard, order=config.data.order,
         batch_size=config.loader.batch_size,
         predicted_samples_per_second=config.loader.batch_size / sum(cost.seconds_per_batch for cost in costs),

@@ -133,7 +133,7 @@ def identities(manifest: Manifest) -> Mapping[str, str]:
 # -- in memory
 
 
-class Memory:
+class MemoryCache:
     """Entries of this process; call from any thread."""
 
     def __init__(self, size_bytes: int, eviction: Eviction) -> None:
@@ -162,9 +162,9 @@ class Memory:
 
 
 @cache
-def _in_memory(size_bytes: int, eviction: Eviction) -> Memory:
+def _in_memory(size_bytes: int, eviction: Eviction) -> MemoryCache:
     """Shared by the readers of a process, so that a loader made anew finds what the last one read."""
-    return Memory(size_bytes, eviction)
+    return MemoryCache(size_bytes, eviction)
 
 
 # -- in a folder

@@ -1,4 +1,4 @@
-"""Wire: reads of an object store by libcurl, all of them in one thread; the cheapest request there is in Python.
+"""HttpClient: reads of an object store by libcurl, all of them in one thread; the cheapest request there is in Python.
 
 Sending and receiving happen in C, without the interpreter's lock, and no thread waits for an answer: what is asked for
 is told of its answer in the wire's own thread. So a request costs less than half the CPU of one by threads, and the
@@ -46,7 +46,7 @@ import pycurl
 
 from kit.data.stores.auth import Address
 from kit.data.stores.fsspec import is_metadata
-from kit.data.stores.retry import TOO_MANY, Attempts, Retries
+from kit.data.stores.retry import TOO_MANY, Retries, RetryAttempts
 from kit.data.stores.transfer import Counters, Octets, octets
 from kit.data.stores.url import store_error
 from kit.errors import StoreError
@@ -73,14 +73,14 @@ class AnswerError(OSError):
         self.status = status
 
 
-class Ask:
+class Get:
     """One request, told of its answer in the wire's thread; `head` asks for the object's tags, not its bytes."""
 
     __slots__ = ("attempts", "first", "head", "key", "last")
 
     def __init__(self, key: str, first: int | None = None, last: int | None = None, head: bool = False) -> None:
         self.key, self.first, self.last, self.head = key, first, last, head
-        self.attempts: Attempts | None = None
+        self.attempts: RetryAttempts | None = None
 
     def begin(self) -> bool | None:
         """Whether to send it now; None: not yet, and nothing behind it either."""
@@ -109,7 +109,7 @@ class Ask:
         return str(self.first) if self.first < 0 or self.last is None else f"{self.first}-{self.last - 1}"
 
 
-class _Waiting(Ask):
+class _Waiting(Get):
     """A request that a thread waits for."""
 
     __slots__ = ("future",)
@@ -129,7 +129,7 @@ class _Waiting(Ask):
 class _Sent:
     """A request on its way."""
 
-    asked: Ask
+    asked: Get
     parts: list[bytes]
     """What has come."""
     round: int
@@ -137,7 +137,7 @@ class _Sent:
     """When it was sent, by the monotonic clock."""
 
 
-class Wire:
+class HttpClient:
     """The objects below one address; call from any thread.
 
     Args:
@@ -168,15 +168,15 @@ class Wire:
         self._closed = False
         self._due: float | None = None
         """When libcurl wants to be called, whatever the sockets say."""
-        self._asked: deque[Ask] = deque()
-        self._again: list[tuple[float, int, Ask]] = []
+        self._asked: deque[Get] = deque()
+        self._again: list[tuple[float, int, Get]] = []
         self._numbers = itertools.count()
         self._idle: list[Any] = []
         self._sent: dict[Any, _Sent] = {}
 
     # -- for everybody
 
-    def ask(self, asks: Iterable[Ask], soon: bool = False) -> None:
+    def ask(self, asks: Iterable[Get], soon: bool = False) -> None:
         """Send these as soon as there is room, in order; `soon`: before what waits already.
 
         Raises:
@@ -246,7 +246,7 @@ class Wire:
             if self._sent or self._asked or self._again:
                 quiet_since = time.monotonic()
             if self._closed or time.monotonic() - quiet_since > _LINGER_SECONDS:
-                left: list[Ask] = []
+                left: list[Get] = []
                 with self._lock:
                     over = self._closed or not self._asked
                     if over:
@@ -304,7 +304,7 @@ class Wire:
             self.limit.held_back()
         return False
 
-    def _send(self, asked: Ask) -> None:
+    def _send(self, asked: Get) -> None:
         easy = self._idle.pop() if self._idle else self._new()
         parts: list[bytes] = []
         easy.setopt(pycurl.URL, f"{self._address.base}/{quote(asked.key)}")
@@ -364,7 +364,7 @@ class Wire:
         self._multi.remove_handle(easy)
         return self._sent.pop(easy)
 
-    def _answer(self, asked: Ask, status: int, parts: list[bytes]) -> None:
+    def _answer(self, asked: Get, status: int, parts: list[bytes]) -> None:
         if status == (200 if asked.span is None else 206):
             data = _tags(parts) if asked.head else parts[0] if len(parts) == 1 else b"".join(parts)
             self._counters.add(requests=1, bytes_read=0 if asked.head else len(data))
@@ -377,15 +377,15 @@ class Wire:
             whole = "; a range was asked for" if status == 200 else ""
             self._try_again(asked, AnswerError(status, f"the store answers {status} {words}{whole}"))
 
-    def _tell(self, asked: Ask, data: Octets | None) -> None:
+    def _tell(self, asked: Get, data: Octets | None) -> None:
         try:
             asked.done(data)
         except BaseException as error:
             self._fail(asked, error)
 
-    def _try_again(self, asked: Ask, error: Exception) -> None:
+    def _try_again(self, asked: Get, error: Exception) -> None:
         if asked.attempts is None:
-            asked.attempts = Attempts(self.retries)
+            asked.attempts = RetryAttempts(self.retries)
         try:
             pause = asked.attempts.pause_seconds(error)
         except Exception as last:
@@ -394,7 +394,7 @@ class Wire:
         self.retries.counted()
         heapq.heappush(self._again, (time.monotonic() + pause, next(self._numbers), asked))
 
-    def _error(self, asked: Ask, code: int, message: str) -> Exception:
+    def _error(self, asked: Get, code: int, message: str) -> Exception:
         if code == pycurl.E_OPERATION_TIMEDOUT:
             late = f"no answer for {asked.key} within {self._seconds:g} s; check the network"
             return StoreError(f"{self._address.shown}: {late}")
@@ -402,11 +402,11 @@ class Wire:
             return OSError("the store sends more than the range that was asked for")
         return ConnectionError(message) if code in _PASSING else OSError(message)
 
-    def _fail(self, asked: Ask, error: BaseException) -> None:
+    def _fail(self, asked: Get, error: BaseException) -> None:
         with contextlib.suppress(Exception):  # whoever asked has gone
             asked.fail(error)
 
-    def _end(self) -> list[Ask]:
+    def _end(self) -> list[Get]:
         """Close everything, under the lock; returns what has had no answer."""
         left = [*self._asked, *(asked for _, _, asked in self._again), *(sent.asked for sent in self._sent.values())]
         for easy in self._sent:

@@ -47,7 +47,7 @@ class Retries:
 
     def run(self, work: Callable[[], Result]) -> Result:
         """`work()`, tried again as long as it pays; its last error otherwise, with a note of the attempts."""
-        attempts = Attempts(self)
+        attempts = RetryAttempts(self)
         while True:
             try:
                 return work()
@@ -57,7 +57,7 @@ class Retries:
 
     async def run_async(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """As `run`, on a loop."""
-        attempts = Attempts(self)
+        attempts = RetryAttempts(self)
         while True:
             try:
                 return await work()
@@ -66,7 +66,7 @@ class Retries:
             self.counted()
 
 
-class Attempts:
+class RetryAttempts:
     """Those of one piece of work."""
 
     def __init__(self, policy: Retries) -> None:

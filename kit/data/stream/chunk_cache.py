@@ -8,10 +8,10 @@ whole: those planned meanwhile take it too. Sizes are decoded bytes.
 The invariant: under one lock a chunk is either waited for, by batches that will all be told, or decoded. So no batch
 waits for a chunk that nobody reads: one that is not wanted any more is forgotten before its request is given up.
 
-Wanted: what a reader asks a store for, and what it gets, as jobs of its threads.
+ChunkRequest: what a reader asks a store for, and what it gets, as jobs of its threads.
 
-A `Wanted` holds chunks that lie in one object, an `Answer` the bytes of one chunk. Both are owners of jobs that fail by
-telling the cache, which tells every batch that waits; so no batch waits for a job that died.
+A `ChunkRequest` holds chunks that lie in one object, a `ChunkResponse` the bytes of one chunk. Both are owners of jobs
+that fail by telling the cache, which tells every batch that waits; so no batch waits for a job that died.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from kit.data.stores.transfer import Octets
 from kit.data.stream.codec import StoredArray
-from kit.data.stream.memory import Claim
-from kit.data.stream.pool import Batch
+from kit.data.stream.memory import Reservation
+from kit.data.stream.pool import JobGroup
 from kit.data.stream.scatter import ChunkUses
 
 Key = tuple[int, tuple[int, ...]]
@@ -39,10 +39,10 @@ _CHUNKS_A_TURN = 16
 
 
 @dataclass(slots=True)
-class Part:
+class BatchPart:
     """What one batch takes from the chunks of one variable."""
 
-    batch: Batch[Any]
+    batch: JobGroup[Any]
     uses: ChunkUses
     target: NDArray[Any]
 
@@ -64,7 +64,7 @@ class Chunk:
     def __init__(self, stored: StoredArray, key: Key) -> None:
         self.stored, self.key, self.coords = stored, key, key[1]
         self.decoded: NDArray[Any] | None = None
-        self.parts: list[Part] = []
+        self.parts: list[BatchPart] = []
         """Who waits for it."""
         self.lent_to = 0
         """Batches it is kept for, where that is the only reason."""
@@ -95,7 +95,7 @@ class ChunkCache:
         """Decoded chunks kept for later batches, without those that a window holds."""
         self.held_bytes = 0
         """Decoded chunks that a window holds."""
-        self._lent: defaultdict[Batch[Any], list[Chunk]] = defaultdict(list)
+        self._lent: defaultdict[JobGroup[Any], list[Chunk]] = defaultdict(list)
         self.lent_bytes = 0
         """Decoded chunks kept until the batches that waited for them are whole."""
         self._released = _FREE
@@ -107,7 +107,7 @@ class ChunkCache:
             return sum(len(chunks) for chunks in self._held.values())
 
     def join(
-        self, stored: StoredArray, variable: int, part: Part
+        self, stored: StoredArray, variable: int, part: BatchPart
     ) -> tuple[dict[tuple[int, ...], NDArray[Any]], list[Chunk]]:
         """The chunks of a part that are decoded, by coordinates; and those nobody reads yet, for the caller to read."""
         here: dict[tuple[int, ...], NDArray[Any]] = {}
@@ -151,7 +151,7 @@ class ChunkCache:
                         chunk.window = _FREE
                         self._drop(chunk)
 
-    def end_batch(self, batch: Batch[Any]) -> None:
+    def end_batch(self, batch: JobGroup[Any]) -> None:
         """Drop what was lent to this batch alone; it is whole, or given up."""
         with self._lock:
             for chunk in self._lent.pop(batch, ()):
@@ -177,7 +177,7 @@ class ChunkCache:
         """Whether the chunk stays here when it is decoded; a window may still change that."""
         return chunk.window != _FREE or self._budget_bytes > 0
 
-    def settle(self, chunk: Chunk, decoded: NDArray[Any]) -> list[Part]:
+    def settle(self, chunk: Chunk, decoded: NDArray[Any]) -> list[BatchPart]:
         """The chunk is there: keep it if there is reason to, and return who waits for it."""
         with self._lock:
             parts, chunk.parts = chunk.parts, []
@@ -212,7 +212,7 @@ class ChunkCache:
             self._chunks.move_to_end(key)
         return chunk
 
-    def _lend(self, chunk: Chunk, parts: Iterable[Part], decoded: NDArray[Any]) -> bool:
+    def _lend(self, chunk: Chunk, parts: Iterable[BatchPart], decoded: NDArray[Any]) -> bool:
         size, batches = _bytes(decoded), [part.batch for part in parts if not part.batch.over]
         if not batches or size > self._spare_bytes():
             return False
@@ -259,7 +259,7 @@ def _bytes(decoded: NDArray[Any]) -> int:
 
 
 @dataclass(slots=True)
-class Wanted:
+class ChunkRequest:
     """Chunks to read from one object: all of a shard, or the one that the object is."""
 
     cache: ChunkCache
@@ -277,13 +277,13 @@ class Wanted:
         for chunk in self.chunks:
             self.cache.fail(chunk, error)
 
-    def part(self, chunks: Iterable[Chunk]) -> Wanted:
+    def part(self, chunks: Iterable[Chunk]) -> ChunkRequest:
         """Some of the chunks."""
-        return Wanted(self.cache, self.stored, self.key, [*chunks])
+        return ChunkRequest(self.cache, self.stored, self.key, [*chunks])
 
 
 @dataclass(slots=True)
-class Answer:
+class ChunkResponse:
     """The bytes of one chunk."""
 
     cache: ChunkCache
@@ -293,7 +293,7 @@ class Answer:
     size_bytes: int
     shared: bool
     """Whether they are part of a longer answer."""
-    claim: Claim | None
+    claim: Reservation | None
     """The memory of that answer."""
 
     @property

@@ -41,16 +41,16 @@ from kit.data.dataset import XarrayStore
 from kit.data.stores.auth import address_of
 from kit.data.stores.disk_cache import CachedReads, ReadCache
 from kit.data.stores.fsspec import RemoteStore
-from kit.data.stores.http import Ask, Wire
+from kit.data.stores.http import Get, HttpClient
 from kit.data.stores.local import Folder
 from kit.data.stores.retry import Retries
 from kit.data.stores.transfer import Counters, Octets, octets
 from kit.data.stores.url import redact, store_error
-from kit.data.stream.chunk_cache import Chunk, Wanted
+from kit.data.stream.chunk_cache import Chunk, ChunkRequest
 from kit.data.stream.codec import Index, ShardIndexes, StoredArray, decode_index
-from kit.data.stream.memory import Claim
-from kit.data.stream.pool import Workers
-from kit.data.stream.receive import Intake
+from kit.data.stream.memory import Reservation
+from kit.data.stream.pool import ThreadPool
+from kit.data.stream.receive import ReceiveQueue
 from kit.errors import ConfigError, KitError, Problem, StoreError
 
 
@@ -82,7 +82,7 @@ def open_blocking(
     if isinstance(store, XarrayStore):
         return store.cutter.counted_by(counters)
     address = address_of(store, url)
-    wire = None if address is None else Wire(address, url, in_flight, seconds, counters)
+    wire = None if address is None else HttpClient(address, url, in_flight, seconds, counters)
     if cache is None:
         return wire
     blocking = wire or open_file_system(store, url, seconds, counters)
@@ -186,16 +186,16 @@ def _span(first: int | None, last: int | None) -> ByteRequest | None:
 class WireReads:
     """The requests of one reader."""
 
-    def __init__(self, wire: Wire, url: str, intake: Intake) -> None:
+    def __init__(self, wire: HttpClient, url: str, intake: ReceiveQueue) -> None:
         self._wire, self._url, self._intake = wire, url, intake
 
-    def ask(self, found: Iterable[Wanted]) -> None:
+    def ask(self, found: Iterable[ChunkRequest]) -> None:
         """Ask for objects, or for what is wanted of shards.
 
         Raises:
             StoreError: when the wire is closed.
         """
-        whole: list[Ask] = []
+        whole: list[Get] = []
         for item in found:
             if item.stored.per_shard is None:
                 whole.append(_Bytes(self._intake, item, None))
@@ -213,7 +213,7 @@ class WireReads:
         """End the connections."""
         self._wire.close()
 
-    def _ask_runs(self, item: Wanted, index: Future[Index | None]) -> None:
+    def _ask_runs(self, item: ChunkRequest, index: Future[Index | None]) -> None:
         wanted = item.part(self._intake.cache.still_wanted(item.chunks))
         try:
             found = self._intake.runs(wanted, index.result()) if wanted.chunks else []
@@ -222,15 +222,15 @@ class WireReads:
             item.fail(error)
 
 
-class _Bytes(Ask):
+class _Bytes(Get):
     """One object, or neighbours in a shard."""
 
     __slots__ = ("_claim", "_intake", "_run", "_wanted")
 
-    def __init__(self, intake: Intake, wanted: Wanted, run: Run[Chunk] | None) -> None:
+    def __init__(self, intake: ReceiveQueue, wanted: ChunkRequest, run: Run[Chunk] | None) -> None:
         super().__init__(wanted.key, *(() if run is None else (run.first, run.last)))
         self._intake, self._wanted, self._run = intake, wanted, run
-        self._claim: Claim | None = None
+        self._claim: Reservation | None = None
 
     def begin(self) -> bool | None:
         if self._claim is None:  # else it has been sent before
@@ -250,12 +250,12 @@ class _Bytes(Ask):
         self._wanted.fail(error)
 
 
-class _IndexBytes(Ask):
+class _IndexBytes(Get):
     """The index of a shard."""
 
     __slots__ = ("_indexes", "_url", "_wanted")
 
-    def __init__(self, indexes: ShardIndexes, wanted: Wanted, url: str) -> None:
+    def __init__(self, indexes: ShardIndexes, wanted: ChunkRequest, url: str) -> None:
         super().__init__(wanted.key, *wanted.stored.index_span)
         self._indexes, self._wanted, self._url = indexes, wanted, url
 
@@ -270,11 +270,11 @@ class _IndexBytes(Ask):
 class ThreadReads:
     """The requests of one reader, `threads` of them at once."""
 
-    def __init__(self, source: Blocking, url: str, intake: Intake, threads: int) -> None:
+    def __init__(self, source: Blocking, url: str, intake: ReceiveQueue, threads: int) -> None:
         self._source, self._url, self._intake = source, url, intake
-        self._threads = Workers(threads, "kit-read")
+        self._threads = ThreadPool(threads, "kit-read")
 
-    def ask(self, found: Iterable[Wanted]) -> None:
+    def ask(self, found: Iterable[ChunkRequest]) -> None:
         """Ask for objects, or for what is wanted of shards."""
         for item in found:
             self._threads.put(item, self._read_object, item)
@@ -286,7 +286,7 @@ class ThreadReads:
         """End the threads after the requests they are at."""
         self._threads.close()
 
-    def _read_object(self, item: Wanted) -> None:
+    def _read_object(self, item: ChunkRequest) -> None:
         if item.stored.per_shard is None:
             self._read_run(item, None)
             return
@@ -298,10 +298,10 @@ class ThreadReads:
             part = wanted.part(chunk for _, _, chunk in run.items)
             self._threads.put(part, self._read_run, part, run)
 
-    def _read_index(self, wanted: Wanted) -> Index | None:
+    def _read_index(self, wanted: ChunkRequest) -> Index | None:
         return read_index(self._source, wanted.stored, wanted.key, self._url)
 
-    def _read_run(self, wanted: Wanted, run: Run[Chunk] | None) -> None:
+    def _read_run(self, wanted: ChunkRequest, run: Run[Chunk] | None) -> None:
         if not self._intake.cache.still_wanted(wanted.chunks):
             return
         claim = self._intake.room.take(self._intake.size_of(wanted, run))
@@ -319,13 +319,13 @@ _PAUSE_SECONDS = 0.001
 class LoopReads:
     """The requests of one reader, on a loop that runs in another thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, requests: Requests, intake: Intake) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, requests: Requests, intake: ReceiveQueue) -> None:
         self._loop, self._requests, self._intake = loop, requests, intake
         self._gate = asyncio.Lock()
-        self._tasks: dict[asyncio.Task[None], Wanted] = {}
+        self._tasks: dict[asyncio.Task[None], ChunkRequest] = {}
         self._closed = False
 
-    def ask(self, found: Iterable[Wanted]) -> None:
+    def ask(self, found: Iterable[ChunkRequest]) -> None:
         """Ask for objects, or for what is wanted of shards."""
         if not self._closed:
             self._loop.call_soon_threadsafe(self._request_objects, [*found])
@@ -339,7 +339,7 @@ class LoopReads:
         """Ask for nothing more; before the loop ends."""
         self._closed = True
 
-    def _request_objects(self, found: Sequence[Wanted]) -> None:
+    def _request_objects(self, found: Sequence[ChunkRequest]) -> None:
         for item in found:
             task = self._loop.create_task(self._request_object(item))
             self._tasks[task] = item
@@ -351,13 +351,13 @@ class LoopReads:
             if not any(chunk.wanted for chunk in item.chunks) and not cache.still_wanted(item.chunks):
                 task.cancel()
 
-    async def _request_object(self, item: Wanted) -> None:
+    async def _request_object(self, item: ChunkRequest) -> None:
         try:
             await self._get_object(item)
         except Exception as error:
             item.fail(error)
 
-    async def _get_object(self, wanted: Wanted) -> None:
+    async def _get_object(self, wanted: ChunkRequest) -> None:
         if wanted.stored.per_shard is None:
             await self._request_run(wanted, None)
             return
@@ -366,7 +366,7 @@ class LoopReads:
         parts = [wanted.part(chunk for _, _, chunk in run.items) for run in found]
         await asyncio.gather(*map(self._request_run, parts, found))
 
-    async def _request_run(self, wanted: Wanted, run: Run[Chunk] | None) -> None:
+    async def _request_run(self, wanted: ChunkRequest, run: Run[Chunk] | None) -> None:
         claim = await self._take(self._intake.size_of(wanted, run))
         try:
             data = await self._requests.read(wanted.key, *(() if run is None else (run.first, run.last)))
@@ -378,7 +378,7 @@ class LoopReads:
         else:
             self._intake.deliver(wanted, run, data, claim)
 
-    async def _take(self, size_bytes: int) -> Claim:
+    async def _take(self, size_bytes: int) -> Reservation:
         async with self._gate:  # one task watches, the others wait for it
             while (claim := self._intake.room.try_take(size_bytes)) is None:
                 await asyncio.sleep(_PAUSE_SECONDS)

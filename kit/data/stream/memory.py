@@ -1,4 +1,4 @@
-"""Room: host memory for what has been asked for and is not decoded yet, in bytes, obeyed by every request.
+"""MemoryBudget: host memory for what has been asked for and is not decoded yet, in bytes, obeyed by every request.
 
 The limit is asked for anew each time, since caches and batches come and go beside it. The invariant: a request that is
 alone always goes ahead, so reading goes on, slowly, even where the limit is less than one chunk; whether it is, is
@@ -37,7 +37,7 @@ from kit.errors import ConfigError, Problem
 from kit.units import format_bytes
 
 
-class Room:
+class MemoryBudget:
     """Bytes taken by requests, up to `limit()`; call from any thread."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
@@ -50,13 +50,13 @@ class Room:
         self.largest_bytes = 0
         """The largest that was taken in one."""
 
-    def try_take(self, size_bytes: int) -> Claim | None:
+    def try_take(self, size_bytes: int) -> Reservation | None:
         """So much of the room, if there is; None else."""
         with self._changed:
             self.largest_bytes = max(self.largest_bytes, size_bytes)
             return self._claim(size_bytes) if self._fits(size_bytes) else None
 
-    def take(self, size_bytes: int) -> Claim:
+    def take(self, size_bytes: int) -> Reservation:
         """So much of the room, as soon as there is."""
         with self._changed:
             self.largest_bytes = max(self.largest_bytes, size_bytes)
@@ -72,7 +72,7 @@ class Room:
             self.taken_bytes -= size_bytes
             self._changed.notify()
 
-    def count_down(self, claim: Claim) -> bool:
+    def count_down(self, claim: Reservation) -> bool:
         """One part of a shared claim is done; whether it was the last."""
         with self._changed:
             claim._left -= 1
@@ -87,18 +87,18 @@ class Room:
     def _fits(self, size_bytes: int) -> bool:
         return not self.taken_bytes or self._closed or self.taken_bytes + size_bytes <= self._limit()
 
-    def _claim(self, size_bytes: int) -> Claim:
+    def _claim(self, size_bytes: int) -> Reservation:
         self.taken_bytes += size_bytes
         self.most_bytes = max(self.most_bytes, self.taken_bytes)
-        return Claim(self, size_bytes)
+        return Reservation(self, size_bytes)
 
 
-class Claim:
+class Reservation:
     """What one request has taken, given back when all that came of it is done."""
 
     __slots__ = ("_left", "_room", "_size_bytes")
 
-    def __init__(self, room: Room, size_bytes: int) -> None:
+    def __init__(self, room: MemoryBudget, size_bytes: int) -> None:
         self._room, self._size_bytes, self._left = room, size_bytes, 1
 
     def share(self, parts: int) -> None:

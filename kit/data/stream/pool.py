@@ -1,4 +1,4 @@
-"""Workers: threads that run jobs in the order given, some before others, and the batch that each job belongs to.
+"""ThreadPool: threads that run jobs in the order given, some before others, and the batch that each job belongs to.
 
 A chunk costs tens of microseconds to decode, so a job carries no future of its own: its batch counts jobs down and
 settles once, with the result of the last one or the first failure. The invariant: every batch settles exactly once.
@@ -27,7 +27,7 @@ class Owner(Protocol):
         """One of its jobs has failed."""
 
 
-class Batch(Generic[Result]):
+class JobGroup(Generic[Result]):
     """Work in parts: `finish` is called after the last part, and gives the result."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Batch(Generic[Result]):
 _Job = tuple[Owner, Callable[..., None], tuple[Any, ...]]
 
 
-class Workers:
+class ThreadPool:
     """Up to so many daemon threads on one queue, started as jobs come; a job that raises fails its owner."""
 
     def __init__(self, threads: int, name: str) -> None:

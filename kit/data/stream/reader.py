@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 
 from kit.chunks.requests import LOCAL_GAP_BYTES, Coalescing
 from kit.data.stores.disk_cache import identities
-from kit.data.stores.http import Wire
+from kit.data.stores.http import HttpClient
 from kit.data.stores.local import Folder
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import redact
-from kit.data.stream.chunk_cache import Chunk, Part, Wanted
+from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkRequest
 from kit.data.stream.codec import StoredArray
 from kit.data.stream.fetch import LoopReads, Requests, ThreadReads, WireReads, open_blocking
 from kit.data.stream.memory import Arrays, ReaderPlan, batch_bytes
-from kit.data.stream.pool import Batch
-from kit.data.stream.receive import Intake
+from kit.data.stream.pool import JobGroup
+from kit.data.stream.receive import ReceiveQueue
 from kit.data.stream.scatter import chunk_uses, touched
 from kit.errors import StoreError
 
@@ -45,7 +45,7 @@ would leave nothing for what the allocator holds: of 24 MiB allowed, 26 are take
 class Reads(Protocol):
     """One way to ask a store; what it gives goes to the intake."""
 
-    def ask(self, found: Iterable[Wanted]) -> None:
+    def ask(self, found: Iterable[ChunkRequest]) -> None:
         """Ask for objects, or for what is wanted of shards."""
 
     def give_up_unwanted(self) -> None:
@@ -65,7 +65,7 @@ class Reader:
         self._counters = counters
         self._where = redact(plan.url)
         self._lock = threading.RLock()
-        self._active: dict[Future[Arrays], Batch[Arrays]] = {}
+        self._active: dict[Future[Arrays], JobGroup[Arrays]] = {}
         self._stored: tuple[StoredArray, ...] = ()
         self._number = plan.arrays[0].dtype.newbyteorder("=") if plan.as_stored else np.dtype(np.float32)
         store = plan.open_store()
@@ -78,7 +78,7 @@ class Reader:
         threads = plan.requests_in_flight
         if near:
             threads = min(threads, max(_LEAST_FOLDER_THREADS, 2 * plan.decode_threads))
-        self._intake = Intake(
+        self._intake = ReceiveQueue(
             plan, counters, Coalescing(LOCAL_GAP_BYTES) if near else plan.coalescing, decode_at_once=near,
             decoding=max(threads if near else 0, plan.decode_threads),
         )  # fmt: skip
@@ -94,7 +94,7 @@ class Reader:
 
     def _ways(self, threads: int) -> Reads:
         """How this store is read."""
-        if isinstance(self._source, Wire):
+        if isinstance(self._source, HttpClient):
             return WireReads(self._source, self._plan.url, self._intake)
         if self._source is not None:
             return ThreadReads(self._source, self._plan.url, self._intake, threads)
@@ -103,7 +103,7 @@ class Reader:
     @property
     def open_requests(self) -> tuple[int, str]:
         """How many requests may be open now, and the reason where they are fewer than allowed."""
-        if isinstance(self._source, Wire):
+        if isinstance(self._source, HttpClient):
             return self._source.limit.now, self._source.limit.reason
         return self._plan.requests_in_flight, ""
 
@@ -115,7 +115,7 @@ class Reader:
             StoreError: when the reader is closed.
         """
         self._refuse_outside(offsets, patch)
-        batch: Batch[Arrays] = Batch()
+        batch: JobGroup[Arrays] = JobGroup()
         self._intake.batch_bytes = max(self._intake.batch_bytes, batch_bytes(self._plan.arrays, len(offsets), patch))
         with self._lock:
             if self.closed:
@@ -132,7 +132,7 @@ class Reader:
             IndexError: for a patch that reaches outside the arrays.
         """
         self._refuse_outside(offsets, patch)
-        self._plan_soon(Batch[None](), self._hold, offsets, tuple(patch), window)
+        self._plan_soon(JobGroup[None](), self._hold, offsets, tuple(patch), window)
 
     @property
     def has_room_for_early_answers(self) -> bool:
@@ -183,7 +183,7 @@ class Reader:
 
     # -- one batch
 
-    def _plan_soon(self, owner: Batch[Any], job: Callable[..., None], *arguments: Any) -> None:
+    def _plan_soon(self, owner: JobGroup[Any], job: Callable[..., None], *arguments: Any) -> None:
         """Requests come of it: behind chunks that wait to be decoded it would leave the network idle."""
         decoders = self._intake.decoders
         put = decoders.put_first if self._plan.memory_bytes >= _AMPLE_BYTES else decoders.put
@@ -196,13 +196,13 @@ class Reader:
         if (offsets < 0).any() or (offsets + np.array(patch) > np.array(shape)).any() or min(patch) < 1:
             raise IndexError(f"a patch of {tuple(patch)} reaches outside an array of {shape}")
 
-    def _begin(self, batch: Batch[Arrays], offsets: NDArray[np.int64], patch: tuple[int, ...]) -> None:
+    def _begin(self, batch: JobGroup[Arrays], offsets: NDArray[np.int64], patch: tuple[int, ...]) -> None:
         values = self._plan.allocate((len(offsets), len(self._stored), *patch), self._number)
         packed = [self._target(values, variable) for variable in range(len(self._stored))]
         uses = {chunk: chunk_uses(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}
         batch.expect(sum(len(uses[stored.chunk]) for stored in self._stored), lambda: self._unpack(packed, values))
         for variable, stored in enumerate(self._stored):
-            part = Part(batch, uses[stored.chunk], packed[variable])
+            part = BatchPart(batch, uses[stored.chunk], packed[variable])
             here, new = self._intake.cache.join(stored, variable, part)
             self._counters.add(cache_hits=len(part.uses) - len(new), cache_misses=len(new))
             self._intake.decode_wanted()
@@ -247,12 +247,12 @@ class Reader:
         if chunks:
             self._reads.ask([*self._objects(stored, chunks)])
 
-    def _objects(self, stored: StoredArray, chunks: Sequence[Chunk]) -> Iterator[Wanted]:
+    def _objects(self, stored: StoredArray, chunks: Sequence[Chunk]) -> Iterator[ChunkRequest]:
         together: defaultdict[tuple[int, ...], list[Chunk]] = defaultdict(list)
         for chunk in chunks:
             together[stored.object_of(chunk.coords)].append(chunk)
         for place, inside in together.items():
-            yield Wanted(self._intake.cache, stored, stored.object_key(place), inside)
+            yield ChunkRequest(self._intake.cache, stored, stored.object_key(place), inside)
 
     def _give_up_unwanted(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Intake: what becomes of the bytes that requests give: room for them, decoded chunks, and batches that are told.
+"""ReceiveQueue: what becomes of the bytes that requests give: room for them, decoded chunks, and batches that are told.
 
 Whichever way a store is read, a request takes room for its answer first, and gives the answer here. Decoding and
 scattering run in `decode_threads` threads; when they fall behind, there is no room and no more is asked for. A chunk
@@ -32,10 +32,10 @@ from kit.chunks.requests import Coalescing, Run, runs
 from kit.chunks.resources import HOLES_SHARE, LENT_SHARE, READY_TOO
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact
-from kit.data.stream.chunk_cache import Answer, Chunk, ChunkCache, Part, Wanted
+from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkCache, ChunkRequest, ChunkResponse
 from kit.data.stream.codec import LARGEST_BYTES, Index, ShardIndexes, damage
-from kit.data.stream.memory import Claim, ReaderPlan, Room, largest_chunk_bytes
-from kit.data.stream.pool import Workers
+from kit.data.stream.memory import MemoryBudget, ReaderPlan, Reservation, largest_chunk_bytes
+from kit.data.stream.pool import ThreadPool
 from kit.errors import MissingChunkError
 from kit.machine.processes import give_memory_back, rss_bytes
 
@@ -51,7 +51,7 @@ _UNTIDY_SHARE = 2
 more than they hold."""
 
 
-class Intake:
+class ReceiveQueue:
     """Takes answers; call from any thread.
 
     Args:
@@ -68,12 +68,12 @@ class Intake:
         self._where = redact(plan.url)
         self.cache = ChunkCache(plan.cache_bytes, self._spare_bytes)
         self.indexes = ShardIndexes(min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
-        self.room = Room(self._room_bytes)
-        self._early = EarlyAnswers()
-        self.decoders = Workers(plan.decode_threads, "kit-decode")
+        self.room = MemoryBudget(self._room_bytes)
+        self._early = ReadAheadBuffer()
+        self.decoders = ThreadPool(plan.decode_threads, "kit-decode")
         self.batch_bytes = 0
         """Memory of the largest batch so far."""
-        self._undecoded: deque[Answer] = deque()
+        self._undecoded: deque[ChunkResponse] = deque()
         self._together_bytes = min(_TOGETHER_BYTES, plan.memory_bytes // _TOGETHER_SHARE)
         self._decoding_bytes = decoding * (self._together_bytes + largest_chunk_bytes(plan.arrays))
         self._stored_bytes: dict[str, int] = {}
@@ -110,7 +110,7 @@ class Intake:
 
     # -- before a request
 
-    def runs(self, wanted: Wanted, index: Index | None) -> list[Run[Chunk]]:
+    def runs(self, wanted: ChunkRequest, index: Index | None) -> list[Run[Chunk]]:
         """The requests for what is wanted of a shard; chunks that it does not hold are settled at once."""
         stored, spans = wanted.stored, []
         for chunk in wanted.chunks:
@@ -125,7 +125,7 @@ class Intake:
         )
         return found
 
-    def size_of(self, wanted: Wanted, run: Run[Chunk] | None) -> int:
+    def size_of(self, wanted: ChunkRequest, run: Run[Chunk] | None) -> int:
         """Bytes that a request will bring; of an object not known before, those of the largest one like it."""
         if run is not None:
             return run.last - run.first
@@ -153,7 +153,7 @@ class Intake:
 
     # -- after it
 
-    def deliver(self, wanted: Wanted, run: Run[Chunk] | None, data: Octets | None, claim: Claim) -> None:
+    def deliver(self, wanted: ChunkRequest, run: Run[Chunk] | None, data: Octets | None, claim: Reservation) -> None:
         """Pass on what a request gave; `run` is None for a whole object."""
         if data is None:
             for chunk in wanted.chunks:
@@ -162,31 +162,31 @@ class Intake:
         elif run is None:
             self._stored_bytes[wanted.stored.name] = max(self._stored_bytes.get(wanted.stored.name, 0), len(data))
             claim.correct(len(data))
-            self._decode_soon(Answer(self.cache, wanted.stored, wanted.chunks[0], data, len(data), False, claim))
+            self._decode_soon(ChunkResponse(self.cache, wanted.stored, wanted.chunks[0], data, len(data), False, claim))
         else:
             claim.share(len(run.items))
             for first, last, chunk in run.items:
                 part, shared = data[first - run.first : last - run.first], len(run.items) > 1
-                self._decode_soon(Answer(self.cache, wanted.stored, chunk, part, last - first, shared, claim))
+                self._decode_soon(ChunkResponse(self.cache, wanted.stored, chunk, part, last - first, shared, claim))
 
-    def scatter_soon(self, part: Part, here: Mapping[tuple[int, ...], NDArray[Any]]) -> None:
+    def scatter_soon(self, part: BatchPart, here: Mapping[tuple[int, ...], NDArray[Any]]) -> None:
         """Copy what is decoded already, by its coordinates, in decoding threads."""
         for start in range(0, len(here), _CHUNKS_PER_JOB):
             self.decoders.put(part.batch, _scatter, part, here, start)
 
-    def _decode_soon(self, answer: Answer) -> None:
+    def _decode_soon(self, answer: ChunkResponse) -> None:
         """When the turn of its window has come."""
         if not self._early.keep(answer):
             self._decode_now_or_soon(answer)
 
-    def _decode_all(self, answers: Iterable[Answer]) -> None:
+    def _decode_all(self, answers: Iterable[ChunkResponse]) -> None:
         for answer in answers:
             if self.cache.still_wanted([answer.chunk]):
                 self._decode_now_or_soon(answer)
             else:
                 answer.give_room_back()
 
-    def _decode_now_or_soon(self, answer: Answer) -> None:
+    def _decode_now_or_soon(self, answer: ChunkResponse) -> None:
         if self._decode_at_once or answer.stored.in_place:
             self._decode(answer)
         else:
@@ -195,7 +195,7 @@ class Intake:
 
     def _decode_some(self) -> None:
         """Decode the answers that have waited longest, those of one array in one call."""
-        taken: defaultdict[str, list[Answer]] = defaultdict(list)
+        taken: defaultdict[str, list[ChunkResponse]] = defaultdict(list)
         size_bytes = 0
         with contextlib.suppress(IndexError):  # there are no more
             while size_bytes < self._together_bytes:
@@ -205,7 +205,7 @@ class Intake:
         for answers in taken.values():
             self._decode_together(answers)
 
-    def _decode_together(self, answers: Sequence[Answer]) -> None:
+    def _decode_together(self, answers: Sequence[ChunkResponse]) -> None:
         """In one call where they are not kept: those that are would have to be copied apart, which takes as long."""
         found: Sequence[NDArray[Any]] = ()
         if len(answers) > 1 and all(answer.complete and not self.cache.would_keep(answer.chunk) for answer in answers):
@@ -214,7 +214,7 @@ class Intake:
         for answer, decoded in zip_longest(answers, found):
             self._decode(answer, decoded)
 
-    def _decode(self, answer: Answer, decoded: NDArray[Any] | None = None) -> None:
+    def _decode(self, answer: ChunkResponse, decoded: NDArray[Any] | None = None) -> None:
         """Decode it, unless that is `decoded` already together with others, and tell who waits."""
         together = decoded is not None
         try:
@@ -233,7 +233,7 @@ class Intake:
             answer.give_room_back()
         self._hand_back(answer.size_bytes + decoded.nbytes)
 
-    def _decoded(self, answer: Answer) -> NDArray[Any]:
+    def _decoded(self, answer: ChunkResponse) -> NDArray[Any]:
         try:
             if not answer.complete:
                 raise ValueError(f"the store gave {len(answer.data)} bytes instead of {answer.size_bytes}")
@@ -243,7 +243,7 @@ class Intake:
         except Exception as error:
             raise damage(f"{self._where}: chunk {answer.chunk.coords} of {answer.stored.name}", error) from error
 
-    def _fill(self, wanted: Wanted, chunk: Chunk, index: Index | None) -> None:
+    def _fill(self, wanted: ChunkRequest, chunk: Chunk, index: Index | None) -> None:
         """A chunk that is not there: an error in a store that kit built or where strict, else Zarr's fill value."""
         stored = wanted.stored
         if self._plan.strict:
@@ -269,7 +269,7 @@ class Intake:
                 give_memory_back()
 
 
-def _scatter(part: Part, here: Mapping[tuple[int, ...], NDArray[Any]], start: int) -> None:
+def _scatter(part: BatchPart, here: Mapping[tuple[int, ...], NDArray[Any]], start: int) -> None:
     for coords in islice(here, start, start + _CHUNKS_PER_JOB):
         part.scatter(coords, here[coords])
 
@@ -278,18 +278,18 @@ WINDOWS_DECODED = 2
 """The one being served and the next one."""
 
 
-class EarlyAnswers:
+class ReadAheadBuffer:
     """Answers by the first window that wants them; call from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: float = math.inf
         """The last window whose chunks are decoded when they come."""
-        self._waiting: list[Answer] = []
+        self._waiting: list[ChunkResponse] = []
         self.nbytes = 0
         """Memory of what waits."""
 
-    def keep(self, answer: Answer) -> bool:
+    def keep(self, answer: ChunkResponse) -> bool:
         """Whether the answer has to wait; it is kept then, and its room given back."""
         with self._lock:
             if answer.chunk.since <= self._last or answer.chunk.parts:
@@ -301,22 +301,22 @@ class EarlyAnswers:
         answer.give_room_back()
         return True
 
-    def serve(self, window: int) -> list[Answer]:
+    def serve(self, window: int) -> list[ChunkResponse]:
         """This window is being served; returns the answers whose turn it is now."""
         with self._lock:
             self._last = last = window + WINDOWS_DECODED - 1
             return self._take(lambda answer: answer.chunk.since <= last)
 
-    def wanted(self) -> list[Answer]:
+    def wanted(self) -> list[ChunkResponse]:
         """Those that a batch waits for by now."""
         with self._lock:
             return self._take(lambda answer: bool(answer.chunk.parts))
 
-    def _take(self, due: Callable[[Answer], bool]) -> list[Answer]:
+    def _take(self, due: Callable[[ChunkResponse], bool]) -> list[ChunkResponse]:
         if not self._waiting:
             return []
-        taken: list[Answer] = []
-        kept: list[Answer] = []
+        taken: list[ChunkResponse] = []
+        kept: list[ChunkResponse] = []
         for answer in self._waiting:
             (taken if due(answer) else kept).append(answer)
         self._waiting = kept

@@ -5,7 +5,7 @@ nor the number of query chunks. A chunk is built only when its query has come to
 nothing.
 
 Memory: rows × row bytes as they arrive, 8 bytes a row for their order, and a copy of the rows that this rank serves;
-the first two go when the third is made. `Room` bounds it, with the chunk that is being used counted too.
+the first two go when the third is made. `ChunkBudget` bounds it, with the chunk that is being used counted too.
 
 The table behind batches of entities: its query chunks, its entities counted, and a watch over what may change.
 
@@ -106,7 +106,7 @@ class Stopped(Exception):  # noqa: N818 - not an error: nobody wants the rest
     """A read that was given up."""
 
 
-class Room:
+class ChunkBudget:
     """Memory for query chunks of one pass, in bytes; a read that would not fit beside what is held waits for it to go.
 
     Args:
@@ -153,7 +153,9 @@ class Room:
         )
 
 
-def gather(batches: Iterable[pyarrow.RecordBatch], schema: pyarrow.Schema, room: Room | None = None) -> pyarrow.Table:
+def gather(
+    batches: Iterable[pyarrow.RecordBatch], schema: pyarrow.Schema, room: ChunkBudget | None = None
+) -> pyarrow.Table:
     """All rows of a query, once it has come to its end.
 
     Raises:

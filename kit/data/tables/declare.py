@@ -35,7 +35,7 @@ from kit.config import Bytes, Names, Section, read_yaml, resolve_path, setting, 
 from kit.data.tables.duckdb import DuckDBDatabase, ParquetDatabase
 from kit.data.tables.postgres import PostgresDatabase
 from kit.data.tables.source import needed
-from kit.data.tables.table import Database, Table
+from kit.data.tables.table import Database, DatabaseTable
 from kit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class DataSource(Section):
         "", "Stands for the state of the data, for a database that changes elsewhere all the time; empty asks it."
     )
 
-    def open(self, path: str = "") -> Table:
+    def open(self, path: str = "") -> DatabaseTable:
         """The table, looked at and ready to be read.
 
         Args:
@@ -138,7 +138,7 @@ class DataSource(Section):
         problems = self.contradictions(path)
         if problems:
             raise ConfigError(problems)
-        return Table(self, self._database(path), path)
+        return DatabaseTable(self, self._database(path), path)
 
     def contradictions(self, path: str = "") -> list[Problem]:
         """Fields that are each fine and do not fit together."""
@@ -171,7 +171,7 @@ class Sources(Section):
     def __getitem__(self, name: str) -> DataSource:
         return self.data_sources[self._place(name)]
 
-    def open(self, name: str) -> Table:
+    def open(self, name: str) -> DatabaseTable:
         """The table of that name; see `DataSource.open`."""
         place = self._place(name)
         return self.data_sources[place].open(f"data_sources.{place}")
@@ -210,7 +210,7 @@ def read_sources(place: str | Path | Mapping[str, Any]) -> Sources:
     return _made(Sources, read_yaml(text, str(place)), str(place))
 
 
-def open_table(place: str | Path | Mapping[str, Any] | DataSource, **fields: Any) -> Table:
+def open_table(place: str | Path | Mapping[str, Any] | DataSource, **fields: Any) -> DatabaseTable:
     """A table, looked at and ready to be read.
 
     Args:
@@ -235,7 +235,7 @@ def open_table(place: str | Path | Mapping[str, Any] | DataSource, **fields: Any
     return _made(DataSource, {"type": of_entities, "name": name, "connection": connection, **fields}, "").open()
 
 
-def _named(sources: Sources, where: str, fields: Mapping[str, Any]) -> Table:
+def _named(sources: Sources, where: str, fields: Mapping[str, Any]) -> DatabaseTable:
     name, others = fields.get("name", ""), sorted({*fields} - {"name"})
     if others:
         raise ConfigError(f"{', '.join(others)}: to be set in the file, which describes its tables whole", where)

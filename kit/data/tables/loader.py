@@ -37,11 +37,11 @@ from kit.data.patches.module import ConfiguredData
 from kit.data.tables.cache import CachedSource, QueryCache
 from kit.data.tables.chunks import (
     ORDER_BYTES,
+    ChunkBudget,
     EventChunk,
     EventPlan,
     EventTable,
     Numbers,
-    Room,
     Stopped,
     arrange,
     copied,
@@ -102,7 +102,7 @@ class EventLoader(EpochPasses[Any]):
         """The events of each batch of this rank."""
         self.table.refuse_change()
         self.close()
-        room = Room(self._memory_bytes, self.table.name, self.table.advice)
+        room = ChunkBudget(self._memory_bytes, self.table.name, self.table.advice)
         reading = self._reading = _ReadAhead(self, epoch, first_step, room)
         held: EventChunk | None = None
         cursor = 0
@@ -130,7 +130,7 @@ class EventLoader(EpochPasses[Any]):
 class _ReadAhead:
     """The query chunks of one pass, read in a thread."""
 
-    def __init__(self, loader: EventLoader, epoch: int, first_step: int, room: Room) -> None:
+    def __init__(self, loader: EventLoader, epoch: int, first_step: int, room: ChunkBudget) -> None:
         self._table, self._plan, self._room = loader.table, loader.plan, room
         self._shares = loader.plan.shares(epoch, first_step, loader.rank)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kit-query")

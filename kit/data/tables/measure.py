@@ -270,7 +270,7 @@ def measure_queries(
     queries = (config or Config()).queries
     fitting = {"num_concurrent_features": queries.num_concurrent_features, "num_cpus": queries.num_cpus}
     tasks = [
-        Task(
+        ReadTask(
             source=source, columns=tuple(columns), where=where, count=count, batch_rows=queries.batch_rows, phase=phase,
             fitting=fitting if phase == "fit" else {},
         )
@@ -319,7 +319,7 @@ def _object_bytes(batch: pyarrow.RecordBatch) -> float:
     return row
 
 
-def _run(task: Task, timeout_seconds: float) -> Mapping[str, Any]:
+def _run(task: ReadTask, timeout_seconds: float) -> Mapping[str, Any]:
     """The answer of a fresh process, or `{"error": reason}`."""
     payload = cloudpickle.dumps(task)
     home = str(Path(kit.__file__).parents[1])
@@ -381,7 +381,7 @@ _FIRST_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class ReadTask:
     """What to read and how."""
 
     source: Any
@@ -407,7 +407,7 @@ def main() -> None:
     os._exit(0)  # the lifeline is still being read
 
 
-def probe(task: Task) -> dict[str, Any]:
+def probe(task: ReadTask) -> dict[str, Any]:
     """`{"client_bytes", "database_bytes", "seconds", "rows", "entities", "largest_rows"}`."""
     _load_everything(task)
     let_go()
@@ -421,7 +421,7 @@ def probe(task: Task) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _load(task: Task) -> dict[str, Any]:
+def _load(task: ReadTask) -> dict[str, Any]:
     table = EventTable(
         task.source, columns=task.columns, where=task.where, query_chunks=task.count, batch_rows=task.batch_rows
     )
@@ -438,7 +438,7 @@ def _load(task: Task) -> dict[str, Any]:
     return {"rows": rows, "entities": entities, "largest_rows": largest}
 
 
-def _fit(task: Task) -> dict[str, Any]:
+def _fit(task: ReadTask) -> dict[str, Any]:
     from kit.config import Config
     from kit.data.tables.fit import fit_features
 
@@ -448,7 +448,7 @@ def _fit(task: Task) -> dict[str, Any]:
     return {"rows": task.source.row_count(), "entities": 0, "largest_rows": 0}
 
 
-def _load_everything(task: Task) -> None:
+def _load_everything(task: ReadTask) -> None:
     """Read the first rows by the same way: what is loaded once is not what a query chunk needs."""
     source = task.source
     whole = Partition(column=source.partition_column, transformation="hash_mod", number=0, count=1)

@@ -148,7 +148,7 @@ def literal(text: str) -> str:
 
 
 def select(
-    dialect: Dialect, statement: Statement, relation: str, columns: Sequence[Column], wheres: Sequence[str]
+    dialect: Dialect, statement: Statement, relation: str, columns: Sequence[DatabaseColumn], wheres: Sequence[str]
 ) -> Statement:
     """Columns of a relation, cast to what they are read as, where all of `wheres` hold."""
     statement.text = f"SELECT {', '.join(_cast(dialect, column) for column in columns)} FROM {relation}"
@@ -160,37 +160,39 @@ def count(relation: str, wheres: Sequence[str]) -> Statement:
     return _filtered(Statement(f"SELECT count(*) FROM {relation}"), wheres)
 
 
-def value_counts(dialect: Dialect, relation: str, column: Column, wheres: Sequence[str]) -> Statement:
+def value_counts(dialect: Dialect, relation: str, column: DatabaseColumn, wheres: Sequence[str]) -> Statement:
     """Each value of a column and how many rows have it, in order."""
     statement = _grouped(dialect, f"{_value(dialect, column)} AS value, count(*) AS rows", relation, column, wheres)
     statement.text += f" ORDER BY {_ordered(dialect, column)}"
     return statement
 
 
-def group_sizes(dialect: Dialect, relation: str, column: Column, wheres: Sequence[str]) -> Statement:
+def group_sizes(dialect: Dialect, relation: str, column: DatabaseColumn, wheres: Sequence[str]) -> Statement:
     """How many values a column has; of the rows of each, their sum, the sum of their squares, and the most."""
     sizes = _grouped(dialect, "count(*) AS n", relation, column, wheres)
     found = "count(*), coalesce(sum(n), 0), coalesce(sum(CAST(n AS FLOAT8) * n), 0), coalesce(max(n), 0)"
     return Statement(f"SELECT {found} FROM {bracketed(sizes.text)} AS sizes", sizes.values)
 
 
-def _grouped(dialect: Dialect, selected: str, relation: str, column: Column, wheres: Sequence[str]) -> Statement:
+def _grouped(
+    dialect: Dialect, selected: str, relation: str, column: DatabaseColumn, wheres: Sequence[str]
+) -> Statement:
     statement = _filtered(Statement(f"SELECT {selected} FROM {relation}"), [*wheres, is_known(column)])
     statement.text += f" GROUP BY {_value(dialect, column)}"
     return statement
 
 
-def is_known(column: Column) -> str:
+def is_known(column: DatabaseColumn) -> str:
     """That a column has a value."""
     return f"{quoted(column.name)} IS NOT NULL"
 
 
-def is_null(column: Column) -> str:
+def is_null(column: DatabaseColumn) -> str:
     """That it has none."""
     return f"{quoted(column.name)} IS NULL"
 
 
-def in_partition(dialect: Dialect, statement: Statement, column: Column, partition: Partition) -> str:
+def in_partition(dialect: Dialect, statement: Statement, column: DatabaseColumn, partition: Partition) -> str:
     """The condition that a row is in a query chunk.
 
     Raises:
@@ -209,7 +211,7 @@ def in_partition(dialect: Dialect, statement: Statement, column: Column, partiti
     return f"{dialect.hash_number.format(text=text)} % CAST({total} AS BIGINT) = CAST({number} AS BIGINT)"
 
 
-def order_by(dialect: Dialect, columns: Mapping[str, Column], query: Query) -> str:
+def order_by(dialect: Dialect, columns: Mapping[str, DatabaseColumn], query: Query) -> str:
     """The end of a statement that sorts."""
     parts = []
     for name in query.order_by:
@@ -224,16 +226,16 @@ def _filtered(statement: Statement, wheres: Sequence[str]) -> Statement:
     return statement
 
 
-def _value(dialect: Dialect, column: Column) -> str:
+def _value(dialect: Dialect, column: DatabaseColumn) -> str:
     assert column.kind is not None, f"{column.name} is not read"
     return f"CAST({quoted(column.name)} AS {dialect.types[column.kind]})"
 
 
-def _cast(dialect: Dialect, column: Column) -> str:
+def _cast(dialect: Dialect, column: DatabaseColumn) -> str:
     return f"{_value(dialect, column)} AS {quoted(column.name)}"
 
 
-def _ordered(dialect: Dialect, column: Column) -> str:
+def _ordered(dialect: Dialect, column: DatabaseColumn) -> str:
     value = _value(dialect, column)
     return dialect.ordered_text.format(text=value) if column.kind == "text" else value
 
@@ -265,7 +267,7 @@ POSTGRES: Mapping[str, Kind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class DatabaseColumn:
     """One column as the database describes it."""
 
     name: str

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kit.data.tables import sql
 from kit.data.tables.source import GroupSizes, Query, needed
-from kit.data.tables.sql import Column, Kind, arrow_type, kind_of
+from kit.data.tables.sql import DatabaseColumn, Kind, arrow_type, kind_of
 from kit.errors import ConfigError, Problem, QueryError, SchemaChangedError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _INHERITED: list[Session] = []
 """Connections of the process that this one was forked from: theirs to close."""
 
 
-class Table:
+class DatabaseTable:
     """A table of a database, as declared.
 
     Args:
@@ -131,7 +131,7 @@ class Table:
         while self._sessions:
             _release(self._sessions.pop())
 
-    def _stream(self, columns: Sequence[Column], query: Query) -> Iterator[pyarrow.RecordBatch]:
+    def _stream(self, columns: Sequence[DatabaseColumn], query: Query) -> Iterator[pyarrow.RecordBatch]:
         statement = self._selected(columns, query)
         session, read = self._database.connect(), 0
         self._sessions.add(session)
@@ -148,7 +148,7 @@ class Table:
             self._sessions.discard(session)
             _release(session)
 
-    def _selected(self, columns: Sequence[Column], query: Query) -> sql.Statement:
+    def _selected(self, columns: Sequence[DatabaseColumn], query: Query) -> sql.Statement:
         dialect, statement = self._database.dialect, sql.Statement()
         wheres = [self.declared.where, query.where]
         if query.partition is not None:
@@ -176,7 +176,7 @@ class Table:
 
     # -- columns
 
-    def _found_columns(self) -> dict[str, Column]:
+    def _found_columns(self) -> dict[str, DatabaseColumn]:
         found = self._described()
         declared = self.declared
         for path, names in (
@@ -197,7 +197,7 @@ class Table:
         self._refuse_types(kept)
         return kept
 
-    def _described(self) -> dict[str, Column]:
+    def _described(self) -> dict[str, DatabaseColumn]:
         declared, session = self.declared, self._database.connect()
         field = "query" if declared.query else "table"
         failures: tuple[type[Exception], ...] = (QueryError, *self._database.failures())
@@ -217,12 +217,12 @@ class Table:
             raise self._wrong("query", f"it has {', '.join(twice)} more than once; give each column its own name")
         return {column.name: column for column in columns}
 
-    def _columns_of(self, session: Session) -> list[Column]:
+    def _columns_of(self, session: Session) -> list[DatabaseColumn]:
         known = self._database.dialect.known
         described = session.described(self._database.relation)
-        return [Column(name, kind, kind_of(kind, known)) for name, kind in described]
+        return [DatabaseColumn(name, kind, kind_of(kind, known)) for name, kind in described]
 
-    def _refuse_types(self, columns: dict[str, Column]) -> None:
+    def _refuse_types(self, columns: dict[str, DatabaseColumn]) -> None:
         for column in columns.values():
             if column.kind is None:
                 raise self._wrong(
@@ -242,12 +242,12 @@ class Table:
                     "open it again"
                 )
 
-    def _column(self, name: str) -> Column:
+    def _column(self, name: str) -> DatabaseColumn:
         if name not in self._columns:
             raise QueryError(f"{self.name} has no column {name!r}{_hint(name, self._columns)}")
         return self._columns[name]
 
-    def _schema(self, columns: Sequence[Column]) -> pyarrow.Schema:
+    def _schema(self, columns: Sequence[DatabaseColumn]) -> pyarrow.Schema:
         kinds: list[tuple[str, Kind]] = [(column.name, column.kind) for column in columns if column.kind is not None]
         schema: pyarrow.Schema = needed("pyarrow").schema([(name, arrow_type(kind)) for name, kind in kinds])
         return schema
@@ -285,7 +285,7 @@ def _reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _hint(name: str, known: dict[str, Column]) -> str:
+def _hint(name: str, known: dict[str, DatabaseColumn]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known)}"
 

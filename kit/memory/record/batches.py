@@ -355,7 +355,7 @@ class Batches:
     def make(self) -> tuple[Any, list[Tensor]]:
         """A new batch, and the new tensors in it."""
         tensors = [shape.make() for shape in self.tensors]
-        return Reader(io.BytesIO(self.template), tensors).load(), tensors
+        return StandInReader(io.BytesIO(self.template), tensors).load(), tensors
 
     @property
     def nbytes(self) -> int:
@@ -377,7 +377,7 @@ class Writer(cloudpickle.Pickler):  # type: ignore[misc]
         return number
 
 
-class Reader(pickle.Unpickler):
+class StandInReader(pickle.Unpickler):
     """Reads what `Writer` wrote in this process, never a file."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:

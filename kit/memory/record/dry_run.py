@@ -14,7 +14,7 @@ everybody by `kit.confinement`, and said in the notes.
 Everything replaced in torch and Lightning meanwhile is put back, so that several runs can follow each other in one
 process; not at the same time in two threads.
 
-Marks: tells a recorder what only Lightning knows, and ends a dry run after two optimizer steps.
+StepMarker: tells a recorder what only Lightning knows, and ends a dry run after two optimizer steps.
 
 known_parts: what a step holds without its forward pass, when that cannot be run dry.
 
@@ -29,7 +29,7 @@ that follows from "no NaN, no infinity" alone is known without numbers; it is wr
 passed on by not, and, or, all and any, and read by `kit.memory.record.fakes`. Conditions that depend on anything else
 are not known.
 
-Feed: gives a dry run its batches, counted where a real run would count them.
+FakeBatches: gives a dry run its batches, counted where a real run would count them.
 
 On the CPU the loader's own batch is what the step reads. On a GPU the batch on the host does not count, pinned or not;
 its copy on the device does, from the transfer on, whoever asks for it: Lightning, a batch class, or the module itself.
@@ -71,11 +71,11 @@ from typing_extensions import override
 
 from kit.config import Config
 from kit.confinement.confine import confined, hooks_begin
-from kit.confinement.stand_ins import Kept, overridden, replaced
+from kit.confinement.stand_ins import Refusals, overridden, replaced
 from kit.errors import KitError, KitWarning
 from kit.memory.record.batches import Batches, fake_loaders, loaders_of
-from kit.memory.record.fakes import Answers, fake_values, saving_shapes
-from kit.memory.record.recorder import Observer, Recorder
+from kit.memory.record.fakes import FakeValues, fake_values, saving_shapes
+from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import Recording
 from kit.train.trainer import make_trainer
@@ -134,10 +134,10 @@ class _Stage:
     """Where fake tensors, fake ranks and the device's choices are in place."""
 
     run: DryRun
-    answers: Answers
+    answers: FakeValues
     emulation: Any
     hooks: Hooks
-    kept: Kept
+    kept: Refusals
 
     def notes(self) -> list[str]:
         """What was assumed, by whom it was asked."""
@@ -146,7 +146,7 @@ class _Stage:
 
 
 @contextlib.contextmanager
-def _stage(run: DryRun, hooks: Hooks, kept: Kept) -> Iterator[_Stage]:
+def _stage(run: DryRun, hooks: Hooks, kept: Refusals) -> Iterator[_Stage]:
     with contextlib.ExitStack() as entered:
         entered.enter_context(_no_collection())
         entered.enter_context(eight_bit_on_fakes(run.config.levers.optimizer == "adamw-8bit"))
@@ -162,12 +162,12 @@ def _recorded(
 ) -> Recording:
     run = stage.run
     workspaces = _workspaces(run)
-    recorder = Recorder(workspaces, FINITE)
+    recorder = BlockRecorder(workspaces, FINITE)
     with recorder:
         module = make_module()
         _say_what_is_compiled(module, stage.answers)
-        trainer = _trainer(run, module, Marks(recorder))
-        feed = Feed(recorder, stage.answers, trainer, on_gpu=run.device_kind == "cuda")
+        trainer = _trainer(run, module, StepMarker(recorder))
+        feed = FakeBatches(recorder, stage.answers, trainer, on_gpu=run.device_kind == "cuda")
         unknown = _fit(stage, feed, module, data, batch_size)
     size, rounding_bytes = (
         feed.batch_size or batch_size or run.config.loader.batch_size,
@@ -182,7 +182,9 @@ def _recorded(
     return recording
 
 
-def _fit(stage: _Stage, feed: Feed, module: LightningModule, data: Mapping[str, Any], batch_size: int | None) -> str:
+def _fit(
+    stage: _Stage, feed: FakeBatches, module: LightningModule, data: Mapping[str, Any], batch_size: int | None
+) -> str:
     """Fit; empty, or the reason why that does not work dry."""
     try:
         with (
@@ -201,7 +203,7 @@ def _fit(stage: _Stage, feed: Feed, module: LightningModule, data: Mapping[str, 
     return ""
 
 
-def _trainer(run: DryRun, module: LightningModule, marks: Marks) -> Trainer:
+def _trainer(run: DryRun, module: LightningModule, marks: StepMarker) -> Trainer:
     return make_trainer(
         run.config,
         accelerator="cpu",
@@ -209,7 +211,7 @@ def _trainer(run: DryRun, module: LightningModule, marks: Marks) -> Trainer:
         precision=run.precision,
         module=module,
         callbacks=[marks],
-        # As in a real fit, because schedulers look at it; `Marks` ends the run sooner.
+        # As in a real fit, because schedulers look at it; `StepMarker` ends the run sooner.
         max_steps=max(STEPS, run.config.trial.max_steps),
         stands_in=run.device_kind == "cuda",
     )
@@ -242,7 +244,7 @@ def _ranks(run: DryRun) -> contextlib.AbstractContextManager[None]:
     return fake_ranks(run.world_size)
 
 
-def _collectives(run: DryRun, recorder: Recorder) -> contextlib.AbstractContextManager[None]:
+def _collectives(run: DryRun, recorder: BlockRecorder) -> contextlib.AbstractContextManager[None]:
     if not _is_distributed(run):
         return contextlib.nullcontext()
     from kit.memory.record.ranks import label_collectives
@@ -278,7 +280,7 @@ def _facts(run: DryRun, module: LightningModule, trainer: Trainer, unknown: str)
     }
 
 
-def _say_what_is_compiled(module: LightningModule, answers: Answers) -> None:
+def _say_what_is_compiled(module: LightningModule, answers: FakeValues) -> None:
     """What was compiled before runs as it was written: torch leaves compiled code out under a recorder."""
     if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
         answers.compiled()
@@ -322,10 +324,10 @@ MOST_BATCHES = 16
 """Micro-batches, per accumulated one, after which a module in manual optimization has stepped, or does not."""
 
 
-class Marks(Callback):
+class StepMarker(Callback):
     """Tells the recorder what only Lightning knows, and ends the run after two optimizer steps."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: BlockRecorder) -> None:
         self.recorder = recorder
         self.batches = 0
 
@@ -362,7 +364,7 @@ class Marks(Callback):
 _MEMORY = str(Path(__file__).parent)
 
 
-def reason(error: Exception, recorder: Recorder) -> str:
+def reason(error: Exception, recorder: BlockRecorder) -> str:
     """What stopped the dry run, and the line of the user's code it came from."""
     operator = getattr(error, "func", None)
     if operator is None and recorder.failed is not None and recorder.failed[0] is error:
@@ -386,7 +388,7 @@ def _is_library(file: str) -> bool:
 
 def known_parts(module: LightningModule, trainer: Trainer, batch_size: int, rounding_bytes: int) -> Recording:
     """Parameters, gradients and optimizer state of two steps without forward and backward passes."""
-    recorder = Recorder()
+    recorder = BlockRecorder()
     notes: list[str] = []
     with recorder:
         recorder.track(module)
@@ -414,7 +416,7 @@ def _optimizers(module: LightningModule, trainer: Trainer, notes: list[str]) -> 
         return []
 
 
-def _step(optimizers: list[Any], recorder: Recorder, notes: list[str]) -> None:
+def _step(optimizers: list[Any], recorder: BlockRecorder, notes: list[str]) -> None:
     for optimizer in optimizers:
         recorder.begin_optimizer()
         try:
@@ -489,10 +491,10 @@ FINITE: dict[Any, Observer] = {
 """Operators that decide whether all numbers are finite, for a Recorder to observe: they are."""
 
 
-class Feed:
+class FakeBatches:
     """Gives a Trainer fake batches, and knows when they reach the device."""
 
-    def __init__(self, recorder: Recorder, answers: Answers, trainer: Trainer, on_gpu: bool) -> None:
+    def __init__(self, recorder: BlockRecorder, answers: FakeValues, trainer: Trainer, on_gpu: bool) -> None:
         self.recorder, self.answers, self.trainer, self.on_gpu = recorder, answers, trainer, on_gpu
         self.batch_size = 0
         """Samples per micro-batch of the first loader, once the data were looked at."""
@@ -588,7 +590,7 @@ class Hooks:
         self.notes: list[str] = []
 
     @contextlib.contextmanager
-    def running(self, kept: Kept) -> Iterator[None]:
+    def running(self, kept: Refusals) -> Iterator[None]:
         """Inside, the Trainer calls them."""
         with contextlib.ExitStack() as undo:
             for name in _CALLS:
@@ -600,7 +602,7 @@ class Hooks:
             finally:
                 self.run = False
 
-    def _passing_over(self, function: Callable[..., Any], kept: Kept) -> Callable[..., Any]:
+    def _passing_over(self, function: Callable[..., Any], kept: Refusals) -> Callable[..., Any]:
         def _call_lightning_module_hook(trainer: Any, hook_name: str, *args: Any, **options: Any) -> Any:
             before, module = kept.count, trainer.lightning_module
             name = getattr(module, "_current_fx_name", None)

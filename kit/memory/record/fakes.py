@@ -65,7 +65,7 @@ _ASKING = tuple(_TORCH + part + os.sep for part in ("amp", "autograd", "distribu
 _CARRYING = tuple(f"{_TORCH}utils{os.sep}{part}" for part in ("_python_dispatch.py", "_stats.py", "_pytree.py"))
 
 
-class Answers:
+class FakeValues:
     """What was asked of tensors without values: `notes` holds one sentence per place, in order."""
 
     def __init__(self) -> None:
@@ -249,9 +249,9 @@ def _initializers() -> list[str]:
 
 
 @contextlib.contextmanager
-def fake_values() -> Iterator[Answers]:
+def fake_values() -> Iterator[FakeValues]:
     """Inside, fake tensors answer as described above; torch is for the whole process as it was afterwards."""
-    answers = Answers()
+    answers = FakeValues()
     with contextlib.ExitStack() as undo:
         undo.enter_context(_operators_answered(answers))
         for name in _initializers():
@@ -268,7 +268,7 @@ def fake_values() -> Iterator[Answers]:
 
 
 @contextlib.contextmanager
-def _operators_answered(answers: Answers) -> Iterator[None]:
+def _operators_answered(answers: FakeValues) -> Iterator[None]:
     table: dict[Any, Any] = fake_impls.op_implementations_dict
     ours = {
         aten._local_scalar_dense.default: answers.value,

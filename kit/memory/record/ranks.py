@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_iter
 
 from kit.confinement.stand_ins import replaced
 from kit.errors import HardwareError
-from kit.memory.record.recorder import Recorder
+from kit.memory.record.recorder import BlockRecorder
 
 _MESH_METHODS = (
     "__getitem__",
@@ -215,7 +215,7 @@ _LABELS: tuple[tuple[type, str, str], ...] = (
 
 
 @contextlib.contextmanager
-def label_collectives(recorder: Recorder) -> Iterator[None]:
+def label_collectives(recorder: BlockRecorder) -> Iterator[None]:
     """Inside, what collectives allocate has its category and stream; DDP works on fake tensors too."""
     with contextlib.ExitStack() as undo:
         for owner, name, category in _LABELS:
@@ -225,7 +225,7 @@ def label_collectives(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _labelled(recorder: Recorder, category: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _labelled(recorder: BlockRecorder, category: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any, **options: Any) -> Any:
         with recorder.labelled(category):
@@ -234,7 +234,7 @@ def _labelled(recorder: Recorder, category: str, method: Callable[..., Any]) -> 
     return run
 
 
-def _streams(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+def _streams(recorder: BlockRecorder) -> list[tuple[Any, str, Any]]:
     """Keep `recorder.stream` at the number of the CPU's current stream: 0 computes."""
     context: Any = torch.cpu.StreamContext
     enter, leave = context.__enter__, context.__exit__
@@ -256,7 +256,7 @@ def _streams(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     return [(context, "__enter__", enter_stream), (context, "__exit__", leave_stream)]
 
 
-def _data_parallel(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+def _data_parallel(recorder: BlockRecorder) -> list[tuple[Any, str, Any]]:
     make, compare = DistributedDataParallel.__init__, _private._verify_param_shape_across_processes
 
     def make_on_a_stream_of_its_own(self: Any, *args: Any, **options: Any) -> None:
@@ -300,7 +300,7 @@ def collective_notes(strategy: str, device_kind: str) -> list[str]:
 class _Reducer:
     """DDP's own reducer, with its second layout of buckets labelled, and possible under fake tensors."""
 
-    def __init__(self, reducer: Any, recorder: Recorder) -> None:
+    def __init__(self, reducer: Any, recorder: BlockRecorder) -> None:
         self._reducer = reducer
         self._recorder = recorder
 

@@ -1,4 +1,4 @@
-"""Recorder: every block that operators make and free while a module trains, with who made it, when and what for.
+"""BlockRecorder: every block that operators make and free while a module trains, with who made it, when and what for.
 
 It looks at storages, not at tensors: views are free, an in-place operator makes nothing, and a block ends when Python
 and autograd have both let go of it. It works on fake tensors, where nothing is allocated, and unchanged on real ones.
@@ -109,7 +109,7 @@ class _Operator:
         self.skipped = function.namespace == "prim"  # a fake tensor is asked for its device; nothing runs
 
 
-class Recorder(TorchDispatchMode):
+class BlockRecorder(TorchDispatchMode):
     """Records blocks and operators of what runs inside it.
 
     Args:
@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):
 
     # -- entering and leaving
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> BlockRecorder:
         if self._depth == 0:
             self._fake = _private._get_dispatch_mode(_FAKE)
             self._undo = entry_points(self)

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch.autograd.profiler import record_function
 
-from kit.memory.replay.estimate import Measured
+from kit.memory.replay.estimate import MeasuredMemory
 
-__all__ = ["AllocatorTrace", "Measured", "storages_of"]
+__all__ = ["AllocatorTrace", "MeasuredMemory", "storages_of"]
 
 _START, _BATCH, _GONE = "kit.start", "kit.batch.", "kit.gone."
 Blocks = dict[int, int]
@@ -86,7 +86,7 @@ class AllocatorTrace:
         if self.running:
             _mark(f"{_GONE}{address}")
 
-    def stop(self, optimizer_steps: int = 0, **facts: Any) -> Measured:
+    def stop(self, optimizer_steps: int = 0, **facts: Any) -> MeasuredMemory:
         """End, and add everything up.
 
         Args:
@@ -166,9 +166,9 @@ class _Ledger:
         self.now -= self.alive.pop(address)
         self.series.append((self.now, self.requested))
 
-    def measured(self, optimizer_steps: int, facts: dict[str, Any]) -> Measured:
+    def measured(self, optimizer_steps: int, facts: dict[str, Any]) -> MeasuredMemory:
         held, requested = np.array(self.series, dtype=np.int64).T
-        return Measured(held, requested, (self.last - self.first) / 1e9, optimizer_steps, facts)
+        return MeasuredMemory(held, requested, (self.last - self.first) / 1e9, optimizer_steps, facts)
 
 
 def storages_of(held: Any) -> Blocks:

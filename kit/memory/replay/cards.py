@@ -120,7 +120,7 @@ def find_card(name: str) -> Card:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class DeviceTarget:
     """The device a prediction is for."""
 
     name: str
@@ -144,7 +144,7 @@ class Target:
         return 512 if self.device_kind == "cuda" else 1
 
 
-def target_of(device: str | int | Target, machine: Machine | None = None, world_size: int = 1) -> Target:
+def target_of(device: str | int | DeviceTarget, machine: Machine | None = None, world_size: int = 1) -> DeviceTarget:
     """The target named by a card, a size ("24 GiB" or bytes) or "this machine" (looked at when `machine` is None).
 
     `world_size` matters on the CPU only, where ranks share one memory.
@@ -152,7 +152,7 @@ def target_of(device: str | int | Target, machine: Machine | None = None, world_
     Raises:
         PlanError: for a name that is no card and a size that is not positive.
     """
-    if isinstance(device, Target):
+    if isinstance(device, DeviceTarget):
         return device
     if isinstance(device, str) and device.strip().lower() == THIS_MACHINE:
         return _here(hardware() if machine is None else machine, world_size)
@@ -162,15 +162,15 @@ def target_of(device: str | int | Target, machine: Machine | None = None, world_
     return _of_cuda(card.name, card.memory_bytes, card.capability)
 
 
-def _of_cuda(name: str, capacity_bytes: int, capability: tuple[int, int], *reasons: str) -> Target:
-    return Target(
+def _of_cuda(name: str, capacity_bytes: int, capability: tuple[int, int], *reasons: str) -> DeviceTarget:
+    return DeviceTarget(
         name=name, capacity_bytes=capacity_bytes, device_kind="cuda", capability=capability,
         outside_bytes=context_bytes(capability), cublas_workspace_bytes=cublas_workspace_bytes(capability),
         reasons=reasons,
     )  # fmt: skip
 
 
-def _of_size(size: str | int) -> Target:
+def _of_size(size: str | int) -> DeviceTarget:
     """A GPU known by its bytes only, taken for one of the Ampere generation."""
     try:
         size_bytes = parse_bytes(size)
@@ -182,7 +182,7 @@ def _of_size(size: str | int) -> Target:
     return _of_cuda(f"a device of {format_bytes(size_bytes)}", size_bytes, (8, 0), reason)
 
 
-def _here(machine: Machine, world_size: int) -> Target:
+def _here(machine: Machine, world_size: int) -> DeviceTarget:
     if not machine.gpus:
         return _of_cpu(machine, world_size)
     chosen = machine.auto.devices
@@ -194,11 +194,11 @@ def _here(machine: Machine, world_size: int) -> Target:
     return _of_cuda(THIS_MACHINE, capacity, capability, reason)
 
 
-def _of_cpu(machine: Machine, world_size: int) -> Target:
+def _of_cpu(machine: Machine, world_size: int) -> DeviceTarget:
     free = machine.memory_available_bytes
     reason = f"the CPU: {format_bytes(free)} of {format_bytes(machine.memory_bytes)} are available now"
     shared = () if world_size == 1 else (f"{world_size} ranks share them, {format_bytes(free // world_size)} each",)
-    return Target(
+    return DeviceTarget(
         name=THIS_MACHINE, capacity_bytes=free // world_size, device_kind="cpu", capability=None,
         outside_bytes=_HOST_PROCESS_BYTES, cublas_workspace_bytes=0, reasons=(reason, *shared),
     )  # fmt: skip

@@ -18,7 +18,7 @@ Time is counted in events. Beside it runs a clock that a measured run shares: th
 began, however many of them were freed again. Bytes are as the device holds them (`Replay.held_bytes`), so that the
 categories add up to its allocated bytes exactly, at every event.
 
-Measured: what an allocator did during a few real training steps, in bytes by event, kept with the run.
+MeasuredMemory: what an allocator did during a few real training steps, in bytes by event, kept with the run.
 
 It stands beside a prediction. Both share one clock, the bytes allocated so far as a fraction of all that were, because
 predicted and real steps run at different speeds but ask for memory in the same order. The invariant: `allocated_bytes`
@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from kit.errors import PlanError
 from kit.json_text import read_json
-from kit.memory.replay.cards import Target
+from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.replay import CATEGORIES, PHASES, Recording, Replay, changes, replay, with_cublas_workspaces
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
@@ -166,7 +166,7 @@ class MemoryEstimate:
 _COLUMNS = ("at the peak", "bytes", "share")
 
 
-def estimate(recording: Recording, target: Target, *, residuals: Residuals | None = None) -> MemoryEstimate:
+def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals | None = None) -> MemoryEstimate:
     """What the recorded steps need of the target, and whether it has it.
 
     Raises:
@@ -197,7 +197,7 @@ def estimate(recording: Recording, target: Target, *, residuals: Residuals | Non
 
 
 def outside_bytes(
-    recording: Recording, target: Target, allocated_bytes: int, residuals: Residuals | None
+    recording: Recording, target: DeviceTarget, allocated_bytes: int, residuals: Residuals | None
 ) -> tuple[tuple[int, int], list[str]]:
     """(low, high) outside the allocator, and why: measured where there are measurements, else by rule."""
     low, high = target.outside_bytes
@@ -235,7 +235,12 @@ def communicators(recording: Recording) -> int:
 
 
 def _judge(
-    recording: Recording, played: Replay, expandable: Replay, target: Target, outside: tuple[int, int], complete: bool
+    recording: Recording,
+    played: Replay,
+    expandable: Replay,
+    target: DeviceTarget,
+    outside: tuple[int, int],
+    complete: bool,
 ) -> tuple[Verdict, str]:
     verdict, why = _judge_known(recording, played, expandable, target, outside)
     if complete or verdict == "does not fit":
@@ -244,7 +249,7 @@ def _judge(
 
 
 def _judge_known(
-    recording: Recording, played: Replay, expandable: Replay, target: Target, outside: tuple[int, int]
+    recording: Recording, played: Replay, expandable: Replay, target: DeviceTarget, outside: tuple[int, int]
 ) -> tuple[Verdict, str]:
     """The verdict on what was recorded; a limited replay is needed only where the unlimited one passes the limit."""
     low, high = outside
@@ -272,7 +277,7 @@ def _way_out(expandable: Replay, limit: int) -> str:
     return f"; with PYTORCH_ALLOC_CONF=expandable_segments:True it needs {needs}, which would do"
 
 
-def _check_kind(recording: Recording, target: Target) -> None:
+def _check_kind(recording: Recording, target: DeviceTarget) -> None:
     if recording.rounding_bytes != target.rounding_bytes:
         made_for = "CUDA" if recording.rounding_bytes > 1 else "the CPU"
         raise PlanError(
@@ -467,7 +472,7 @@ def _plain(values: NDArray[Any]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMemory:
     """Bytes held by a training process, from its first batch on."""
 
     allocated_bytes: NDArray[np.int64]
@@ -505,7 +510,7 @@ class Measured:
         draft.replace(target)
 
     @classmethod
-    def load(cls, path: str | Path) -> Measured:
+    def load(cls, path: str | Path) -> MeasuredMemory:
         """Read what `save` wrote; no pickle is opened."""
         with np.load(Path(path)) as stored:
             meta = read_json(stored["meta"].tobytes())

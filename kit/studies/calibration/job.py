@@ -36,7 +36,7 @@ from kit.errors import ConfigError, KitWarning, Problem, TrialError
 from kit.machine.machine import Share, share
 from kit.machine.processes import die_with_parent
 from kit.studies.calibration.measure import (
-    Limits,
+    MeasurementLimits,
     Observed,
     OwnSubject,
     StoppedError,
@@ -47,7 +47,15 @@ from kit.studies.calibration.measure import (
 )
 from kit.studies.calibration.result import Calibration, changed, saved_path
 from kit.studies.calibration.rules import LoaderSetting, Measurement, MemoryCap, choose, cpu_cap, why_chosen
-from kit.studies.calibration.search import Ask, Bounds, Looks, search, sweep_engine, sweep_workers, worker_counts
+from kit.studies.calibration.search import (
+    Bounds,
+    Looks,
+    MeasurementRequest,
+    search,
+    sweep_engine,
+    sweep_workers,
+    worker_counts,
+)
 from kit.trial.context import Context, cache_folders
 from kit.trial.fit_job import make_data, show_cells
 from kit.units import format_bytes
@@ -209,7 +217,7 @@ class Sweep:
     ) -> None:  # fmt: skip
         self._subject, self._config, self._resources, self._tell = subject, config, resources, tell
         asked = config.calibration
-        self._limits = Limits(
+        self._limits = MeasurementLimits(
             timeout_seconds=asked.timeout_seconds, most_batches=asked.max_measure_batches,
             step_seconds=asked.step_seconds, stopping=stopping,
         )  # fmt: skip
@@ -292,7 +300,7 @@ class Sweep:
 
     # -- measuring
 
-    def _answer(self, asks: Generator[Ask, Measurement | None, list[str]]) -> list[str]:
+    def _answer(self, asks: Generator[MeasurementRequest, Measurement | None, list[str]]) -> list[str]:
         try:
             ask = next(asks)
             while True:
@@ -300,7 +308,7 @@ class Sweep:
         except StopIteration as end:
             return list(end.value)
 
-    def _try(self, ask: Ask) -> Measurement | None:
+    def _try(self, ask: MeasurementRequest) -> Measurement | None:
         most = ask.fraction * self._limits.most_batches
         limits = replace(
             self._limits, rival=ask.rival, timeout_seconds=ask.fraction * self._limits.timeout_seconds,
@@ -319,7 +327,7 @@ class Sweep:
         self._tell(replace(found, turns=int(ask.again)))
         return found
 
-    def _measure(self, setting: LoaderSetting, limits: Limits, observed: Observed) -> Measurement:
+    def _measure(self, setting: LoaderSetting, limits: MeasurementLimits, observed: Observed) -> Measurement:
         filling = 2 * (setting.cache_bytes or 0) // max(1, observed.batch_bytes)
         self._turn += 1
         with warnings.catch_warnings():  # processes beyond the cores are tried on purpose

@@ -51,7 +51,7 @@ class StoppedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class MeasurementLimits:
     """What bounds the measurement of one candidate."""
 
     timeout_seconds: float
@@ -83,7 +83,7 @@ class _Clock:
     """Times blocks of batches after the warm-up."""
 
     setting: LoaderSetting
-    limits: Limits
+    limits: MeasurementLimits
     warmup_batches: int
     began: float = field(default_factory=time.perf_counter)
     first: float = 0.0
@@ -147,7 +147,7 @@ class _Clock:
 
 
 def measure(
-    loader: Iterable[Any], setting: LoaderSetting, limits: Limits, observed: Observed, filling: int = 0
+    loader: Iterable[Any], setting: LoaderSetting, limits: MeasurementLimits, observed: Observed, filling: int = 0
 ) -> Measurement:
     """Batches per second of a loader that stands at `setting`; what else is seen is put into `observed`.
 
@@ -170,7 +170,7 @@ def measure(
     return clock.result()
 
 
-def _pass(loader: Iterable[Any], clock: _Clock, limits: Limits, observed: Observed) -> bool:
+def _pass(loader: Iterable[Any], clock: _Clock, limits: MeasurementLimits, observed: Observed) -> bool:
     """One pass over the loader; whether that was enough."""
     before, batches = clock.seen, iter(loader)
     try:

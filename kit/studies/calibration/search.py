@@ -281,7 +281,7 @@ def _more_ahead(known: _Known, cached: Measurement) -> Generator[LoaderSetting, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class MeasurementRequest:
     """One measurement that is wanted."""
 
     setting: LoaderSetting
@@ -323,7 +323,7 @@ class Bounds:
         return 1.0 if setting.cache_bytes or not self.turns else LOOK_FRACTION
 
 
-Search = Generator[Ask, Measurement | None, list[str]]
+Search = Generator[MeasurementRequest, Measurement | None, list[str]]
 """Yields what to measure, hears what it gave, or None where it could not run; returns reasons."""
 
 
@@ -358,7 +358,7 @@ def _through(
         while True:
             if setting not in figures and setting not in failed:
                 rival = max((item.batches_per_second for item in figures.values()), default=0.0)
-                found = yield Ask(setting=setting, fraction=bounds.first_look(setting), rival=rival)
+                found = yield MeasurementRequest(setting=setting, fraction=bounds.first_look(setting), rival=rival)
                 if found is None:
                     failed.add(setting)
                 else:
@@ -371,12 +371,12 @@ def _through(
 def _in_turn(
     rounds: Iterator[int], bounds: Bounds, figures: dict[LoaderSetting, Measurement], failed: set[LoaderSetting],
     eligible: Callable[[LoaderSetting], bool], batch_bytes: Callable[[], int],
-) -> Generator[Ask, Measurement | None, None]:  # fmt: skip
+) -> Generator[MeasurementRequest, Measurement | None, None]:  # fmt: skip
     while turning := _who_turns(bounds, figures, failed, eligible, batch_bytes):
         if next(rounds, None) is None:
             return
         for item in turning:
-            found = yield Ask(setting=item.setting, fraction=bounds.turn(item.setting), again=True)
+            found = yield MeasurementRequest(setting=item.setting, fraction=bounds.turn(item.setting), again=True)
             if found is None:
                 failed.add(item.setting)
             else:

@@ -37,7 +37,7 @@ from kit.studies.diagnosis.evidence import Evidence, evidence_of
 from kit.studies.diagnosis.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.rules import RULES, Change, Rule, show
 from kit.studies.profiling.profile import Profile
-from kit.studies.repeats import Source, Tried, try_change
+from kit.studies.repeats import RunSource, Tried, try_change
 from kit.tables import FRAME, html_list, html_table, text_table
 from kit.trial.trial import Trial
 from kit.units import format_bytes, format_count
@@ -63,7 +63,7 @@ class Finding:
     """Fields of the config that do it; empty where none does."""
     predicted_gain: float | None
     """Throughput after over before, at most; None where it cannot be bounded."""
-    source: Source
+    source: RunSource
 
     @property
     def name(self) -> str:
@@ -251,7 +251,7 @@ def diagnose(*given: Any, peaks: Peaks | bool = True, profile: Profile | None = 
     return judge(evidence, source, notes)
 
 
-def judge(evidence: Evidence, source: Source, notes: Sequence[str] = ()) -> Diagnosis:
+def judge(evidence: Evidence, source: RunSource, notes: Sequence[str] = ()) -> Diagnosis:
     """What the rules say of this evidence; `source` is what a change is tried on."""
     measured = {rule: rule.measure(evidence) for rule in RULES}
     known = {rule: value for rule, value in measured.items() if value is not None and math.isfinite(value)}
@@ -274,7 +274,7 @@ def _busy(evidence: Evidence) -> tuple[str, ...]:
     )
 
 
-def _finding(rule: Rule, value: float, evidence: Evidence, source: Source) -> Finding:
+def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) -> Finding:
     change, gain = rule.change(evidence), rule.effect(evidence)
     return Finding(
         rule=rule, value=value, sentence=rule.sentence(evidence, value), setting=rule.setting(evidence),
@@ -303,10 +303,10 @@ def _order(finding: Finding) -> float:
     return -(finding.predicted_gain or 0.0)
 
 
-def _trial(given: Sequence[Any]) -> tuple[Trial, Source]:
+def _trial(given: Sequence[Any]) -> tuple[Trial, RunSource]:
     if len(given) == 1 and isinstance(given[0], str | Path):
         given = (Trial.open(given[0]),)
-    source = Source.of(given)
+    source = RunSource.of(given)
     trial = source.earlier
     if trial is None:
         from kit.trial.trial import try_out

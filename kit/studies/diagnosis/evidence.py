@@ -32,7 +32,7 @@ _NO_PART = ("step_seconds", "cpu_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class StoreLayout:
     """How the store is cut, beside how it would be cut for this reading."""
 
     seconds_per_batch: float
@@ -45,7 +45,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StepRequests:
     """What one step asked for, of all ranks together (see `kit.trial.meters`)."""
 
     samples: int
@@ -97,7 +97,7 @@ class Evidence:
     """Time a batch during which batches were being read, several at once counted once."""
     requests_per_sample: float | None
     bytes_per_request: float | None
-    layout: Layout | None
+    layout: StoreLayout | None
     thread_cores: float | None
     """Cores that the training thread of a rank used or queued for: 1 is one core at 100 %; the busiest rank."""
     queued_fraction: float | None = None
@@ -112,7 +112,7 @@ class Evidence:
     host_bytes: float | None
     """Peak resident memory of all ranks together."""
     host_limit_bytes: float | None
-    work: Work | None
+    work: StepRequests | None
     peaks: Peaks | None
     warnings: tuple[str, ...] = ()
     trace: TraceInfo | None = None
@@ -239,7 +239,7 @@ def _reading(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _layout(config: Config) -> tuple[Layout | None, tuple[str, ...]]:
+def _layout(config: Config) -> tuple[StoreLayout | None, tuple[str, ...]]:
     from kit.data.build.layout import plan_chunks, price_store
     from kit.data.dataset import open_dataset
 
@@ -249,7 +249,7 @@ def _layout(config: Config) -> tuple[Layout | None, tuple[str, ...]]:
         plan = plan_chunks(free)
     except KitError as error:
         return None, (f"the layout of the store was not judged: {error}",)
-    return Layout(
+    return StoreLayout(
         seconds_per_batch=sum(cost.seconds_per_batch for cost in stored),
         planned_seconds_per_batch=plan.seconds_per_batch, chunk=stored[0].chunk, planned_chunk=plan.chunk,
         dims=plan.dims,
@@ -291,7 +291,7 @@ def _most(steps: Sequence[Event], name: str) -> float | None:
     return max((_finite(step.get(name)) for step in steps), default=0.0) or None
 
 
-def _work(trial: Trial) -> Work | None:
+def _work(trial: Trial) -> StepRequests | None:
     found = [event for event in trial.events if event["kind"] == "work_counted"]
     if not found:
         return None
@@ -300,7 +300,7 @@ def _work(trial: Trial) -> Work | None:
         for name, count in event["flops"].items():
             flops[name] += count
     first = min(found, key=lambda event: int(event["rank"]))
-    return Work(
+    return StepRequests(
         samples=sum(int(event["samples"]) for event in found), flops=dict(flops),
         bytes=sum(event["bytes"] for event in found), calls=first["calls"], own_syncs=first["own_syncs"],
         batch_norms_again=max(event["batch_norms_again"] for event in found), lines=tuple(first["lines"]),

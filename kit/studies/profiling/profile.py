@@ -189,7 +189,7 @@ class Profile(Series):
 
     def figure(self) -> Figure:
         """What `kit.profile_figure` draws."""
-        return load("profile.figure")(self)
+        return load("profile.figure")(self)  # type: ignore[no-any-return]
 
     def _read(self, which: str) -> list[Mapping[str, Any]]:
         files = sorted(self.folder.glob(f"{_PREFIX}{which}_profiler_output*.json"))

@@ -32,7 +32,7 @@ from typing import Any
 
 from kit.config import Config
 from kit.errors import PlanError
-from kit.memory.replay.cards import THIS_MACHINE, Target
+from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.studies.scaling.bill import RunPrices, prices_of
 from kit.studies.scaling.model import MOST_DEVICES
@@ -52,7 +52,7 @@ _HOUR = 3600.0
 class RunTarget:
     """Where a run is to go, and what it may cost."""
 
-    device: str | int | Target = THIS_MACHINE
+    device: str | int | DeviceTarget = THIS_MACHINE
     """A GPU model, its memory in bytes or as "24 GiB", or "this machine"."""
     devices: int = 1
     """How many there are. Without a limit all are used."""
@@ -115,7 +115,7 @@ def target_from(value: Any) -> RunTarget:
                 hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
                 raise PlanError(f"a target has no {name!r}; {hint}")
         return RunTarget(**value)
-    if isinstance(value, str | Target) or (isinstance(value, int) and not isinstance(value, bool)):
+    if isinstance(value, str | DeviceTarget) or (isinstance(value, int) and not isinstance(value, bool)):
         return RunTarget(device=value)
     raise PlanError(f"{value!r} is no target; give a device such as 'H100-80GB', or a mapping with device and devices")
 
@@ -192,7 +192,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class TriedRung:
     """One rung, and what was predicted of it."""
 
     name: str
@@ -226,9 +226,9 @@ class Recommendation:
 
     given: Config
     target: RunTarget
-    tried: tuple[Tried, ...]
+    tried: tuple[TriedRung, ...]
     """In order; the last is the chosen one where there is one."""
-    chosen: Tried | None
+    chosen: TriedRung | None
     changes: tuple[Change, ...]
     """What to set, each with its reason."""
     reasons: tuple[str, ...]
@@ -288,7 +288,7 @@ class Recommendation:
         return table + html_list(self._sentences)
 
 
-def _cells(one: Tried) -> list[str]:
+def _cells(one: TriedRung) -> list[str]:
     time = f"× {one.time_factor:.2f}" if one.seconds is None else format_seconds(one.seconds)
     found = one.estimate
     if found is None:

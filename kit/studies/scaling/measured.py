@@ -34,7 +34,7 @@ _FULL_BYTES, _HALF_BYTES = 4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredScaling:
     """Trials of one run, by rising number of devices."""
 
     config: Config
@@ -55,7 +55,7 @@ class Measured:
     reasons: tuple[str, ...]
 
 
-def measure(runs: Any) -> Measured:
+def measure(runs: Any) -> MeasuredScaling:
     """What these trials tell.
 
     Args:
@@ -73,7 +73,7 @@ def measure(runs: Any) -> Measured:
     found = _evidence(first)
     batch = statistics.fmean(float(event["samples"]) for event in _after_warmup(first))
     loading, reasons = _loading(first, found)
-    return Measured(
+    return MeasuredScaling(
         config=first.config, trials=tuple(trials), evidence=found, steps=tuple(_steps(trials)), loading=loading,
         traffic=_traffic(first), batch_size=batch, samples_per_epoch=_epoch(first, batch),
         device=str(first.event("fit_started", "device") or "CPU"), watts=_watts(trials), reasons=tuple(reasons),

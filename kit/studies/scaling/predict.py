@@ -30,7 +30,7 @@ from kit.memory.prediction import predict_memory
 from kit.memory.replay.cards import THIS_MACHINE
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.studies.scaling.bill import Power, RunPrices, carbon_reasons, power_of, prices_of
-from kit.studies.scaling.measured import Measured, measure
+from kit.studies.scaling.measured import MeasuredScaling, measure
 from kit.studies.scaling.model import (
     MOST_DEVICES,
     Bound,
@@ -134,7 +134,7 @@ def _counts(devices: Sequence[int]) -> list[int]:
 
 
 def _cluster(
-    found: Measured, node: int | None, cores: float | None, within: str | Link | None, between: str | Link | None
+    found: MeasuredScaling, node: int | None, cores: float | None, within: str | Link | None, between: str | Link | None
 ) -> tuple[Cluster, list[str]]:
     """The machines, and what was assumed of them."""
     on_cpu = not found.evidence.on_gpu
@@ -154,14 +154,14 @@ def _cluster(
     return cluster, [f"{node} devices and {cores:g} cores a node, joined by {inner.name}; nodes by {outer.name}"]
 
 
-def _scaling(found: Measured, steps: Sequence[Step], cluster: Cluster) -> Scaling:
+def _scaling(found: MeasuredScaling, steps: Sequence[Step], cluster: Cluster) -> Scaling:
     return Scaling(
         steps=tuple(steps), traffic=found.traffic, cluster=cluster, loading=found.loading,
         steps_per_exchange=found.config.levers.accumulate_grad_batches,
     )  # fmt: skip
 
 
-def _checks(found: Measured, cluster: Cluster) -> list[Checked]:
+def _checks(found: MeasuredScaling, cluster: Cluster) -> list[Checked]:
     """Each measured count but the first, from those below it."""
     return [
         Checked(
@@ -190,7 +190,7 @@ class _Sizes:
 class _Bill:
     prices: RunPrices
     power: Power
-    found: Measured
+    found: MeasuredScaling
     cluster: Cluster
 
     def watt_hours(self, devices: int, seconds: float) -> tuple[float, float, float]:
@@ -205,7 +205,7 @@ class _Bill:
 
 
 def _row(
-    point: Point, first: Point, sizes: _Sizes, bill: _Bill, found: Measured, memory: MemoryEstimate | None
+    point: Point, first: Point, sizes: _Sizes, bill: _Bill, found: MeasuredScaling, memory: MemoryEstimate | None
 ) -> BigRunRow:
     devices = point.devices
     batches = sizes.batches(devices)
@@ -242,7 +242,7 @@ def config_for(config: Config, strategy: str, devices: int) -> Config:
 
 
 def _memories(
-    found: Measured, counts: Sequence[int], device: str | int | None, module: Any, data: Any
+    found: MeasuredScaling, counts: Sequence[int], device: str | int | None, module: Any, data: Any
 ) -> tuple[dict[int, MemoryEstimate], list[str]]:
     """Peak memory by count, and what could not be told."""
     given = found.trials[0].environment.get("given", {})
@@ -270,7 +270,7 @@ def _named(given: Mapping[str, str], name: str) -> bool:
     return given.get(name, "default") == "default"
 
 
-def _same_device(found: Measured) -> str:
+def _same_device(found: MeasuredScaling) -> str:
     return found.device.removeprefix("NVIDIA ") if found.evidence.on_gpu and not found.evidence.cores else THIS_MACHINE
 
 

@@ -29,11 +29,11 @@ from kit.data.build.schedulers import advise_schedule
 from kit.errors import ConfigError, KitError, PlanError
 from kit.memory.batch_model import MemoryModel, memory_model
 from kit.memory.prediction import TIMEOUT_SECONDS
-from kit.memory.query import Question, ask
-from kit.memory.recordings import NEXT, Wanted, all_recordings
+from kit.memory.query import MemoryQuery, make_query
+from kit.memory.recordings import NEXT, RecordingRequest, all_recordings
 from kit.memory.replay.cards import THIS_MACHINE
 from kit.memory.replay.estimate import MemoryEstimate
-from kit.studies.scaling.ladder import Change, Recommendation, Rung, RunTarget, Tried, parts_of, rungs, target_from
+from kit.studies.scaling.ladder import Change, Recommendation, Rung, RunTarget, TriedRung, parts_of, rungs, target_from
 from kit.studies.scaling.model import counts_up_to
 from kit.studies.scaling.predict import BigRun, BigRunRow, predict_run
 from kit.trial.payload import optimizes_manually
@@ -86,7 +86,7 @@ class LadderSearch:
 
     def __init__(self, module: Any, data: Any, config: Config, target: RunTarget, trial: Any) -> None:
         self.module, self.data, self.config, self.target, self.trial = module, data, config, target, trial
-        self.tried: list[Tried] = []
+        self.tried: list[TriedRung] = []
         self.reasons: list[str] = []
         self._models: dict[tuple[Any, ...], MemoryModel | KitError] = {}
         self._recorded: set[tuple[Any, ...]] = set()
@@ -108,7 +108,7 @@ class LadderSearch:
             reasons=tuple(self.reasons), refusal="" if chosen is not None else self._refusal(), big_run=run,
         )  # fmt: skip
 
-    def _climb(self, devices: int) -> Tried | None:
+    def _climb(self, devices: int) -> TriedRung | None:
         """The first rung that fits on that many devices, if it keeps within the limits."""
         ladder = list(rungs(self.config, devices))
         for place, rung in enumerate(ladder):
@@ -125,32 +125,32 @@ class LadderSearch:
         """Have what comes next recorded, several at once, whole and in parts; what fails says so in its turn."""
         looks = (1,) if self._manual else (1, 2)
         keys: list[tuple[Any, ...]] = []
-        wanted: list[Wanted] = []
+        wanted: list[RecordingRequest] = []
         for rung in others:
             key = self._key(rung)
             if key in self._models or key in self._recorded:
                 continue
             self._recorded.add(key)
             with contextlib.suppress(KitError):
-                wanted += [Wanted(self._ask(rung, parts), (None, NEXT)) for parts in looks]
+                wanted += [RecordingRequest(self._ask(rung, parts), (None, NEXT)) for parts in looks]
                 keys.append(key)
         for key, answer in zip(keys, all_recordings(wanted, TIMEOUT_SECONDS)[:: len(looks)], strict=True):
             if isinstance(answer, KitError):
                 self._models[key] = answer
 
-    def _ask(self, rung: Rung, parts: int) -> Question:
+    def _ask(self, rung: Rung, parts: int) -> MemoryQuery:
         accumulated = self.config.levers.accumulate_grad_batches * parts
         config = self.config.replace({**rung.changes(), "levers.accumulate_grad_batches": accumulated})
-        question, _ = ask(self.module, self.data, config, self.target.device, rung.devices)
+        question, _ = make_query(self.module, self.data, config, self.target.device, rung.devices)
         return question
 
-    def _within(self, found: Tried) -> bool:
+    def _within(self, found: TriedRung) -> bool:
         return not self.target.limited or self._over(found) <= 1
 
-    def _over(self, found: Tried) -> float:
+    def _over(self, found: TriedRung) -> float:
         return self.target.over(found.seconds or 0.0, found.rung.devices)
 
-    def _try(self, rung: Rung, *, first: bool) -> Tried | None:
+    def _try(self, rung: Rung, *, first: bool) -> TriedRung | None:
         """The rung with the fewest parts that fit, else with the most; None where a rung before it said as much."""
         model = self._model(rung)
         if isinstance(model, KitError):
@@ -177,8 +177,8 @@ class LadderSearch:
         """That were tried with these changes."""
         return max((one.parts for one in self.tried if one.rung.changes() == rung.changes()), default=0)
 
-    def _tried(self, rung: Rung, parts: int, estimate: MemoryEstimate | None, note: str) -> Tried:
-        return Tried(
+    def _tried(self, rung: Rung, parts: int, estimate: MemoryEstimate | None, note: str) -> TriedRung:
+        return TriedRung(
             name=_name(rung, parts, self.config), rung=rung, parts=parts, estimate=estimate, note=note,
             time_factor=rung.time_factor(self.config, parts), run=self._row(rung),
         )  # fmt: skip
@@ -230,7 +230,7 @@ class LadderSearch:
 
     # -- words
 
-    def _changes(self, chosen: Tried) -> list[Change]:
+    def _changes(self, chosen: TriedRung) -> list[Change]:
         given, rung = self.config, chosen.rung
         wanted = {path: value for path, value in rung.changes().items() if given.get(path) != value}
         found: list[Change] = []
@@ -252,7 +252,7 @@ class LadderSearch:
         self.reasons += notes
         return [*found, *advice]
 
-    def _batch_change(self, chosen: Tried) -> list[Change]:
+    def _batch_change(self, chosen: TriedRung) -> list[Change]:
         if chosen.parts == 1 or chosen.estimate is None:
             return []
         values = {
@@ -268,7 +268,7 @@ class LadderSearch:
         """Whether kit makes the loader."""
         return self.data is None
 
-    def _assumed(self, chosen: Tried) -> list[str]:
+    def _assumed(self, chosen: TriedRung) -> list[str]:
         found = [] if chosen.estimate is None else [chosen.estimate.reasons[0]]
         if chosen.rung.devices > 1:
             found.append(
@@ -301,7 +301,7 @@ class LadderSearch:
         )
 
 
-def _lever_changes(chosen: Tried, wanted: Mapping[str, Any]) -> list[Change]:
+def _lever_changes(chosen: TriedRung, wanted: Mapping[str, Any]) -> list[Change]:
     found = []
     if "levers.gradient_checkpointing" in wanted:
         found.append(Change(
@@ -316,7 +316,7 @@ def _lever_changes(chosen: Tried, wanted: Mapping[str, Any]) -> list[Change]:
     return found
 
 
-def _gain(runs: Mapping[str, BigRun], chosen: Tried) -> str:
+def _gain(runs: Mapping[str, BigRun], chosen: TriedRung) -> str:
     run = runs.get(chosen.rung.strategy)
     if run is None or chosen.run is None or chosen.rung.devices == 1:
         return ""
