@@ -40,8 +40,8 @@ def test_what_is_planted_is_named_and_one_change_is_tried(notebook, project, art
         expect(first.locator("b", has_text=re.compile(f"^{name}$"))).to_have_count(1)
     if computes_in_16_bits(project):
         expect(mended.locator("b", has_text=re.compile("^full precision$"))).to_have_count(1)
-    expect(healthy).to_contain_text("Nothing found")
-    # Whether it helps, a busy machine may not be able to tell.
+    # A machine that others keep busy is said to be, beside what was found then; nor may it tell whether a change helps.
+    expect(healthy).to_contain_text(re.compile("Nothing found|the machine was busy"))
     expect(page.get_by_text(re.compile(f"^{VERDICT.pattern}"))).to_have_count(1)
     timeline = page.frame_locator("iframe").locator("#said")
     expect(timeline).to_contain_text("µs to")

@@ -43,7 +43,7 @@ def _read(way, url, counters, seconds=PATIENCE_SECONDS, after_the_first=None):
     store = open_store(url)
     if way in ("wire", FILES):
         source = open_blocking(store, url, seconds, counters, 4)
-        assert type(source).__name__ == "Wire"
+        assert type(source).__name__ == "HttpClient"
         source = open_file_system(store, url, seconds, counters) if way == FILES else source
         if after_the_first:
             source.read("a", 10, 200_000)

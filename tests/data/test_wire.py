@@ -203,7 +203,7 @@ def test_a_process_forked_after_a_wire_was_used_reads_by_one_of_its_own(cloud, s
     child.start()
     try:
         assert here.poll(PATIENCE_SECONDS)
-        assert here.recv() == (float(values.sum()), "Wire")
+        assert here.recv() == (float(values.sum()), "HttpClient")
         child.join(PATIENCE_SECONDS)
         assert child.exitcode == 0
     finally:
