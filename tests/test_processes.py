@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from kit.machine.processes import peak_rss_bytes, rss_bytes
+from waiting import wait_until
+
+from kit.machine.processes import members_of, peak_rss_bytes, rss_bytes
 
 TALK = """
 import tempfile
@@ -47,3 +51,14 @@ def test_processes_talk_to_each_other_where_the_temporary_folder_has_a_long_path
     assert places[0].is_relative_to("/tmp")
     assert places[1] == folder, "everything else stays where it was asked for"
     assert not places[0].exists()
+
+
+def test_the_members_of_a_group_are_those_that_live_eldest_first():
+    line = "sleep 60 & sleep 60 & echo ready; wait"
+    with subprocess.Popen(["sh", "-c", line], stdout=subprocess.PIPE, text=True, start_new_session=True) as leader:
+        assert leader.stdout.readline() == "ready\n"
+        found = members_of(leader.pid)
+        assert found[0] == leader.pid
+        assert len(found) == 3
+        os.killpg(leader.pid, signal.SIGKILL)
+    wait_until(lambda: members_of(leader.pid) == [])

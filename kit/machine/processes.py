@@ -62,6 +62,17 @@ def _started(pid: int) -> float | None:
     return None if fields[0] in "ZX" else float(fields[19])
 
 
+def members_of(group: int) -> list[int]:
+    """The processes of a process group, eldest first; none where there is no /proc."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append((float(fields[19]), int(folder.name)))
+    return [pid for _, pid in sorted(found)]
+
+
 def _started_by_psutil(pid: int) -> float | None:
     import psutil
 

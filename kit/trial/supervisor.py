@@ -24,13 +24,14 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from kit.events import SUPERVISOR, EventWriter
 from kit.machine.claims import release
-from kit.machine.processes import adopt_orphans, identify
+from kit.machine.processes import adopt_orphans, identify, members_of
 from kit.registry import load
 from kit.trial import scratch
 from kit.trial.directory import KILL, Control, RunPaths
@@ -163,6 +164,8 @@ def main() -> None:
 SIBLING_SECONDS = 1.0
 STACK_SECONDS = 4.0
 """For ranks and their loader processes to write their stacks: on a busy machine one second was not enough."""
+SILENT_SECONDS = 1.0
+"""After which a process that was asked for its stack will not write it any more."""
 REAP_SECONDS = 10.0
 _TICK_SECONDS = 0.005
 LOG_BYTES = 10_000_000
@@ -229,6 +232,10 @@ class RankGroup:
         self._event_bytes = 0
         self._due: tuple[float, Killing] | None = None
         self._scratch: Path | None = None
+        self._unasked: list[int] = []
+        """Processes of the ranks that are still to write where they hang, see `_look_for_stacks`."""
+        self._asked = 0.0
+        self._log_bytes_asked = self._log_bytes = 0
         try:
             self._start(order, cold_reason)
         except OSError as error:
@@ -309,8 +316,32 @@ class RankGroup:
         if now - self._began > self.limits.timeout_seconds:
             self.kill("timeout")
         elif now - self._grew > self.limits.stall_seconds and self._due is None:
-            self._signal(signal.SIGUSR1)  # every rank writes the stacks of its threads to its log
             self._plan(now + STACK_SECONDS, "stalled")
+            self._unasked = [pid for pid in members_of(self.pids[0]) if pid not in self.pids]
+            self._ask_for_stacks(self.pids, now)
+        elif self._unasked and now - self._grew > self.limits.stall_seconds:
+            self._look_for_stacks(now)
+
+    def _look_for_stacks(self, now: float) -> None:
+        """Ask the next process when the one before has written: two that write into a log at once spoil both stacks."""
+        log_bytes = self._bytes_of_logs()
+        has_written = log_bytes == self._log_bytes > self._log_bytes_asked
+        if self._due is not None and now > self._due[0] - STACK_SECONDS / 2:
+            self._ask_for_stacks(self._unasked, now)
+            self._unasked = []
+        elif has_written or now - self._asked > SILENT_SECONDS:
+            self._ask_for_stacks([self._unasked.pop(0)], now)
+        self._log_bytes = log_bytes
+
+    def _bytes_of_logs(self) -> int:
+        return sum(path.stat().st_size for path in self.paths.logs())
+
+    def _ask_for_stacks(self, pids: Sequence[int], now: float) -> None:
+        """Have processes write the stacks of their threads to the log of their rank."""
+        self._asked, self._log_bytes_asked = now, self._bytes_of_logs()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGUSR1)
 
     def _cap_logs(self) -> None:
         for path in self.paths.logs():

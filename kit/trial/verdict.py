@@ -431,16 +431,16 @@ def describe(frame: Frame, cells: Mapping[str, tuple[str, str]] | None = None) -
 
 
 def last_stack(log: Path) -> Frame | None:
-    """The user's frame in the last stack that faulthandler wrote to a log; None when there is none."""
+    """The user's frame in the last stack of a log that has one, else where its rank was; None without a stack."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _STACK_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return None
-    _, mark, stack = text.rpartition("Current thread 0x")
-    frames = frames_in(stack) if mark else []
-    return own_frame(reversed(frames)) or (frames[0] if frames else None)
+    stacks = [frames_in(stack) for stack in text.split("Current thread 0x")[1:]]
+    own = [found for stack in reversed(stacks) if (found := own_frame(reversed(stack)))]
+    return next(iter(own), stacks[0][0] if stacks and stacks[0] else None)
 
 
 def frames_in(text: str) -> list[Frame]:

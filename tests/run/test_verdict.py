@@ -1,11 +1,12 @@
 import re
+import sysconfig
 import time
 
 import pytest
 
 from kit.events import EventWriter
 from kit.trial.directory import RunPaths
-from kit.trial.verdict import Limits, RankEnd, judge
+from kit.trial.verdict import Limits, RankEnd, judge, last_stack
 
 LIMITS = Limits(timeout_seconds=60, stall_seconds=30, grace_seconds=5)
 KILLED, SEGFAULT = -9, -11
@@ -113,3 +114,20 @@ def test_a_torn_or_damaged_event_file_does_not_prevent_a_verdict(paths):
     with paths.events(0).open("ab") as file:
         file.write(b'garbage\n[1]\n{"kind": "st')
     assert re.match("rank 0 .*SIGSEGV", judge(paths, [end(0, SEGFAULT)], None, LIMITS, False).message)
+
+
+def test_the_last_stack_is_that_of_the_users_code_else_of_the_rank(tmp_path):
+    library = sysconfig.get_paths()["stdlib"]
+    idle = f'Current thread 0x1 (most recent call first):\n  File "{library}/queue.py", line 7 in get\n'
+    hangs = f'Current thread 0x2 (most recent call first):\n  File "{library}/time.py", line 1 in sleep\n' + (
+        '  File "/home/somebody/data.py", line 12 in __getitem__\n'
+    )
+    log = tmp_path / "log.0.txt"
+    for written, expected in (
+        (hangs + idle, ("/home/somebody/data.py", 12, "__getitem__")),
+        (idle + hangs + idle, ("/home/somebody/data.py", 12, "__getitem__")),
+        (idle + idle, (f"{library}/queue.py", 7, "get")),
+        ("it began", None),
+    ):
+        log.write_text(written)
+        assert last_stack(log) == expected
