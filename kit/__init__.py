@@ -202,10 +202,11 @@ register({
     "diagnosis.display": "kit.widgets.diagnose:display",
 })  # fmt: skip
 
-# What files of earlier versions name: pickles of what was sent to ranks.
+# What files of earlier versions name: pickles of what was sent to ranks, and sources and modules of users.
 answer_to({
     "kit.run": "kit.trial",
     "kit.run.payload": "kit.trial.payload",
+    "kit.data.source": "kit.data.build.source",
     "kit.data.module": "kit.data.patches.module",
     "kit.data.rows.module": "kit.data.rows.loader",
     "kit.data.tables.event_data": "kit.data.tables.loader",

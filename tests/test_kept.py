@@ -14,6 +14,7 @@ import pytest
 
 import kit
 from kit.config import read_yaml
+from kit.data.build.source import VariableSpec
 from kit.memory.replay.replay import Recording
 from kit.targets import load_target
 
@@ -28,7 +29,7 @@ def kept(tmp_path):
 
 @pytest.fixture(autouse=True)
 def nothing_of_before_is_loaded():
-    for name in [name for name in sys.modules if name.startswith("kit.run")]:
+    for name in [name for name in sys.modules if name.startswith(("kit.run", "kit.data.source"))]:
         del sys.modules[name]
 
 
@@ -81,6 +82,14 @@ def class_paths(node):
     elif isinstance(node, list):
         for value in node:
             yield from class_paths(value)
+
+
+def test_a_source_that_a_user_wrote(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from kit.data.source import Region, VariableSpec\n")
+    with pytest.warns(DeprecationWarning, match=r"is kit\.data\.build\.source"):
+        found = load_target(f"{file}:VariableSpec")
+    assert found is VariableSpec
 
 
 def test_a_name_of_before_is_the_module_of_today():
