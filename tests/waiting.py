@@ -4,6 +4,7 @@ The deadline says "never", not "slow": it is a multiple of what the slowest wait
 core. A test that reaches it fails; one that does not has learnt nothing about speed.
 """
 
+import shutil
 import time
 
 PATIENCE_SECONDS = 120.0
@@ -16,3 +17,8 @@ def wait_until(condition, seconds=PATIENCE_SECONDS):
         assert time.monotonic() < deadline, f"it did not happen within {seconds:g} s"
         time.sleep(0.01)
     return result
+
+
+def remove(folder):
+    """Remove a folder into which others still write, as a user's second try does."""
+    wait_until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists())

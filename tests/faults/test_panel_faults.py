@@ -7,7 +7,7 @@ import threading
 import pytest
 from test_trial_faults import kernel_code
 from trial_fixtures import steps_taken
-from waiting import PATIENCE_SECONDS, wait_until
+from waiting import PATIENCE_SECONDS, remove, wait_until
 
 import kit
 from kit.errors import TrialError
@@ -83,12 +83,11 @@ def test_an_edit_while_a_trial_runs_is_of_the_next_and_two_views_of_the_one_agre
 
 
 def test_a_run_that_is_deleted_under_the_panel_is_told_and_the_next_one_starts(made):
-    import shutil
 
     mine = made(max_steps=LONG)
     trial = mine.fit()
     wait_until(steps_taken_or_ended(trial))
-    shutil.rmtree(trial.run_directory)
+    remove(trial.run_directory)
     with pytest.raises(TrialError, match="removed"):
         mine.wait(WAIT)
     wait_until(lambda: mine.button.description == "Fit")

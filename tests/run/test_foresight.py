@@ -1,11 +1,10 @@
 """The prediction that stands beside a fit: made beside it, taken from an earlier one, or absent without harm."""
 
 import os
-import shutil
 
 import pytest
 from trial_fixtures import ranks_alive
-from waiting import PATIENCE_SECONDS, wait_until
+from waiting import PATIENCE_SECONDS, remove, wait_until
 
 from kit.memory import alongside, recordings
 from kit.memory.alongside import fit
@@ -76,7 +75,7 @@ def test_a_prediction_waits_for_the_first_step_and_goes_when_the_trial_is_remove
     wait_until(lambda: trial.poll() == "RUNNING" and len(ranks_alive()) >= 2)
     assert len(list(no_predictions_left.iterdir())) == 1
     assert not trial.paths.prediction.exists()
-    shutil.rmtree(trial.run_directory)
+    remove(trial.run_directory)
     wait_until(lambda: not list(no_predictions_left.iterdir()))
 
 

@@ -11,7 +11,7 @@ import warnings
 import pytest
 from gated import Gated
 from trial_fixtures import steps_taken
-from waiting import PATIENCE_SECONDS, wait_until
+from waiting import PATIENCE_SECONDS, remove, wait_until
 
 import kit
 from kit.config import Config
@@ -374,12 +374,11 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_middle_one_is_told(config):
 
 
 def test_a_removed_run_directory_ends_its_trial_and_no_other(config):
-    import shutil
 
     removed = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=LONG))
     other = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=100))
     wait_until(steps_taken(removed, 1))
-    shutil.rmtree(removed.run_directory)
+    remove(removed.run_directory)
     assert "removed" in wait_until(lambda: removed.poll() == "LOST" and removed.error)
     assert other.wait(SECONDS).state == "COMPLETE"
 
