@@ -53,6 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(quick.Quick(), "quick")
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else libraries that look for leaks at the end find what was frozen, see below
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than cores: much of what tests do is waiting for processes."""
