@@ -26,12 +26,11 @@ from typing import Any
 
 from kit.confinement import private_files
 from kit.confinement import private_files as landlock
-from kit.confinement.mirror import Mirror
+from kit.confinement.mirror import WRITES, Mirror
 from kit.confinement.private_files import PrivateFiles
 from kit.confinement.stand_ins import Refusals, RefusedError, hook_asks, no_connections, no_processes
 from kit.machine.processes import LONGEST_SOCKET_FOLDER
 
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _WAIT_SECONDS, _TICK_SECONDS = 20.0, 0.002
 _LEADER = "leader"
 
@@ -223,7 +222,7 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _opened(kept: Refusals, arguments: tuple[Any, ...]) -> None:
     path, _, flags = arguments
-    if flags & _WRITES and isinstance(path, str | bytes | os.PathLike):
+    if flags & WRITES and isinstance(path, str | bytes | os.PathLike):
         _changed(kept, "writing", path)
 
 

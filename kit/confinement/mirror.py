@@ -24,7 +24,8 @@ from typing import Any
 from kit.confinement.stand_ins import Refusals, RefusedError, replaced
 
 _LARGEST_COPY_BYTES = 1 << 28
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+"""Flags of `os.open` that change a file, or may."""
 _FREE = ("/dev", "/proc")
 _PATHS = (str, bytes, os.PathLike)
 
@@ -211,7 +212,7 @@ class Mirror:
                 return call(path, flags, *rest, **options)
             with self.as_it_is():
                 found = self._to_open(
-                    place, bool(flags & _WRITES), not flags & os.O_TRUNC, bool(flags & os.O_EXCL and flags & os.O_CREAT)
+                    place, bool(flags & WRITES), not flags & os.O_TRUNC, bool(flags & os.O_EXCL and flags & os.O_CREAT)
                 )
                 return call(found or path, flags, *rest, **options)
 

@@ -9,7 +9,6 @@ import ast
 import functools
 import inspect
 import pkgutil
-import shutil
 
 import pytest
 import readme
@@ -19,7 +18,6 @@ from kit.config import Config
 from kit.studies.diagnosis.diagnose import Finding
 from kit.studies.diagnosis.rules import RULES
 from kit.testing import TinyData, TinyModule
-from kit.trial.client import close_supervisors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -42,21 +40,12 @@ SMALLER = {
 FEW = {"hardware.accelerator": "cpu", "hardware.threads_per_rank": 1, "trial.max_steps": 6, "trial.warmup_steps": 2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_supervisor_left():
-    yield
-    close_supervisors()
-
-
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(folder):
     """A project with the recipes, made smaller, where the reader is."""
-    (tmp_path / "pyproject.toml").touch()
-    shutil.copytree(readme.ROOT / "datasets", tmp_path / "datasets")
-    monkeypatch.chdir(tmp_path)
     for path, changes in SMALLER.items():
         Config.load(path).replace({**FEW, **changes}).save(path)
-    return tmp_path
+    return folder
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import shutil
 import subprocess
 import sys
 
@@ -12,25 +11,15 @@ import readme
 
 import kit
 from kit.testing import TinyData, TinyModule
-from kit.trial.client import close_supervisors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NOTEBOOKS = readme.ROOT / "notebooks"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_supervisor_left():
-    yield
-    close_supervisors()
-
-
 @pytest.fixture
-def config(tmp_path, monkeypatch):
+def config(folder):
     """The ocean, smaller, in a project of its own."""
-    (tmp_path / "pyproject.toml").touch()
-    shutil.copytree(readme.ROOT / "datasets", tmp_path / "datasets")
-    monkeypatch.chdir(tmp_path)
     return kit.Config.load("datasets/ocean/recipe.yaml").replace({
         "data.arguments": {"time": 6, "lat": 64, "lon": 64, "seed": 8}, "data.samples_per_epoch": 16,
         "data.patch": {"time": 2, "lat": 16, "lon": 16}, "loader.batch_size": 2,
