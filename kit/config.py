@@ -37,6 +37,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from kit.errors import ConfigError, Problem
+from kit.registry import Drawable
 from kit.secrets_in_text import secrets_of
 from kit.units import format_bytes, parse_bytes
 
@@ -136,31 +137,42 @@ class Section(BaseModel):
 
 
 class Hardware(Section):
-    """Which devices, how they share the work, and in which numbers."""
+    """Which devices train, how they share the work, and in which precision."""
 
     accelerator: Literal["auto", "cpu", "gpu"] = setting(
-        "auto", "Where to train; auto is a GPU when there is one. The CPU suits smoke tests and teaching."
+        "auto", "Where to train. auto takes a GPU where there is one. The CPU suits smoke tests and teaching."
     )
     devices: Literal["auto"] | Annotated[int, Field(ge=-1)] | Indices = setting(
-        "auto",
-        "auto takes the one least-occupied GPU (the CPU if none); a number takes that many; a list names GPUs; "
-        "-1 takes all, which may run out of memory.",
-    )
+        "auto", "Which devices train. auto takes the least-occupied GPU, or the CPU where there is none. A number "
+        "takes that many. A list names GPUs. -1 takes all of them, busy ones too.",
+    )  # fmt: skip
     strategy: Annotated[str, Field(pattern=r"^(none|ddp|fsdp|fsdp:[1-9]\d*:[1-9]\d*)$")] = setting(
-        "none",
-        "none: one device. ddp: each device holds the whole model and takes a slice of the data. fsdp: the model is "
-        "sharded over all devices. fsdp:R:S: R replicas, each sharded over S devices.",
-        suggestions=("none", "ddp", "fsdp", "fsdp:1:2", "fsdp:2:1", "fsdp:2:2", "fsdp:2:4"),
-    )
+        "none", "How devices share the work. none: one device. ddp: each device holds the whole model and trains on a "
+        "slice of the data. fsdp: the model is sharded over all devices. fsdp:R:S: R replicas, each sharded over S "
+        "devices.", suggestions=("none", "ddp", "fsdp", "fsdp:1:2", "fsdp:2:1", "fsdp:2:2", "fsdp:2:4"),
+    )  # fmt: skip
+    ddp_find_unused_parameters: bool = setting(
+        False, "For ddp: look in each step for parameters that the loss does not use, and do not wait for their "
+        "gradients. A model that has such parameters needs it; for others it costs time.",
+    )  # fmt: skip
+    ddp_static_graph: bool = setting(
+        False, "For ddp: every step uses the same parameters, so what is unused is found out once. Also needed where a "
+        "block is checkpointed twice.",
+    )  # fmt: skip
+    ddp_bucket_bytes: Bytes = setting(
+        "25 MiB", "For ddp: gradients that travel together. Smaller buckets leave earlier, each with its own latency.",
+        unit="bytes", ge=1 << 20, le=1 << 40,
+    )  # fmt: skip
     precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true"] = setting(
-        "auto", "Number format of the computation; auto is bf16-mixed or 16-mixed by GPU capability, 32-true on CPU."
-    )
+        "auto", "Number format of the computation. auto is bf16-mixed or 16-mixed, by the GPU's capability, and "
+        "32-true on a CPU.",
+    )  # fmt: skip
     threads_per_rank: int = setting(
-        0, "CPU threads each rank computes with; 0 shares the cores evenly among the ranks.", unit="threads", ge=0
+        0, "CPU threads that each rank computes with. 0 shares the cores evenly among the ranks.", unit="threads", ge=0
     )
     device_memory_bytes: Bytes = setting(
-        0, "Memory of each device that a rank may fill, less than it has: beyond it a step fails as on a full GPU; 0 "
-        "for all there is. With it a CPU plays a small GPU.", unit="bytes", ge=0, le=1 << 50,
+        0, "Memory that a rank may use on each device. A step that needs more fails, as on a full GPU, so a CPU can "
+        "stand in for a small GPU. 0 allows all there is.", unit="bytes", ge=0, le=1 << 50,
     )  # fmt: skip
 
     @property
@@ -173,11 +185,23 @@ class Hardware(Section):
 class Training(Section):
     """What the optimizer sees: nothing here depends on the machine."""
 
-    seed: int = setting(13, "Seed of weights, sample order and loader workers.", ge=0, le=2**32 - 1)
-    max_epochs: int = setting(1, "Epochs of the committed run; a trial stops earlier, at trial.max_steps.", ge=1)
+    seed: int = setting(13, "Seed of the weights, the sample order and the loader workers.", ge=0, le=2**32 - 1)
+    max_epochs: int = setting(
+        1, "Epochs of the real training, which schedules see in a trial too. A trial stops at trial.max_steps.",
+        unit="epochs", ge=1,
+    )  # fmt: skip
     gradient_clip_norm: float | None = setting(
-        None, "Largest gradient norm before it is scaled down; empty for no clipping.", gt=0
+        None, "Gradients with a larger norm are scaled down to it. Empty clips nothing.", gt=0
     )
+    monitor: str = setting(
+        "", "Metric that the best checkpoint and early stopping go by, under the name that the module logs it by. "
+        "Empty goes by none.", suggestions=("", "val_loss"),
+    )  # fmt: skip
+    monitor_mode: Literal["min", "max"] = setting("min", "Whether a lower (min) or a higher (max) monitor is better.")
+    early_stopping_patience: int = setting(
+        0, "Validations without a better monitor after which the training ends. 0 never ends it early.",
+        unit="validations", ge=0,
+    )  # fmt: skip
 
 
 class Loader(Section):
@@ -185,71 +209,74 @@ class Loader(Section):
 
     batch_size: int = setting(16, "Samples per batch on each device.", unit="samples", ge=1)
     num_workers: int = setting(
-        0, "Loader processes per rank; 0 streams in threads, which is enough unless a transform is heavy.",
+        0, "Loader processes of each rank. 0 streams in threads, which is enough unless a transform is heavy.",
         unit="processes", ge=0, le=256,
     )  # fmt: skip
-    prefetch_factor: int = setting(2, "Batches each loader process keeps ready.", unit="batches", ge=1, le=64)
+    prefetch_factor: int = setting(2, "Batches that each loader process keeps ready.", unit="batches", ge=1, le=64)
     batches_ahead: int = setting(
-        2, "Batches the streaming engine reads before they are asked for.", unit="batches", ge=0, le=256
+        2, "Batches that the streaming engine reads before they are asked for.", unit="batches", ge=0, le=256
     )
     requests_in_flight: int = setting(
-        32, "Most requests open at once, to hide latency; beyond 32 no more than help.", unit="requests", ge=1, le=1024
-    )
+        32, "Requests that are open at once, at most. Several hide the latency of each; more than 32 rarely make "
+        "reading faster.", unit="requests", ge=1, le=1024,
+    )  # fmt: skip
     decode_threads: int = setting(2, "Threads that decompress chunks.", unit="threads", ge=1, le=64)
-    pin_memory: bool = setting(False, "Copy batches to pinned memory first: faster transfers to a GPU.")
+    pin_memory: bool = setting(False, "Copy batches to pinned memory first. Transfers to a GPU are faster from there.")
     cache_bytes: Bytes = setting(
-        0, "Decoded chunks each rank keeps for later batches, the least recently used dropped first; 0 keeps none.",
-        unit="bytes", ge=0, le=1 << 50,
+        0, "Decoded chunks that each rank keeps for later batches. The least recently used are evicted first. 0 keeps "
+        "none.", unit="bytes", ge=0, le=1 << 50,
     )  # fmt: skip
     memory_bytes: Bytes = setting(
-        "4 GiB", "Host memory of a rank for batches, chunks being read and decoded, cache and windows, with the holes "
-        "they leave: obeyed. Opening a store takes up to 12 MiB more of each process, once.",
+        "4 GiB", "Budget of host memory for each rank: batches, chunks in flight, the cache and the windows. It is "
+        "never exceeded. Opening a store takes up to 12 MiB more in each process, once.",
         unit="bytes", ge=1 << 20, le=1 << 50,
     )  # fmt: skip
     window_bytes: Bytes = setting(
-        "512 MiB", "Block order: decoded chunks each rank holds, of the window being served and the next one.",
+        "512 MiB", "In block order: decoded chunks that each rank holds, of the window in use and of the next.",
         unit="bytes", ge=1 << 10, le=1 << 50,
     )  # fmt: skip
     window_blocks: int = setting(
-        64, "Block order: places of the array that a window mixes; more mix better and make blocks smaller.",
+        64, "In block order: blocks of the array that one window mixes. More blocks mix better, and each is smaller.",
         unit="blocks", ge=1, le=1 << 20,
     )  # fmt: skip
     block_reuse: float = setting(
-        1.0, "Block order: samples a block yields, over the patches that fit it side by side.", gt=0, le=1000
-    )
+        1.0, "In block order: samples drawn from a block, as a multiple of the patches that fit into it side by side.",
+        gt=0, le=1000,
+    )  # fmt: skip
     shuffle: bool = setting(True, "Draw samples in a new order each epoch.")
-    drop_last: bool = setting(False, "Leave out the samples that do not fill the last global batch.")
+    drop_last: bool = setting(False, "Leave out the last samples of an epoch when they do not fill a global batch.")
 
 
 class Calibration(Section):
-    """Finding the loader's settings by measurement, before training begins."""
+    """Finding the loader settings by measurement, before training begins."""
 
     enabled: bool = setting(
-        False, "Before training, measure which loader settings are fast, and train with the cheapest of them."
+        False, "Measure loader settings before training begins, and train with the cheapest of the fast ones."
     )
     candidate_workers: Counts = setting(
-        (), "Numbers of loader processes to try; empty for 0, 1, 2, 4, ... up to what CPUs and memory allow, 32 at "
-        "most.", unit="processes",
+        (), "Numbers of loader processes to try. Empty tries 0, 1, 2, 4 and so on, up to 32 or what CPUs and memory "
+        "allow.", unit="processes",
     )  # fmt: skip
     candidate_prefetch: Counts = setting(
         (2, 4, 8), "Prefetch factors to try with each number of loader processes.", unit="batches", min_length=1
     )
     timeout_seconds: float = setting(
-        20.0, "Longest that one candidate is measured, from its first batch on.", unit="seconds", gt=0, le=3600
+        20.0, "Longest measurement of one candidate, from its first batch on.", unit="seconds", gt=0, le=3600
     )
     max_measure_batches: int = setting(
-        200, "Most batches one candidate is measured over, after its warm-up; fewer where their pace has settled.",
-        unit="batches", ge=2, le=100_000,
+        200, "Batches that one candidate is measured over, at most, after its warm-up. The measurement ends earlier "
+        "once the pace is steady.", unit="batches", ge=2, le=100_000,
     )  # fmt: skip
     cap_workers_by_ram: bool = setting(
-        True, "Leave out numbers of loader processes whose memory, measured on samples, does not fit what is free."
+        True, "Leave out numbers of loader processes whose measured memory exceeds the free memory."
     )
     ram_safety_margin: float = setting(
-        0.2, "Part of the free memory that loader processes must leave: lower it to allow more of them.", ge=0, lt=1
-    )
+        0.2, "Fraction of the free memory that loader processes must leave free. A lower value allows more of them.",
+        ge=0, lt=1,
+    )  # fmt: skip
     step_seconds: float = setting(
-        0.0, "Time of a training step to be simulated after each batch: nothing faster than it is worth paying for. 0 "
-        "asks for the fastest loader.", unit="seconds", ge=0, le=3600,
+        0.0, "Time of a training step, simulated after each batch. A loader that is faster than the step brings "
+        "nothing. 0 looks for the fastest loader.", unit="seconds", ge=0, le=3600,
     )  # fmt: skip
 
 
@@ -257,26 +284,27 @@ class Levers(Section):
     """Switches that trade time for memory."""
 
     accumulate_grad_batches: int = setting(
-        1, "Micro-batches per optimizer step: a larger global batch without its memory.", unit="micro-batches", ge=1
-    )
+        1, "Micro-batches of each optimizer step. More of them make a larger global batch without its memory.",
+        unit="micro-batches", ge=1,
+    )  # fmt: skip
     gradient_checkpointing: bool = setting(
-        False, "Forget the activations of repeated blocks and compute them again in the backward pass."
+        False, "Drop the activations of repeated blocks and compute them again in the backward pass."
     )
     checkpoint_blocks: Names = setting(
-        (), "Class names of the blocks that gradient_checkpointing takes; empty for the repeated blocks of the module."
-    )
+        (), "Class names of the blocks that gradient_checkpointing applies to. Empty takes the repeated blocks of the "
+        "module.",
+    )  # fmt: skip
     optimizer: Literal["module", "adamw", "adamw-fused", "adamw-8bit", "sgd"] = setting(
-        "module",
-        "module: what configure_optimizers returns. The others take its place, on the same parameter groups and "
-        "schedulers: adamw-fused needs no temporaries, adamw-8bit a quarter of the state, sgd none without momentum.",
-    )
+        "module", "module keeps what configure_optimizers returns. The others replace it, on the same parameter "
+        "groups and schedulers: adamw-fused needs no temporaries, adamw-8bit a quarter of the state, sgd no state "
+        "without momentum.",
+    )  # fmt: skip
     attention: Literal["auto", "math", "efficient", "flash", "cudnn"] = setting(
-        "auto",
-        "Kernel of scaled_dot_product_attention to prefer; auto is torch's own choice. math keeps all scores, the "
-        "others none.",
-    )
+        "auto", "Preferred kernel of scaled_dot_product_attention. auto is torch's own choice. math stores all "
+        "attention scores, the others none.",
+    )  # fmt: skip
     sequence_chunk: int = setting(
-        0, "Positions of a long sequence that are trained at a time, by a module that has chunk_step; 0 takes "
+        0, "Positions of a long sequence that are trained at a time, for a module with a chunk_step method. 0 takes "
         "sequences whole.", unit="positions", ge=0,
     )  # fmt: skip
 
@@ -285,40 +313,50 @@ class Data(Section):
     """What is stored where, and what one sample is."""
 
     source: str | None = setting(
-        None,
-        "What builds the store: an import path such as datasets/ocean/source.py:Ocean, or a place: a Zarr store, "
-        "a .nc or .npy file, a folder of images; empty to only read.",
-    )
+        None, "What the store is built from: an import path such as datasets/ocean/source.py:Ocean, a Zarr store, a "
+        ".nc, .npy or .npz file, or a folder of images. Empty for a store that exists.",
+    )  # fmt: skip
     arguments: Arguments = setting(
-        dict, "Keyword arguments of the source, such as its size and seed; without one, of data given as class or path."
-    )
+        dict, "Keyword arguments of the source, such as its size and seed. Without a source, those of a data class or "
+        "import path.",
+    )  # fmt: skip
     url: str = setting(
-        "data/dataset.zarr", "Where the Zarr store is: a path, or file://, gs://, s3://, http(s)://, memory://."
-    )
+        "data/dataset.zarr", "Where the Zarr store is: a path, or a file://, gs://, s3://, http(s):// or memory:// "
+        "URL. NetCDF, .npz, Icechunk and kerchunk are read there too.",
+    )  # fmt: skip
     credentials: Annotated[str, Field(pattern=r"^(default|anonymous|env:[A-Za-z_][A-Za-z0-9_]*)$")] = setting(
-        "default",
-        "Where the key to the store is found: default, anonymous, or env:NAME. Never the key itself.",
+        "default", "Where the key to the store is found: default, anonymous, or env:NAME. Never the key itself.",
         suggestions=("default", "anonymous"),
-    )
-    variables: Names = setting((), "Variables stacked as channels, in this order; empty for all of one shape.")
+    )  # fmt: skip
+    variables: Names = setting((), "Variables stacked as channels, in this order. Empty takes all of one shape.")
     patch: Sizes = setting(
-        dict, "Size of one sample along each named dimension; a dimension left out has size 1.", unit="elements"
+        dict, "Size of one sample along each named dimension. A dimension that is left out has size 1.", unit="elements"
     )
     order: Literal["random", "grid", "block"] = setting(
-        "random", "random draws offsets anywhere; grid visits every stride-th offset once an epoch; block draws "
-        "anywhere too, from some places of the array at a time, so that a chunk is read once for many samples.",
+        "random", "How samples are drawn. random: at any offset. grid: at every stride-th offset, each once an epoch. "
+        "block: at any offset within a few blocks of the array at a time, so that each chunk is read once for many "
+        "samples.",
     )  # fmt: skip
     stride: Sizes = setting(
-        dict, "Distance between samples along each dimension; empty for the patch size in grid order, for 1 in block "
+        dict, "Distance between samples along each dimension. Empty is the patch size in grid order, and 1 in block "
         "order.", unit="elements",
     )  # fmt: skip
     samples_per_epoch: int = setting(
-        1024, "Random samples that make one epoch (grid order counts its own).", unit="samples", ge=1
+        1024, "Random samples of one epoch. In grid order the grid decides.", unit="samples", ge=1
     )
-    standardize: bool = setting(True, "Shift and scale each variable by the mean and deviation found while building.")
+    validation_fraction: float = setting(
+        0.0, "Part of the data that is kept for validation: of patches the end of validation_dimension, of rows the "
+        "last, of a table the last entities of each query. Nothing of it is trained on. 0 keeps none.", ge=0, lt=1,
+    )  # fmt: skip
+    validation_dimension: str = setting(
+        "", "Dimension whose end is kept for validation, such as time. Empty takes the first of the array."
+    )
+    standardize: bool = setting(
+        True, "Subtract each variable's mean and divide by its standard deviation, both computed while building."
+    )
     strict: bool = setting(
-        False, "Make a missing chunk an error in every store, as it always is in those that kit built. Otherwise those "
-        "of another writer are its fill value, as Zarr says, and counted.",
+        False, "Make a missing chunk an error in every store, as it always is in stores that kit built. Otherwise a "
+        "missing chunk of another writer is read as the fill value, as Zarr defines it, and counted.",
     )  # fmt: skip
 
 
@@ -326,65 +364,68 @@ class Chunking(Section):
     """How the store is cut: the chunk is what a reader fetches, the shard is what a writer writes."""
 
     chunk: Literal["auto"] | Sizes = setting(
-        "auto", "Size of a chunk along each dimension; auto is chosen from the patch, with its reasons.",
+        "auto", "Size of a chunk along each dimension. auto is computed from the sampling pattern, with its reasons.",
         unit="elements",
     )  # fmt: skip
     shard: Literal["auto", "none"] | Sizes = setting(
-        "auto", "Size of a shard, a multiple of the chunk; auto fills target_shard_bytes; none makes each chunk "
-        "an object.", unit="elements",
+        "auto", "Size of a shard, a multiple of the chunk. auto fills target_shard_bytes. none stores each chunk as "
+        "one object.", unit="elements",
     )  # fmt: skip
     target_shard_bytes: Bytes = setting(
-        "64 MiB", "Uncompressed size an automatic shard stays below.", unit="bytes", ge=1024, le=1 << 40
+        "64 MiB", "Uncompressed size that an automatic shard does not exceed.", unit="bytes", ge=1024, le=1 << 40
     )
-    compression_level: int = setting(3, "zstd level: higher is smaller and slower to write.", ge=0, le=19)
+    compression_level: int = setting(
+        3, "Level of zstd. A higher level makes smaller chunks and takes longer to write.", ge=0, le=19
+    )
     latency_seconds: float = setting(
-        0.03, "Mean time to the first byte of a request, for the plan.", unit="seconds", ge=0, le=60
+        0.03, "For the plan: mean time to the first byte of a request.", unit="seconds", ge=0, le=60
     )
     latency_deviation_seconds: float = setting(
-        0.012, "Its standard deviation: batches wait for their slowest request, for the plan.",
+        0.012, "For the plan: standard deviation of the latency. A batch waits for its slowest request.",
         unit="seconds", ge=0, le=600,
     )  # fmt: skip
     bandwidth_bytes_per_second: Bytes = setting(
-        "80 MB", "Bytes per second of one connection, for the plan.", unit="bytes/s", ge=1
+        "80 MB", "For the plan: bytes per second of one connection.", unit="bytes/s", ge=1
     )
     total_bandwidth_bytes_per_second: Bytes = setting(
-        "400 MB", "Bytes per second that all connections of all ranks carry together, for the plan.",
-        unit="bytes/s", ge=1,
-    )  # fmt: skip
+        "400 MB", "For the plan: bytes per second of all connections of all ranks together.", unit="bytes/s", ge=1
+    )
     requests_per_second: int = setting(
-        5000, "Reads per second that the store allows all ranks together, for the plan: a GCS bucket starts at about "
-        "5,000; 0 for no limit.", unit="requests/s", ge=0,
+        5000, "For the plan: reads per second that the store allows all ranks together. A GCS bucket starts at about "
+        "5,000. 0 is no limit.", unit="requests/s", ge=0,
     )  # fmt: skip
     decode_bytes_per_second: Bytes = setting(
-        "500 MB", "Decoded bytes per second of one decoding thread, for the plan.", unit="bytes/s", ge=1
+        "500 MB", "For the plan: decoded bytes per second of one decoding thread.", unit="bytes/s", ge=1
     )
     request_cpu_seconds: float = setting(
-        0.0003, "CPU time of one request in the thread that makes them, for the plan.", unit="seconds", ge=0, le=60
+        0.0003, "For the plan: CPU time of one request in the thread that makes it.", unit="seconds", ge=0, le=60
     )
     compression_ratio: float | None = setting(
-        None, "Decoded bytes per stored byte, for the plan; empty takes a built store's own, else 1.", gt=0, le=10_000
-    )
+        None, "For the plan: decoded bytes per stored byte. Empty takes the ratio of a built store, and 1 where there "
+        "is none.", gt=0, le=10_000,
+    )  # fmt: skip
     divisibility: Literal["any", "divides", "power-of-two"] = setting(
-        "any", "What an automatic chunk keeps along each dimension: it divides the array, or is a power of two."
-    )
+        "any", "What an automatic chunk size must be along each dimension: any size, a divisor of the array's, or a "
+        "power of two.",
+    )  # fmt: skip
     multiple_of: Sizes = setting(
-        dict, "A number that an automatic chunk is a multiple of, along each dimension.", unit="elements"
+        dict, "Number that an automatic chunk size must be a multiple of, along each dimension.", unit="elements"
     )
     largest_object_bytes: Bytes = setting(
-        "5 TiB", "Uncompressed size that no chunk or shard exceeds; object stores allow 5 TiB.",
+        "5 TiB", "Uncompressed size that no chunk or shard may exceed. Object stores allow 5 TiB.",
         unit="bytes", ge=1, le=5 << 40,
     )  # fmt: skip
     readers: Arguments = setting(
-        dict, "Other patterns the layout must serve, as {series: {patch: {time: 8760}, weight: 1}}; also order, "
-        "stride, batch_size, shuffle.",
+        dict, "Other access patterns that the layout must serve, as {series: {patch: {time: 8760}, weight: 1}}. Each "
+        "may also have order, stride, batch_size and shuffle.",
     )  # fmt: skip
     price_per_thousand_reads: float | None = setting(
-        None, "What the store charges for 1,000 reads, in your currency; empty leaves money out. GCS and S3 standard "
-        "listed 0.0004 USD in 2025.", ge=0,
+        None, "Price of 1,000 reads in your currency. Empty leaves money out. GCS and S3 standard storage listed "
+        "0.0004 USD in 2025.", ge=0,
     )  # fmt: skip
     price_per_gigabyte: float | None = setting(
-        None, "What 10^9 bytes cost that leave the store, in your currency; empty leaves it out. To the internet GCS "
-        "listed 0.12 USD in 2025, within a region 0.", ge=0,
+        None, "Price of 10^9 bytes that leave the store, in your currency. Empty leaves it out. GCS listed 0.12 USD "
+        "to the internet in 2025, and 0 within a region.", ge=0,
     )  # fmt: skip
 
 
@@ -395,44 +436,47 @@ class Build(Section):
         "threads", "What runs the tasks of a build: this thread, threads of this process, or Dask workers."
     )
     threads: int = setting(
-        0, "Tasks each process runs at once; 0 takes one per core, at most 8, and 1 in each Dask worker. Fewer run "
-        "where memory_bytes holds no more.", unit="threads", ge=0, le=256,
+        0, "Tasks that each process runs at once. 0 takes one per core, at most 8, and 1 in each Dask worker. Fewer "
+        "run where memory_bytes is too small for all of them.", unit="threads", ge=0, le=256,
     )  # fmt: skip
     workers: int = setting(
-        0, "distributed: processes of a local cluster; 0 divides the cores by threads.", unit="processes", ge=0, le=1024
-    )
+        0, "For distributed: processes of a local cluster. 0 divides the cores by threads.",
+        unit="processes", ge=0, le=1024,
+    )  # fmt: skip
     memory_bytes: Bytes = setting(
-        "2 GiB", "Memory that building may add to each process: values, what is being decoded, encoded and sent.",
-        unit="bytes", ge=1 << 20, le=1 << 50,
+        "2 GiB", "Memory that a build may add to each process: values read, chunks decoded and encoded, and bytes "
+        "being sent.", unit="bytes", ge=1 << 20, le=1 << 50,
     )  # fmt: skip
     total_memory_bytes: Bytes = setting(
-        0, "Memory of all processes of a build together, Dask workers with the libraries they load; where it is short, "
-        "each gets less or fewer run. 0 for no other limit than memory_bytes.", unit="bytes", ge=0, le=1 << 50,
+        0, "Memory of all processes of a build together, the libraries of Dask workers included. Where it is too "
+        "small, each process gets less, or fewer run. 0 sets no limit beyond memory_bytes.",
+        unit="bytes", ge=0, le=1 << 50,
     )  # fmt: skip
     address: Annotated[str, Field(pattern=r"^$|^(tcp|tls|ws|wss|inproc)://[^@\s]+$")] = setting(
-        "", "distributed: a running Dask scheduler, such as tcp://host:8786; empty starts a cluster on this machine.",
-        suggestions=("", "tcp://127.0.0.1:8786"),
+        "", "For distributed: the address of a running Dask scheduler, such as tcp://host:8786. Empty starts a "
+        "cluster on this machine.", suggestions=("", "tcp://127.0.0.1:8786"),
     )  # fmt: skip
     scratch: str = setting(
-        "", "A path or URL for an intermediate copy, removed at the end, that spares reading the source many times "
-        "when its chunks lie across the new ones; empty for none.",
+        "", "A path or URL for an intermediate copy, removed at the end. It saves reading the source many times when "
+        "its chunks lie across the new ones. Empty makes no copy.",
     )  # fmt: skip
 
 
 class Cache(Section):
-    """Bytes of a remote store, kept near."""
+    """A cache for the compressed bytes of a remote store."""
 
     size_bytes: Bytes = setting(
-        0, "Stored bytes kept of what was read from a remote store; 0 keeps none. Local paths are never cached.",
-        unit="bytes", ge=0, le=1 << 50,
+        0, "Compressed bytes of a remote store that are kept for later reads. 0 keeps none. Local paths are never "
+        "cached.", unit="bytes", ge=0, le=1 << 50,
     )  # fmt: skip
     folder: str = setting(
-        "", "Where they are kept for later runs and shared by all processes of a machine; empty keeps them in the "
+        "", "Folder of the cache, shared by all processes of a machine and kept for later runs. Empty caches in the "
         "memory of each process.",
     )  # fmt: skip
     eviction: Literal["lru", "none"] = setting(
-        "lru", "What makes room when it is full: the least recently used goes, or nothing more is kept."
-    )
+        "lru", "What happens when the cache is full: the least recently used bytes are evicted (lru), or nothing more "
+        "is cached (none).",
+    )  # fmt: skip
 
 
 class Model(Section):
@@ -441,64 +485,73 @@ class Model(Section):
     target: str = setting(
         "kit.models:UNet", "Import path of a LightningModule, as package.module:Name or path/to/file.py:Name."
     )
-    arguments: Arguments = setting(dict, "Keyword arguments the module is made with.")
+    arguments: Arguments = setting(dict, "Keyword arguments that the module is made with.")
 
 
 class Trial(Section):
     """How a short run is started, bounded and kept."""
 
     max_steps: int = setting(40, "Optimizer steps of a trial.", unit="steps", ge=1)
-    warmup_steps: int = setting(5, "First steps left out of every throughput figure.", unit="steps", ge=0)
-    folder: str = setting("runs", "Where run directories are kept.")
+    warmup_steps: int = setting(5, "First steps, which no throughput figure counts.", unit="steps", ge=0)
+    folder: str = setting("runs", "Folder of the run directories.")
     start: Literal["warm", "cold"] = setting(
-        "warm", "warm forks ranks from a process that has already imported torch; cold starts fresh interpreters."
-    )
-    timeout_seconds: float = setting(3600.0, "A trial still running after this long is ended.", unit="seconds", gt=0)
+        "warm", "How ranks start. warm forks them from a process that has imported torch already. cold starts new "
+        "interpreters.",
+    )  # fmt: skip
+    timeout_seconds: float = setting(3600.0, "A trial that runs longer than this is ended.", unit="seconds", gt=0)
     stall_seconds: float = setting(
-        300.0, "A trial silent for this long is ended, with the stack of every thread in its log.",
+        300.0, "A trial that makes no progress for this long is ended, and its log gets the stack of every thread.",
         unit="seconds", gt=0,
     )  # fmt: skip
     validate_every_steps: int = setting(
-        0, "Optimizer steps between two validations of a trial; 0 for none.", unit="steps", ge=0
+        0, "Optimizer steps between two validations of a trial. 0 validates nothing.", unit="steps", ge=0
     )
     validation_batches: int = setting(10, "Batches of each validation of a trial.", unit="batches", ge=1)
+    sanity_batches: int = setting(
+        2, "Batches that are validated before the first step of a trial that validates, so that a fault in the "
+        "validation shows at once.", unit="batches", ge=0,
+    )  # fmt: skip
+    keep_best: bool = setting(
+        False, "Keep the checkpoint with the best training.monitor in the run directory of a trial."
+    )
     grace_seconds: float = setting(
-        5.0, "How long ranks get to finish their step after Stop before they are killed.", unit="seconds", gt=0
+        5.0, "Time that ranks get to finish their step after Stop, before they are killed.", unit="seconds", gt=0
     )
     predict_memory: bool = setting(
-        True, "Predict the peak memory of the trial too, beside it and at the lowest priority, unless it is known."
-    )
+        True, "Predict the peak memory of the trial too, in a process beside it at the lowest priority. A known "
+        "prediction is reused.",
+    )  # fmt: skip
     measure_memory: bool = setting(
-        True,
-        "Measure the peak memory of the first two optimizer steps on the CPU (a GPU counts by itself). Switch it "
-        "off for a module that starts a profiler of its own.",
-    )
+        True, "Measure the peak memory of the first two optimizer steps on the CPU; a GPU is always measured. Switch "
+        "it off for a module that starts a profiler itself.",
+    )  # fmt: skip
     count_work: bool = setting(
-        True,
-        "Count the arithmetic, memory traffic and host syncs of one warm-up step, which then takes longer: what MFU "
-        "and diagnosis are computed from.",
-    )
+        True, "Count the FLOPs, memory traffic and host syncs of one warm-up step. MFU and the diagnosis are computed "
+        "from them. That step takes longer.",
+    )  # fmt: skip
     codecarbon: Annotated[str, Field(pattern=r"^([A-Z]{3})?$")] = setting(
-        "", "Country, as DEU, for whose grid codecarbon estimates energy and CO2 of the trial too, offline; empty for "
-        "not. It is an extra: kit[co2].",
+        "", "Country code, such as DEU, for whose grid codecarbon estimates energy and CO2 of the trial, offline. "
+        "Empty leaves it out. Needs the extra kit[co2].",
     )  # fmt: skip
 
 
 class Commit(Section):
     """How a committed run is laid out; a trial takes nothing from here."""
 
-    folder: str = setting("committed", "Where kit.commit writes the files of a run that is to be kept.")
-    output: str = setting("output", "Where committed runs write checkpoints and logs, each in a folder of its own.")
+    folder: str = setting("committed", "Folder for the files that kit.commit writes.")
+    output: str = setting(
+        "output", "Folder for the checkpoints and logs of committed runs, each run in a folder of its own."
+    )
     nodes: int = setting(
-        1, "Machines of the committed run, each with hardware.devices: ranks and the global batch grow with them.",
-        unit="nodes", ge=1, le=100_000,
+        1, "Machines of the committed run, each with hardware.devices. The number of ranks and the global batch grow "
+        "with them.", unit="nodes", ge=1, le=100_000,
     )  # fmt: skip
     checkpoint_every_steps: int = setting(
-        500, "Optimizer steps between two checkpoints, each in place of the one before; what a restart has to repeat.",
-        unit="steps", ge=1,
+        500, "Optimizer steps between two checkpoints. Each replaces the one before. A restart repeats at most so "
+        "many steps.", unit="steps", ge=1,
     )  # fmt: skip
     restarts: int = setting(
-        3, "Times that torchrun starts all ranks again after one of them failed.", unit="restarts", ge=0, le=1000
+        3, "Times that torchrun restarts all ranks after one of them failed.", unit="restarts", ge=0, le=1000
     )
 
 
@@ -506,81 +559,84 @@ class Checkpoint(Section):
     """Where the checkpoints of a committed run are copied to; a trial keeps none."""
 
     url: str = setting(
-        "", "A path or URL, such as gs://bucket/run-7, that checkpoints are copied to while training goes on; empty "
-        "for none.",
+        "", "A path or URL, such as gs://bucket/run-7, to which checkpoints are copied during training. Empty copies "
+        "none.",
     )  # fmt: skip
     credentials: Annotated[str, Field(pattern=r"^(default|anonymous|env:[A-Za-z_][A-Za-z0-9_]*)$")] = setting(
-        "default",
-        "Where the key to that place is found: default, anonymous, or env:NAME. Never the key itself.",
+        "default", "Where the key to that place is found: default, anonymous, or env:NAME. Never the key itself.",
         suggestions=("default", "anonymous"),
-    )
-    every_seconds: float = setting(
-        60.0, "Shortest time between two looks for a checkpoint that is not copied yet.", unit="seconds", ge=0
-    )
+    )  # fmt: skip
+    every_seconds: float = setting(60.0, "Shortest time between two checks for a new checkpoint.", unit="seconds", ge=0)
     every_steps: int = setting(
-        0, "Fewest optimizer steps between two such looks; 0 for every_seconds alone.", unit="steps", ge=0
+        0, "Fewest optimizer steps between two checks for a new checkpoint. 0 goes by every_seconds alone.",
+        unit="steps", ge=0,
+    )  # fmt: skip
+    during_training: bool = setting(
+        True, "Copy checkpoints during training. Otherwise they are copied at its end only."
     )
-    during_training: bool = setting(True, "Copy while training; otherwise only at its end.")
     on_fit_end: bool = setting(True, "Copy the newest and the best checkpoint at the end of training, and wait for it.")
     keep: int = setting(
-        0, "Whole checkpoints kept there, the oldest removed first; 0 keeps all.", unit="checkpoints", ge=0
-    )
+        0, "Complete checkpoints that are kept at the URL. The oldest are removed first. 0 keeps all.",
+        unit="checkpoints", ge=0,
+    )  # fmt: skip
     required: bool = setting(
-        False, "End the training when a checkpoint cannot be copied; otherwise it is warned of, and the next is tried."
+        False, "End the training when a checkpoint cannot be copied. Otherwise kit warns, and tries the next one."
     )
     deadline_seconds: float = setting(
-        300.0, "How long the end of training waits for the last copy.", unit="seconds", gt=0, le=86_400
+        300.0, "Longest wait for the last copy at the end of training.", unit="seconds", gt=0, le=86_400
     )
     part_bytes: Bytes = setting(
-        "16 MiB", "Size of the objects a checkpoint is cut into: what a copy that is broken off need not send again.",
-        unit="bytes", ge=1 << 10, le=1 << 30,
+        "16 MiB", "Size of the objects that a checkpoint is cut into. After an interruption, complete parts are not "
+        "sent again.", unit="bytes", ge=1 << 10, le=1 << 30,
     )  # fmt: skip
-    parts_in_flight: int = setting(4, "Parts on their way at once, each held in memory.", unit="parts", ge=1, le=256)
+    parts_in_flight: int = setting(4, "Parts that are sent at once, each held in memory.", unit="parts", ge=1, le=256)
 
 
 class Queries(Section):
-    """How event tables are asked for: in how many query chunks, by how many processes, and what is kept of it."""
+    """How event tables are queried: in how many query chunks, by how many processes, and with which cache."""
 
     fit_query_chunks: int = setting(
-        1, "Queries that a table is cut into while its features are fitted, one after another: more need less memory "
-        "at once, here and in the database.", unit="query chunks", ge=1, le=65_536,
+        1, "Queries that a table is cut into while its features are fitted, one after another. More of them need less "
+        "memory at once, here and in the database.", unit="query chunks", ge=1, le=65_536,
     )  # fmt: skip
     load_query_chunks: int = setting(
-        1, "Queries that a table is cut into for each epoch. All events of an entity are in one, so more cost time, "
-        "never samples.", unit="query chunks", ge=1, le=65_536,
+        1, "Queries that a table is cut into in each epoch. All events of an entity are in one query, so more queries "
+        "cost time but lose no samples.", unit="query chunks", ge=1, le=65_536,
     )  # fmt: skip
     num_concurrent_features: int = setting(
         4, "Columns whose features are fitted at once.", unit="columns", ge=1, le=1024
     )
     num_cpus: int = setting(
-        4, "Cores that one column may use while it is fitted; times num_concurrent_features no more than there are.",
-        unit="cores", ge=1, le=1024,
+        4, "Cores that one column may use while it is fitted. This times num_concurrent_features may not exceed the "
+        "machine's cores.", unit="cores", ge=1, le=1024,
     )  # fmt: skip
-    batch_rows: int = setting(65_536, "Most rows that come from a database at a time.", unit="rows", ge=1, le=1 << 24)
+    batch_rows: int = setting(
+        65_536, "Rows that are fetched from a database at a time, at most.", unit="rows", ge=1, le=1 << 24
+    )
     prefetch: bool = setting(
-        True, "Read the next query chunk while this one is trained on, where memory_bytes holds both."
+        True, "Read the next query chunk while the model trains on this one, where memory_bytes holds both."
     )
     memory_bytes: Bytes = setting(
-        "4 GiB", "Host memory of a rank for query chunks, read and arranged: obeyed.",
+        "4 GiB", "Budget of host memory for each rank's query chunks. It is never exceeded.",
         unit="bytes", ge=1 << 20, le=1 << 50,
     )  # fmt: skip
     cache_path: str = setting(
-        "", "A folder that keeps the results of queries as Parquet, for later epochs and other tasks; empty for none."
+        "", "A folder that keeps the results of queries as Parquet, for later epochs and other tasks. Empty keeps none."
     )
 
 
 class Profiler(Section):
-    """How a trial is looked at from close by: one pass with each profiler."""
+    """Which profilers look at a trial, one pass with each."""
 
-    folder: str = setting("output/profiler", "Where results go, in {name}/profiler_logs.")
+    folder: str = setting("output/profiler", "Folder of the results, in {name}/profiler_logs.")
     passes: Names = setting(
-        (), "simple times Lightning's actions, advanced every Python function, pytorch every operation and the device; "
-        "empty for all three.",
+        (), "Which profilers run: simple times Lightning's actions, advanced times every Python function, pytorch "
+        "times every operation on CPU and device. Empty runs all three.",
     )  # fmt: skip
     active_steps: int = setting(
-        3, "Steps that the pytorch pass keeps; each is about a megabyte of trace.", unit="steps", ge=1, le=100
+        3, "Steps that the pytorch pass records. Each is about a megabyte of trace.", unit="steps", ge=1, le=100
     )
-    memory: bool = setting(False, "Let the pytorch pass record every allocation too, which makes it slower.")
+    memory: bool = setting(False, "Record every allocation in the pytorch pass too, which makes it slower.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -617,8 +673,19 @@ class FieldInfo:
         return self.description + (f" [{'; '.join(notes)}]" if notes else "")
 
 
-class Config(Section):
-    """Everything one run depends on. Frozen: `replace` makes a changed copy, `diff` names what changed."""
+class Config(Drawable, Section):
+    """Everything that one run depends on. A config is frozen: `replace` makes a changed copy, `diff` names the changes.
+
+    Sections and fields are those of the YAML file. `Config.load(path)` reads one, `config.save(path)` writes one, and
+    `config.fingerprint` names its content.
+
+    Example:
+        >>> changed = kit.Config().replace({"loader.batch_size": 32, "hardware.precision": "bf16-mixed"})
+        >>> changed.loader.batch_size
+        32
+        >>> sorted(kit.Config().diff(changed))
+        ['hardware.precision', 'loader.batch_size']
+    """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")] = setting(
         "experiment", "Name of this experiment: lower-case letters, digits, dot, dash, underscore."
@@ -838,6 +905,9 @@ def _disagreements(config: Config) -> Iterator[tuple[str, str]]:
     for factor in config.calibration.candidate_prefetch:
         if not 1 <= factor <= 64:
             yield "calibration.candidate_prefetch", f"{factor} is none; a loader process keeps 1 to 64 batches ready"
+    for path in ("training.early_stopping_patience", "trial.keep_best"):
+        if config.get(path) and not config.training.monitor:
+            yield path, "goes by training.monitor, which is empty; name a metric there, such as val_loss"
     if config.trial.warmup_steps >= config.trial.max_steps:
         yield (
             "trial.warmup_steps",
@@ -867,8 +937,6 @@ def _device_disagreements(hardware: Hardware) -> Iterator[tuple[str, str]]:
             yield "hardware.strategy", f"{hardware.strategy} needs {product} devices, but devices asks for {count}"
         if count is None and devices != -1:
             yield "hardware.strategy", f"{hardware.strategy} needs {product} devices, but devices is auto (one device)"
-    if hardware.accelerator == "cpu" and hardware.precision == "16-mixed":
-        yield "hardware.precision", "16-mixed needs a GPU; on the CPU use bf16-mixed or 32-true"
 
 
 # -- schema

@@ -6,12 +6,21 @@ Callers who do not know kit can catch the built-in (`ValueError`, `OSError`, ...
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 class KitError(Exception):
-    """Root of everything kit raises on purpose."""
+    """The base of every error that kit raises on purpose: `except kit.KitError` catches them all.
+
+    Example:
+        >>> try:
+        ...     kit.Config().replace({"loader.batch_size": 0})
+        ... except kit.KitError as error:
+        ...     print(type(error).__name__)
+        ConfigError
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +147,16 @@ class EventLogError(KitError, ValueError):
 
 class KitWarning(UserWarning):
     """Something asked for that could not be done, while the run goes on without it; the message names the way out."""
+
+
+def did_you_mean(name: object, known: Iterable[object], otherwise: str = "it has {}", cutoff: float = 0.6) -> str:
+    """The end of an error about a name: `; did you mean 'mean'?`, or all known names as `otherwise` says them."""
+    names = [*map(str, known)]
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=cutoff)
+    hint = f"did you mean {close[0]!r}?" if close else otherwise.format(", ".join(names))
+    return f"; {hint}" if hint else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the statement, file or traceback that it quotes below."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

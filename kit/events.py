@@ -5,8 +5,8 @@ line is what a kill leaves and is dropped; a damaged line in the middle is damag
 written as text, so that every line stays JSON.
 
 Kinds: `rank_started`, `fit_started`, `loader_used`, `levers_used`, `work_counted`, `cpu_used`, `energy_measured`,
-`carbon_estimated`, `step`, `span`, `memory_measured`, `warned`, `fit_ended`, `failed` come from ranks of a fit,
-`recorded`, `refused`, `prediction_ended` from that of a prediction, `peaks_measured` from one that measures its
+`carbon_estimated`, `step`, `logged`, `span`, `memory_measured`, `warned`, `fit_ended`, `failed` come from ranks of a
+fit, `recorded`, `refused`, `prediction_ended` from that of a prediction, `peaks_measured` from one that measures its
 device, `calibration_step`, `calibrated`, `calibration_ended` from one that measures its loader; `trial_started`,
 `trial_ended` from the supervisor.
 Every event has `kind`, `time` (seconds since the epoch) and `rank` (-1: supervisor).
@@ -118,13 +118,13 @@ class EventReader:
         return events
 
 
-_NEEDED = {"step": {"step"}, "trial_ended": {"state", "message"}, "warned": {"message"}}
+_NEEDED = {"step": {"step"}, "logged": {"step", "metrics"}, "trial_ended": {"state", "message"}, "warned": {"message"}}
 """Fields that an event of a kind is read for, beside those that every event has."""
 _TEXT = {"kind", "state", "cause", "message", "traceback", "precision", "module", "headline"}
 _NUMBERS = re.compile(r"time|rank|steps?|batch|epoch|samples|loss|world_size|parameters|.*_(bytes|seconds|per_second)")
 _OTHERS = {
     "counters": dict, "host_seconds": dict, "flops_per_second": dict, "nominal_flops_per_second": dict,
-    "processes": list, "optimizers": list, "advice": list,
+    "processes": list, "optimizers": list, "advice": list, "metrics": dict,
 }  # fmt: skip
 _MOST = {
     "rank": 10**6,

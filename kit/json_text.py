@@ -7,8 +7,10 @@ wherever they are computed with. Both are refused here, before anything walks ov
 from __future__ import annotations
 
 import json
+import os
 import re
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from kit.errors import JsonError
@@ -39,6 +41,14 @@ def read_json(data: bytes | str, where: str = "") -> Any:
         raise JsonError(f"{head}nested deeper than {DEEPEST} levels; the file is damaged or none of kit's") from None
     except ValueError as error:
         raise JsonError(f"{head}not JSON: {error}; the file was cut short, edited or is none of kit's") from None
+
+
+def write_json(path: Path, values: Any, indent: int | None = None) -> Path:
+    """Write a file of kit's own; it is replaced in one move, so a reader finds the old values or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    draft.write_text(json.dumps(values, indent=indent), encoding="utf-8")
+    return draft.replace(path)
 
 
 def _whole(digits: str) -> int:

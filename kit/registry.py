@@ -9,12 +9,18 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+REPOSITORY = Path(__file__).parents[1]
 _paths: dict[str, str] = {}
 
 
@@ -33,13 +39,81 @@ def load(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def load_file(path: str) -> ModuleType:
+    """The module of a file of kit's repository that is no part of the package, such as `datasets/topics/topics.py`.
+
+    Raises:
+        ImportError: in an installed kit, which has no such file.
+    """
+    file = REPOSITORY / path
+    if not file.is_file():
+        raise ImportError(f"{path} is no part of an installed kit; work in a checkout of its repository")
+    module: ModuleType = load("file.module")(file)
+    return module
+
+
+class Drawable:
+    """A result that draws itself: its pictures are registered as `figure.CLASS` and `figure.CLASS.KIND`."""
+
+    __slots__ = ()
+
+    def figure(self, kind: str = "", *others: Any, **options: Any) -> Figure:
+        """Draw the result.
+
+        Args:
+            kind: Which picture, where there are several; the main one by default.
+            others: Results that are drawn beside it, where the picture compares.
+            options: What the picture takes by name.
+
+        Raises:
+            ValueError: for a picture that there is not, with those that there are.
+        """
+        mains = (f"figure.{parent.__name__}" for parent in type(self).__mro__)
+        main = next(main for main in mains if main in _paths)
+        name = f"{main}.{kind}" if kind else main
+        if name not in _paths:
+            kinds = [path.removeprefix(f"{main}.") for path in _paths if path.startswith(f"{main}.")]
+            raise ValueError(
+                f"a {type(self).__name__} has no picture {kind!r}; it has {', '.join(kinds) or 'one only'}"
+            )
+        drawn: Figure = load(name)(self, *others, **options)
+        return drawn
+
+
+def lazy(package: str, *inner: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package whose names are loaded when they are first used.
+
+    The names are those that the package's source imports for type checkers, as `from module import name as public`.
+
+    Args:
+        package: Its dotted name.
+        inner: Packages below it that are names too.
+    """
+    source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
+    homes = {public: (module, name) for module, name, public in _PUBLIC.findall(source)}
+    names = sorted([*homes, *inner])
+
+    def get(name: str) -> Any:
+        if name in inner:
+            return importlib.import_module(f"{package}.{name}")
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
+        module, attribute = homes[name]
+        return getattr(importlib.import_module(module), attribute)
+
+    return get, lambda: names
+
+
+_PUBLIC = re.compile(r"^    from (\S+) import (\w+) as (\w+)$", re.MULTILINE)
+
+
 class Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules under the names that they had."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         """
         Args:
-            names: The name of today by that of before.
+            names: The name of today by that of before, or a file of the repository.
         """
         self.names = names
 
@@ -56,7 +130,8 @@ class Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         warnings.warn(f"{name} is {self.names[name]} now", DeprecationWarning, stacklevel=2)
-        sys.modules[name] = importlib.import_module(self.names[name])
+        now = self.names[name]
+        sys.modules[name] = load_file(now) if now.endswith(".py") else importlib.import_module(now)
 
 
 def answer_to(names: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Small tables as plain text and as inline-styled HTML: how plans, hardware and results show themselves.
 
-Cells arrive as finished text (see `kit.units`); this file only aligns and escapes. `kit.table` shows rows of one's own,
-whose numbers it formats by the unit at the end of their name. The HTML carries no script and no
+Cells arrive as finished text (see `kit.units`); this file only aligns and escapes. `kit.table` shows rows of the
+user's, whose numbers it formats by the unit at the end of their name. The HTML carries no script and no
 style sheet, and takes its colours from JupyterLab's theme with a fallback elsewhere. One row may be marked: in the text
 with an arrow, in the HTML also for readers who hear the page.
 """
@@ -71,6 +71,11 @@ def html_table(
     return f'<table style="{style}">{title}<thead>{above}<tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
+def cell(value: float | None, form: Callable[[float], str] = format_bytes) -> str:
+    """A number as text; a dash where it is not known."""
+    return "–" if value is None else form(value)
+
+
 def html_groups(groups: Sequence[str]) -> str:
     """A line of headings above those of columns, one for each run of equal names; nothing is written for an empty."""
     return f"<tr>{''.join(_group(name, len(list(part))) for name, part in groupby(groups))}</tr>"
@@ -113,7 +118,7 @@ def _cell(column: int, dense: bool, wraps: bool = False) -> str:
     return f"text-align: {f'right; white-space: {wrap}' if column else 'left'}; padding: {padding}"
 
 
-# -- rows of one's own
+# -- rows that the user gives
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -145,12 +150,24 @@ class Table:
 
 
 def table(rows: Mapping[str, Mapping[str, object]], caption: str = "") -> Table:
-    """Rows to look at: `kit.table({"near": {"requests": 210, "read_bytes": 5 << 20, "took_seconds": 0.3}})`.
+    """Show numbers of several runs side by side.
 
     Args:
-        rows: Label -> name -> value. The end of a name is its unit and says how a number is shown: `_bytes`,
-            `_bytes_per_second`, `_seconds`, `_fraction`, `ratio`; others have three significant digits. What begins
-            with `bytes_per_` is bytes too.
+        rows: Label -> name -> value. The end of a name is its unit and decides how a number is shown: `_bytes`,
+            `_bytes_per_second`, `_seconds`, `_fraction`, `ratio`. Names that begin with `bytes_per_` are bytes too.
+            Other numbers get three significant digits.
+        caption: A line above the table.
+
+    Returns:
+        A table for a notebook or a terminal.
+
+    Raises:
+        ValueError: for rows without values.
+
+    Example:
+        >>> print(kit.table({"near": {"requests": 210, "read_bytes": 5 << 20, "took_seconds": 0.3}}))
+              requests   read    took
+        near       210  5 MiB  300 ms
     """
     return Table(rows, caption)
 

@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from kit.config import project_folder, resolve_path
-from kit.errors import TargetError
+from kit.errors import TargetError, did_you_mean
 
 _FORM = re.compile(r"(?P<place>[^:\s][^:]*|[A-Za-z]:[^:]+):(?P<name>[A-Za-z_]\w*)")
 _DEEPEST_STAR = 5
@@ -77,7 +77,7 @@ def load_target(text: str) -> Any:
     """
     target = find_target(text)
     try:
-        module = _load_file(target.file) if not target.module and target.file else _load_module(target.module)
+        module = load_module_of_file(target.file) if not target.module and target.file else _load_module(target.module)
     except Exception as error:
         raise TargetError(f"{text}: importing it failed: {type(error).__name__}: {error}") from error
     try:
@@ -89,6 +89,11 @@ def load_target(text: str) -> Any:
 
 
 def _split(text: str) -> tuple[str, str]:
+    if text.startswith("hf:"):
+        raise TargetError(
+            f"{text}: a model of transformers is kit.models.named:Transformer; set model.arguments.name to "
+            f"{text.removeprefix('hf:')!r}"
+        )
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise TargetError(f"{text!r} is no import path; write package.module:Name or path/to/file.py:Name")
@@ -126,9 +131,8 @@ def _module_file(text: str, module: str) -> Path | None:
         return _python(loaded.__spec__)
     spec = _top_spec(parts[0])
     if spec is None:
-        close = difflib.get_close_matches(parts[0], _top_names(), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "install it, or give a file such as path/to/file.py:Name"
-        raise TargetError(f"{text}: there is no package {parts[0]!r}; {hint}")
+        hint = did_you_mean(parts[0], _top_names(), "install it, or give a file such as path/to/file.py:Name")
+        raise TargetError(f"{text}: there is no package {parts[0]!r}{hint}")
     for index in range(1, len(parts)):
         parent, child = ".".join(parts[:index]), parts[index]
         folders = list(spec.submodule_search_locations or ())
@@ -172,7 +176,7 @@ def _names(file: Path, depth: int = 0) -> set[str] | None:
         if found is None:
             return None
         names |= found
-    if "__getattr__" in names:
+    if "__getattr__" in names and "lazy(__name__)" not in ast.unparse(tree):  # `kit.registry.lazy` adds no names
         lazy = _lazy_names(tree)
         return None if lazy is None else names | lazy
     return names
@@ -253,7 +257,7 @@ def _load_module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _load_file(file: Path) -> ModuleType:
+def load_module_of_file(file: Path) -> ModuleType:
     """The module of a file, under a name made from its path; loaded again when the file has changed."""
     state = (file.stat().st_mtime_ns, file.stat().st_size)
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
@@ -421,11 +425,13 @@ def _base_place(base: ast.expr, file: Path, module: str) -> str | None:
     """The import path of a base, given by its name or as `package.Name`."""
     if isinstance(base, ast.Name):
         return _place(base.id, file, module)
-    if not (isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name)):
+    if not isinstance(base, ast.Attribute):
         return None
+    first, _, inner = ast.unparse(base.value).partition(".")
     imports = (alias for node in top_level(_body(file)) if isinstance(node, ast.Import) for alias in node.names)
-    names = (alias.name for alias in imports if (alias.asname or alias.name) == base.value.id)
-    return next((f"{name}:{base.attr}" for name in names), None)
+    roots = (alias.name if alias.asname else first for alias in imports
+             if first == (alias.asname or alias.name.partition(".")[0]))  # fmt: skip
+    return next((f"{root}.{inner}".rstrip(".") + f":{base.attr}" for root in roots), None)
 
 
 def _place(name: str, file: Path, module: str) -> str | None:
