@@ -1,9 +1,9 @@
-"""Mirror: where the system gives no private view of its files, Python's own functions keep what they write in a folder.
+"""Mirror: where the system gives no private view of its files, Python's own functions write to a folder instead.
 
-A file that is written lies in the mirror, at its path below the mirror's root, and is found there by whoever reads it
-afterwards; what is deleted or moved is only remembered to be. It holds for what goes through Python's `open` and `os`,
-which is pathlib, shutil, numpy, zipfile and most loggers, and for torch.save and sqlite3; not for other libraries in C,
-which Landlock then refuses where there is one.
+A file that is written lies in the mirror, at its path below the mirror's root, and later reads find it there; a
+deletion or a move is only remembered. This holds for what goes through Python's `open` and `os`, which is pathlib,
+shutil, numpy, zipfile and most loggers, and for torch.save and sqlite3; not for other libraries in C, which Landlock
+then refuses where there is one.
 """
 
 from __future__ import annotations
@@ -26,39 +26,41 @@ from kit.confinement.stand_ins import Refusals, RefusedError, replaced
 _LARGEST_COPY_BYTES = 1 << 28
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 """Flags of `os.open` that change a file, or may."""
-_FREE = ("/dev", "/proc")
+_ALWAYS_WRITABLE = ("/dev", "/proc")
 _PATHS = (str, bytes, os.PathLike)
+Act = Callable[..., Any]
+"""What is done instead of a function: it takes that function, the absolute path, and the function's own arguments."""
 
 
 class Mirror:
     """What was written and deleted by this process, instead of at its place."""
 
-    def __init__(self, root: Path, free: Sequence[Path], kept: Refusals) -> None:
+    def __init__(self, root: Path, writable: Sequence[Path], refusals: Refusals) -> None:
         """
         Args:
             root: An empty folder, where the copies lie.
-            free: Folders that are written to as they are.
-            kept: Hears of everything else.
+            writable: Folders that are written to as they are.
+            refusals: Hears of everything else.
         """
-        self.root, self.kept = os.path.realpath(root), kept
-        self.free = (self.root, *(os.path.realpath(folder) for folder in free), *_FREE)
+        self.root, self.refusals = os.path.realpath(root), refusals
+        self.writable = (self.root, *(os.path.realpath(folder) for folder in writable), *_ALWAYS_WRITABLE)
         self._gone: set[str] = set()
         self._moved: set[str] = set()
         """Where a file lies that was moved: the mirror has a link to where it was, which is no link of the user's."""
-        self.used = bool(free)
+        self.used = bool(writable)
         """Whether anything was written or deleted yet, as far as one process can know."""
         self._inside = threading.local()
 
     # -- where a file is
 
-    def is_free(self, path: str) -> bool:
+    def is_writable(self, path: str) -> bool:
         """Whether it is written to as it is."""
-        return any(path == folder or path.startswith(f"{folder}/") for folder in self.free)
+        return any(path == folder or path.startswith(f"{folder}/") for folder in self.writable)
 
     def read(self, path: str) -> str:
         """Where the file now lies that is asked for under this path."""
         copy = self._copy(path)
-        if not self.used or self.is_free(path):
+        if not self.used or self.is_writable(path):
             return path
         if self._is_link(path):
             return self.read(os.path.realpath(copy))
@@ -68,12 +70,12 @@ class Mirror:
 
     def write(self, path: str, doing: str = "writing", keep: bool = False) -> str:
         """Where to write instead; `keep` for what is changed, not written anew."""
-        if self.is_free(path):
+        if self.is_writable(path):
             return path
         if self._is_link(path):
             return self.write(os.path.realpath(self._copy(path)), doing, keep)
         self.used = True
-        self.kept.tried(doing, path)
+        self.refusals.tried(doing, path)
         before, copy = self.read(path), self._copy(path)
         folder = os.path.dirname(path)
         if os.path.isdir(self.read(folder)):
@@ -97,7 +99,7 @@ class Mirror:
         if not os.path.lexists(before):
             raise FileNotFoundError(2, os.strerror(2), path)
         self.used = True
-        self.kept.tried("deleting", path)
+        self.refusals.tried("deleting", path)
         copy = self._copy(path)
         if os.path.isdir(copy) and not os.path.islink(copy):
             shutil.rmtree(copy)
@@ -118,7 +120,7 @@ class Mirror:
         else:
             os.symlink(before, after)  # read where it is, written nowhere
             self._moved.add(target)
-        if not self.is_free(source):
+        if not self.is_writable(source):
             self._gone.add(source)
 
     def _is_link(self, path: str) -> bool:
@@ -149,24 +151,21 @@ class Mirror:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, Python's functions for files read and write through the mirror, in every thread."""
+        acts: list[tuple[Any, str, Act]] = [
+            (builtins, "open", self._open), (io, "open", self._open), (os, "open", self._open_descriptor),
+            (os, "listdir", self._list), (os, "mkdir", self._make), (shutil, "rmtree", self._clear),
+            (sqlite3, "connect", self._connect),
+        ]  # fmt: skip
+        acts += [(os, name, self._read) for name in ("stat", "lstat", "access", "readlink", "scandir")]
+        acts += [(os, name, self._change) for name in ("truncate", "chmod", "chown", "utime")]
+        acts += [(os, name, self._drop) for name in ("remove", "unlink", "rmdir")]
         with contextlib.ExitStack() as undo:
-            opening = self._opening(builtins.open)
-            undo.enter_context(replaced(builtins, "open", opening))
-            undo.enter_context(replaced(io, "open", opening))
-            undo.enter_context(replaced(os, "open", self._opening_descriptor(os.open)))
-            for name in ("stat", "lstat", "access", "readlink", "scandir"):
-                undo.enter_context(replaced(os, name, self._reading(getattr(os, name), name != "lstat")))
-            undo.enter_context(replaced(os, "listdir", self._listing(os.listdir)))
-            for name in ("truncate", "chmod", "chown", "utime", "mkdir"):
-                undo.enter_context(replaced(os, name, self._changing(getattr(os, name), name != "mkdir")))
-            for name in ("remove", "unlink", "rmdir"):
-                undo.enter_context(replaced(os, name, self._dropping(getattr(os, name))))
+            for owner, name, act in acts:
+                undo.enter_context(replaced(owner, name, self._through(getattr(owner, name), act)))
             for name in ("rename", "replace"):
                 undo.enter_context(replaced(os, name, self._moving(getattr(os, name))))
             for name in ("link", "symlink"):
                 undo.enter_context(replaced(os, name, self._linking(getattr(os, name))))
-            undo.enter_context(replaced(shutil, "rmtree", self._clearing(shutil.rmtree)))
-            undo.enter_context(replaced(sqlite3, "connect", self._connecting(sqlite3.connect)))
             torch = sys.modules.get("torch")
             if torch is not None:
                 undo.enter_context(replaced(torch, "save", self._saving(torch.save)))
@@ -194,29 +193,36 @@ class Mirror:
             place = os.path.realpath(text) if follow else os.path.join(os.path.realpath(folder), name)
         return place.removeprefix(self.root) if place.startswith(f"{self.root}/") else place
 
-    def _opening(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
-            place = self._place(file, options)
+    def _through(self, call: Callable[..., Any], act: Act) -> Callable[..., Any]:
+        """`call`, with `act` instead of it for each path that the mirror has a say in; `act` sees the true files."""
+        follow = act not in (self._drop, self._clear) and call is not os.lstat
+        only_reads = act in (self._read, self._list)
+
+        def through(path: Any = ".", *rest: Any, **options: Any) -> Any:
+            for name in ("file", "database"):  # as `open` and `sqlite3.connect` call it
+                path = options.pop(name, path)
+            if only_reads and not self.used:
+                return call(path, *rest, **options)
+            place = self._place(path, options, follow and options.get("follow_symlinks", True))
             if place is None:
-                return call(file, mode, *rest, **options)
+                return call(path, *rest, **options)
             with self.as_it_is():
-                path = self._to_open(place, bool(set(mode) & set("wax+")), "w" not in mode, "x" in mode)
-                return call(path or file, mode, *rest, **options)
+                return act(call, place, path, *rest, **options)
 
-        return opened
+        return through
 
-    def _opening_descriptor(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(path: Any, flags: int, *rest: Any, **options: Any) -> Any:
-            place = self._place(path, options)
-            if place is None:
-                return call(path, flags, *rest, **options)
-            with self.as_it_is():
-                found = self._to_open(
-                    place, bool(flags & WRITES), not flags & os.O_TRUNC, bool(flags & os.O_EXCL and flags & os.O_CREAT)
-                )
-                return call(found or path, flags, *rest, **options)
+    def _open(
+        self, call: Callable[..., Any], place: str, path: Any, mode: str = "r", *rest: Any, **options: Any
+    ) -> Any:
+        found = self._to_open(place, bool(set(mode) & set("wax+")), "w" not in mode, "x" in mode)
+        return call(found or path, mode, *rest, **options)
 
-        return opened
+    def _open_descriptor(
+        self, call: Callable[..., Any], place: str, path: Any, flags: int, *rest: Any, **options: Any
+    ) -> Any:
+        alone = bool(flags & os.O_EXCL and flags & os.O_CREAT)
+        found = self._to_open(place, bool(flags & WRITES), not flags & os.O_TRUNC, alone)
+        return call(found or path, flags, *rest, **options)
 
     def _to_open(self, place: str, writes: bool, keep: bool, alone: bool) -> str | None:
         """Where to open it; None where it is what it was."""
@@ -225,74 +231,52 @@ class Mirror:
         found = self.write(place, keep=keep) if writes else self.read(place)
         return None if found == place else found
 
-    def _reading(self, call: Callable[..., Any], follow: bool) -> Callable[..., Any]:
-        def read(path: Any = ".", *rest: Any, **options: Any) -> Any:
-            if not self.used:
-                return call(path, *rest, **options)
-            place = self._place(path, options, follow and options.get("follow_symlinks", True))
-            if place is None:
-                return call(path, *rest, **options)
-            with self.as_it_is():
-                found = self.read(place)
-                return call(path if found == place else found, *rest, **options)
+    def _read(self, call: Callable[..., Any], place: str, path: Any, *rest: Any, **options: Any) -> Any:
+        found = self.read(place)
+        return call(path if found == place else found, *rest, **options)
 
-        return read
+    def _list(self, call: Callable[..., Any], place: str, path: Any) -> Any:
+        if isinstance(path, bytes):
+            return call(path)
+        if self._is_gone(place) or not os.path.isdir(place):
+            return call(self.read(place))
+        copy = self._copy(place)
+        here = {name for name in call(place) if os.path.join(place, name) not in self._gone}
+        return sorted(here | set(call(copy) if os.path.isdir(copy) else ()))
 
-    def _listing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def listed(path: Any = ".") -> list[Any]:
-            place = self._place(path, {}) if self.used else None
-            if place is None or isinstance(path, bytes):
-                return call(path)  # type: ignore[no-any-return]
-            with self.as_it_is():
-                if self._is_gone(place) or not os.path.isdir(place):
-                    return call(self.read(place))  # type: ignore[no-any-return]
-                copy = self._copy(place)
-                here = {name for name in call(place) if os.path.join(place, name) not in self._gone}
-                return sorted(here | set(call(copy) if os.path.isdir(copy) else ()))
+    def _make(self, call: Callable[..., Any], place: str, _: Any, *rest: Any, **options: Any) -> Any:
+        if os.path.lexists(self.read(place)):
+            raise FileExistsError(17, os.strerror(17), place)
+        return call(self.write(place, "making"), *rest, **options)
 
-        return listed
+    def _change(self, call: Callable[..., Any], place: str, _: Any, *rest: Any, **options: Any) -> Any:
+        if not os.path.lexists(self.read(place)):
+            raise FileNotFoundError(2, os.strerror(2), place)
+        return call(self.write(place, "changing", keep=True), *rest, **options)
 
-    def _changing(self, call: Callable[..., Any], keep: bool) -> Callable[..., Any]:
-        def change(path: Any, *rest: Any, **options: Any) -> Any:
-            place = self._place(path, options)
-            if place is None:
-                return call(path, *rest, **options)
-            with self.as_it_is():
-                if not keep and os.path.lexists(self.read(place)):
-                    raise FileExistsError(17, os.strerror(17), place)
-                if keep and not os.path.lexists(self.read(place)):
-                    raise FileNotFoundError(2, os.strerror(2), place)
-                return call(self.write(place, "changing" if keep else "making", keep), *rest, **options)
+    def _drop(self, call: Callable[..., Any], place: str, path: Any, **options: Any) -> None:
+        if self.is_writable(place):
+            call(path, **options)
+        else:
+            self.drop(place)
 
-        return change
+    def _clear(
+        self, call: Callable[..., Any], place: str, path: Any, ignore_errors: bool = False, *rest: Any, **options: Any
+    ) -> None:
+        if self.is_writable(place):
+            call(path, ignore_errors, *rest, **options)
+            return
+        with contextlib.suppress(*([OSError] if ignore_errors else [])):
+            self.drop(place)
 
-    def _dropping(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def drop(path: Any, **options: Any) -> None:
-            place = self._place(path, options, follow=False)
-            if place is None or self.is_free(place):
-                call(path, **options)
-                return
-            with self.as_it_is():
-                self.drop(place)
-
-        return drop
-
-    def _clearing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clear(path: Any, ignore_errors: bool = False, *rest: Any, **options: Any) -> None:
-            place = self._place(path, options, follow=False)
-            if place is None or self.is_free(place):
-                with self.as_it_is():
-                    call(path, ignore_errors, *rest, **options)
-                return
-            with self.as_it_is(), contextlib.suppress(*([OSError] if ignore_errors else [])):
-                self.drop(place)
-
-        return clear
+    def _connect(self, call: Callable[..., Any], place: str, path: Any, *rest: Any, **options: Any) -> Any:
+        in_file = str(path) != ":memory:" and path and not options.get("uri")
+        return call(self.write(place, keep=True) if in_file else path, *rest, **options)
 
     def _moving(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def move(source: Any, target: Any, **options: Any) -> None:
             places = [self._place(path, options, follow=False) for path in (source, target)]
-            if None in places or all(self.is_free(place) for place in places if place):
+            if None in places or all(self.is_writable(place) for place in places if place):
                 call(source, target, **options)
                 return
             with self.as_it_is():
@@ -303,7 +287,7 @@ class Mirror:
     def _linking(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def link(source: Any, target: Any, *rest: Any, **options: Any) -> None:
             place = self._place(target, options, follow=False)
-            if place is None or self.is_free(place):
+            if place is None or self.is_writable(place):
                 call(source, target, *rest, **options)
                 return
             with self.as_it_is():
@@ -311,21 +295,9 @@ class Mirror:
 
         return link
 
-    def _connecting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def connected(database: Any, *rest: Any, **options: Any) -> Any:
-            if str(database) == ":memory:" or not database or options.get("uri"):
-                return call(database, *rest, **options)
-            place = self._place(database, {})
-            if place is None:
-                return call(database, *rest, **options)
-            with self.as_it_is():
-                return call(self.write(place, keep=True), *rest, **options)
-
-        return connected
-
     def _saving(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def save(value: Any, file: Any, *rest: Any, **options: Any) -> None:
-            place = self._place(file, {}) if isinstance(file, _PATHS) else None
+            place = self._place(file, {})
             if place is None:
                 call(value, file, *rest, **options)
                 return

@@ -1,19 +1,16 @@
-"""private_files: a view of the file system in which this process reads everything and changes nothing for anybody.
+"""private_files: a view of the file system in which this process reads everything and changes nothing for anybody else.
 
-Every folder of the machine gets an overlay whose upper layer is memory that goes with the process: what is written,
+Every folder of the machine gets an overlay whose upper layer is memory that goes with the process. What is written,
 moved or deleted is so for this process and for those it starts, whatever language they are written in, and for nobody
 else. It takes a mount namespace, which Linux gives to root and, where its administrator allows it, inside a user
-namespace to everybody.
+namespace to everybody; a process with several threads cannot enter one.
 
-What is refused: a process with several threads, which cannot enter a user namespace.
+Landlock (Linux 5.13) is a set of rights that a process takes from itself, and from all that it starts, for good. It
+needs no privileges. A right that is handled and not granted is refused with EACCES whoever asks, C code and programs
+started later included. It holds for the thread that asks and for those it starts afterwards, so it is set up before
+there are any others.
 
-landlock: rights that a Linux process takes from itself, and from all that it starts, for good.
-
-Landlock (Linux 5.13) needs no privileges. What is handled and not granted is refused with EACCES whoever asks, C code
-and programs started later included. It holds for the thread that asks and for those it starts afterwards, so it is
-asked for before there are any others.
-
-The few system calls of Linux that Python has no function for, each raising OSError as its own functions do.
+Below are the few system calls of Linux that Python has no function for, each raising OSError as its own functions do.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,14 +65,19 @@ def enter(scratch: Path, shared: Sequence[Path]) -> PrivateFiles:
         OSError: where the system gives no such view; nothing has changed then, but for namespaces nobody sees.
     """
     in_user_namespace = _leave_the_machines_mounts()
-    kept = [(folder, os.open(folder, os.O_PATH | os.O_CLOEXEC)) for folder in _outermost(shared)]
-    memory = f"size={_most_bytes()},mode=700"
+    there = {folder.resolve() for folder in shared if folder.is_dir()}
+    outermost = sorted(folder for folder in there if not there.intersection(folder.parents))
+    kept = [(folder, os.open(folder, os.O_PATH | os.O_CLOEXEC)) for folder in outermost]
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most_bytes = max(1 << 24, min(_MOST_BYTES, free_bytes // 4))
     mount("none", "/", flags=RECURSIVE | PRIVATE)
-    mount("tmpfs", str(scratch), "tmpfs", options=memory)
+    mount("tmpfs", str(scratch), "tmpfs", options=f"size={most_bytes},mode=700")
     upper = os.open(scratch, os.O_RDONLY | os.O_CLOEXEC)
     made = PrivateFiles()
     own = _IN_USER_NAMESPACE if in_user_namespace else "index=off"
-    mounted = [path for path in _mounted() if path != str(scratch)]
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    places = (line.split()[4].replace("\\040", " ") for line in lines)
+    mounted = [place for place in places if place != str(scratch)]
     for folder in list(_folders_to_cover(Path("/"), mounted)):
         _cover(made, folder, upper, own)
     if _SHARED_MEMORY.is_dir():
@@ -105,7 +108,7 @@ def enter_that_of(process: int) -> None:
         if os.stat(folder / name).st_ino != os.stat(mine / name).st_ino
     ]
     for descriptor, kind in opened:
-        join(descriptor, kind)
+        _checked(_library().setns(descriptor, kind), "setns")
         os.close(descriptor)
     os.chdir(here)
     control(SET_DUMPABLE, 1)
@@ -114,10 +117,10 @@ def enter_that_of(process: int) -> None:
 def _leave_the_machines_mounts() -> bool:
     """Whether that took a user namespace."""
     try:
-        unshare(NEW_FILE_SYSTEM)
+        _checked(_library().unshare(NEW_FILE_SYSTEM), "unshare")
     except PermissionError:
         user, group = os.getuid(), os.getgid()
-        unshare(NEW_USER | NEW_FILE_SYSTEM)
+        _checked(_library().unshare(NEW_USER | NEW_FILE_SYSTEM), "unshare")
         control(SET_DUMPABLE, 1)  # else /proc/self is root's; its peers enter by it too
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -136,27 +139,18 @@ def _cover(made: PrivateFiles, folder: Path, memory: int, own: str) -> None:
     with contextlib.suppress(OSError):
         os.fchmod(upper, stat.S_IMODE(found.st_mode))
         os.fchown(upper, found.st_uid, found.st_gid)
-    if own == _IN_USER_NAMESPACE:
+    if own == _IN_USER_NAMESPACE:  # folders of others cannot be copied up: make this user's own down to these places
         for place in {Path.cwd(), Path.home()}:
-            _own_the_way(upper, folder, place)
-    options = f"lowerdir={_escaped(folder)},upperdir={below}/upper{number},workdir={below}/work{number},{own}"
+            here = f"/proc/self/fd/{upper}"
+            for name in place.relative_to(folder).parts if folder in place.parents else ():
+                here = f"{here}/{name}"
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(here)
+    escaped = re.sub(r"([\\:,])", r"\\\1", str(folder))
+    options = f"lowerdir={escaped},upperdir={below}/upper{number},workdir={below}/work{number},{own}"
     mount("overlay", str(folder), "overlay", options=options)
     made.covered.append(folder)
     made.uppers.append((folder, upper))
-
-
-def _own_the_way(upper: int, folder: Path, place: Path) -> None:
-    """Have this user's own folders in the layer down to `place`: those of others cannot be copied up."""
-    if folder in place.parents:
-        here = f"/proc/self/fd/{upper}"
-        for name in place.relative_to(folder).parts:
-            here = f"{here}/{name}"
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(here)
-
-
-def _escaped(path: Path) -> str:
-    return "".join(f"\\{letter}" if letter in "\\:," else letter for letter in str(path))
 
 
 def _folders_to_cover(folder: Path, mounted: Sequence[str]) -> Iterator[Path]:
@@ -170,22 +164,6 @@ def _folders_to_cover(folder: Path, mounted: Sequence[str]) -> Iterator[Path]:
                 yield from _folders_to_cover(child, mounted)
     elif os.access(folder, os.R_OK | os.X_OK):
         yield folder
-
-
-def _mounted() -> list[str]:
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return [line.split()[4].replace("\\040", " ") for line in lines]
-
-
-def _outermost(folders: Iterable[Path]) -> list[Path]:
-    """Those that exist and do not lie in another of them."""
-    there = sorted({folder.resolve() for folder in folders if folder.is_dir()})
-    return [folder for folder in there if not any(other in folder.parents for other in there)]
-
-
-def _most_bytes() -> int:
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1 << 24, min(_MOST_BYTES, free_bytes // 4))
 
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
@@ -229,13 +207,7 @@ def write_only_beneath(folders: Iterable[Path], may_start_programs: bool) -> boo
     file_rights = _WRITE_FILE | (_TRUNCATE if known >= 3 else 0)
     rights = file_rights | _REMOVE_AND_MAKE | (_MOVE if known >= 2 else 0)
     handled = rights if may_start_programs else rights | _EXECUTE
-    rules = _made(handled, 0)
-    try:
-        for path in (*folders, *_devices()):
-            _grant(rules, path, rights, file_rights)
-        _restrict(rules)
-    finally:
-        os.close(rules)
+    _restrict(_Rules(handled, 0), [*folders, *_devices()], rights, file_rights)
     return True
 
 
@@ -243,36 +215,30 @@ def connect_nowhere() -> bool:
     """From here on this thread, and those it starts, can open no TCP connection; False where that cannot be done."""
     if version() < 4:
         return False
-    rules = _made(0, _CONNECT)
-    try:
-        _restrict(rules)
-    finally:
-        os.close(rules)
+    _restrict(_Rules(0, _CONNECT))
     return True
 
 
-def _made(files: int, network: int) -> int:
-    rules = _Rules(files, network)
-    size = ctypes.sizeof(rules) if network else 8  # the first version knows files only
-    return call(_CREATE, ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint32(0))
-
-
-def _grant(rules: int, path: Path, rights: int, file_rights: int) -> None:
+def _restrict(rules: _Rules, paths: Iterable[Path] = (), rights: int = 0, file_rights: int = 0) -> None:
+    """Take the rights of `rules` from this thread; beneath the folders, and of the files, those given stay."""
+    size = ctypes.sizeof(rules) if rules.network else 8  # the first version knows files only
+    handle = call(_CREATE, ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint32(0))
     try:
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        allowed = rights if stat.S_ISDIR(os.fstat(descriptor).st_mode) else file_rights
-        beneath = _Beneath(allowed, descriptor)
-        call(_ADD, ctypes.c_int(rules), ctypes.c_int(1), ctypes.byref(beneath), ctypes.c_uint32(0))
+        for path in paths:
+            try:
+                descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                allowed = rights if stat.S_ISDIR(os.fstat(descriptor).st_mode) else file_rights
+                beneath = ctypes.byref(_Beneath(allowed, descriptor))
+                call(_ADD, ctypes.c_int(handle), ctypes.c_int(1), beneath, ctypes.c_uint32(0))
+            finally:
+                os.close(descriptor)
+        control(SET_NO_NEW_PRIVILEGES, 1)
+        call(_RESTRICT, ctypes.c_int(handle), ctypes.c_uint32(0))
     finally:
-        os.close(descriptor)
-
-
-def _restrict(rules: int) -> None:
-    control(SET_NO_NEW_PRIVILEGES, 1)
-    call(_RESTRICT, ctypes.c_int(rules), ctypes.c_uint32(0))
+        os.close(handle)
 
 
 def _devices() -> list[Path]:
@@ -301,16 +267,6 @@ def _checked(result: int, what: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), what)
     return result
-
-
-def unshare(flags: int) -> None:
-    """Take this process out of the namespaces named."""
-    _checked(_library().unshare(flags), "unshare")
-
-
-def join(descriptor: int, kind: int) -> None:
-    """Enter the namespace behind a descriptor of `/proc/PID/ns`."""
-    _checked(_library().setns(descriptor, kind), "setns")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:

@@ -1,25 +1,24 @@
-"""Stand-ins for processes and connections: what a hook starts or calls seems to work, and nothing happens.
+"""Stand-ins for processes and connections: a program that a hook starts, or a call it makes, seems to work and does
+nothing.
 
-A program that is started has ended with exit code 0 and printed nothing; an address that is connected to answers every
-request of HTTP with 200 and `{}`, and hangs up on others. So a hook that reports to a server goes on as it would. What
-has no stand-in (a fork, a program that takes this one's place) is refused with `RefusedError`.
+A program that is started has ended with exit code 0 and printed nothing. An address that is connected to answers every
+request of HTTP with 200 and `{}`, and hangs up on other protocols. So a hook that reports to a server goes on as it
+would. A fork, or a program that takes the place of this one, has no stand-in and is refused with `RefusedError`.
 
-Refusals: what a confined job was kept from, by whom it was asked, in a few sentences.
+`Refusals` says what a confined job was kept from, and on whose behalf, in a few sentences. The caller is named by that
+function of the user's which Lightning, or kit, had called: `on_train_end`, `configure_optimizers`, `<module>` of a file
+that is being imported. A refusal that no function of the user's caused, such as of a cache that a library keeps, gets
+no sentence.
 
-Whoever asked is named by that function of the user's which Lightning, or kit, had called: `on_train_end`,
-`configure_optimizers`, `<module>` of a file that is being imported. What no function of the user's asked for, such as
-a cache that a library keeps, is kept from others too but not worth a sentence.
-
-replaced: an attribute of a class or module, exchanged for the length of a block.
-
-A dry run makes Lightning and torch believe in devices and ranks that are not there. Every such change is made here and
-undone here, in reverse order when several are nested.
+`replaced` exchanges an attribute of a class or module for the length of a block. A dry run makes Lightning and torch
+believe in devices and ranks that are not there: every such change is made with it, and undone in reverse order.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import ipaddress
 import multiprocessing.process
 import os
 import socket
@@ -38,7 +37,6 @@ _ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length:
 _LOOKED_UP = "192.0.2.1"
 """An address that belongs to nobody (RFC 5737)."""
 _MOST_REQUEST_BYTES = 1 << 26
-Question = Callable[[], bool]
 
 
 class RefusedError(PermissionError):
@@ -46,81 +44,75 @@ class RefusedError(PermissionError):
 
 
 @contextlib.contextmanager
-def no_processes(kept: Refusals, refused: Question) -> Iterator[None]:
+def no_processes(refusals: Refusals, refused: Callable[[], bool]) -> Iterator[None]:
     """Where `refused` says so, inside, nothing is started."""
-    run, system = vars(subprocess.Popen)["_execute_child"], vars(os)["system"]
-    start = multiprocessing.process.BaseProcess.start
 
     def execute(process: Any, command: Any, *arguments: Any) -> None:
-        if not refused():
-            run(process, command, *arguments)
-            return
-        kept.tried("starting", command if isinstance(command, str) else " ".join(map(str, command)))
-        _close_pipes(process, arguments[9:15])
+        refusals.tried("starting", command if isinstance(command, str) else " ".join(map(str, command)))
+        ends = arguments[9:15]  # those that the program would have had, so that its output is at its end
+        for mine, other in ((ends[0], ends[1]), (ends[3], ends[2]), (ends[5], ends[4])):
+            if mine != -1 and other != -1:
+                os.close(mine)
+        process._closed_child_pipe_fds = True
+        if getattr(process, "_devnull", None) is not None:
+            os.close(process._devnull)
         process.pid, process.returncode, process._child_created = 0, 0, False
 
-    def shell(command: Any) -> int:
-        if not refused():
-            return int(system(command))
-        kept.tried("starting", command)
+    def system(command: Any) -> int:
+        refusals.tried("starting", command)
         return 0
 
-    def begin(process: Any) -> None:
-        if not refused():
-            start(process)
-            return
-        kept.tried("starting", f"process {process.name}")
-        raise RefusedError(f"process {process.name} is not started: nothing is, in {kept.job}")
+    def start(process: Any) -> None:
+        refusals.tried("starting", f"process {process.name}")
+        raise RefusedError(f"process {process.name} is not started: nothing is, in {refusals.job}")
 
+    popen, process = subprocess.Popen, multiprocessing.process.BaseProcess
     with (
-        replaced(subprocess.Popen, "_execute_child", execute),
-        replaced(os, "system", shell),
-        replaced(multiprocessing.process.BaseProcess, "start", begin),
+        replaced(popen, "_execute_child", _either(refused, execute, vars(popen)["_execute_child"])),
+        replaced(os, "system", _either(refused, system, vars(os)["system"])),
+        replaced(process, "start", _either(refused, start, process.start)),
     ):
         yield
 
 
-def _close_pipes(process: Any, ends: tuple[int, ...]) -> None:
-    """The ends that the program would have had, so that its output is at its end."""
-    for mine, other in ((ends[0], ends[1]), (ends[3], ends[2]), (ends[5], ends[4])):
-        if mine != -1 and other != -1:
-            os.close(mine)
-    process._closed_child_pipe_fds = True
-    if getattr(process, "_devnull", None) is not None:
-        os.close(process._devnull)
+def _either(refused: Callable[[], bool], stand_in: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    def either(*arguments: Any, **options: Any) -> Any:
+        return (stand_in if refused() else call)(*arguments, **options)
+
+    return either
 
 
 @contextlib.contextmanager
-def no_connections(kept: Refusals, refused: Question) -> Iterator[None]:
+def no_connections(refusals: Refusals, refused: Callable[[], bool]) -> Iterator[None]:
     """Where `refused` says so, inside, nobody is connected to or looked up."""
-    connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
-    send_to, look_up, wrap = socket.socket.sendto, socket.getaddrinfo, ssl.SSLContext.wrap_socket
-    set_option, answered = socket.socket.setsockopt, weakref.WeakSet[socket.socket]()
-
-    def stand_in(connection: socket.socket, address: Any) -> None:
-        kept.tried("connecting to", _named(address))
-        _answered_by_nobody(connection)
-        answered.add(connection)
+    look_up, wrap, set_option = socket.getaddrinfo, ssl.SSLContext.wrap_socket, socket.socket.setsockopt
+    answered = weakref.WeakSet[socket.socket]()
 
     def connected(connection: socket.socket, address: Any) -> None:
-        return stand_in(connection, address) if refused() else connect(connection, address)
+        refusals.tried("connecting to", _named(address))
+        mine, other = socket.socketpair()
+        timeout = connection.gettimeout()
+        os.dup2(mine.fileno(), connection.fileno())
+        mine.close()
+        connection.settimeout(timeout)
+        threading.Thread(target=_answer, args=(other,), name="kit-nobody", daemon=True).start()
+        answered.add(connection)
 
-    def connected_or_not(connection: socket.socket, address: Any) -> int:
-        if not refused():
-            return connect_ex(connection, address)
-        stand_in(connection, address)
+    def connected_without_error(connection: socket.socket, address: Any) -> int:
+        connected(connection, address)
         return 0
 
-    def sent(connection: socket.socket, data: Any, *rest: Any) -> int:
-        if not refused():
-            return send_to(connection, data, *rest)
-        kept.tried("connecting to", _named(rest[-1]))
+    def sent(_: socket.socket, data: Any, *rest: Any) -> int:
+        refusals.tried("connecting to", _named(rest[-1]))
         return len(data)
 
     def looked_up(host: Any, port: Any, *rest: Any, **options: Any) -> Any:
-        if not refused() or host is None or _is_number(host):
+        is_number = host is None
+        with contextlib.suppress(ValueError):
+            is_number = is_number or bool(ipaddress.ip_address(host.decode() if isinstance(host, bytes) else str(host)))
+        if is_number:
             return look_up(host, port, *rest, **options)
-        kept.tried("looking up", host)
+        refusals.tried("looking up", host)
         return look_up(_LOOKED_UP, port, *rest, **options)
 
     def wrapped(context: ssl.SSLContext, connection: socket.socket, *rest: Any, **options: Any) -> Any:
@@ -133,23 +125,14 @@ def no_connections(kept: Refusals, refused: Question) -> Iterator[None]:
             set_option(connection, *rest)
 
     with (
-        overridden(socket.socket, "connect", connected),
-        overridden(socket.socket, "connect_ex", connected_or_not),
-        overridden(socket.socket, "sendto", sent),
+        overridden(socket.socket, "connect", _either(refused, connected, socket.socket.connect)),
+        overridden(socket.socket, "connect_ex", _either(refused, connected_without_error, socket.socket.connect_ex)),
+        overridden(socket.socket, "sendto", _either(refused, sent, socket.socket.sendto)),
         overridden(socket.socket, "setsockopt", option_set),
-        replaced(socket, "getaddrinfo", looked_up),
+        replaced(socket, "getaddrinfo", _either(refused, looked_up, look_up)),
         replaced(ssl.SSLContext, "wrap_socket", wrapped),
     ):
         yield
-
-
-def _answered_by_nobody(connection: socket.socket) -> None:
-    mine, other = socket.socketpair()
-    waits = connection.gettimeout()
-    os.dup2(mine.fileno(), connection.fileno())
-    mine.close()
-    connection.settimeout(waits)
-    threading.Thread(target=_answer, args=(other,), name="kit-nobody", daemon=True).start()
 
 
 def _answer(other: socket.socket) -> None:
@@ -175,15 +158,6 @@ def _is_whole(request: bytes) -> bool:
         return body.endswith(b"0\r\n\r\n")
     size = fields.get(b"content-length", b"0").strip()
     return len(body) >= (int(size) if size.isdigit() else 0)
-
-
-def _is_number(host: Any) -> bool:
-    text = host.decode() if isinstance(host, bytes) else str(host)
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            socket.inet_pton(family, text)
-            return True
-    return False
 
 
 def _named(address: Any) -> str:

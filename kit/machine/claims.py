@@ -1,12 +1,12 @@
 """Claims: which trial holds which GPU, so that two notebooks never take the same one by themselves.
 
 A claim is a small file, one for each trial and GPU (for a MIG instance, that instance), in a folder of this user on
-this machine. It names the process with which its trial ends: first the kernel that chose, then the supervisor of the
-ranks. It counts as long as that process lives, known by its id, its start time and the boot of the machine; so nothing
-has to be cleaned up after a kill, and what the dead have left is removed by whoever comes next.
+this machine. It names the process with which it ends: first the kernel that chose the GPU, then the supervisor of the
+ranks. It counts as long as that process lives, which is known by its id, its start time and the boot of the machine. So
+a kill leaves nothing to clean up by hand: claims of dead processes are removed by the next one that chooses.
 
 The one invariant: looking and claiming happen under one lock, which the operating system takes back from a process that
-dies. Other users' claims are not seen; what their processes hold on a GPU is.
+dies. Claims of other users are not seen; what their processes hold on a GPU is.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def claims() -> dict[str, tuple[GpuLease, ...]]:
     return _live() if FOLDER.is_dir() else {}
 
 
-class Desk:
-    """Where GPUs are given out, one chooser at a time."""
+class LockedClaims:
+    """The claims as they are while nobody else looks or claims."""
 
     def __init__(self) -> None:
         self.claims = _live()
@@ -73,7 +73,7 @@ class Desk:
 
 
 @contextlib.contextmanager
-def choosing() -> Iterator[Desk]:
+def choosing() -> Iterator[LockedClaims]:
     """Inside, nobody else looks or claims.
 
     Raises:
@@ -83,8 +83,11 @@ def choosing() -> Iterator[Desk]:
     lock = os.open(FOLDER / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _wait_for(lock)
-        _sweep()
-        yield Desk()
+        for file in FOLDER.iterdir():  # what the dead have left; nobody writes now, so every draft is theirs
+            claim = _read(file) if file.suffix == ".json" else None
+            if file.suffix == ".tmp" or (claim is not None and not claim.counts):
+                file.unlink(missing_ok=True)
+        yield LockedClaims()
     finally:
         os.close(lock)
 
@@ -98,10 +101,10 @@ def hand_over(files: Iterable[Path], holder: Mapping[str, Any], name: str) -> No
     files = list(files)
     if not files:
         return
-    with choosing() as desk:
+    with choosing() as locked:
         for file in files:
             gpu = unquote(file.name.split(".")[0])
-            others = desk.claims.get(gpu, ())
+            others = locked.claims.get(gpu, ())
             if others and not file.exists():
                 raise HardwareError(
                     f"{gpu} was claimed by {', '.join(map(str, others))} meanwhile; run the trial again"
@@ -143,14 +146,6 @@ def _write(claim: GpuLease, file: Path) -> Path:
     draft = file.with_suffix(".tmp")
     draft.write_text(json.dumps(asdict(claim)), encoding="utf-8")
     return draft.replace(file)
-
-
-def _sweep() -> None:
-    """Remove what the dead have left; under the lock nobody writes, so every draft is theirs."""
-    for file in FOLDER.iterdir():
-        claim = _read(file) if file.suffix == ".json" else None
-        if file.suffix == ".tmp" or (claim is not None and not claim.counts):
-            file.unlink(missing_ok=True)
 
 
 # -- the folder and its lock

@@ -1,21 +1,19 @@
 """What this machine has, and which of it a config gets: devices, ranks and precision, each with a reason.
 
-`hardware()` looks (NVML and cgroups, never CUDA, never torch); `resolve_devices` decides, and is a pure function of the
-config's hardware section and the machine, so that the same two always give the same answer. "auto" is the one
-least-occupied GPU that no trial has claimed: most free memory (to a quarter of a GiB), then least utilised, then fewest
-processes, then first. Without GPUs it is the CPU, where several devices mean several ranks that share the cores.
+`hardware()` looks (NVML and cgroups, never CUDA, never torch). `resolve_devices` decides; it is a pure function of the
+config's hardware section and the machine. "auto" is the one least-occupied GPU that no trial has claimed: most free
+memory (to a quarter of a GiB), then least utilised, then fewest processes, then first. Without GPUs it is the CPU,
+where several devices mean several ranks that share the cores. GPUs are handed on as UUIDs only.
 
 Refused before any process starts: devices that are not there, strategies that do not fit their number, several MIG
-instances, and 16-mixed on a CPU. GPUs are handed on as UUIDs only.
+instances, and 16-mixed on a CPU.
 
-How many cores and how much memory this process may use, which in a container is less than the machine has.
-
-Cores are the smaller of the CPU affinity and the cgroup's quota, rounded down to whole cores and never below one.
-Memory is the smaller of the cgroup's limit and what is installed; available memory is what can be had without swapping
-or being killed, page cache counted as free. Both cgroup versions are read, from the process's own group up to the root,
-because the tightest of them counts. Where there is no cgroup (another system), the machine's own numbers stand.
-
-Paths start at `root`, so that a folder can stand in for the machine.
+`share()` says how many cores and how much memory this process may use, which in a container is less than the machine
+has. Cores are the smaller of the CPU affinity and the cgroup's quota, rounded down and never below one. Memory is the
+smaller of the cgroup's limit and what is installed; available memory can be taken without swapping or being killed,
+page cache counted as free. Both cgroup versions are read, from the process's own group up to the root, because the
+tightest counts. Without cgroups (other systems) the machine's own numbers stand. Paths start at `root`, so that a
+folder can stand in for the machine.
 """
 
 from __future__ import annotations
@@ -23,13 +21,14 @@ from __future__ import annotations
 import os
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kit.errors import HardwareError
 from kit.machine.claims import GpuLease, claims
-from kit.machine.gpus import Gpu, GpuTable, read_gpus, visible
+from kit.machine.gpus import Gpu as Gpu
+from kit.machine.gpus import GpuTable, read_gpus, visible
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
 
@@ -39,6 +38,10 @@ if TYPE_CHECKING:
 
 _UNLIMITED_BYTES = 1 << 60
 """Version 1 writes "no limit" as a number about this large."""
+_OCCUPANCY_BYTES = 256 << 20
+_CROWDED_FRACTION = 0.5
+_BF16_CAPABILITY = (8, 0)
+_COLUMNS = ("GPU", "name", "free", "memory", "busy", "processes", "capability", "UUID")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +87,11 @@ def memory_limit(root: Path, installed_bytes: int, available_bytes: int) -> tupl
         if bound is None or bound >= _UNLIMITED_BYTES:
             continue
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+        cached = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
         limit = min(limit, bound)
-        available = min(available, max(0, bound - used + _cache_bytes(folder)))
+        available = min(available, max(0, bound - used + (int(cached) if cached.strip().isdigit() else 0)))
     return limit, available
-
-
-def _cache_bytes(folder: Path) -> int:
-    """Page cache that the kernel gives back before it refuses memory."""
-    stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
-    text = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
-    return int(text) if text.strip().isdigit() else 0
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
@@ -122,14 +120,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
-
-
-__all__ = ["Gpu", "Machine", "Resolved", "hardware", "resolve_devices"]
-
-_OCCUPANCY_BYTES = 256 << 20
-_CROWDED_FRACTION = 0.5
-_BF16_CAPABILITY = (8, 0)
-_COLUMNS = ("GPU", "name", "free", "memory", "busy", "processes", "capability", "UUID")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +164,11 @@ class Machine:
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        caption = self._headline
-        if not self.gpus:
-            return html_table(("cores", "memory", "available"), [self._cpu_row], caption=caption) + html_list(
-                self._sentences
-            )
-        table = html_table(_COLUMNS, self._rows, caption=caption, marked=self._marked, mark="auto")
+        if self.gpus:
+            table = html_table(_COLUMNS, self._rows, caption=self._headline, marked=self._marked, mark="auto")
+        else:
+            row = [str(self.cores), format_bytes(self.memory_bytes), format_bytes(self.memory_available_bytes)]
+            table = html_table(("cores", "memory", "available"), [row], caption=self._headline)
         return table + html_list(self._sentences)
 
     @property
@@ -205,11 +194,14 @@ class Machine:
 
     @property
     def _rows(self) -> list[list[str]]:
-        return [_gpu_row(place, gpu) for place, gpu in enumerate(self.gpus)]
-
-    @property
-    def _cpu_row(self) -> list[str]:
-        return [str(self.cores), format_bytes(self.memory_bytes), format_bytes(self.memory_available_bytes)]
+        return [
+            [
+                str(place), gpu.name, format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes),
+                "–" if gpu.utilisation_fraction is None else f"{gpu.utilisation_fraction:.0%}", str(gpu.processes),
+                _capability(gpu), gpu.uuid,
+            ]
+            for place, gpu in enumerate(self.gpus)
+        ]  # fmt: skip
 
 
 def hardware(
@@ -217,17 +209,25 @@ def hardware(
     environment: Mapping[str, str] | None = None,
     read_share: Callable[[], Share] = share,
 ) -> Machine:
-    """What this machine has now, without touching CUDA.
+    """What this machine has now: devices, cores and memory. CUDA is not touched.
 
-    The arguments replace how GPUs, environment and limits are read; they are for tests and for planning ahead.
+    Args:
+        read: Reads the GPUs. The arguments are for tests and for planning for another machine.
+        environment: The environment variables; this process's when left out.
+        read_share: Reads which part of the machine this process may use.
+
+    Returns:
+        The machine: `gpus`, `cores`, `memory_bytes`, and in `auto` what the word auto means in a config here.
+
+    Raises:
+        HardwareError: when the GPUs cannot be read.
+
+    Example:
+        >>> kit.hardware().cores >= 1
+        True
     """
     table = visible(read(), os.environ if environment is None else environment)
-    limits = read_share()
-    machine = Machine(
-        gpus=table.gpus, cores=limits.cores, cores_installed=limits.cores_installed, memory_bytes=limits.memory_bytes,
-        memory_available_bytes=limits.memory_available_bytes, memory_installed_bytes=limits.memory_installed_bytes,
-        gpu_source=table.source, notes=table.notes,
-    )  # fmt: skip
+    machine = Machine(gpus=table.gpus, gpu_source=table.source, notes=table.notes, **asdict(read_share()))
     return with_claims(machine, claims()) if machine.gpus else machine
 
 
@@ -245,21 +245,25 @@ def resolve_devices(config: Config | HardwareSection, machine: Machine) -> Resol
     Raises:
         HardwareError: for devices that are not there, that the strategy cannot use, or a precision they cannot compute.
     """
-    asked: HardwareSection = typing.cast("HardwareSection", getattr(config, "hardware", config))
-    if asked.accelerator == "gpu" and not machine.gpus:
+    section: HardwareSection = typing.cast("HardwareSection", getattr(config, "hardware", config))
+    if section.accelerator == "gpu" and not machine.gpus:
         raise HardwareError(
             f"hardware.accelerator is gpu, but no GPU can be used here ({_why_none(machine)}); use auto or cpu"
         )
-    on_cpu = asked.accelerator == "cpu" or not machine.gpus
-    chosen, reasons = ([], _cpu_reasons(asked, machine)) if on_cpu else _choose(asked, machine)
-    ranks = _cpu_ranks(asked) if on_cpu else len(chosen)
-    _check_strategy(asked, ranks, "CPU ranks" if on_cpu else "GPUs")
-    if on_cpu and ranks > 1:
-        reasons = [*reasons, f"{ranks} CPU ranks share {machine.cores} cores: for tests and teaching, not for speed"]
-    precision, why = _precision(asked, chosen)
+    on_cpu, chosen = section.accelerator == "cpu" or not machine.gpus, list[Gpu]()
+    if on_cpu:
+        ranks = _cpu_ranks(section)
+        reasons = ["the CPU, as asked" if section.accelerator == "cpu" else f"the CPU: {_why_none(machine)}"]
+        if ranks > 1:
+            reasons.append(f"{ranks} CPU ranks share {machine.cores} cores: for tests and teaching, not for speed")
+    else:
+        chosen, reasons = _choose(section, machine)
+        ranks = len(chosen)
+    _check_strategy(section, ranks, "CPU ranks" if on_cpu else "GPUs")
+    precision, why = _precision(section, chosen)
     return Resolved(
         devices=tuple(gpu.uuid for gpu in chosen), world_size=ranks, accelerator="cpu" if on_cpu else "gpu",
-        precision=precision, threads_per_rank=asked.threads_per_rank or max(1, machine.cores // ranks),
+        precision=precision, threads_per_rank=section.threads_per_rank or max(1, machine.cores // ranks),
         reasons=(*reasons, *why),
     )  # fmt: skip
 
@@ -267,32 +271,46 @@ def resolve_devices(config: Config | HardwareSection, machine: Machine) -> Resol
 # -- devices
 
 
-def _choose(asked: HardwareSection, machine: Machine) -> tuple[list[Gpu], list[str]]:
-    """GPUs for `devices`, and why these."""
-    gpus, devices = machine.gpus, asked.devices
-    if devices == "auto":
-        chosen = _least_occupied(gpus, 1)
-        return chosen, [_why_least(gpus, chosen), *_crowded(gpus, chosen)]
+def _choose(section: HardwareSection, machine: Machine) -> tuple[list[Gpu], list[str]]:
+    """GPUs for `devices`, and why these; with a warning for each that others already use or have claimed."""
+    gpus, devices = machine.gpus, section.devices
+
+    def occupancy(gpu: Gpu) -> tuple[bool, int, float, int]:  # claimed ones only when there are no others
+        free = gpu.free_bytes // _OCCUPANCY_BYTES
+        return bool(gpu.claimed), -free, gpu.utilisation_fraction or 0.0, gpu.processes
+
     if isinstance(devices, tuple):
-        chosen, reasons = [_at(gpus, place) for place in devices], [f"GPUs {list(devices)} as named"]
+        absent = [place for place in devices if place >= len(gpus)]
+        if absent:
+            names = ", ".join(map(str, range(len(gpus))))
+            raise HardwareError(f"hardware.devices names GPU {absent[0]}, but this machine offers {names}")
+        chosen, reasons = [gpus[place] for place in devices], [f"GPUs {list(devices)} as named"]
     elif devices == -1:
         chosen, reasons = list(gpus), [f"all {len(gpus)} GPUs: warning, the fullest one decides when memory runs out"]
     else:
-        if devices > len(gpus):
+        count = 1 if devices == "auto" else devices
+        if count > len(gpus):
             raise HardwareError(
-                f"hardware.devices asks for {devices} GPUs, but only {len(gpus)} can be used here; take at most "
-                f"{len(gpus)}, or accelerator: cpu for {devices} CPU ranks"
+                f"hardware.devices asks for {count} GPUs, but only {len(gpus)} can be used here; take at most "
+                f"{len(gpus)}, or accelerator: cpu for {count} CPU ranks"
             )
-        chosen = _least_occupied(gpus, devices)
+        chosen = sorted(sorted(gpus, key=occupancy)[:count], key=gpus.index)
         reasons = [_why_least(gpus, chosen)]
-    _refuse_joined_instances(chosen)
-    return chosen, [*reasons, *_crowded(gpus, chosen)]
-
-
-def _least_occupied(gpus: Sequence[Gpu], count: int) -> list[Gpu]:
-    """So many, claimed ones only when there are no others, in the order of the table."""
-    ranked = sorted(gpus, key=lambda gpu: (bool(gpu.claimed), _occupancy(gpu)))
-    return sorted(ranked[:count], key=gpus.index)
+    if len(chosen) > 1 and any(gpu.is_mig for gpu in chosen):
+        raise HardwareError(
+            f"{len(chosen)} devices with MIG instances among them cannot work together: a process sees one instance, "
+            "and instances have no path between them; use one instance, or whole GPUs"
+        )
+    reasons += [
+        f"warning: GPU {gpus.index(gpu)} is claimed by {gpu.claimed}: two trials would share it"
+        for gpu in chosen
+        if gpu.claimed
+    ]
+    return chosen, reasons + [
+        f"warning: GPU {gpus.index(gpu)} is in use ({_state(gpu)}): the run may be slow or out of memory"
+        for gpu in chosen
+        if gpu.processes or gpu.free_bytes < gpu.total_bytes * _CROWDED_FRACTION
+    ]
 
 
 def _why_least(gpus: Sequence[Gpu], chosen: Sequence[Gpu]) -> str:
@@ -309,63 +327,26 @@ def _claims(gpus: Sequence[Gpu]) -> list[str]:
     return [f"GPU {place} is claimed by {gpu.claimed}" for place, gpu in enumerate(gpus) if gpu.claimed]
 
 
-def _occupancy(gpu: Gpu) -> tuple[int, float, int]:
-    return -(gpu.free_bytes // _OCCUPANCY_BYTES), gpu.utilisation_fraction or 0.0, gpu.processes
-
-
-def _at(gpus: Sequence[Gpu], place: int) -> Gpu:
-    if place >= len(gpus):
-        names = ", ".join(map(str, range(len(gpus))))
-        raise HardwareError(f"hardware.devices names GPU {place}, but this machine offers {names}")
-    return gpus[place]
-
-
-def _refuse_joined_instances(chosen: Sequence[Gpu]) -> None:
-    if len(chosen) > 1 and any(gpu.is_mig for gpu in chosen):
-        raise HardwareError(
-            f"{len(chosen)} devices with MIG instances among them cannot work together: a process sees one instance, "
-            "and instances have no path between them; use one instance, or whole GPUs"
-        )
-
-
-def _crowded(gpus: Sequence[Gpu], chosen: Sequence[Gpu]) -> list[str]:
-    """A warning for each GPU taken although others already use it, or have claimed it."""
-    claimed = [
-        f"warning: GPU {gpus.index(gpu)} is claimed by {gpu.claimed}: two trials would share it"
-        for gpu in chosen
-        if gpu.claimed
-    ]
-    return claimed + [
-        f"warning: GPU {gpus.index(gpu)} is in use ({_state(gpu)}): the run may be slow or out of memory"
-        for gpu in chosen
-        if gpu.processes or gpu.free_bytes < gpu.total_bytes * _CROWDED_FRACTION
-    ]
-
-
-def _cpu_ranks(asked: HardwareSection) -> int:
+def _cpu_ranks(section: HardwareSection) -> int:
     """Ranks on the CPU; there `devices` counts processes."""
-    devices = asked.devices
+    devices = section.devices
     if isinstance(devices, tuple):
         raise HardwareError(f"hardware.devices names GPUs {list(devices)}, but none can be used here; give a number")
     if isinstance(devices, int) and devices > 0:
         return devices
-    if asked.shards:
-        return asked.shards[0] * asked.shards[1]
-    if devices == -1 and asked.strategy != "none":
+    if section.shards:
+        return section.shards[0] * section.shards[1]
+    if devices == -1 and section.strategy != "none":
         raise HardwareError(
-            f"hardware.devices is -1 (all GPUs) with {asked.strategy}, but this runs on the CPU; "
+            f"hardware.devices is -1 (all GPUs) with {section.strategy}, but this runs on the CPU; "
             "give a number of ranks, such as 2"
         )
     return 1
 
 
-def _cpu_reasons(asked: HardwareSection, machine: Machine) -> list[str]:
-    return ["the CPU, as asked"] if asked.accelerator == "cpu" else [f"the CPU: {_why_none(machine)}"]
-
-
-def _check_strategy(asked: HardwareSection, ranks: int, what: str) -> None:
+def _check_strategy(section: HardwareSection, ranks: int, what: str) -> None:
     """The strategy against the number of ranks, where the config alone could not tell (devices: -1)."""
-    strategy = asked.strategy
+    strategy = section.strategy
     if strategy == "none" and ranks > 1:
         raise HardwareError(f"strategy none uses one device, but devices gives {ranks} {what}; use ddp or fsdp")
     if strategy in ("ddp", "fsdp") and ranks < 2:
@@ -373,8 +354,8 @@ def _check_strategy(asked: HardwareSection, ranks: int, what: str) -> None:
             f"strategy {strategy} needs at least 2 {what}, but only {ranks} can be used here; use strategy none, or "
             "accelerator: cpu with devices: 2"
         )
-    if asked.shards and asked.shards[0] * asked.shards[1] != ranks:
-        replicas, size = asked.shards
+    if section.shards and section.shards[0] * section.shards[1] != ranks:
+        replicas, size = section.shards
         raise HardwareError(
             f"{strategy} is {replicas} replicas × {size} devices = {replicas * size} {what}, but devices gives {ranks}"
         )
@@ -383,18 +364,17 @@ def _check_strategy(asked: HardwareSection, ranks: int, what: str) -> None:
 # -- precision
 
 
-def _precision(asked: HardwareSection, chosen: Sequence[Gpu]) -> tuple[str, list[str]]:
+def _precision(section: HardwareSection, chosen: Sequence[Gpu]) -> tuple[str, list[str]]:
     """The number format, and why; bf16 is computed in hardware from capability 8.0 on."""
     native = all(gpu.capability is not None and gpu.capability >= _BF16_CAPABILITY for gpu in chosen)
-    wanted = asked.precision
-    if wanted == "16-mixed" and not chosen:
+    precision = section.precision
+    if precision == "16-mixed" and not chosen:
         raise HardwareError("hardware.precision is 16-mixed, which needs a GPU; on the CPU use bf16-mixed or 32-true")
-    if wanted.startswith("bf16") and chosen and not native:
-        return wanted, [
-            f"warning: {wanted} is emulated below capability 8.0 ({_capabilities(chosen)}); 16-mixed is faster"
-        ]
-    if wanted != "auto":
-        return wanted, []
+    if precision.startswith("bf16") and chosen and not native:
+        why = f"warning: {precision} is emulated below capability 8.0 ({_capabilities(chosen)}); 16-mixed is faster"
+        return precision, [why]
+    if precision != "auto":
+        return precision, []
     if not chosen:
         return "32-true", ["32-true: exact numbers on the CPU; fewer bits pay on GPUs"]
     if native:
@@ -422,11 +402,3 @@ def _state(gpu: Gpu) -> str:
     busy = "" if gpu.utilisation_fraction is None else f", {gpu.utilisation_fraction:.0%} busy"
     holders = "" if not gpu.processes else f", {gpu.processes} process" + ("es" if gpu.processes > 1 else "")
     return f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free{busy}{holders}"
-
-
-def _gpu_row(place: int, gpu: Gpu) -> list[str]:
-    busy = "–" if gpu.utilisation_fraction is None else f"{gpu.utilisation_fraction:.0%}"
-    return [
-        str(place), gpu.name, format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes), busy, str(gpu.processes),
-        _capability(gpu), gpu.uuid,
-    ]  # fmt: skip

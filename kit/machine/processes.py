@@ -1,15 +1,13 @@
-"""Processes: who they are, whether they live, and how none outlives its parent.
+"""Processes: which one is meant, whether it lives, and how none outlives its parent.
 
 A process id is reused after its process ends, so a process is named by its id and its start time, and nothing is
 signalled or believed alive on the id alone. On Linux both come from /proc; elsewhere from psutil.
 
-Tether: a command that cannot outlive who asked for it, nor harm it, and leaves word of how it ended.
-
-`python -m kit.machine.processes PARENT FILE COMMAND...` leads a process group of its own, in which COMMAND and all that
-it starts run. When COMMAND ends, its exit status and seconds are written to FILE; then, or when stdin closes, or when
-the process PARENT is gone, the whole group is killed, the tether with it. No process is signalled but by this group,
-which nobody else can have got meanwhile. The standard library only: it is there before what it starts has loaded
-anything.
+Run as a program, this module is the guard of a command: `python -m kit.machine.processes PARENT FILE COMMAND...` starts
+COMMAND in the process group that it leads itself, so that the command cannot outlive the process PARENT. When COMMAND
+ends, its exit status and seconds are written to FILE; then, or when stdin closes, or when PARENT is gone, the guard
+kills the whole group, and itself with it. It signals nothing but that group, whose id no other process can have got
+meanwhile. It imports the standard library only, so that it is in place before the command has loaded anything.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TICK_SECONDS = 0.1
 LONGEST_SOCKET_FOLDER = 104 - 1 - 33
 SCRATCH = "KIT_SCRATCH"
 """The variable that names the scratch folder of a trial to its processes."""
@@ -53,7 +52,13 @@ def alive(identity: dict[str, Any]) -> bool:
 
 def _started(pid: int) -> float | None:
     if not LINUX:
-        return _started_by_psutil(pid)
+        import psutil
+
+        try:
+            process = psutil.Process(pid)
+            return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+        except psutil.Error:
+            return None
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -71,16 +76,6 @@ def members_of(group: int) -> list[int]:
             if int(fields[2]) == group and fields[0] != "Z":
                 found.append((float(fields[19]), int(folder.name)))
     return [pid for _, pid in sorted(found)]
-
-
-def _started_by_psutil(pid: int) -> float | None:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except psutil.Error:
-        return None
 
 
 def machine() -> dict[str, str]:
@@ -139,18 +134,9 @@ def _status_bytes(name: str) -> int | None:
 
 def give_memory_back() -> None:
     """Hand freed memory to the system; the allocator would keep it, in pieces that fit nothing else."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _trim() -> Any:
-    """glibc's `malloc_trim`; None elsewhere."""
-    try:
-        return ctypes.CDLL("libc.so.6").malloc_trim if LINUX else None
-    except (OSError, AttributeError):
-        return None
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+        if LINUX:
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def die_with_parent(parent: int) -> None:
@@ -169,14 +155,9 @@ def watch_lifeline(descriptor: int, whole_group: bool = True) -> None:
     """Kill this process group (or only this process) when the other end of a pipe closes, whatever Python is doing."""
 
     def wait() -> None:
-        while True:
-            try:
-                if not os.read(descriptor, 4096):
-                    break
-            except InterruptedError:
-                continue
-            except OSError:
-                break
+        with contextlib.suppress(OSError):
+            while os.read(descriptor, 4096):
+                pass
         if whole_group:
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -253,28 +234,21 @@ def guard_forks(lifeline: int) -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
-_TICK_SECONDS = 0.1
-
-
 def main() -> None:
     parent, file, *command = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
     # A handler, as what is ignored would be ignored by the command too.
     signal.signal(signal.SIGTERM, lambda *_: None)
     began = time.monotonic()
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    while child.poll() is None and os.getppid() == parent and _is_held():
-        pass
+    while child.poll() is None and os.getppid() == parent:
+        ready, _, _ = select.select([0], [], [], _TICK_SECONDS)
+        if ready and not os.read(0, 4096):
+            break
     if child.returncode is not None:
         draft = file.with_suffix(".tmp")
         draft.write_text(json.dumps({"code": child.returncode, "seconds": time.monotonic() - began}))
         draft.replace(file)
     os.killpg(0, signal.SIGKILL)
-
-
-def _is_held() -> bool:
-    """Whether the other end of stdin is still open, after a moment."""
-    ready, _, _ = select.select([0], [], [], _TICK_SECONDS)
-    return not ready or bool(os.read(0, 4096))
 
 
 if __name__ == "__main__":
