@@ -1,0 +1,36 @@
+"""Data for training: stores of samples and rows, tables, and what reading them costs.
+
+`PatchData`, `RowData` and `EventData` are LightningDataModules; the rest makes, opens, measures and checks what they
+read. Names are loaded when first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from kit.registry import lazy
+
+if TYPE_CHECKING:
+    from kit.checkpoints.downloading import download_once as download_once
+    from kit.chunks.table import chunk_table as chunk_table
+    from kit.data.build.layout import expected_bytes as expected_bytes
+    from kit.data.build.plan import plan_build as plan_build
+    from kit.data.build.schedulers import advise_schedule as advise_schedule
+    from kit.data.build.verify import verify as verify
+    from kit.data.patches.module import PatchData as PatchData
+    from kit.data.patches.probe import probe as probe
+    from kit.data.patches.reading import measure_networks as measure_networks
+    from kit.data.patches.reading import measure_reading as measure_reading
+    from kit.data.rows.loader import RowData as RowData
+    from kit.data.rows.rows import open_rows as open_rows
+    from kit.data.rows.write import array_bytes as array_bytes
+    from kit.data.rows.write import write_rows as write_rows
+    from kit.data.tables.cache import QueryCache as QueryCache
+    from kit.data.tables.declare import open_table as open_table
+    from kit.data.tables.declare import read_sources as read_sources
+    from kit.data.tables.fit import fit_features as fit_features
+    from kit.data.tables.loader import EventData as EventData
+    from kit.data.tables.measure import measure_queries as measure_queries
+    from kit.data.tables.source import plan_partitions as plan_partitions
+    from kit.widgets.build_panel import build_panel as build_panel
+    from kit.widgets.chunk_panel import chunk_panel as chunk_panel
+
+__getattr__, __dir__ = lazy(__name__)

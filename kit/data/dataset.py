@@ -2,32 +2,31 @@
 
 A Dataset is a description and holds no handle: it pickles, and every process opens its own store. Sizes are elements.
 A store that kit is still building is refused, since a shard not yet written reads as fill values. Any other Zarr group
-(version 2 or 3) opens too, without statistics and without a manifest, and so does an array that is in none.
+(version 2 or 3) opens too, without statistics and without a manifest, and so does an array that is in none. Of a
+pyramid of resolutions, the finest is read; each of the others has a path of its own. Icechunk repositories, references
+of kerchunk, and what VirtualiZarr holds are read through the store of their library (`kit.data.stores.foreign`).
 
-Datasets that xarray holds, in memory or lazily: chunks are cut out of them when a batch asks for one.
+An xarray Dataset or DataArray, in memory or lazy, is shown to the engine as a store of uncompressed chunks, so it is
+read as any other store: planned by the batch, ahead, by threads, under the same budgets. Values are those that xarray
+gives, decoded; NaN is missing. Chunks are those of dask or of the file behind a lazy object; an object in memory is cut
+into pieces of at most `LARGEST_PIECE_BYTES`. Nothing is copied before it is read, and nothing is ever written. xarray
+is imported by whoever made the object, never here.
 
-The object is shown to the engine as a store of uncompressed chunks, so it is read as any other store: planned by the
-batch, ahead, by threads, under the same budgets. Values are those that xarray gives, decoded; NaN is missing. Chunks
-are those of dask or of the file behind a lazy object; an object in memory is cut into pieces of at most
-`LARGEST_PIECE_BYTES`. Nothing is copied before it is asked for, and nothing is ever written. xarray is imported by
-whoever made the object, never here.
-
-Times: CF time coordinates, `<unit> since <date>`, as datetime64; no more of CF than a coordinate needs.
-
-Calendars that agree with numpy's proleptic Gregorian one are decoded (`standard` ones from 1582-10-15 on, as before
-they mean the Julian calendar); others stay the numbers they are. Times are rounded to microseconds.
+CF time coordinates, `<unit> since <date>`, are decoded as datetime64; no more of CF than a coordinate needs. That holds
+for calendars that agree with numpy's proleptic Gregorian one (`standard` ones from 1582-10-15 on, as before they mean
+the Julian calendar); others stay the numbers they are. Times are rounded to microseconds.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import difflib
-import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from html import escape
 from math import prod
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Self
@@ -36,26 +35,45 @@ import numpy as np
 from numpy.typing import NDArray
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.storage import MemoryStore, WrapperStore
+from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
 from kit.config import Config
+from kit.data.files import open_file, split_group
 from kit.data.stores import manifest as records
+from kit.data.stores.foreign import (
+    REFERENCES,
+    At,
+    find_repository,
+    open_references,
+    open_repository,
+    references_as_store,
+)
 from kit.data.stores.manifest import BuildRecord, Manifest
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import list_objects, open_store, read_object, redact, resolve_url, store_error
-from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, Problem, StoreError, UnfinishedStoreError
+from kit.data.variables import asides
+from kit.errors import (
+    ConfigError,
+    CorruptChunkError,
+    MissingChunkError,
+    Problem,
+    StoreError,
+    UnfinishedStoreError,
+    did_you_mean,
+)
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
     import xarray
+    import zarr
 
     XarrayObject = xarray.Dataset | xarray.DataArray
-    import xarray
-    import zarr
-    from zarr.abc.store import Store
 
 NUMBERS = "biuf"
 """Kinds of numpy type that can be a channel."""
+LARGEST_PIECE_BYTES = 256 << 10
+_DEEPEST_GROUP = 2
+_MOST_GROUPS = 8
 
 
 def in_machine_order(dtype: Any) -> np.dtype[Any]:
@@ -87,11 +105,23 @@ class ArrayInfo:
     deviation: float | None = None
     units: str = ""
     long_name: str = ""
+    repeated: tuple[int, ...] = ()
+    """Dimensions that the stored array lacks: it has the same values all along them."""
+
+    @property
+    def stored_axes(self) -> tuple[int, ...]:
+        """The other ones, in their order."""
+        return tuple(axis for axis in range(len(self.shape)) if axis not in self.repeated)
 
     @property
     def nbytes(self) -> int:
         """Uncompressed size."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape[axis] for axis in self.stored_axes) * self.dtype.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Uncompressed size of a chunk."""
+        return prod(self.chunk[axis] for axis in self.stored_axes) * self.dtype.itemsize
 
     @property
     def is_channel(self) -> bool:
@@ -107,12 +137,28 @@ class ArrayInfo:
         values = numbers.astype(np.float64) * self.scale_factor + self.add_offset
         return np.where(np.isin(numbers, missing), np.nan, values)
 
+    def repeat_along(self, other: ArrayInfo) -> ArrayInfo | None:
+        """This array with all dimensions of another, in their order; None where they do not go together."""
+        axes = {name: axis for axis, name in enumerate(self.dims)}
+        shared = [name for name in other.dims if name in axes]
+        sizes = dict(zip(other.dims, other.shape, strict=True))
+        if (*shared,) != self.dims or any(sizes[name] != self.shape[axes[name]] for name in shared):
+            return None
+
+        def widen(sides: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(sides[axes[name]] if name in axes else sizes[name] for name in other.dims)
+
+        return replace(
+            self, shape=other.shape, dims=other.dims, chunk=widen(self.chunk), shard=self.shard and widen(self.shard),
+            repeated=tuple(axis for axis, name in enumerate(other.dims) if name not in axes),
+        )  # fmt: skip
+
     def __str__(self) -> str:
         dims = ", ".join(f"{name} {size}" for name, size in zip(self.dims, self.shape, strict=True))
-        cut = f"chunk {_by(self.chunk)}" + (f" in shards of {_by(self.shard)}" if self.shard else "")
-        return f"{self.name} ({dims}) {self.dtype}, {format_bytes(self.nbytes)}, {cut}" + (
-            f", {self.long_name} [{self.units}]" if self.long_name or self.units else ""
-        )
+        chunk, shard = (" × ".join(map(str, sides)) for sides in (self.chunk, self.shard or ()))
+        cut = f"chunk {chunk}" + (f" in shards of {shard}" if self.shard else "")
+        meaning = f", {self.long_name} [{self.units}]" if self.long_name or self.units else ""
+        return f"{self.name} ({dims}) {self.dtype}, {format_bytes(self.nbytes)}, {cut}{meaning}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +172,10 @@ class Dataset:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     manifest: Manifest | None = None
     """None for a Zarr store that kit did not build."""
+    asides: Mapping[str, str] = field(default_factory=dict)
+    """Those of `arrays` that are not data, with what they are: `bounds of lon`. They are read only by name."""
+    levels: tuple[str, ...] = ()
+    """Paths of the resolutions of a pyramid, the one that is read first."""
     strict: bool = False
     """Whether a missing chunk is an error here too; in a store that kit built it always is."""
 
@@ -158,58 +208,99 @@ class Dataset:
         return np.arange(sizes[name])
 
     def select(self, variables: Sequence[str] = ()) -> list[ArrayInfo]:
-        """The arrays named, in that order; for no names, all that share the shape of highest rank and size.
+        """The arrays named, in that order; for no names, the data that share the shape of highest rank and size.
+
+        An array that lacks some dimensions of the others is repeated along them.
 
         Raises:
-            ConfigError: for a name the store does not have, or arrays of different shape or dimensions.
+            ConfigError: for a name the store does not have, or arrays whose dimensions do not go together.
         """
-        chosen = [self._array(name) for name in variables] or self._main_arrays()
-        first = chosen[0]
-        for info in chosen[1:]:
-            if (info.shape, info.dims) != (first.shape, first.dims):
+        unknown = next((name for name in variables if name not in self.arrays), None)
+        if unknown is not None:
+            hint = did_you_mean(unknown, self.arrays or ["no arrays"])
+            raise _variables_error(f"no variable {unknown!r} in {redact(self.url)}{hint}")
+        chosen = [self.arrays[name] for name in variables] or self._main_arrays()
+        first = max(chosen, key=lambda info: len(info.shape))
+        found = []
+        for info in chosen:
+            alike = info.repeat_along(first)
+            if alike is None:
                 raise _variables_error(
                     f"{first.name} has {dict(zip(first.dims, first.shape, strict=True))} but {info.name} has "
-                    f"{dict(zip(info.dims, info.shape, strict=True))}; choose variables of one shape"
+                    f"{dict(zip(info.dims, info.shape, strict=True))}; choose variables of one shape, or those that "
+                    "have some of its dimensions in their order"
                 )
-        return chosen
+            found.append(alike)
+        return found
 
-    def _array(self, name: str) -> ArrayInfo:
-        if name not in self.arrays:
-            close = difflib.get_close_matches(name, self.arrays, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(self.arrays) or 'no arrays'}"
-            raise _variables_error(f"no variable {name!r} in {redact(self.url)}; {hint}")
-        return self.arrays[name]
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The arrays that are not read unless they are named, each with the reason."""
+        chosen = {info.name: info for info in self._main_arrays()}
+        first = next(iter(chosen.values()))
+        others = (info for name, info in self.arrays.items() if name not in chosen)
+        return {info.name: self.asides.get(info.name) or _why_not(info, first) for info in others}
 
     def _main_arrays(self) -> list[ArrayInfo]:
         if not self.arrays:
             raise _variables_error(f"{redact(self.url)} holds no data variables")
         numbers = [info for info in self.arrays.values() if info.is_channel]
         if not numbers:
-            held = ", ".join(f"{info.name} of {info.dtype}" for info in self.arrays.values())
-            raise _variables_error(f"{redact(self.url)} holds no numbers, only {held}")
-        first = max(numbers, key=lambda info: (len(info.shape), prod(info.shape)))
-        return [info for info in numbers if (info.shape, info.dims) == (first.shape, first.dims)]
+            others = ", ".join(f"{info.name} of {info.dtype}" for info in self.arrays.values())
+            raise _variables_error(f"{redact(self.url)} holds no numbers, only {others}")
+        data = [info for info in numbers if info.name not in self.asides] or numbers
+        first = max(data, key=lambda info: (len(info.shape), prod(info.shape)))
+        return [info for info in data if (info.shape, info.dims) == (first.shape, first.dims)]
 
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *(f"  {info}" for info in self.arrays.values())])
+        return "\n".join([self._headline(), *(f"  {info}" for info in self._lines())])
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        rows = "".join(f"<li>{escape(str(info))}</li>" for info in self.arrays.values())
+        rows = "".join(f"<li>{escape(line)}</li>" for line in self._lines())
         return f"<div><b>{escape(self._headline())}</b><ul>{rows}</ul></div>"
+
+    def _lines(self) -> list[str]:
+        """One for each array, with why it is left out unless it is named."""
+        left_out = self.left_out if any(info.is_channel for info in self.arrays.values()) else {}
+        reasons = {name: f"; only by name: {reason}" for name, reason in left_out.items()}
+        return [f"{info}{reasons.get(info.name, '')}" for info in self.arrays.values()]
 
     def _headline(self) -> str:
         size = format_bytes(sum(info.nbytes for info in self.arrays.values()))
         stored = f", {format_bytes(self.manifest.stored_bytes)} stored" if self.manifest else ""
-        return f"Dataset {redact(self.url)}: {len(self.arrays)} variables, {size}{stored}"
+        level = ""
+        if self.levels:
+            level = (
+                f", resolution {self.levels[0]}, the finest; the others by their paths: {', '.join(self.levels[1:])}"
+            )
+        return f"Dataset {redact(self.url)}: {len(self.arrays)} variables, {size}{stored}{level}"
 
 
-def _by(sizes: tuple[int, ...]) -> str:
-    return " × ".join(str(size) for size in sizes)
+@dataclass(frozen=True, kw_only=True)
+class StoreDataset(Dataset):
+    """A `Dataset` whose store no URL alone leads to; it pickles with what opens it."""
+
+    opener: Callable[[], Store] = field(compare=False, repr=False)
+
+    def open_store(self) -> Store:
+        return self.opener()
+
+    def _headline(self) -> str:
+        return (
+            f"{super()._headline()}, read through {type(self.opener()).__name__}: measure its speed before a long run"
+        )
+
+
+def _why_not(info: ArrayInfo, chosen: ArrayInfo) -> str:
+    """Why an array is not read beside the one that is."""
+    if info.dtype.kind not in NUMBERS:
+        return f"{info.dtype} is no number"
+    if not info.is_channel:
+        return "times"
+    return f"not of the shape of {chosen.name}"
 
 
 def _variables_error(message: str) -> ConfigError:
@@ -226,47 +317,133 @@ def open_dataset(
     *,
     strict: bool = False,
 ) -> Dataset:
-    """What the store of a config, or at a URL or path, or an xarray Dataset or DataArray holds.
+    """Open a store, a file of arrays, or an object that holds data, and read nothing but its metadata.
 
     Args:
-        given: Where the data is.
+        given: A config; the path or URL of a Zarr store, an Icechunk repository, references of kerchunk (`.json`,
+            `.parquet`) or a NetCDF, HDF5, GRIB, `.npz` or `.npy` file, each with the path of a group in it behind; an
+            xarray Dataset, DataArray or DataTree, also of VirtualiZarr; a Zarr store, group or array; an Icechunk
+            session or repository.
         credentials: As `data.credentials`, for a URL.
         variables: Names to look for where a store lists none: plain HTTP without consolidated metadata.
         strict: As `data.strict`, for a URL.
 
+    Returns:
+        The dataset: its arrays by name, each with shape, dimension names, chunk and shard.
+
     Raises:
-        StoreError: when there is no store, or it cannot be reached or understood, or `given` is nothing of these.
+        StoreError: when there is no store, it cannot be reached or understood, or `given` is none of these.
         UnfinishedStoreError: when its build has not finished, with how far it got.
-        CorruptChunkError: when the manifest or an array's metadata is not what was published.
+        CorruptChunkError: when the manifest or an array's metadata differs from what was published.
+
+    Example:
+        >>> {array.dims for array in kit.open_dataset(store).arrays.values()}
+        {('time', 'lat', 'lon')}
     """
     if isinstance(given, Config):
         return open_dataset(given.data.url, given.data.credentials, given.data.variables, strict=given.data.strict)
     if not isinstance(given, str | PathLike):
+        return _of_object(given, credentials, strict)
+    text = fspath(given)
+    if (place := split_group(text)) is not None:
+        return replace(open_xarray(open_file(*place, credentials)), url=text, reopened=(*place, credentials))
+    if text.rstrip("/").lower().endswith(REFERENCES):
+        return _of_group(text.rstrip("/"), credentials, variables, strict, partial(open_references, text, credentials))
+    url = resolve_url(text)
+    try:
+        if "://" in url or (repository := find_repository(url, credentials)) is None:
+            return _of_group(url, credentials, variables, strict)
+    except _NoGroupError:
+        repository = find_repository(url, credentials)
+        if repository is None:
+            raise
+    root, inside = repository
+    opener: Callable[[], Store] = partial(open_repository, root, credentials)
+    return _of_group(url, credentials, variables, strict, partial(_open_at, opener, inside) if inside else opener)
+
+
+def _open_at(opener: Callable[[], Store], group: str, shown: str = "") -> Store:
+    return At(opener(), f"{group}/" if group else "", shown)
+
+
+def _itself(store: Store) -> Store:
+    return store
+
+
+class _NoGroupError(StoreError):
+    """There is no Zarr group, and no array either."""
+
+
+def _of_object(given: Any, credentials: str, strict: bool) -> Dataset:
+    """What an object holds that is neither a URL nor a config."""
+    if _is_virtual(given):
+        references = (given.vz if hasattr(given, "vz") else given.virtualize).to_kerchunk(format="dict")
+        opener: Callable[[], Store] = partial(references_as_store, references, credentials)
+        return _of_group("virtual dataset", credentials, (), strict, opener)
+    if hasattr(given, "readonly_session"):
+        given = given.readonly_session("main")
+    store = given if isinstance(given, Store) else getattr(given, "store", None)
+    if not isinstance(store, Store):
         return open_xarray(given)
-    url = resolve_url(fspath(given))
-    store = open_store(url, credentials)
-    found = read_manifest(store, url)
-    if found is None:
-        refuse_unfinished(store, url)
-    else:
-        _check_metadata(store, url, found)
+    path = str(getattr(given, "path", "")).strip("/")
+    if type(store) is LocalStore:
+        return open_dataset(store.root / path, credentials, strict=strict)
+    opener = partial(_itself, store)
+    opener = partial(_open_at, opener, path) if path else opener
+    return _of_group(type(store).__name__, credentials, (), strict, opener)
+
+
+def _is_virtual(given: Any) -> bool:
+    """Whether an xarray Dataset holds VirtualiZarr's places of chunks, which are no values."""
+    variables = getattr(given, "variables", None)
+    held = variables.values() if isinstance(variables, Mapping) else ()
+    return any(type(getattr(one, "_data", None)).__name__ == "ManifestArray" for one in held)
+
+
+def _of_group(
+    url: str, credentials: str, variables: Sequence[str], strict: bool, opener: Callable[[], Store] | None = None
+) -> Dataset:
+    """The group, array or pyramid at a URL, or in the store that `opener` opens."""
+    store = open_store(url, credentials) if opener is None else opener()
+    make: Callable[..., Dataset] = Dataset if opener is None else partial(StoreDataset, opener=opener)
+    found = _published(store, url, of_others=opener is not None)
     group = _open_group(store, url)
     if group is None:
-        return _of_array(store, url, credentials, strict)
+        return _of_array(store, url, credentials, strict, opener)
+    if found is None and (levels := pyramid_levels(group)):
+        return _of_pyramid(group, levels, url, credentials, strict, opener)
     arrays = _open_arrays(group, url, found, variables)
     infos = {name: array_info(name, array, found) for name, array in sorted(arrays.items())}
-    order = [*found.arrays] if found else [*infos]
-    named = _named_coordinates(group, arrays)
-    coordinates = {name for name, info in infos.items() if name in named or _is_coordinate(info)}
-    return Dataset(
-        url=url,
-        credentials=credentials,
-        arrays={name: infos[name] for name in order if name not in coordinates},
-        coordinates={name: info for name, info in infos.items() if name in coordinates},
-        attributes=dict(group.attrs),
-        manifest=found,
-        strict=strict,
-    )
+    # Coordinates along several dimensions are named by variables or the group, as CF and xarray do.
+    holders: list[Any] = [group, *arrays.values()]
+    named = " ".join(str(holder.attrs.get("coordinates", "")) for holder in holders).split()
+    coordinates = {n: info for n, info in infos.items() if n in named or info.dims == (n,) or not info.shape}
+    described = {name: dict(array.attrs) for name, array in arrays.items()}
+    return make(
+        url=url, credentials=credentials, coordinates=coordinates,
+        arrays={name: infos[name] for name in (found.arrays if found else infos) if name not in coordinates},
+        attributes=dict(group.attrs), manifest=found, strict=strict, asides={} if found else asides(described),
+    )  # fmt: skip
+
+
+def _published(store: Store, url: str, *, of_others: bool) -> Manifest | None:
+    """The manifest of a store that kit built; another library's may refuse to look for it.
+
+    Raises:
+        UnfinishedStoreError: when its build has not finished.
+        CorruptChunkError: when metadata differs from what was published.
+    """
+    try:
+        found = read_manifest(store, url)
+        if found is None:
+            refuse_unfinished(store, url)
+        else:
+            _check_metadata(store, url, found)
+    except StoreError as error:
+        if not of_others or type(error) is not StoreError:
+            raise
+        return None
+    return found
 
 
 def read_manifest(store: Store, url: str) -> Manifest | None:
@@ -313,20 +490,22 @@ def _open_group(store: Store, url: str) -> zarr.Group | None:
     except FileNotFoundError:
         if read_object(store, ".zarray", url) is not None:  # of version 2, which zarr does not look for here
             return None
-        raise StoreError(
+        raise _NoGroupError(
             f"{redact(url)}: no Zarr group there; build it with kit.build(config), or correct data.url"
         ) from None
     except Exception as error:
         raise store_error(url, error) from None
 
 
-def _of_array(store: Store, url: str, credentials: str, strict: bool) -> Dataset:
+def _of_array(store: Store, url: str, credentials: str, strict: bool, opener: Callable[[], Store] | None) -> Dataset:
     """An array by its own address: of the store that kit built around it, or as if there were one."""
     import zarr
 
     above, _, name = url.rpartition("/")
-    if "://" in url and above.endswith(":/"):
-        raise StoreError(f"{redact(url)}: an array that fills the whole store cannot be read; put it into a folder")
+    if opener is not None or ("://" in url and above.endswith(":/")):  # it fills the whole store
+        opener = partial(_open_at, opener or partial(open_store, url, credentials), "", "data/")
+        info = array_info("data", zarr.open_array(store, mode="r"), None)
+        return StoreDataset(url=url, credentials=credentials, arrays={"data": info}, strict=strict, opener=opener)
     try:
         around = open_dataset(above or "/", credentials, strict=strict)
     except (UnfinishedStoreError, CorruptChunkError, MissingChunkError):
@@ -337,7 +516,57 @@ def _of_array(store: Store, url: str, credentials: str, strict: bool) -> Dataset
     if around is not None and name in known:
         return replace(around, arrays={name: known[name]}, coordinates={}, attributes={})
     info = array_info(name, zarr.open_array(store, mode="r"), None)
+    if around is not None and name in around.levels:
+        finest = next(iter(around.arrays.values()))
+        info = replace(info, dims=finest.dims, missing=finest.missing)
     return Dataset(url=above or "/", credentials=credentials, arrays={name: info}, strict=strict)
+
+
+def pyramid_levels(group: zarr.Group) -> list[str]:
+    """Paths of the resolutions of a pyramid (OME-Zarr, or a tree as ndpyramid makes it), the finest first."""
+    import zarr
+
+    def elements(path: str) -> int:
+        node = group[path]
+        return max(prod(one.shape) for one in ([node] if isinstance(node, zarr.Array) else node.array_values()))
+
+    paths = [str(level.get("path")) for level in _multiscales(group).get("datasets", ())]
+    return sorted((path for path in paths if path in group), key=elements, reverse=True)
+
+
+def _multiscales(group: zarr.Group) -> Mapping[str, Any]:
+    attributes: Any = group.attrs.get("ome", group.attrs)
+    scales = attributes.get("multiscales")
+    return scales[0] if isinstance(scales, list) and scales and isinstance(scales[0], Mapping) else {}
+
+
+def _of_pyramid(
+    group: zarr.Group,
+    levels: list[str],
+    url: str,
+    credentials: str,
+    strict: bool,
+    opener: Callable[[], Store] | None,
+) -> Dataset:
+    """The finest resolution of a pyramid."""
+    import zarr
+
+    node = group[levels[0]]
+    if not isinstance(node, zarr.Array):
+        inner = None if opener is None else partial(_open_at, opener, levels[0])
+        return replace(_of_group(f"{url}/{levels[0]}", credentials, (), strict, inner), levels=tuple(levels))
+    info = array_info(levels[0], node, None)
+    axes = [axis["name"] if isinstance(axis, Mapping) else axis for axis in _multiscales(group).get("axes", "tczyx")]
+    if len(axes) == len(info.shape):
+        info = replace(info, dims=tuple(map(str, axes)))
+    if "_FillValue" not in node.attrs:  # black is a colour
+        info = replace(info, missing=None)
+    make: Callable[..., Dataset] = Dataset if opener is None else partial(StoreDataset, opener=opener)
+    attributes = {name: value for name, value in group.attrs.items() if name not in ("ome", "multiscales")}
+    return make(
+        url=url, credentials=credentials, arrays={info.name: info}, attributes=attributes, strict=strict,
+        levels=tuple(levels),
+    )  # fmt: skip
 
 
 def _open_arrays(
@@ -355,12 +584,25 @@ def _open_arrays(
                 arrays[name] = array
     except Exception as error:
         raise store_error(url, error) from None
+    if not arrays and not url.startswith("http"):
+        _refuse_groups(group, url)
     if not arrays and url.startswith("http"):
         raise StoreError(
             f"{redact(url)}: plain HTTP lists no variables, and the group's metadata is not consolidated; name them in "
             "data.variables, or consolidate the metadata where the group was written"
         )
     return arrays
+
+
+def _refuse_groups(group: zarr.Group, url: str) -> None:
+    """Raises: StoreError: when a group holds only groups that hold variables, with the paths of some."""
+    import zarr
+
+    inner = group.members(max_depth=_DEEPEST_GROUP)
+    paths = dict.fromkeys(path.rpartition("/")[0] for path, node in inner if isinstance(node, zarr.Array))
+    if paths:
+        shown = ", ".join([*paths][:_MOST_GROUPS]) + (", ..." if len(paths) > _MOST_GROUPS else "")
+        raise StoreError(f"{redact(url)}: its variables are in groups; add one of them to the path: {shown}")
 
 
 def _check_metadata(store: Store, url: str, found: Manifest) -> None:
@@ -374,73 +616,47 @@ def _check_metadata(store: Store, url: str, found: Manifest) -> None:
                 raise CorruptChunkError(f"{redact(url)}: {item.key} is not what was published; verify, then rebuild")
 
 
-def _named_coordinates(group: zarr.Group, arrays: Mapping[str, zarr.Array[Any]]) -> set[str]:
-    """Those along several dimensions, which variables or the group name as CF and xarray do."""
-    named = [group.attrs.get("coordinates", ""), *(array.attrs.get("coordinates", "") for array in arrays.values())]
-    return {name for names in named for name in str(names).split()}
-
-
-def _is_coordinate(info: ArrayInfo) -> bool:
-    return info.dims == (info.name,) or len(info.shape) == 0
-
-
 def array_info(name: str, array: zarr.Array[Any], found: Manifest | None) -> ArrayInfo:
     """What a reader needs of one array; the manifest knows its statistics."""
     attributes = dict(array.attrs)
     statistics = found.arrays.get(name) if found else None
-    dtype = _dtype(array, attributes)
+    dtype = np.dtype(array.dtype)
+    # NetCDF's classic files keep unsigned numbers in signed ones and say so.
+    unsigned = str(_single(attributes.get("_Unsigned", ""))).lower()
+    if swapped := {("true", "i"): "u", ("false", "u"): "i"}.get((unsigned, dtype.kind)):
+        dtype = np.dtype(f"{dtype.byteorder}{swapped}{dtype.itemsize}")
+    named: Any = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS") or ()
+    names = [*named] if len(named) == array.ndim else [None] * array.ndim
     missing = _missing(array, attributes, dtype)
     return ArrayInfo(
-        name=name,
-        shape=array.shape,
-        dims=_dims(array, attributes),
-        dtype=dtype,
-        chunk=array.chunks,
-        shard=array.shards,
+        name=name, shape=array.shape, dims=tuple(name or f"dim_{index}" for index, name in enumerate(names)),
+        dtype=dtype, chunk=array.chunks, shard=array.shards,
         scale_factor=float(_single(attributes.get("scale_factor", 1.0))),
         add_offset=float(_single(attributes.get("add_offset", 0.0))),
-        missing=missing[0] if missing else None,
-        also_missing=missing[1:],
-        mean=statistics.mean if statistics else None,
-        deviation=statistics.deviation if statistics else None,
-        units=str(attributes.get("units", "")),
-        long_name=str(attributes.get("long_name", "")),
-    )
-
-
-def _dims(array: zarr.Array[Any], attributes: Mapping[str, Any]) -> tuple[str, ...]:
-    named = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS") or ()
-    names = [*named] if len(named) == array.ndim else [None] * array.ndim
-    return tuple(name or f"dim_{index}" for index, name in enumerate(names))
-
-
-def _dtype(array: zarr.Array[Any], attributes: Mapping[str, Any]) -> np.dtype[Any]:
-    """The stored type; NetCDF's classic files keep unsigned numbers in signed ones and say so."""
-    dtype = np.dtype(array.dtype)
-    unsigned = str(_single(attributes.get("_Unsigned", ""))).lower()
-    swapped = {("true", "i"): "u", ("false", "u"): "i"}.get((unsigned, dtype.kind))
-    return np.dtype(f"{dtype.byteorder}{swapped}{dtype.itemsize}") if swapped else dtype
+        missing=missing[0] if missing else None, also_missing=missing[1:],
+        mean=statistics.mean if statistics else None, deviation=statistics.deviation if statistics else None,
+        units=str(attributes.get("units", "")), long_name=str(attributes.get("long_name", "")),
+    )  # fmt: skip
 
 
 def _missing(array: zarr.Array[Any], attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[float | int, ...]:
-    """The packed values that are missing: attributes, and in Zarr version 2 the fill value."""
+    """The packed values that are missing: attributes, and in Zarr version 2 the fill value.
+
+    NaN is none of them, and neither is a number that the type cannot hold.
+    """
     if dtype.kind not in "iuf":
         return ()
     values = [attributes.get("_FillValue"), attributes.get("missing_value")]
     if array.metadata.zarr_format == 2 and values[0] is None:
         values[0] = array.fill_value
-    numbers = (_as_stored(_single(value), dtype) for value in values if value is not None)
-    return tuple(dict.fromkeys(number for number in numbers if number is not None))
-
-
-def _as_stored(value: Any, dtype: np.dtype[Any]) -> float | int | None:
-    """A missing value as the array holds it; None where it is NaN, or no number that the type can hold."""
-    number = decode_float(value) if isinstance(value, str) else value
-    if dtype.kind == "f":
-        return None if np.isnan(number) else float(number)
-    if not np.isfinite(number) or number != int(number):
-        return None
-    return int(np.array(int(number)).astype(dtype))
+    found: dict[float | int, None] = {}
+    for value in (_single(value) for value in values if value is not None):
+        number = decode_float(value) if isinstance(value, str) else value
+        if dtype.kind == "f" and not np.isnan(number):
+            found[float(number)] = None
+        elif dtype.kind != "f" and np.isfinite(number) and number == int(number):
+            found[int(np.array(int(number)).astype(dtype))] = None
+    return tuple(found)
 
 
 def _single(value: Any) -> Any:
@@ -465,49 +681,82 @@ def decode_float(text: str) -> float:
         raise StoreError(f"_FillValue {text!r} is neither a number nor an encoded one") from None
 
 
-LARGEST_PIECE_BYTES = 256 << 10
-
-
 @dataclass(frozen=True, kw_only=True)
 class XarrayDataset(Dataset):
     """A `Dataset` over an xarray object; it pickles with the object, all of it where that is in memory."""
 
-    held: xarray.Dataset = field(compare=False, repr=False)
+    xarray_object: xarray.Dataset = field(compare=False, repr=False)
+    reopened: tuple[str, str, str] | None = None
+    """File, group and credentials of what is read from a file, which another process opens again."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ if self.reopened is None else self.__dict__ | {"xarray_object": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        again = {} if state["reopened"] is None else {"xarray_object": open_file(*state["reopened"])}
+        self.__dict__.update(state | again)
 
     def open_store(self) -> Store:
-        return XarrayStore(_metadata(self.arrays), Cutter(self.held, self.arrays))
+        import zarr
+
+        store = MemoryStore()
+        group = zarr.create_group(store)
+        for name, info in self.arrays.items():
+            if info.dtype.kind not in NUMBERS:
+                continue
+            group.create_array(
+                name, shape=info.shape, chunks=info.chunk, dtype=info.dtype, compressors=None, filters=None,
+                fill_value=0, dimension_names=info.dims,
+            )  # fmt: skip
+        return XarrayStore(store, Cutter(self.xarray_object, self.arrays))
 
     def coordinate(self, name: str) -> NDArray[Any]:
-        if name in self.held.coords or name not in self.held.sizes:
-            return np.asarray(self.held.coords[name].values)
-        return np.arange(self.held.sizes[name])
+        if name in self.xarray_object.coords or name not in self.xarray_object.sizes:
+            return np.asarray(self.xarray_object.coords[name].values)
+        return np.arange(self.xarray_object.sizes[name])
 
 
 def open_xarray(given: Any) -> XarrayDataset:
     """The data variables of an xarray Dataset, or one DataArray (named `data` where it has no name).
 
+    Of a DataTree, those of the one node that has any, or of the finest resolution of a pyramid.
+
     Raises:
         StoreError: for anything else.
     """
     kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}"
+    if kind == "xarray.DataTree":
+        given, levels = _node_of(given)
+        return replace(open_xarray(given), levels=levels)
     if kind == "xarray.DataArray":
         given = given.to_dataset(name=given.name or "data")
     elif kind != "xarray.Dataset":
         raise StoreError(
-            f"{type(given).__name__} holds no data; give a Config, a URL, or an xarray Dataset or DataArray"
+            f"{type(given).__name__} holds no data; give a Config, a path or URL, an xarray object or a Zarr store"
         )
-    numbers = {str(name): variable for name, variable in given.data_vars.items() if variable.dtype.kind in NUMBERS}
     return XarrayDataset(
-        url="xarray object", credentials="default", held=given, attributes=dict(given.attrs),
-        arrays={name: _info(name, variable) for name, variable in numbers.items() if variable.ndim},
+        url="xarray object", credentials="default", xarray_object=given, attributes=dict(given.attrs),
+        arrays={str(name): _info(str(name), variable) for name, variable in given.data_vars.items() if variable.ndim},
         coordinates={str(name): _info(str(name), variable) for name, variable in given.coords.items()},
+        asides=asides({str(name): variable.attrs for name, variable in given.variables.items()}),
     )  # fmt: skip
+
+
+def _node_of(tree: Any) -> tuple[xarray.Dataset, tuple[str, ...]]:
+    """The Dataset of the node that holds the data, and the paths of the resolutions of a pyramid."""
+    nodes = {node.relative_to(tree): node for node in tree.subtree if node.data_vars}
+    paths = sorted(nodes, key=lambda path: max(one.size for one in nodes[path].data_vars.values()), reverse=True)
+    if not paths or (len(paths) > 1 and "multiscales" not in tree.attrs):
+        shown = ", ".join(paths[:_MOST_GROUPS]) or "none"
+        raise StoreError(f"nodes with variables: {shown}; pass one of them, such as tree['{(paths or ['path'])[0]}']")
+    return nodes[paths[0]].to_dataset(), tuple(paths) if len(paths) > 1 else ()
 
 
 def _info(name: str, variable: Any) -> ArrayInfo:
     return ArrayInfo(
         name=name, shape=tuple(variable.shape), dims=tuple(map(str, variable.dims)),
-        dtype=in_machine_order(variable.dtype), chunk=_chunk(variable), shard=None,
+        dtype=in_machine_order(variable.dtype if isinstance(variable.dtype, np.dtype) else object),
+        chunk=_chunk(variable), shard=None,
         units=str(variable.attrs.get("units", "")), long_name=str(variable.attrs.get("long_name", "")),
     )  # fmt: skip
 
@@ -520,12 +769,8 @@ def _chunk(variable: Any) -> tuple[int, ...]:
     in_file = tuple(stored.get(name, size) for name, size in zip(variable.dims, variable.shape, strict=True))
     if stored and all(isinstance(side, int) for side in in_file):
         return tuple(max(1, min(side, size)) for side, size in zip(in_file, variable.shape, strict=True))
-    return _pieces(tuple(variable.shape), variable.dtype.itemsize)
-
-
-def _pieces(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    sides = [max(1, size) for size in shape]
-    while math.prod(sides) * itemsize > LARGEST_PIECE_BYTES and max(sides) > 1:
+    sides = [max(1, size) for size in variable.shape]
+    while prod(sides) * variable.dtype.itemsize > LARGEST_PIECE_BYTES and max(sides) > 1:
         longest = sides.index(max(sides))
         sides[longest] = -(-sides[longest] // 2)
     return tuple(sides)
@@ -548,17 +793,19 @@ class XarrayStore(WrapperStore[MemoryStore]):
 
 
 class Cutter:
-    """Reads an object as threads read a store; see `kit.data.stream.fetch.Blocking`."""
+    """Reads an xarray object as a store of chunks, for `kit.data.stream.fetch.ThreadClient`."""
 
-    def __init__(self, held: xarray.Dataset, arrays: Mapping[str, ArrayInfo], counters: Counters | None = None) -> None:
-        self._held, self._arrays, self._counters = held, arrays, counters
+    def __init__(
+        self, xarray_object: xarray.Dataset, arrays: Mapping[str, ArrayInfo], counters: Counters | None = None
+    ) -> None:
+        self._object, self._arrays, self._counters = xarray_object, arrays, counters
 
     def counted_by(self, counters: Counters) -> Cutter:
         """The same, its reads counted."""
-        return Cutter(self._held, self._arrays, counters)
+        return Cutter(self._object, self._arrays, counters)
 
     def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None:  # noqa: ARG002
-        """The bytes of one chunk, which is always asked for as a whole.
+        """The bytes of one chunk, which is always read as a whole.
 
         Raises:
             StoreError: when the object cannot give its values.
@@ -571,9 +818,14 @@ class Cutter:
     def cut(self, key: str) -> Octets:
         name, _, place = key.rpartition("/c/")
         info = self._arrays[name]
-        region = tuple(_region(info, tuple(map(int, place.split("/")))))
+        starts = (int(index) * side for index, side in zip(place.split("/"), info.chunk, strict=True))
+        sides = zip(starts, info.chunk, info.shape, strict=True)
+        region = tuple(slice(start, min(size, start + side)) for start, side, size in sides)
         try:
-            values = np.asarray(_computed(self._held[name].variable[region]), info.dtype)
+            variable = self._object[name].variable[region]
+            if variable.chunks is not None:  # dask computes in the thread that reads, since readers are threads already
+                variable = variable.compute(scheduler="synchronous")
+            values = np.asarray(variable.values, info.dtype)
         except MemoryError:
             raise
         except Exception as error:
@@ -583,29 +835,6 @@ class Cutter:
             whole[tuple(map(slice, values.shape))] = values
             values = whole
         return np.frombuffer(np.ascontiguousarray(values).data.cast("B"), np.uint8)
-
-
-def _computed(variable: Any) -> NDArray[Any]:
-    """The values; dask computes them in the thread that asks, since readers are threads already."""
-    return np.asarray((variable if variable.chunks is None else variable.compute(scheduler="synchronous")).values)
-
-
-def _region(info: ArrayInfo, place: tuple[int, ...]) -> Iterator[slice]:
-    for index, side, size in zip(place, info.chunk, info.shape, strict=True):
-        yield slice(index * side, min(size, (index + 1) * side))
-
-
-def _metadata(arrays: Mapping[str, ArrayInfo]) -> MemoryStore:
-    import zarr
-
-    store = MemoryStore()
-    group = zarr.create_group(store)
-    for name, info in arrays.items():
-        group.create_array(
-            name, shape=info.shape, chunks=info.chunk, dtype=info.dtype, compressors=None, filters=None, fill_value=0,
-            dimension_names=info.dims,
-        )  # fmt: skip
-    return store
 
 
 _MICROSECONDS = {
@@ -620,13 +849,14 @@ _SINCE = re.compile(
     r"\s*(\w+?)s?\s+since\s+(\d{1,4})-(\d{1,2})-(\d{1,2})(?:[T ]+(\d{1,2})(?::(\d{1,2}))?(?::(\d{1,2}(?:\.\d*)?))?)?"
     r"\s*(?:Z|UTC|GMT|[+-]0?0:?00)?\s*", re.IGNORECASE,
 )  # fmt: skip
+_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
 _GREGORIAN_STARTS = np.datetime64("1582-10-15", "us")
 
 
 def decode_times(numbers: NDArray[Any], attributes: Mapping[str, Any]) -> NDArray[Any]:
     """The numbers as datetime64 where the attributes say that they are times; else as they are."""
     calendar = str(attributes.get("calendar", "standard")).lower()
-    match, unit = _parse(str(attributes.get("units", "")))
+    match, unit = _parse_units(str(attributes.get("units", "")))
     if match is None or unit is None or numbers.dtype.kind not in "iuf" or calendar not in _CALENDARS:
         return numbers
     try:
@@ -635,33 +865,23 @@ def decode_times(numbers: NDArray[Any], attributes: Mapping[str, Any]) -> NDArra
         return numbers
     clock = [float(part or 0) for part in match.groups()[4:]]
     start += np.timedelta64(round((clock[0] * 3600 + clock[1] * 60 + clock[2]) * 10**6), "us")
-    times = start + _steps(numbers, unit)
+    if numbers.dtype.kind == "f":  # NaN is no time
+        known = np.isfinite(numbers)
+        steps = np.where(known, np.round(numbers.astype(np.float64) * unit), 0).astype(np.int64)
+        times = start + np.where(known, steps.astype("timedelta64[us]"), np.timedelta64("NaT"))
+    else:
+        times = start + (numbers.astype(np.int64) * unit).astype("timedelta64[us]")
     julian = calendar != "proleptic_gregorian" and (start < _GREGORIAN_STARTS or (times < _GREGORIAN_STARTS).any())
     return numbers if julian else times
 
 
 def is_time_unit(units: str) -> bool:
     """Whether numbers of these units are times, in whichever calendar."""
-    return _parse(units)[1] is not None
+    return _parse_units(units)[1] is not None
 
 
-_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
-
-
-def _parse(units: str) -> tuple[re.Match[str] | None, int | None]:
+def _parse_units(units: str) -> tuple[re.Match[str] | None, int | None]:
     """The parts of `<unit> since <date>`, and the unit in microseconds."""
     match = _SINCE.fullmatch(units)
-    return match, _unit(match[1].lower()) if match else None
-
-
-def _unit(word: str) -> int | None:
-    return _MICROSECONDS.get(_SHORT.get(word, word))
-
-
-def _steps(numbers: NDArray[Any], unit: int) -> NDArray[np.timedelta64]:
-    """Numbers of a unit as microseconds; NaN is no time."""
-    if numbers.dtype.kind != "f":
-        return (numbers.astype(np.int64) * unit).astype("timedelta64[us]")
-    known = np.isfinite(numbers)
-    steps = np.where(known, np.round(numbers.astype(np.float64) * unit), 0).astype(np.int64).astype("timedelta64[us]")
-    return np.where(known, steps, np.timedelta64("NaT"))
+    word = match[1].lower() if match else ""
+    return match, _MICROSECONDS.get(_SHORT.get(word, word))

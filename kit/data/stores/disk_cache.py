@@ -1,17 +1,15 @@
-"""A read cache: the answers of a remote store, kept in memory or in a folder that all processes of a machine share.
+"""ReadCache: responses of a remote store, kept in memory, or in a folder that all processes of a machine share.
 
-It lies beneath the engine's cache of decoded chunks and keeps stored bytes, as a request gave them. An entry is named
-after what it is a part of: the URL, the object, the range asked for, and which object it was. In a store that kit built
-that is the object's size and checksum from the manifest, which every opening reads anew, so a rebuilt store finds no
-old entry; in any other store it is what the store says of the object (its entity tag or generation, else size and
-time), asked for once an object by each reader. What cannot be identified is not cached. A reader that goes on while its
-store is rebuilt may read either; opening it again ends that. A file system that says nothing to identify objects by is
-refused by name.
+It lies beneath the cache of decoded chunks and keeps stored bytes as requests gave them. An entry is named after the
+URL, the object's key, the range, and the object's identity. In a store that kit built the identity is size and checksum
+from the manifest, which every opening reads anew, so a rebuilt store finds no old entry. In any other store it is what
+the store says of the object (entity tag or generation, else size and time), requested once per object and reader; a
+store that says neither is refused by name. A reader that stays open while its store is rebuilt may get either.
 
-In a folder an entry is written under another name and moved into place, with its length and CRC-32C before it: one cut
-short, flipped or foreign is a miss and goes, never an error and never served. The total is kept in a file, under a lock
-in which entries are moved into place, and grows before one appears, so it never says too little; making room counts the
-files again. The one invariant: entries in the folder never exceed its size, whoever writes and whoever is killed.
+In a folder an entry is written under another name and moved into place, with its length and CRC-32C: one cut short,
+flipped or foreign is a miss and is removed, never an error and never served. The invariant: the entries never exceed
+the folder's size, whoever writes and whoever is killed. So a file keeps their total, which grows before an entry
+appears, under the lock under which entries are moved into place; making room counts the files again.
 """
 
 from __future__ import annotations
@@ -87,6 +85,11 @@ class ReadCache:
         except OSError as error:
             raise ConfigError([Problem("cache.folder", f"{folder} cannot be written: {error.strerror}")]) from None
 
+    def forget(self) -> None:
+        """Empty what this process keeps in memory; a folder, which others may use, stays as it is."""
+        if not self.folder:
+            _in_memory(self.size_bytes, self.eviction).clear()
+
 
 class CachedReads:
     """A store read through a cache; call from any thread.
@@ -105,7 +108,9 @@ class CachedReads:
 
     def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None:
         """As the store's own `read`; an object that is not there is asked for again each time."""
-        identity = self._identity(key)
+        if key not in self._known:
+            self._known[key] = self._identify(key)
+        identity = self._known[key]
         if identity is None:
             return self._read(key, first, last)
         name = hashlib.sha256(repr((self._url, key, first, last, identity)).encode()).hexdigest()
@@ -118,11 +123,6 @@ class CachedReads:
         if data is not None:
             self._entries.put(name, data)
         return data
-
-    def _identity(self, key: str) -> str | None:
-        if key not in self._known:
-            self._known[key] = self._identify(key)
-        return self._known[key]
 
 
 def identities(manifest: Manifest) -> Mapping[str, str]:
@@ -160,6 +160,11 @@ class MemoryCache:
             while self.held_bytes > self._size_bytes:
                 self.held_bytes -= len(self._entries.popitem(last=False)[1])
 
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self.held_bytes = 0
+
 
 @cache
 def _in_memory(size_bytes: int, eviction: Eviction) -> MemoryCache:
@@ -187,9 +192,11 @@ class SharedFolder:
                 data = file.read(stat.st_size)
         except OSError:
             return None
-        body = _checked(data)
-        if body is None:
-            self._remove(path)
+        mark, length, checksum = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (b"", 0, 0)
+        body = octets(data)[_HEAD.size :]
+        if mark != _MARK or len(body) != length or google_crc32c.value(body) != checksum:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             return None
         if self._eviction == "lru" and time.time() - stat.st_mtime > _TOUCH_SECONDS:
             with contextlib.suppress(OSError):
@@ -208,23 +215,19 @@ class SharedFolder:
             try:
                 path.parent.mkdir(exist_ok=True)
                 draft.write_bytes(_HEAD.pack(_MARK, len(body), crc32c(body)) + body)
-                self._publish(draft, path, size)
+                with self._total() as total:
+                    if total.value + size > self._size_bytes:
+                        total.save(sum(size for _, _, size in self._files()))
+                        if total.value + size > self._size_bytes and self._eviction == "lru":
+                            total.save(self._make_room(int(self._size_bytes * _ROOM_FRACTION) - size))
+                    if total.value + size <= self._size_bytes and not path.exists():
+                        total.save(total.value + size)
+                        draft.replace(path)
             finally:
                 draft.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self._folder / name[:2] / f"{name}{_ENTRY}"
-
-    def _publish(self, draft: Path, path: Path, size: int) -> None:
-        """Move an entry into place if it fits, counted before it is there."""
-        with self._total() as total:
-            if total.value + size > self._size_bytes:
-                total.save(self._count())
-                if total.value + size > self._size_bytes and self._eviction == "lru":
-                    total.save(self._make_room(int(self._size_bytes * _ROOM_FRACTION) - size))
-            if total.value + size <= self._size_bytes and not path.exists():
-                total.save(total.value + size)
-                draft.replace(path)
 
     def _make_room(self, target_bytes: int) -> int:
         """Remove what was used longest ago until no more than this is held, which is returned."""
@@ -237,9 +240,6 @@ class SharedFolder:
             held -= size
         return held
 
-    def _count(self) -> int:
-        return sum(size for _, _, size in self._files())
-
     def _files(self) -> Iterator[tuple[Path, float, int]]:
         """Every entry with its time of use and size; drafts that a killed process left are removed on the way."""
         for path in self._folder.glob("*/*"):
@@ -249,10 +249,6 @@ class SharedFolder:
                     yield path, stat.st_mtime, stat.st_size
                 elif path.suffix == _DRAFT and time.time() - stat.st_mtime > _DRAFT_SECONDS:
                     path.unlink(missing_ok=True)
-
-    def _remove(self, path: Path) -> None:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _total(self) -> Iterator[_Total]:
@@ -265,7 +261,7 @@ class SharedFolder:
             text = os.pread(descriptor, _TOTAL_BYTES, 0)
             total = _Total(descriptor, int.from_bytes(text, "little"))
             if len(text) < _TOTAL_BYTES:
-                total.save(self._count())
+                total.save(sum(size for _, _, size in self._files()))
             yield total
         finally:
             os.close(descriptor)
@@ -281,12 +277,3 @@ class _Total:
     def save(self, value: int) -> None:
         self.value = value
         os.pwrite(self.descriptor, value.to_bytes(_TOTAL_BYTES, "little"), 0)
-
-
-def _checked(data: bytes | None) -> Octets | None:
-    """The body of an entry; None unless it is whole and what was written."""
-    if data is None or len(data) < _HEAD.size:
-        return None
-    mark, length, checksum = _HEAD.unpack_from(data)
-    body = octets(data)[_HEAD.size :]
-    return body if mark == _MARK and len(body) == length and google_crc32c.value(body) == checksum else None

@@ -1,20 +1,19 @@
-"""Remote: a store behind fsspec, with kit's retries instead of the client's own, and its connections closed at the end.
+"""RemoteStore: a zarr store behind fsspec, with kit's retries, and no way to a cloud's metadata service.
 
-Every operation is tried again by `kit.data.stores.retry`; whether an object exists is never taken from an error. What a
-broken connection leaves in doubt is done again: writes put the same bytes in the same place, and deleting twice is
-deleting. gcsfs, s3fs and HTTP are bound to the loop of their first request.
+Every operation is retried by `kit.data.stores.retry` instead of by the client itself; whether an object exists is never
+taken from an error. An operation in doubt after a broken connection is done again: a write puts the same bytes in the
+same place, and deleting twice is deleting. gcsfs, s3fs and HTTP are bound to the event loop of their first request.
 
-Hosts: addresses that are never a store, in whichever spelling, name or redirect they come.
-
-Link-local addresses are those of the machine's own network card; clouds answer there with the machine's keys. A
-config, a bucket or a server that leads there would have kit ask for them. It is refused before a request leaves: when a
-URL is read, when its name has been resolved, and again for each connection that libcurl or aiohttp opens.
+Link-local addresses belong to the machine's own network, and clouds answer there with the machine's keys. A config, a
+bucket or a server that leads there is refused before a request leaves: when a URL is read, when its name has been
+resolved, and again for each connection that libcurl or aiohttp opens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import functools
 import io
 import ipaddress
@@ -35,11 +34,11 @@ from kit.errors import StoreError
 
 READ_SECONDS = 20.0
 WRITE_SECONDS = 120.0
-"""Attempts begin for so long; a large object takes its time on a narrow connection."""
+"""How long attempts may begin; a large object takes its time on a narrow connection."""
 _LARGE_BYTES = 1 << 20
-"""Of a body, from where on aiohttp would warn."""
+"""A larger body makes aiohttp warn."""
 NO_RETRIES = {"retries": {"max_attempts": 0}}
-"""botocore's words for it."""
+"""For botocore."""
 
 
 class RemoteStore(FsspecStore):
@@ -60,10 +59,8 @@ class RemoteStore(FsspecStore):
         put = super().set
         try:
             await Retries(WRITE_SECONDS).run_async(lambda: put(key, value, byte_range))
-        except FileNotFoundError:
-            if not hasattr(self.fs, "sync_fs"):  # of an object store: a bucket that is not there is not made
-                raise
-            await self._make_folder(key)
+        except FileNotFoundError as error:
+            await self._make_folder(key, error)
             await Retries(WRITE_SECONDS).run_async(lambda: put(key, value, byte_range))
 
     async def create(self, key: str, data: bytes) -> bool:
@@ -77,10 +74,8 @@ class RemoteStore(FsspecStore):
             await Retries(WRITE_SECONDS).run_async(lambda: self.fs._pipe_file(path, data, mode="create"))
         except FileExistsError:
             return False
-        except FileNotFoundError:
-            if not hasattr(self.fs, "sync_fs"):
-                raise
-            await self._make_folder(key)
+        except FileNotFoundError as error:
+            await self._make_folder(key, error)
             return await self.create(key, data)
         except OSError as error:
             if status_of(error) not in (409, 412):  # S3 says 409 to one of two that come at the same moment
@@ -88,7 +83,10 @@ class RemoteStore(FsspecStore):
             return False
         return True
 
-    async def _make_folder(self, key: str) -> None:
+    async def _make_folder(self, key: str, error: FileNotFoundError) -> None:
+        """Of a file system; a bucket that is not there is not made."""
+        if not hasattr(self.fs, "sync_fs"):
+            raise error
         await self.fs._makedirs(f"{self.path}/{key}".rpartition("/")[0], exist_ok=True)
 
     async def delete(self, key: str) -> None:
@@ -110,35 +108,33 @@ class RemoteStore(FsspecStore):
         size = super().getsize
         return await self.retries.run_async(lambda: size(key))
 
-    async def list(self) -> AsyncIterator[str]:
-        for key in await self._listed(super().list):
-            yield key
+    def list(self) -> AsyncIterator[str]:
+        return self._retried(super().list)
 
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        listing = super().list_dir
-        for key in await self._listed(lambda: listing(prefix)):
-            yield key
+    def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        return self._retried(super().list_dir, prefix)
 
-    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        listing = super().list_prefix
-        for key in await self._listed(lambda: listing(prefix)):
-            yield key
+    def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        return self._retried(super().list_prefix, prefix)
 
-    async def _listed(self, listing: Callable[[], AsyncIterator[str]]) -> tuple[str, ...]:
+    async def _retried(self, listing: Callable[..., AsyncIterator[str]], *prefix: str) -> AsyncIterator[str]:
         async def collect() -> tuple[str, ...]:
-            return tuple([key async for key in listing()])
+            return tuple([key async for key in listing(*prefix)])
 
-        return await self.retries.run_async(collect)
+        for key in await self.retries.run_async(collect):
+            yield key
 
-    async def close_client(self) -> None:
-        """Close the connections, on the loop they belong to, which fsspec leaves to its user."""
-        session = getattr(self.fs, "_session", None)
-        if session is not None and hasattr(session, "close"):
-            await session.close()
-        creator = getattr(self.fs, "_s3creator", None)
-        if creator is not None:
-            self.fs._s3creator = None
-            await creator.__aexit__(None, None, None)
+    async def info(self, key: str) -> dict[str, Any] | None:
+        """What the file system says of an object; None when there is none."""
+        try:
+            return dict(await self.retries.run_async(lambda: self.fs._info(f"{self.path}/{key}")))
+        except FileNotFoundError:
+            return None
+
+    def close(self) -> None:
+        """Close the connections too, which fsspec leaves to its user."""
+        super().close()
+        _close_sessions(self.fs)
 
 
 def open_remote(url: str, options: dict[str, Any], read_only: bool) -> RemoteStore:
@@ -156,9 +152,7 @@ def open_remote(url: str, options: dict[str, Any], read_only: bool) -> RemoteSto
     assert isinstance(store, RemoteStore)
     if scheme == "s3":
         store.fs.retries = 1
-        weakref.finalize(store, _close_s3, store.fs)
-    if scheme in ("http", "https"):
-        weakref.finalize(store, lambda fs: _close_session(getattr(fs, "_session", None)), store.fs)
+    weakref.finalize(store, _close_sessions, store.fs)
     return store
 
 
@@ -184,22 +178,22 @@ def _gcs_class() -> Any:
 
         @staticmethod
         def close_session(loop: object, session: Any, asynchronous: bool = False) -> None:  # noqa: ARG004
-            """As gcsfs does it, but on the session's own loop, not on whichever loop runs where this is collected."""
+            """As gcsfs does, but on the session's own loop, not on whichever loop runs where this is collected."""
             _close_session(session)
 
     return Gcs
 
 
-def _close_s3(fs: Any) -> None:
-    """Close s3fs' connections, whose session lies deep within botocore's client."""
+def _close_sessions(fs: Any) -> None:
+    """Close the connections of a file system, of which s3fs keeps its own deep within botocore's client."""
     endpoint = getattr(getattr(fs, "_s3", None), "_endpoint", None)
     sessions = getattr(getattr(endpoint, "http_session", None), "_sessions", None) or {}
-    for session in sessions.values():
+    for session in [getattr(fs, "_session", None), *sessions.values()]:
         _close_session(session)
 
 
 def _close_session(session: Any) -> None:
-    """Close the connections of a store nobody holds any more; fsspec does so for its blocking ones only."""
+    """Close an aiohttp session on its own loop, without waiting."""
     connector = getattr(session, "_connector", None)
     if session is None or connector is None:
         return
@@ -215,9 +209,7 @@ def _close_session(session: Any) -> None:
         close()
 
 
-_NAMES = frozenset(
-    ("metadata", "metadata.google.internal", "metadata.goog", "instance-data", "instance-data.ec2.internal")
-)
+_NAMES = {"metadata", "metadata.google.internal", "metadata.goog", "instance-data", "instance-data.ec2.internal"}
 _NETWORKS = tuple(
     map(
         ipaddress.ip_network,
@@ -239,9 +231,14 @@ def is_metadata(host: str) -> bool:
     if host in _NAMES:
         return True
     found = _address(host)
-    return found is not None and any(
-        item in network for item in _all_in(found) for network in _NETWORKS if item.version == network.version
-    )
+    if found is None:
+        return False
+    every: builtins.list[Any] = [found]
+    if isinstance(found, ipaddress.IPv6Address):  # and the addresses of IPv4 that lie within it
+        last = [ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)] if any(found in net for net in _EMBEDS) else []
+        inner = [found.ipv4_mapped, found.sixtofour, *(found.teredo or ())]
+        every += [*last, *filter(None, inner)]
+    return any(item in net for item in every for net in _NETWORKS if item.version == net.version)
 
 
 def refuse_metadata(url: str, shown: str) -> None:
@@ -250,8 +247,13 @@ def refuse_metadata(url: str, shown: str) -> None:
     Raises:
         StoreError: for such a URL.
     """
-    if is_metadata(_host(url)):
-        raise refused(shown, _host(url))
+    # As lenient as the clients are: after a user, before a port, in brackets or not.
+    netloc = re.split(r"[/\\?#]", url.partition("://")[2], maxsplit=1)[0].rpartition("@")[2]
+    host = netloc
+    with contextlib.suppress(ValueError):
+        host = urlsplit(f"//{netloc}").hostname or netloc
+    if is_metadata(host):
+        raise refused(shown, host)
 
 
 def refuse_resolved(host: str, port: int, shown: str) -> None:
@@ -289,33 +291,13 @@ def guarded_socket(address_info: tuple[Any, ...]) -> socket.socket:
     return socket.socket(family, kind, protocol)
 
 
-def _host(url: str) -> str:
-    """As lenient as the clients are: after a user, before a port, in brackets or not."""
-    netloc = re.split(r"[/\\?#]", url.partition("://")[2], maxsplit=1)[0].rpartition("@")[2]
-    try:
-        return urlsplit(f"//{netloc}").hostname or netloc
-    except ValueError:
-        return netloc
-
-
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """An address in any spelling that a C library takes: also 2852039166, 0xA9FEA9FE, 0251.0376.0.1, 169.254.1."""
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host)
-    except ValueError:
-        pass
     if not re.fullmatch(r"[0-9a-fx.]+", host) or not host[0].isdigit():
         return None
     try:
         return ipaddress.IPv4Address(socket.inet_aton(host))
     except (OSError, ValueError):
         return None
-
-
-def _all_in(found: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[Any]:
-    """The address, and those of IPv4 that lie within one of IPv6."""
-    if isinstance(found, ipaddress.IPv4Address):
-        return [found]
-    last = [ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)] if any(found in net for net in _EMBEDS) else []
-    inner = [found.ipv4_mapped, found.sixtofour, *(found.teredo or ())]
-    return [found, *last, *(item for item in inner if item is not None)]

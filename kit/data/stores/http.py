@@ -1,26 +1,13 @@
 """HttpClient: reads of an object store by libcurl, all of them in one thread; the cheapest request there is in Python.
 
-Sending and receiving happen in C, without the interpreter's lock, and no thread waits for an answer: what is asked for
-is told of its answer in the wire's own thread. So a request costs less than half the CPU of one by threads, and the
-memory of hundreds of connections stays small. It serves what fsspec has opened and logged in to, at the same address
-with the same key (`kit.data.stores.auth`). Answers are bytes, or None where there is no such object; an answer to a
-range that is something else is an error. What passes is tried again by `kit.data.stores.retry`, without holding up the
-others.
+Sending and receiving happen in C, without the interpreter's lock, and no thread waits for a response: the client's own
+thread hands it on. So a request costs less than half the CPU of one by threads, and the memory of hundreds of
+connections stays small. The client reads what fsspec has opened and logged in to, at the same address with the same key
+(`kit.data.stores.auth`). A response is bytes, or None where there is no such object; a response to a range that is
+something else is an error. What may pass is retried by `kit.data.stores.retry`, without holding up the others.
 
-The thread begins with the first request and ends when there has been none for a while, so a wire that is forgotten
-leaves nothing behind. A wire belongs to the process that made it.
-
-Concurrency: how many requests to keep open, which is as many as help.
-
-Requests in flight hide latency until something else is full: the bandwidth, the store's limit of requests, or the CPU.
-From there on they share it, so each takes longer, those of a batch end late and together, and what decodes them first
-waits and then cannot keep up; a store that limits requests refuses the rest, and each refused one is sent again.
-
-So the limit starts low and doubles while requests take about as long as they did when few were open; it falls where
-they take much longer, as TCP Vegas does with packets (Brakmo and Peterson, 1995), and where the store refuses, by the
-part that it refused; from then on it rises slowly. Times are averages over a round: as many answers as may be open, to
-requests sent under the same limit. Where nothing but latency binds, the limit is soon the most that is allowed; where
-something is full, about twice what fills it are open, so nothing is left idle.
+The thread starts with the first request and ends when there has been none for a while, so a client that is forgotten
+leaves nothing behind. A client belongs to the process that made it.
 """
 
 from __future__ import annotations
@@ -61,60 +48,50 @@ _PASSING = {
 _READ_BYTES = 256 << 10
 _LINGER_SECONDS = 5.0
 _CLOSE_SECONDS = 5.0
-_ROOM_PAUSE_SECONDS = 0.001
+_MEMORY_PAUSE_SECONDS = 0.001
 _MOST_REDIRECTS = 5
 
 
-class AnswerError(OSError):
-    """What the store says instead of bytes; `status` is HTTP's."""
+class StatusError(OSError):
+    """A response with another status than that of success."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    status = 0
 
 
 class Get:
-    """One request, told of its answer in the wire's thread; `head` asks for the object's tags, not its bytes."""
+    """One request; the client calls `done` or `fail`, in its own thread. `head` requests an object's tags only."""
 
     __slots__ = ("attempts", "first", "head", "key", "last")
+    cancelled = False
 
     def __init__(self, key: str, first: int | None = None, last: int | None = None, head: bool = False) -> None:
         self.key, self.first, self.last, self.head = key, first, last, head
         self.attempts: RetryAttempts | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody still waits for the result."""
+        return True
 
     def begin(self) -> bool | None:
         """Whether to send it now; None: not yet, and nothing behind it either."""
         return True
 
     def done(self, data: Octets | None) -> None:
-        """What the store gave; None where there is no such object."""
+        """Take the bytes; None where there is no such object."""
         raise NotImplementedError
 
     def fail(self, error: BaseException) -> None:
-        """It was tried as often as the policy allows."""
+        """It failed, as often as the policy allows."""
         raise NotImplementedError
 
-    @property
-    def most_bytes(self) -> int:
-        """Bytes that the answer may have; 0 for no limit. A store that knows no ranges would send whole objects."""
-        if self.first is None:
-            return 0
-        return -self.first if self.first < 0 or self.last is None else self.last - self.first
 
-    @property
-    def span(self) -> str | None:
-        """In the words of an HTTP range; None for a whole object."""
-        if self.first is None:
-            return None
-        return str(self.first) if self.first < 0 or self.last is None else f"{self.first}-{self.last - 1}"
-
-
-class _Waiting(Get):
+class _BlockingGet(Get):
     """A request that a thread waits for."""
 
     __slots__ = ("future",)
 
-    def __init__(self, key: str, first: int | None, last: int | None, head: bool = False) -> None:
+    def __init__(self, key: str, first: int | None = None, last: int | None = None, head: bool = False) -> None:
         super().__init__(key, first, last, head)
         self.future: Future[Octets | None] = Future()
 
@@ -125,25 +102,77 @@ class _Waiting(Get):
         self.future.set_exception(error)
 
 
+class Client:
+    """Reads the objects of one store; call from any thread."""
+
+    def submit(self, gets: Iterable[Get], urgent: bool = False) -> None:
+        """Send these as soon as there is room, in order; `urgent`: before what waits already.
+
+        Raises:
+            StoreError: when the client is closed.
+        """
+        raise NotImplementedError
+
+    def cancel_unwanted(self) -> None:
+        """Cancel requests whose result nobody waits for any more, where that is possible."""
+
+    def close(self) -> None:
+        """End the requests and the connections; what still waits fails. Safe to call twice and after a fork."""
+
+    def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None:
+        """Bytes `first` to `last`, the last `-first` bytes for a negative one, or the whole object.
+
+        Raises:
+            StoreError: when the store does not answer or refuses.
+        """
+        get = _BlockingGet(key, first, last)
+        self.submit([get])
+        return get.future.result()
+
+    def identity(self, key: str) -> str | None:
+        """Which object the key names now, in the store's own words; None when there is none.
+
+        Raises:
+            StoreError: when the store does not answer or refuses.
+            ConfigError: when it gives nothing that tells a new object from an old one.
+        """
+        get = _BlockingGet(key, head=True)
+        self.submit([get])
+        found = get.future.result()
+        return None if found is None else found.tobytes().decode()
+
+    def _pass_on(self, get: Get, data: Octets | None) -> None:
+        try:
+            get.done(data)
+        except BaseException as error:
+            self._fail(get, error)
+
+    def _fail(self, get: Get, error: BaseException) -> None:
+        with contextlib.suppress(Exception):  # nobody waits any more
+            get.fail(error)
+
+
 @dataclass(slots=True)
 class _Sent:
     """A request on its way."""
 
-    asked: Get
+    get: Get
+    span: str | None
+    """In the words of an HTTP range; None for a whole object."""
     parts: list[bytes]
     """What has come."""
     round: int
-    at: float
-    """When it was sent, by the monotonic clock."""
+    sent_at: float
+    """By the monotonic clock."""
 
 
-class HttpClient:
-    """The objects below one address; call from any thread.
+class HttpClient(Client):
+    """The objects below one address.
 
     Args:
-        in_flight: Requests sent and not answered, at most; fewer where more do not help (`kit.data.stores.http`).
+        in_flight: Requests sent and not answered, at most; fewer where more do not help (`ConcurrencyLimit`).
         seconds: How long one request may take, and how long attempts may begin.
-        counters: Told of every request.
+        counters: Count every request.
     """
 
     def __init__(self, address: Address, url: str, in_flight: int, seconds: float, counters: Counters) -> None:
@@ -158,66 +187,35 @@ class HttpClient:
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._on_socket)
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._on_timer)
         self._selector = selectors.DefaultSelector()
-        self._bell, self._rope = os.pipe()
-        for end in (self._bell, self._rope):
+        self._woken, self._wake_up = os.pipe()
+        for end in (self._woken, self._wake_up):
             os.set_blocking(end, False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
-        self._close_bell = weakref.finalize(self, _close, self._bell, self._rope)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._close_pipe = weakref.finalize(self, _close, self._woken, self._wake_up)
         self._thread: threading.Thread | None = None
         self._asleep = False
         self._closed = False
         self._due: float | None = None
         """When libcurl wants to be called, whatever the sockets say."""
-        self._asked: deque[Get] = deque()
-        self._again: list[tuple[float, int, Get]] = []
+        self._waiting: deque[Get] = deque()
+        self._to_retry: list[tuple[float, int, Get]] = []
+        """A heap by when each is due."""
         self._numbers = itertools.count()
         self._idle: list[Any] = []
         self._sent: dict[Any, _Sent] = {}
 
-    # -- for everybody
-
-    def ask(self, asks: Iterable[Get], soon: bool = False) -> None:
-        """Send these as soon as there is room, in order; `soon`: before what waits already.
-
-        Raises:
-            StoreError: when the wire is closed.
-        """
+    def submit(self, gets: Iterable[Get], urgent: bool = False) -> None:
         with self._lock:
             if self._closed:
                 raise StoreError(f"{self._address.shown}: its reader is closed")
-            if soon:
-                self._asked.extendleft(asks)
-            else:
-                self._asked.extend(asks)
+            (self._waiting.extendleft if urgent else self._waiting.extend)(gets)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kit-wire", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="kit-http", daemon=True)
                 self._thread.start()
             if self._asleep:
-                self._ring()
-
-    def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None:
-        """Bytes `first` to `last`, the last `-first` bytes for a negative one, or the whole object.
-
-        Raises:
-            StoreError: when the store does not answer or refuses.
-        """
-        asked = _Waiting(key, first, last)
-        self.ask([asked])
-        return asked.future.result()
-
-    def identity(self, key: str) -> str | None:
-        """Which object the key names now, in the store's own words; None when there is none.
-
-        Raises:
-            StoreError: when the store does not answer or refuses.
-        """
-        asked = _Waiting(key, None, None, head=True)
-        self.ask([asked])
-        told = asked.future.result()
-        return None if told is None else told.tobytes().decode()
+                self._wake()
 
     def close(self) -> None:
-        """End the thread and the connections; who still waits is told so. Safe to call twice and after a fork."""
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -227,48 +225,51 @@ class HttpClient:
             if thread is None:
                 self._end()
             else:
-                self._ring()
+                self._wake()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_SECONDS)
 
-    def _ring(self) -> None:
-        """Wake the thread; under the lock, under which the bell is closed."""
+    def _wake(self) -> None:
+        """Wake the thread; under the lock, under which the pipe is closed."""
         self._asleep = False
-        with contextlib.suppress(BlockingIOError):  # it is ringing
-            os.write(self._rope, b"1")
+        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            os.write(self._wake_up, b"1")
 
     # -- the thread
 
     def _run(self) -> None:
         quiet_since = time.monotonic()
         while True:
-            held = self._start()
-            if self._sent or self._asked or self._again:
+            held_up = self._start()
+            if self._sent or self._waiting or self._to_retry:
                 quiet_since = time.monotonic()
             if self._closed or time.monotonic() - quiet_since > _LINGER_SECONDS:
                 left: list[Get] = []
                 with self._lock:
-                    over = self._closed or not self._asked
+                    over = self._closed or not self._waiting
                     if over:
                         self._thread = None
                     if self._closed:
                         left = self._end()
-                for asked in left:
-                    self._fail(asked, StoreError(f"{self._address.shown}: closed while {asked.key} was being read"))
+                for get in left:
+                    self._fail(get, StoreError(f"{self._address.shown}: closed while {get.key} was being read"))
                 if over:
                     return
-            self._serve(self._pause_seconds(held))
+            times = [self._due] if self._due is not None else []
+            times += [self._to_retry[0][0]] if self._to_retry else []
+            longest = _MEMORY_PAUSE_SECONDS if held_up else _LINGER_SECONDS
+            self._serve(max(0.0, min([longest, *(when - time.monotonic() for when in times)])))
 
     def _serve(self, seconds: float) -> None:
         self._asleep = True
-        if self._asked and seconds > _ROOM_PAUSE_SECONDS and len(self._sent) < self.limit.now:
-            seconds = 0.0  # asked for after the last look, by someone who saw this thread awake
+        if self._waiting and seconds > _MEMORY_PAUSE_SECONDS and len(self._sent) < self.limit.now:
+            seconds = 0.0  # submitted after the last look, by a thread that saw this one awake
         ready = self._selector.select(seconds)
         self._asleep = False
         for key, events in ready:
-            if key.fd == self._bell:
+            if key.fd == self._woken:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._bell, 4096)
+                    os.read(self._woken, 4096)
             else:
                 reads = pycurl.CSELECT_IN if events & selectors.EVENT_READ else 0
                 writes = pycurl.CSELECT_OUT if events & selectors.EVENT_WRITE else 0
@@ -278,46 +279,45 @@ class HttpClient:
             self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)
         self._collect()
 
-    def _pause_seconds(self, held: bool) -> float:
-        """How long nothing has to be done but to listen."""
-        times = [when for when in (self._due, self._again[0][0] if self._again else None) if when is not None]
-        longest = _ROOM_PAUSE_SECONDS if held else _LINGER_SECONDS
-        return max(0.0, min([longest, *(when - time.monotonic() for when in times)]))
-
     def _start(self) -> bool:
-        """Send what may be sent; whether something waits for room in memory."""
-        while self._again and self._again[0][0] <= time.monotonic():
-            self._asked.appendleft(heapq.heappop(self._again)[2])
-        while self._asked and len(self._sent) < self.limit.now:
-            asked = self._asked.popleft()
+        """Send what may be sent; whether something waits for memory."""
+        while self._to_retry and self._to_retry[0][0] <= time.monotonic():
+            self._waiting.appendleft(heapq.heappop(self._to_retry)[2])
+        while self._waiting and len(self._sent) < self.limit.now:
+            get = self._waiting.popleft()
             try:
-                begun = asked.begin()
+                begun = get.begin()
                 if begun:
-                    self._send(asked)
+                    self._send(get)
             except BaseException as error:
-                self._fail(asked, error)
+                self._fail(get, error)
                 continue
             if begun is None:
-                self._asked.appendleft(asked)
+                self._waiting.appendleft(get)
                 return True
-        if self._asked:
+        if self._waiting:
             self.limit.held_back()
         return False
 
-    def _send(self, asked: Get) -> None:
+    def _send(self, get: Get) -> None:
         easy = self._idle.pop() if self._idle else self._new()
         parts: list[bytes] = []
-        easy.setopt(pycurl.URL, f"{self._address.base}/{quote(asked.key)}")
-        easy.setopt(pycurl.NOBODY, asked.head)
-        easy.setopt(pycurl.HEADERFUNCTION if asked.head else pycurl.WRITEFUNCTION, parts.append)
-        if asked.span is None:
+        span, most_bytes = None, 0
+        if get.first is not None and get.last is not None:
+            span, most_bytes = f"{get.first}-{get.last - 1}", get.last - get.first
+        elif get.first is not None:
+            span, most_bytes = str(get.first), -get.first
+        easy.setopt(pycurl.URL, f"{self._address.base}/{quote(get.key)}")
+        easy.setopt(pycurl.NOBODY, get.head)
+        easy.setopt(pycurl.HEADERFUNCTION if get.head else pycurl.WRITEFUNCTION, parts.append)
+        if span is None:
             easy.unsetopt(pycurl.RANGE)
         else:
-            easy.setopt(pycurl.RANGE, asked.span)
-        easy.setopt(pycurl.MAXFILESIZE_LARGE, asked.most_bytes)
+            easy.setopt(pycurl.RANGE, span)
+        easy.setopt(pycurl.MAXFILESIZE_LARGE, most_bytes)  # a store that knows no ranges would send whole objects
         for option, value in self._address.login():
             easy.setopt(option, value)
-        self._sent[easy] = _Sent(asked, parts, self.limit.round, time.monotonic())
+        self._sent[easy] = _Sent(get, span, parts, self.limit.round, time.monotonic())
         self._multi.add_handle(easy)
 
     def _new(self) -> Any:
@@ -339,84 +339,73 @@ class HttpClient:
         while left:
             left, good, bad = self._multi.info_read()
             for easy in good:
-                sent = self._take(easy)
-                asked, status = sent.asked, easy.getinfo(pycurl.RESPONSE_CODE)
+                sent, status = self._take(easy), easy.getinfo(pycurl.RESPONSE_CODE)
                 if status in TOO_MANY:
                     self.limit.refused(sent.round)
                 else:
-                    self.limit.answered(sent.round, time.monotonic() - sent.at)
-                self._answer(asked, status, sent.parts)
+                    self.limit.answered(sent.round, time.monotonic() - sent.sent_at)
+                self._on_status(sent, status)
                 sent.parts.clear()  # the handle knows them until it is used again
-                if asked.head:
+                if sent.get.head:
                     easy.close()
                 else:
                     self._idle.append(easy)
             for easy, code, message in bad:
-                asked = self._take(easy).asked
-                status = easy.getinfo(pycurl.RESPONSE_CODE)
+                sent, status = self._take(easy), easy.getinfo(pycurl.RESPONSE_CODE)
                 easy.close()
                 if code == pycurl.E_FILESIZE_EXCEEDED and status >= 400:  # it is a refusal that is so long
-                    self._answer(asked, status, [])
+                    self._on_status(sent, status)
+                elif code == pycurl.E_FILESIZE_EXCEEDED:
+                    self._try_again(sent.get, OSError("the store sends more than the range that was requested"))
+                elif code == pycurl.E_OPERATION_TIMEDOUT:
+                    late = f"no answer for {sent.get.key} within {self._seconds:g} s; check the network"
+                    self._try_again(sent.get, StoreError(f"{self._address.shown}: {late}"))
                 else:
-                    self._try_again(asked, self._error(asked, code, message))
+                    kind = ConnectionError if code in _PASSING else OSError
+                    self._try_again(sent.get, kind(message))
 
     def _take(self, easy: Any) -> _Sent:
         self._multi.remove_handle(easy)
         return self._sent.pop(easy)
 
-    def _answer(self, asked: Get, status: int, parts: list[bytes]) -> None:
-        if status == (200 if asked.span is None else 206):
-            data = _tags(parts) if asked.head else parts[0] if len(parts) == 1 else b"".join(parts)
-            self._counters.add(requests=1, bytes_read=0 if asked.head else len(data))
-            self._tell(asked, octets(data))
+    def _on_status(self, sent: _Sent, status: int) -> None:
+        get, parts = sent.get, sent.parts
+        if status == (200 if sent.span is None else 206):
+            data = _tags(parts) if get.head else parts[0] if len(parts) == 1 else b"".join(parts)
+            self._counters.add(requests=1, bytes_read=0 if get.head else len(data))
+            self._pass_on(get, octets(data))
         elif status == 404:
             self._counters.add(requests=1)
-            self._tell(asked, None)
+            self._pass_on(get, None)
         else:
             words = http.client.responses.get(status, "")
-            whole = "; a range was asked for" if status == 200 else ""
-            self._try_again(asked, AnswerError(status, f"the store answers {status} {words}{whole}"))
+            whole = "; a range was requested" if status == 200 else ""
+            error = StatusError(f"the store answers {status} {words}{whole}")
+            error.status = status
+            self._try_again(get, error)
 
-    def _tell(self, asked: Get, data: Octets | None) -> None:
+    def _try_again(self, get: Get, error: Exception) -> None:
+        if get.attempts is None:
+            get.attempts = RetryAttempts(self.retries)
         try:
-            asked.done(data)
-        except BaseException as error:
-            self._fail(asked, error)
-
-    def _try_again(self, asked: Get, error: Exception) -> None:
-        if asked.attempts is None:
-            asked.attempts = RetryAttempts(self.retries)
-        try:
-            pause = asked.attempts.pause_seconds(error)
+            pause = get.attempts.pause_seconds(error)
         except Exception as last:
-            self._fail(asked, store_error(self._url, last))
+            self._fail(get, store_error(self._url, last))
             return
         self.retries.counted()
-        heapq.heappush(self._again, (time.monotonic() + pause, next(self._numbers), asked))
-
-    def _error(self, asked: Get, code: int, message: str) -> Exception:
-        if code == pycurl.E_OPERATION_TIMEDOUT:
-            late = f"no answer for {asked.key} within {self._seconds:g} s; check the network"
-            return StoreError(f"{self._address.shown}: {late}")
-        if code == pycurl.E_FILESIZE_EXCEEDED:
-            return OSError("the store sends more than the range that was asked for")
-        return ConnectionError(message) if code in _PASSING else OSError(message)
-
-    def _fail(self, asked: Get, error: BaseException) -> None:
-        with contextlib.suppress(Exception):  # whoever asked has gone
-            asked.fail(error)
+        heapq.heappush(self._to_retry, (time.monotonic() + pause, next(self._numbers), get))
 
     def _end(self) -> list[Get]:
-        """Close everything, under the lock; returns what has had no answer."""
-        left = [*self._asked, *(asked for _, _, asked in self._again), *(sent.asked for sent in self._sent.values())]
+        """Close everything, under the lock; returns the requests without a response."""
+        left = [*self._waiting, *(get for _, _, get in self._to_retry), *(sent.get for sent in self._sent.values())]
         for easy in self._sent:
             self._multi.remove_handle(easy)
-        self._asked.clear()
-        self._again.clear()
+        self._waiting.clear()
+        self._to_retry.clear()
         self._sent.clear()
         self._multi.close()
         self._selector.close()
-        self._close_bell()
+        self._close_pipe()
         return left
 
     # -- libcurl's events
@@ -437,8 +426,8 @@ class HttpClient:
         self._due = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
 
 
-class _HandedOver(socket.socket):
-    """A socket whose number libcurl copies: this one is closed as soon as it is let go of."""
+class _Duplicated(socket.socket):
+    """A socket whose descriptor libcurl duplicates: this one is closed as soon as it is let go of."""
 
     def __del__(self) -> None:
         self.close()
@@ -448,7 +437,7 @@ def _open_socket(_purpose: int, address: Any) -> Any:
     """A socket to the address that libcurl is about to connect to, unless it is no store's."""
     if is_metadata(str(address.addr[0])):
         return pycurl.SOCKET_BAD
-    return _HandedOver(address.family, address.socktype, address.protocol)
+    return _Duplicated(address.family, address.socktype, address.protocol)
 
 
 def _close(*ends: int) -> None:
@@ -476,7 +465,18 @@ CROWDED, REFUSED = "with more, each takes longer", "the store refuses more"
 
 
 class ConcurrencyLimit:
-    """Requests that may be open, between `FEWEST` and `most`; call from one thread."""
+    """How many requests may be open, between `FEWEST` and `most`: as many as help. Call from one thread.
+
+    More open requests hide latency until something else is full: the bandwidth, the store's rate of requests, or the
+    CPU. From there on each only takes longer, all those of a batch end late, and the store refuses some, which are then
+    sent again. So the limit behaves as TCP Vegas does with packets (Brakmo and Peterson, 1995): it starts at `FEWEST`
+    and doubles while requests take about as long as they did when few were open, and falls where they take much longer.
+    Where the store refuses requests it falls by the part refused, and from then on rises slowly.
+
+    It is adjusted once a round: when as many responses have come as requests may be open, by the average time of those
+    sent under the same limit. Where only latency binds it is soon at `most`; where something is full it is about twice
+    what fills it, so nothing is left idle.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -520,25 +520,25 @@ class ConcurrencyLimit:
         refused = self._refusals / total
         if refused > _REFUSED:
             self._growth = _GROWTH_ONCE_REFUSED
-            self._aim(1 - refused, REFUSED)
+            self._change(1 - refused, REFUSED)
         else:
-            self._weigh(max(_LEAST_SECONDS, self._seconds / self._answers))
+            self._change_by_time(max(_LEAST_SECONDS, self._seconds / self._answers))
         self._answers, self._refusals, self._seconds = 0, 0, 0.0
         self._held_back = False
         self.round += 1
 
-    def _weigh(self, seconds: float) -> None:
+    def _change_by_time(self, seconds: float) -> None:
         """More, fewer or as many as in this round, by what its requests took on average."""
         if self.now <= FEWEST and seconds > _MOST_CROWDING * self._alone_seconds:  # not by our crowd: it is slower now
             self._alone_seconds = seconds
         self._alone_seconds = min(self._alone_seconds, seconds)
         crowding = seconds / self._alone_seconds
         if crowding > _MOST_CROWDING:
-            self._aim(_CROWDING / crowding, CROWDED)
+            self._change(_CROWDING / crowding, CROWDED)
         elif self._held_back and crowding >= _LEAST_CROWDING:
-            self._aim(1.0, CROWDED)
+            self._change(1.0, CROWDED)
         elif self._held_back:
-            self._aim(min(self._growth, _CROWDING / crowding), "" if self._growth == _GROWTH else REFUSED)
+            self._change(min(self._growth, _CROWDING / crowding), "" if self._growth == _GROWTH else REFUSED)
 
-    def _aim(self, times: float, reason: str) -> None:
-        self.now, self._reason = min(self._most, max(FEWEST, round(self.now * times))), reason
+    def _change(self, factor: float, reason: str) -> None:
+        self.now, self._reason = min(self._most, max(FEWEST, round(self.now * factor))), reason

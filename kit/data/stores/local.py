@@ -1,14 +1,12 @@
-"""Folder: synchronous reads of a store on a local disk.
+"""Folder: synchronous reads of a store on a local disk; check_names: which keys of a bucket can be files in a folder.
 
 A file in the page cache is read in some ten microseconds; a turn of an event loop costs several times that. The same
-answers as zarr's LocalStore: bytes, or None where there is no such object. Never more bytes than asked for; fewer only
-when the file ends, which the caller checks.
-
-File names: keys of a bucket as paths within one folder, or a refusal by name before anything is made there.
+results as of zarr's LocalStore: bytes, or None where there is no such object. Never more bytes than requested; fewer
+only when the file ends, which the caller checks.
 
 Whoever writes to a bucket chooses its keys, and a key may hold anything: `../x`, `/etc/x`, `a//b`, a letter that a file
-system takes for a slash or a dot. What could leave the folder, hide its end, or be two files at one place is refused
-together with all keys of its download, so that no half of it comes.
+system takes for a slash or a dot. A key that could leave the folder, hide its end, or fall on another key's file is
+refused with all the keys of its download, before anything is made there.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from pathlib import Path, PurePosixPath
 from kit.data.stores.transfer import Counters, Octets, octets
 from kit.data.stores.url import store_error
 from kit.errors import StoreError
-
-_WHENCE_END = 2
 
 
 class Folder:
@@ -39,22 +35,19 @@ class Folder:
         Raises:
             StoreError: when the disk refuses.
         """
+        data: Octets | None = None
         try:
-            data = self._read(key, first, -1 if first is None or last is None else last - first)
+            with open(f"{self._root}/{key}", "rb", buffering=0) as file:  # noqa: PTH123  pathlib costs as much again
+                if first is not None:
+                    size = file.seek(0, os.SEEK_END)
+                    file.seek(max(0, size + first) if first < 0 else min(first, size))
+                data = octets(file.read(-1 if first is None or last is None else last - first))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            pass
         except OSError as error:
             raise store_error(self._root, error) from None
         self._counters.add(requests=1, bytes_read=0 if data is None else len(data))
         return data
-
-    def _read(self, key: str, first: int | None, count: int) -> Octets | None:
-        try:
-            with open(f"{self._root}/{key}", "rb", buffering=0) as file:  # noqa: PTH123  pathlib costs as much again
-                if first is not None:
-                    size = file.seek(0, _WHENCE_END)
-                    file.seek(max(0, size + first) if first < 0 else min(first, size))
-                return octets(file.read(count))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None
 
 
 _LONGEST_PART_BYTES = 255
@@ -106,7 +99,16 @@ def why_not(key: str) -> str:
         return "it holds a character that is taken for a slash"
     if len(os.fsencode(key)) > _LONGEST_BYTES:
         return f"it is longer than {_LONGEST_BYTES} bytes"
-    return next((reason for reason in map(_why_no_part, key.split("/")) if reason), "")
+    for part in key.split("/"):
+        # A dot counts in any of its shapes, also with letters in between that take no room.
+        seen = "".join(letter for letter in unicodedata.normalize("NFKC", part) if unicodedata.category(letter) != "Cf")
+        if not seen.strip():
+            return "it has an empty part"
+        if seen.strip() in (".", ".."):
+            return "it has a part of dots, which is this folder or the one above"
+        if len(os.fsencode(part)) > _LONGEST_PART_BYTES:
+            return f"it has a part longer than {_LONGEST_PART_BYTES} bytes"
+    return ""
 
 
 def make_file(folder: Path, name: str) -> Path:
@@ -128,18 +130,6 @@ def make_file(folder: Path, name: str) -> Path:
             f"composed letters only are equal; give a path on another file system than that of {folder}"
         ) from None
     return file
-
-
-def _why_no_part(part: str) -> str:
-    """A dot counts in any of its shapes, also with letters in between that take no room."""
-    seen = "".join(letter for letter in unicodedata.normalize("NFKC", part) if unicodedata.category(letter) != "Cf")
-    if not seen.strip():
-        return "it has an empty part"
-    if seen.strip() in (".", ".."):
-        return "it has a part of dots, which is this folder or the one above"
-    if len(os.fsencode(part)) > _LONGEST_PART_BYTES:
-        return f"it has a part longer than {_LONGEST_PART_BYTES} bytes"
-    return ""
 
 
 def _refused(where: str, key: str, reason: str) -> StoreError:

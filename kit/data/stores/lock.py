@@ -1,11 +1,11 @@
-"""One writer a store: a lock that names its holder, and that no kill leaves behind for good.
+"""One writer per store: a lock that names its holder, and that outlives no holder for long.
 
 On a local disk the kernel keeps the lock (`flock`) and drops it with its process, however that ends. Elsewhere the lock
-is an object with a token, created where there is none: one request with a condition, which one of any number of writers
-gets (Google, S3), and a look before writing where a file system has no such condition. Either way it is read back after
-a pause, for stores that take no notice of conditions: of two that wrote, the last reads its own token and the other
-gives way. Its holder writes it anew every half minute; one that has not been for two minutes belongs to nobody. Who
-takes it over says so first, in an object named after the lost lock, created in the same way: so only one does.
+is an object with a token, created where there is none: by one request with a condition, which one of any number of
+writers wins (Google, S3), or by a look before writing, where a file system has no such condition. It is read back after
+a pause, for stores that ignore conditions: of two that wrote, the last reads its own token and the other gives way. The
+holder rewrites it every half minute; after two minutes without, it belongs to nobody. A writer that takes it over says
+so first, in an object named after the lost lock and created in the same way, so only one does.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ SETTLE_SECONDS = 0.5
 BEAT_SECONDS = 30.0
 STALE_SECONDS = 120.0
 _TURN_SECONDS = 0.05
-_HEIR = ".partial"
-"""As drafts are named, which nobody takes for data."""
 
 
 @contextlib.contextmanager
@@ -56,7 +54,7 @@ def write_lock(store: Store, url: str) -> Iterator[None]:
         StoreError: when the store cannot be written.
     """
     folder = local_folder(url)
-    with _file_lock(folder) if folder is not None else _object_lock(store, url):
+    with turn_at(folder / records.LOCK_KEY, 0.0) if folder is not None else _object_lock(store, url):
         yield
 
 
@@ -83,21 +81,6 @@ def _parse(data: bytes | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _file_lock(folder: Path) -> Iterator[None]:
-    path = folder / records.LOCK_KEY
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _take(path)
-    except OSError as error:
-        raise store_error(str(folder), error) from None
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
 def turn_at(path: Path, seconds: float) -> Iterator[None]:
     """Hold the lock file `path`, after all who hold it before; it goes with the process that holds it.
 
@@ -112,7 +95,7 @@ def turn_at(path: Path, seconds: float) -> Iterator[None]:
             descriptor = _take(path)
             break
         except StoreLockedError:
-            if time.monotonic() > give_up:
+            if time.monotonic() >= give_up:
                 raise
             time.sleep(_TURN_SECONDS)
         except OSError as error:
@@ -139,19 +122,12 @@ def _take(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        if _is_at(descriptor, path):
-            os.truncate(descriptor, 0)
-            os.write(descriptor, _holder())
-            return descriptor
+        with contextlib.suppress(FileNotFoundError):  # the last holder removed it between our opening and locking
+            if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                os.truncate(descriptor, 0)
+                os.write(descriptor, _holder())
+                return descriptor
         os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the file is still there: the last holder may have removed it between opening and locking."""
-    try:
-        return path.stat().st_ino == os.fstat(descriptor).st_ino
-    except FileNotFoundError:
-        return False
 
 
 # -- elsewhere
@@ -161,14 +137,23 @@ def _is_at(descriptor: int, path: Path) -> bool:
 def _object_lock(store: Store, url: str) -> Iterator[None]:
     token = uuid.uuid4().hex
     _claim(store, url, token)
-    over = threading.Event()
-    beat = threading.Thread(target=_beat, args=(store, url, token, over), name="kit-lock", daemon=True)
-    beat.start()
+    released = threading.Event()
+
+    def renew() -> None:
+        """While the lock is ours; one that was taken over, because this machine slept, is left alone."""
+        while not released.wait(BEAT_SECONDS):
+            with contextlib.suppress(StoreError):
+                if not _is_ours(read_object(store, records.LOCK_KEY, url), token):
+                    return
+                write_object(store, records.LOCK_KEY, _holder(token), url)
+
+    renewing = threading.Thread(target=renew, name="kit-lock", daemon=True)
+    renewing.start()
     try:
         yield
     finally:
-        over.set()
-        beat.join()
+        released.set()
+        renewing.join()
         if _is_ours(read_object(store, records.LOCK_KEY, url), token):
             delete_object(store, records.LOCK_KEY, url)
 
@@ -189,12 +174,12 @@ def _claim(store: Store, url: str, token: str) -> None:
 
 def _take_over(store: Store, url: str, token: str, lost: bytes) -> None:
     """Put our lock in the place of one whose holder is gone, unless another is about to."""
-    heir = f"{records.LOCK_KEY}.{crc32c(lost):08x}{_HEIR}"
-    if not create_object(store, heir, _holder(token), url):
-        found = read_object(store, heir, url)
+    claim = f"{records.LOCK_KEY}.{crc32c(lost):08x}.partial"  # as drafts are named, which nobody takes for data
+    if not create_object(store, claim, _holder(token), url):
+        found = read_object(store, claim, url)
         if found is not None and not _is_ours(found, token) and not _is_stale(_parse(found)):
             raise _locked(url, found)
-        write_object(store, heir, _holder(token), url)  # its writer was lost too
+        write_object(store, claim, _holder(token), url)  # its writer is gone too
     try:
         found = read_object(store, records.LOCK_KEY, url)
         if found == lost:
@@ -202,7 +187,7 @@ def _take_over(store: Store, url: str, token: str, lost: bytes) -> None:
         elif found is not None or not create_object(store, records.LOCK_KEY, _holder(token), url):
             raise _locked(url, found)
     finally:
-        delete_object(store, heir, url)
+        delete_object(store, claim, url)
 
 
 def _is_ours(found: bytes | None, token: str) -> bool:
@@ -212,12 +197,3 @@ def _is_ours(found: bytes | None, token: str) -> bool:
 def _is_stale(held: dict[str, Any]) -> bool:
     beat = held.get("beat")
     return not isinstance(beat, int | float) or time.time() - beat > STALE_SECONDS
-
-
-def _beat(store: Store, url: str, token: str, over: threading.Event) -> None:
-    """Renew the lock while it is ours; one that was taken over, because this machine slept, is left alone."""
-    while not over.wait(BEAT_SECONDS):
-        with contextlib.suppress(StoreError):
-            if not _is_ours(read_object(store, records.LOCK_KEY, url), token):
-                return
-            write_object(store, records.LOCK_KEY, _holder(token), url)

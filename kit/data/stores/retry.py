@@ -1,10 +1,10 @@
 """Retries: one policy for every store and client: what is worth another attempt, after which pause, for how long.
 
-Tried again are 408, 429 and 5xx, connections that break or cannot be made, and bodies that end early. Anything else is
-an answer: 403 and 404 come back at once, and so does a certificate that is refused. The pause before attempt n + 1 is
+Retried are 408, 429 and 5xx, connections that break or cannot be made, and bodies that end early. Anything else is an
+answer: 403 and 404 come back at once, and so does a certificate that is refused. The pause before attempt n + 1 is
 drawn from 0 to `min(most, first × 2^(n-1))` seconds ("full jitter"), so that many readers refused together do not come
 back together. No attempt begins after the deadline; one that has begun is ended by its client's own limit. The
-clients' own retries are switched off, so that every request is counted; aiohttp and libcurl alone ask once more by
+clients' own retries are off, so that every request is counted; only aiohttp and libcurl send a request once more by
 themselves, uncounted, when a connection that they had kept is gone.
 """
 
@@ -24,8 +24,8 @@ from kit.units import format_seconds
 FIRST_PAUSE_SECONDS = 0.1
 MOST_PAUSE_SECONDS = 2.0
 TOO_MANY = (429, 503)
-"""How a store says that it is asked more than it answers."""
-_NOT_PASSING = (501, 505)
+"""The status of a request refused because there are too many."""
+_PERMANENT = (501, 505)
 """Of the 5xx: what the server will never do."""
 _BROKEN = {
     "ClientConnectionError", "ClientPayloadError",  # aiohttp
@@ -95,8 +95,10 @@ def passing(error: BaseException) -> Exception | None:
     for one in _chain(error):
         status = _status(one)
         if status:
-            return one if status in (408, 429) or (500 <= status < 600 and status not in _NOT_PASSING) else None
-        if _is_broken(one):
+            return one if status in (408, 429) or (500 <= status < 600 and status not in _PERMANENT) else None
+        names = {base.__name__ for base in type(one).__mro__}
+        broken = isinstance(one, ConnectionError | TimeoutError | http.client.IncompleteRead) or names & _BROKEN
+        if broken and not names & {"ClientSSLError", "SSLError", "SSLCertVerificationError"}:
             return one
     return None
 
@@ -126,11 +128,3 @@ def _status(error: Exception) -> int:
         if re.fullmatch(r"[1-5]\d\d", value):
             return int(value)
     return 0
-
-
-def _is_broken(error: Exception) -> bool:
-    """Whether the connection broke, could not be made, or ended before the body did."""
-    names = {base.__name__ for base in type(error).__mro__}
-    if names & {"ClientSSLError", "SSLError", "SSLCertVerificationError"}:
-        return False
-    return isinstance(error, ConnectionError | TimeoutError | http.client.IncompleteRead) or bool(names & _BROKEN)

@@ -1,4 +1,4 @@
-"""Where bytes live: a URL and the name of a credential become a Zarr store, or a StoreError with the way out.
+"""From a URL and the name of a credential to a Zarr store and its objects, or to a StoreError with the way out.
 
 Paths and `file://` are folders whose objects are written by rename; everything else (`memory://`, `gs://`, `s3://`,
 `http(s)://`, any other fsspec scheme) goes through fsspec. Chained URLs (`a::b`) and caching wrappers are refused: one
@@ -18,7 +18,8 @@ import re
 import socket
 import threading
 import unicodedata
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -40,8 +41,10 @@ _CONNECT_SECONDS = 5.0
 _LONGEST_URL = 4096
 _LONGEST_NAME_BYTES = 255
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-_CACHES = {"blockcache", "cached", "filecache", "simplecache"}
-_WRAPPERS = {*_CACHES, "asynclocal", "dask", "dir", "generic", "reference", "tar", "zip"}
+_WRAPPERS = {
+    "asynclocal", "blockcache", "cached", "dask", "dir", "filecache", "generic", "reference", "simplecache", "tar",
+    "zip",
+}  # fmt: skip
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
 _named: set[str] = set()
 """Environment variables that credentials named, so that their values can be kept out of messages."""
@@ -166,21 +169,35 @@ def open_store(url: str, credentials: str = "default", *, read_only: bool = True
     url = resolve_url(url)
     folder = local_folder(url)
     if folder is not None:
-        return _open_folder(folder, read_only)
-    options = _options(url, credentials, read_only)
+        if folder.exists() and not folder.is_dir():
+            raise StoreError(f"{folder} is a file; a store is a folder")
+        if read_only and not folder.exists():
+            raise StoreError(f"{folder} does not exist; build it with kit.build(config), or correct data.url")
+        return LocalStore(folder, read_only=read_only)
+    options = options_of(url, credentials, read_only)
     _check_reachable(url)
-    return _within(ANSWER_SECONDS, lambda: open_remote(url, options, read_only), url)
+    opened: Future[Store] = Future()
+
+    def open_it() -> None:
+        try:
+            opened.set_result(open_remote(url, options, read_only))
+        except BaseException as error:
+            opened.set_exception(error)
+
+    # In a thread, given up in time: logging in can hang without a deadline.
+    threading.Thread(target=open_it, name="kit-open-store", daemon=True).start()
+    if not wait([opened], ANSWER_SECONDS).done:
+        raise StoreError(
+            f"{redact(url)}: not open after {ANSWER_SECONDS:g} s; check the network and the credentials "
+            "(credentials: anonymous reads a public store)"
+        )
+    try:
+        return opened.result()
+    except BaseException as error:
+        raise store_error(url, error) from None
 
 
-def _open_folder(folder: Path, read_only: bool) -> Store:
-    if folder.exists() and not folder.is_dir():
-        raise StoreError(f"{folder} is a file; a store is a folder")
-    if read_only and not folder.exists():
-        raise StoreError(f"{folder} does not exist; build it with kit.build(config), or correct data.url")
-    return LocalStore(folder, read_only=read_only)
-
-
-def _options(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
+def options_of(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
     """fsspec's options for the credentials asked for; the only place a secret is held."""
     scheme = url.partition("://")[0]
     options: dict[str, Any] = {"access": "read_only" if read_only else "read_write"} if scheme == "gs" else {}
@@ -195,85 +212,47 @@ def _options(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
     _named.add(name)
     if not secret:
         raise StoreError(f"{redact(url)}: credentials ask for the environment variable {name}, which is not set")
-    return options | _secret_options(scheme, secret)
-
-
-def _secret_options(scheme: str, secret: str) -> dict[str, Any]:
     try:
         parsed = read_json(secret)
     except ValueError:
         parsed = None
     if isinstance(parsed, dict):
-        return {"token": parsed} if scheme == "gs" and "type" in parsed else parsed
+        return options | ({"token": parsed} if scheme == "gs" and "type" in parsed else parsed)
     if scheme == "gs":
-        return {"token": secret if Path(secret).is_file() else _bearer(secret)}
+        from google.oauth2.credentials import Credentials
+
+        token = secret if Path(secret).is_file() else Credentials(token=secret)  # type: ignore[no-untyped-call]
+        return options | {"token": token}
     if scheme == "s3":
         key, _, rest = secret.partition(":")
-        return {"key": key, "secret": rest.partition(":")[0], "token": rest.partition(":")[2] or None}
-    return {"client_kwargs": {"headers": {"Authorization": f"Bearer {secret}"}}}
-
-
-def _bearer(secret: str) -> Any:
-    from google.oauth2.credentials import Credentials
-
-    return Credentials(token=secret)  # type: ignore[no-untyped-call]
+        return options | {"key": key, "secret": rest.partition(":")[0], "token": rest.partition(":")[2] or None}
+    return options | {"client_kwargs": {"headers": {"Authorization": f"Bearer {secret}"}}}
 
 
 def _check_reachable(url: str) -> None:
     """Refuse at once when there is no way to the host; libraries would retry for most of a minute first."""
-    address = _address(url)
-    if address is not None:
-        refuse_metadata(f"//://{address[0]}", redact(url))
-        refuse_resolved(*address, redact(url))
-    if address is None or any(
-        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
-    ):
+    scheme, server = url.partition("://")[0], url
+    if scheme in ("gs", "s3"):
+        server = endpoint_of(url) or ("https://storage.googleapis.com" if scheme == "gs" else "")
+    elif scheme not in ("http", "https"):
+        return
+    if not server:
+        return
+    parts = urlsplit(server)
+    try:
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        raise StoreError(f"{redact(server)}: the port is not a number") from None
+    refuse_metadata(f"//://{host}", redact(url))
+    refuse_resolved(host, port, redact(url))
+    if any(os.environ.get(name) for name in _PROXIES):
         return
     try:
-        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
-        host, port = address
         raise StoreError(
             f"{redact(url)}: no connection to {host}:{port} ({error}); check the network, or use a local path"
         ) from None
-
-
-def _address(url: str) -> tuple[str, int] | None:
-    scheme = url.partition("://")[0]
-    if scheme in ("gs", "s3"):
-        url = endpoint_of(url) or ("https://storage.googleapis.com" if scheme == "gs" else "")
-    elif scheme not in ("http", "https"):
-        return None
-    if not url:
-        return None
-    parts = urlsplit(url)
-    try:
-        return (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
-    except ValueError:
-        raise StoreError(f"{redact(url)}: the port is not a number") from None
-
-
-def _within(seconds: float, work: Callable[[], Result], url: str) -> Result:
-    """`work()` in a thread of its own, given up after `seconds`: logging in can hang without a deadline."""
-    outcome: list[Result | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="kit-open-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise StoreError(
-            f"{redact(url)}: not open after {seconds:g} s; check the network and the credentials "
-            "(credentials: anonymous reads a public store)"
-        )
-    if isinstance(outcome[0], BaseException):
-        raise store_error(url, outcome[0]) from None
-    return outcome[0]
 
 
 # -- single objects
@@ -285,7 +264,7 @@ def read_object(store: Store, key: str, url: str, seconds: float = ANSWER_SECOND
     Raises:
         StoreError: when the store does not answer or refuses.
     """
-    buffer = ask(lambda: store.get(key, default_buffer_prototype()), url, seconds)
+    buffer = run_sync(lambda: store.get(key, default_buffer_prototype()), url, seconds)
     return None if buffer is None else buffer.to_bytes()
 
 
@@ -295,7 +274,7 @@ def write_object(store: Store, key: str, data: bytes, url: str, seconds: float |
     Raises:
         StoreError: when the store does not take it.
     """
-    ask(lambda: store.set(key, default_buffer_prototype().buffer.from_bytes(data)), url, seconds)
+    run_sync(lambda: store.set(key, default_buffer_prototype().buffer.from_bytes(data)), url, seconds)
 
 
 def create_object(store: Store, key: str, data: bytes, url: str) -> bool:
@@ -305,12 +284,12 @@ def create_object(store: Store, key: str, data: bytes, url: str) -> bool:
         StoreError: when the store does not take it.
     """
     assert isinstance(store, RemoteStore), "folders have locks of their own"
-    return ask(lambda: store.create(key, data), url, None)
+    return run_sync(lambda: store.create(key, data), url, None)
 
 
 def delete_object(store: Store, key: str, url: str) -> None:
     """Remove the object under `key`, if it is there."""
-    ask(lambda: store.delete(key), url, ANSWER_SECONDS)
+    run_sync(lambda: store.delete(key), url, ANSWER_SECONDS)
 
 
 def list_objects(store: Store, prefix: str, url: str, most: int | None = None) -> list[str]:
@@ -324,7 +303,7 @@ def list_objects(store: Store, prefix: str, url: str, most: int | None = None) -
                 break
         return sorted(keys)
 
-    return ask(collect, url, None)
+    return run_sync(collect, url, None)
 
 
 def sizes_of_objects(store: Store, keys: Iterable[str], url: str, at_once: int = 16) -> dict[str, int]:
@@ -341,21 +320,21 @@ def sizes_of_objects(store: Store, keys: Iterable[str], url: str, at_once: int =
         await asyncio.gather(*(one(key) for key in keys))
         return sizes
 
-    return ask(measure, url, None)
+    return run_sync(measure, url, None)
 
 
-def ask(question: Callable[[], Coroutine[Any, Any, Result]], url: str, seconds: float | None) -> Result:
-    """The answer of `question()`, run on the loop that stores share, within `seconds`.
+def run_sync(work: Callable[[], Coroutine[Any, Any, Result]], url: str, seconds: float | None) -> Result:
+    """The result of `work()`, run on the event loop that zarr's stores share, within `seconds`.
 
     Raises:
         StoreError: for whatever goes wrong, without secrets.
     """
 
-    async def answer() -> Result:
-        return await asyncio.wait_for(question(), seconds)
+    async def limited() -> Result:
+        return await asyncio.wait_for(work(), seconds)
 
     try:
-        return sync(answer())
+        return sync(limited())
     except TimeoutError as error:
         if seconds is None:
             raise store_error(url, error) from None
@@ -391,16 +370,11 @@ def _way_out(error: BaseException, url: str) -> str:
 
 def _scrub(text: str) -> str:
     """Text without URL queries, user information and the values of credential variables."""
+    words = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
     text = re.sub(r"(://)[^/@\s'\"]+@", r"\1", text)
     text = re.sub(r"(://[^\s'\"?]+)\?[^\s'\"]*", r"\1", text)
     text = re.sub(r"(?i)(bearer|authorization:?|token[=:]|secret[=:]|signature[=:])\s*[^\s,'\"]+", r"\1 …", text)
-    for secret in _secrets():
-        text = text.replace(secret, "…")
-    return text
-
-
-def _secrets() -> Iterator[str]:
-    words: Iterable[str] = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
     for name, value in os.environ.items():
         if len(value) >= 8 and (name in _named or any(word in name.upper() for word in words)):
-            yield value
+            text = text.replace(value, "…")
+    return text
