@@ -1,12 +1,11 @@
-"""One array as a source: in memory, or mapped from a file of any size.
+"""Sources that are one array, in memory or mapped from a file of any size, and sources that are folders of images.
 
-A mapped file is mapped anew for each few megabytes and let go, so that the pages read do not add up in this process's
+A file is mapped anew for each few megabytes and unmapped, so that the pages read do not add up in this process's
 memory. A disk gives whole pages, so a file counts as cut along its fastest dimension, a page a chunk.
 
-A folder of image files as a source: dimensions (image, y, x), one variable a band, files sorted by path.
-
-All images have one size and one kind. A file is decoded whole for each band asked of it; sizes are checked when a file
-is read, so opening a folder of a million files reads one of them.
+A folder of images has dimensions (image, y, x) and one variable a band; files are sorted by path, all of one size and
+kind. A file is decoded whole for each band read of it; sizes are checked when a file is read, so opening a folder of a
+million files reads one of them.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.data.build.rechunk import FETCH_BYTES, Region
-from kit.data.build.source import VariableSpec
+from kit.data.build.source import VariableSpec, source_error, spec_of
 from kit.data.dataset import in_machine_order
-from kit.errors import BuildError, ConfigError, Problem
+from kit.errors import BuildError
 
 _PAGE_BYTES = 4096
 
@@ -44,11 +43,15 @@ class ArraySource:
         name: str = "values",
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
-        self._values: NDArray[Any] | _MappedFile = _MappedFile.of(array) if _is_mapped(array) else array
+        # A view into a mapped file has lost where it begins, so only a whole one is mapped anew.
+        mapped = isinstance(array, np.memmap) and array.filename is not None and not array.dtype.hasobject
+        whole = mapped and not isinstance(array.base, np.memmap)
+        contiguous = array.flags.c_contiguous or array.flags.f_contiguous
+        self._values: NDArray[Any] | _MappedFile = _MappedFile(array) if whole and contiguous else array
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dims = tuple(dims) or tuple(f"dim_{axis}" for axis in range(array.ndim))
         dtype = in_machine_order(array.dtype)
-        self.variables: Mapping[str, VariableSpec] = {name: VariableSpec(dtype, dict(attributes or {}))}
+        self.variables: Mapping[str, VariableSpec] = {name: spec_of(dtype, attributes or {})}
         self.coordinates: Mapping[str, NDArray[Any]] = {}
         self.attributes: Mapping[str, Any] = {}
         self.chunks = {name: self._values.page} if isinstance(self._values, _MappedFile) else {}
@@ -72,23 +75,19 @@ def open_npy(
     try:
         return ArraySource(np.load(path, mmap_mode="r", allow_pickle=False), dims, name, attributes)
     except (OSError, ValueError) as error:
-        raise ConfigError([Problem("data.source", f"{path} cannot be mapped as an array: {error}")]) from None
+        raise source_error("source", f"{path} cannot be mapped as an array: {error}") from None
 
 
 class _MappedFile:
     """A whole array in a file; a handle is opened for each piece."""
 
-    def __init__(self, path: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...], fortran: bool) -> None:
-        self._path, self._dtype, self._offset, self._fortran = path, dtype, offset, fortran
-        self._shape = shape[::-1] if fortran else shape
+    def __init__(self, array: Any) -> None:
+        self._path, self._dtype, self._offset = str(array.filename), array.dtype, int(array.offset)
+        self._fortran = not array.flags.c_contiguous
+        self._shape = array.shape[::-1] if self._fortran else array.shape
         """In the order of the file: the last dimension is contiguous."""
-        page = (*(1,) * (len(shape) - 1), min(self._shape[-1], max(1, _PAGE_BYTES // dtype.itemsize)))
-        self.page = page[::-1] if fortran else page
-
-    @classmethod
-    def of(cls, array: Any) -> _MappedFile:
-        fortran = not array.flags.c_contiguous
-        return cls(str(array.filename), array.dtype, int(array.offset), tuple(array.shape), fortran)
+        page = (*(1,) * (array.ndim - 1), min(self._shape[-1], max(1, _PAGE_BYTES // array.itemsize)))
+        self.page = page[::-1] if self._fortran else page
 
     def read(self, region: Region, dtype: np.dtype[Any]) -> NDArray[Any]:
         ordered = region[::-1] if self._fortran else region
@@ -114,14 +113,6 @@ class _MappedFile:
             del mapped
 
 
-def _is_mapped(array: NDArray[Any]) -> bool:
-    """Whether it is a whole mapped file: a view into one has lost where it begins."""
-    if not isinstance(array, np.memmap) or array.filename is None or array.dtype.hasobject:
-        return False
-    whole = not isinstance(array.base, np.memmap)
-    return whole and (array.flags.c_contiguous or array.flags.f_contiguous)
-
-
 IMAGES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp")
 _BANDS = {
     "L": ("grey",), "1": ("grey",), "I;16": ("grey",), "I": ("grey",), "F": ("grey",), "LA": ("grey", "alpha"),
@@ -145,12 +136,13 @@ class ImageFolder:
         found = (file for file in self._folder.glob(pattern) if file.suffix.lower() in IMAGES)
         self._files = sorted(str(file.relative_to(self._folder)) for file in found)
         if not self._files:
-            raise _error(f"{path} holds no image file that matches {pattern!r}; known are {', '.join(IMAGES)}")
+            known = ", ".join(IMAGES)
+            raise source_error("source", f"{path} holds no image file that matches {pattern!r}; known are {known}")
         first = self._first()
         self._mode = first.mode
         names = _BANDS.get(first.mode)
         if names is None:
-            raise _error(f"{self._files[0]} is of kind {first.mode}; known are {', '.join(_BANDS)}")
+            raise source_error("source", f"{self._files[0]} is of kind {first.mode}; known are {', '.join(_BANDS)}")
         self.dims = ("image", "y", "x")
         self.shape = (len(self._files), first.size[1], first.size[0])
         dtype = np.asarray(first).dtype
@@ -187,14 +179,11 @@ class ImageFolder:
         try:
             from PIL import Image, UnidentifiedImageError
         except ImportError:
-            raise _error("a folder of images is read by Pillow, which is not installed; pip install pillow") from None
+            message = "a folder of images is read by Pillow, which is not installed; pip install pillow"
+            raise source_error("source", message) from None
         try:
             with Image.open(self._folder / self._files[0]) as image:
                 image.load()
                 return image
         except (UnidentifiedImageError, OSError) as error:
-            raise _error(f"{self._files[0]} cannot be read: {error}") from None
-
-
-def _error(message: str) -> ConfigError:
-    return ConfigError([Problem("data.source", message)])
+            raise source_error("source", f"{self._files[0]} cannot be read: {error}") from None

@@ -7,10 +7,9 @@ the same bytes. Tasks are groups of shards, planned so that memory stays within 
 of the array, and run by whichever scheduler; the bytes are the same. One builder writes a store at a time. Sources that
 give other values than before, and stores that belong to another build, are refused rather than mixed.
 
-How far a long job is: one line that updates in place, in a notebook or a terminal, and nothing where nobody looks.
-
 A progress is any callable taking (done, total, bytes so far); raising from it stops the job like an interrupt would.
-One that has them is also told what begins, `begin(verb, noun)`, and where workers can be watched, `link(url)`.
+Its methods `begin(verb, noun)` and `link(url)`, where it has them, are called with what begins and with the URL of a
+dashboard. The default is one line that updates in place, in a notebook or a terminal, and nothing where nobody looks.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +36,17 @@ from kit.data.build.open_source import load_source
 from kit.data.build.plan import BuildPlan, groups, plan_tasks
 from kit.data.build.rechunk import Grouping
 from kit.data.build.resume import (
-    belongs_to_another,
     check_room,
     clear,
-    is_finished,
+    finished_with,
     prepare,
     refuse_foreign,
     remove_journals,
 )
 from kit.data.build.schedulers import Scheduler, explain, open_scheduler
-from kit.data.build.shards import ArrayWriter, Blueprint, BuildWork, Cut, ShardGroup, make_blueprint, run
+from kit.data.build.shards import JOURNAL_SECONDS, ArrayWriter, Blueprint, BuildWork, Cut, ShardGroup, make_blueprint
 from kit.data.build.source import Source
-from kit.data.dataset import Dataset, open_dataset
+from kit.data.dataset import Dataset, open_dataset, read_build
 from kit.data.stores import manifest as records
 from kit.data.stores.lock import write_lock
 from kit.data.stores.manifest import ArrayRecord, Manifest, ObjectRecord
@@ -57,9 +57,8 @@ from kit.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from zarr.abc.store import Store
 
-    from kit.chunks.reasons import ChunkPlan
+    from kit.chunks.search import ChunkPlan
 
-JOURNAL_SECONDS = 2.0
 _JOURNAL_FRACTION = 0.01
 _NOTEWORTHY_RATIO = 1.1
 
@@ -73,31 +72,50 @@ def build(
     progress: bool | Progress = True,
     threads: int | None = None,
 ) -> Dataset:
-    """Write the store a config describes, or finish it, or find it finished; and open it.
+    """Write the store that a config describes, and open it. A store that is finished is only opened.
+
+    So is one of the same data in other chunks, where the config leaves chunk and shard to kit, and no plan is given but
+    the one that kit would choose.
 
     Args:
-        plan: Chunks and shards; made by `plan_chunks(config)` when left out.
-        source: An xarray object, array or source in hand, in place of the one that the config names.
-        overwrite: Replace another build in the same place. Other data is never overwritten.
-        progress: True for a line that updates in place, False for none, or a callable (done, total, bytes).
-        threads: Tasks each process runs at once, in place of `build.threads`; fewer when memory is short.
+        config: Names the source, the variables and the URL of the store.
+        plan: Chunks and shards; `plan_chunks(config)` when left out.
+        source: An xarray object, an array or a source in memory, instead of the one that the config names.
+        overwrite: Replace another build at the same URL. Data that kit did not write is never overwritten.
+        progress: True shows a line that updates in place, False shows nothing, and a callable is called with (tasks
+            done, tasks in total, bytes written).
+        threads: Tasks that each process runs at once, instead of `build.threads`. Fewer run when memory is short.
+
+    Returns:
+        The dataset, ready to read. A build that was interrupted is resumed to the same bytes.
 
     Raises:
         ConfigError, PlanError: before anything is written.
-        BuildError: when the source fails, the store belongs to another build, or there is no room on disk or in memory.
+        BuildError: when the source fails, the store belongs to another build, or disk or memory is too small.
         StoreLockedError: when another process is writing the store.
         StoreError: when the store cannot be written.
-        KeyboardInterrupt: after the running shards are finished and recorded; building again resumes.
+        KeyboardInterrupt: after the running shards are finished and recorded.
+
+    Example:
+        >>> dataset = kit.build(ocean, progress=False)
+        >>> {array.shape for array in dataset.arrays.values()}
+        {(4, 96, 96)}
     """
     opened = load_source(config, source)
-    blueprint = make_blueprint(config, opened, plan or plan_chunks(config, source=opened))
+    chosen = plan_chunks(config, source=opened)
+    asked = plan is not None and (plan.chunk, plan.shard) != (chosen.chunk, chosen.shard)
+    blueprint = make_blueprint(config, opened, plan or chosen)
     tasks = plan_tasks(config, blueprint, opened, threads)
     url = resolve_url(config.data.url)
     _refuse_unshared(config, url)
     store = open_store(url, config.data.credentials, read_only=False)
     refuse_foreign(store, url)
-    if not overwrite and is_finished(store, url, blueprint):
-        say(f"{redact(url)} is already built with these settings; nothing to do", progress)
+    differing = None if overwrite else finished_with(store, url, blueprint)
+    if differing is not None and all(name.startswith(_chosen(config, asked)) for name in differing):
+        how = "with these settings; nothing to do"
+        if differing:
+            how = "in chunks chosen for another config; build(config, overwrite=True) writes it in those best for this"
+        say(f"{redact(url)} is already built {how}", progress)
         return open_dataset(url, config.data.credentials)
     with write_lock(store, url):
         finished = prepare(store, url, blueprint, opened, overwrite=overwrite)
@@ -108,18 +126,30 @@ def build(
     return open_dataset(url, config.data.credentials)
 
 
+def _chosen(config: Config, asked: bool) -> tuple[str, ...]:
+    """What begins the names of the fields that nobody asked for, so that a store with others is as good."""
+    settings = () if asked else ("chunk", "shard")
+    return tuple(f"{name}." for name in settings if getattr(config.chunking, name) == "auto")
+
+
 def _refuse_unshared(config: Config, url: str) -> None:
     if config.build.scheduler == "distributed" and not (is_shared(url) and is_shared(config.build.scratch)):
         raise BuildError("memory:// lives in this process only, so Dask workers cannot write it; choose threads")
 
 
 def _run(job: _Job, plan: BuildPlan, progress: bool | Progress) -> None:
-    """State the price where there is one, then write what is not finished."""
+    """State what is left out and the price, where there is any, then write what is not finished."""
+    left_out = getattr(job.source, "left_out", {})
+    if left_out:
+        say(f"Left out: {', '.join(f'{name} ({why})' for name, why in left_out.items())}", progress)
     if plan.read_ratio > _NOTEWORTHY_RATIO or plan.by_copy:
         say(str(plan), progress)
     with open_scheduler(job.config.build, plan.slots, plan.threads, plan.memory_bytes) as scheduler:
         if scheduler.link:
-            show_link(scheduler.link, progress)
+            if hasattr(progress, "link"):
+                progress.link(scheduler.link)
+            else:
+                say(f"Dask dashboard: {scheduler.link}", progress)
         if plan.by_copy and len(job.finished or {}) < job.blueprint.build.shards:
             _run_by_copy(job, plan, scheduler, progress)
         else:
@@ -127,53 +157,43 @@ def _run(job: _Job, plan: BuildPlan, progress: bool | Progress) -> None:
 
 
 def _run_by_copy(job: _Job, plan: BuildPlan, scheduler: Scheduler, progress: bool | Progress) -> None:
-    """Pass one into an intermediate store, which is a build of its own, resumed like any; pass two out of it."""
-    copy = _copy_job(job, plan)
-    if copy.finished is not None:
-        first = {name: pair.first for name, pair in plan.passes.items()}
-        _Builder(copy, first, plan.threads, make_progress(progress, "Copying", "pieces")).run(scheduler)
-    job.source, job.given = ZarrSource(copy.url, job.config.data.credentials), True
-    _Builder(job, plan.last, plan.threads, make_progress(progress, "Building")).run(scheduler)
-    _remove(copy.store, copy.url)
+    """Pass one into an intermediate store, which is a build itself and resumed like any; pass two out of it.
 
-
-def _copy_job(job: _Job, plan: BuildPlan) -> _Job:
-    """Where the copy goes is named after the build, so that only this one finds it again."""
-    place = f"{records.crc32c(job.blueprint.build.dump()):08x}"
-    url = resolve_url(f"{job.config.build.scratch.rstrip('/')}/{place}.zarr")
-    chunk = next(iter(plan.passes.values())).first.layout.target
+    The copy's URL is named after the build, so that only this build finds it again.
+    """
+    name = f"{records.crc32c(job.blueprint.build.dump()):08x}"
+    url = resolve_url(f"{job.config.build.scratch.rstrip('/')}/{name}.zarr")
     config = job.config.replace({"data.url": url, "chunking.compression_level": 1})
+    chunk = next(iter(plan.passes.values())).first.layout.target
     cut = Cut(dims=tuple(job.source.dims), shape=tuple(job.source.shape), chunk=chunk)
     blueprint = make_blueprint(config, job.source, cut)
     store = open_store(url, config.data.credentials, read_only=False)
     refuse_foreign(store, url)
-    stale = belongs_to_another(store, url, blueprint)
+    existing = read_build(store, url)
+    stale = existing is not None and bool(existing.diff(blueprint.build))
     finished = prepare(store, url, blueprint, job.source, overwrite=stale)
-    return _Job(config, store, url, job.source, job.given, blueprint, finished)
-
-
-def _remove(store: Store, url: str) -> None:
+    if finished is not None:
+        copy = _Job(config, store, url, job.source, job.given, blueprint, finished)
+        _Builder(copy, plan.first, plan.threads, make_progress(progress, "Copying", "pieces")).run(scheduler)
+    job.source, job.given = ZarrSource(url, job.config.data.credentials), True
+    _Builder(job, plan.last, plan.threads, make_progress(progress, "Building")).run(scheduler)
     clear(store, url)
     folder = local_folder(url)
     if folder is not None:
         shutil.rmtree(folder)
 
 
+@dataclass
 class _Job:
-    """One store to write: what it will hold, from what, and what is there."""
+    """One store to write: its contents, their source, and the shards that are finished."""
 
-    def __init__(
-        self,
-        config: Config,
-        store: Store,
-        url: str,
-        source: Source,
-        given: bool,
-        blueprint: Blueprint,
-        finished: dict[str, ObjectRecord] | None,
-    ) -> None:
-        self.config, self.store, self.url, self.source, self.given = config, store, url, source, given
-        self.blueprint, self.finished = blueprint, finished
+    config: Config
+    store: Store
+    url: str
+    source: Source
+    given: bool
+    blueprint: Blueprint
+    finished: dict[str, ObjectRecord] | None
 
 
 class _Builder:
@@ -195,43 +215,35 @@ class _Builder:
         for item, data in self.blueprint.documents:
             write_object(self.store, item.key, data, self.url)
         self._report()
-        self._run_tasks(self._groups(), scheduler)
+        before, arrays = frozenset(self.finished), self.blueprint.arrays.items()
+        left = (groups(writer, self._groupings[name], before) for name, writer in arrays)
+        self._run_tasks(itertools.chain.from_iterable(left), scheduler)
         self._publish()
-
-    def _groups(self) -> Iterator[ShardGroup]:
-        before = frozenset(self.finished)
-        arrays = self.blueprint.arrays.items()
-        return itertools.chain.from_iterable(
-            groups(writer, self._groupings[name], dict.fromkeys(before)) for name, writer in arrays
-        )
 
     def _run_tasks(self, tasks: Iterator[ShardGroup], scheduler: Scheduler) -> None:
         """All tasks, never more than `in_flight` handed out; what finished is journalled however this ends."""
-        running: list[Future[list[ObjectRecord]]] = []  # in the order of the tasks: of two that fail, the first is told
+        # In the order of the tasks: of two that fail, the first is reported.
+        running: list[Future[list[ObjectRecord]]] = []
         work = scheduler.share(self._work)
         try:
             while True:
                 while len(running) < scheduler.in_flight and (task := next(tasks, None)) is not None:
-                    running.append(scheduler.executor.submit(run, work, task))
+                    running.append(scheduler.executor.submit(work.run, task))
                 if not running:
                     break
                 done = wait(running, timeout=JOURNAL_SECONDS, return_when=FIRST_COMPLETED).done
                 ended, running = [one for one in running if one in done], [one for one in running if one not in done]
                 self._take(ended)
             self._save()
-        except BaseException:
-            self._wind_down(running)
+        except BaseException:  # running shards finish and are recorded, waiting ones are dropped
+            for future in running:
+                future.cancel()
+            for future in wait(running).done:
+                if not future.cancelled() and not future.exception():
+                    self._unsaved += future.result()
+            with suppress(StoreError):
+                self._save()
             raise
-
-    def _wind_down(self, running: list[Future[list[ObjectRecord]]]) -> None:
-        """Let running shards finish, drop the waiting ones, and record what is done."""
-        for future in running:
-            future.cancel()
-        done = wait(running).done
-        whole = [future.result() for future in done if not future.cancelled() and not future.exception()]
-        self._unsaved += itertools.chain.from_iterable(whole)
-        with suppress(StoreError):
-            self._save()
 
     def _take(self, ended: list[Future[list[ObjectRecord]]]) -> None:
         failed: BaseException | None = None
@@ -240,7 +252,9 @@ class _Builder:
                 failed = failed or explain(error)
                 continue
             self._unsaved += future.result()
-        self._save_when_due()
+        now = time.monotonic()  # later every hundredth of the time taken, so that long builds leave few journals
+        if now - self._saved >= max(JOURNAL_SECONDS, _JOURNAL_FRACTION * (now - self._began)):
+            self._save()
         self._report()
         if failed is not None:
             raise failed
@@ -249,12 +263,6 @@ class _Builder:
         done = len(self.finished) + len(self._unsaved)
         stored_bytes = self._stored_bytes + sum(item.bytes for item in self._unsaved)
         self.progress(done, self.blueprint.build.shards, stored_bytes)
-
-    def _save_when_due(self) -> None:
-        """Every two seconds, later every hundredth of the time taken, so that long builds leave few journals."""
-        now = time.monotonic()
-        if now - self._saved >= max(JOURNAL_SECONDS, _JOURNAL_FRACTION * (now - self._began)):
-            self._save()
 
     def _save(self) -> None:
         if self._unsaved:
@@ -274,7 +282,7 @@ class _Builder:
             arrays={name: self._array_record(writer) for name, writer in self.blueprint.arrays.items()},
             objects=tuple(objects),
             raw_bytes=self.blueprint.raw_bytes,
-            versions=_versions(),
+            versions={name: version(name) for name in ("zarr", "numcodecs", "numpy")},
         )
         write_object(self.store, records.MANIFEST_KEY, manifest.dump(), self.url)
         remove_journals(self.store, self.url)
@@ -294,12 +302,6 @@ class _Builder:
         )
 
 
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("zarr", "numcodecs", "numpy")}
-
-
 Progress = Callable[[int, int, int], None]
 _SECONDS_BETWEEN = 0.25
 
@@ -310,11 +312,7 @@ def make_progress(progress: bool | Progress, verb: str, noun: str = "shards") ->
         if hasattr(progress, "begin"):
             progress.begin(verb, noun)
         return progress
-    return ProgressLine(verb, noun) if progress else _silent
-
-
-def _silent(done: int, total: int, number_of_bytes: int) -> None:
-    del done, total, number_of_bytes
+    return ProgressLine(verb, noun) if progress else lambda *_: None
 
 
 class ProgressLine:
@@ -322,7 +320,7 @@ class ProgressLine:
 
     def __init__(self, verb: str, noun: str) -> None:
         self.verb, self.noun = verb, noun
-        self._display = _notebook_display() or _terminal_display()
+        self._display = _find_display()
         self._first: tuple[float, int] | None = None
         self._shown_seconds = float("-inf")
 
@@ -348,46 +346,31 @@ class ProgressLine:
 
 
 def say(text: str, progress: bool | Progress) -> None:
-    """One line of its own, where a progress line would have been."""
-    display = (_notebook_display() or _terminal_display()) if progress is True else None
-    if display is not None:
+    """One line where a progress line would have been."""
+    if progress is True and (display := _find_display()):
         display(text, True)
 
 
-def show_link(url: str, progress: bool | Progress) -> None:
-    """Where the workers of a job can be watched."""
-    if hasattr(progress, "link"):
-        progress.link(url)
-    else:
-        say(f"Dask dashboard: {url}", progress)
-
-
-def _notebook_display() -> Callable[[str, bool], None] | None:
-    """Shows text in one output of the cell and replaces it; None outside a notebook."""
+def _find_display() -> Callable[[str, bool], None] | None:
+    """Shows a text in place of the one before, in the output of a cell or in a terminal; None where nobody looks."""
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is None or getattr(shell, "kernel", None) is None:
-        return None
-    from IPython.display import display
+    if getattr(shell, "kernel", None) is not None:
+        from IPython.display import display
 
-    display_id = uuid.uuid4().hex
-    shown = False
+        display_id, shown = uuid.uuid4().hex, False
 
-    def show(text: str, last: bool) -> None:
-        nonlocal shown
-        del last
-        bundle = {"text/plain": text}
-        display(bundle, raw=True, display_id=display_id, update=shown)  # type: ignore[no-untyped-call]
-        shown = True
+        def show_in_cell(text: str, last: bool) -> None:  # noqa: ARG001 - a cell needs no new line at the end
+            nonlocal shown
+            bundle = {"text/plain": text}
+            display(bundle, raw=True, display_id=display_id, update=shown)  # type: ignore[no-untyped-call]
+            shown = True
 
-    return show
-
-
-def _terminal_display() -> Callable[[str, bool], None] | None:
+        return show_in_cell
     if not sys.stderr or not sys.stderr.isatty():
         return None
 
-    def show(text: str, last: bool) -> None:
+    def show_in_terminal(text: str, last: bool) -> None:
         sys.stderr.write(f"\r\x1b[K{text}" + ("\n" if last else ""))
         sys.stderr.flush()
 
-    return show
+    return show_in_terminal

@@ -1,73 +1,94 @@
-"""An xarray object, or a file that xarray opens, as a source.
+"""Sources of named variables: an xarray object, a file that xarray opens, a Zarr store in another layout.
 
-A file is opened undecoded, so that packed numbers stay packed and times keep their units. An object in hand is taken as
-it is: what is decoded stays decoded, and what Dask computes lazily is computed region by region, in the thread that
-asks, since a build brings its own threads. Variables are those of one shape (the largest, or those named) and numeric;
-coordinates along their dimensions come along, others do not.
+Variables are the data of one shape (the largest, as `Dataset.select` finds them, or those named) and those wanted
+beside them; coordinates along their dimensions come with them, others do not. A variable that lacks a dimension is
+repeated along it.
 
-A Zarr store in another layout as a source: packed values as they are stored, read by whole chunks.
+A file is opened undecoded, so that packed numbers stay packed and times keep their units. An xarray object is taken as
+it is: decoded values stay decoded, and lazy Dask arrays are computed region by region in the calling thread, since a
+build brings its own threads.
 
-Variables are those of one shape (the largest, or those named); coordinates along their dimensions come along, others do
-not. The source holds no handle when it is pickled. A store that kit built must be whole; in any other an object that is
-not there reads as fill values, as Zarr says. How many chunks lie in absent objects is warned of, where the store can be
-listed; what a shard that is there leaves out is not looked at.
+A Zarr store gives packed values as they are stored, read by whole chunks, and holds no handle when it is pickled. A
+store that kit built must be whole; in any other an object that is not there reads as fill values, as Zarr says. A
+warning counts the chunks in absent objects, where the store can be listed; chunks that a present shard leaves out are
+not counted.
 """
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from math import prod
-from pathlib import Path
-from typing import Any
+from operator import floordiv
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kit.data.build.rechunk import Region, read_pieces
-from kit.data.build.source import VariableSpec, coordinate_attributes, json_attributes, packing_attributes
-from kit.data.dataset import ArrayInfo, in_machine_order, open_dataset
+from kit.data.build.source import (
+    VariableSpec,
+    coordinate_attributes,
+    json_attributes,
+    read_repeated,
+    source_error,
+    spec_of,
+)
+from kit.data.dataset import ArrayInfo, Dataset, StoreDataset, in_machine_order, open_dataset, open_xarray
+from kit.data.files import open_file
 from kit.data.stores.transfer import absent_chunks
 from kit.data.stores.url import redact, sizes_of_objects
-from kit.errors import ConfigError, KitWarning, MissingChunkError, Problem
+from kit.errors import ConfigError, KitWarning, MissingChunkError
+
+if TYPE_CHECKING:
+    import zarr
 
 
-def open_file(path: Path, variables: Sequence[str] = (), engine: str | None = None) -> XarraySource:
-    """The variables of a NetCDF, HDF5 or GRIB file.
+def open_file_source(
+    place: str,
+    group: str,
+    variables: Sequence[str] = (),
+    credentials: str = "default",
+    engine: str | None = None,
+    wanted: Sequence[str] = (),
+) -> XarraySource:
+    """The variables of a NetCDF, HDF5, GRIB or `.npz` file, packed as they are.
 
     Raises:
-        ConfigError: when xarray is not installed, or cannot open the file.
+        StoreError: when xarray is not installed, or cannot open the file.
+        ConfigError: for a variable that does not exist.
     """
-    try:
-        import xarray
-    except ImportError:
-        raise _error("source", f"{path} is read by xarray, which is not installed; pip install 'kit[build]'") from None
-    if not path.exists():
-        raise _error("source", f"there is no file {path}")
-    try:
-        opened = xarray.open_dataset(path, engine=engine, decode_cf=False, cache=False)
-    except (ValueError, OSError, ImportError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise _error("source", f"xarray cannot open {path}: {reason}") from None
-    return XarraySource(opened, variables)
+    return XarraySource(open_file(place, group, credentials, engine=engine, decode=False), variables, wanted)
 
 
 class XarraySource:
     """A source of the variables of a Dataset, or of a DataArray.
 
+    Args:
+        data: What xarray holds.
+        variables: Their names; empty for the data of the largest shape.
+        wanted: Names that are to be among them; they are all, where none of the others is wanted.
+
     Raises:
         ConfigError: for a variable that does not exist, is not numeric, or has other dimensions than the rest.
     """
 
-    def __init__(self, data: Any, variables: Sequence[str] = ()) -> None:
+    def __init__(self, data: Any, variables: Sequence[str] = (), wanted: Sequence[str] = ()) -> None:
         dataset = data.to_dataset(name=data.name or "values") if hasattr(data, "to_dataset") else data
         self._dataset = dataset
-        names = _chosen(dataset, variables)
-        first = dataset[names[0]]
-        self.dims, self.shape = tuple(map(str, first.dims)), tuple(map(int, first.shape))
-        self.variables: Mapping[str, VariableSpec] = {name: _spec(dataset[name]) for name in names}
-        self.chunks = {name: chunk for name in names if (chunk := _chunk(dataset[name].variable)) is not None}
+        known = open_xarray(dataset)
+        chosen = _select(known, variables, wanted)
+        self.left_out = {} if variables or wanted else known.left_out
+        self.dims, self.shape = chosen[0].dims, chosen[0].shape
+        self._axes = {info.name: info.stored_axes for info in chosen}
+        self.variables: Mapping[str, VariableSpec] = {
+            info.name: spec_of(info.dtype, dataset[info.name].attrs) for info in chosen
+        }
+        cut = {info: _chunk(dataset[info.name].variable) for info in chosen}
+        self._chunks = {info.name: chunk for info, chunk in cut.items() if chunk is not None}
+        self.chunks: Mapping[str, tuple[int, ...]] = {
+            info.name: info.chunk if info.repeated else chunk for info, chunk in cut.items() if chunk is not None
+        }
         along = [dim for dim in self.dims if dim in dataset.coords and dataset[dim].dtype.kind in "iufM"]
         self.coordinates: Mapping[str, NDArray[Any]] = {dim: np.asarray(dataset[dim].values) for dim in along}
         self.coordinate_attributes = {dim: coordinate_attributes(dataset[dim].attrs) for dim in along}
@@ -76,9 +97,13 @@ class XarraySource:
     def read(self, name: str, region: Region) -> NDArray[Any]:
         """Values of one block as they are in the dataset, in this machine's byte order."""
         variable, dtype = self._dataset.variables[name], self.variables[name].dtype
-        if name not in self.chunks:
-            return np.asarray(_values(variable[region]), dtype)
-        return read_pieces(lambda piece: _values(variable[piece]), region, self.chunks[name], dtype)
+
+        def read(part: Region) -> NDArray[Any]:
+            if name not in self._chunks:
+                return np.asarray(_values(variable[part]), dtype)
+            return read_pieces(lambda piece: _values(variable[piece]), part, self._chunks[name], dtype)
+
+        return read_repeated(read, region, self._axes[name])
 
 
 def _values(variable: Any) -> NDArray[Any]:
@@ -87,25 +112,14 @@ def _values(variable: Any) -> NDArray[Any]:
     return np.asarray(variable.values)
 
 
-def _chosen(dataset: Any, variables: Sequence[str]) -> list[str]:
-    known = [str(name) for name in dataset.data_vars]
-    for name in variables:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known) or 'none'}"
-            raise _error("arguments", f"the source has no variable {name!r}; {hint}")
-    if variables:
-        return [*variables]
-    numeric = [name for name in known if dataset[name].dtype.kind in "iuf" and dataset[name].ndim]
-    if not numeric:
-        raise _error("source", f"no numeric variable with dimensions; there are {', '.join(known) or 'none'}")
-    largest = max(numeric, key=lambda name: (dataset[name].ndim, prod(dataset[name].shape)))
-    return [name for name in numeric if dataset[name].sizes == dataset[largest].sizes]
-
-
-def _spec(array: Any) -> VariableSpec:
-    dtype = in_machine_order(array.dtype)
-    return VariableSpec(dtype, packing_attributes(array.attrs, dtype))
+def _select(dataset: Dataset, variables: Sequence[str], wanted: Sequence[str]) -> list[ArrayInfo]:
+    field = "arguments" if variables else "variables" if wanted else "source"
+    try:
+        if variables or not set(wanted) - set(names := [info.name for info in dataset.select()]):
+            return dataset.select(variables)
+        return dataset.select(wanted if set(names).isdisjoint(wanted) else [*dict.fromkeys([*names, *wanted])])
+    except ConfigError as error:
+        raise source_error(field, error.problems[0].message) from None
 
 
 def _chunk(variable: Any) -> tuple[int, ...] | None:
@@ -120,17 +134,23 @@ def _chunk(variable: Any) -> tuple[int, ...] | None:
     return tuple(map(int, sides)) if sides and all(sides) else None
 
 
-def _error(field: str, message: str) -> ConfigError:
-    return ConfigError([Problem(f"data.{field}", message)])
+def _chunks_absent(array: zarr.Array[Any]) -> int:
+    """Those of absent objects; zarr counts the places in a shard beyond the array's edge as chunks that are there."""
+    if array.shards is None:
+        return int(array.nchunks - array.nchunks_initialized)
+    in_shard: int = prod(map(floordiv, array.shards, array.chunks))
+    shards = prod(-(-size // side) for size, side in zip(array.shape, array.shards, strict=True))
+    return min(int(array.nchunks), (shards - int(array.nchunks_initialized) // in_shard) * in_shard)
 
 
 class ZarrSource:
     """A source of the variables of a store.
 
     Args:
-        url: A path or URL, as in `data.url`.
+        url: A path or URL, as in `data.url`, or a dataset that is open.
         credentials: As in `data.credentials`.
-        variables: Names of the variables; empty for all of the largest shape.
+        variables: Names of the variables; empty for the data of the largest shape.
+        wanted: Names that are to be among them; they are all, where none of the others is wanted.
         strict: Whether a chunk that another writer's store does not hold is an error.
 
     Raises:
@@ -140,25 +160,39 @@ class ZarrSource:
     """
 
     def __init__(
-        self, url: str, credentials: str = "default", variables: Sequence[str] = (), strict: bool = False
+        self,
+        url: str | Dataset,
+        credentials: str = "default",
+        variables: Sequence[str] = (),
+        strict: bool = False,
+        wanted: Sequence[str] = (),
     ) -> None:
-        self._dataset = open_dataset(url, credentials)
-        chosen = self._dataset.select(tuple(variables))
+        self._dataset = url if isinstance(url, Dataset) else open_dataset(url, credentials)
+        chosen = _select(self._dataset, variables, wanted)
+        self.left_out = {} if variables or wanted else self._dataset.left_out
         self._refuse_incomplete(chosen)
         self._arrays: dict[str, Any] = {}
-        self._say_what_is_absent([info.name for info in chosen], strict)
+        self._warn_of_absent_chunks([info.name for info in chosen], strict)
         self.dims, self.shape = chosen[0].dims, chosen[0].shape
         self.variables: Mapping[str, VariableSpec] = {info.name: self._spec(info) for info in chosen}
         self.chunks: Mapping[str, tuple[int, ...]] = {info.name: info.chunk for info in chosen}
-        along = {dim: info for dim, info in self._dataset.coordinates.items() if self._fits(dim, info)}
+        self._chosen = {info.name: info for info in chosen}
+        sizes = {dim: (size,) for dim, size in zip(self.dims, self.shape, strict=True)}
+        coordinates = self._dataset.coordinates.items()
+        along = [dim for dim, info in coordinates if info.shape == sizes.get(dim) and info.dtype.kind in "iuf"]
         self.coordinates: Mapping[str, NDArray[Any]] = {dim: self._dataset.coordinate(dim) for dim in along}
         self.coordinate_attributes = {dim: coordinate_attributes(self._array(dim).attrs) for dim in along}
         self.attributes: Mapping[str, Any] = json_attributes(self._dataset.attributes)
 
     def read(self, name: str, region: Region) -> NDArray[Any]:
         """Packed values of one block."""
-        array, dtype = self._array(name), self.variables[name].dtype
-        return read_pieces(lambda piece: np.asarray(array[piece]), region, self.chunks[name], dtype)
+        array, dtype, info = self._array(name), self.variables[name].dtype, self._chosen[name]
+
+        def read(part: Region) -> NDArray[Any]:
+            chunk = tuple(info.chunk[axis] for axis in info.stored_axes)
+            return read_pieces(lambda piece: np.asarray(array[piece]), part, chunk, dtype)
+
+        return read_repeated(read, region, info.stored_axes)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_arrays": {}}
@@ -170,19 +204,15 @@ class ZarrSource:
 
     def _spec(self, info: ArrayInfo) -> VariableSpec:
         dtype = in_machine_order(info.dtype)
-        attributes = packing_attributes({**self._array(info.name).attrs, "_FillValue": info.missing}, dtype)
-        return VariableSpec(dtype, attributes)
+        return spec_of(dtype, {**self._array(info.name).attrs, "_FillValue": info.missing})
 
-    def _fits(self, dim: str, info: ArrayInfo) -> bool:
-        return dim in self.dims and info.shape == (self.shape[self.dims.index(dim)],) and info.dtype.kind in "iuf"
-
-    def _say_what_is_absent(self, names: Sequence[str], strict: bool) -> None:
+    def _warn_of_absent_chunks(self, names: Sequence[str], strict: bool) -> None:
         """Chunks that another writer left out; nothing is said of a server that lists no objects."""
-        if self._dataset.manifest is not None:
+        if self._dataset.manifest is not None or isinstance(self._dataset, StoreDataset):
             return
         arrays = [self._array(name) for name in names]
         try:
-            filled = sum(array.nchunks - array.nchunks_initialized for array in arrays)
+            filled = sum(map(_chunks_absent, arrays))
         except (NotImplementedError, OSError):
             return
         absent = absent_chunks({"chunks_filled": filled, "chunks_decoded": sum(a.nchunks for a in arrays) - filled})
@@ -198,11 +228,11 @@ class ZarrSource:
         if manifest is None:
             return
         names = {info.name for info in chosen}
-        wanted = {item.key: item.bytes for item in manifest.objects if item.array in names}
-        there = sizes_of_objects(self._dataset.open_store(), wanted, url)
-        wrong = [key for key, size in wanted.items() if there.get(key) != size]
+        published = {item.key: item.bytes for item in manifest.objects if item.array in names}
+        there = sizes_of_objects(self._dataset.open_store(), published, url)
+        wrong = [key for key, size in published.items() if there.get(key) != size]
         if wrong:
             raise MissingChunkError(
-                f"{redact(url)}: {wrong[0]} is missing or cut short ({len(wrong)} of {len(wanted)} objects); "
+                f"{redact(url)}: {wrong[0]} is missing or cut short ({len(wrong)} of {len(published)} objects); "
                 "verify the store, then build it anew"
             )

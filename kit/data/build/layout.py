@@ -1,47 +1,38 @@
-"""From a config to a chunk plan: the shape comes from the source, or from the store when there is no source.
+"""From a config to a chunk plan, to the size of the store that it gives, and to the price of reading a store.
 
-Nothing is written, and no data is read unless compression is to be measured; the choice itself, with its arithmetic and
-reasons, is `kit.chunks.reasons`.
-
-How large a store will be, before it is created: exact counts, and compressed bytes estimated from encoded samples.
-
-The ratio comes from chunks spread evenly over each variable, encoded as they will be stored; its known error is that of
-a small sample: a few per cent for fields alike everywhere, more when a few regions differ from the rest.
-
-What reading one sample of a store should cost, to stand beside what it did.
-
-Requests are those that bring the expected chunks of a batch over all variables, divided by its samples
-(`kit.chunks.cost`): each chunk of a batch is fetched once, and neighbours in a shard share a request where that pays.
-Bytes are what those requests ask for, by the store's own ratio of stored to uncompressed bytes, known only for a store
-that kit built. Not counted in either: the index of each shard (one request a shard, once), that batches on their way at
-the same time share chunks, and that chunks of smooth fields compress better than those of rough ones.
+- `plan_chunks`: the shape comes from the source, or from the store when there is no source; the choice itself is
+  `kit.chunks.reasons`. No data is read unless compression is to be measured.
+- `expected_bytes`: exact counts, and compressed bytes estimated from chunks spread evenly over each variable, encoded
+  as they will be stored. Known error: that of a small sample, a few per cent for fields alike everywhere, more when a
+  few regions differ from the rest.
+- `predict_reading`: requests and stored bytes of one sample (`kit.chunks.cost`), as a trial counts them: each chunk of
+  a batch is fetched once, unless it is on its way for a batch before; neighbours in a shard share a request where that
+  pays, which in a folder is seldom; the index of each shard is one request. Bytes are known only for a store that kit
+  built, by its own ratio of stored to uncompressed bytes; chunks of smooth fields compress better than those of rough.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import groupby
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kit.chunks.access import Access, Order
 from kit.chunks.cost import LayoutCost, price
-from kit.chunks.reasons import ChunkPlan, plan_layout
+from kit.chunks.reasons import plan_layout
 from kit.chunks.resources import Host, Network, Prices
+from kit.chunks.search import ChunkPlan
 from kit.config import Config
 from kit.data.build.open_source import load_source
-from kit.data.build.shards import ArrayWriter, Blueprint, ShardTask, make_blueprint
-from kit.data.build.source import Source
-from kit.data.dataset import ArrayInfo, Dataset
-from kit.errors import ConfigError, PlanError, Problem
+from kit.data.build.shards import ArrayWriter, Blueprint, make_blueprint
+from kit.data.build.source import Region, Source, source_error
+from kit.data.dataset import ArrayInfo, Dataset, open_dataset
+from kit.data.stores.url import local_folder
+from kit.errors import PlanError
+from kit.tables import html_table
 from kit.units import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from kit.chunks.reasons import ChunkPlan
-    from kit.data.dataset import Dataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,118 +46,94 @@ class _Geometry:
 
 
 def plan_chunks(config: Config, *, order: Order | None = None, measure: bool = False, source: Any = None) -> ChunkPlan:
-    """Chunk, shard, and what a batch will cost, with reasons.
+    """Choose the chunk and the shard of a store for what its readers read, with the cost of a batch and the reasons.
 
     Args:
-        config: shape from its source or store, patch and order from `data`, reading from `loader`, the network, the
-            rules and the other readers from `chunking`, ranks from `hardware.devices` (1 where they are not a number).
-        order: another order than the config's, such as "block", to see what it would cost.
-        source: an xarray object, array or source in hand, in place of the one that the config names.
-        measure: encode a few chunks of the source first, and plan with the compression found.
+        config: The shape comes from its source or store, patch and order from `data`, reading from `loader`, network,
+            rules and other readers from `chunking`, and the ranks from `hardware.devices` (1 where that is no number).
+        order: Another order than the config's, such as "block", to see what it would cost.
+        measure: Encode a few chunks of the source first, and plan with the compression ratio that they have.
+        source: An xarray object, an array or a source in memory, instead of the one that the config names.
+
+    Returns:
+        The plan: `chunk` and `shard` by dimension, the ranked candidates, and `reasons`.
 
     Raises:
-        PlanError: for a patch, chunk or shard that does not fit the data; to measure without a source.
+        PlanError: for a patch, chunk or shard that does not fit the data, and to measure without a source.
         ConfigError: for a source or variables that do not exist.
         StoreError: when there is no source and the store cannot be opened.
+
+    Example:
+        >>> plan = kit.plan_chunks(ocean)
+        >>> len(plan.chunk)  # time, lat and lon
+        3
+        >>> len(plan.reasons) > 0
+        True
     """
     if config.data.source is None and source is None:
-        from kit.data.dataset import open_dataset
-
         if measure:
             raise PlanError("measure needs data.source to take samples from; set chunking.compression_ratio instead")
         return _plan(config, _stored_geometry(config, open_dataset(config)), order)
     source = load_source(config, source)
     geometry = _source_geometry(config, source)
     plan = _plan(config, geometry, order)
-    return (
-        _plan(config, replace(geometry, compression_ratio=_measured(config, source, plan)), order) if measure else plan
-    )
-
-
-def _measured(config: Config, source: Source, plan: ChunkPlan) -> float:
-    from kit.data.build.shards import make_blueprint
-
-    return estimate(source, make_blueprint(config, source, plan)).ratio
+    if not measure:
+        return plan
+    ratio = estimate(source, make_blueprint(config, source, plan)).ratio
+    return _plan(config, replace(geometry, compression_ratio=ratio), order)
 
 
 def _plan(config: Config, geometry: _Geometry, order: Order | None) -> ChunkPlan:
-    data, loader, chunking = config.data, config.loader, config.chunking
-    network = network_of(config)
+    data, chunking = config.data, config.chunking
     return plan_layout(
-        dims=geometry.dims,
-        shape=geometry.shape,
-        itemsize=geometry.itemsize,
-        patch=data.patch,
-        batch_size=loader.batch_size,
-        variables=geometry.variables,
-        order=order or data.order,
-        stride=data.stride,
-        latency_seconds=network.latency_seconds,
-        bandwidth_bytes_per_second=network.bandwidth_bytes_per_second,
-        total_bandwidth_bytes_per_second=network.total_bandwidth_bytes_per_second,
-        requests_per_second=network.requests_per_second,
-        requests_in_flight=network.requests_in_flight,
-        batches_ahead=network.batches_ahead,
-        target_shard_bytes=chunking.target_shard_bytes,
-        chunk=chunking.chunk,
-        shard=chunking.shard,
-        host=host_of(config),
+        dims=geometry.dims, shape=geometry.shape, itemsize=geometry.itemsize, patch=data.patch,
+        batch_size=config.loader.batch_size, variables=geometry.variables, order=order or data.order,
+        stride=data.stride, network=network_of(config), host=host_of(config),
         prices=Prices(per_thousand_reads=chunking.price_per_thousand_reads, per_gigabyte=chunking.price_per_gigabyte),
         pattern=pattern_of(config) | {"compression_ratio": chunking.compression_ratio or geometry.compression_ratio},
-        divisibility=chunking.divisibility,
-        multiple_of=chunking.multiple_of,
-        largest_object_bytes=chunking.largest_object_bytes,
-        readers=chunking.readers,
-    )
+        target_shard_bytes=chunking.target_shard_bytes, chunk=chunking.chunk, shard=chunking.shard,
+        divisibility=chunking.divisibility, multiple_of=chunking.multiple_of,
+        largest_object_bytes=chunking.largest_object_bytes, readers=chunking.readers,
+    )  # fmt: skip
 
 
 def network_of(config: Config) -> Network:
     """What the config says lies between store and reader."""
     loader, chunking = config.loader, config.chunking
     return Network(
-        latency_seconds=chunking.latency_seconds,
-        latency_deviation_seconds=chunking.latency_deviation_seconds,
+        latency_seconds=chunking.latency_seconds, latency_deviation_seconds=chunking.latency_deviation_seconds,
         bandwidth_bytes_per_second=chunking.bandwidth_bytes_per_second,
         total_bandwidth_bytes_per_second=chunking.total_bandwidth_bytes_per_second,
         requests_per_second=chunking.requests_per_second or math.inf,
-        requests_in_flight=loader.requests_in_flight,
-        batches_ahead=loader.batches_ahead,
-    )
+        requests_in_flight=loader.requests_in_flight, batches_ahead=loader.batches_ahead,
+    )  # fmt: skip
 
 
 def host_of(config: Config) -> Host:
     """What the config says one rank decodes and keeps chunks with."""
     loader, chunking = config.loader, config.chunking
     return Host(
-        decode_bytes_per_second=chunking.decode_bytes_per_second,
-        decode_threads=loader.decode_threads,
-        request_cpu_seconds=chunking.request_cpu_seconds,
-        memory_bytes=loader.memory_bytes,
+        decode_bytes_per_second=chunking.decode_bytes_per_second, decode_threads=loader.decode_threads,
+        request_cpu_seconds=chunking.request_cpu_seconds, memory_bytes=loader.memory_bytes,
         cache_bytes=loader.cache_bytes,
-    )
+    )  # fmt: skip
 
 
 def pattern_of(config: Config) -> dict[str, Any]:
     """What the config says of an epoch and its order, as `kit.chunks.cost.Access` takes it."""
+    loader, hardware = config.loader, config.hardware
+    ranks = 1  # what `auto` and -1 come to is known only on the machine
+    if hardware.shards:
+        ranks = math.prod(hardware.shards)
+    elif isinstance(hardware.devices, tuple):
+        ranks = len(hardware.devices)
+    elif isinstance(hardware.devices, int) and hardware.devices > 0:
+        ranks = hardware.devices
     return {
-        "ranks": _ranks(config),
-        "epochs": config.training.max_epochs,
-        "samples_per_epoch": config.data.samples_per_epoch,
-        "shuffle": config.loader.shuffle,
-        "window_bytes": config.loader.window_bytes,
-        "window_blocks": config.loader.window_blocks,
-        "block_reuse": config.loader.block_reuse,
-    }
-
-
-def _ranks(config: Config) -> int:
-    """Ranks that the config names by number; what `auto` and -1 come to is known only on the machine."""
-    devices = config.hardware.devices
-    if config.hardware.shards:
-        return math.prod(config.hardware.shards)
-    if isinstance(devices, tuple):
-        return len(devices)
-    return devices if isinstance(devices, int) and devices > 0 else 1
+        "ranks": ranks, "epochs": config.training.max_epochs, "samples_per_epoch": config.data.samples_per_epoch,
+        "shuffle": loader.shuffle, "window_bytes": loader.window_bytes, "window_blocks": loader.window_blocks,
+        "block_reuse": loader.block_reuse,
+    }  # fmt: skip
 
 
 def _source_geometry(config: Config, source: Source) -> _Geometry:
@@ -174,8 +141,8 @@ def _source_geometry(config: Config, source: Source) -> _Geometry:
     chosen = config.data.variables or tuple(source.variables)
     unknown = [name for name in chosen if name not in source.variables]
     if unknown:
-        message = f"the source has no {', '.join(unknown)}; it has {', '.join(source.variables)}"
-        raise ConfigError([Problem("data.variables", message)])
+        known = ", ".join(source.variables)
+        raise source_error("variables", f"the source has no {', '.join(unknown)}; it has {known}")
     itemsize = max(spec.dtype.itemsize for name, spec in source.variables.items() if name in chosen)
     return _Geometry(dims=tuple(source.dims), shape=tuple(source.shape), itemsize=itemsize, variables=len(chosen))
 
@@ -229,27 +196,30 @@ class SizeEstimate:
         return f"SizeEstimate: {self}"
 
     def _repr_html_(self) -> str:
-        rows = {
-            "data": format_bytes(self.raw_bytes),
-            "stored (estimated)": format_bytes(self.compressed_bytes),
-            "ratio": f"{self.ratio:.2f} from {self.samples} sample chunks",
-            "objects": f"{self.objects:,}",
-            "chunks": f"{self.chunks:,}",
-        }
-        cells = "".join(
-            f"<tr><th style='text-align:left'>{key}</th><td>{value}</td></tr>" for key, value in rows.items()
-        )
-        return f"<table>{cells}</table>"
+        row = [
+            format_bytes(self.raw_bytes), format_bytes(self.compressed_bytes),
+            f"{self.ratio:.2f} from {self.samples} sample chunks", f"{self.objects:,}", f"{self.chunks:,}",
+        ]  # fmt: skip
+        return html_table(("data", "stored (estimated)", "ratio", "objects", "chunks"), [row])
 
 
 def expected_bytes(config: Config, plan: ChunkPlan | None = None, *, source: Any = None) -> SizeEstimate:
-    """What building `config` will write; nothing is created.
+    """How many bytes a build will write. Nothing is created.
 
     Args:
-        source: An xarray object, array or source in hand, in place of the one that the config names.
+        config: What would be built.
+        plan: Chunks and shards; `plan_chunks(config)` when left out.
+        source: An xarray object, an array or a source in memory, instead of the one that the config names.
+
+    Returns:
+        The bytes, as decoded values and as stored.
 
     Raises:
-        ConfigError, PlanError: as `build` would, before its first byte.
+        ConfigError, PlanError: as `kit.build` raises before its first byte.
+
+    Example:
+        >>> kit.data.expected_bytes(ocean).raw_bytes > 0
+        True
     """
     opened = load_source(config, source)
     return estimate(opened, make_blueprint(config, opened, plan or plan_chunks(config, source=opened)))
@@ -263,85 +233,74 @@ def estimate(source: Source, blueprint: Blueprint) -> SizeEstimate:
     for name, writer in blueprint.arrays.items():
         raw, stored = 0, 0
         codec = Zstd(level=writer.compression_level, checksum=True)
-        for task in _sample_tasks(writer):
-            block = np.ascontiguousarray(source.read(name, task.region))
+        for region in _sample_chunks(writer):
+            block = np.ascontiguousarray(source.read(name, region))
             raw += block.nbytes
             stored += len(codec.encode(block))
             samples += 1
         compressed += writer.nbytes * stored / raw + (_INDEX_BYTES * writer.chunk_count if writer.shard else 0)
     compressed += sum(len(data) for _, data in blueprint.documents)
     return SizeEstimate(
-        raw_bytes=blueprint.raw_bytes,
-        compressed_bytes=round(compressed),
-        ratio=blueprint.raw_bytes / compressed,
+        raw_bytes=blueprint.raw_bytes, compressed_bytes=round(compressed), ratio=blueprint.raw_bytes / compressed,
         objects=blueprint.build.shards + len(blueprint.documents) + 1,
-        chunks=sum(writer.chunk_count for writer in blueprint.arrays.values()),
-        samples=samples,
-    )
+        chunks=sum(writer.chunk_count for writer in blueprint.arrays.values()), samples=samples,
+    )  # fmt: skip
 
 
-def _sample_tasks(writer: ArrayWriter) -> list[ShardTask]:
+def _sample_chunks(writer: ArrayWriter) -> list[Region]:
     """Chunks spread evenly along every dimension at once, by an additive recurrence; fewer when chunks are large."""
-    counts = [-(-size // side) for size, side in zip(writer.shape, writer.chunk, strict=True)]
-    chunk_bytes = prod(writer.chunk) * writer.dtype.itemsize
-    wanted = max(1, min(_SAMPLES, _LARGEST_SAMPLE_BYTES // chunk_bytes))
-    steps = [_golden(len(counts)) ** -(axis + 1) for axis in range(len(counts))]
-    indices = [
-        tuple(int((0.5 + place * step) % 1 * count) for step, count in zip(steps, counts, strict=True))
-        for place in range(wanted)
-    ]
-    return [_chunk_task(writer, index) for index in dict.fromkeys(indices)]
-
-
-def _golden(dimensions: int) -> float:
-    """The root of x^(d+1) = x + 1, whose powers fill d dimensions most evenly (Roberts, 2018)."""
+    dimensions, chunk_bytes = len(writer.shape), math.prod(writer.chunk) * writer.dtype.itemsize
     root = 2.0
-    for _ in range(40):
+    for _ in range(40):  # to the root of x^(d+1) = x + 1, whose powers fill d dimensions most evenly (Roberts, 2018)
         root = (1 + root) ** (1 / (dimensions + 1))
-    return root
-
-
-def _chunk_task(writer: ArrayWriter, index: tuple[int, ...]) -> ShardTask:
-    bounds = zip(index, writer.chunk, writer.shape, strict=True)
-    region = tuple(slice(i * side, min((i + 1) * side, size)) for i, side, size in bounds)
-    return ShardTask(array=writer.name, key="", region=region)
+    found = {}
+    for sample in range(max(1, min(_SAMPLES, _LARGEST_SAMPLE_BYTES // chunk_bytes))):
+        index, region = [], []
+        for axis, (size, side) in enumerate(zip(writer.shape, writer.chunk, strict=True)):
+            place = int((0.5 + sample * root ** -(axis + 1)) % 1 * -(-size // side))
+            index.append(place)
+            region.append(slice(place * side, min((place + 1) * side, size)))
+        found[tuple(index)] = tuple(region)
+    return [*found.values()]
 
 
 def predict_reading(config: Config, dataset: Dataset) -> dict[str, float]:
-    """`requests_per_sample` and, where the store tells, `bytes_per_sample`.
+    """`requests_per_sample` and, where the store tells, `bytes_per_sample`, of a trial of `trial.max_steps`.
 
     Raises:
         PlanError: for a patch that does not fit the data.
         ConfigError: for variables that do not exist.
     """
-    costs, samples = price_store(config, dataset), config.loader.batch_size
-    answer = {"requests_per_sample": sum(cost.sent_per_batch for cost in costs) / samples}
+    batches = config.trial.max_steps * config.levers.accumulate_grad_batches
+    costs, samples = price_store(config, dataset, batches), config.loader.batch_size
+    answer = {"requests_per_sample": sum(cost.requests_made_per_batch for cost in costs) / samples}
     if stored_fraction(dataset) is not None:
-        answer["bytes_per_sample"] = sum(cost.sent_bytes_per_batch for cost in costs) / samples
+        answer["bytes_per_sample"] = sum(cost.bytes_made_per_batch for cost in costs) / samples
     return answer
 
 
-def price_store(config: Config, dataset: Dataset) -> tuple[LayoutCost, ...]:
+def price_store(config: Config, dataset: Dataset, batches: int | None = None) -> tuple[LayoutCost, ...]:
     """The store as it is cut, priced with the config's network and host: one cost for all variables cut alike.
 
+    `batches` is how many a rank reads, where that is fewer than its epochs have; their indexes of shards weigh more.
     Most stores give one. Of several, requests, bytes and seconds add up: each is priced as if it had the host alone.
 
     Raises:
         PlanError: for a patch that does not fit the data.
         ConfigError: for variables that do not exist.
     """
-    arrays = sorted(dataset.select(config.data.variables), key=_cut)
-    groups = [list(alike) for _, alike in groupby(arrays, key=_cut)]
+    alike: dict[Any, list[ArrayInfo]] = {}
+    for chosen in dataset.select(config.data.variables):
+        info = dataset.arrays[chosen.name]  # one that is repeated along a dimension is read as it is stored
+        alike.setdefault((info.chunk, info.shard or (), info.dtype.itemsize), []).append(info)
     stored = stored_fraction(dataset)
     ratio = 1 / stored if stored else config.chunking.compression_ratio or 1.0
-    return tuple(_price(config, alike[0], len(alike), ratio) for alike in groups)
+    return tuple(_price(config, alike[cut][0], len(alike[cut]), ratio, batches) for cut in sorted(alike))
 
 
-def _cut(info: ArrayInfo) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return info.chunk, info.shard or (), info.dtype.itemsize
-
-
-def _price(config: Config, info: ArrayInfo, variables: int, compression_ratio: float) -> LayoutCost:
+def _price(
+    config: Config, info: ArrayInfo, variables: int, compression_ratio: float, batches: int | None
+) -> LayoutCost:
     data = config.data
     patch = tuple(data.patch.get(name, 1) for name in info.dims)
     default = patch if data.order == "grid" else (1,) * len(patch)
@@ -350,4 +309,8 @@ def _price(config: Config, info: ArrayInfo, variables: int, compression_ratio: f
         stride=tuple(data.stride.get(name, side) for name, side in zip(info.dims, default, strict=True)),
         batch_size=config.loader.batch_size, compression_ratio=compression_ratio, **pattern_of(config),
     )  # fmt: skip
-    return price(access, network_of(config), info.chunk, host_of(config), shard=info.shard, closely=True)
+    if batches is not None and batches < access.batches and data.order == "random":
+        samples = min(access.epoch_samples, batches * access.batch_size * access.ranks)
+        access = replace(access, samples_per_epoch=samples, epochs=1)
+    network = replace(network_of(config), in_folder=local_folder(data.url) is not None)
+    return price(access, network, info.chunk, host_of(config), shard=info.shard, closely=True)

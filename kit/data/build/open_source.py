@@ -1,12 +1,9 @@
-"""The source that a config names, or that a caller has in hand.
+"""The source that a config names, or that a caller passes.
 
-`data.source` names a class or function by import path, or a place where data lies (`kit.data.build.open_source`). What
-a function returns, or a caller has in hand, may also be an xarray object or a numpy array; it is wrapped.
-
-Places that data can be built from: which kind of source reads a path or URL.
-
-`.npy` is one array, `.nc`, `.h5` and their like are read by xarray, a folder of image files is a stack of images, and
-any other folder or URL is a Zarr store. An import path (`package.module:Name`, `file.py:Name`) is no place.
+`data.source` is an import path of a class or function (`package.module:Name`, `file.py:Name`), or a path or URL: `.npy`
+is one array, `.nc`, `.h5`, `.npz` and their like are files of arrays, a folder of image files is a stack of images, and
+any other folder or URL is a Zarr store, or what `kit.open_dataset` reads as one. An xarray object, a numpy array or an
+open store, passed or returned by the function, is wrapped.
 """
 
 from __future__ import annotations
@@ -14,16 +11,18 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kit.config import Config, resolve_path
-from kit.data.build.arrays import IMAGES, ImageFolder
+from kit.data.build.arrays import IMAGES, ArraySource, ImageFolder, open_npy
+from kit.data.build.grids import XarraySource, ZarrSource, open_file_source
 from kit.data.build.source import Source, check_source, source_error
+from kit.data.dataset import XarrayDataset, open_dataset
+from kit.data.files import split_group
 from kit.errors import KitError
 from kit.targets import load_target
 
@@ -36,12 +35,16 @@ def load_source(config: Config, given: Any = None) -> Source:
         StoreError: when it is a place that cannot be opened.
         ConfigError: when it is empty, its arguments do not fit, or what it makes is no source.
     """
+    variables = config.data.variables
     if given is not None:
-        return as_source(given)
+        return as_source(given, variables)
     if config.data.source is None or not config.data.source.strip():
-        raise source_error("source", "empty, so there is nothing to build from; give path/to/file.py:Name, or a place")
-    make: Any = open_place(config.data.source) or load_target(config.data.source)
-    arguments = config.data.arguments
+        raise source_error("source", "empty, so there is nothing to build from; give path/to/file.py:Name, or a path")
+    place = open_place(config.data.source)
+    make: Any = place or load_target(config.data.source)
+    arguments: Mapping[str, Any] = config.data.arguments
+    if place is not None and variables and "wanted" in inspect.signature(place).parameters:
+        arguments = {"wanted": variables, **arguments}
     _check_arguments(make, arguments)
     try:
         made = make(**arguments)
@@ -51,23 +54,24 @@ def load_source(config: Config, given: Any = None) -> Source:
         raise source_error(
             "arguments", f"{config.data.source} refused them: {type(error).__name__}: {error}"
         ) from error
-    return as_source(made)
+    return as_source(made, variables)
 
 
-def as_source(made: Any) -> Source:
-    """`made` itself, or an xarray object or array as a source.
+def as_source(made: Any, wanted: Sequence[str] = ()) -> Source:
+    """`made` itself, or an xarray object (its data, with the variables that are wanted) or array as a source.
 
     Raises:
         ConfigError: when it is no source.
     """
-    kind = type(made)
-    if kind.__module__.partition(".")[0] == "xarray":
-        from kit.data.build.grids import XarraySource
-
-        made = XarraySource(made)
+    if f"{type(made).__module__.partition('.')[0]}.{type(made).__name__}" == "xarray.DataArray":
+        made = XarraySource(made, wanted=wanted)
+    elif type(made).__module__.partition(".")[0] in _HOLDERS:
+        opened = open_dataset(made)
+        if isinstance(opened, XarrayDataset):
+            made = XarraySource(opened.xarray_object, wanted=wanted)
+        else:
+            made = ZarrSource(opened, wanted=wanted)
     elif isinstance(made, np.ndarray):
-        from kit.data.build.arrays import ArraySource
-
         made = ArraySource(made)
     check_source(made)
     return made  # type: ignore[no-any-return]
@@ -89,38 +93,23 @@ def _check_arguments(make: Any, arguments: Mapping[str, Any]) -> None:
 
 _TARGET = re.compile(r"[^:\s][^:]*:[A-Za-z_]\w*|[A-Za-z]:[^:]+:[A-Za-z_]\w*")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_FILES_OF_XARRAY = (".nc", ".nc3", ".nc4", ".cdf", ".h5", ".hdf5", ".grib", ".grib2")
+_HOLDERS = ("xarray", "zarr", "icechunk", "virtualizarr")
+"""Packages whose objects hold data."""
 
 
 def open_place(text: str) -> Callable[..., Any] | None:
     """What opens the data at `text`, given the arguments of a config; None when `text` is an import path."""
     if _TARGET.fullmatch(text.strip()):
         return None
-    if _URL.match(text) and not text.startswith("file://"):
-        return _zarr(text)
-    path = resolve_path(text.removeprefix("file://"))
-    suffix = path.suffix.lower()
-    if suffix == ".npy":
-        from kit.data.build.arrays import open_npy
-
-        return partial(open_npy, path)
-    if suffix in _FILES_OF_XARRAY:
-        from kit.data.build.grids import open_file
-
-        return partial(open_file, path)
-    if _holds_images(path):
-        return partial(ImageFolder, path)
-    return _zarr(text)
-
-
-def _zarr(url: str) -> Callable[..., Any]:
-    from kit.data.build.grids import ZarrSource
-
-    return partial(ZarrSource, url)
-
-
-def _holds_images(folder: Path) -> bool:
-    marks = ("zarr.json", ".zgroup", ".zmetadata", ".zarray")
-    if not folder.is_dir() or any((folder / mark).exists() for mark in marks):
-        return False
-    return any(file.suffix.lower() in IMAGES for file in folder.rglob("*"))
+    place = split_group(text)
+    if place is not None and not text.lower().endswith(".npy"):
+        return partial(open_file_source, *place)
+    if not _URL.match(text) or text.startswith("file://"):
+        path = resolve_path(text.removeprefix("file://"))
+        suffix = path.suffix.lower()
+        if suffix == ".npy":
+            return partial(open_npy, path)
+        is_zarr = any((path / mark).exists() for mark in ("zarr.json", ".zgroup", ".zmetadata", ".zarray"))
+        if path.is_dir() and not is_zarr and any(file.suffix.lower() in IMAGES for file in path.rglob("*")):
+            return partial(ImageFolder, path)
+    return partial(ZarrSource, text)

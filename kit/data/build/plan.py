@@ -8,7 +8,7 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from kit.tables import html_list
 from kit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from kit.chunks.reasons import ChunkPlan
+    from kit.chunks.search import ChunkPlan
 
 OVERHEAD_BYTES = 48 << 20
 """What libraries load on first use, and what the allocator keeps for the threads that decode (measured: 20 to 45)."""
@@ -43,11 +43,30 @@ class BuildPlan:
     """Tasks each process runs at once."""
     memory_bytes: int
     """Allowed to each process, over what it holds before."""
-    wanted: Slots
-    """What the settings ask for; memory may allow less."""
+    requested: Slots
+    """By the settings; memory may allow less."""
     scheduler: str
     scratch: bool
     """Whether there is a place for an intermediate copy."""
+
+    @property
+    def by_copy(self) -> bool:
+        """Whether an intermediate copy is made."""
+        return self.scratch and bool(self.passes)
+
+    @property
+    def first(self) -> Mapping[str, Grouping]:
+        """How each array of the source is read."""
+        return {name: pair.first for name, pair in self.passes.items()} if self.by_copy else self.groupings
+
+    @property
+    def last(self) -> Mapping[str, Grouping]:
+        """How each array of the store is written; the same, but for an intermediate copy."""
+        return {name: pair.second for name, pair in self.passes.items()} if self.by_copy else self.groupings
+
+    @property
+    def _used(self) -> list[Grouping]:
+        return [*self.first.values(), *self.last.values()] if self.by_copy else [*self.groupings.values()]
 
     @property
     def peak_bytes(self) -> int:
@@ -57,7 +76,7 @@ class BuildPlan:
     @property
     def total_bytes(self) -> int:
         """Predicted peak of all processes of a build together; of one worker, where a cluster has its own number."""
-        if not self._is_distributed:
+        if self.scheduler != "distributed":
             return self.peak_bytes
         return max(1, self.slots.processes) * (RUNTIME_BYTES + self.peak_bytes)
 
@@ -72,7 +91,7 @@ class BuildPlan:
     @property
     def read_bytes(self) -> int:
         """Uncompressed bytes taken from the source."""
-        return sum(self._first(name).read_bytes for name in self.groupings)
+        return sum(grouping.read_bytes for grouping in self.first.values())
 
     @property
     def moved_bytes(self) -> int:
@@ -88,67 +107,35 @@ class BuildPlan:
     def reasons(self) -> tuple[str, ...]:
         return tuple(self._sentences())
 
-    @property
-    def by_copy(self) -> bool:
-        """Whether an intermediate copy is made."""
-        return self.scratch and bool(self.passes)
-
-    @property
-    def last(self) -> Mapping[str, Grouping]:
-        """How each array of the store is written."""
-        return {name: self._last(name) for name in self.groupings}
-
-    @property
-    def _used(self) -> list[Grouping]:
-        if not self.by_copy:
-            return [*self.groupings.values()]
-        pairs = ((self._first(name), self._last(name)) for name in self.groupings)
-        return [grouping for pair in pairs for grouping in dict.fromkeys(pair)]
-
-    def _first(self, name: str) -> Grouping:
-        return self.passes[name].first if self.by_copy else self.groupings[name]
-
-    def _last(self, name: str) -> Grouping:
-        return self.passes[name].second if self.by_copy else self.groupings[name]
-
     def _sentences(self) -> Iterator[str]:
-        yield f"{format_count(self.tasks)} tasks, {self.threads} at once{self._where} ({self.scheduler})"
+        workers, distributed = self.slots.processes, self.scheduler == "distributed"
+        number = f"of {workers} workers" if workers > 1 else "worker"
+        where = (" in 1 worker" if workers == 1 else f" in each {number}") * distributed
+        yield f"{format_count(self.tasks)} tasks, {self.threads} at once{where} ({self.scheduler})"
         yield (
             f"each process takes up to {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_bytes)} allowed"
             + (f"; {self.slots.threads} tasks at once would have less each" * (self.threads < self.slots.threads))
         )
-        if self._is_distributed and self.slots.processes:
+        if distributed and workers:
             together = f"{format_bytes(RUNTIME_BYTES)} each for Python and its libraries"
-            few = f"; {self.wanted.processes} workers would have too little each" * self._has_fewer_workers
+            most = self.requested.processes
+            few = f"; {most} workers would have too little each" * (workers < most)
             yield f"all workers take up to {format_bytes(self.total_bytes)}, with {together}{few}"
         yield (
             f"reads {format_bytes(self.read_bytes)} of a source of {format_bytes(self.source_bytes)} "
             f"({self.read_ratio:.2f} ×)"
         )
         if self.by_copy:
-            copied = sum(self.passes[name].first.layout.nbytes for name in self.passes)
-            yield f"by way of an intermediate copy of {format_bytes(copied)}, since chunks lie across the new ones"
+            yield (
+                f"by way of an intermediate copy of {format_bytes(self.source_bytes)}, since chunks lie across the new "
+                "ones"
+            )
         elif self.passes:
             moved = sum(found.moved_bytes for found in self.passes.values())
             yield (
                 f"with build.scratch it would move {format_bytes(moved)} in two passes; more build.memory_bytes helps "
                 "too"
             )
-
-    @property
-    def _is_distributed(self) -> bool:
-        return self.scheduler == "distributed"
-
-    @property
-    def _has_fewer_workers(self) -> bool:
-        return 0 < self.slots.processes < self.wanted.processes
-
-    @property
-    def _where(self) -> str:
-        if not self._is_distributed:
-            return ""
-        workers = self.slots.processes
-        return f" in each of {workers} workers" if workers > 1 else " in 1 worker" if workers else " in each worker"
 
     def __str__(self) -> str:
         return "\n".join(["Build plan", *(f"- {sentence}" for sentence in self.reasons)])
@@ -160,15 +147,23 @@ class BuildPlan:
 
 
 def plan_build(config: Config, plan: ChunkPlan | None = None, *, source: Any = None) -> BuildPlan:
-    """Tasks, memory and reading of a build; nothing is written.
+    """Plan a build: its tasks, its memory and what it will read. Nothing is written.
 
     Args:
-        plan: Chunks and shards; made by `plan_chunks(config)` when left out.
-        source: An xarray object, array or source in hand, in place of the one that the config names.
+        config: What would be built.
+        plan: Chunks and shards; `plan_chunks(config)` when left out.
+        source: An xarray object, an array or a source in memory, instead of the one that the config names.
+
+    Returns:
+        The plan of the build.
 
     Raises:
-        ConfigError, PlanError: as `build` would.
+        ConfigError, PlanError: as `kit.build` raises.
         BuildError: when one shard does not fit in memory.
+
+    Example:
+        >>> kit.data.plan_build(ocean).tasks >= 1
+        True
     """
     opened = load_source(config, source)
     chunks = plan or plan_chunks(config, source=opened)
@@ -181,33 +176,45 @@ def plan_tasks(config: Config, blueprint: Blueprint, source: Source, threads: in
     Raises:
         BuildError: when one shard does not fit in memory, with the arithmetic.
     """
-    wanted = slots_of(config.build, threads)
-    layouts = {name: _layout(writer, chunk_of(source, name)) for name, writer in blueprint.arrays.items()}
+    requested = slots_of(config.build, threads)
+    layouts = {
+        name: Recut(
+            shape=writer.shape, itemsize=writer.dtype.itemsize, source_chunk=chunk_of(source, name), target=writer.cut
+        )
+        for name, writer in blueprint.arrays.items()
+    }
     largest = max(layouts.values(), key=lambda layout: layout.least_task_bytes)
-    plans = [
-        _plan_of(config, wanted, processes, layouts, count)
-        for processes in _process_counts(wanted, config.build)
-        for count in _task_counts(wanted, _budget_bytes(config.build, processes), largest)
-    ]
+    plans = []
+    for processes in _process_counts(requested, config.build):
+        budget_bytes = _budget_bytes(config.build, processes)
+        most = min(requested.threads, (budget_bytes - OVERHEAD_BYTES) // largest.least_task_bytes)
+        slots = Slots(processes=processes, threads=requested.threads)
+        for count in _counts_to_try(most):
+            each_bytes = (budget_bytes - OVERHEAD_BYTES) // count
+            groupings = {name: group_regions(layout, each_bytes) for name, layout in layouts.items()}
+            plans.append(BuildPlan(
+                groupings=groupings, passes=_passes(layouts, groupings, each_bytes), slots=slots, threads=count,
+                memory_bytes=budget_bytes, requested=requested, scheduler=config.build.scheduler,
+                scratch=bool(config.build.scratch),
+            ))  # fmt: skip
     if not plans:
         raise _too_large(largest, config.build)
     return min(plans, key=lambda plan: plan.moved_bytes / (plan.threads * max(1, plan.slots.processes)))
 
 
-def _task_counts(wanted: Slots, budget_bytes: int, largest: Recut) -> list[int]:
-    """Tasks that a process may run at once, most first; none where not even one fits."""
-    most = min(wanted.threads, (budget_bytes - OVERHEAD_BYTES) // largest.least_task_bytes)
+def _counts_to_try(most: int) -> list[int]:
+    """That many and the powers of two below, most first; none below one."""
     return sorted({most, *(1 << power for power in range(most.bit_length()))}, reverse=True) if most > 0 else []
 
 
-def _process_counts(wanted: Slots, settings: Build) -> list[int]:
-    """As many as are wanted; fewer too, where they would have more memory each."""
+def _process_counts(requested: Slots, settings: Build) -> list[int]:
+    """As many as are requested; fewer too, where they would have more memory each."""
     if settings.address and settings.total_memory_bytes:
         most = max(1, settings.total_memory_bytes // (settings.memory_bytes + RUNTIME_BYTES))
-        return [min(wanted.processes or most, most)]
-    if _budget_bytes(settings, wanted.processes) >= settings.memory_bytes:
-        return [wanted.processes]
-    return sorted({wanted.processes, *(1 << power for power in range(wanted.processes.bit_length()))}, reverse=True)
+        return [min(requested.processes or most, most)]
+    if _budget_bytes(settings, requested.processes) >= settings.memory_bytes:
+        return [requested.processes]
+    return _counts_to_try(requested.processes)
 
 
 def _budget_bytes(settings: Build, processes: int) -> int:
@@ -216,16 +223,6 @@ def _budget_bytes(settings: Build, processes: int) -> int:
     limits += [share().memory_available_bytes] * (not settings.address)
     runtime_bytes = RUNTIME_BYTES * (settings.scheduler == "distributed")
     return min([settings.memory_bytes, *(limit // max(1, processes) - runtime_bytes for limit in limits)])
-
-
-def _plan_of(config: Config, wanted: Slots, processes: int, layouts: Mapping[str, Recut], threads: int) -> BuildPlan:
-    budget_bytes, slots = _budget_bytes(config.build, processes), Slots(processes=processes, threads=wanted.threads)
-    each_bytes = (budget_bytes - OVERHEAD_BYTES) // threads
-    groupings = {name: group_regions(layout, each_bytes) for name, layout in layouts.items()}
-    return BuildPlan(
-        groupings=groupings, passes=_passes(layouts, groupings, each_bytes), slots=slots, threads=threads,
-        memory_bytes=budget_bytes, wanted=wanted, scheduler=config.build.scheduler, scratch=bool(config.build.scratch),
-    )  # fmt: skip
 
 
 def _passes(layouts: Mapping[str, Recut], groupings: Mapping[str, Grouping], budget_bytes: int) -> dict[str, TwoPasses]:
@@ -237,17 +234,13 @@ def _passes(layouts: Mapping[str, Recut], groupings: Mapping[str, Grouping], bud
     return kept if len(kept) == len(found) else {}
 
 
-def groups(writer: ArrayWriter, grouping: Grouping, finished: Mapping[str, Any]) -> Iterator[ShardGroup]:
+def groups(writer: ArrayWriter, grouping: Grouping, finished: Container[str]) -> Iterator[ShardGroup]:
     """Every group of an array with shards left to write, without those that are finished."""
     counts = [side // cut for side, cut in zip(grouping.group, writer.cut, strict=True)]
     for number, box in enumerate(grouping.boxes()):
         tasks = tuple(task for task in writer.tasks_in(box, counts) if task.key not in finished)
         if tasks:
             yield ShardGroup(array=writer.name, number=number, tasks=tasks)
-
-
-def _layout(writer: ArrayWriter, chunk: tuple[int, ...] | None) -> Recut:
-    return Recut(shape=writer.shape, itemsize=writer.dtype.itemsize, source_chunk=chunk, target=writer.cut)
 
 
 def _too_large(layout: Recut, settings: Build) -> BuildError:

@@ -1,4 +1,4 @@
-"""Rechunking within a budget: how many target regions one task reads together, and what that costs. Pure arithmetic.
+"""Rechunking within a budget: how many target regions one task reads together, and what that costs.
 
 A source that is cut into chunks gives whole chunks only. A target region that lies across them reads far more than it
 keeps, and its neighbours read the same chunks again. So a task reads a *group*, a box of target regions, as large as
@@ -11,12 +11,8 @@ while it is encoded and sent. Where no group is large enough, an intermediate co
 writes whole pieces from few source chunks and pass two reads whole pieces into few regions (the scheme of rechunker).
 
 Sizes are elements, `_bytes` are uncompressed. The one invariant: groups tile the array exactly once, and no task's
-bytes exceed the budget that its plan was made for.
-
-Reading a region of a cut source piece by piece, so that memory does not grow with the region.
-
-A piece is whole source chunks, as many as `kit.data.build.rechunk.FETCH_BYTES` holds and one at least. The one
-invariant: every element of the region is read exactly once.
+bytes exceed the budget that its plan was made for. A region of a cut source is read in pieces of whole chunks, as many
+as `FETCH_BYTES` holds and one at least, so that memory does not grow with the region.
 """
 
 from __future__ import annotations
@@ -146,8 +142,7 @@ def group_regions(layout: Recut, budget_bytes: int) -> Grouping:
     """
     if layout.least_task_bytes > budget_bytes:
         raise PlanError(f"one task takes {layout.arithmetic()} of memory, and {format_bytes(budget_bytes)} is allowed")
-    best = (layout.read_bytes(layout.target), layout.target)
-    if layout.source_chunk is None or best[0] <= layout.nbytes * _GOOD_ENOUGH:
+    if layout.source_chunk is None or layout.read_bytes(layout.target) <= layout.nbytes * _GOOD_ENOUGH:
         return Grouping(layout=layout, group=layout.target)
     fitting = [
         (layout.read_bytes(group), group) for group in _candidates(layout) if layout.task_bytes(group) <= budget_bytes
@@ -203,33 +198,24 @@ def _covered(size: int, side: int, chunk: int) -> int:
     """Elements of the chunks that each interval of `side` touches, summed over the intervals of a line of `size`."""
     if chunk == 1 or side % chunk == 0 or side >= size:
         return size
-    total = 0
-    for start in range(0, size, side):
-        stop = min(start + side, size)
-        total += min(-(-stop // chunk) * chunk, size) - start // chunk * chunk
-    return total
+    spans = ((start, min(start + side, size)) for start in range(0, size, side))
+    return sum(min(-(-stop // chunk) * chunk, size) - start // chunk * chunk for start, stop in spans)
 
 
 def _candidates(layout: Recut) -> Iterator[Sizes]:
     """Multiples of the region: doublings, those that cover whole source chunks, and the whole line."""
     assert layout.source_chunk is not None
-    sides = [
-        _multiples(size, side, chunk)
-        for size, side, chunk in zip(layout.shape, layout.target, layout.source_chunk, strict=True)
-    ]
+    sides = []
+    for size, side, chunk in zip(layout.shape, layout.target, layout.source_chunk, strict=True):
+        count, whole = -(-size // side), -(-chunk // side)
+        numbers = {1, count, *(min(count, 1 << power) for power in range(count.bit_length()))}
+        numbers |= {min(count, whole * factor) for factor in range(1, 9)}
+        numbers |= {-(-count // parts) for parts in range(2, 9)}
+        sides.append([number * side for number in sorted(numbers)])
     while prod(map(len, sides)) > _MOST_CANDIDATES:
         longest = max(sides, key=len)
         longest[1:-1] = longest[1:-1:2]
     return product(*sides)
-
-
-def _multiples(size: int, side: int, chunk: int) -> list[int]:
-    count = -(-size // side)
-    whole = -(-chunk // side)
-    found = {1, count, whole, *(min(count, 1 << power) for power in range(count.bit_length()))}
-    found |= {min(count, whole * factor) for factor in range(1, 9)}
-    found |= {-(-count // parts) for parts in range(2, 9)}
-    return [number * side for number in sorted(found) if number <= count]
 
 
 def _grow(start: Sizes, toward: Sequence[int], layout: Recut, values_bytes: int) -> Sizes:
@@ -272,12 +258,11 @@ def pieces(region: Region, chunk: Sequence[int], itemsize: int) -> Iterator[Regi
     sides = [*map(int, chunk)]
     for axis in reversed(range(len(sides))):
         span = region[axis].stop - region[axis].start // sides[axis] * sides[axis]
-        room = FETCH_BYTES // (prod(sides) * itemsize)
-        if room > 1:
-            sides[axis] *= min(room, -(-span // sides[axis]))
-    return (tuple(parts) for parts in product(*map(_cuts, region, sides)))
-
-
-def _cuts(part: slice, side: int) -> list[slice]:
-    edges = [part.start, *range(part.start // side * side + side, part.stop, side), part.stop]
-    return [slice(start, stop) for start, stop in pairwise(edges)]
+        fitting = FETCH_BYTES // (prod(sides) * itemsize)
+        if fitting > 1:
+            sides[axis] *= min(fitting, -(-span // sides[axis]))
+    cuts = []
+    for part, side in zip(region, sides, strict=True):
+        edges = [part.start, *range(part.start // side * side + side, part.stop, side), part.stop]
+        cuts.append([slice(start, stop) for start, stop in pairwise(edges)])
+    return product(*cuts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kit.data.build.layout import estimate
@@ -49,18 +48,26 @@ def prepare(
     if read_manifest(store, url) is not None:
         remove_journals(store, url)
         return None
-    finished = _present(store, url, blueprint)
+    journalled = read_journals(store, url)
+    there = {key for name in blueprint.arrays for key in list_objects(store, name, url)} if journalled else set()
+    there &= {task.key for task in blueprint.tasks()}
+    finished = {key: item for key, item in journalled.items() if key in there}
     _refuse_changed_source(finished, blueprint, source, url)
     return finished
 
 
-def is_finished(store: Store, url: str, blueprint: Blueprint) -> bool:
-    """Whether this very build is published and tidy, so that there is nothing to write, not even a lock."""
+def finished_with(store: Store, url: str, blueprint: Blueprint) -> list[str] | None:
+    """The fields in which a published and tidy build differs from this one; None when there is no such build.
+
+    Where there is one without any, there is nothing to write, not even a lock.
+    """
     existing = read_build(store, url)
-    if existing is None or existing.diff(blueprint.build) or read_manifest(store, url) is None:
-        return False
+    if existing is None or read_manifest(store, url) is None:
+        return None
     left = list_objects(store, records.FOLDER, url)
-    return not any(key.startswith(records.JOURNAL_PREFIX) or key == records.LOCK_KEY for key in left)
+    if any(key.startswith(records.JOURNAL_PREFIX) or key == records.LOCK_KEY for key in left):
+        return None
+    return [*existing.diff(blueprint.build)]
 
 
 def remove_journals(store: Store, url: str) -> None:
@@ -86,34 +93,18 @@ def _refuse_other(existing: BuildRecord, mine: BuildRecord, store: Store, url: s
     changes = existing.diff(mine)
     if not changes:
         return
+
+    def show(value: object) -> str:
+        text = "absent" if value is None else repr(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+
     state = "a finished" if read_object(store, records.MANIFEST_KEY, url) is not None else "an unfinished"
-    shown = [f"{name} is {_show(old)} there and {_show(new)} here" for name, (old, new) in changes.items()]
+    shown = [f"{name} is {show(old)} there and {show(new)} here" for name, (old, new) in changes.items()]
     more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     raise BuildError(
         f"{redact(url)} holds {state} build with other settings: {'; '.join(shown[:_SHOWN])}{more}. "
         "Use build(config, overwrite=True) to replace it, or set data.url to another place."
     )
-
-
-def belongs_to_another(store: Store, url: str, blueprint: Blueprint) -> bool:
-    """Whether the place holds a build with other settings."""
-    existing = read_build(store, url)
-    return existing is not None and bool(existing.diff(blueprint.build))
-
-
-def _show(value: object) -> str:
-    text = "absent" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _present(store: Store, url: str, blueprint: Blueprint) -> dict[str, ObjectRecord]:
-    """What the journals list and is still there."""
-    journalled = read_journals(store, url)
-    if not journalled:
-        return {}
-    there = {key for name in blueprint.arrays for key in list_objects(store, name, url)}
-    wanted = {task.key for task in blueprint.tasks()}
-    return {key: item for key, item in journalled.items() if key in there and key in wanted}
 
 
 def _refuse_changed_source(finished: dict[str, ObjectRecord], blueprint: Blueprint, source: Source, url: str) -> None:
@@ -155,7 +146,7 @@ def check_room(url: str, source: Source, blueprint: Blueprint, finished: dict[st
     folder = local_folder(url)
     if folder is None:
         return
-    free_bytes = shutil.disk_usage(_existing(folder)).free
+    free_bytes = shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
     if blueprint.raw_bytes * 1.02 < free_bytes:
         return
     left = 1 - len(finished) / blueprint.build.shards
@@ -165,7 +156,3 @@ def check_room(url: str, source: Source, blueprint: Blueprint, finished: dict[st
             f"{folder}: building needs about {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} is free; "
             "free some space, choose another data.url, or make the data smaller"
         )
-
-
-def _existing(folder: Path) -> Path:
-    return next(place for place in (folder, *folder.parents) if place.exists())

@@ -1,16 +1,13 @@
-"""Schedulers: what runs the tasks of a build. Each is a `concurrent.futures.Executor`, so one loop serves all.
+"""Schedulers: what runs the tasks of a build; and how many processes and threads to load and build with.
 
-`single-threaded` runs a task when it is handed in, `threads` in threads of this process, `distributed` on Dask workers:
-a local cluster that ends with the build, or one at an address, which is left running. Dask is imported for the last
-only.
+Each scheduler is a `concurrent.futures.Executor`, so one loop serves all. `single-threaded` runs a task when it is
+submitted, `threads` in threads of this process, `distributed` on Dask workers: a local cluster that ends with the
+build, or one at an address, which is left running. Dask is imported for the last only. A local worker may hold what the
+plan allows for building, beside an interpreter with its libraries; Dask kills one that holds more, and its task runs
+again, three times at most. Spilling and pausing are switched off: tasks keep nothing in the cluster, so there is
+nothing to spill, and a paused worker would wait for ever.
 
-A local Dask worker may hold what the plan allows it for building beside what an interpreter with its libraries takes;
-one that holds more is killed by Dask and its task runs again, three times at most. Spilling and pausing are switched
-off: tasks keep nothing in the cluster, so there is nothing to spill, and a paused worker would wait for ever.
-
-Who works on what: loader processes, decoding threads and Dask sizes for so many cores, ranks and so much memory.
-
-The rules, for each rank's share of the cores, are those of practice with GPUs on shared nodes:
+`advise_schedule` follows the rules of practice with GPUs on shared nodes, for each rank's share of the cores:
 
 - two cores of a share stay with the rank itself (one of a small share): 20 cores and 1 GPU leave 18 for loading, 160
   and 8 leave 144;
@@ -20,8 +17,8 @@ The rules, for each rank's share of the cores, are those of practice with GPUs o
   threads in each rank of a smaller one, none below 2 cores;
 - a build has the machine to itself: threads of one process up to 8 cores, then workers of 4 threads.
 
-Threads beyond the cores take turns: a tenth more is harmless, twice as many is slower than half. Pure arithmetic: what
-comes out is a start to measure from, not a measurement. Counts are per rank unless they say otherwise.
+Threads beyond the cores take turns: a tenth more is harmless, twice as many is slower than half. The advice is a start
+to measure from, not a measurement. Counts are per rank unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -31,14 +28,15 @@ import importlib
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from kit.config import Build, Config
 from kit.errors import BuildError, ConfigError, PlanError, Problem
-from kit.machine.machine import share
+from kit.machine.machine import hardware, resolve_devices, share
 from kit.tables import html_list, html_table, html_warnings, text_table
-from kit.units import format_bytes, parse_bytes
+from kit.units import format_bytes, parse_bytes, plural
 
 _MOST_THREADS = 8
 RUNTIME_BYTES = 320 << 20
@@ -56,31 +54,28 @@ class Slots:
     """Tasks each process runs at once, by the settings; memory may allow fewer."""
 
 
+@dataclass(frozen=True, slots=True)
 class Scheduler:
-    """An executor with room for `slots` tasks, and how an object reaches its tasks."""
+    """An executor, and how an object reaches its tasks."""
 
-    def __init__(
-        self, executor: Executor, slots: int, ahead: int, link: str = "", spread: Callable[[Any], Any] | None = None
-    ) -> None:
-        self.executor, self.slots, self.link = executor, slots, link
-        self.in_flight = slots + ahead
-        """Tasks handed in at once, so that a slot that falls free finds the next one."""
-        self._spread = spread
-
-    def share(self, thing: Any) -> Any:
-        """What to hand to tasks in place of `thing`, so that it travels to each worker once."""
-        return thing if self._spread is None else self._spread(thing)
+    executor: Executor
+    in_flight: int
+    """Tasks submitted at once: those that run, and others, so that an idle thread finds the next one."""
+    link: str = ""
+    """URL of a dashboard."""
+    share: Callable[[Any], Any] = lambda thing: thing
+    """Gives what to pass to tasks in place of a thing, so that it travels to each worker once."""
 
 
-def slots_of(settings: Build, asked: int | None = None) -> Slots:
+def slots_of(settings: Build, threads: int | None = None) -> Slots:
     """Processes and threads that the settings come to on this machine; a running cluster has its own processes."""
     cores = share().cores
-    wanted = settings.threads if asked is None else max(1, asked)
+    threads = settings.threads if threads is None else max(1, threads)
     if settings.scheduler == "single-threaded":
         return Slots(processes=1, threads=1)
     if settings.scheduler == "threads":
-        return Slots(processes=1, threads=wanted or min(cores, _MOST_THREADS))
-    threads = wanted or 1
+        return Slots(processes=1, threads=threads or min(cores, _MOST_THREADS))
+    threads = threads or 1
     if settings.address:
         return Slots(processes=settings.workers, threads=threads)
     return Slots(processes=settings.workers or max(1, cores // threads), threads=threads)
@@ -98,17 +93,17 @@ def open_scheduler(settings: Build, slots: Slots, threads: int, memory_bytes: in
         BuildError: when no scheduler answers at the address, or no worker is there.
     """
     if settings.scheduler == "single-threaded":
-        yield Scheduler(_Here(), 1, 0)
+        yield Scheduler(_SingleThreaded(), 1)
     elif settings.scheduler == "threads":
         with ThreadPoolExecutor(threads, thread_name_prefix="kit-build") as pool:
-            yield Scheduler(pool, threads, threads)
+            yield Scheduler(pool, 2 * threads)
     else:
         with _dask(settings, slots, threads, memory_bytes) as scheduler:
             yield scheduler
 
 
-class _Here(Executor):
-    """Runs a task in the thread that hands it in; an interrupt passes through."""
+class _SingleThreaded(Executor):
+    """Runs a task in the thread that submits it; an interrupt passes through."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -139,45 +134,45 @@ def _dask(settings: Build, slots: Slots, threads: int, memory_bytes: int) -> Ite
     except ImportError:
         message = "distributed needs Dask, which is not installed; pip install 'kit[build]', or choose threads"
         raise ConfigError([Problem("build.scheduler", message)]) from None
-    kept = {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause")}
+    options: dict[str, Any] = {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause")}
+    options["distributed.comm.timeouts.connect"] = f"{_CLUSTER_SECONDS}s"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(dask.config.set({**kept, "distributed.comm.timeouts.connect": f"{_CLUSTER_SECONDS}s"}))
+        stack.enter_context(dask.config.set(options))
         if settings.address:
-            client = stack.enter_context(_connect(distributed, settings.address))
+            try:
+                client = distributed.Client(settings.address, set_as_default=False, timeout=_CLUSTER_SECONDS / 4)
+            except (OSError, TimeoutError, ValueError) as error:
+                reason = next(iter(str(error).splitlines()), type(error).__name__)
+                message = f"no Dask scheduler answers at {settings.address}: {reason}; correct build.address"
+                raise BuildError(message) from None
+            stack.enter_context(client)
         else:
+            dashboard = "127.0.0.1:0" if find_spec("bokeh") else None  # a free port; bokeh serves the page
             cluster = distributed.LocalCluster(
                 n_workers=slots.processes, threads_per_worker=threads, processes=True, host="127.0.0.1",
-                memory_limit=memory_bytes + RUNTIME_BYTES, dashboard_address=_dashboard(), silence_logs=50,
+                memory_limit=memory_bytes + RUNTIME_BYTES, dashboard_address=dashboard, silence_logs=50,
             )  # fmt: skip
             client = stack.enter_context(distributed.Client(stack.enter_context(cluster), set_as_default=False))
         workers = len(client.scheduler_info(n_workers=-1)["workers"])
         if not workers:
             raise BuildError(f"the Dask scheduler at {settings.address} has no workers; start some, then build again")
         executor = client.get_executor(pure=False, retries=0)
-        room = min(workers, slots.processes or workers) * threads
-        ahead = room if room == workers * threads else 0  # what waits could run on a worker that is not to be used
-        spread = stack.enter_context(_spreader(client))
-        yield Scheduler(executor, room, ahead, client.dashboard_link or "", spread)
-
-
-def _connect(distributed: Any, address: str) -> Any:
-    try:
-        return distributed.Client(address, set_as_default=False, timeout=_CLUSTER_SECONDS / 4)
-    except (OSError, TimeoutError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise BuildError(f"no Dask scheduler answers at {address}: {reason}; correct build.address") from None
+        used = min(workers, slots.processes or workers)
+        # A task that waits could run on a worker that is not to be used.
+        in_flight = used * threads * (2 if used == workers else 1)
+        yield Scheduler(executor, in_flight, client.dashboard_link or "", stack.enter_context(_sharing(client)))
 
 
 @contextlib.contextmanager
-def _spreader(client: Any) -> Iterator[Callable[[Any], Any]]:
-    """Hands a thing to every worker, and to each that takes the place of a lost one; taken back at the end.
+def _sharing(client: Any) -> Iterator[Callable[[Any], Any]]:
+    """Sends a thing to every worker, and to each that replaces a lost one; removes it at the end.
 
     Scattered data would be lost with the last worker that holds it.
     """
     plugins: Any = importlib.import_module("distributed.diagnostics.plugin")
     names: list[str] = []
 
-    def spread(thing: Any) -> OnWorker:
+    def share_thing(thing: Any) -> OnWorker:
         names.append(f"kit-{uuid.uuid4().hex}")
         plugin = plugins.WorkerPlugin()
         plugin.thing = thing
@@ -185,7 +180,7 @@ def _spreader(client: Any) -> Iterator[Callable[[Any], Any]]:
         return OnWorker(names[-1])
 
     try:
-        yield spread
+        yield share_thing
     finally:
         for name in names:
             with contextlib.suppress(Exception):  # the cluster may be gone
@@ -202,13 +197,6 @@ class OnWorker:
         """What the thing itself makes of the task; call on a worker."""
         worker: Any = importlib.import_module("distributed").get_worker()
         return worker.plugins[self._name].thing.run(task)
-
-
-def _dashboard() -> str | None:
-    """A free port, where bokeh is there to serve the page."""
-    from importlib.util import find_spec
-
-    return "127.0.0.1:0" if find_spec("bokeh") else None
 
 
 DaskMode = Literal["single-threaded", "threads", "distributed"]
@@ -282,20 +270,17 @@ class Schedule:
 
     @property
     def _rows(self) -> list[list[str]]:
-        processes = self.loader_workers or self.ranks
-        kind = f"loading, {self.ranks} rank" + "s" * (self.ranks > 1)
-        where = f"{processes} a rank" if self.loader_workers else f"{processes} (the ranks)"
+        where = f"{self.loader_workers} a rank" if self.loader_workers else f"{self.ranks} (the ranks)"
         dask, build = self.dask, self.build
         return [
-            [kind, where, str(self.decode_threads), "–"],
+            [f"loading, {plural(self.ranks, 'rank')}", where, str(self.decode_threads), "–"],
             [f"Dask in a rank: {dask.mode}", str(dask.workers), str(dask.threads), format_bytes(dask.memory_bytes)],
             [f"building: {build.mode}", str(build.workers), str(build.threads), format_bytes(build.memory_bytes)],
         ]
 
     @property
     def _headline(self) -> str:
-        ranks = f"{self.ranks} rank" + "s" * (self.ranks > 1)
-        return f"Schedule for {ranks} on {self.cores} cores, {format_bytes(self.memory_bytes)}"
+        return f"Schedule for {plural(self.ranks, 'rank')} on {self.cores} cores, {format_bytes(self.memory_bytes)}"
 
     def __repr__(self) -> str:
         said = (*(f"warning: {text}" for text in self.warnings), *self.reasons)
@@ -317,96 +302,74 @@ def advise_schedule(
     heavy_transform: bool = False,
     dask_threads: int | None = None,
 ) -> Schedule:
-    """Sizes for loading, for Dask and for building, with reasons, and warnings about what the config asks for.
+    """Sizes for loading, for Dask and for building on a machine, with reasons and warnings.
 
     Args:
-        config: Its `loader` and `build` are checked, and its ranks counted where `ranks` is left out.
-        cores: Of the machine; by default those that this process may use.
-        ranks: Processes that train, one a GPU; by default the config's, else 1.
-        memory_bytes: Of the machine, as a number or a text such as "128 GiB"; by default what this process may use.
-        heavy_transform: Samples are transformed by slow Python code, which threads cannot share.
-        dask_threads: Threads that Dask already has in each process that loads, to be counted.
+        config: Its `loader` and `build` are checked, and its ranks are counted where `ranks` is None.
+        cores: Cores of the machine. None takes those that this process may use.
+        ranks: Training processes, one for each GPU. None takes the config's, or 1.
+        memory_bytes: Memory of the machine, as a number or as "128 GiB". None takes what this process may use.
+        heavy_transform: Whether slow Python code transforms samples, so that processes are needed.
+        dask_threads: Threads that Dask already has in each process that loads.
+
+    Returns:
+        The schedule: loader processes, threads and chunks of memory for each part, with the reason of each.
 
     Raises:
-        PlanError: for less than one core, rank or byte, and a memory that is no size.
+        PlanError: for less than one core, rank or byte.
+
+    Example:
+        >>> schedule = kit.data.advise_schedule(cores=16, ranks=4, memory_bytes="128 GiB")
+        >>> len(schedule.reasons) > 0
+        True
     """
-    memory_bytes = _parsed(memory_bytes)
-    if cores is None or memory_bytes is None or ranks is None:
-        cores, memory_bytes, ranks = _look(config, cores, memory_bytes, ranks)
+    try:
+        memory_bytes = None if memory_bytes is None else parse_bytes(memory_bytes)
+    except ValueError as error:
+        raise PlanError(f"memory_bytes: {error}") from None
+    cores = share().cores if cores is None else cores
+    memory_bytes = share().memory_bytes if memory_bytes is None else memory_bytes
+    if ranks is None:
+        ranks = resolve_devices(config.hardware, hardware()).world_size if config is not None else 1
     for name, value in {"cores": cores, "ranks": ranks, "memory_bytes": memory_bytes}.items():
         if value < 1:
             raise PlanError(f"{name} is {value}, but must be at least 1")
-    spare = _spare(cores, ranks)
-    workers = _loader_workers(spare, memory_bytes // ranks) if heavy_transform else 0
-    dask, build = _dask_schedule(cores, ranks, memory_bytes), _build(cores, memory_bytes)
-    return Schedule(
+    each = cores // ranks
+    reserved = 2 if each >= _LARGE_SHARE else 1 if each >= 2 else 0
+    spare, loading_bytes = max(1, each - reserved), int(memory_bytes * _MEMORY_FOR_LOADING)
+    workers = max(1, min(spare, loading_bytes // ranks // _WORKER_BYTES)) if heavy_transform else 0
+    found = Schedule(
         cores=cores, ranks=ranks, memory_bytes=memory_bytes, loader_workers=workers,
-        decode_threads=1 if workers else min(spare, _MOST_DECODE_THREADS), dask=dask, build=build,
-        reasons=tuple(_reasons(cores, ranks, memory_bytes, spare, workers, dask, build)),
+        decode_threads=1 if workers else min(spare, _MOST_DECODE_THREADS), reasons=(),
+        dask=_dask_in_a_rank(cores / ranks, loading_bytes // ranks), build=_build_alone(cores, memory_bytes),
         warnings=tuple(_warnings(config, cores, ranks, memory_bytes, dask_threads)),
     )  # fmt: skip
+    return replace(found, reasons=tuple(_reasons(found, reserved, spare)))
 
 
-def _parsed(memory_bytes: int | str | None) -> int | None:
-    try:
-        return None if memory_bytes is None else parse_bytes(memory_bytes)
-    except ValueError as error:
-        raise PlanError(f"memory_bytes: {error}") from None
+def _dask_in_a_rank(cores: float, memory_bytes: int) -> Dask:
+    if cores >= _LARGE_SHARE:
+        return Dask(mode="threads", workers=1, threads=min(8, max(4, int(cores * 0.4))), memory_bytes=memory_bytes)
+    if cores >= 2:
+        return Dask(mode="distributed", workers=1, threads=2, memory_bytes=memory_bytes)
+    return Dask(mode="single-threaded", workers=1, threads=1, memory_bytes=memory_bytes)
 
 
-def _look(
-    config: Config | None, cores: int | None, memory_bytes: int | None, ranks: int | None
-) -> tuple[int, int, int]:
-    from kit.machine.machine import hardware, resolve_devices, share
-
-    mine = share()
-    if ranks is None:
-        ranks = resolve_devices(config.hardware, hardware()).world_size if config is not None else 1
-    return mine.cores if cores is None else cores, memory_bytes or mine.memory_bytes, ranks
-
-
-def _reserved(cores: int, ranks: int) -> int:
-    share = cores // ranks
-    return 2 if share >= _LARGE_SHARE else 1 if share >= 2 else 0
-
-
-def _spare(cores: int, ranks: int) -> int:
-    """Cores of a rank's share that may load."""
-    return max(1, cores // ranks - _reserved(cores, ranks))
-
-
-def _loader_workers(spare: int, memory_bytes: int) -> int:
-    return max(1, min(spare, int(memory_bytes * _MEMORY_FOR_LOADING) // _WORKER_BYTES))
-
-
-def _dask_schedule(cores: int, ranks: int, memory_bytes: int) -> Dask:
-    share = cores / ranks
-    limit = int(memory_bytes * _MEMORY_FOR_LOADING) // ranks
-    if share >= _LARGE_SHARE:
-        return Dask(mode="threads", workers=1, threads=min(8, max(4, int(share * 0.4))), memory_bytes=limit)
-    if share >= 2:
-        return Dask(mode="distributed", workers=1, threads=2, memory_bytes=limit)
-    return Dask(mode="single-threaded", workers=1, threads=1, memory_bytes=limit)
-
-
-def _build(cores: int, memory_bytes: int) -> Dask:
+def _build_alone(cores: int, memory_bytes: int) -> Dask:
     workers, threads = (1, cores) if cores <= 8 else (cores // 4, 4)
     mode: DaskMode = "distributed" if workers > 1 else "threads" if threads > 1 else "single-threaded"
-    return Dask(
-        mode=mode, workers=workers, threads=threads, memory_bytes=int(memory_bytes * _MEMORY_FOR_BUILDING) // workers
-    )
+    limit = int(memory_bytes * _MEMORY_FOR_BUILDING) // workers
+    return Dask(mode=mode, workers=workers, threads=threads, memory_bytes=limit)
 
 
-def _reasons(
-    cores: int, ranks: int, memory_bytes: int, spare: int, workers: int, dask: Dask, build: Dask
-) -> Iterator[str]:
-    kept = _reserved(cores, ranks)
+def _reasons(found: Schedule, reserved: int, spare: int) -> Iterator[str]:
+    cores, ranks, workers, dask = found.cores, found.ranks, found.loader_workers, found.dask
     each = f"{cores} cores / {ranks} ranks = {cores // ranks} each" if ranks > 1 else f"{cores} cores"
-    yield f"{each}, {kept} kept for the rank itself: {ranks * spare} for loading in all"
+    yield f"{each}, {reserved} kept for the rank itself: {ranks * spare} for loading in all"
     if not workers:
         yield "no loader processes: the engine has threads, and processes pay only for heavy transforms"
     elif workers < spare:
-        held = format_bytes(_MEMORY_FOR_LOADING * memory_bytes / ranks)
+        held = format_bytes(_MEMORY_FOR_LOADING * found.memory_bytes / ranks)
         yield f"{workers}, not {spare}, loader processes a rank: half its memory, {held}, holds no more of 1 GiB each"
     else:
         yield f"{workers} loader processes a rank, one a core, each decoding in one thread"
@@ -417,50 +380,36 @@ def _reasons(
         )
     else:
         yield f"Dask in a rank: {dask}, for data read through xarray, in place of decoding threads, not beside them"
-    yield f"building alone on the machine: {build}"
+    yield f"building alone on the machine: {found.build}"
     yield "start here with workers at 0 as the baseline, change one thing at a time, and measure"
 
 
 def _warnings(
     config: Config | None, cores: int, ranks: int, memory_bytes: int, dask_threads: int | None
 ) -> Iterator[str]:
-    processes, threads = ranks, 1
+    def too_many(processes: int, threads: int, lower: str) -> Iterator[str]:
+        if processes * threads > _SLACK * cores and processes * threads > cores + 1:
+            product = f"{processes} processes × {threads} threads = " * (processes > 1)
+            yield f"{product}{processes * threads} threads on {cores} cores: they take turns; lower {lower}"
+
+    processes = ranks
     if config is not None:
-        processes, threads = ranks * max(1, config.loader.num_workers), config.loader.decode_threads
-        yield from _too_many(processes, threads, cores, "loader.num_workers or loader.decode_threads")
-        yield from _build_warnings(config, cores, memory_bytes)
-        if ranks * config.loader.memory_bytes > memory_bytes:
-            yield (
-                f"{ranks} ranks × loader.memory_bytes {format_bytes(config.loader.memory_bytes)} exceed "
-                f"{format_bytes(memory_bytes)}"
-            )
+        build, loader, memory = config.build, config.loader, format_bytes(memory_bytes)
+        processes = ranks * max(1, loader.num_workers)
+        yield from too_many(processes, loader.decode_threads, "loader.num_workers or loader.decode_threads")
+        if build.scheduler == "threads":
+            yield from too_many(1, build.threads, "build.threads")
+        elif build.scheduler == "distributed" and not build.address:
+            threads = build.threads or 1
+            workers = build.workers or max(1, cores // threads)
+            yield from too_many(workers, threads, "build.workers or build.threads")
+            if build.total_memory_bytes > memory_bytes:
+                yield f"build.total_memory_bytes {format_bytes(build.total_memory_bytes)} exceeds {memory}"
+            elif not build.total_memory_bytes and workers * build.memory_bytes > memory_bytes:
+                yield f"{workers} workers × build.memory_bytes {format_bytes(build.memory_bytes)} exceed {memory}"
+        if ranks * loader.memory_bytes > memory_bytes:
+            yield f"{ranks} ranks × loader.memory_bytes {format_bytes(loader.memory_bytes)} exceed {memory}"
     if dask_threads is not None:
-        yield from _too_many(processes, dask_threads, cores, "Dask's threads in each, or share one cluster")
+        yield from too_many(processes, dask_threads, "Dask's threads in each, or share one cluster")
     if ranks > cores:
         yield f"{ranks} ranks on {cores} cores: each shares its core before it loads anything"
-
-
-def _build_warnings(config: Config, cores: int, memory_bytes: int) -> Iterator[str]:
-    build = config.build
-    if build.scheduler == "threads":
-        yield from _too_many(1, build.threads, cores, "build.threads")
-    if build.scheduler != "distributed" or build.address:
-        return
-    threads = build.threads or 1
-    workers = build.workers or max(1, cores // threads)
-    yield from _too_many(workers, threads, cores, "build.workers or build.threads")
-    if build.total_memory_bytes > memory_bytes:
-        yield (
-            f"build.total_memory_bytes {format_bytes(build.total_memory_bytes)} exceeds {format_bytes(memory_bytes)}"
-        )
-    elif not build.total_memory_bytes and workers * build.memory_bytes > memory_bytes:
-        yield (
-            f"{workers} workers × build.memory_bytes {format_bytes(build.memory_bytes)} exceed "
-            f"{format_bytes(memory_bytes)}"
-        )
-
-
-def _too_many(processes: int, threads: int, cores: int, lower: str) -> Iterator[str]:
-    if processes * threads > _SLACK * cores and processes * threads > cores + 1:
-        product = f"{processes} processes × {threads} threads = " * (processes > 1)
-        yield f"{product}{processes * threads} threads on {cores} cores: they take turns; lower {lower}"

@@ -1,18 +1,15 @@
-"""The whole of a store before its first byte: arrays, coordinates, metadata and the record that names the build.
+"""What a build writes and how its tasks write it: a blueprint of the store, and one object per shard or chunk.
 
+A blueprint is the whole store before its first byte: arrays, coordinates, metadata and the record that names the build.
 Two blueprints with equal records write equal bytes, so a build may be resumed exactly when the records agree.
-
-One array cut into objects: which there are, which region each holds, and its bytes as Zarr itself writes them.
 
 A shard is encoded by Zarr into a store in memory that holds the same array metadata, so the bytes are Zarr's own and an
 upload is one whole object. Regions tile the array exactly once. All-missing chunks are written like any other, so that
-an object that is not there is always an error; zstd's checksum and the shard index's crc32c make every flipped bit one.
+a missing object is always an error; zstd's checksum and the shard index's crc32c make every flipped bit one.
 
-The work of a build as its tasks see it: read a group once, write its shards one by one. Runs in any process.
-
-A group is a box of shards of one array. What is written is recorded at once where the task takes long, in a journal of
-the group's own, so that a kill costs no more than a few seconds of finished shards. A `BuildWork` pickles without its
-handles: each process opens the store, and makes the source, once.
+A task reads a group, a box of shards of one array, once and writes its shards one by one, in any process. Long tasks
+record finished shards every few seconds in a journal of the group, so that a kill loses no more than that. A
+`BuildWork` pickles without its handles: each process opens the store, and makes the source, once.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from kit.machine.processes import give_memory_back
 if TYPE_CHECKING:
     from zarr.abc.store import Store
 
-    from kit.chunks.reasons import ChunkPlan
+    from kit.chunks.search import ChunkPlan
 
 _COORDINATES: dict[str, dict[str, str]] = {
     "time": {"standard_name": "time", "axis": "T"},
@@ -97,11 +94,13 @@ def make_blueprint(config: Config, source: Source, plan: ChunkPlan | Cut) -> Blu
         )
         for name, spec in source.variables.items()
     }
-    build = BuildRecord(
-        shards=sum(writer.task_count for writer in arrays.values()),
-        fields=_fields(config, source, plan),
+    shards = sum(writer.task_count for writer in arrays.values())
+    build = BuildRecord(shards=shards, fields=_fields(config, source, plan))
+    documents = tuple(
+        (ObjectRecord(array=array, key=key, bytes=len(data), crc32c=crc32c(data)), data)
+        for array, key, data in _documents(source, arrays, build)
     )
-    return Blueprint(arrays=arrays, documents=tuple(_documents(source, arrays, build)), build=build)
+    return Blueprint(arrays=arrays, documents=documents, build=build)
 
 
 def _fields(config: Config, source: Source, plan: ChunkPlan | Cut) -> dict[str, Any]:
@@ -125,48 +124,37 @@ def _fields(config: Config, source: Source, plan: ChunkPlan | Cut) -> dict[str, 
 
 def _documents(
     source: Source, arrays: Mapping[str, ArrayWriter], build: BuildRecord
-) -> Iterator[tuple[ObjectRecord, bytes]]:
+) -> Iterator[tuple[str, str, bytes]]:
+    """(array, key, bytes) of metadata and coordinates, in the order of writing."""
     members = {name: writer.document for name, writer in arrays.items()}
-    chunks: list[tuple[str, str, bytes]] = []
+    chunks = []
     for dim, given in source.coordinates.items():
-        known = getattr(source, "coordinate_attributes", {}).get(dim, {})
-        spec, values = _coordinate(dim, np.asarray(given), known)
+        values, attributes = np.asarray(given), {**_COORDINATES.get(dim, {})}
+        attributes |= getattr(source, "coordinate_attributes", {}).get(dim, {})
+        if values.dtype.kind == "M":  # whole seconds since 1970, as CF says
+            values = values.astype("datetime64[s]").astype(np.int64)
+            attributes |= {"units": "seconds since 1970-01-01 00:00:00", "calendar": "proleptic_gregorian"}
+        values = values.astype(values.dtype.newbyteorder("="))
         writer = ArrayWriter(
-            dim, spec, dims=(dim,), shape=values.shape, chunk=values.shape, shard=None, compression_level=3
-        )
+            dim, VariableSpec(values.dtype, attributes), dims=(dim,), shape=values.shape, chunk=values.shape,
+            shard=None, compression_level=3,
+        )  # fmt: skip
         task = writer.task((0,))
         members[dim] = writer.document
         chunks.append((dim, task.key, writer.encode(task, values)))
-    yield _document("", records.BUILD_KEY, build.dump())
-    yield _document("", records.GROUP_KEY, records.GROUP_DOCUMENT)
-    yield _document("", "zarr.json", _root(source, members))
-    yield from (_document(name, f"{name}/zarr.json", document) for name, document in members.items())
-    yield from (_document(*chunk) for chunk in chunks)
-
-
-def _root(source: Source, members: Mapping[str, bytes]) -> bytes:
-    """The group's metadata with that of its members inside: one request opens the store, and listing is not needed."""
+    # The group's metadata has that of its members inside: one request opens the store, and listing is not needed.
     inline = {name: json.loads(document) for name, document in sorted(members.items())}
-    values = {
+    root = {
         "attributes": plain(source.attributes),
         "zarr_format": 3,
         "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": inline},
         "node_type": "group",
     }
-    return json.dumps(values, indent=2).encode()
-
-
-def _document(array: str, key: str, data: bytes) -> tuple[ObjectRecord, bytes]:
-    return ObjectRecord(array=array, key=key, bytes=len(data), crc32c=crc32c(data)), data
-
-
-def _coordinate(dim: str, values: NDArray[Any], known: Mapping[str, Any]) -> tuple[VariableSpec, NDArray[Any]]:
-    """How a coordinate is stored; times become whole seconds since 1970, as CF says."""
-    attributes = {**_COORDINATES.get(dim, {}), **known}
-    if values.dtype.kind == "M":
-        values = values.astype("datetime64[s]").astype(np.int64)
-        attributes |= {"units": "seconds since 1970-01-01 00:00:00", "calendar": "proleptic_gregorian"}
-    return VariableSpec(values.dtype.newbyteorder("="), attributes), values.astype(values.dtype.newbyteorder("="))
+    yield "", records.BUILD_KEY, build.dump()
+    yield "", records.GROUP_KEY, records.GROUP_DOCUMENT
+    yield "", "zarr.json", json.dumps(root, indent=2).encode()
+    yield from ((name, f"{name}/zarr.json", document) for name, document in members.items())
+    yield from chunks
 
 
 _PIECE = 1 << 20
@@ -210,19 +198,17 @@ class ArrayWriter:
         self.shape, self.chunk = tuple(shape), tuple(chunk)
         self.shard = None if shard is None else tuple(shard)
         _check_cut(name, self.shape, self.chunk, self.shard)
+        attributes = plain(spec.attributes)
+        if isinstance(attributes.get("_FillValue"), float):
+            attributes["_FillValue"] = encode_float(attributes["_FillValue"])
+        # What a reader that does not check sees for a missing object.
+        fill_value = np.nan if self.dtype.kind == "f" else 0
         template = MemoryStore()
         zarr.create_array(
-            template,
-            name=name,
-            shape=self.shape,
-            chunks=self.chunk,
-            shards=self.shard,
-            dtype=self.dtype,
-            fill_value=_fill_value(spec),
-            compressors=ZstdCodec(level=compression_level, checksum=True),
-            dimension_names=tuple(dims),
-            attributes=_stored_attributes(spec),
-        )
+            template, name=name, shape=self.shape, chunks=self.chunk, shards=self.shard, dtype=self.dtype,
+            fill_value=fill_value if spec.missing is None else spec.missing, dimension_names=tuple(dims),
+            compressors=ZstdCodec(level=compression_level, checksum=True), attributes=attributes,
+        )  # fmt: skip
         self.key = f"{name}/zarr.json"
         self.document = template._store_dict[self.key].to_bytes()
         """The array's `zarr.json`."""
@@ -274,14 +260,9 @@ class ArrayWriter:
         """What the journal keeps of a finished object."""
         valid, total, squares = statistics(block, self.spec.missing)
         return ObjectRecord(
-            array=self.name,
-            key=task.key,
-            bytes=len(data),
-            crc32c=crc32c(data),
-            valid=valid,
-            total=total,
+            array=self.name, key=task.key, bytes=len(data), crc32c=crc32c(data), valid=valid, total=total,
             squares=squares,
-        )
+        )  # fmt: skip
 
 
 def read_block(source: Source, writer: ArrayWriter, task: ShardTask) -> NDArray[Any]:
@@ -321,20 +302,6 @@ def statistics(block: NDArray[Any], missing: float | int | None) -> tuple[int, f
     return valid, total, squares
 
 
-def _fill_value(spec: VariableSpec) -> Any:
-    """What a reader that does not check sees for a missing object."""
-    if spec.missing is not None:
-        return spec.missing
-    return np.nan if np.dtype(spec.dtype).kind == "f" else 0
-
-
-def _stored_attributes(spec: VariableSpec) -> dict[str, Any]:
-    attributes = plain(spec.attributes)
-    if isinstance(attributes.get("_FillValue"), float):
-        attributes["_FillValue"] = encode_float(attributes["_FillValue"])
-    return attributes
-
-
 def plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes as JSON takes them: numpy scalars and arrays become numbers and lists."""
     return {
@@ -364,7 +331,7 @@ class ShardGroup:
     tasks: tuple[ShardTask, ...]
 
     @property
-    def region(self) -> ShardTask:
+    def box(self) -> ShardTask:
         """The box around the shards, as a task to read."""
         parts = zip(*(task.region for task in self.tasks), strict=True)
         box = tuple(slice(min(part.start for part in axis), max(part.stop for part in axis)) for axis in parts)
@@ -380,18 +347,16 @@ class BuildWork:
         threads: Tasks that run at once in a process, whatever a running cluster hands it.
     """
 
+    _store: Store | None
+    _source: Source | None
+
     def __init__(
         self, config: Config, url: str, arrays: Mapping[str, ArrayWriter], session: str, given: Source | None,
         threads: int,
     ) -> None:  # fmt: skip
         self._config, self._url, self._arrays, self._session, self._given = config, url, arrays, session, given
         self._threads = threads
-        self._open()
-
-    def _open(self) -> None:
-        self._lock, self._slots = threading.Lock(), threading.Semaphore(self._threads)
-        self._store: Store | None = None
-        self._source: Source | None = self._given
+        self.__setstate__({})
 
     def use(self, store: Store, source: Source) -> None:
         """What this process has open already."""
@@ -402,7 +367,8 @@ class BuildWork:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open()
+        self._lock, self._slots = threading.Lock(), threading.Semaphore(self._threads)
+        self._store, self._source = None, self._given
 
     def run(self, group: ShardGroup) -> list[ObjectRecord]:
         """Read the group, write its shards, and return their records.
@@ -412,22 +378,19 @@ class BuildWork:
             StoreError: when the store does not take a shard.
         """
         with self._slots:
-            store, source = self._handles()
+            with self._lock:
+                if self._store is None:
+                    self._store = open_store(self._url, self._config.data.credentials, read_only=False)
+                if self._source is None:
+                    self._source = load_source(self._config)
+                store, source = self._store, self._source
             try:
                 return self._write(group, store, source)
             finally:
                 give_memory_back()
 
-    def _handles(self) -> tuple[Store, Source]:
-        with self._lock:
-            if self._store is None:
-                self._store = open_store(self._url, self._config.data.credentials, read_only=False)
-            if self._source is None:
-                self._source = load_source(self._config)
-            return self._store, self._source
-
     def _write(self, group: ShardGroup, store: Store, source: Source) -> list[ObjectRecord]:
-        writer, box = self._arrays[group.array], group.region
+        writer, box = self._arrays[group.array], group.box
         values = read_block(source, writer, box)
         done: list[ObjectRecord] = []
         saved = time.monotonic()
@@ -438,15 +401,7 @@ class BuildWork:
             write_object(store, task.key, data, self._url)
             done.append(writer.record(task, block, data))
             if time.monotonic() - saved >= JOURNAL_SECONDS and len(done) < len(group.tasks):
-                self._save(group, store, done)
+                key = f"{records.JOURNAL_PREFIX}{self._session}-{group.array}-{group.number}.jsonl"
+                write_object(store, key, records.dump_journal(done), self._url)
                 saved = time.monotonic()
         return done
-
-    def _save(self, group: ShardGroup, store: Store, done: Sequence[ObjectRecord]) -> None:
-        key = f"{records.JOURNAL_PREFIX}{self._session}-{group.array}-{group.number}.jsonl"
-        write_object(store, key, records.dump_journal(done), self._url)
-
-
-def run(work: BuildWork, group: ShardGroup) -> list[ObjectRecord]:
-    """`work.run(group)`, as a function that a scheduler can send."""
-    return work.run(group)

@@ -4,16 +4,17 @@ A source promises that `read` depends on its arguments only: the same region giv
 before and however the array is cut. That makes a build resumable and its shards independent. Values are packed, in the
 dtype that is stored; CF attributes (`scale_factor`, `add_offset`, `_FillValue`, `units`, ...) say how they decode.
 
-Attributes as a store keeps them: JSON values, with what other libraries add for themselves left out.
+Booleans are stored as CF and xarray do: as int8, with an attribute that says so, and xarray reads booleans again.
 
-Numbers that JSON has no word for become text, bytes become text; nothing else is changed. A `_FillValue` that is NaN
-says nothing (NaN is missing anyway) and goes, and `missing_value` stands in where there is no `_FillValue`.
+A store keeps attributes as JSON values, without those that other libraries add for themselves. NaN, infinities and
+bytes become text. A `_FillValue` of NaN is dropped (NaN is missing anyway), and `missing_value` takes the place of an
+absent `_FillValue`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -51,8 +52,9 @@ class VariableSpec:
 class Source(Protocol):
     """Anything with these six members can be built; no base class is needed.
 
-    Two more are used where they are: `chunks`, how the source itself is cut, by variable, so that few of its chunks are
-    read twice; and `coordinate_attributes`, the attributes of each coordinate.
+    Three more are used where they are: `chunks`, how the source itself is cut, by variable, so that few of its chunks
+    are read twice; `coordinate_attributes`, the attributes of each coordinate; and `left_out`, variables that are not
+    among them, each with the reason.
     """
 
     dims: tuple[str, ...]
@@ -76,6 +78,21 @@ def chunk_of(source: Source, name: str) -> tuple[int, ...] | None:
     return None if chunk is None else tuple(map(min, map(int, chunk), source.shape))
 
 
+def spec_of(dtype: np.dtype[Any], attributes: Mapping[Any, Any]) -> VariableSpec:
+    """How a variable of that type, in this machine's byte order, is stored."""
+    if dtype.kind == "b":
+        return VariableSpec(np.dtype(np.int8), coordinate_attributes({**attributes, "dtype": "bool"}))
+    return VariableSpec(dtype, packing_attributes(attributes, dtype))
+
+
+def read_repeated(read: Callable[[Region], NDArray[Any]], region: Region, stored_axes: tuple[int, ...]) -> NDArray[Any]:
+    """A block of an array that has only some dimensions of the region, and is repeated along the others."""
+    block = read(tuple(region[axis] for axis in stored_axes))
+    sides = [part.stop - part.start for part in region]
+    missing = tuple(axis for axis in range(len(region)) if axis not in stored_axes)
+    return np.broadcast_to(np.expand_dims(block, missing), sides)
+
+
 def check_source(source: Any) -> None:
     """Raises: ConfigError: naming the first thing that keeps `source` from being one."""
     lacking = [n for n in ("dims", "shape", "variables", "coordinates", "attributes", "read") if not hasattr(source, n)]
@@ -91,18 +108,14 @@ def check_source(source: Any) -> None:
     if not source.variables:
         raise source_error("source", f"{type(source).__name__} has no variables")
     for name, spec in source.variables.items():
-        _check_name(name, dims)
+        if not name or name in dims or "/" in name or name.startswith((".", "__")) or not name.isprintable():
+            raise source_error("source", f"variable name {name!r} is empty, a dimension's, or no plain name")
         if np.dtype(spec.dtype).kind not in "iuf":
             raise source_error("source", f"variable {name} has dtype {spec.dtype}; kit stores integers and floats")
     for dim, values in source.coordinates.items():
         if dim not in dims or np.shape(values) != (shape[dims.index(dim)],):
             sizes = dict(zip(dims, shape, strict=True))
             raise source_error("source", f"coordinate {dim} has shape {np.shape(values)}; the dimensions are {sizes}")
-
-
-def _check_name(name: str, dims: tuple[str, ...]) -> None:
-    if not name or name in dims or "/" in name or name.startswith((".", "__")) or not name.isprintable():
-        raise source_error("source", f"variable name {name!r} is empty, a dimension's, or no plain name")
 
 
 def source_error(field_name: str, message: str) -> ConfigError:
@@ -121,12 +134,12 @@ def json_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
 
 def coordinate_attributes(attributes: Mapping[Any, Any]) -> dict[str, Any]:
     """Attributes of a coordinate, which has no missing values."""
-    return json_attributes({key: value for key, value in attributes.items() if key not in ("_FillValue",)})
+    return json_attributes({key: value for key, value in attributes.items() if key != "_FillValue"})
 
 
 def packing_attributes(attributes: Mapping[Any, Any], dtype: np.dtype[Any]) -> dict[str, Any]:
     """Attributes of a variable stored as `dtype`, with its missing value as a number under `_FillValue`."""
-    found = json_attributes({key: value for key, value in attributes.items() if key not in ("_FillValue",)})
+    found = coordinate_attributes(attributes)
     missing = attributes.get("_FillValue", attributes.get("missing_value"))
     number = None if missing is None or isinstance(missing, str) else np.ravel(missing)[0].item()
     if number is not None and not (isinstance(number, float) and not math.isfinite(number)):

@@ -32,7 +32,7 @@ class Verification:
     faults: tuple[StoreError, ...]
     """One MissingChunkError or CorruptChunkError per object at fault, naming array, key and url."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self.faults:
             return f"{self.url}: all {self.objects} objects ({format_bytes(self.bytes)}) are as published"
         lines = [f"{self.url}: {len(self.faults)} of {self.objects} objects are damaged", *map(str, self.faults[:10])]
@@ -49,12 +49,23 @@ def verify(
     """Read every object of a finished store and compare it with the manifest.
 
     Args:
-        strict: Raise the first fault; False returns them all.
+        config_or_url: A config, or the URL of a store.
+        credentials: As `data.credentials`, for a URL.
+        strict: Raise the first fault. False returns all of them.
+        progress: True shows a line that updates in place, False shows nothing, and a callable is called with (objects
+            done, objects in total, bytes read).
+
+    Returns:
+        The objects that were read, and the faults.
 
     Raises:
-        MissingChunkError, CorruptChunkError: naming array, key and url, when `strict`.
+        MissingChunkError, CorruptChunkError: with array, key and URL, when `strict`.
         UnfinishedStoreError: when the build has not finished.
         StoreError: when the store was not built by kit or cannot be read.
+
+    Example:
+        >>> kit.data.verify(store, progress=False).faults
+        ()
     """
     if isinstance(config_or_url, Config):
         return verify(config_or_url.data.url, config_or_url.data.credentials, strict=strict, progress=progress)
@@ -64,24 +75,19 @@ def verify(
     if manifest is None:
         refuse_unfinished(store, url)
         raise StoreError(f"{redact(url)}: no manifest, so kit cannot tell what it should hold")
-    faults = _check_all(store, url, manifest.objects, make_progress(progress, "Verifying", "objects"))
+    faults, read_bytes, shown = [], 0, make_progress(progress, "Verifying", "objects")
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kit-verify") as pool:
+        checks = pool.map(lambda item: _check(store, url, item), manifest.objects)
+        for done, (item, fault) in enumerate(zip(manifest.objects, checks, strict=True), start=1):
+            read_bytes += item.bytes
+            shown(done, len(manifest.objects), read_bytes)
+            if fault is not None:
+                faults.append(fault)
     if faults and strict:
         raise faults[0]
     return Verification(
         url=redact(url), objects=len(manifest.objects), bytes=manifest.stored_bytes, faults=tuple(faults)
     )
-
-
-def _check_all(store: Store, url: str, objects: tuple[ObjectRecord, ...], progress: Progress) -> list[StoreError]:
-    faults, read_bytes = [], 0
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kit-verify") as pool:
-        checks = pool.map(lambda item: _check(store, url, item), objects)
-        for done, (item, fault) in enumerate(zip(objects, checks, strict=True), start=1):
-            read_bytes += item.bytes
-            progress(done, len(objects), read_bytes)
-            if fault is not None:
-                faults.append(fault)
-    return faults
 
 
 def _check(store: Store, url: str, item: ObjectRecord) -> StoreError | None:
