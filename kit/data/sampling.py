@@ -1,7 +1,7 @@
 """Sampling: which samples an epoch has, and which batch of which rank each belongs to. Pure numpy, no store.
 
 A sample is the offset of a patch, in elements, one number per dimension. Nothing is kept per sample: the offsets of a
-batch are computed when it is asked for, so an epoch of 1e8 samples costs no memory.
+batch are computed when it is needed, so an epoch of 1e8 samples costs no memory.
 
 The invariant: a step's global batch is a run of consecutive positions of the epoch, cut into one run per rank. So every
 sample comes exactly once per epoch over all ranks, every rank takes the same number of steps, no rank ever gets an
@@ -14,23 +14,16 @@ biased by less than n / 2^64. Grid order: all stride-th offsets once each; shuff
 `LARGEST_PERMUTATION` samples (8 bytes each, kept for one epoch), beyond that by a keyed bijection: a Feistel network
 with cycle walking (Black and Rogaway 2002), which is not uniform over all permutations but needs no memory.
 
-Block order (`kit.data.sampling`): samples of a rank come from a window of places at a time, so that a chunk is read
-once for many of them. Ranks then own runs of the epoch, so 2 ranks × B see the samples of 1 rank × 2B in other batches.
-
-Windows: block-shuffled order, to the sample. What it is and what it costs is defined in `kit.chunks.access`.
-
-A chunk that was read serves many samples while it is held: an epoch is a row of visits to blocks of the array, a window
-mixes some visits, and only windows are held. Offsets, strides and block sides are in elements, one number per
-dimension; a *place* counts samples in the row that one rank is served, a *sample* counts them over all ranks.
-
-The invariant: a window is a pure function of (seed, epoch, rank, window), and every sample of the epoch is in exactly
-one window of one rank. Nothing is kept per sample but the last few windows.
+Block order (defined, with its cost, in `kit.chunks.access`): an epoch is a row of visits to blocks of the array, and
+`Windows` mixes some visits at a time, so that a chunk is read once for many samples while it is held. A window is a
+pure function of (seed, epoch, rank, window), every sample of the epoch is in exactly one window of one rank, and
+nothing is kept but the last few windows. Ranks then own runs of the epoch, so 2 ranks × B see the samples of
+1 rank × 2B in other batches. A *place* counts samples in the row that one rank is served, a *sample* over all ranks.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -40,12 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.chunks.access import VALUE_BYTES, Blocks, fit_window
-from kit.chunks.geometry import Axis, axes_of, most_chunks
-from kit.errors import ConfigError, Problem
+from kit.chunks.geometry import axes_of, most_chunks
+from kit.errors import ConfigError, Problem, did_you_mean
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
-    from kit.config import Config, Loader
+    from kit.config import Config
     from kit.data.dataset import ArrayInfo, Dataset
 
 LARGEST_PERMUTATION = 10_000_000
@@ -58,6 +51,42 @@ _PATHS = {
 """The fields of a config that decide the samples and their order."""
 _FEISTEL_ROUNDS = 8
 _WORDS_PER_BLOCK = 4
+_ANCHORS, _SAMPLES, _ORDER = 1, 2, 3
+Offsets = NDArray[np.int64]
+"""Offsets of samples `(sample, dimension)`, in elements."""
+Whole = NDArray[np.int64]
+
+
+def steps_per_epoch(samples: int, batch_size: int, world_size: int, drop_last: bool) -> int:
+    """Steps of an epoch, the same on every rank."""
+    full, rest = divmod(samples, batch_size * world_size)
+    return full + (rest >= world_size and not drop_last)
+
+
+def batch_positions(samples: int, batch_size: int, world_size: int, drop_last: bool, step: int, rank: int) -> range:
+    """The run of positions in the epoch that `rank` takes at `step`."""
+    last = step == steps_per_epoch(samples, batch_size, world_size, drop_last) - 1 and not drop_last
+    first = step * batch_size * world_size
+    end = samples if last else first + batch_size * world_size
+    return range(*(first + (end - first) * part // world_size for part in (rank, rank + 1)))
+
+
+def resume_step(
+    samples: int, drop_last: bool, mine: tuple[int, int], theirs: tuple[int, int], step: int
+) -> tuple[int | None, int]:
+    """The step that follows the first `step` global batches of another (batch size, world size), and the samples seen.
+
+    None for the step when those samples end inside a batch.
+    """
+    steps, seen = steps_per_epoch(samples, *mine, drop_last), step * prod(theirs)
+    if mine == theirs:
+        return step, seen
+    if step >= steps_per_epoch(samples, *theirs, drop_last):
+        return steps, samples
+    following, inside = divmod(seen, prod(mine))
+    # A remainder joins the last batch where it is smaller than the ranks: then that batch has begun.
+    begun = following >= steps and not drop_last
+    return None if inside or begun else min(following, steps), seen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +111,8 @@ class SamplePlan:
     """Block order: sides of a block."""
     samples_per_block: int = 1
     blocks_per_window: int = 1
+    origin: tuple[int, ...] = ()
+    """Where `shape` begins in the array; empty for its first element."""
 
     def batch_bytes(self, variables: int) -> int:
         """Of a batch as it is handed over: values and validity."""
@@ -121,7 +152,7 @@ class SamplePlan:
     @cached_property
     def batches_per_epoch(self) -> int:
         """Steps of an epoch, the same on every rank."""
-        return _steps(self.samples, self.global_batch_size, self.world_size, self.drop_last)
+        return steps_per_epoch(self.samples, self.batch_size, self.world_size, self.drop_last)
 
     def positions(self, step: int, rank: int) -> range:
         """The run of positions in the epoch that `rank` reads at `step`."""
@@ -129,15 +160,11 @@ class SamplePlan:
             raise IndexError(
                 f"step {step} of {self.batches_per_epoch}, rank {rank} of {self.world_size}: no such batch"
             )
-        last_step = step == self.batches_per_epoch - 1
-        if self.windows is not None:
-            run = self.windows.run(rank)
-            first = run.start + step * self.batch_size
-            return range(first, run.stop if last_step and not self.drop_last else first + self.batch_size)
-        first = step * self.global_batch_size
-        end = self.samples if last_step and not self.drop_last else first + self.global_batch_size
-        cuts = [first + (end - first) * part // self.world_size for part in (rank, rank + 1)]
-        return range(*cuts)
+        if self.windows is None:
+            return batch_positions(self.samples, self.batch_size, self.world_size, self.drop_last, step, rank)
+        run = self.windows.run(rank)
+        first, last_step = run.start + step * self.batch_size, step == self.batches_per_epoch - 1
+        return range(first, run.stop if last_step and not self.drop_last else first + self.batch_size)
 
     def batch(self, epoch: int, step: int, rank: int) -> Offsets:
         """Offsets `(sample, dimension)` of the batch that `rank` reads at `step` of `epoch`, in elements.
@@ -145,10 +172,27 @@ class SamplePlan:
         Raises:
             IndexError: for a step or rank that the plan does not have.
         """
+        offsets = self._offsets(epoch, step, rank)
+        return offsets + np.array(self.origin, np.int64) if self.origin else offsets
+
+    def _offsets(self, epoch: int, step: int, rank: int) -> Offsets:
         shown, run = epoch if self.shuffle else 0, self.positions(step, rank)
         if self.windows is not None:
             return self.windows.offsets(shown, rank, self._places(step, rank))
-        return self._random(shown, run) if self.order == "random" else self._grid(shown, run)
+        if self.order == "random":
+            choices = np.array(self.shape, np.uint64) - np.array(self.patch, np.uint64) + np.uint64(1)
+            blocks = -(-len(choices) // _WORDS_PER_BLOCK)
+            generator = np.random.Philox(key=_key(self.seed, shown), counter=run.start * blocks)
+            words = generator.random_raw(len(run) * blocks * _WORDS_PER_BLOCK).reshape(len(run), -1)
+            offsets: Offsets = (words[:, : len(choices)] % choices).astype(np.int64)
+            return offsets
+        index = np.arange(run.start, run.stop, dtype=np.int64)
+        if self.shuffle and self.samples <= LARGEST_PERMUTATION:
+            index = _permutation(self.samples, self.seed, shown)[index]
+        elif self.shuffle:
+            index = bijection(self.samples, _key(self.seed, shown), index)
+        cells = np.stack(np.unravel_index(index, self.grid), axis=1)
+        return cells.astype(np.int64) * np.array(self.stride, np.int64)
 
     def window(self, step: int, rank: int) -> int:
         """The last window that the batch draws from; 0 where there are none."""
@@ -174,20 +218,30 @@ class SamplePlan:
         mine = self.identity()
         if other == mine:
             return step
-        problems = [*_changes(mine, other)]
+        problems = [
+            Problem(
+                path,
+                f"{name} is {mine[name]}, but {other.get(name)} in the state to resume from; resume with the same data "
+                "and order, or begin the epoch anew",
+            )
+            for name, path in _PATHS.items()
+            if mine[name] != other.get(name)
+        ]
         if problems:
             raise ConfigError(problems)
-        ranks = int(other["world_size"])
-        theirs = int(other["batch_size"]) * ranks
-        if self.windows is None and step >= _steps(self.samples, theirs, ranks, self.drop_last):
-            return self.batches_per_epoch
-        seen = step * theirs
-        following, inside = divmod(seen, self.global_batch_size)
-        # A remainder joins the last batch where it is smaller than the ranks: then that batch has begun.
-        begun = following >= self.batches_per_epoch and not self.drop_last
-        if self.windows is not None or inside or begun:
-            raise ConfigError([_other_batches(self, other, seen)])
-        return min(following, self.batches_per_epoch)
+        sizes, others = (self.batch_size, self.world_size), (int(other["batch_size"]), int(other["world_size"]))
+        following, seen = resume_step(self.samples, self.drop_last, sizes, others, step)
+        why = f"{seen} samples end inside one of them"
+        if self.windows is not None:
+            following, why = None, "in block order every rank has a part of its own"
+        if following is None:
+            ours, theirs = (f"{batch_size} × {ranks} ranks" for batch_size, ranks in (sizes, others))
+            message = (
+                f"batches are {ours}, but {theirs} in the state to resume from, and {why}; resume with {theirs}, or "
+                "begin the epoch anew"
+            )
+            raise ConfigError([Problem("loader.batch_size", message)])
+        return following
 
     def _places(self, step: int, rank: int) -> range:
         """The batch in the row of samples that its rank is served."""
@@ -195,32 +249,97 @@ class SamplePlan:
         first = step * self.batch_size
         return range(first, first + len(run))
 
-    def _random(self, epoch: int, run: range) -> Offsets:
-        choices = np.array(self.shape, np.uint64) - np.array(self.patch, np.uint64) + np.uint64(1)
-        blocks = -(-len(choices) // _WORDS_PER_BLOCK)
-        generator = np.random.Philox(key=_key(self.seed, epoch), counter=run.start * blocks)
-        words = generator.random_raw(len(run) * blocks * _WORDS_PER_BLOCK).reshape(len(run), -1)
-        offsets: Offsets = (words[:, : len(choices)] % choices).astype(np.int64)
-        return offsets
 
-    def _grid(self, epoch: int, run: range) -> Offsets:
-        index = np.arange(run.start, run.stop, dtype=np.int64)
-        if self.shuffle:
-            index = _shuffled(self.samples, self.seed, epoch, index)
-        cells = np.stack(np.unravel_index(index, self.grid), axis=1)
-        return cells.astype(np.int64) * np.array(self.stride, np.int64)
-
-
-def sample_plan(config: Config, dataset: Dataset, world_size: int) -> SamplePlan:
+def sample_plan(config: Config, dataset: Dataset, world_size: int, *, validates: bool = False) -> SamplePlan:
     """The samples that `config` asks of `dataset`, for `world_size` ranks. Opens nothing.
+
+    Args:
+        validates: Those of the part that is kept for validation.
 
     Raises:
         ConfigError: for an unknown variable or dimension, a patch larger than its array, a global batch larger than an
             epoch, or a window too small for two blocks, each under the dotted path of its field.
     """
     arrays = dataset.select(config.data.variables)
-    widest = max(arrays, key=lambda info: prod(info.chunk))
-    return plan_samples(config, widest, world_size, sum(_bytes_per_chunk(info, widest.chunk) for info in arrays))
+    widest = widest_of(dataset, config)
+    chunk_bytes = 0
+    for info in arrays:  # decoded bytes of the chunks that one chunk of the widest touches
+        sides = [(widest.chunk[axis], info.chunk[axis]) for axis in info.stored_axes]
+        touched = (whole // part if whole % part == 0 else most_chunks(whole, part) for whole, part in sides)
+        chunk_bytes += prod(touched) * info.chunk_bytes
+    train = plan_samples(config, widest, world_size, chunk_bytes)
+    return _plan_validation(train, config, widest) if validates else train
+
+
+def widest_of(dataset: Dataset, config: Config) -> ArrayInfo:
+    """The variable with the largest chunks, by whose shape samples are planned; it has every dimension."""
+    arrays = dataset.select(config.data.variables)
+    return max((info for info in arrays if not info.repeated), key=lambda info: prod(info.chunk))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Where along one dimension training ends and validation begins."""
+
+    dimension: str
+    place: int
+    """Of the dimension among those of the array."""
+    start: int
+    """The first element that is kept for validation."""
+    size: int
+    chunk: int
+
+    @property
+    def sentence(self) -> str:
+        border = "at a border of chunks, so that no chunk is read for both" if self.start % self.chunk == 0 else (
+            f"inside a chunk of {self.chunk}, which is read for both"
+        )  # fmt: skip
+        kept = f"{self.dimension} {self.start:,} to {self.size - 1:,} of {self.size:,}"
+        return f"validation: {kept}, {(self.size - self.start) / self.size:.0%}; training ends before it, {border}"
+
+
+def split_of(config: Config, array: ArrayInfo) -> Split | None:
+    """The split that the config asks for; None where all is trained on.
+
+    Raises:
+        ConfigError: for a dimension that there is not, and where one part cannot hold a patch.
+    """
+    fraction, name = config.data.validation_fraction, config.data.validation_dimension or array.dims[0]
+    if not fraction:
+        return None
+    if name not in array.dims:
+        hint = did_you_mean(name, array.dims, "the array has {}")
+        raise ConfigError([Problem("data.validation_dimension", f"unknown dimension {name!r}{hint}")])
+    place = array.dims.index(name)
+    size, chunk, patch = array.shape[place], array.chunk[place], config.data.patch.get(name, 1)
+    if size < 2 * patch:
+        message = f"{fraction}, but {size} elements along {name!r} do not hold a patch of {patch} on each side; "
+        problem = Problem("data.validation_fraction", message + "take another data.validation_dimension, or 0")
+        raise ConfigError([problem])
+    asked = min(max(round(size * (1 - fraction)), patch), size - patch)
+    border = round(asked / chunk) * chunk
+    start = border if patch <= border <= size - patch else asked
+    return Split(dimension=name, place=place, start=start, size=size, chunk=chunk)
+
+
+def _plan_validation(train: SamplePlan, config: Config, array: ArrayInfo) -> SamplePlan:
+    """Patches of the part that is kept, the same at each validation: in grid order all, else as many as its share.
+
+    Raises:
+        ConfigError: where none is kept.
+    """
+    split = split_of(config, array)
+    if split is None:
+        raise ConfigError([Problem("data.validation_fraction", "0 keeps nothing to validate on; give it a part")])
+    shape, origin = list(array.shape), [0] * len(array.shape)
+    shape[split.place], origin[split.place] = split.size - split.start, split.start
+    whole = replace(
+        train, shape=tuple(shape), origin=tuple(origin), order="grid" if train.order == "grid" else "random", block=(),
+        samples_per_block=1, blocks_per_window=1, shuffle=False, drop_last=False, batch_size=1, world_size=1,
+        samples_per_epoch=max(train.world_size, round(train.samples_per_epoch * config.data.validation_fraction)),
+    )  # fmt: skip
+    size = max(1, min(train.batch_size, whole.samples // train.world_size))
+    return replace(whole, batch_size=size, world_size=train.world_size)
 
 
 def plan_samples(config: Config, array: ArrayInfo, world_size: int, chunk_bytes: int | None = None) -> SamplePlan:
@@ -232,87 +351,55 @@ def plan_samples(config: Config, array: ArrayInfo, world_size: int, chunk_bytes:
     Raises:
         ConfigError: see `sample_plan`.
     """
-    data = config.data
-    unknown = [
-        *_unknown("data.patch", data.patch, array.dims),
-        *_unknown("data.stride", data.stride, array.dims),
+    data, loader = config.data, config.loader
+    problems = [
+        Problem(path, f"unknown dimension {name!r}{did_you_mean(name, array.dims, 'the array has {}', cutoff=0.5)}")
+        for path, sizes in (("data.patch", data.patch), ("data.stride", data.stride))
+        for name in sizes
+        if name not in array.dims
     ]
-    if unknown:
-        raise ConfigError(unknown)
+    if problems:
+        raise ConfigError(problems)
     patch = tuple(data.patch.get(name, 1) for name in array.dims)
-    too_large = list(_too_large(array, patch))
-    if too_large:
-        raise ConfigError(too_large)
-    spacing = (1,) * len(patch) if data.order == "block" else patch
+    for name, side, size in zip(array.dims, patch, array.shape, strict=True):
+        if size == 0:
+            message = f"{array.name} is empty: it has no elements along {name!r}"
+            problems.append(Problem("data.variables", message))
+        elif side > size:
+            message = f"{side} elements along {name!r}, but {array.name} has {size}; use at most {size}"
+            problems.append(Problem("data.patch", message))
+    if problems:
+        raise ConfigError(problems)
+    shape, split = list(array.shape), split_of(config, array)
+    if split is not None:
+        shape[split.place] = split.start
+    in_blocks = data.order == "block"
+    ones = (1,) * len(patch)
+    spacing = zip(array.dims, ones if in_blocks else patch, strict=True)
     plan = SamplePlan(
-        shape=tuple(array.shape),
-        patch=patch,
-        order=data.order,
-        stride=tuple(data.stride.get(name, side) for name, side in zip(array.dims, spacing, strict=True)),
-        samples_per_epoch=data.samples_per_epoch,
-        batch_size=config.loader.batch_size,
-        world_size=world_size,
-        seed=config.training.seed,
-        shuffle=config.loader.shuffle,
-        drop_last=config.loader.drop_last,
-        block=(1,) * len(patch) if data.order == "block" else (),
-    )
-    if data.order != "block":
+        shape=tuple(shape), patch=patch, order=data.order,
+        stride=tuple(data.stride.get(name, side) for name, side in spacing),
+        samples_per_epoch=data.samples_per_epoch, batch_size=loader.batch_size, world_size=world_size,
+        seed=config.training.seed, shuffle=loader.shuffle, drop_last=loader.drop_last, block=ones if in_blocks else (),
+    )  # fmt: skip
+    if not in_blocks:
         return plan
-    return _in_blocks(plan, config.loader, array.chunk, chunk_bytes or prod(array.chunk) * array.dtype.itemsize)
-
-
-def _in_blocks(plan: SamplePlan, loader: Loader, chunk: Sequence[int], chunk_bytes: int) -> SamplePlan:
-    """The plan with the blocks that the loader's settings allow.
-
-    Raises:
-        ConfigError: when a window of one block does not fit half of `loader.window_bytes`.
-    """
-    axes = axes_of(plan.shape, chunk, plan.patch, plan.stride)
+    axes = axes_of(plan.shape, array.chunk, plan.patch, plan.stride)
+    chunk_bytes = chunk_bytes or array.chunk_bytes
     window = fit_window(
         axes, chunk_bytes, window_bytes=loader.window_bytes, window_blocks=loader.window_blocks,
         reuse=loader.block_reuse, samples=-(-plan.samples // plan.world_size),
     )  # fmt: skip
     if window is None:
-        raise ConfigError([_window_too_small(loader.window_bytes, axes, chunk_bytes)])
+        least = 2 * Blocks(axes, ones).footprint * chunk_bytes
+        message = (
+            f"{format_bytes(loader.window_bytes)} cannot hold two blocks of one chunk with what their patches reach; "
+            f"use at least {format_bytes(least)}, a smaller patch, or order random"
+        )
+        raise ConfigError([Problem("loader.window_bytes", message)])
     return replace(
         plan, block=window.block, samples_per_block=window.samples_per_block, blocks_per_window=window.blocks
     )
-
-
-def _window_too_small(window_bytes: int, axes: tuple[Axis, ...], chunk_bytes: int) -> Problem:
-    least = 2 * Blocks(axes, (1,) * len(axes)).footprint * chunk_bytes
-    return Problem(
-        "loader.window_bytes",
-        f"{format_bytes(window_bytes)} cannot hold two blocks of one chunk with what their patches reach; use at least "
-        f"{format_bytes(least)}, a smaller patch, or order random",
-    )
-
-
-def _bytes_per_chunk(info: ArrayInfo, cell: Sequence[int]) -> int:
-    """Decoded bytes of the chunks of one variable that a cell of this size touches."""
-    sides = zip(cell, info.chunk, strict=True)
-    touched = prod(whole // part if whole % part == 0 else most_chunks(whole, part) for whole, part in sides)
-    return touched * prod(info.chunk) * info.dtype.itemsize
-
-
-def _unknown(path: str, sizes: Mapping[str, int], dims: Sequence[str]) -> Iterator[Problem]:
-    for name in sizes:
-        if name not in dims:
-            close = difflib.get_close_matches(name, dims, n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            yield Problem(path, f"unknown dimension {name!r}{hint} The array has {', '.join(dims)}.")
-
-
-def _too_large(array: ArrayInfo, patch: tuple[int, ...]) -> Iterator[Problem]:
-    for name, side, size in zip(array.dims, patch, array.shape, strict=True):
-        if size == 0:
-            yield Problem("data.variables", f"{array.name} is empty: it has no elements along {name!r}")
-        elif side > size:
-            yield Problem(
-                "data.patch",
-                f"{side} elements along {name!r}, but {array.name} has {size}; use at most {size}",
-            )
 
 
 def _problems(plan: SamplePlan) -> Iterator[Problem]:
@@ -330,56 +417,17 @@ def _problems(plan: SamplePlan) -> Iterator[Problem]:
         yield Problem("data.order", f"block {plan.block} must have a side of at least 1 along every dimension")
         return
     if plan.global_batch_size > plan.samples:
-        yield _batch_too_large(plan)
-
-
-def _steps(samples: int, global_batch_size: int, world_size: int, drop_last: bool) -> int:
-    full, rest = divmod(samples, global_batch_size)
-    return full + (rest >= world_size and not drop_last)
-
-
-def _changes(mine: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Problem]:
-    """Why a plan cannot go on where another one stopped."""
-    for name, path in _PATHS.items():
-        if mine[name] != other.get(name):
-            yield Problem(
-                path,
-                f"{name} is {mine[name]}, but {other.get(name)} in the state to resume from; resume with the same data "
-                "and order, or begin the epoch anew",
-            )
-
-
-def _other_batches(plan: SamplePlan, other: Mapping[str, Any], seen: int) -> Problem:
-    sizes = ((each["batch_size"], each["world_size"]) for each in (plan.identity(), other))
-    ours, theirs = (f"{batch_size} × {ranks} ranks" for batch_size, ranks in sizes)
-    why = f"{seen} samples end inside one of them"
-    if plan.windows is not None:
-        why = "in block order every rank has a part of its own"
-    return Problem(
-        "loader.batch_size",
-        f"batches are {ours}, but {theirs} in the state to resume from, and {why}; resume with {theirs}, or begin the "
-        "epoch anew",
-    )
-
-
-def _batch_too_large(plan: SamplePlan) -> Problem:
-    most = plan.samples // plan.world_size
-    more = "raise data.samples_per_epoch" if plan.order != "grid" else "take a smaller data.stride"
-    less = f"use at most {most}" if most else f"use at most {plan.samples} ranks"
-    return Problem(
-        "loader.batch_size",
-        f"a batch that does not fit the data: {plan.batch_size} samples × {plan.world_size} ranks = "
-        f"{plan.global_batch_size}, but an epoch has {plan.samples} samples; {less}, or {more}",
-    )
+        most = plan.samples // plan.world_size
+        more = "raise data.samples_per_epoch" if plan.order != "grid" else "take a smaller data.stride"
+        less = f"use at most {most}" if most else f"use at most {plan.samples} ranks"
+        yield Problem(
+            "loader.batch_size",
+            f"a batch that does not fit the data: {plan.batch_size} samples × {plan.world_size} ranks = "
+            f"{plan.global_batch_size}, but an epoch has {plan.samples} samples; {less}, or {more}",
+        )
 
 
 # -- pseudo-random numbers
-
-
-def _shuffled(samples: int, seed: int, epoch: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-    if samples <= LARGEST_PERMUTATION:
-        return _permutation(samples, seed, epoch)[index]
-    return bijection(samples, _key(seed, epoch), index)
 
 
 @lru_cache(maxsize=1)
@@ -406,23 +454,12 @@ def bijection(size: int, key: int, index: NDArray[np.int64]) -> NDArray[np.int64
 def _feistel(value: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> bits, value & mask
-    for key in keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
+    for key in keys:  # the finaliser of SplitMix64 (Steele et al. 2014): every input bit reaches every output bit
+        word = right + key
+        word = (word ^ word >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        word = (word ^ word >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        left, right = right, left ^ ((word ^ word >> np.uint64(31)) & mask)
     return left << bits | right
-
-
-def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele et al. 2014): every input bit reaches every output bit."""
-    word = (word ^ word >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ word >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return word ^ word >> np.uint64(31)
-
-
-Offsets = NDArray[np.int64]
-"""Offsets of samples `(sample, dimension)`, in elements."""
-Whole = NDArray[np.int64]
-
-_ANCHORS, _SAMPLES, _ORDER = 1, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)

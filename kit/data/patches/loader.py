@@ -1,22 +1,14 @@
-"""Patches: what a trainer iterates over, batches of patches as tensors, read by kit's engine (see `EpochLoader`).
+"""Loaders: what a trainer iterates over, whole batches in an order that only a plan decides; and `PatchLoader`.
 
-The loader processes share the budgets of requests in flight and of memory. In block order each reads the windows for
-itself, so threads alone are the better choice.
+A plan says how many batches an epoch has and which samples are in each, on every rank; a stream reads them. With
+`num_workers` 0 the stream's own threads read ahead in this process. With W loader processes, process w streams every
+W-th batch and the batches are taken in turn, so that any W yields the same batches in the same order. The processes
+share the budgets of requests in flight and of memory; in block order each reads the windows for itself, so threads
+alone are the better choice. They are forked from a server that has opened nothing, and open the store themselves; a
+script that starts them guards its own start with `if __name__ == "__main__"`.
 
-EpochLoader: what a trainer iterates over; whole batches in an order that nothing but a plan decides.
-
-A plan says how many batches an epoch has and what is in each, on every rank; a stream reads them. With `num_workers` 0
-the stream's own threads read ahead in this process. With W loader processes, process w streams every W-th batch and the
-batches are taken in turn, so that any W yields the same batches in the same order. The processes come from a server
-that has opened nothing, and open what they read for themselves; a script that starts them guards its own start with
-`if __name__ == "__main__"`.
-
-A state that `state_dict` gave holds for any number of processes (see `kit.data.patches.loader`).
-
-EpochPasses: what every loader of kit's keeps of its passes: which epoch, how far, and how to go on there.
-
-`state_dict` says how far the current pass has come; a loader that takes it goes on with exactly the batches not yet
-handed over, and with another number of ranks or batch size where the plan allows it.
+`state_dict` says how far the current pass has come. A loader that takes it goes on with exactly the batches not yet
+handed over, with any number of processes, and with another number of ranks or batch size where the plan allows it.
 
 Lightning leaves such a loader as it is, since it is no torch DataLoader: every rank reads its own part of the plan
 already, and no sampler is put in its place.
@@ -140,6 +132,9 @@ class EpochPasses(Generic[Batch]):
         self.epoch, self._first_step = state["epoch"], step
         self._handed = (self.epoch, step)
 
+    batch_sampler = None
+    """What Lightning asks a loader for that has a sampler, where it validates."""
+
     @property
     def sampler(self) -> Self:
         """Where Lightning looks for `set_epoch` before each epoch, also after a resume."""
@@ -150,11 +145,9 @@ class EpochStream(IterableDataset[Batch]):
     """Every W-th batch of the current epoch, in loader process w; all of them in a process that loads for itself."""
 
     def __init__(self, plan: Plan, processes: int) -> None:
-        self.epoch = torch.zeros((), dtype=torch.int64)
-        self.first_step = torch.zeros((), dtype=torch.int64)
         self._batches_per_epoch = plan.batches_per_epoch
-        if processes:
-            self.epoch, self.first_step = shared(self.epoch), shared(self.first_step)
+        numbers = (torch.zeros((), dtype=torch.int64) for _ in range(2))
+        self.epoch, self.first_step = map(shared, numbers) if processes else numbers
 
     def steps(self) -> tuple[int | None, range]:
         """Which loader process this is (None for no such process), and the steps that it reads."""
@@ -185,15 +178,21 @@ class EpochLoader(EpochPasses[Batch]):
 
     def __init__(self, plan: Plan, settings: Loader, stream: EpochStream[Batch], rank: int) -> None:
         super().__init__(plan, rank)
-        self._settings = settings
-        self._stream = stream
+        self._settings, self._stream = settings, stream
         self._processes: DataLoader[Batch] | None = None
 
     @override
     def _batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
         self._stream.epoch.fill_(epoch)
         self._stream.first_step.fill_(first_step)
-        return self._in_processes() if self._settings.num_workers else iter(self._stream)
+        if not self._settings.num_workers:
+            return iter(self._stream)
+        with warnings.catch_warnings():
+            # Processes beyond the cores are the config's choice; whether they help is measured, not guessed.
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            if self._processes is None:
+                self._processes = self._make_processes()
+            return iter(self._processes)
 
     @property
     def last_span(self) -> Span | None:
@@ -210,27 +209,20 @@ class EpochLoader(EpochPasses[Batch]):
                 shutdown()
         self._stream.close()
 
-    def _in_processes(self) -> Iterator[Batch]:
-        with warnings.catch_warnings():
-            # Processes beyond the cores are the config's choice; whether they help is measured, not guessed.
-            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-            if self._processes is None:
-                self._processes = self._make_processes()
-            return iter(self._processes)
-
     def _make_processes(self) -> DataLoader[Batch]:
+        """Never forks of this process, which has opened the store: of a server that has not, where there are such."""
         seed = self._plan.seed
+        shorten_socket_paths()
+        server = "forkserver" in multiprocessing.get_all_start_methods()
+        if server:
+            multiprocessing.set_forkserver_preload([type(self._stream).__module__])
         return DataLoader(
-            self._stream,
-            batch_size=None,
-            num_workers=self._settings.num_workers,
-            prefetch_factor=self._settings.prefetch_factor,
-            persistent_workers=True,
-            pin_memory=pins(self._settings),
-            multiprocessing_context=_fresh_processes(type(self._stream).__module__),
+            self._stream, batch_size=None, num_workers=self._settings.num_workers,
+            prefetch_factor=self._settings.prefetch_factor, persistent_workers=True, pin_memory=pins(self._settings),
+            multiprocessing_context="forkserver" if server else "spawn",
             worker_init_fn=partial(_begin_process, dict(os.environ), os.getpid(), seed, self.rank),
             generator=torch.Generator().manual_seed(seed),  # else it draws from the model's generator
-        )
+        )  # fmt: skip
 
 
 def pins(settings: Loader) -> bool:
@@ -241,15 +233,6 @@ def pins(settings: Loader) -> bool:
 def shared(tensor: Tensor) -> Tensor:
     """Put a tensor where other processes write to the same memory."""
     return tensor.share_memory_()  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _fresh_processes(module: str) -> str:
-    """Never a fork of this process, which has opened the store: one of a server that has not, where there are such."""
-    shorten_socket_paths()
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
-    multiprocessing.set_forkserver_preload([module])
-    return "forkserver"
 
 
 def _begin_process(variables: Mapping[str, str], trainer: int, seed: int, rank: int, worker: int) -> None:
@@ -314,18 +297,12 @@ class PatchLoader(EpochLoader[PatchBatch]):
         _refuse_too_little_memory(dataset.select(variables), plan, settings)
         memory.refuse_too_little(settings, plan.batch_bytes(len(dataset.select(variables))))
         engine = Engine(
-            dataset,
-            variables,
-            requests_in_flight=max(1, settings.requests_in_flight // processes),
-            decode_threads=settings.decode_threads,
-            batches_ahead=settings.batches_ahead,
-            standardize=standardize,
-            cache_bytes=0 if plan.windows else settings.cache_bytes // processes,
-            coalescing=coalescing,
-            read_cache=read_cache,
-            memory_bytes=settings.memory_bytes // processes,
+            dataset, variables, requests_in_flight=max(1, settings.requests_in_flight // processes),
+            decode_threads=settings.decode_threads, batches_ahead=settings.batches_ahead, standardize=standardize,
+            cache_bytes=0 if plan.windows else settings.cache_bytes // processes, coalescing=coalescing,
+            read_cache=read_cache, memory_bytes=settings.memory_bytes // processes,
             allocate=_pinned_array if pins(settings) and not settings.num_workers else np.empty,
-        )
+        )  # fmt: skip
         self._patches = _Stream(engine, plan, rank, settings.num_workers)
         self._absent_from = "" if engine.strict else redact(dataset.url)
         """The store whose missing chunks are still to be warned of."""
@@ -334,15 +311,12 @@ class PatchLoader(EpochLoader[PatchBatch]):
     @override
     def _batches(self, epoch: int, first_step: int) -> Iterator[PatchBatch]:
         for batch in super()._batches(epoch, first_step):
-            self._warn_of_absent_chunks()
+            # Once, as soon as there are any: how many there were in the end is in `counters`.
+            if self._absent_from and (absent := absent_chunks(self.counters())):
+                message = f"{self._absent_from}: {absent}, so far; data.strict: true makes that an error"
+                warnings.warn(message, KitWarning, stacklevel=3)
+                self._absent_from = ""
             yield batch
-
-    def _warn_of_absent_chunks(self) -> None:
-        """Once, as soon as there are any: how many there were in the end is in `counters`."""
-        if self._absent_from and (absent := absent_chunks(self.counters())):
-            way_out = "data.strict: true makes that an error"
-            warnings.warn(f"{self._absent_from}: {absent}, so far; {way_out}", KitWarning, stacklevel=4)
-            self._absent_from = ""
 
     def counters(self) -> dict[str, int]:
         """What this rank has read since the loader was made, over all its processes; names as in `Counters`."""
@@ -370,12 +344,9 @@ class _Stream(EpochStream[PatchBatch]):
 
     def __init__(self, engine: Engine, plan: SamplePlan, rank: int, processes: int) -> None:
         super().__init__(plan, processes)
-        self.engine = engine
-        self._plan = plan
-        self._rank = rank
-        self._counts = torch.zeros((processes, len(NAMES)), dtype=torch.int64)
-        if processes:
-            self._counts = shared(self._counts)
+        self.engine, self._plan, self._rank = engine, plan, rank
+        counts = torch.zeros((processes, len(NAMES)), dtype=torch.int64)
+        self._counts = shared(counts) if processes else counts
 
     @property
     def spans(self) -> Spans:
@@ -395,14 +366,11 @@ class _Stream(EpochStream[PatchBatch]):
     def _arrays(self, epoch: int, steps: range) -> Iterator[Arrays]:
         plan, rank = self._plan, self._rank
         if plan.windows is None:
-            return self.engine.stream((plan.batch(epoch, step, rank) for step in steps), plan.patch)
+            yield from self.engine.stream((plan.batch(epoch, step, rank) for step in steps), plan.patch)
+            return
         served = ((plan.batch(epoch, step, rank), plan.window(step, rank)) for step in steps)
-        return self._counting_pairs(epoch, steps, self.engine.stream_windows(served, plan.patch))
-
-    def _counting_pairs(self, epoch: int, steps: range, batches: Iterator[Arrays]) -> Iterator[Arrays]:
-        """The batches, each counted by how well it is mixed."""
-        for step, arrays in zip(steps, batches, strict=True):
-            same, pairs = self._plan.pairs_of_one_visit(epoch, step, self._rank)
+        for step, arrays in zip(steps, self.engine.stream_windows(served, plan.patch), strict=True):
+            same, pairs = plan.pairs_of_one_visit(epoch, step, rank)
             self.engine.count(pairs=pairs, pairs_of_one_visit=same)
             yield arrays
 
@@ -430,12 +398,12 @@ def _refuse_too_little_memory(arrays: Sequence[ArrayInfo], plan: SamplePlan, set
     needed = processes * math.ceil((batches + min(kept, everything) + chunks) * HOLES_SHARE / (HOLES_SHARE - 1))
     if needed > settings.memory_bytes:
         name = "window" if plan.windows else "cache"
-        problem = Problem(
-            "loader.memory_bytes",
+        where = f" in each of {processes} processes" if settings.num_workers else ""
+        message = (
             f"{format_bytes(settings.memory_bytes)} cannot hold {settings.batches_ahead + 2} batches "
             f"({format_bytes(batches)}), the {name} ({format_bytes(min(kept, everything))}) and "
-            f"{settings.decode_threads + 1} chunks ({format_bytes(chunks)}), with one part in {HOLES_SHARE} for holes"
-            + (f" in each of {processes} processes" if settings.num_workers else "")
-            + f"; use at least {format_bytes(needed)}, or less of loader.batches_ahead, batch_size or {name}_bytes",
+            f"{settings.decode_threads + 1} chunks ({format_bytes(chunks)}), with one part in {HOLES_SHARE} for "
+            f"fragmentation{where}; use at least {format_bytes(needed)}, or less of loader.batches_ahead, batch_size "
+            f"or {name}_bytes"
         )
-        raise ConfigError([problem])
+        raise ConfigError([Problem("loader.memory_bytes", message)])

@@ -1,10 +1,12 @@
-"""EpochData: what the data modules of kit's own have in common: one loader, of this rank, that ends with the fit.
+"""Data modules for Lightning: one loader for this rank that ends with the fit; `PatchData` reads patches of a store.
 
-Settings that were not given to a `ConfiguredData` are a config's: the trial's where kit runs it (`use_config`), and in
-a committed run that of its file, which `kit.train.CommittedConfig` carries among the callbacks of the Trainer. So a
-file of three words trains with every setting that its trial had.
+Each rank reads its own part of every global batch. Settings that were not given to a `ConfiguredData` are a config's:
+the trial's where kit runs it (`use_config`), and in a committed run that of its file, which
+`kit.train.CommittedConfig` carries among the callbacks of the Trainer. So a short file trains with every setting that
+its trial had.
 
-PatchData: the data of a config as Lightning takes it; each rank reads its own part of every global batch.
+With `data.validation_fraction` a part of the data is kept for validation, and each module has a `val_dataloader` of it:
+no sample of training reaches into that part. Means and deviations for `data.standardize` are of the whole store.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
-from kit.chunks.requests import Coalescing
-from kit.config import Config
+from kit.config import Config, Loader
+from kit.data.build.layout import network_of
 from kit.data.dataset import Dataset, open_dataset
 from kit.data.patches.loader import EpochPasses, PatchLoader
 from kit.data.sampling import sample_plan
@@ -33,6 +35,22 @@ class EpochData(LightningDataModule):
     def __init__(self) -> None:
         super().__init__()
         self.loader: EpochPasses[Any] | None = None
+        self.validation_loader: EpochPasses[Any] | None = None
+
+    @property
+    def val_dataloader(self) -> Any:
+        """Makes the batches of this rank to validate on, the same at each call.
+
+        Where `data.validation_fraction` is 0 it is the method of Lightning that means no validation: one that gives
+        nothing would have Lightning warn of a loader that nobody gave.
+        """
+        return self._validation_batches if self._validates() else super().val_dataloader
+
+    def _validates(self) -> bool:
+        return False
+
+    def _validation_batches(self) -> Any:
+        raise NotImplementedError
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -48,10 +66,22 @@ class EpochData(LightningDataModule):
     @override
     def teardown(self, stage: str | None = None) -> None:
         self._close()
+        if self.validation_loader is not None:
+            self.validation_loader.close()
 
     def _close(self) -> None:
         if self.loader is not None:
             self.loader.close()
+
+
+def loader_settings(config: Config) -> tuple[Loader, Loader]:
+    """How training and validation read, within one budget of memory: validation gets a quarter of it, and threads."""
+    whole = config.loader
+    if not config.data.validation_fraction:
+        return whole, whole
+    quarter = whole.memory_bytes // 4
+    few = {"num_workers": 0, "batches_ahead": min(1, whole.batches_ahead), "cache_bytes": 0, "memory_bytes": quarter}
+    return whole.model_copy(update={"memory_bytes": whole.memory_bytes - quarter}), whole.model_copy(update=few)
 
 
 class ConfiguredData(EpochData):
@@ -75,6 +105,11 @@ class ConfiguredData(EpochData):
         """Make batches of so many samples on each device, whatever was given before."""
         self._given["loader.batch_size"] = batch_size
         self.config = self.config.replace(self._given)
+
+    @override
+    def _validates(self) -> bool:
+        self._use_committed()
+        return self.config.data.validation_fraction > 0
 
     def _use_committed(self) -> None:
         """In a committed run, take its config; before anything is read."""
@@ -100,6 +135,7 @@ class PatchData(EpochData):
         self.given = given
         self.dataset: Dataset | None = None
         self.loader: PatchLoader | None = None
+        self.validation_loader: PatchLoader | None = None
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -118,28 +154,24 @@ class PatchData(EpochData):
             ConfigError: for what does not fit the store, each under the dotted path of its field.
             StoreError: when the store cannot be opened.
         """
-        dataset = self.dataset = self.dataset or self._open()
-        world_size, rank = self.ranks
         self._close()
-        self.loader = PatchLoader(
-            dataset,
-            sample_plan(self.config, dataset, world_size),
-            self.config.loader,
-            rank=rank,
-            variables=self.config.data.variables,
-            standardize=self.config.data.standardize,
-            coalescing=_coalescing(self.config),
-            read_cache=ReadCache.of(self.config.cache),
-        )
+        self.loader = self._patches(loader_settings(self.config)[0])
         return self.loader
 
+    @override
+    def _validates(self) -> bool:
+        return self.config.data.validation_fraction > 0
 
-def _coalescing(config: Config) -> Coalescing:
-    """What pays on the network that the config describes."""
-    chunking, loader = config.chunking, config.loader
-    return Coalescing.of(
-        chunking.latency_seconds,
-        chunking.bandwidth_bytes_per_second,
-        chunking.total_bandwidth_bytes_per_second,
-        loader.requests_in_flight,
-    )
+    @override
+    def _validation_batches(self) -> PatchLoader:
+        self.validation_loader = self._patches(loader_settings(self.config)[1], validates=True)
+        return self.validation_loader
+
+    def _patches(self, settings: Loader, validates: bool = False) -> PatchLoader:
+        dataset = self.dataset = self.dataset or self._open()
+        config, (world_size, rank) = self.config, self.ranks
+        return PatchLoader(
+            dataset, sample_plan(config, dataset, world_size, validates=validates), settings, rank=rank,
+            variables=config.data.variables, standardize=config.data.standardize,
+            coalescing=network_of(config).coalescing, read_cache=ReadCache.of(config.cache),
+        )  # fmt: skip

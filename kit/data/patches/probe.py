@@ -1,50 +1,50 @@
-"""`kit.probe(url)`: what a store gives this machine, in a few seconds: the figures that a plan of chunks starts from.
+"""`kit.data.probe(url)`: how fast a store is from this machine, measured in a few seconds: where a plan of chunks
+starts.
 
-Measured on the store's own objects, without writing: latency, bandwidth of one connection and of all, the requests in
-flight at which it saturates, requests/s, and how fast its real chunks decode. A figure that the objects are too small
-to tell is None, and says so; nothing is made up. A figure is what the client here reaches, so a total that the client
-itself limits is a lower bound and is called one.
+Measured on the store's own objects, without writing and within a budget of bytes: latency, bandwidth of one connection
+and of all, the requests in flight at which it saturates, requests/s, and how fast its real chunks decode. A figure that
+cannot be measured, as where objects are too small, is None with the reason. A figure is what the client here reaches,
+so a total that the client itself limits is a lower bound and is called one.
+
+Each load keeps a number of requests in flight, a new one as soon as one ends, through the client that the engine has.
+The first request of each connection is left out. Latencies are those of one byte; the bandwidth of a connection follows
+from what larger ranges take beyond that.
 
 Known error: a limit that delays requests instead of refusing them shows only as a rate far below what the latency
 allows. Objects just read may come from a cache of the store.
-
-Probing: what a store does under load, measured by reading it the way the engine does.
-
-Every figure comes from threads that each keep one request going, a new one as soon as one ends. The first request of
-each is left out, since it opens a connection. Latencies are those of one byte; the bandwidth of a connection is what
-larger ranges take beyond that. Nothing is written, and no more than a budget of bytes is read.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from zarr.core.sync import sync
 
+from kit.chunks.geometry import place_of
 from kit.config import Config
 from kit.data.dataset import ArrayInfo, Dataset, open_dataset
 from kit.data.stores.fsspec import RemoteStore
-from kit.data.stores.http import Get, HttpClient
+from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact, sizes_of_objects
 from kit.data.stream.codec import StoredArray
-from kit.data.stream.fetch import Requests, open_blocking, read_index
+from kit.data.stream.fetch import open_client, read_index
 from kit.errors import StoreError
 from kit.tables import html_table, text_table
 from kit.units import format_bytes, format_count, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from zarr.abc.store import Store
+    pass
 
 _MOST_KEYS = 24
 _MOST_IN_FLIGHT = 128
@@ -65,7 +65,7 @@ _COLUMNS = ("figure", "value", "how")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Figures of one store as seen from here; None where it could not be told. `how` explains each by its name."""
+    """Figures of one store as seen from here; None where unknown. `how` explains each by its name."""
 
     url: str
     latency_seconds: float
@@ -82,7 +82,7 @@ class Probe:
     """Requests in flight beyond which more bring little."""
     requests_per_second: float
     """Small requests reached, all loops together."""
-    held_back: bool
+    rate_limited: bool
     """Whether the store refuses requests beyond that rate."""
     request_cpu_seconds: float
     decode_bytes_per_second: float | None
@@ -97,45 +97,45 @@ class Probe:
     how: Mapping[str, str]
 
     def apply(self, config: Config) -> Config:
-        """The config with these figures in its chunking section; those that could not be told stay.
+        """The config with these figures in its chunking section; unknown ones stay as they are.
 
         The mean latency is taken, since times of requests add up. A rate of requests is taken only where the store
-        held it back: otherwise it is no limit of the store's.
+        refused more: otherwise it is no limit of the store's.
         """
-        changes: dict[str, Any] = {
+        rates = {
+            "bandwidth_bytes_per_second": self.bandwidth_bytes_per_second,
+            "total_bandwidth_bytes_per_second": self.total_bandwidth_bytes_per_second,
+            "requests_per_second": self.requests_per_second if self.rate_limited else None,
+            "decode_bytes_per_second": self.decode_bytes_per_second,
+        }
+        changes: dict[str, float] = {
             "latency_seconds": round(self.latency_mean_seconds, 6),
             "latency_deviation_seconds": round(self.latency_deviation_seconds, 6),
-            "total_bandwidth_bytes_per_second": max(1, round(self.total_bandwidth_bytes_per_second)),
             "request_cpu_seconds": round(self.request_cpu_seconds, 6),
+            **{name: max(1, round(rate)) for name, rate in rates.items() if rate is not None},
         }
-        if self.bandwidth_bytes_per_second is not None:
-            changes["bandwidth_bytes_per_second"] = max(1, round(self.bandwidth_bytes_per_second))
-        if self.held_back:
-            changes["requests_per_second"] = max(1, round(self.requests_per_second))
-        if self.decode_bytes_per_second is not None:
-            changes["decode_bytes_per_second"] = max(1, round(self.decode_bytes_per_second))
         if self.compression_ratio is not None:
             changes["compression_ratio"] = round(self.compression_ratio, 4)
         return config.replace({f"chunking.{name}": value for name, value in changes.items()})
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        def row(name: str, value: float | None, write: Any, unit: str = "") -> tuple[str, str, str]:
+        shown: dict[str, Callable[[float], str]] = {
+            **dict.fromkeys((
+                "latency_seconds", "latency_mean_seconds", "latency_deviation_seconds", "latency_p95_seconds",
+            ), format_seconds),
+            **dict.fromkeys(("bandwidth_bytes_per_second", "total_bandwidth_bytes_per_second"), _rate_text),
+            "parallelism": format_count,
+            "requests_per_second": lambda rate: format_count(round(rate)),
+            "request_cpu_seconds": format_seconds,
+            "decode_bytes_per_second": _rate_text,
+            "compression_ratio": lambda ratio: f"{ratio:.2f}",
+        }  # fmt: skip
+        rows = []
+        for name, write in shown.items():
             label = name.removesuffix("_seconds").removesuffix("_bytes_per_second").replace("_", " ")
-            return label, "not told" if value is None else f"{write(value)}{unit}", self.how.get(name, "")
-
-        return [
-            row("latency_seconds", self.latency_seconds, format_seconds),
-            row("latency_mean_seconds", self.latency_mean_seconds, format_seconds),
-            row("latency_deviation_seconds", self.latency_deviation_seconds, format_seconds),
-            row("latency_p95_seconds", self.latency_p95_seconds, format_seconds),
-            row("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, format_bytes, "/s"),
-            row("total_bandwidth_bytes_per_second", self.total_bandwidth_bytes_per_second, format_bytes, "/s"),
-            row("parallelism", self.parallelism, format_count),
-            row("requests_per_second", round(self.requests_per_second), format_count),
-            row("request_cpu_seconds", self.request_cpu_seconds, format_seconds),
-            row("decode_bytes_per_second", self.decode_bytes_per_second, format_bytes, "/s"),
-            row("compression_ratio", self.compression_ratio, lambda ratio: f"{ratio:.2f}"),
-        ]
+            value = getattr(self, name)
+            rows.append((label, "unknown" if value is None else write(value), self.how.get(name, "")))
+        return rows
 
     def _headline(self) -> str:
         return (
@@ -144,61 +144,65 @@ class Probe:
         )
 
     def __str__(self) -> str:
-        label = max(len(row[0]) for row in self._rows())
-        value = max(len(row[1]) for row in self._rows())
-        lines = [f"  {name.ljust(label)}  {shown.rjust(value)}  {how}".rstrip() for name, shown, how in self._rows()]
+        rows = self._rows()
+        label, value = (max(len(row[place]) for row in rows) for place in (0, 1))
+        lines = [f"  {name.ljust(label)}  {shown.rjust(value)}  {how}".rstrip() for name, shown, how in rows]
         return "\n".join([self._headline(), *lines])
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows(), caption=self._headline())
 
     def steps_table(self) -> str:
         """Bytes/s by requests in flight, as text."""
-        rows = [[format_count(count), f"{format_bytes(rate)}/s"] for count, rate in self.steps]
+        rows = [[format_count(count), _rate_text(rate)] for count, rate in self.steps]
         return text_table(("in flight", "bytes/s"), rows)
 
 
 def probe(store: str | Config | Dataset, credentials: str = "default", *, most_bytes: int | str = "1 GiB") -> Probe:
-    """Measure the store of a dataset in a few seconds, without writing.
+    """Measure the latency, bandwidth and decoding speed of a store in a few seconds. Nothing is written.
 
     Args:
         store: The URL of a Zarr store, a config whose `data.url` and `data.credentials` name one, or an open dataset.
-        credentials: As in `open_store`; of a URL only.
-        most_bytes: How much may be read, at most; requests that have begun are finished.
+        credentials: As `data.credentials`, for a URL.
+        most_bytes: Most bytes to read. Requests that have begun are finished.
+
+    Returns:
+        The measurement. `apply(config)` puts it into the section `chunking`.
 
     Raises:
-        StoreError: when there is no store, or it does not answer, or holds no chunk to read.
+        StoreError: when there is no store, it does not answer, or it holds no chunk.
+
+    Example:
+        >>> found = kit.data.probe(store)
+        >>> found.apply(ocean).chunking.latency_seconds < 1
+        True
     """
-    dataset, budget = _opened(store, credentials), parse_bytes(most_bytes)
+    dataset = store if isinstance(store, Dataset) else open_dataset(store, credentials)
+    budget = parse_bytes(most_bytes)
     if budget < 1 << 20:
         raise StoreError(f"{redact(dataset.url)}: {budget} bytes are too few to probe with; allow 1 MiB at least")
     counters = Counters()
-    source = open_source(dataset, counters)
-    try:
+    with _open_source(dataset, counters) as source:
         return _probe(dataset, source, counters, budget)
-    finally:
-        close_source(source)
 
 
-def _opened(store: str | Config | Dataset, credentials: str) -> Dataset:
-    if isinstance(store, Dataset):
-        return store
-    if isinstance(store, Config):
-        return open_dataset(store.data.url, store.data.credentials)
-    return open_dataset(store, credentials)
+def _rate_text(bytes_per_second: float) -> str:
+    return f"{format_bytes(bytes_per_second)}/s"
 
 
-def _probe(dataset: Dataset, source: ProbedStore, counters: Counters, budget_bytes: int) -> Probe:
+def _probe(dataset: Dataset, source: Client, counters: Counters, budget_bytes: int) -> Probe:
     began, store = time.perf_counter(), dataset.open_store()
     info = max(dataset.select(()), key=lambda one: one.nbytes)
-    stored = sync(StoredArray.open(store, info.name))
-    parts = _parts(store, stored, info, dataset.url)
-    if not parts:
+    stored = sync(StoredArray.open(store, info))
+    counts = [-(-size // side) for size, side in zip(info.shape, info.shard or info.chunk, strict=True)]
+    numbers = random.Random(0).sample(range(prod(counts)), min(prod(counts), _MOST_KEYS))
+    keys = [stored.object_key(place_of(number, counts)) for number in numbers]
+    sizes = {key: size for key, size in sizes_of_objects(store, keys, dataset.url).items() if size > 0}
+    if not sizes:
         raise StoreError(f"{redact(dataset.url)}: {info.name} has no chunk in the store, so there is nothing to probe")
-    prober = Prober(source, counters, parts, budget_bytes)
+    prober = Prober(source, counters, sizes, budget_bytes)
     how: dict[str, str] = {}
     latency = prober.latency(_LATENCY_SECONDS)
     middle = statistics.median(latency.seconds)
@@ -214,41 +218,20 @@ def _probe(dataset: Dataset, source: ProbedStore, counters: Counters, budget_byt
     steps = _steps(prober, one, how)
     fast = prober.load(_MOST_IN_FLIGHT, 1, step_seconds(middle))
     decode_rate, ratio = _decode(source, stored, info, dataset.url, how)
-    best, held_back = max(steps, key=_rate), _judge_rate(fast, middle, how)
+    best, rate_limited = max(steps, key=lambda step: step.bytes_per_second), _judge_rate(fast, middle, how)
+    # Requests in flight that reach the best rate, if each still took as long as alone.
+    parallelism = max(1, math.ceil(best.bytes_per_second * statistics.median(one.seconds) / one.range_bytes))
     return Probe(
         url=dataset.url, latency_seconds=middle, latency_mean_seconds=statistics.fmean(latency.seconds),
         latency_deviation_seconds=statistics.pstdev(latency.seconds),
         latency_p95_seconds=quantile(latency.seconds, 0.95), bandwidth_bytes_per_second=bandwidth,
-        total_bandwidth_bytes_per_second=best.bytes_per_second, parallelism=_parallelism(one, best),
-        requests_per_second=fast.requests_per_second, held_back=held_back,
-        request_cpu_seconds=(latency if held_back else fast).cpu_seconds_per_request,
+        total_bandwidth_bytes_per_second=best.bytes_per_second, parallelism=parallelism,
+        requests_per_second=fast.requests_per_second, rate_limited=rate_limited,
+        request_cpu_seconds=(latency if rate_limited else fast).cpu_seconds_per_request,
         decode_bytes_per_second=decode_rate, compression_ratio=ratio,
         steps=tuple((step.in_flight, step.bytes_per_second) for step in steps), requests=prober.requests,
         bytes_read=prober.bytes_read, elapsed_seconds=time.perf_counter() - began, how=how,
     )  # fmt: skip
-
-
-# -- what there is to read
-
-
-def _parts(store: Store, stored: StoredArray, info: ArrayInfo, url: str) -> list[ObjectPart]:
-    """Some objects of the array that are there, with their sizes."""
-    counts = [-(-size // side) for size, side in zip(info.shape, info.shard or info.chunk, strict=True)]
-    everything = prod(counts)
-    numbers = range(everything) if everything <= _MOST_KEYS else random.Random(0).sample(range(everything), _MOST_KEYS)
-    keys = [stored.object_key(_place(number, counts)) for number in numbers]
-    return [ObjectPart(key, size) for key, size in sizes_of_objects(store, keys, url).items() if size > 0]
-
-
-def _place(number: int, counts: Sequence[int]) -> tuple[int, ...]:
-    places = []
-    for count in reversed(counts):
-        number, place = divmod(number, count)
-        places.append(place)
-    return tuple(reversed(places))
-
-
-# -- the figures
 
 
 def spread(load: Load) -> float:
@@ -263,7 +246,7 @@ def _bandwidth(one: Load, latency: Load, how: dict[str, str]) -> float | None:
     doubt = 1.5 * spread(latency) * math.sqrt(1 / len(one.seconds) + 1 / len(latency.seconds))
     what = f"{len(one.seconds)} ranges of {format_bytes(one.range_bytes)} one after another"
     if beyond <= 2 * doubt:
-        how["bandwidth_bytes_per_second"] = f"{what} take no longer than 1 byte; larger objects are needed to tell"
+        how["bandwidth_bytes_per_second"] = f"{what} take no longer than 1 byte; measuring it needs larger objects"
         return None
     how["bandwidth_bytes_per_second"] = f"{what}, less the latency; ±{doubt / beyond:.0%}"
     return one.range_bytes / beyond
@@ -274,7 +257,7 @@ def _steps(prober: Prober, one: Load, how: dict[str, str]) -> list[Load]:
     steps, why, range_bytes = [one], "still growing, so at least", one.range_bytes
     seconds = step_seconds(statistics.median(one.seconds))
     for in_flight in _IN_FLIGHT:
-        most = max(map(_rate, steps))
+        most = max(step.bytes_per_second for step in steps)
         if 2 * most * seconds + in_flight * range_bytes > prober.budget_bytes:
             why = "the budget of bytes ended here, so at least"
             break
@@ -285,21 +268,12 @@ def _steps(prober: Prober, one: Load, how: dict[str, str]) -> list[Load]:
         if steps[-1].bytes_per_second < _SATURATED_GAIN * most:
             why = ""
             break
-    best = max(steps, key=_rate)
+    best = max(steps, key=lambda step: step.bytes_per_second)
     why = "this process was busy all the time, so at least" if best.busy_fraction > _CLIENT_BUSY else why
     said = f"{best.in_flight} ranges of {format_bytes(range_bytes)} in flight"
     how["total_bandwidth_bytes_per_second"] = f"{why}: {said}" if why else f"{said}; more brought no more"
     how["parallelism"] = "that rate times what one range takes alone (Little's law)"
     return steps
-
-
-def _parallelism(one: Load, best: Load) -> int:
-    """Requests in flight that reach the best rate, if each still took as long as alone."""
-    return max(1, math.ceil(best.bytes_per_second * statistics.median(one.seconds) / one.range_bytes))
-
-
-def _rate(load: Load) -> float:
-    return load.bytes_per_second
 
 
 def _judge_rate(fast: Load, latency: float, how: dict[str, str]) -> bool:
@@ -317,40 +291,29 @@ def _judge_rate(fast: Load, latency: float, how: dict[str, str]) -> bool:
 
 
 def _decode(
-    source: ProbedStore, stored: StoredArray, info: ArrayInfo, url: str, how: dict[str, str]
+    source: Client, stored: StoredArray, info: ArrayInfo, url: str, how: dict[str, str]
 ) -> tuple[float | None, float | None]:
     """Decoded bytes per CPU second, and decoded bytes per stored byte, of some chunks."""
-    chunks = _some_chunks(source, stored, info, url)
+    counts = [-(-size // side) for size, side in zip(info.shape, info.chunk, strict=True)]
+    numbers = random.Random(1).sample(range(prod(counts)), min(prod(counts), _DECODE_CHUNKS))
+    with ThreadPoolExecutor(_DECODE_CHUNKS, "kit-probe") as threads:
+        found = threads.map(lambda number: _chunk_bytes(source, stored, place_of(number, counts), url), numbers)
+        chunks = [data for data in found if data is not None]
     if not chunks:
         how["decode_bytes_per_second"] = how["compression_ratio"] = "none of the chunks looked at is stored"
         return None, None
-    decoded_bytes = prod(info.chunk) * info.dtype.itemsize
-    count, seconds = _decode_for_a_while(stored, chunks)
+    began, cpu, count = time.perf_counter(), time.process_time(), 0
+    while count < len(chunks) or time.perf_counter() - began < _DECODE_SECONDS:
+        stored.decode(chunks[count % len(chunks)])
+        count += 1
+    seconds, decoded_bytes = time.process_time() - cpu, info.chunk_bytes
     how["decode_bytes_per_second"] = f"{count} chunks decoded in one thread, by its CPU time"
     how["compression_ratio"] = f"of {len(chunks)} chunks of {info.name}"
     ratio = decoded_bytes * len(chunks) / sum(len(data) for data in chunks)
     return count * decoded_bytes / max(seconds, 1e-9), ratio
 
 
-def _decode_for_a_while(stored: StoredArray, chunks: Sequence[Octets]) -> tuple[int, float]:
-    began, cpu, count = time.perf_counter(), time.process_time(), 0
-    while count < len(chunks) or time.perf_counter() - began < _DECODE_SECONDS:
-        stored.decode(chunks[count % len(chunks)])
-        count += 1
-    return count, time.process_time() - cpu
-
-
-def _some_chunks(source: ProbedStore, stored: StoredArray, info: ArrayInfo, url: str) -> list[Octets]:
-    """Stored bytes of a few chunks spread over the array, asked for together."""
-    counts = [-(-size // side) for size, side in zip(info.shape, info.chunk, strict=True)]
-    everything = prod(counts)
-    numbers = random.Random(1).sample(range(everything), min(everything, _DECODE_CHUNKS))
-    with ThreadPoolExecutor(_DECODE_CHUNKS, "kit-probe") as threads:
-        found = threads.map(lambda number: _chunk_bytes(source, stored, _place(number, counts), url), numbers)
-        return [data for data in found if data is not None]
-
-
-def _chunk_bytes(source: ProbedStore, stored: StoredArray, coords: tuple[int, ...], url: str) -> Octets | None:
+def _chunk_bytes(source: Client, stored: StoredArray, coords: tuple[int, ...], url: str) -> Octets | None:
     key = stored.object_key(stored.object_of(coords))
     if stored.per_shard is None:
         return source.read(key)
@@ -362,7 +325,7 @@ def _chunk_bytes(source: ProbedStore, stored: StoredArray, coords: tuple[int, ..
 SMALLEST_RANGE_BYTES = 256 << 10
 _LATENCY_LOOPS = 8
 _LEAST_SECONDS, _MOST_SECONDS = 0.3, 1.0
-_HELD_BACK_RATIO = 6.0
+_LIMITED_RATIO = 6.0
 """Of the slowest requests over the quick ones: no latency is spread so wide, so some have waited to be allowed."""
 _REQUEST_SECONDS = 30.0
 _MOST_AT_ONCE = 1024
@@ -370,60 +333,21 @@ _REFUSED_PAUSE_SECONDS = 0.2
 """Longest pause before a refused request is sent again: short, so that what the store allows is used up and seen."""
 
 
-class ProbedStore(Protocol):
-    """A store as threads read it."""
-
-    def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None: ...
-
-
-class _OnLoop:
-    """A store that only a loop can read, behind a loop in a thread of its own."""
-
-    def __init__(self, dataset: Dataset, counters: Counters) -> None:
-        self._loop = asyncio.new_event_loop()
-        store = dataset.open_store()
-        self._requests = Requests(store, dataset.url, _MOST_AT_ONCE, _REQUEST_SECONDS, counters)
-        if isinstance(store, RemoteStore):
-            store.retries = replace(store.retries, most_pause_seconds=_REFUSED_PAUSE_SECONDS)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kit-probe", daemon=True)
-        self._thread.start()
-
-    def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None:
-        return asyncio.run_coroutine_threadsafe(self._requests.read(key, first, last), self._loop).result()
-
-    def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._requests.close(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-def open_source(dataset: Dataset, counters: Counters) -> ProbedStore:
+@contextmanager
+def _open_source(dataset: Dataset, counters: Counters) -> Iterator[Client]:
     """The store of a dataset by the client that the engine has for it, so that a request costs what it costs there.
 
-    Unlike the engine's it sends more at once and comes back sooner when it is refused: what the store allows is to be
-    used up and seen. `close_source` lets go of it.
-
-    Raises:
-        StoreError: when the store cannot be opened.
+    Unlike the engine's it sends more at once and retries sooner when it is refused, to use up what the store allows.
     """
-    blocking = open_blocking(dataset.open_store(), dataset.url, _REQUEST_SECONDS, counters, _MOST_AT_ONCE)
-    if isinstance(blocking, HttpClient):
-        blocking.retries = replace(blocking.retries, most_pause_seconds=_REFUSED_PAUSE_SECONDS)
-    return _OnLoop(dataset, counters) if blocking is None else blocking
-
-
-def close_source(source: ProbedStore) -> None:
-    if isinstance(source, _OnLoop | HttpClient):
+    store = dataset.open_store()
+    source = open_client(store, dataset.url, _REQUEST_SECONDS, counters, _MOST_AT_ONCE)
+    for one in (store, source):
+        if isinstance(one, RemoteStore | HttpClient):
+            one.retries = replace(one.retries, most_pause_seconds=_REFUSED_PAUSE_SECONDS)
+    try:
+        yield source
+    finally:
         source.close()
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectPart:
-    """An object and how much of it there is to read."""
-
-    key: str
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,65 +371,56 @@ class Load:
 class Prober:
     """Measures one store; `budget_bytes` falls with every byte asked for."""
 
-    def __init__(self, source: ProbedStore, counters: Counters, parts: Sequence[ObjectPart], budget_bytes: int) -> None:
-        self._source = source
-        self._counters = counters
-        self._parts = sorted(parts, key=lambda part: part.size)
-        self._lock = threading.Lock()
-        self._random = random.Random(0)
+    def __init__(self, source: Client, counters: Counters, sizes: Mapping[str, int], budget_bytes: int) -> None:
+        self._source, self._counters = source, counters
+        self._sizes = sorted(sizes.items(), key=lambda item: item[1])
+        """Key and bytes of each object, the largest last."""
+        self._lock, self._random = threading.Lock(), random.Random(0)
         self.budget_bytes = budget_bytes
-        self.requests = 0
-        self.bytes_read = 0
-
-    @property
-    def largest(self) -> int:
-        return self._parts[-1].size
+        self.requests = self.bytes_read = 0
 
     def latency(self, seconds: float) -> Load:
         """Requests of one byte, few at a time; one at a time where a limit on their rate holds several back."""
         several = self.load(_LATENCY_LOOPS, 1, seconds)
         quick, slow = quantile(several.seconds, 0.25), quantile(several.seconds, 0.95)
-        return self.load(1, 1, seconds) if slow > _HELD_BACK_RATIO * quick else several
+        return self.load(1, 1, seconds) if slow > _LIMITED_RATIO * quick else several
 
     def telling_range(self, latency_seconds: float, spread_seconds: float) -> int:
         """Bytes of a range that a connection needs well beyond the latency and its spread for, as far as they reach."""
-        wished_seconds = max(2 * latency_seconds, 10 * spread_seconds)
-        most = min(self.largest, max(SMALLEST_RANGE_BYTES, self.budget_bytes // 32))
-        wished = SMALLEST_RANGE_BYTES
-        while wished < most:
+        target_seconds = max(2 * latency_seconds, 10 * spread_seconds)
+        most = min(self._sizes[-1][1], max(SMALLEST_RANGE_BYTES, self.budget_bytes // 32))
+        count = SMALLEST_RANGE_BYTES
+        while count < most:
             began = time.perf_counter()
-            self._read(wished)
+            self._read(count)
             beyond = time.perf_counter() - began - latency_seconds
             if beyond > max(latency_seconds / 2, 4 * spread_seconds):
-                wished = max(SMALLEST_RANGE_BYTES, int(wished / beyond * wished_seconds))
+                count = max(SMALLEST_RANGE_BYTES, int(count / beyond * target_seconds))
                 break
-            wished *= 4
-        return min(wished, most)
+            count *= 4
+        return min(count, most)
 
     def load(self, in_flight: int, range_bytes: int, seconds: float, least: int = 1) -> Load:
         """Keep `in_flight` requests of `range_bytes` going for so long and so many; the first of each is left out.
 
-        As the engine reads: a wire is told what to do with an answer, any other store is read by threads that wait, so
+        As the engine reads: an HttpClient calls back with a response, any other store is read by threads that wait, so
         that the CPU of a request is what the engine will need for one.
         """
-        run = _Run(seconds, in_flight, least, self._retries)
-        if isinstance(self._source, HttpClient):
-            self._keep_asking(self._source, run, in_flight, range_bytes)
+        run, client = _Run(seconds, in_flight, least, lambda: self._counters.values()["retries"]), self._source
+        if not isinstance(client, HttpClient):
+            with ThreadPoolExecutor(in_flight, "kit-probe") as threads:
+                for future in [threads.submit(self._keep_reading, run, range_bytes) for _ in range(in_flight)]:
+                    future.result()
             return run.load(range_bytes)
-        with ThreadPoolExecutor(in_flight, "kit-probe") as threads:
-            for future in [threads.submit(self._keep_reading, run, range_bytes) for _ in range(in_flight)]:
-                future.result()
-        return run.load(range_bytes)
-
-    def _keep_asking(self, wire: HttpClient, run: _Run, in_flight: int, range_bytes: int) -> None:
         for _ in range(in_flight):
-            wire.ask([_Chain(self, wire, run, 1, opening=True)])
+            client.submit([_Chain(self, client, run, 1, opening=True)])
         run.opened.wait()
         run.open()
-        wire.ask(_Chain(self, wire, run, range_bytes) for _ in range(in_flight))
-        run.over.wait()
+        client.submit(_Chain(self, client, run, range_bytes) for _ in range(in_flight))
+        run.ended.wait()
         if run.error is not None:
             raise run.error
+        return run.load(range_bytes)
 
     def _keep_reading(self, run: _Run, range_bytes: int) -> None:
         try:
@@ -519,24 +434,21 @@ class Prober:
             count = self._read(range_bytes)
             run.done.append((began, time.perf_counter(), count))
 
-    def _retries(self) -> int:
-        return self._counters.values()["retries"]
-
     def _read(self, count: int) -> int:
         """One request for a range somewhere in an object."""
-        data = self._source.read(*self.draw(count))
-        return self.took(data)
+        return self.took(self._source.read(*self.draw(count)))
 
     def draw(self, count: int) -> tuple[str, int, int]:
         """A range of so many bytes somewhere in an object, off the budget."""
         with self._lock:
-            part = self._random.choice(self._parts)
-            part = part if part.size >= count else self._parts[-1]
-            count = min(count, part.size)
-            first = self._random.randint(0, part.size - count)
+            key, size = self._random.choice(self._sizes)
+            if size < count:
+                key, size = self._sizes[-1]
+            count = min(count, size)
+            first = self._random.randint(0, size - count)
             self.requests += 1
             self.budget_bytes -= count
-        return part.key, first, first + count
+        return key, first, first + count
 
     def took(self, data: Octets | None) -> int:
         """Count what came."""
@@ -547,36 +459,47 @@ class Prober:
 
 
 class _Chain(Get):
-    """One of the requests that are kept going: each answer asks for the next; `opening`: it only opens a connection."""
+    """One of the requests in flight: its response sends the next; `opening`: it only opens a connection."""
 
-    __slots__ = ("_began", "_opening", "_prober", "_range_bytes", "_run", "_wire")
+    __slots__ = ("_began", "_client", "_opening", "_prober", "_range_bytes", "_run")
 
-    def __init__(self, prober: Prober, wire: HttpClient, run: _Run, range_bytes: int, opening: bool = False) -> None:
+    def __init__(self, prober: Prober, client: HttpClient, run: _Run, range_bytes: int, opening: bool = False) -> None:
         super().__init__(*prober.draw(range_bytes))
-        self._prober, self._wire, self._run, self._range_bytes = prober, wire, run, range_bytes
-        self._opening = opening
-        self._began = 0.0
+        self._prober, self._client, self._run, self._range_bytes = prober, client, run, range_bytes
+        self._opening, self._began = opening, 0.0
 
     def begin(self) -> bool | None:
         self._began = self._began or time.perf_counter()
         return True
 
     def done(self, data: Octets | None) -> None:
-        count = self._prober.took(data)
+        count, run = self._prober.took(data), self._run
         if self._opening:
-            self._run.one_opened()
+            run.opened.count_down()
             return
-        run = self._run
         run.done.append((self._began, time.perf_counter(), count))
         if run.goes_on and self._prober.budget_bytes > 0 and run.error is None:
-            self._wire.ask([_Chain(self._prober, self._wire, run, self._range_bytes)])
+            self._client.submit([_Chain(self._prober, self._client, run, self._range_bytes)])
         else:
-            run.one_ended()
+            run.ended.count_down()
 
     def fail(self, error: BaseException) -> None:
         self._run.error = error
         self._run.opened.set()
-        self._run.over.set()
+        self._run.ended.set()
+
+
+class _Latch(threading.Event):
+    """Set when it has been counted down to zero, by the one thread of the client."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    def count_down(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self.set()
 
 
 class _Run:
@@ -588,19 +511,7 @@ class _Run:
         self.ready = threading.Barrier(in_flight, self.open)
         self._seconds, self._in_flight, self._least = seconds, in_flight, least
         self.error: BaseException | None = None
-        self.opened, self.over = threading.Event(), threading.Event()
-        self._opened = self._ended = 0
-
-    def one_opened(self) -> None:
-        """In the wire's thread, as `one_ended`."""
-        self._opened += 1
-        if self._opened == self._in_flight:
-            self.opened.set()
-
-    def one_ended(self) -> None:
-        self._ended += 1
-        if self._ended == self._in_flight:
-            self.over.set()
+        self.opened, self.ended = _Latch(in_flight), _Latch(in_flight)
 
     def open(self) -> None:
         """Every connection is open: time counts from here."""
@@ -613,8 +524,7 @@ class _Run:
     def load(self, range_bytes: int) -> Load:
         """Rates from the end of the first round to the deadline, when every thread was busy.
 
-        A request counts by the part of its time that lies between the two, so that it does not matter whether many
-        end just before the deadline or just after it.
+        A request counts by the part of its time between the two, whether it ends just before the deadline or after it.
         """
         elapsed, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu
         seconds = tuple(ended - began for began, ended, _ in self.done) or (elapsed,)

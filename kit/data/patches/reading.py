@@ -1,32 +1,39 @@
-"""Measuring: how fast a store is really read, beside what was predicted of it; ratio = measured / predicted.
+"""Measuring: how fast a store is really read, beside the prediction; ratio = measured / predicted.
 
-`kit.measure_reading(config)` streams for a few seconds what a fit of that config would be fed, through the same loader,
-and trains nothing. The first batch, which opens the store, is told apart. In random and grid order samples count once
-reading is under way: of each pass, the batches that were read ahead at its start are left out. In block order whole
-passes count, because a window is read at once and served for long. One rank reads, whatever the config asks
-for. The prediction is that of `kit.chunks.cost` for the store as it is cut, with the network that `config.chunking`
-describes, so put the figures of `kit.probe` there first. In block order the batches are counted too: how well they are
-mixed stands beside how well they were to be.
+`kit.data.measure_reading(config)` streams for a few seconds the batches that a fit of that config would read, through
+the same loader and on one rank, and trains nothing. The first batch, which opens the store, is measured apart. In
+random and grid order the batches read ahead at the start of each pass are left out. In block order whole passes count,
+because a window is read at once and serves many batches; how well they are mixed stands beside its prediction too.
+
+The prediction is that of `kit.chunks.cost` for the store as it is cut, with the network that `config.chunking`
+describes, so put the figures of `kit.data.probe` there first.
+
+`kit.data.measure_networks(config, cloud)` turns a simulated cloud to one network after another, does the same in each,
+and lets it serve whole epochs, which it counts as a provider would for the bill. Every network begins with an empty
+cache in memory; what `cache.folder` keeps stays.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any
 
+from kit.cloud.dials import preset
 from kit.config import Config
 from kit.data.build.layout import price_store
 from kit.data.dataset import open_dataset
+from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.url import redact
-from kit.errors import PlanError
-from kit.tables import html_table, text_table
+from kit.errors import ConfigError, PlanError, Problem
+from kit.machine.endpoints import endpoint_of
+from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from kit.chunks.cost import LayoutCost
+    from kit.cloud.simulated import SimulatedCloud
     from kit.data.patches.loader import PatchLoader
 
 _COLUMNS = (
@@ -92,22 +99,18 @@ class MeasuredReading:
         )  # fmt: skip
 
     @property
-    def held_back(self) -> str:
-        """Why fewer requests were open than allowed; nothing where they were not."""
-        if not self.open_reason:
-            return ""
-        allowed = f"{self.open_requests} of the {self.requests_in_flight} requests allowed"
-        return f"{'×'.join(map(str, self.chunk))}: {allowed} are open: {self.open_reason}"
-
-    @property
-    def mixed(self) -> str:
-        """How well block order mixed, beside how well it was to; nothing in other orders."""
-        if self.order != "block" or self.mixing is None or self.predicted_mixing is None:
-            return ""
-        return (
-            f"{'×'.join(map(str, self.chunk))} in block order: mixing {self.mixing:.0%}, predicted "
-            f"{self.predicted_mixing:.0%} (the independent samples that a batch is worth at least, over its size)"
-        )
+    def notes(self) -> list[str]:
+        """Why fewer requests were open than allowed, and how well block order mixed, where there is such a thing."""
+        chunk, found = "×".join(map(str, self.chunk)), []
+        if self.open_reason:
+            allowed = f"{self.open_requests} of the {self.requests_in_flight} requests allowed"
+            found.append(f"{chunk}: {allowed} are open: {self.open_reason}")
+        if self.order == "block" and self.mixing is not None and self.predicted_mixing is not None:
+            found.append(
+                f"{chunk} in block order: mixing {self.mixing:.0%}, predicted {self.predicted_mixing:.0%} (the "
+                "independent samples that a batch is worth at least, over its size)"
+            )
+        return found
 
 
 class Readings(Sequence[MeasuredReading]):
@@ -116,18 +119,11 @@ class Readings(Sequence[MeasuredReading]):
     def __init__(self, readings: Iterable[MeasuredReading]) -> None:
         self._readings = tuple(readings)
 
-    @overload
-    def __getitem__(self, index: int) -> MeasuredReading: ...
-    @overload
-    def __getitem__(self, index: slice) -> Readings: ...
-    def __getitem__(self, index: int | slice) -> MeasuredReading | Readings:
+    def __getitem__(self, index: Any) -> Any:
         return Readings(self._readings[index]) if isinstance(index, slice) else self._readings[index]
 
     def __len__(self) -> int:
         return len(self._readings)
-
-    def __iter__(self) -> Iterator[MeasuredReading]:
-        return iter(self._readings)
 
     def __add__(self, other: Readings) -> Readings:
         return Readings((*self, *other))
@@ -148,47 +144,52 @@ class Readings(Sequence[MeasuredReading]):
             fastest_name += f" in {fastest.order} order"
         return f"fastest is {fastest_name} with {words}; median ratio {self.median_ratio:.2f}"
 
-    @property
-    def _marked(self) -> int:
-        return max(range(len(self)), key=lambda place: self[place].samples_per_second)
-
-    def _table(self) -> tuple[list[tuple[str, str]], list[tuple[str, ...]]]:
-        """Columns and rows; the order only where there are several."""
+    def _table(self) -> tuple[list[tuple[str, str]], list[tuple[str, ...]], int]:
+        """Columns, the order only where there are several; rows; and the place of the fastest."""
         several = len({one.order for one in self}) > 1
         kept = [place for place in range(len(_COLUMNS)) if several or place != _OF_ORDER]
-        return [_COLUMNS[place] for place in kept], [tuple(one.row()[place] for place in kept) for one in self]
+        rows = [tuple(one.row()[place] for place in kept) for one in self]
+        fastest = max(range(len(self)), key=lambda place: self[place].samples_per_second)
+        return [_COLUMNS[place] for place in kept], rows, fastest
 
     @property
     def _notes(self) -> list[str]:
-        return [_KEY, *(one.held_back for one in self if one.held_back), *(one.mixed for one in self if one.mixed)]
+        return [_KEY, *(note for one in self for note in one.notes)]
 
     def __repr__(self) -> str:
-        columns, rows = self._table()
+        columns, rows, fastest = self._table()
         titles = [group if group and title == "measured" else title for group, title in columns]
-        return "\n".join([self._headline, text_table(titles, rows, self._marked), *self._notes])
+        return "\n".join([self._headline, text_table(titles, rows, fastest), *self._notes])
 
     def _repr_html_(self) -> str:
-        columns, rows = self._table()
+        columns, rows, fastest = self._table()
         groups, titles = zip(*columns, strict=True)
         table = html_table(
-            titles, rows, caption=self._headline, marked=self._marked, mark="fastest", dense=True, groups=groups
+            titles, rows, caption=self._headline, marked=fastest, mark="fastest", dense=True, groups=groups
         )
         notes = "<br>".join(self._notes)
         return f'{table}<div style="opacity: 0.75; max-width: 60em">{notes}</div>'
 
 
 def measure_reading(*configs: Config, seconds: float = 3.0) -> Readings:
-    """Read what each config would feed a fit, one after the other, and set it beside the prediction.
+    """Read what each config would feed a trial, and compare it with the prediction.
 
     Args:
-        configs: One or several; each is read on its own.
-        seconds: For how long, each, or until three times that has passed with what is left out; two batches or, in
-            block order, a pass are measured however long they take.
+        configs: One or several. Each is read by itself.
+        seconds: How long each is read. Two batches, and in block order one pass, are read however long they take.
+
+    Returns:
+        For each config: samples per second, predicted and measured, and their ratio.
 
     Raises:
         PlanError: without a config, for seconds that are not above 0, and for an epoch of a single batch.
         ConfigError: for what does not fit a store.
         StoreError: for a store that cannot be opened or read.
+
+    Example:
+        >>> readings = kit.data.measure_reading(ocean, seconds=0.2)
+        >>> len(readings)
+        1
     """
     if not configs or not seconds > 0:
         raise PlanError(f"{len(configs)} configs for {seconds} s measure nothing; give one config and seconds above 0")
@@ -213,26 +214,21 @@ def _measure(config: Config, seconds: float) -> MeasuredReading:
         mixing, (opened, reason) = loader.mixing, loader.open_requests
     finally:
         data.teardown()
-    info = dataset.select(config.data.variables)[0]
+    info, size = dataset.select(config.data.variables)[0], config.loader.batch_size
+    predicted = None  # of the variable that mixes worst; what has no window is read as random order
+    if config.data.order != "grid":
+        predicted = min(1.0 if cost.window is None else cost.window.mixing(size) for cost in costs)
     return MeasuredReading(
-        url=redact(dataset.url), chunk=info.chunk, shard=info.shard, order=config.data.order,
-        batch_size=config.loader.batch_size,
-        predicted_samples_per_second=config.loader.batch_size / sum(cost.seconds_per_batch for cost in costs),
+        url=redact(dataset.url), chunk=info.chunk, shard=info.shard, order=config.data.order, batch_size=size,
+        predicted_samples_per_second=size / sum(cost.seconds_per_batch for cost in costs),
         samples_per_second=pace.samples / pace.seconds,
         bound=max(costs, key=lambda cost: cost.seconds_per_batch).bound,
-        predicted_requests_per_sample=sum(cost.requests_made_per_batch for cost in costs) / config.loader.batch_size,
+        predicted_requests_per_sample=sum(cost.requests_made_per_batch for cost in costs) / size,
         requests_per_sample=pace.per_sample("requests"), bytes_per_sample=pace.per_sample("bytes_read"),
-        mixing=None if config.data.order == "grid" else mixing, predicted_mixing=_predicted_mixing(config, costs),
+        mixing=None if predicted is None else mixing, predicted_mixing=predicted,
         first_batch_seconds=pace.first_seconds, batches=pace.batches, seconds=pace.seconds,
         requests_in_flight=config.loader.requests_in_flight, open_requests=opened, open_reason=reason,
     )  # fmt: skip
-
-
-def _predicted_mixing(config: Config, costs: Sequence[LayoutCost]) -> float | None:
-    """Of the variable that mixes worst; what has no window is read as random order."""
-    if config.data.order == "grid":
-        return None
-    return min(1.0 if cost.window is None else cost.window.mixing(config.loader.batch_size) for cost in costs)
 
 
 @dataclass(slots=True)
@@ -272,3 +268,153 @@ def _pace(loader: PatchLoader, left_out: int | None, seconds: float) -> _Pace:
     if passes == 1 and left_out is not None:
         pace.counts = {name: count - under_way[name] for name, count in pace.counts.items()}
     return pace
+
+
+NETWORKS = ("same region", "across the ocean", "home WiFi")
+_NETWORK_COLUMNS = (
+    ("", "network"), ("samples/s", "predicted"), ("samples/s", "measured"), ("samples/s", "ratio"), ("", "epoch"),
+    ("requests", "to the store"), ("requests", "from the cache"), ("", "bytes sent"), ("", "took"), ("", "price"),
+)  # fmt: skip
+_PRICE = len(_NETWORK_COLUMNS) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedEpoch:
+    """One epoch, as the cloud counted it."""
+
+    network: str
+    epoch: int
+    """From 1."""
+    reading: MeasuredReading
+    """How fast the store was read from there, before the first epoch."""
+    requests: int
+    cache_hits: int
+    """Reads that the cache of stored bytes answered, so that the store was not asked."""
+    sent_bytes: int
+    seconds: float
+    price: float
+    """Of the requests and the bytes, in the currency of the prices."""
+
+    def row(self) -> tuple[str, ...]:
+        """Its cells as text; the network and its speed stand beside its first epoch."""
+        rates = (format_count(self.reading.predicted_samples_per_second), format_count(self.reading.samples_per_second))
+        first = (self.network, *rates, f"{self.reading.ratio:.2f}") if self.epoch == 1 else ("",) * 4
+        counted = (str(self.epoch), format_count(self.requests), format_count(self.cache_hits))
+        return (*first, *counted, format_bytes(self.sent_bytes), format_seconds(self.seconds), f"{self.price:.3g}")
+
+
+class ServedEpochs(Sequence[ServedEpoch]):
+    """What was served, one row an epoch, networks in the order given."""
+
+    def __init__(self, epochs: Iterable[ServedEpoch]) -> None:
+        self._epochs = tuple(epochs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return ServedEpochs(self._epochs[index]) if isinstance(index, slice) else self._epochs[index]
+
+    def __len__(self) -> int:
+        return len(self._epochs)
+
+    @property
+    def sentences(self) -> list[str]:
+        """What the numbers say: how many times longer an epoch took, and what later epochs asked for."""
+        first = [one for one in self if one.epoch == 1]
+        near, far = (choose(first, key=lambda one: one.seconds) for choose in (min, max))
+        found = []
+        if len(first) > 1:
+            times = f"{far.seconds / near.seconds:.2g} times as long from {far.network!r} as from {near.network!r}"
+            found.append(f"an epoch took {times}")
+        for later in (one for one in self if one.epoch > 1):
+            asked = f"{format_count(later.requests)} requests, {format_count(later.cache_hits)} answered by the cache"
+            found.append(f"{later.network}, epoch {later.epoch}: {asked}")
+        return found
+
+    def _table(self) -> tuple[list[tuple[str, str]], list[tuple[str, ...]]]:
+        """Columns and rows, the price only where there is one."""
+        kept = len(_NETWORK_COLUMNS) if any(one.price for one in self) else _PRICE
+        return list(_NETWORK_COLUMNS[:kept]), [one.row()[:kept] for one in self]
+
+    def __repr__(self) -> str:
+        columns, rows = self._table()
+        return "\n".join([text_table([f"{group} {title}".strip() for group, title in columns], rows), *self.sentences])
+
+    def _repr_html_(self) -> str:
+        columns, rows = self._table()
+        groups, titles = zip(*columns, strict=True)
+        return html_table(titles, rows, dense=True, groups=groups) + html_list(self.sentences)
+
+
+def measure_networks(
+    config: Config, cloud: SimulatedCloud, networks: Sequence[str] | Mapping[str, float] = NETWORKS, *,
+    price_per_thousand_reads: float = 0.0, epochs: int = 1, seconds: float = 1.0,
+) -> ServedEpochs:  # fmt: skip
+    """Read one store over several networks: how fast, and what whole epochs ask of it and cost.
+
+    Args:
+        config: What reads it, and how. Its store lies in the cloud.
+        cloud: What `kit.cloud.simulate` gave. It is turned to every network, and back in the end.
+        networks: Presets of the cloud by name. A mapping gives each the price of a gigabyte that leaves the store.
+        price_per_thousand_reads: In the same currency.
+        epochs: Whole epochs over each network.
+        seconds: How long the speed is measured over each.
+
+    Returns:
+        A row for each network and epoch: samples per second, predicted and measured, requests, bytes, time and price.
+
+    Raises:
+        ConfigError: for an unknown preset, and a store that does not lie in this cloud.
+        PlanError: for no networks or epochs, and as `measure_reading`.
+        StoreError: for a store that cannot be opened or read.
+
+    Example:
+        >>> with kit.cloud.simulate("no limits") as cloud:
+        ...     there = ocean.replace({"data.url": cloud.url("bucket/ocean.zarr")})
+        ...     dataset = kit.build(there, progress=False)
+        ...     served = kit.data.measure_networks(there, cloud, ["same region"], seconds=0.2)
+        >>> [one.network for one in served]
+        ['same region']
+    """
+    prices = dict(networks) if isinstance(networks, Mapping) else dict.fromkeys(networks, 0.0)
+    if not prices or epochs < 1:
+        raise PlanError(f"{epochs} epochs over {len(prices)} networks measure nothing; give at least one of each")
+    for name in prices:
+        preset(name)
+    if cloud.address not in (endpoint_of(config.data.url), config.data.url[: len(cloud.address)]):
+        message = f"{redact(config.data.url)} is not in the cloud at {cloud.address}; use cloud.url('bucket/name')"
+        raise ConfigError([Problem("data.url", message)])
+    before, found = cloud.dials, list[ServedEpoch]()
+    try:
+        for name, price in prices.items():
+            there = cloud.turn(name).dials.apply(config)
+            reading = measure_reading(there.replace({"cache.size_bytes": 0}), seconds=seconds)[0]
+            found += _served(there, cloud, name, epochs, reading, (price_per_thousand_reads, price))
+    finally:
+        cloud.turn(**before.to_dict())
+    return ServedEpochs(found)
+
+
+def _served(
+    config: Config, cloud: SimulatedCloud, network: str, epochs: int, reading: MeasuredReading,
+    prices: tuple[float, float],
+) -> list[ServedEpoch]:  # fmt: skip
+    """Whole epochs through one loader, so that a later one finds what the cache kept."""
+    from kit.data.patches.module import PatchData
+
+    if cache := ReadCache.of(config.cache):
+        cache.forget()
+    data = PatchData(config.replace(_ALONE))
+    loader, found, hits = data.train_dataloader(), list[ServedEpoch](), 0
+    try:
+        for epoch in range(1, epochs + 1):
+            mark = cloud.counts()
+            for _ in loader:
+                pass
+            bill, all_hits = cloud.counts(since=mark), loader.counters()["read_cache_hits"]
+            found.append(ServedEpoch(
+                network=network, epoch=epoch, reading=reading, requests=bill.requests, cache_hits=all_hits - hits,
+                sent_bytes=bill.bytes_sent, seconds=bill.elapsed_seconds, price=bill.price(*prices),
+            ))  # fmt: skip
+            hits = all_hits
+    finally:
+        data.teardown()
+    return found

@@ -1,26 +1,18 @@
-"""RowOrder: which rows each batch of each rank holds, every row once an epoch. Pure numpy, no file.
+"""RowData: rows of an array as Lightning takes them: batches `(values, rows)`, each row once an epoch over all ranks.
 
-Rows are drawn one by one, or in blocks of `row_block` rows that lie together, `window_blocks` blocks mixed at a time: a
-disk gives a block in one read, and a chunk of a store is read once. The order is a function of (seed, epoch, position);
-positions are cut into global batches and these among the ranks as `SamplePlan` cuts a grid. So the same seed gives the
-same global batches whatever holds the rows, and 1 rank × 2B sees those of 2 ranks × B.
+`values` is what is in the rows, and `rows` which rows of the selection they are. Only batches ever go to the device,
+whatever holds the rows: an array in memory stays there. What is left to None is the config's, of a trial or a committed
+file (see `ConfiguredData`), and the default of `kit.Config()` elsewhere. It also works by itself:
+`for values, rows in kit.data.RowData("x.npy")` is an epoch.
 
-RowLoader: batches of rows with the numbers of the rows, read ahead as whole blocks (see `EpochLoader`).
+`RowOrder` says which rows each batch of each rank holds. Pure numpy, no file. Rows are drawn one by one, or in blocks
+of `row_block` rows that lie together, `window_blocks` blocks mixed at a time: a disk gives a block in one read, and a
+chunk of a store is read once. The order is a function of (seed, epoch, position); positions are cut into global batches
+and these among the ranks as `SamplePlan` cuts a grid. So the same seed gives the same global batches whatever holds the
+rows, and 1 rank × 2B sees those of 2 ranks × B.
 
-With `num_workers` 0 threads take the next batches while this one is trained on: taking rows runs outside Python's lock.
-A batch is `(values, rows)`: what is in the rows, and which rows of the selection they are.
-
-RowData: rows of an array as Lightning takes them: batches `(values, rows)`, each row once an epoch over all ranks.
-
-Only batches ever go to the device, whatever holds the rows: an array in memory stays there. What is left to None is the
-config's, of a trial or a committed file (see `ConfiguredData`), and the default of `kit.Config()` elsewhere. It also
-works by itself: `for values, rows in kit.RowData("x.npy")` is an epoch.
-
-read_rates: how fast rows come, from the page cache, at random from the disk, and in order.
-
-Measured on the rows themselves, by the loader that will read them, each way for a fraction of a second. What the page
-cache holds of the file is dropped first and filled as far as was read. Rows in memory and stores have one rate: what is
-cached of a store is the engine's own matter, so it is measured as it is found.
+`RowLoader` reads batches ahead, as whole blocks (see `EpochLoader`). With `num_workers` 0 threads take the next batches
+while this one is trained on: taking rows runs outside Python's lock.
 """
 
 from __future__ import annotations
@@ -30,10 +22,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +36,7 @@ from typing_extensions import override
 from kit.chunks.resources import DiskRates
 from kit.config import Config, Loader
 from kit.data.patches.loader import EpochLoader, EpochStream, pins, shared
-from kit.data.patches.module import ConfiguredData
+from kit.data.patches.module import ConfiguredData, loader_settings
 from kit.data.rows.page_cache import disk_read_bytes, drop_cached
 from kit.data.rows.rows import Rows, Which, open_rows
 from kit.data.rows.sources import ZarrRows
@@ -55,7 +46,16 @@ from kit.data.stream.engine import Spans
 from kit.errors import ConfigError, Problem
 from kit.units import format_bytes
 
+RowBatch = tuple[Tensor, Tensor]
+"""Values (samples, *columns) and rows (samples,) int64."""
 _OWN = ("shuffle", "row_block", "window_blocks")
+_MOST_THREADS = 4
+_DISK_SECONDS = 0.1
+"""Between two looks at how much was read from a disk."""
+_COUNTED = ("samples", "bytes_read", "disk_bytes")
+_SECONDS = 0.5
+_LEAST_BATCHES = 4
+_READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,19 @@ class RowOrder:
     """Rows that lie together and are drawn together."""
     window_blocks: int = 64
     """Blocks that are mixed with one another."""
+    first_row: int = 0
+    """Where these rows begin among all."""
 
     def __post_init__(self) -> None:
-        problems = [*_problems(self)]
+        problems = []
+        if self.row_block < 1 or self.window_blocks < 1:
+            message = f"{self.row_block} rows × {self.window_blocks} blocks: use at least 1 of each"
+            problems.append(Problem("row_block", message))
+        global_batch = self.batch_size * self.world_size
+        if global_batch > self.rows:
+            most = f"{self.rows // self.world_size or f'{self.rows} ranks'}"
+            message = f"{self.batch_size} rows × {self.world_size} ranks = {global_batch} do not fit {self.rows} rows"
+            problems.append(Problem("loader.batch_size", f"{message}; use at most {most}"))
         if problems:
             raise ConfigError(problems)
 
@@ -103,10 +113,16 @@ class RowOrder:
         Raises:
             IndexError: for a step or rank that there is not.
         """
-        if self.in_blocks:
-            run = self.plan.positions(step, rank)
-            return np.concatenate([*_in_blocks(self, epoch, run)])
-        return self.plan.batch(epoch, step, rank)[:, 0]
+        if not self.in_blocks:
+            return self.plan.batch(epoch, step, rank)[:, 0] + self.first_row
+        run, starts = self.plan.positions(step, rank), _block_order(self, epoch)[1]
+        first = int(np.searchsorted(starts, run.start, side="right")) - 1
+        stop = int(np.searchsorted(starts, run.stop, side="left"))
+        parts = []
+        for window in range(first, stop):
+            begin = int(starts[window])
+            parts.append(_window(self, epoch, window)[max(0, run.start - begin) : run.stop - begin])
+        return np.concatenate(parts) + self.first_row
 
     def identity(self) -> dict[str, Any]:
         """What decides the batches and their order, in plain values, for `step_after`."""
@@ -127,69 +143,24 @@ class RowOrder:
         return self.plan.step_after(other["plan"], step)
 
 
-def _problems(order: RowOrder) -> Iterator[Problem]:
-    """Why an order cannot be."""
-    if order.row_block < 1 or order.window_blocks < 1:
-        yield Problem("row_block", f"{order.row_block} rows × {order.window_blocks} blocks: use at least 1 of each")
-    whole = order.batch_size * order.world_size
-    if whole > order.rows:
-        most = order.rows // order.world_size
-        yield Problem(
-            "loader.batch_size",
-            f"{order.batch_size} rows × {order.world_size} ranks = {whole} do not fit {order.rows} rows; use at most "
-            + (f"{most}" if most else f"{order.rows} ranks"),
-        )
-
-
-def _in_blocks(order: RowOrder, epoch: int, run: range) -> Iterator[NDArray[np.int64]]:
-    """The rows at a run of positions, window by window."""
-    blocks = _blocks(order.rows, order.row_block, order.window_blocks, order.seed, epoch)
-    first = int(np.searchsorted(blocks.starts, run.start, side="right")) - 1
-    for window in range(first, len(blocks.starts)):
-        start = int(blocks.starts[window])
-        if start >= run.stop:
-            break
-        rows = blocks.window(window)
-        yield rows[max(0, run.start - start) : run.stop - start]
-
-
-class _Blocks:
-    """The blocks of one epoch, in windows."""
-
-    def __init__(self, rows: int, row_block: int, window_blocks: int, seed: int, epoch: int) -> None:
-        count = -(-rows // row_block)
-        self._rows, self._row_block, self._window_blocks, self._key = rows, row_block, window_blocks, (seed, epoch)
-        self._order = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(count)
-        sizes = np.minimum(rows - self._order * row_block, row_block)
-        self.starts = np.concatenate([[0], np.cumsum(sizes)])[:-1][::window_blocks]
-        """First position of each window."""
-        self._last: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
-
-    def window(self, number: int) -> NDArray[np.int64]:
-        """The rows of a window, in their order."""
-        kept, rows = self._last
-        if kept == number:
-            return rows
-        blocks = self._order[number * self._window_blocks :][: self._window_blocks]
-        rows = (blocks[:, None] * self._row_block + np.arange(self._row_block)).reshape(-1)
-        rows = rows[rows < self._rows]
-        mixed = np.random.Generator(np.random.Philox(np.random.SeedSequence([*self._key, number + 1])))
-        rows = mixed.permutation(rows)
-        self._last = number, rows
-        return rows
+@lru_cache(maxsize=2)
+def _block_order(order: RowOrder, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The row blocks of an epoch in their order, and the first position of each window of them."""
+    blocks = _generator(order.seed, epoch).permutation(-(-order.rows // order.row_block))
+    sizes = np.minimum(order.rows - blocks * order.row_block, order.row_block)
+    return blocks, (np.cumsum(sizes) - sizes)[:: order.window_blocks]
 
 
 @lru_cache(maxsize=2)
-def _blocks(rows: int, row_block: int, window_blocks: int, seed: int, epoch: int) -> _Blocks:
-    return _Blocks(rows, row_block, window_blocks, seed, epoch)
+def _window(order: RowOrder, epoch: int, number: int) -> NDArray[np.int64]:
+    """The rows of a window, in their order."""
+    blocks = _block_order(order, epoch)[0][number * order.window_blocks :][: order.window_blocks]
+    rows = (blocks[:, None] * order.row_block + np.arange(order.row_block)).reshape(-1)
+    return _generator(order.seed, epoch, number + 1).permutation(rows[rows < order.rows])
 
 
-RowBatch = tuple[Tensor, Tensor]
-"""Values (samples, *columns) and rows (samples,) int64."""
-_MOST_THREADS = 4
-_DISK_SECONDS = 0.1
-"""Between two looks at how much was read from a disk."""
-_COUNTED = ("samples", "bytes_read", "disk_bytes")
+def _generator(*words: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
 
 
 class RowLoader(EpochLoader[RowBatch]):
@@ -206,18 +177,31 @@ class RowLoader(EpochLoader[RowBatch]):
     """
 
     def __init__(self, rows: Rows, order: RowOrder, settings: Loader, *, rank: int = 0) -> None:
-        _refuse_too_little_memory(rows, order, settings)
+        processes = max(1, settings.num_workers)
+        batches = (settings.prefetch_factor if settings.num_workers else settings.batches_ahead) + 2
+        needed_bytes = processes * batches * order.batch_size * rows.delivered_row_bytes
+        if needed_bytes > settings.memory_bytes:
+            each = f" in each of {processes} processes" if settings.num_workers else ""
+            message = (
+                f"{format_bytes(settings.memory_bytes)} cannot hold {batches} batches of {order.batch_size} rows of "
+                f"{format_bytes(rows.delivered_row_bytes)}{each}; use at least {format_bytes(needed_bytes)}, or a "
+                "smaller loader.batch_size"
+            )
+            raise ConfigError([Problem("loader.memory_bytes", message)])
         memory.refuse_too_little(settings, order.batch_size * rows.delivered_row_bytes)
         self.rows, self.order = rows, order
-        self._blocks = _Stream(rows, order, rank, settings)
-        super().__init__(order, settings, self._blocks, rank)
+        stream = _Stream(rows, order, rank, settings)
+        self._counts = stream.counts
+        super().__init__(order, settings, stream, rank)
 
     def counters(self) -> dict[str, int]:
         """Since the loader was made, over all its processes: rows delivered, their bytes, and bytes from a disk.
 
-        The last are all that the process has read, whatever for; 0 where the system does not tell.
+        The last are all that the process has read, whatever for, and 0 where the system does not tell; of a file whose
+        page cache is held small, the pages that it no longer held.
         """
-        return self._blocks.counters()
+        totals: list[int] = self._counts.sum(0).tolist()
+        return dict(zip(_COUNTED, totals, strict=True))
 
 
 class _Stream(EpochStream[RowBatch]):
@@ -225,11 +209,14 @@ class _Stream(EpochStream[RowBatch]):
         super().__init__(order, settings.num_workers)
         self._rows, self._order, self._rank, self._settings = rows, order, rank, settings
         self._spans = Spans()
-        self._counts = torch.zeros((max(1, settings.num_workers), len(_COUNTED)), dtype=torch.int64)
+        processes = max(1, settings.num_workers)
+        self.counts = torch.zeros((processes, len(_COUNTED)), dtype=torch.int64)
         if settings.num_workers:
-            self._counts = shared(self._counts)
-        if isinstance(rows.source, ZarrRows):
-            rows.source.settings = _share_of(settings)
+            self.counts = shared(self.counts)
+        if isinstance(rows.source, ZarrRows):  # what one of the processes may use
+            shares = {name: getattr(settings, name) // processes for name in ("cache_bytes", "memory_bytes")}
+            shares["requests_in_flight"] = max(1, settings.requests_in_flight // processes)
+            rows.source.settings = settings.model_copy(update=shares)
 
     @property
     def spans(self) -> Spans:
@@ -240,42 +227,42 @@ class _Stream(EpochStream[RowBatch]):
 
     def __iter__(self) -> Iterator[RowBatch]:
         worker, steps = self.steps()
-        epoch, from_disk = int(self.epoch), disk_read_bytes()
-        batches = (self._read(epoch, step) for step in steps) if worker is not None else self._ahead(epoch, steps)
-        counts = self._counts[worker or 0].numpy()
+        epoch, from_disk = int(self.epoch), self._disk_bytes()
+        batches = self._ahead(epoch, steps) if worker is None else (self._read(epoch, step) for step in steps)
+        counts = self.counts[worker or 0].numpy()
         looked = time.monotonic()
         try:
             for values, rows in batches:
                 counts[0] += len(rows)
                 counts[1] += len(rows) * self._rows.row_bytes
                 if time.monotonic() - looked > _DISK_SECONDS:  # each look opens a file
-                    now, looked = disk_read_bytes(), time.monotonic()
+                    now, looked = self._disk_bytes(), time.monotonic()
                     counts[2] += now - from_disk
                     from_disk = now
                 yield values, rows
         finally:
-            counts[2] += disk_read_bytes() - from_disk
+            counts[2] += self._disk_bytes() - from_disk
 
-    def _read(self, epoch: int, step: int) -> RowBatch:
-        rows = self._order.batch(epoch, step, self._rank)
-        return self._rows.take(rows), torch.from_numpy(rows)
+    def _disk_bytes(self) -> int:
+        missed = self._rows.source.missed_bytes
+        return disk_read_bytes() if missed is None else missed
 
-    def _read_pinned(self, epoch: int, step: int) -> RowBatch:
-        values, rows = self._read(epoch, step)
-        return values.pin_memory(), rows.pin_memory()
+    def _read(self, epoch: int, step: int, pinned: bool = False) -> RowBatch:
+        numbers = self._order.batch(epoch, step, self._rank)
+        values, rows = self._rows.take(numbers), torch.from_numpy(numbers)
+        return (values.pin_memory(), rows.pin_memory()) if pinned else (values, rows)
 
     def _ahead(self, epoch: int, steps: range) -> Iterator[RowBatch]:
-        """Batches in order, several being read before they are asked for."""
-        read = self._read_pinned if pins(self._settings) else self._read
-        ahead = self._settings.batches_ahead
+        """Batches in order, several being read before they are needed."""
+        ahead, pinned = self._settings.batches_ahead, pins(self._settings)
         if not ahead:
-            yield from (read(epoch, step) for step in steps)
+            yield from (self._read(epoch, step, pinned) for step in steps)
             return
         waiting: deque[Future[RowBatch]] = deque()
         pool = ThreadPoolExecutor(min(ahead, _MOST_THREADS), "kit-rows")
         try:
             for step in steps:
-                waiting.append(pool.submit(read, epoch, step))
+                waiting.append(pool.submit(self._read, epoch, step, pinned))
                 self._spans.follow(waiting[-1])
                 if len(waiting) > ahead:
                     yield self._next(waiting)
@@ -290,33 +277,6 @@ class _Stream(EpochStream[RowBatch]):
         self._spans.hand_over()
         return batch
 
-    def counters(self) -> dict[str, int]:
-        totals: list[int] = self._counts.sum(0).tolist()
-        return dict(zip(_COUNTED, totals, strict=True))
-
-
-def _share_of(settings: Loader) -> Loader:
-    """What one of the processes may use."""
-    processes = max(1, settings.num_workers)
-    shares = {name: getattr(settings, name) // processes for name in ("cache_bytes", "memory_bytes")}
-    requests = max(1, settings.requests_in_flight // processes)
-    return settings.model_copy(update={**shares, "requests_in_flight": requests})
-
-
-def _refuse_too_little_memory(rows: Rows, order: RowOrder, settings: Loader) -> None:
-    """Raises: ConfigError: when the batches held at once do not fit `loader.memory_bytes`."""
-    processes = max(1, settings.num_workers)
-    held = (settings.prefetch_factor if settings.num_workers else settings.batches_ahead) + 2
-    needed = processes * held * order.batch_size * rows.delivered_row_bytes
-    if needed > settings.memory_bytes:
-        each = f" in each of {processes} processes" if settings.num_workers else ""
-        message = (
-            f"{format_bytes(settings.memory_bytes)} cannot hold {held} batches of {order.batch_size} rows of "
-            f"{format_bytes(rows.delivered_row_bytes)}{each}; use at least {format_bytes(needed)}, or a smaller "
-            "loader.batch_size"
-        )
-        raise ConfigError([Problem("loader.memory_bytes", message)])
-
 
 class RowData(ConfiguredData):
     """Rows of a `.npy` or `.pt` file, a Zarr array, or numbers in memory.
@@ -324,7 +284,7 @@ class RowData(ConfiguredData):
     World size and rank are the trainer's, or 1 and 0 without one.
 
     Args:
-        source: What `kit.open_rows` takes.
+        source: What `kit.data.open_rows` takes.
         indices: Rows to take, counted from 0 in this order; None for all.
         batch_size: Rows per batch on each device.
         shuffle: Whether each epoch has an order of its own.
@@ -344,7 +304,7 @@ class RowData(ConfiguredData):
         strict: As `data.strict`, for a Zarr array: a chunk that is absent from the store is an error.
 
     Raises:
-        MissingRowsError, RowsError, ConfigError, StoreError: as `kit.open_rows`, and for settings that are out of
+        MissingRowsError, RowsError, ConfigError, StoreError: as `kit.data.open_rows`, and for settings that are out of
             bounds.
     """
 
@@ -400,10 +360,18 @@ class RowData(ConfiguredData):
         """
         loader = self.config.loader
         return RowOrder(
-            rows=len(self.rows), batch_size=loader.batch_size, world_size=world_size, seed=self.config.training.seed,
+            rows=self._training_rows, batch_size=loader.batch_size, world_size=world_size,
+            seed=self.config.training.seed,
             shuffle=loader.shuffle, drop_last=loader.drop_last, row_block=self.row_block,
             window_blocks=self.window_blocks,
         )  # fmt: skip
+
+    @property
+    def _training_rows(self) -> int:
+        """Rows before those that are kept for validation, in whole row blocks."""
+        rows, fraction = len(self.rows), self.config.data.validation_fraction
+        border = round(rows * (1 - fraction) / self.row_block) * self.row_block if fraction else rows
+        return min(max(border, 1), rows - 1) if fraction else rows
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -421,8 +389,21 @@ class RowData(ConfiguredData):
         self._use_committed()
         world_size, rank = self.ranks
         self._close()
-        self.loader = RowLoader(self._kept or self.rows, self.order(world_size), self.config.loader, rank=rank)
+        settings, _ = loader_settings(self.config)
+        self.loader = RowLoader(self._kept or self.rows, self.order(world_size), settings, rank=rank)
         return self.loader
+
+    @override
+    def _validation_batches(self) -> RowLoader:
+        world_size, rank = self.ranks
+        first, (_, settings) = self._training_rows, loader_settings(self.config)
+        rows = len(self.rows) - first
+        size = max(1, min(self.config.loader.batch_size, rows // world_size))
+        order = replace(
+            self.order(world_size), rows=rows, first_row=first, batch_size=size, shuffle=False, drop_last=False
+        )
+        self.validation_loader = RowLoader(self._kept or self.rows, order, settings, rank=rank)
+        return self.validation_loader
 
     # -- by itself
 
@@ -434,7 +415,7 @@ class RowData(ConfiguredData):
         self._own().set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the pass under way has come, for `load_state_dict`; empty in a Trainer, which asks its loader."""
+        """How far the pass under way has come, for `load_state_dict`; empty in a Trainer, which saves its loader's."""
         return {} if self.loader is None or self.trainer is not None else self.loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -458,13 +439,12 @@ class RowData(ConfiguredData):
         return self.loader or self.train_dataloader()
 
 
-_SECONDS = 0.5
-_LEAST_BATCHES = 4
-_READ_BYTES = 1 << 22
-
-
 def read_rates(rows: Rows, order: RowOrder, settings: Loader) -> DiskRates:
-    """Bytes per second, as stored, of the batches of one rank.
+    """How fast rows come, as stored: from the page cache, at random from the disk, and in order.
+
+    Measured on the rows themselves, by the loader that will read them, each way for a fraction of a second. What the
+    page cache holds of the file is dropped first and filled as far as was read. Rows in memory and stores have one
+    rate: what is cached of a store is the engine's own matter, so it is measured as it is found.
 
     Raises:
         StoreError: when the rows cannot be read.
@@ -481,7 +461,11 @@ def read_rates(rows: Rows, order: RowOrder, settings: Loader) -> DiskRates:
         warm, _ = _rate(loader, batches)
         rows.close()
         drop_cached(rows.file)
-        ordered = _in_order(rows.file)
+        done, began, block = 0, time.perf_counter(), bytearray(_READ_BYTES)
+        with rows.file.open("rb", buffering=0) as file:
+            while (count := file.readinto(block)) and time.perf_counter() - began < _SECONDS:
+                done += count
+        ordered = max(done, 1) / max(time.perf_counter() - began, 1e-9)
     finally:
         loader.close()
     return DiskRates(memory_bytes_per_second=warm, random_bytes_per_second=cold, ordered_bytes_per_second=ordered)
@@ -497,13 +481,3 @@ def _rate(loader: RowLoader, batches: int = 0) -> tuple[float, int]:
         if not batches and number >= _LEAST_BATCHES and time.perf_counter() - began > _SECONDS:
             break
     return taken / max(time.perf_counter() - began, 1e-9), number
-
-
-def _in_order(file: Path) -> float:
-    """Bytes per second of reading a file from its beginning."""
-    done, began = 0, time.perf_counter()
-    block = bytearray(_READ_BYTES)
-    with file.open("rb", buffering=0) as opened:
-        while (count := opened.readinto(block)) and time.perf_counter() - began < _SECONDS:
-            done += count
-    return max(done, 1) / max(time.perf_counter() - began, 1e-9)

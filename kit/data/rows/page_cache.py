@@ -1,32 +1,28 @@
-"""The page cache: how much of a file the system keeps in memory, and a way to keep less of it.
-
-A mapped file is read by page; a page that was read stays in memory until something else needs it, and is read from
-there. What is kept is no memory of any process, and is given up before any process is refused. `LimitedTable` plays a
-machine with less memory: it drops the pages read longest ago once more than so many bytes of a file were read, so that
-reading them again is a read of the disk. Elsewhere than on Linux nothing is known and nothing dropped.
-
-Gather: rows of a table copied out as one block, whatever their order, without a loop over them.
+"""Rows as bytes: gathered from memory or a mapped file, with more or less of the page cache; and their types.
 
 A table is the bytes of an array, `(row, byte)`, in memory or mapped from a file: one shape for every type of number,
-also those that numpy does not know. Neighbours in order are copied as one slice, all else by one indexed copy, during
-which other threads run.
+also those that numpy does not know. `gather` copies rows out as one block, whatever their order, without a loop over
+them and while other threads run.
 
-Kinds: which numbers rows may hold, and as which they are delivered.
+A mapped file is read by page; a page that was read stays in memory (the page cache) until something else needs it, and
+is read from there. It is no memory of any process, and is given up before any process is refused. `LimitedTable` plays
+a machine with less memory: it drops the pages read longest ago once more than so many bytes of a file were read, so
+that reading them again is a read of the disk. Elsewhere than on Linux nothing is known and nothing dropped.
 
-Floats are delivered as float32 unless told otherwise, whole numbers and bool as they are stored. Unsigned types that
-torch hardly computes with are widened, so that no value is lost (uint16 to int32, uint32 to int64). Complex numbers,
-text, Python objects and uint64 are refused, and so is a type asked for that could not hold what is stored.
+Floats are delivered as float32 by default, whole numbers and bool as they are stored. Unsigned types that torch hardly
+computes with are widened, so that no value is lost (uint16 to int32, uint32 to int64). Complex numbers, text, Python
+objects and uint64 are refused, and so is a type that could not hold what is stored.
 """
 
 from __future__ import annotations
 
 import ctypes
-import difflib
 import functools
 import mmap
 import os
 import resource
 import threading
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -36,13 +32,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kit.errors import ConfigError, Problem, RowsError
+from kit.errors import ConfigError, Problem, RowsError, did_you_mean
 from kit.machine.processes import LINUX
 
 PAGE_BYTES = mmap.PAGESIZE
 _MADV_WILLNEED = 3
-_QUIET_BLOCKS = 8
-_READ_AT_ONCE_BYTES = 1 << 22
+_BLOCKS_FROM_MEMORY = 8
 
 
 def cached_bytes(file: Path) -> int | None:
@@ -68,16 +63,8 @@ def drop_cached(file: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def fill_cache(file: Path) -> None:
-    """Read a file once, so that the system keeps what it has room for."""
-    with file.open("rb", buffering=0) as opened:
-        block = bytearray(_READ_AT_ONCE_BYTES)
-        while opened.readinto(block):
-            pass
-
-
 def disk_read_bytes() -> int:
-    """What this process has had read from disks so far, ahead of its wishes too; 0 where the system does not tell."""
+    """What this process has had read from disks so far, read-ahead too; 0 where the system does not tell."""
     if not LINUX:
         return 0
     try:
@@ -88,53 +75,43 @@ def disk_read_bytes() -> int:
 
 
 class MappedTable:
-    """A table mapped from a file, read as if it were in memory, and asked for in time where it is not.
+    """A table mapped from a file, read as if it were in memory, and prefetched where it is not.
 
     A row that is not in memory would be read page by page, each page with its neighbours, while everything waits. So
-    the rows of a block are asked for together first, as long as anything comes from the disk; asking costs more than
-    reading where nothing does, and stops then.
+    the rows of a block are prefetched together (madvise), as long as anything comes from the disk; where nothing does,
+    prefetching costs more than reading, and stops.
     """
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        self._asking = LINUX
-        self._quiet = 0
+        self._prefetching = LINUX
+        self._from_memory = 0
         """Blocks in a row for which the disk was not read."""
 
     def gather(self, rows: NDArray[np.int64]) -> Table:
         """The bytes of `rows`, in their order, in memory of their own."""
-        if not self._asking:
-            before = _waits()
+        if not self._prefetching:
+            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt  # waits for a page to come from a disk
             block = gather(self.table, rows)
-            self._asking = _waits() > before
+            self._prefetching = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt > faults
             return block
         read = disk_read_bytes()
-        self._ask(rows)
-        block = gather(self.table, rows)
-        self._quiet = 0 if disk_read_bytes() > read else self._quiet + 1
-        if self._quiet >= _QUIET_BLOCKS:
-            self._asking, self._quiet = False, 0
-        return block
-
-    def _ask(self, rows: NDArray[np.int64]) -> None:
-        base, row_bytes = self.table.ctypes.data, self.table.shape[1]
-        runs = runs_of(np.unique(rows)) * row_bytes + base
+        runs = runs_of(np.unique(rows)) * self.table.shape[1] + self.table.ctypes.data
         runs[:, 0] -= runs[:, 0] % PAGE_BYTES
-        advise = _libc().madvise
         for first, last in runs.tolist():
-            advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_WILLNEED)
-
-
-def _waits() -> int:
-    """Times that this thread has waited for a page to come from a disk."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+            _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_WILLNEED)
+        block = gather(self.table, rows)
+        self._from_memory = 0 if disk_read_bytes() > read else self._from_memory + 1
+        if self._from_memory >= _BLOCKS_FROM_MEMORY:
+            self._prefetching, self._from_memory = False, 0
+        return block
 
 
 class LimitedTable:
     """A table in a file of which the page cache keeps no more than it may: the least recently read is dropped first.
 
-    It is read, not mapped, since the system keeps every page that a process has mapped. The rows of a block are asked
-    for together, and read run by run.
+    It is read, not mapped, since the system keeps every page that a process has mapped. The rows of a block are
+    prefetched together, and read run by run.
 
     Args:
         file: The file that the table lies in.
@@ -147,44 +124,45 @@ class LimitedTable:
         self._row_bytes = table.shape[1]
         self._offset = size - table.nbytes if file.suffix == ".npy" else _offset_of(table.ctypes.data)
         self._most_pages = max(1, limit_bytes // PAGE_BYTES)
-        self._descriptor = _Descriptor(file)
-        self._advise(0, 0, "POSIX_FADV_RANDOM")  # nothing but what is asked for
+        self._descriptor = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._advise(0, 0, "POSIX_FADV_RANDOM")  # no read-ahead
         self._advise(0, 0, "POSIX_FADV_DONTNEED")  # what is kept is counted from here on
         self._last_read = np.full(-(-size // PAGE_BYTES), -1, np.int32)
         """Number of the block that read each page last; -1 for pages not kept."""
         self._blocks: deque[tuple[int, NDArray[np.int64]]] = deque()
         self._number = self._kept = 0
+        self.missed_bytes = 0
+        """Of pages that were asked for and not kept: what the machine that is played reads from its disk."""
         self._lock = threading.Lock()
 
     def gather(self, rows: NDArray[np.int64]) -> Table:
         """The bytes of `rows`, in their order, in memory of their own."""
         distinct, places = np.unique(rows, return_inverse=True)
-        block, done = np.empty((len(distinct), self._row_bytes), np.uint8), 0
-        runs = runs_of(distinct).tolist()
-        for first, last in runs:
-            self._advise(
-                self._offset + first * self._row_bytes, (last - first) * self._row_bytes, "POSIX_FADV_WILLNEED"
-            )
-        for first, last in runs:
-            part = block[done : done + last - first]
-            self._read(part, self._offset + first * self._row_bytes)
-            done += last - first
-        self._touched(distinct)
+        block = np.empty((len(distinct), self._row_bytes), np.uint8)
+        spans = runs_of(distinct) * self._row_bytes + self._offset
+        for first, last in spans.tolist():
+            self._advise(first, last - first, "POSIX_FADV_WILLNEED")
+        view = memoryview(block.reshape(-1).data)
+        for first, last in spans.tolist():
+            while first < last:
+                count = os.preadv(self._descriptor, [view[: last - first]], first)
+                if not count:
+                    raise OSError(f"the file ends before byte {first}: it was cut short since it was opened")
+                view, first = view[count:], first + count
+        self._drop_others(distinct)
         return block[places]
 
-    def _read(self, part: Table, offset: int) -> None:
-        view = memoryview(part.reshape(-1).data)
-        while len(view):
-            count = os.preadv(self._descriptor.number, [view], offset)
-            if not count:
-                raise OSError(f"the file ends before byte {offset}: it was cut short since it was opened")
-            view, offset = view[count:], offset + count
-
-    def _touched(self, rows: NDArray[np.int64]) -> None:
-        """These rows were read; what is too much is dropped."""
-        pages = self._pages(rows)
+    def _drop_others(self, rows: NDArray[np.int64]) -> None:
+        """Note that these rows were read last, and drop the pages read longest ago that are too many."""
+        first = (self._offset + rows * self._row_bytes) // PAGE_BYTES
+        counts = (self._offset + (rows + 1) * self._row_bytes - 1) // PAGE_BYTES - first + 1
+        starts = np.repeat(first - np.cumsum(counts) + counts, counts)
+        pages = np.unique(starts + np.arange(int(counts.sum()), dtype=np.int64))
         with self._lock:
-            self._kept += int((self._last_read[pages] < 0).sum())
+            missed = int((self._last_read[pages] < 0).sum())
+            self._kept += missed
+            self.missed_bytes += missed * PAGE_BYTES
             self._last_read[pages] = self._number
             self._blocks.append((self._number, pages))
             self._number += 1
@@ -193,30 +171,12 @@ class LimitedTable:
                 stale = old[self._last_read[old] == number]
                 self._last_read[stale] = -1
                 self._kept -= len(stale)
-                for first, last in (runs_of(stale) * PAGE_BYTES).tolist():
-                    self._advise(first, last - first, "POSIX_FADV_DONTNEED")
-
-    def _pages(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Every page of the file that the rows lie on, sorted."""
-        first = (self._offset + rows * self._row_bytes) // PAGE_BYTES
-        last = (self._offset + (rows + 1) * self._row_bytes - 1) // PAGE_BYTES
-        spans = last - first + 1
-        starts = np.repeat(first - np.cumsum(spans) + spans, spans)
-        return np.unique(starts + np.arange(int(spans.sum()), dtype=np.int64))
+                for begin, end in (runs_of(stale) * PAGE_BYTES).tolist():
+                    self._advise(begin, end - begin, "POSIX_FADV_DONTNEED")
 
     def _advise(self, offset: int, length: int, what: str) -> None:
         if LINUX:
-            os.posix_fadvise(self._descriptor.number, offset, length, getattr(os, what))
-
-
-class _Descriptor:
-    """An open file that is closed with its owner."""
-
-    def __init__(self, file: Path) -> None:
-        self.number = os.open(file, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        os.close(self.number)
+            os.posix_fadvise(self._descriptor, offset, length, getattr(os, what))
 
 
 def _offset_of(address: int) -> int:
@@ -258,12 +218,9 @@ def gather(table: Table, rows: NDArray[np.int64]) -> Table:
 
 def runs_of(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     """Sorted distinct numbers as runs `(run, [first, last + 1])`."""
-    if not len(numbers):
-        return np.empty((0, 2), np.int64)
-    breaks = np.flatnonzero(np.diff(numbers) != 1)
-    first = numbers[np.concatenate([[0], breaks + 1])]
-    last = numbers[np.concatenate([breaks, [len(numbers) - 1]])]
-    return np.stack([first, last + 1], axis=1)
+    begins = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
+    ends = np.append(begins[1:], len(numbers)) - 1 if len(numbers) else begins
+    return np.stack([numbers[begins], numbers[ends] + 1], axis=1)
 
 
 def tensor_of(block: Table, dtype: torch.dtype, columns: tuple[int, ...]) -> Tensor:
@@ -276,7 +233,7 @@ def tensor_of(block: Table, dtype: torch.dtype, columns: tuple[int, ...]) -> Ten
 _WIDENED = {"uint16": "int32", "uint32": "int64"}
 _PLAIN = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 DELIVERED = (*_PLAIN, "bfloat16")
-"""Names of the types that rows can be asked for in."""
+"""Names of the types that rows can be delivered in."""
 
 
 def plain_dtype(stored: np.dtype[np.generic], place: str) -> np.dtype[np.generic]:
@@ -292,7 +249,7 @@ def plain_dtype(stored: np.dtype[np.generic], place: str) -> np.dtype[np.generic
     return np.dtype(name)
 
 
-def delivered_dtype(stored: torch.dtype, asked: str | None, place: str) -> torch.dtype:
+def delivered_dtype(stored: torch.dtype, requested: str | None, place: str) -> torch.dtype:
     """What rows are delivered as.
 
     Raises:
@@ -301,17 +258,16 @@ def delivered_dtype(stored: torch.dtype, asked: str | None, place: str) -> torch
     """
     if stored.is_complex or not (stored.is_floating_point or name_of(stored) in _PLAIN):
         raise RowsError(f"{place} holds {name_of(stored)}, which is no real number; rows are bool, integers or floats")
-    if asked is None:
+    if requested is None:
         return torch.float32 if stored.is_floating_point else stored
-    if asked not in DELIVERED:
-        close = difflib.get_close_matches(str(asked), DELIVERED, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(DELIVERED)}"
-        raise ConfigError([Problem("dtype", f"{asked!r} is no type that rows are delivered in; {hint}")])
-    wanted: torch.dtype = getattr(torch, asked)
-    if not wanted.is_floating_point and torch.promote_types(stored, wanted) != wanted:
-        message = f"{asked} cannot hold the {name_of(stored)} of {place}; use {name_of(stored)}, or a float"
+    if requested not in DELIVERED:
+        hint = did_you_mean(requested, DELIVERED, "use one of {}")
+        raise ConfigError([Problem("dtype", f"{requested!r} is no type that rows are delivered in{hint}")])
+    delivered: torch.dtype = getattr(torch, requested)
+    if not delivered.is_floating_point and torch.promote_types(stored, delivered) != delivered:
+        message = f"{requested} cannot hold the {name_of(stored)} of {place}; use {name_of(stored)}, or a float"
         raise ConfigError([Problem("dtype", message)])
-    return wanted
+    return delivered
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -28,11 +28,11 @@ from kit.units import format_bytes, parse_bytes
 
 Which = Sequence[int] | NDArray[Any] | Tensor | range | slice
 """Row numbers, in any order; some may come twice."""
-_FILES = {".npy": NpyRows, ".pt": TorchRows, ".pth": TorchRows}
+_FILES: dict[str, type[NpyRows] | type[TorchRows]] = {".npy": NpyRows, ".pt": TorchRows, ".pth": TorchRows}
 
 
 class Rows:
-    """Rows of numbers, `(rows, *columns)`, read when they are asked for.
+    """Rows of numbers, `(rows, *columns)`, read when they are taken.
 
     Args:
         source: Where they are.
@@ -95,7 +95,7 @@ class Rows:
         return self.source.file
 
     def take(self, rows: Which) -> Tensor:
-        """These rows, `(samples, *columns)`, in the order asked, as a block of their own on the CPU.
+        """These rows, `(samples, *columns)`, in the order given, as a new block on the CPU.
 
         Raises:
             IndexError: for a row that there is not.
@@ -175,25 +175,33 @@ def open_rows(
     page_cache_bytes: int | str = 0,
     strict: bool = False,
 ) -> Rows:
-    """The rows of an array, without reading one.
+    """Open an array as rows, without reading one.
 
     Args:
-        place: A `.npy` file, a `.pt` or `.pth` file with one tensor, a Zarr array or its group (path or URL), numbers
+        place: A `.npy` file, a `.pt` or `.pth` file with one tensor, a Zarr array or its group (path or URL), an array
             in memory, or rows already open. A relative path starts at the project folder.
-        indices: Rows to take, in this order; None for all.
-        dtype: Name of the type they are delivered in, such as "float64"; None for float32 of floats, and whole numbers
+        indices: Rows to take, in this order. None takes all.
+        dtype: Type that rows are delivered in, such as "float64". None delivers floats as float32 and whole numbers
             as they are.
         variable: Name of the array in a Zarr group of several.
         credentials: As `data.credentials`, for a URL.
-        page_cache_bytes: What the page cache may keep of a mapped file, the least recently read dropped first: with it
-            a machine plays one of less memory. 0 leaves the cache alone.
+        page_cache_bytes: How much of a mapped file the page cache may keep, so that this machine stands in for one
+            with less memory. 0 does not limit it.
         strict: As `data.strict`, for a Zarr array.
+
+    Returns:
+        The rows: `shape` is (rows, *columns), and indexing reads.
 
     Raises:
         MissingRowsError: when there is nothing at the place.
-        RowsError: for what is no array of numbers, cut short, empty, or stored column by column.
+        RowsError: for what is no array of numbers, truncated, empty, or stored column by column.
         ConfigError: for no index at all, one outside the array, and a type that cannot hold the numbers.
         StoreError: when a store cannot be reached.
+
+    Example:
+        >>> rows = kit.data.open_rows(numpy.ones((10, 3)))
+        >>> rows.shape
+        (10, 3)
     """
     if isinstance(place, Rows):
         chosen = place if indices is None else place.subset(indices)
@@ -205,20 +213,16 @@ def open_rows(
         message = f"{type(place).__name__} is no place; give a path, a URL, a tensor or an array"
         raise ConfigError([Problem("source", message)])
     url = resolve_url(fspath(given))
-    folder = local_folder(url)
-    if folder is not None and (folder.suffix in _FILES or folder.is_file()):
-        return Rows(_open_file(folder, parse_bytes(page_cache_bytes)), indices, dtype)
-    if folder is None and Path(url).suffix in _FILES:
+    file = local_folder(url)
+    if file is not None and (file.suffix in _FILES or file.is_file()):
+        if not file.exists():
+            raise MissingRowsError(f"{file} does not exist{near(file) or '; write it with kit.data.write_rows'}")
+        if file.suffix not in _FILES:
+            raise RowsError(f"{file} is no .npy, .pt or .pth file; those are mapped, and a Zarr array is a folder")
+        return Rows(_FILES[file.suffix](file, parse_bytes(page_cache_bytes)), indices, dtype)
+    if file is None and Path(url).suffix in _FILES:
         raise RowsError(
-            f"{redact(url)}: files are mapped from a disk; bring it there with kit.download_once(url, path), or write "
-            "its rows to a Zarr store with kit.write_rows, which is read where it is"
+            f"{redact(url)}: files are mapped from a disk; bring it there with kit.data.download_once(url, path), "
+            "or write its rows to a Zarr store with kit.data.write_rows, which is read where it is"
         )
     return Rows(ZarrRows(url, credentials, variable, strict), indices, dtype)
-
-
-def _open_file(file: Path, page_cache_bytes: int) -> RowSource:
-    if not file.exists():
-        raise MissingRowsError(f"{file} does not exist{near(file) or '; write it with kit.write_rows'}")
-    if file.suffix not in _FILES:
-        raise RowsError(f"{file} is no .npy, .pt or .pth file; those are mapped, and a Zarr array is a folder")
-    return _FILES[file.suffix](file, page_cache_bytes)

@@ -4,16 +4,14 @@ A source knows shape and type when it is made, and holds no handle until it is r
 pickles. Files are mapped, never unpickled: nothing in them runs. What is not whole, of the wrong content, empty, or
 stored column by column is refused when the source is made.
 
-ZarrRows: the rows of a Zarr array, at a path or a URL, read by kit's own engine: each chunk once for a batch.
-
-A missing or damaged chunk of a store that kit wrote is an error that names it, never zeros; in any other store an
-object that is not there reads as fill values, as Zarr says, and each process warns of it once. Numbers come as they are
-stored; an array that is packed by `scale_factor` or `add_offset` is refused, since its numbers are not its values.
+A Zarr array is read by kit's own engine, each chunk once for a batch. A missing or damaged chunk of a store that kit
+wrote is an error that names it, never zeros; in any other store an object that is not there reads as fill values, as
+Zarr says, and each process warns of it once. An array that is packed by `scale_factor` or `add_offset` is refused,
+since its numbers are not its values.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import pickle
@@ -21,14 +19,16 @@ import struct
 import threading
 import warnings
 import zipfile
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import zarr
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from kit.config import Loader
 from kit.data.dataset import ArrayInfo, Dataset, open_dataset
@@ -36,15 +36,15 @@ from kit.data.rows.page_cache import LimitedTable, MappedTable, Table, gather, n
 from kit.data.stores.transfer import absent_chunks
 from kit.data.stores.url import local_folder, open_store, redact, resolve_url, store_error
 from kit.data.stream.engine import Engine
-from kit.errors import KitWarning, MissingRowsError, RowsError, StoreError
+from kit.errors import KitWarning, MissingRowsError, RowsError, StoreError, did_you_mean, first_line
 
 
-class RowSource(Protocol):
+class RowSource(ABC):
     """Whole rows by their numbers."""
 
     place: str
     """Where they are, without secrets."""
-    note: str
+    note: str = ""
     """What a reader should know, such as that a file could not be mapped; empty for nothing."""
     shape: tuple[int, ...]
     """(rows, *columns)."""
@@ -54,21 +54,24 @@ class RowSource(Protocol):
     """What `read` gives."""
     row_bytes: int
     """As stored."""
-    file: Path | None
+    file: Path | None = None
     """What the page cache keeps of it; None where it reads no single file."""
 
-    def read(self, rows: NDArray[np.int64]) -> Tensor:
-        """`(samples, *columns)` in the order asked, in memory of its own; rows may come twice."""
+    @property
+    def missed_bytes(self) -> int | None:
+        """What this process had to read from the disk that is played; None where none is."""
+        return None
 
-    def close(self) -> None:
+    @abstractmethod
+    def read(self, rows: NDArray[np.int64]) -> Tensor:
+        """`(samples, *columns)` in the order given, in memory of its own; rows may come twice."""
+
+    def close(self) -> None:  # noqa: B027 - memory has nothing to close
         """Let go of files and connections; the next read opens them again."""
 
 
-class MemoryRows:
+class MemoryRows(RowSource):
     """A CPU tensor or an array in memory, never copied but by rows."""
-
-    note = ""
-    file: Path | None = None
 
     def __init__(self, given: Tensor | NDArray[Any]) -> None:
         self.place = f"{type(given).__name__} in memory"
@@ -78,41 +81,25 @@ class MemoryRows:
         self.stored = str(given.dtype) if isinstance(given, np.ndarray) else name_of(given.dtype)
         self.row_bytes = self._tensor[0].numel() * self._tensor.element_size()
 
+    @override
     def read(self, rows: NDArray[np.int64]) -> Tensor:
         if not self._tensor.is_contiguous() or self._tensor.stride(-1) != 1:  # a dimension of one may have any stride
             return self._tensor[torch.from_numpy(rows)]
         table = self._tensor.reshape(len(self._tensor), -1).view(torch.uint8).numpy()
         return tensor_of(gather(table, rows), self.dtype, self.shape[1:])
 
-    def close(self) -> None:
-        """There is nothing to let go of."""
 
-
-class FileRows:
+class FileRows(RowSource):
     """The rows of one mapped file; a handle for each process."""
 
     def __init__(self, file: Path, page_cache_bytes: int = 0) -> None:
-        self.file: Path | None = file
-        self.place, self.note = str(file), ""
+        self.file, self.place = file, str(file)
         self.page_cache_bytes = page_cache_bytes
         self._opened: tuple[int, MappedTable | LimitedTable] | None = None
-        table = self._check()
-        self.row_bytes = table.shape[1]
+        self.row_bytes = self._check().shape[1]
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stored: str
-
+    @override
     def read(self, rows: NDArray[np.int64]) -> Tensor:
-        return self._tensor(self._open().gather(rows))
-
-    def close(self) -> None:
-        self._opened = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None}
-
-    def _open(self) -> MappedTable | LimitedTable:
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             table = self._map()
@@ -120,14 +107,30 @@ class FileRows:
             if self.page_cache_bytes and self.file is not None:
                 reader = LimitedTable(self.file, table, self.page_cache_bytes)
             opened = self._opened = (os.getpid(), reader)
-        return opened[1]
+        return self._tensor(opened[1].gather(rows))
 
+    @property
+    @override
+    def missed_bytes(self) -> int | None:
+        if not self.page_cache_bytes:
+            return None
+        reader = None if self._opened is None else self._opened[1]
+        return reader.missed_bytes if isinstance(reader, LimitedTable) else 0
+
+    @override
+    def close(self) -> None:
+        self._opened = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
+    @abstractmethod
     def _check(self) -> Table:
         """Set shape and types, or refuse; the table is let go of again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _map(self) -> Table:
-        raise NotImplementedError
+        """The rows, mapped."""
 
     def _tensor(self, block: Table) -> Tensor:
         return tensor_of(block, self.dtype, self.shape[1:])
@@ -136,6 +139,7 @@ class FileRows:
 class NpyRows(FileRows):
     """A `.npy` file."""
 
+    @override
     def _check(self) -> Table:
         array = self._array()
         self.shape = _checked_shape(tuple(array.shape), self.place)
@@ -146,6 +150,7 @@ class NpyRows(FileRows):
             raise _by_columns(self.place)
         return table_of(array)
 
+    @override
     def _map(self) -> Table:
         array = self._array()
         if (tuple(array.shape), array.dtype) != (self.shape, self._numpy):
@@ -161,11 +166,12 @@ class NpyRows(FileRows):
             # A plain array over the mapping: a memmap would be carried through every view of it.
             return np.asarray(np.load(self.file, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, EOFError, struct.error, SyntaxError) as error:
-            raise _unreadable(self.place, "array", error, "write it with numpy.save or kit.write_rows") from None
+            raise _unreadable(self.place, "array", error, "write it with numpy.save or kit.data.write_rows") from None
 
+    @override
     def _tensor(self, block: Table) -> Tensor:
         if self._numpy == self._plain:
-            return tensor_of(block, self.dtype, self.shape[1:])
+            return super()._tensor(block)
         numbers = block.view(self._numpy).astype(self._plain)
         return torch.from_numpy(numbers).reshape(len(block), *self.shape[1:])
 
@@ -173,47 +179,45 @@ class NpyRows(FileRows):
 class TorchRows(FileRows):
     """A `.pt` file that holds one tensor; mapped, or read whole where it cannot be."""
 
+    @override
     def _check(self) -> Table:
         tensor = self._load()
         self.shape, self.dtype, self.stored = tuple(tensor.shape), tensor.dtype, name_of(tensor.dtype)
-        return _table(tensor)
+        return _bytes_of(tensor)
 
+    @override
     def _map(self) -> Table:
-        return _table(self._load())
+        return _bytes_of(self._load())
 
     def _load(self) -> Tensor:
-        mapped = self._try(mmap=True)
-        loaded = self._try(mmap=False) if isinstance(mapped, Exception) else mapped
+        loaded = self._try(mmap=True)
         if isinstance(loaded, Exception):
-            way_out = "save one tensor with torch.save(tensor, path); nothing else is unpickled"
-            raise _unreadable(self.place, "tensor", loaded, way_out)
-        if isinstance(mapped, Exception):
-            self.note = f"read whole into memory, as it cannot be mapped: {_first_line(mapped)}"
+            mapped, loaded = loaded, self._try(mmap=False)
+            if isinstance(loaded, Exception):
+                way_out = "save one tensor with torch.save(tensor, path); nothing else is unpickled"
+                raise _unreadable(self.place, "tensor", loaded, way_out)
+            self.note = f"read whole into memory, as it cannot be mapped: {first_line(mapped)[:200]}"
             self.file = None  # what is read from then on is memory
-        return self._checked(loaded)
-
-    def _try(self, *, mmap: bool) -> Any:
-        """What the file holds, or why that cannot be had."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch tells of its own old formats
-                return torch.load(self.place, map_location="cpu", weights_only=True, mmap=mmap)
-        except (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as e:
-            return e
-
-    def _checked(self, loaded: Any) -> Tensor:
         if not isinstance(loaded, Tensor) or loaded.layout != torch.strided:
             kind = f"a {loaded.layout} tensor" if isinstance(loaded, Tensor) else f"a {type(loaded).__name__}"
             keys = f" with {', '.join(map(repr, list(loaded)[:4]))}" if isinstance(loaded, dict) else ""
             raise RowsError(f"{self.place} holds {kind}{keys}; it must hold a single tensor, (rows, *columns)")
-        tensor = loaded.detach()
-        _checked_shape(tuple(tensor.shape), self.place)
-        if not tensor.is_contiguous():
+        _checked_shape(tuple(loaded.shape), self.place)
+        if not loaded.is_contiguous():
             raise _by_columns(self.place)
-        return tensor
+        return loaded.detach()
+
+    def _try(self, *, mmap: bool) -> Any:
+        """What the file holds, or why it cannot be loaded."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of its own old formats
+                return torch.load(self.place, map_location="cpu", weights_only=True, mmap=mmap)
+        except (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as e:
+            return e
 
 
-def _table(tensor: Tensor) -> Table:
+def _bytes_of(tensor: Tensor) -> Table:
     return tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()
 
 
@@ -245,19 +249,15 @@ def _checked_shape(shape: tuple[int, ...], place: str) -> tuple[int, ...]:
 def _by_columns(place: str) -> RowsError:
     return RowsError(
         f"{place} is stored column by column, so that one row lies all over the file; write it anew row by row: "
-        "kit.write_rows(path, source) with a function (start, stop) that reads it"
+        "kit.data.write_rows(path, source) with a function (start, stop) that reads it"
     )
 
 
 def _unreadable(place: str, what: str, error: Exception, way_out: str) -> RowsError:
-    return RowsError(f"{place} cannot be read as one {what}: {_first_line(error)}; {way_out}")
+    return RowsError(f"{place} cannot be read as one {what}: {first_line(error)[:200]}; {way_out}")
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__).strip()[:200]
-
-
-class ZarrRows:
+class ZarrRows(RowSource):
     """The rows of one Zarr array.
 
     Args:
@@ -271,13 +271,16 @@ class ZarrRows:
         StoreError: when there is no store, or it cannot be reached.
     """
 
-    note = ""
-    file: Path | None = None
-
     def __init__(self, url: str, credentials: str = "default", variable: str = "", strict: bool = False) -> None:
         self._dataset, info = _find(resolve_url(url), credentials, variable, strict)
         self.place = f"{redact(self._dataset.url)}/{info.name}"
-        _refuse_packed(info, self.place)
+        if not info.shape or 0 in info.shape:
+            raise RowsError(f"{self.place} holds no rows, shape {info.shape}; there must be one number at least")
+        if (info.scale_factor, info.add_offset) != (1.0, 0.0):
+            raise RowsError(
+                f"{self.place} is packed (scale_factor {info.scale_factor:g}, add_offset {info.add_offset:g}); read it "
+                "as patches with kit.data.PatchData, or write its values with kit.data.write_rows"
+            )
         self.shape, self.stored = info.shape, str(info.dtype)
         self.row_bytes = math.prod(info.shape[1:]) * info.dtype.itemsize
         self._plain = plain_dtype(info.dtype, self.place)
@@ -290,41 +293,30 @@ class ZarrRows:
         self.settings = Loader()
         """How the engine reads; what is set here holds from its first read on."""
 
+    @override
     def read(self, rows: NDArray[np.int64]) -> Tensor:
         offsets = np.zeros((len(rows), len(self.shape)), np.int64)
         offsets[:, 0] = rows
         if not len(rows):
             return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
-        engine = self._open()
+        with self._opening:  # batches are read by several threads, which share one engine and what it keeps
+            if self._engine is None:
+                names = ("requests_in_flight", "decode_threads", "batches_ahead", "cache_bytes", "memory_bytes")
+                settings = {name: getattr(self.settings, name) for name in names}
+                self._engine = Engine(self._dataset, (self._name,), as_stored=True, **settings)
+            engine = self._engine
         values, _ = engine.read(offsets, (1, *self.shape[1:]))
-        self._warn_of_absent_chunks(engine)
+        if not (self._warned or engine.strict) and (absent := absent_chunks(engine.counters)):
+            self._warned = True
+            warnings.warn(f"{self.place}: {absent}, so far; strict=True makes that an error", KitWarning, stacklevel=3)
         numbers = values.reshape(len(rows), *self.shape[1:])
         return torch.from_numpy(np.ascontiguousarray(numbers, self._plain))
 
-    def _warn_of_absent_chunks(self, engine: Engine) -> None:
-        if not (self._warned or engine.strict) and (absent := absent_chunks(engine.counters)):
-            self._warned = True
-            warnings.warn(f"{self.place}: {absent}, so far; strict=True makes that an error", KitWarning, stacklevel=4)
-
+    @override
     def close(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-
-    def _open(self) -> Engine:
-        with self._opening:  # batches are read by several threads, which share one engine and what it keeps
-            if self._engine is None:
-                self._engine = self._made()
-            return self._engine
-
-    def _made(self) -> Engine:
-        settings = self.settings
-        return Engine(
-            self._dataset, (self._name,), as_stored=True,
-            requests_in_flight=settings.requests_in_flight, decode_threads=settings.decode_threads,
-            batches_ahead=settings.batches_ahead, cache_bytes=settings.cache_bytes,
-            memory_bytes=settings.memory_bytes,
-        )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_engine", "_opening")}
@@ -358,15 +350,4 @@ def _find(url: str, credentials: str, variable: str, strict: bool) -> tuple[Data
 def near(missing: Path) -> str:
     """What else is there that may have been meant, as the end of a sentence; empty for nothing."""
     names = [item.name for item in missing.parent.iterdir()] if missing.parent.is_dir() else []
-    close = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _refuse_packed(info: ArrayInfo, place: str) -> None:
-    if not info.shape or 0 in info.shape:
-        raise RowsError(f"{place} holds no rows, shape {info.shape}; there must be one number at least")
-    if (info.scale_factor, info.add_offset) != (1.0, 0.0):
-        raise RowsError(
-            f"{place} is packed (scale_factor {info.scale_factor:g}, add_offset {info.add_offset:g}); read it as "
-            "patches with kit.PatchData, or write its values with kit.write_rows"
-        )
+    return did_you_mean(missing.name, names, otherwise="", cutoff=0.5)

@@ -1,17 +1,14 @@
-"""Cache: every chunk that is wanted, being read, or decoded and kept, each once, shared by all batches of one reader.
+"""ChunkCache: every chunk of one reader that is wanted, requested or decoded, each once, shared by all its batches.
 
-A chunk that several batches want is read for the first and joined by the others. What is kept when it is decoded: in
-block order the chunks of the windows being served, until they are released; else the most recently used, within
-`budget_bytes`. Of memory that nothing else needs, a chunk is lent to the batches that waited for it until they are
-whole: those planned meanwhile take it too. Sizes are decoded bytes.
+A chunk that several batches want is requested for the first and joined by the others. A decoded chunk is kept for one
+of three reasons, and counted in decoded bytes under that one:
 
-The invariant: under one lock a chunk is either waited for, by batches that will all be told, or decoded. So no batch
-waits for a chunk that nobody reads: one that is not wanted any more is forgotten before its request is given up.
+- pinned: a window of block order needs it, until the window is released;
+- evictable: used recently, within `budget_bytes`, the least recently used dropped first;
+- transient: memory is spare, so the batches planned before those that waited for it are complete may use it too.
 
-ChunkRequest: what a reader asks a store for, and what it gets, as jobs of its threads.
-
-A `ChunkRequest` holds chunks that lie in one object, a `ChunkResponse` the bytes of one chunk. Both are owners of jobs
-that fail by telling the cache, which tells every batch that waits; so no batch waits for a job that died.
+The invariant: under one lock a chunk is either waited for, by batches that will all hear of it, or decoded. No batch
+waits for a chunk that nobody reads: one no longer wanted is forgotten before its request is dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +18,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from math import prod
+from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
@@ -33,9 +31,9 @@ from kit.data.stream.scatter import ChunkUses
 
 Key = tuple[int, tuple[int, ...]]
 """(variable, chunk coordinates)."""
-_FREE = -1
-_CHUNKS_A_TURN = 16
-"""Under one hold of the lock, which every thread that reads needs as well."""
+_NO_WINDOW = -1
+_CHUNKS_PER_LOCK = 16
+"""Looked up under one hold of the lock, which every reading thread needs as well."""
 
 
 @dataclass(slots=True)
@@ -47,8 +45,8 @@ class BatchPart:
     target: NDArray[Any]
 
     def scatter(self, coords: tuple[int, ...], decoded: NDArray[Any]) -> None:
-        """Copy what it takes from this chunk, and let the batch know."""
-        if not self.batch.over:
+        """Copy what the batch takes from this chunk, and count it as done."""
+        if not self.batch.cancelled:
             try:
                 self.uses.scatter(coords, decoded, self.target)
                 self.batch.part_done()
@@ -57,65 +55,60 @@ class BatchPart:
 
 
 class Chunk:
-    """One chunk of one variable: waited for, being read, or decoded."""
+    """One chunk of one variable: requested, or decoded."""
 
-    __slots__ = ("coords", "decoded", "key", "lent_to", "parts", "since", "stored", "window")
+    __slots__ = ("coords", "decoded", "first_window", "key", "parts", "stored", "transient_batches", "window")
 
     def __init__(self, stored: StoredArray, key: Key) -> None:
         self.stored, self.key, self.coords = stored, key, key[1]
         self.decoded: NDArray[Any] | None = None
         self.parts: list[BatchPart] = []
-        """Who waits for it."""
-        self.lent_to = 0
-        """Batches it is kept for, where that is the only reason."""
-        self.window = _FREE
-        """The last window that holds it."""
-        self.since = _FREE
-        """The first one, where a window is why it was asked for."""
+        """Of the batches that wait for it."""
+        self.transient_batches = 0
+        """Incomplete batches it is kept for, where it is transient."""
+        self.window = _NO_WINDOW
+        """The last window that pins it."""
+        self.first_window = _NO_WINDOW
+        """The first window that wanted it, where a window is why it was requested."""
 
     @property
     def wanted(self) -> bool:
-        return self.window != _FREE or any(not part.batch.over for part in self.parts)
+        return self.window != _NO_WINDOW or any(not part.batch.cancelled for part in self.parts)
 
 
 class ChunkCache:
     """The chunks of one reader; call from any thread.
 
     Args:
-        budget_bytes: Of the chunks used last that are kept for later batches.
-        spare_bytes: Memory that nothing else needs at the moment, for chunks that are lent.
+        budget_bytes: For evictable chunks.
+        spare_bytes: Memory that nothing else needs at the moment, for more transient chunks.
     """
 
     def __init__(self, budget_bytes: int = 0, spare_bytes: Callable[[], int] = lambda: 0) -> None:
         self._budget_bytes, self._spare_bytes = budget_bytes, spare_bytes
         self._lock = threading.Lock()
         self._chunks: OrderedDict[Key, Chunk] = OrderedDict()
-        self._held: defaultdict[int, list[Chunk]] = defaultdict(list)
-        self.free_bytes = 0
-        """Decoded chunks kept for later batches, without those that a window holds."""
-        self.held_bytes = 0
-        """Decoded chunks that a window holds."""
-        self._lent: defaultdict[JobGroup[Any], list[Chunk]] = defaultdict(list)
-        self.lent_bytes = 0
-        """Decoded chunks kept until the batches that waited for them are whole."""
-        self._released = _FREE
+        self._pinned: defaultdict[int, list[Chunk]] = defaultdict(list)
+        self._transient: defaultdict[JobGroup[Any], list[Chunk]] = defaultdict(list)
+        self.pinned_bytes = self.evictable_bytes = self.transient_bytes = 0
+        self._released = _NO_WINDOW
 
     @property
-    def held_chunks(self) -> int:
-        """Chunks that windows hold, decoded or not."""
+    def pinned_chunks(self) -> int:
+        """Chunks that windows pin, decoded or not."""
         with self._lock:
-            return sum(len(chunks) for chunks in self._held.values())
+            return sum(len(chunks) for chunks in self._pinned.values())
 
     def join(
         self, stored: StoredArray, variable: int, part: BatchPart
     ) -> tuple[dict[tuple[int, ...], NDArray[Any]], list[Chunk]]:
-        """The chunks of a part that are decoded, by coordinates; and those nobody reads yet, for the caller to read."""
+        """The chunks of a part that are decoded, by coordinates; and those not requested yet, for the caller to do."""
         here: dict[tuple[int, ...], NDArray[Any]] = {}
         new: list[Chunk] = []
         places = iter(part.uses.places)
-        for _ in range(0, len(part.uses), _CHUNKS_A_TURN):
+        for _ in range(0, len(part.uses), _CHUNKS_PER_LOCK):
             with self._lock:
-                for coords in islice(places, _CHUNKS_A_TURN):
+                for coords in islice(places, _CHUNKS_PER_LOCK):
                     chunk = self._find(stored, (variable, coords), new)
                     if chunk.decoded is None:
                         chunk.parts.append(part)
@@ -123,8 +116,8 @@ class ChunkCache:
                         here[coords] = chunk.decoded
         return here, new
 
-    def hold(self, stored: StoredArray, variable: int, coords: Iterable[tuple[int, ...]], window: int) -> list[Chunk]:
-        """Keep these chunks until `window` is released; returns those nobody reads yet, for the caller to read."""
+    def pin(self, stored: StoredArray, variable: int, coords: Iterable[tuple[int, ...]], window: int) -> list[Chunk]:
+        """Keep these chunks until `window` is released; returns those not requested yet, for the caller to do."""
         new: list[Chunk] = []
         with self._lock:
             for place in coords if window > self._released else ():
@@ -133,37 +126,41 @@ class ChunkCache:
                 if chunk.window >= window:
                     continue
                 if len(new) > known:
-                    chunk.since = window
-                if chunk.window == _FREE and chunk.decoded is not None:
+                    chunk.first_window = window
+                if chunk.window == _NO_WINDOW and chunk.decoded is not None:
                     self._uncount(chunk, chunk.decoded)
-                    self.held_bytes += _bytes(chunk.decoded)
+                    self.pinned_bytes += _bytes(chunk.decoded)
                 chunk.window = window
-                self._held[window].append(chunk)
+                self._pinned[window].append(chunk)
         return new
 
     def release(self, window: int) -> None:
-        """Drop what no window after this one holds."""
+        """Drop what no window after this one pins."""
         with self._lock:
             self._released = max(self._released, window)
-            for done in [known for known in self._held if known <= window]:
-                for chunk in self._held.pop(done):
-                    if chunk.window == done:
-                        chunk.window = _FREE
-                        self._drop(chunk)
+            for done in [known for known in self._pinned if known <= window]:
+                for chunk in self._pinned.pop(done):
+                    if chunk.window != done:
+                        continue
+                    chunk.window = _NO_WINDOW
+                    # One still on its way goes to the batches that wait for it.
+                    if chunk.decoded is not None and self._forget(chunk):
+                        self.pinned_bytes -= _bytes(chunk.decoded)
+                        chunk.decoded = None  # whoever requested it may keep the chunk for long
 
     def end_batch(self, batch: JobGroup[Any]) -> None:
-        """Drop what was lent to this batch alone; it is whole, or given up."""
+        """Drop the transient chunks of this batch alone; it is complete, or cancelled."""
         with self._lock:
-            for chunk in self._lent.pop(batch, ()):
-                if chunk.lent_to > 1:
-                    chunk.lent_to -= 1
-                elif chunk.lent_to and chunk.decoded is not None:  # else a window holds it, or did
+            for chunk in self._transient.pop(batch, ()):
+                if chunk.transient_batches > 1:
+                    chunk.transient_batches -= 1
+                elif chunk.transient_batches and chunk.decoded is not None:  # else a window pins it, or did
                     self._uncount(chunk, chunk.decoded)
                     self._forget(chunk)
                     chunk.decoded = None
 
     def still_wanted(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Those that somebody waits for; the others are forgotten, so that whoever wants them next reads them."""
+        """Those that a batch or window waits for; the others are forgotten, so that who wants them next reads them."""
         with self._lock:
             kept = []
             for chunk in chunks:
@@ -174,29 +171,36 @@ class ChunkCache:
             return kept
 
     def would_keep(self, chunk: Chunk) -> bool:
-        """Whether the chunk stays here when it is decoded; a window may still change that."""
-        return chunk.window != _FREE or self._budget_bytes > 0
+        """Whether the chunk will be pinned or evictable when it is decoded; a window may still change that."""
+        return chunk.window != _NO_WINDOW or self._budget_bytes > 0
 
     def settle(self, chunk: Chunk, decoded: NDArray[Any]) -> list[BatchPart]:
-        """The chunk is there: keep it if there is reason to, and return who waits for it."""
+        """The chunk is decoded: keep it if there is reason to, and return the parts that wait for it."""
         with self._lock:
             parts, chunk.parts = chunk.parts, []
             if self._chunks.get(chunk.key) is not chunk:
                 return parts
             size = _bytes(decoded)
-            if chunk.window != _FREE:
+            if chunk.window != _NO_WINDOW:
                 chunk.decoded = decoded
-                self.held_bytes += size
+                self.pinned_bytes += size
             elif size <= self._budget_bytes:
                 chunk.decoded = decoded
-                self.free_bytes += size
+                self.evictable_bytes += size
                 self._evict()
-            elif not self._lend(chunk, parts, decoded):
-                del self._chunks[chunk.key]
+            else:
+                batches = [part.batch for part in parts if not part.batch.cancelled]
+                if batches and size <= self._spare_bytes():
+                    chunk.decoded, chunk.transient_batches = decoded, len(batches)
+                    self.transient_bytes += size
+                    for batch in batches:
+                        self._transient[batch].append(chunk)
+                else:
+                    del self._chunks[chunk.key]
             return parts
 
     def fail(self, chunk: Chunk, error: BaseException) -> None:
-        """The chunk cannot be had: tell who waits, and forget it, so that the next ask tries again."""
+        """The chunk cannot be read: fail the batches that wait, and forget it, so that the next request tries again."""
         with self._lock:
             parts, chunk.parts = chunk.parts, []
             self._forget(chunk)
@@ -208,33 +212,17 @@ class ChunkCache:
         if chunk is None:
             chunk = self._chunks[key] = Chunk(stored, key)
             new.append(chunk)
-        elif chunk.window == _FREE and chunk.decoded is not None:
+        elif chunk.window == _NO_WINDOW and chunk.decoded is not None:
             self._chunks.move_to_end(key)
         return chunk
 
-    def _lend(self, chunk: Chunk, parts: Iterable[BatchPart], decoded: NDArray[Any]) -> bool:
-        size, batches = _bytes(decoded), [part.batch for part in parts if not part.batch.over]
-        if not batches or size > self._spare_bytes():
-            return False
-        chunk.decoded, chunk.lent_to = decoded, len(batches)
-        self.lent_bytes += size
-        for batch in batches:
-            self._lent[batch].append(chunk)
-        return True
-
     def _uncount(self, chunk: Chunk, decoded: NDArray[Any]) -> None:
-        """A decoded chunk that no window holds is kept for another reason now, or not at all."""
-        if chunk.lent_to:
-            self.lent_bytes -= _bytes(decoded)
-            chunk.lent_to = 0
+        """A transient or evictable chunk is kept for another reason now, or not at all."""
+        if chunk.transient_batches:
+            self.transient_bytes -= _bytes(decoded)
+            chunk.transient_batches = 0
         else:
-            self.free_bytes -= _bytes(decoded)
-
-    def _drop(self, chunk: Chunk) -> None:
-        """A chunk that no window holds any more; one still on its way goes to those who wait for it."""
-        if chunk.decoded is not None and self._forget(chunk):
-            self.held_bytes -= _bytes(chunk.decoded)
-            chunk.decoded = None  # whoever asked for it may know it for long
+            self.evictable_bytes -= _bytes(decoded)
 
     def _forget(self, chunk: Chunk) -> bool:
         if self._chunks.get(chunk.key) is not chunk:
@@ -243,37 +231,34 @@ class ChunkCache:
         return True
 
     def _evict(self) -> None:
-        for key in [*self._chunks] if self.free_bytes > self._budget_bytes else ():
+        for key in [*self._chunks] if self.evictable_bytes > self._budget_bytes else ():
             chunk = self._chunks[key]
-            if chunk.decoded is not None and chunk.window == _FREE and not chunk.lent_to:
+            if chunk.decoded is not None and chunk.window == _NO_WINDOW and not chunk.transient_batches:
                 del self._chunks[key]
-                self.free_bytes -= _bytes(chunk.decoded)
+                self.evictable_bytes -= _bytes(chunk.decoded)
                 chunk.decoded = None
-                if self.free_bytes <= self._budget_bytes:
+                if self.evictable_bytes <= self._budget_bytes:
                     return
 
 
 def _bytes(decoded: NDArray[Any]) -> int:
-    """Memory of a decoded chunk; one of fill values repeats a single element."""
-    return decoded.nbytes if any(decoded.strides) else decoded.itemsize
+    """Memory of a decoded chunk; one of fill values, or of an array that lacks a dimension, repeats what is there."""
+    sides = zip(decoded.shape, decoded.strides, strict=True)
+    return int(prod(side for side, stride in sides if stride)) * decoded.itemsize
 
 
 @dataclass(slots=True)
 class ChunkRequest:
-    """Chunks to read from one object: all of a shard, or the one that the object is."""
+    """Chunks to read from one object, a shard or the chunk itself; owns jobs, and fails by telling the cache."""
 
     cache: ChunkCache
     stored: StoredArray
     key: str
     chunks: list[Chunk]
-
-    @property
-    def over(self) -> bool:
-        """Never: a chunk that nobody wants any more is forgotten when its turn comes, not skipped."""
-        return False
+    cancelled: ClassVar[bool] = False
+    """Never: chunks that nobody wants any more are forgotten when the request's turn comes, not skipped."""
 
     def fail(self, error: BaseException) -> None:
-        """Tell all who wait for these chunks."""
         for chunk in self.chunks:
             self.cache.fail(chunk, error)
 
@@ -284,34 +269,25 @@ class ChunkRequest:
 
 @dataclass(slots=True)
 class ChunkResponse:
-    """The bytes of one chunk."""
+    """The stored bytes of one chunk; owns the job that decodes them, and fails by telling the cache."""
 
     cache: ChunkCache
     stored: StoredArray
     chunk: Chunk
     data: Octets
     size_bytes: int
+    """What was requested; `data` has fewer bytes where the object ends early."""
     shared: bool
-    """Whether they are part of a longer answer."""
-    claim: Reservation | None
-    """The memory of that answer."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the store gave all of it."""
-        return len(self.data) == self.size_bytes
-
-    @property
-    def over(self) -> bool:
-        """Never: it has been read, and is soon decoded."""
-        return False
+    """Whether they are part of a longer response."""
+    reservation: Reservation | None
+    """The memory of that response."""
+    cancelled: ClassVar[bool] = False
 
     def fail(self, error: BaseException) -> None:
-        """Tell all who wait for this chunk."""
         self.cache.fail(self.chunk, error)
 
-    def give_room_back(self) -> None:
-        """It needs no room of requests any more; safe to call twice."""
-        claim, self.claim = self.claim, None
-        if claim is not None:
-            claim.done()
+    def release_memory(self) -> None:
+        """Its bytes do not count as those of requests any more; safe to call twice."""
+        reservation, self.reservation = self.reservation, None
+        if reservation is not None:
+            reservation.done()

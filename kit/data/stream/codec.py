@@ -1,22 +1,20 @@
-"""Codec: where the chunks of one stored array are, and how their bytes become numbers.
+"""StoredArray: where the chunks of one array lie in a store, and how their bytes become numbers.
 
-Two ways give the same numbers. The chains in common use (Zarr 3: `bytes`, then zstd, blosc, gzip and crc32c, plain or
+Two ways give the same numbers. The usual chains of codecs (Zarr 3: `bytes`, then zstd, blosc, gzip and crc32c, plain or
 inside `sharding_indexed`; Zarr 2: any compressor and filters) are decoded here, synchronously and mostly without the
 GIL, so that threads decode in parallel; any other chain goes through zarr's own pipeline. Sizes are elements unless a
 name says bytes. Decoding never yields fewer elements than a chunk has: it raises instead.
 
-Indexes: those of shards, each fetched once whoever asks, the least recently used dropped beyond a fixed memory.
-
-An index holds 16 bytes an inner chunk. A failure is forgotten, so that the next ask tries again.
+ShardIndexes keeps the indexes of shards within a fixed memory.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import floordiv, mod
@@ -38,8 +36,8 @@ from zarr.core.metadata.v2 import ArrayV2Metadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.core.sync import sync
 
+from kit.data.dataset import ArrayInfo
 from kit.data.stores.transfer import Octets, octets
-from kit.data.stores.url import redact
 from kit.errors import CorruptChunkError
 
 ABSENT = 2**64 - 1
@@ -58,8 +56,10 @@ class StoredArray:
     """One array as its bytes lie in a store."""
 
     name: str
+    axes: tuple[int, ...]
+    """Its dimensions among those of a patch; it is repeated along the others, in which it is one chunk."""
     chunk: tuple[int, ...]
-    """What one request reads."""
+    """What one request reads, along the dimensions of a patch."""
     per_shard: tuple[int, ...] | None
     """Inner chunks of a shard along each dimension; None when each chunk is an object."""
     fill_value: Any
@@ -78,21 +78,24 @@ class StoredArray:
     spec: ArraySpec
 
     @classmethod
-    async def open(cls, store: Store, name: str) -> StoredArray:
+    async def open(cls, store: Store, info: ArrayInfo) -> StoredArray:
         """Read the array's metadata from `store`, on the running loop."""
-        array = await open_array(store=store, path=name, mode="r")
+        array = await open_array(store=store, path=info.name, mode="r")
         metadata = array.metadata
         spec = metadata.get_chunk_spec((0,) * array.ndim, array.config, default_buffer_prototype())
         codecs = metadata.codecs if isinstance(metadata, ArrayV3Metadata) else ()
         sharding = _plain_sharding(codecs)
         inner = sharding.codecs if sharding else codecs
-        inner_spec = _inner_spec(spec, sharding) if sharding else spec
+        inner_spec = replace(spec, shape=sharding.chunk_shape) if sharding else spec
         steps = _steps_of_version_2(metadata) if isinstance(metadata, ArrayV2Metadata) else _steps(inner)
+        repeated = {axis: info.shape[axis] for axis in info.repeated}
+        sides = iter(inner_spec.shape)
         return cls(
-            name=name,
-            chunk=inner_spec.shape,
-            per_shard=_ratio(spec.shape, inner_spec.shape) if sharding else None,
-            fill_value=_fill_value(spec),
+            name=info.name,
+            axes=info.stored_axes,
+            chunk=tuple(repeated.get(axis) or next(sides) for axis in range(len(info.shape))),
+            per_shard=tuple(map(floordiv, spec.shape, inner_spec.shape)) if sharding else None,
+            fill_value=spec.dtype.default_scalar() if spec.fill_value is None else spec.fill_value,
             index_at_end=sharding is None or sharding.index_location.value == "end",
             index_checked=sharding is not None and len(sharding.index_codecs) > 1,
             key_of=metadata.encode_chunk_key,
@@ -107,10 +110,9 @@ class StoredArray:
     # -- objects and the index of a shard
 
     def object_of(self, coords: tuple[int, ...]) -> tuple[int, ...]:
-        """Coordinates of the object that holds a chunk."""
-        if self.per_shard is None:
-            return coords
-        return tuple(map(floordiv, coords, self.per_shard))
+        """Coordinates of the object that holds a chunk, along the array's own dimensions."""
+        stored = tuple(coords[axis] for axis in self.axes)
+        return stored if self.per_shard is None else tuple(map(floordiv, stored, self.per_shard))
 
     def object_key(self, outer: tuple[int, ...]) -> str:
         """Key of an object, from the root of the store."""
@@ -126,22 +128,25 @@ class StoredArray:
         """Which bytes of a shard hold its index: (first, last), or (-count, None) for the last `count`."""
         return (-self.index_bytes, None) if self.index_at_end else (0, self.index_bytes)
 
-    def decode_index(self, data: Octets) -> Index:
-        """The index in its stored bytes.
+    def decode_index(self, data: Octets, where: str) -> Index:
+        """The index in its stored bytes; `where` says in an error which shard this is.
 
         Raises:
-            ValueError: when bytes are missing or fail their checksum.
+            CorruptChunkError: when bytes are missing or fail their checksum.
         """
         assert self.per_shard is not None
-        if len(data) != self.index_bytes:
-            raise ValueError(f"the shard's index is {len(data)} bytes instead of {self.index_bytes}")
-        plain = _check_crc32c(data) if self.index_checked else data
+        try:
+            if len(data) != self.index_bytes:
+                raise ValueError(f"the shard's index is {len(data)} bytes instead of {self.index_bytes}")
+            plain = _check_crc32c(data) if self.index_checked else data
+        except ValueError as error:
+            raise damage(where, error) from error
         return plain.view("<u8").astype(np.uint64).reshape(*self.per_shard, 2)
 
     def locate(self, index: Index, coords: tuple[int, ...]) -> tuple[int, int] | None:
         """(first byte, one past the last) of an inner chunk in its shard; None when the shard does not hold it."""
         assert self.per_shard is not None
-        first, count = index[tuple(map(mod, coords, self.per_shard))].tolist()
+        first, count = index[tuple(map(mod, (coords[axis] for axis in self.axes), self.per_shard))].tolist()
         return None if first == count == ABSENT else (first, first + count)
 
     # -- chunks
@@ -179,52 +184,36 @@ class StoredArray:
     @cached_property
     def chunk_bytes(self) -> int:
         """Of a decoded chunk."""
-        return prod(self.chunk) * self.dtype.itemsize
+        return prod(self.spec.shape) * self.dtype.itemsize
+
+    @cached_property
+    def _one_along(self) -> tuple[int, ...]:
+        return tuple(axis for axis in range(len(self.chunk)) if axis not in self.axes)
 
     def _elements(self, plain: Octets) -> NDArray[Any]:
-        return plain.view(self.dtype).reshape(self.chunk, order=self.order)
+        return self._repeated(plain.view(self.dtype).reshape(self.spec.shape, order=self.order))
+
+    def _repeated(self, decoded: NDArray[Any]) -> NDArray[Any]:
+        """In the shape of `chunk`, of which a view repeats what is stored once."""
+        return np.broadcast_to(np.expand_dims(decoded, self._one_along), self.chunk) if self._one_along else decoded
+
+    def copy(self, decoded: NDArray[Any]) -> NDArray[Any]:
+        """The same chunk in memory of its own."""
+        once = tuple(slice(None) if axis in self.axes else 0 for axis in range(len(self.chunk)))
+        return self._repeated(decoded[once].copy())
 
     async def _decode_by_zarr(self, data: Octets) -> NDArray[Any]:
         """Any chain of codecs, through zarr's own pipeline."""
         stored: Buffer = default_buffer_prototype().buffer.from_array_like(data)
         (decoded,) = await self.pipeline.decode([(stored, self.spec)])
-        if decoded is None or decoded.shape != self.chunk:
-            raise ValueError(f"decoded to {getattr(decoded, 'shape', None)} instead of {self.chunk}")
-        return np.asarray(decoded.as_numpy_array())
-
-
-class Damage:
-    """A context in which whatever goes wrong with bytes becomes a CorruptChunkError that says `what` is damaged.
-
-    Running out of memory is not damage.
-    """
-
-    __slots__ = ("_what",)
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, MemoryError):
-            raise damage(self._what, error) from error
+        if decoded is None or decoded.shape != self.spec.shape:
+            raise ValueError(f"decoded to {getattr(decoded, 'shape', None)} instead of {self.spec.shape}")
+        return self._repeated(np.asarray(decoded.as_numpy_array()))
 
 
 def damage(what: str, error: Exception) -> CorruptChunkError:
     """The error that says what is damaged, and how."""
     return CorruptChunkError(f"{what} is damaged: {error}; verify the store, then build it anew")
-
-
-def decode_index(stored: StoredArray, key: str, data: Octets, url: str) -> Index:
-    """The index of the shard `key` of the store at `url`.
-
-    Raises:
-        CorruptChunkError: when bytes are missing or fail their checksum.
-    """
-    with Damage(f"{redact(url)}: shard {key} of {stored.name}"):
-        return stored.decode_index(data)
 
 
 def _plain_sharding(codecs: Sequence[Codec]) -> ShardingCodec | None:
@@ -237,24 +226,6 @@ def _plain_sharding(codecs: Sequence[Codec]) -> ShardingCodec | None:
     )
     plain = little and (not rest or (len(rest) == 1 and isinstance(rest[0], Crc32cCodec)))
     return codecs[0] if plain else None
-
-
-def _inner_spec(spec: ArraySpec, sharding: ShardingCodec) -> ArraySpec:
-    return ArraySpec(
-        shape=sharding.chunk_shape,
-        dtype=spec.dtype,
-        fill_value=spec.fill_value,
-        config=spec.config,
-        prototype=spec.prototype,
-    )
-
-
-def _fill_value(spec: ArraySpec) -> Any:
-    return spec.dtype.default_scalar() if spec.fill_value is None else spec.fill_value
-
-
-def _ratio(outer: Iterable[int], inner: Iterable[int]) -> tuple[int, ...]:
-    return tuple(whole // part for whole, part in zip(outer, inner, strict=True))
 
 
 def _steps(codecs: Sequence[Codec]) -> tuple[Step, ...] | None:
@@ -321,7 +292,11 @@ LARGEST_BYTES = 64 << 20
 
 
 class ShardIndexes:
-    """Indexes by the keys of their shards; None stands for a shard that is not there. Call from any thread."""
+    """Indexes by the keys of their shards, None for a shard that is not there; call from any thread.
+
+    Each is fetched once, whoever needs it, and the least recently used go. A failure is forgotten, so that the next
+    request tries again.
+    """
 
     def __init__(self, largest_bytes: int = LARGEST_BYTES) -> None:
         self._largest_bytes = largest_bytes
@@ -331,7 +306,7 @@ class ShardIndexes:
         """Memory of all of them."""
 
     def claim(self, key: str) -> tuple[Future[Index | None], bool]:
-        """The index that is or will be there, and whether the caller is the one to fetch it and `give` it."""
+        """The index that is or will be there, and whether the caller has to fetch it and `give` it."""
         with self._lock:
             future = self._futures.get(key)
             if future is not None:
@@ -341,14 +316,21 @@ class ShardIndexes:
             return future, True
 
     def give(self, key: str, fetched: Index | BaseException | None) -> None:
-        """Answer all who claimed the key."""
+        """Set the result for all that claimed the key."""
         with self._lock:
-            future = self._futures[key]
-            if isinstance(fetched, BaseException):
-                del self._futures[key]
-            else:
+            future = self._futures.pop(key)
+            if not isinstance(fetched, BaseException):
+                # A future keeps its callbacks, and those the batches that waited: what stays is one without.
+                kept: Future[Index | None] = Future()
+                self._futures[key] = kept
+                kept.set_result(fetched)
                 self.nbytes += 0 if fetched is None else fetched.nbytes
-                self._shrink(key)
+                for old in [*self._futures]:
+                    if self.nbytes <= self._largest_bytes:
+                        break
+                    if old != key and self._futures[old].done():
+                        index = self._futures.pop(old).result()
+                        self.nbytes -= 0 if index is None else index.nbytes
         if isinstance(fetched, BaseException):
             future.set_exception(fetched)
         else:
@@ -363,13 +345,3 @@ class ShardIndexes:
             except BaseException as error:
                 self.give(key, error)
         return future.result()
-
-    def _shrink(self, newest: str) -> None:
-        for key in [*self._futures]:
-            if self.nbytes <= self._largest_bytes:
-                return
-            future = self._futures[key]
-            if key != newest and future.done() and not future.cancelled():
-                index = future.result()
-                self.nbytes -= 0 if index is None else index.nbytes
-                del self._futures[key]

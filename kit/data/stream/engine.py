@@ -1,14 +1,8 @@
 """Engine: streams batches of patches out of a Zarr store, in order, several read ahead. No torch.
 
-A batch is what its consumer asked for: float32 values `(sample, variable, *dims)`, decoded by the CF conventions and
-standardised when asked, and a mask of the same shape; a missing element is 0 and not valid. The engine itself holds no
-handle: it opens the store on first use in each process, so it pickles and may be carried through a fork, provided the
-store is opened after it. Leaving the stream early cancels what was read ahead.
-
-Spans: when the reading of each batch began and when the batch was ready, in seconds since the epoch.
-
-Batches are begun and handed over in the same order, so a queue of pairs is enough; a batch costs two looks at the
-clock. A pickled copy starts empty, as it watches another process.
+A batch is float32 values `(sample, variable, *dims)`, decoded by the CF conventions and standardised when asked, and a
+mask of the same shape; a missing element is 0 and not valid. The engine holds no handle: it opens the store on first
+use in each process, so it pickles and survives a fork. Leaving a stream early cancels what was read ahead.
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ _SAMPLES_AT_ONCE = 2048
 """Whose chunks are looked up together; more would need memory that nobody counts."""
 _OPENING = threading.RLock()
 _inherited: list[Reader] = []
-"""Readers of a parent process: kept, because collecting a loop that runs in another process would disturb it."""
+"""Readers of a parent process: never collected, as closing their sockets would disturb the parent's event loop."""
 
 
 class Engine:
@@ -160,9 +154,9 @@ class Engine:
                 waiting.append(reader.start(offsets, patch))
                 self.spans.follow(waiting[-1])
                 if len(waiting) > self._batches_ahead:
-                    yield _next(waiting, self.spans)
+                    yield self._next(waiting)
             while waiting:
-                yield _next(waiting, self.spans)
+                yield self._next(waiting)
         finally:
             self.spans.forget()
             for future in waiting:
@@ -173,8 +167,8 @@ class Engine:
     ) -> Iterator[Arrays]:
         """As `stream`, for batches with the number of the last window each draws from; numbers never fall.
 
-        While a window is served its chunks are held, and those of the next one are read, whatever `batches_ahead` is;
-        those of the one after it are asked for too, where memory holds their stored bytes.
+        While a window is served its chunks are pinned, and those of the next one are read, whatever `batches_ahead` is;
+        those of the one after it are requested too, where memory holds their stored bytes.
 
         Raises:
             As `stream`.
@@ -186,21 +180,24 @@ class Engine:
         finally:
             self._first_window = windows.end()
 
+    def _next(self, waiting: deque[Future[Arrays]]) -> Arrays:
+        arrays = waiting[0].result()  # it leaves the queue only when it is there, so that an interrupt cancels it
+        waiting.popleft()
+        self.spans.hand_over()
+        return arrays
+
     def _open(self) -> Reader:
         """This process's reader, opened on first use by whichever thread comes first."""
         with _OPENING:
-            return self._open_once()
-
-    def _open_once(self) -> Reader:
-        reader = self._reader
-        if reader is not None and reader.pid != os.getpid():
-            _inherited.append(reader)
-            self._counters = Counters()
-            reader = None
-        if reader is None or reader.closed:
-            reader = self._reader = Reader(self._plan, self._counters)
-            weakref.finalize(self, reader.close)
-        return reader
+            reader = self._reader
+            if reader is not None and reader.pid != os.getpid():
+                _inherited.append(reader)
+                self._counters = Counters()
+                reader = None
+            if reader is None or reader.closed:
+                reader = self._reader = Reader(self._plan, self._counters)
+                weakref.finalize(self, reader.close)
+            return reader
 
     def close(self) -> None:
         """Stop reading and let go of the store; the next stream opens it again."""
@@ -234,28 +231,29 @@ class _Windows:
         self._reader, self._patch, self._batches, self._ahead = reader, patch, batches, ahead
         self._spans = spans
         self._first = self._served = self._last = first
-        self._read: deque[tuple[NDArray[np.int64], int]] = deque()
-        """Batches whose chunks are held, not yet begun."""
+        self._pinned: deque[tuple[NDArray[np.int64], int]] = deque()
+        """Batches whose chunks are pinned, not yet begun."""
         self._begun: deque[tuple[Future[Arrays], int]] = deque()
         self._drawn: tuple[NDArray[np.int64], int] | None = None
-        self._held = False
-        """Whether the first windows are held, so that their memory is known."""
-        self._early_for = first
-        """The last window that may be asked for before its turn to be decoded."""
+        """The next batch, not pinned yet."""
+        self._first_is_ready = False
+        """Whether the first windows are decoded, so that their memory is known."""
+        self._ahead_until = first
+        """The last window that may be requested before its turn to be decoded."""
 
     def serve(self) -> Iterator[Arrays]:
         self._reader.release(self._first - 1)
-        self._hold()
+        self._pin()
         while self._begin():
             future, window = self._begun[0]
-            arrays = future.result()  # it leaves the queue only when it is there, so that an interrupt still cancels it
+            arrays = future.result()  # it leaves the queue only when it is there, so that an interrupt cancels it
             self._begun.popleft()
             self._spans.hand_over()
-            self._held = True
+            self._first_is_ready = True
             if window > self._served:
                 self._served = window
                 self._reader.release(window - 1)
-            self._hold()
+            self._pin()
             yield arrays
 
     def end(self) -> int:
@@ -266,55 +264,48 @@ class _Windows:
         self._reader.release(self._last)
         return self._last + 1
 
-    def _hold(self) -> None:
-        """Ask for all that the window being served and the next one need, the one after it where there is memory."""
+    def _pin(self) -> None:
+        """Request all that the window being served and the next need, and the one after it where memory allows.
+
+        Batches of one window are pinned together: a chunk that many of them share is looked up once.
+        """
         together: list[NDArray[np.int64]] = []
-        while (drawn := self._draw()) is not None and (self._may_ask(drawn[1]) or not (self._read or self._begun)):
-            offsets, window = drawn
+
+        def pin_together() -> None:
+            if together:
+                self._reader.pin(np.concatenate(together), self._patch, self._last)
+                together.clear()
+
+        while True:
+            if self._drawn is None and (following := next(self._batches, None)) is not None:
+                self._drawn = following[0], self._first + following[1]
+            if self._drawn is None or (not self._may_request(self._drawn[1]) and (self._pinned or self._begun)):
+                break
+            offsets, window = self._drawn
             if together and (window > self._last or len(together) * len(offsets) >= _SAMPLES_AT_ONCE):
-                self._ask(together)
-            self._last, self._drawn = window, None
+                pin_together()
             together.append(offsets)
-            self._read.append(drawn)
-        self._ask(together)
+            self._pinned.append(self._drawn)
+            self._last, self._drawn = window, None
+        pin_together()
 
-    def _ask(self, together: list[NDArray[np.int64]]) -> None:
-        """For what these batches of one window need: a chunk that many of them share is looked up once."""
-        if together:
-            self._reader.hold(np.concatenate(together), self._patch, self._last)
-            together.clear()
-
-    def _may_ask(self, window: int) -> bool:
+    def _may_request(self, window: int) -> bool:
         ahead = window - self._served
-        first = ahead == WINDOWS_DECODED and self._held and window > self._early_for
-        if first and self._reader.has_room_for_early_answers:
-            self._early_for = window
-        return ahead < WINDOWS_DECODED or window <= self._early_for
-
-    def _draw(self) -> tuple[NDArray[np.int64], int] | None:
-        """The next batch that is not held yet."""
-        if self._drawn is None and (following := next(self._batches, None)) is not None:
-            self._drawn = following[0], self._first + following[1]
-        return self._drawn
+        first = ahead == WINDOWS_DECODED and self._first_is_ready and window > self._ahead_until
+        if first and self._reader.can_read_ahead:
+            self._ahead_until = window
+        return ahead < WINDOWS_DECODED or window <= self._ahead_until
 
     def _begin(self) -> bool:
         """Begin batches up to so many ahead, none beyond the next window while another is under way."""
-        while self._read and len(self._begun) <= self._ahead:
-            offsets, window = self._read[0]
+        while self._pinned and len(self._begun) <= self._ahead:
+            offsets, window = self._pinned[0]
             if window > self._served + 1 and self._begun:
                 break
-            self._read.popleft()
+            self._pinned.popleft()
             self._begun.append((self._reader.start(offsets, self._patch), window))
             self._spans.follow(self._begun[-1][0])
         return bool(self._begun)
-
-
-def _next(waiting: deque[Future[Arrays]], spans: Spans) -> Arrays:
-    """The oldest batch; it leaves the queue only when it is there, so that an interrupt still cancels it."""
-    arrays = waiting[0].result()
-    waiting.popleft()
-    spans.hand_over()
-    return arrays
 
 
 Span = tuple[float, float]
@@ -322,7 +313,11 @@ Span = tuple[float, float]
 
 
 class Spans:
-    """Follows the batches of one stream from their first request to their last byte decoded."""
+    """When the batches of one stream were begun and ready, in seconds since the epoch.
+
+    Batches are begun and handed over in the same order, so a queue of pairs is enough. A pickled copy starts empty, as
+    it watches another process.
+    """
 
     def __init__(self) -> None:
         self._begun: deque[list[float]] = deque()
@@ -339,7 +334,7 @@ class Spans:
         """The oldest batch has been waited for."""
         if self._begun:
             began, ready = self._begun.popleft()
-            # Who waits for a future is told before its callbacks are called.
+            # A thread that waits for a future goes on before its callbacks are called.
             self.last = began, time.time() if math.isnan(ready) else ready
 
     def forget(self) -> None:

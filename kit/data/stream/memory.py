@@ -1,15 +1,11 @@
-"""MemoryBudget: host memory for what has been asked for and is not decoded yet, in bytes, obeyed by every request.
+"""Host memory of a reader: MemoryBudget for requests and undecoded responses, ReaderPlan for all of it.
 
-The limit is asked for anew each time, since caches and batches come and go beside it. The invariant: a request that is
-alone always goes ahead, so reading goes on, slowly, even where the limit is less than one chunk; whether it is, is
-refused before, where a config is known (`kit.data.patches.loader`).
+The budget's limit is evaluated at each request, since caches and batches come and go beside it. The invariant: a
+request that is alone always goes ahead, so reading goes on, slowly, even where the limit is less than one chunk; a
+config that allows so little is refused before (`kit.data.patches.loader`).
 
-ReaderPlan: what one process reads, with how much at once, in how much memory. Holds no handle, so it pickles.
-
-Shared memory that loader processes hand batches over in: enough of it, before any of them is started.
-
-torch puts every batch of a loader process into /dev/shm, which a container may have 64 MiB of whatever the machine
-has. Where it is full a process ends by a bus error, or waits, and what is then seen is a trainer without batches.
+Loader processes hand batches over in /dev/shm, of which a container may have 64 MiB, whatever the machine has. Where it
+is full a process dies of a bus error or waits for ever, so `refuse_too_little` compares before any is started.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ class MemoryBudget:
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit = limit
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = False
         self.taken_bytes = 0
         self.most_bytes = 0
@@ -51,55 +47,38 @@ class MemoryBudget:
         """The largest that was taken in one."""
 
     def try_take(self, size_bytes: int) -> Reservation | None:
-        """So much of the room, if there is; None else."""
-        with self._changed:
+        """Reserve so many bytes now; None where they exceed the limit."""
+        with self._lock:
             self.largest_bytes = max(self.largest_bytes, size_bytes)
-            return self._claim(size_bytes) if self._fits(size_bytes) else None
-
-    def take(self, size_bytes: int) -> Reservation:
-        """So much of the room, as soon as there is."""
-        with self._changed:
-            self.largest_bytes = max(self.largest_bytes, size_bytes)
-            while not self._fits(size_bytes):
-                self._changed.wait()
-            claim = self._claim(size_bytes)
-            self._changed.notify()  # there may be room for another
-            return claim
+            if self.taken_bytes and not self._closed and self.taken_bytes + size_bytes > self._limit():
+                return None
+            self.taken_bytes += size_bytes
+            self.most_bytes = max(self.most_bytes, self.taken_bytes)
+            return Reservation(self, size_bytes)
 
     def give(self, size_bytes: int) -> None:
         """Give back what was taken."""
-        with self._changed:
+        with self._lock:
             self.taken_bytes -= size_bytes
-            self._changed.notify()
 
-    def count_down(self, claim: Reservation) -> bool:
-        """One part of a shared claim is done; whether it was the last."""
-        with self._changed:
-            claim._left -= 1
-            return claim._left == 0
+    def count_down(self, reservation: Reservation) -> bool:
+        """One part of a reservation is done; whether it was the last."""
+        with self._lock:
+            reservation._left -= 1
+            return reservation._left == 0
 
     def close(self) -> None:
-        """Nobody waits any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _fits(self, size_bytes: int) -> bool:
-        return not self.taken_bytes or self._closed or self.taken_bytes + size_bytes <= self._limit()
-
-    def _claim(self, size_bytes: int) -> Reservation:
-        self.taken_bytes += size_bytes
-        self.most_bytes = max(self.most_bytes, self.taken_bytes)
-        return Reservation(self, size_bytes)
+        """From here on everything fits, so that nobody waits any more."""
+        self._closed = True
 
 
 class Reservation:
-    """What one request has taken, given back when all that came of it is done."""
+    """What one request has taken, given back when all chunks of its response are decoded."""
 
-    __slots__ = ("_left", "_room", "_size_bytes")
+    __slots__ = ("_budget", "_left", "_size_bytes")
 
-    def __init__(self, room: MemoryBudget, size_bytes: int) -> None:
-        self._room, self._size_bytes, self._left = room, size_bytes, 1
+    def __init__(self, budget: MemoryBudget, size_bytes: int) -> None:
+        self._budget, self._size_bytes, self._left = budget, size_bytes, 1
 
     def share(self, parts: int) -> None:
         """It is done when so many parts are."""
@@ -108,13 +87,13 @@ class Reservation:
     def correct(self, size_bytes: int) -> None:
         """The size was a guess; this is what came."""
         if size_bytes != self._size_bytes:
-            self._room.give(self._size_bytes - size_bytes)
+            self._budget.give(self._size_bytes - size_bytes)
             self._size_bytes = size_bytes
 
     def done(self) -> None:
         """One part of it is done."""
-        if self._left == 1 or self._room.count_down(self):
-            self._room.give(self._size_bytes)
+        if self._left == 1 or self._budget.count_down(self):
+            self._budget.give(self._size_bytes)
 
 
 Arrays = tuple[NDArray[Any], NDArray[np.bool_]]
@@ -159,7 +138,7 @@ def batch_bytes(arrays: Sequence[ArrayInfo], samples: int, patch: Sequence[int])
 
 def largest_chunk_bytes(arrays: Sequence[ArrayInfo]) -> int:
     """Decoded bytes of the largest chunk."""
-    return max(math.prod(info.chunk) * info.dtype.itemsize for info in arrays)
+    return max(info.chunk_bytes for info in arrays)
 
 
 FOLDER = Path("/dev/shm")

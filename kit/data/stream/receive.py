@@ -1,18 +1,17 @@
-"""ReceiveQueue: what becomes of the bytes that requests give: room for them, decoded chunks, and batches that are told.
+"""ReceiveQueue: from the bytes that requests bring to decoded chunks, in memory that is budgeted before each request.
 
-Whichever way a store is read, a request takes room for its answer first, and gives the answer here. Decoding and
-scattering run in `decode_threads` threads; when they fall behind, there is no room and no more is asked for. A chunk
-that cannot be had fails the batches that wait for it.
+A request first reserves the bytes it will bring (`budget`). Its response is cut into chunks here, and `decode_threads`
+threads decode them, cache them and copy them into the batches that wait. When they fall behind, the budget is used up
+and nothing more is requested.
 
-Strict: an object or inner chunk that is not there is an error, never fill values, and so are bytes that fail their
-checksum or are too few. Only a store that kit did not build may leave chunks out, as Zarr allows, unless `data.strict`
-forbids it; they are filled and counted.
+Strict: a missing object or inner chunk is an error, never fill values, and so are bytes that are too few or fail their
+checksum; the error fails the batches that wait for the chunk. Only a store that kit did not build may leave chunks out,
+as Zarr allows, unless `data.strict` forbids it; they are filled and counted.
 
-Early: answers for a window after the next one, kept as they came until its turn to be decoded.
-
-Requests for a window take as long as the slowest of them, so they are sent two windows ahead where memory allows;
-decoded chunks are held for the window being served and the next one only. In between the stored bytes wait here. They
-take no room of requests, so nothing waits for them; an answer that somebody waits for is never kept.
+Read-ahead: in block order a window takes as long as its slowest request, so where memory allows requests are sent two
+windows ahead, while only the window being served and the next one are kept decoded. Responses for the window after wait
+in a `ReadAheadBuffer` as stored bytes. They count outside the budget, so nothing waits for them; a response that a
+batch waits for never waits there.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.chunks.requests import Coalescing, Run, runs
-from kit.chunks.resources import HOLES_SHARE, LENT_SHARE, READY_TOO
+from kit.chunks.resources import HOLES_SHARE, READY_TOO, TRANSIENT_SHARE
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkCache, ChunkRequest, ChunkResponse
@@ -39,24 +38,26 @@ from kit.data.stream.pool import ThreadPool
 from kit.errors import MissingChunkError
 from kit.machine.processes import give_memory_back, rss_bytes
 
+WINDOWS_DECODED = 2
+"""The one being served and the next one."""
 _CHUNKS_PER_JOB = 64
 _TOGETHER_BYTES = 1 << 20
-"""Of chunks decoded in one call: more saves little, and keeps those who wait for the first of them waiting."""
+"""Of chunks decoded in one call: more saves little, and delays the batches that wait for the first of them."""
 _TOGETHER_SHARE = 64
 _INDEX_SHARE = 8
 _LEAST_HOLES_BYTES = 2 << 20
-"""Handing memory back more often would cost more than it gives."""
+"""Giving memory back to the system more often costs more than it frees."""
 _UNTIDY_SHARE = 2
-"""The process may grow by this part of the memory allowed before anything is handed back: pages that come anew cost
-more than they hold."""
+"""The process may grow by this part of the memory allowed before anything is given back: pages that come anew cost more
+than they hold."""
 
 
 class ReceiveQueue:
-    """Takes answers; call from any thread.
+    """Takes responses; call from any thread.
 
     Args:
         coalescing: Which neighbours in a shard share a request.
-        decode_at_once: Decode in the thread that has just read, which took no time to speak of.
+        decode_at_once: Decode in the thread that has just read, as reading took hardly any time.
         decoding: Threads that decode at once, at most.
     """
 
@@ -68,8 +69,8 @@ class ReceiveQueue:
         self._where = redact(plan.url)
         self.cache = ChunkCache(plan.cache_bytes, self._spare_bytes)
         self.indexes = ShardIndexes(min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
-        self.room = MemoryBudget(self._room_bytes)
-        self._early = ReadAheadBuffer()
+        self.budget = MemoryBudget(lambda: min(self._left_bytes(), self._enough_bytes()))
+        self._read_ahead = ReadAheadBuffer()
         self.decoders = ThreadPool(plan.decode_threads, "kit-decode")
         self.batch_bytes = 0
         """Memory of the largest batch so far."""
@@ -80,43 +81,43 @@ class ReceiveQueue:
         """The largest object met, for arrays whose chunks are objects of their own."""
         self._holes_bytes = plan.memory_bytes // HOLES_SHARE
         self._freed_bytes = 0
-        """Read and decoded since freed memory was last handed back: what came took the place of as much that went."""
+        """Read and decoded since freed memory was last given back: what came took the place of as much that went."""
         self._untidy_bytes = rss_bytes() + plan.memory_bytes // _UNTIDY_SHARE
-        """Of the process, before anything is handed back."""
+        """Of the process, before anything is given back."""
 
     def close(self) -> None:
-        """Nobody waits for room, and nothing more is decoded."""
-        self.room.close()
+        """Nobody waits for memory, and nothing more is decoded."""
+        self.budget.close()
         self.decoders.close()
 
     # -- windows
 
     @property
-    def has_room_for_early_answers(self) -> bool:
-        """Whether memory holds the stored bytes of one window more than the two that are held now."""
+    def can_read_ahead(self) -> bool:
+        """Whether memory holds the stored bytes of one window more than the two that are pinned now."""
         plan, chunk = self._plan, largest_chunk_bytes(self._plan.arrays)
-        others = self._holes_bytes + self.cache.free_bytes + self.indexes.nbytes + self._decoding_bytes
+        others = self._holes_bytes + self.cache.evictable_bytes + self.indexes.nbytes + self._decoding_bytes
         requests = READY_TOO * plan.requests_in_flight * chunk + plan.batches_held * self.batch_bytes
-        return others + requests + self.cache.held_chunks * chunk * 3 // 2 <= plan.memory_bytes
+        return others + requests + self.cache.pinned_chunks * chunk * 3 // 2 <= plan.memory_bytes
 
     def release(self, window: int) -> None:
-        """Drop what this window and those before it held; answers whose turn has come are decoded."""
+        """Drop what this window and those before it pinned; decode the responses whose turn has come."""
         self.cache.release(window)
-        self._decode_all(self._early.serve(window + 1))
+        self._decode_all(self._read_ahead.serve(window + 1))
 
     def decode_wanted(self) -> None:
-        """Decode early answers that a batch waits for by now."""
-        self._decode_all(self._early.wanted())
+        """Decode responses read ahead that a batch waits for by now."""
+        self._decode_all(self._read_ahead.take_wanted())
 
     # -- before a request
 
-    def runs(self, wanted: ChunkRequest, index: Index | None) -> list[Run[Chunk]]:
-        """The requests for what is wanted of a shard; chunks that it does not hold are settled at once."""
-        stored, spans = wanted.stored, []
-        for chunk in wanted.chunks:
+    def runs(self, request: ChunkRequest, index: Index | None) -> list[Run[Chunk]]:
+        """The runs of neighbours to request from a shard; chunks that it lacks are settled at once."""
+        stored, spans = request.stored, []
+        for chunk in request.chunks:
             span = None if index is None else stored.locate(index, chunk.coords)
             if span is None:
-                self._fill(wanted, chunk, index)
+                self._fill(request, chunk, index)
             else:
                 spans.append((*span, chunk))
         found = runs(spans, self._coalescing)
@@ -125,129 +126,141 @@ class ReceiveQueue:
         )
         return found
 
-    def size_of(self, wanted: ChunkRequest, run: Run[Chunk] | None) -> int:
-        """Bytes that a request will bring; of an object not known before, those of the largest one like it."""
+    def response_bytes(self, request: ChunkRequest, run: Run[Chunk] | None) -> int:
+        """Bytes that a request will bring; for an object of unknown size, those of the largest one like it."""
         if run is not None:
             return run.last - run.first
-        stored = wanted.stored
-        return self._stored_bytes.get(stored.name) or stored.chunk_bytes
-
-    def _room_bytes(self) -> int:
-        """Memory left for what is asked for and not decoded, but no more than keeps the requests going."""
-        return min(self._left_bytes(), self._enough_bytes())
+        return self._stored_bytes.get(request.stored.name) or request.stored.chunk_bytes
 
     def _spare_bytes(self) -> int:
-        """For more chunks to be lent: of the memory left when the requests have theirs."""
-        lent = self.cache.lent_bytes
-        return (self._left_bytes() + lent - self._enough_bytes()) // LENT_SHARE - lent
+        """For more transient chunks: of the memory left when the requests have theirs."""
+        transient = self.cache.transient_bytes
+        return (self._left_bytes() + transient - self._enough_bytes()) // TRANSIENT_SHARE - transient
 
     def _left_bytes(self) -> int:
         plan, cache = self._plan, self.cache
-        kept = cache.free_bytes + cache.held_bytes + cache.lent_bytes + self._early.nbytes + self.indexes.nbytes
+        kept = cache.evictable_bytes + cache.pinned_bytes + cache.transient_bytes
+        kept += self._read_ahead.nbytes + self.indexes.nbytes
         others = kept + self._decoding_bytes + plan.batches_held * self.batch_bytes
         return plan.memory_bytes - self._holes_bytes - others
 
     def _enough_bytes(self) -> int:
         """What keeps the requests going."""
-        return READY_TOO * self._plan.requests_in_flight * self.room.largest_bytes
+        return READY_TOO * self._plan.requests_in_flight * self.budget.largest_bytes
 
     # -- after it
 
-    def deliver(self, wanted: ChunkRequest, run: Run[Chunk] | None, data: Octets | None, claim: Reservation) -> None:
-        """Pass on what a request gave; `run` is None for a whole object."""
+    def on_response(
+        self, request: ChunkRequest, run: Run[Chunk] | None, data: Octets | None, reservation: Reservation
+    ) -> None:
+        """Take what a request brought; `run` is None for a whole object, `data` where there is no object."""
         if data is None:
-            for chunk in wanted.chunks:
-                self._fill(wanted, chunk, None)
-            claim.done()
-        elif run is None:
-            self._stored_bytes[wanted.stored.name] = max(self._stored_bytes.get(wanted.stored.name, 0), len(data))
-            claim.correct(len(data))
-            self._decode_soon(ChunkResponse(self.cache, wanted.stored, wanted.chunks[0], data, len(data), False, claim))
+            for chunk in request.chunks:
+                self._fill(request, chunk, None)
+            reservation.done()
+            return
+        stored = request.stored
+        if run is None:
+            self._stored_bytes[stored.name] = max(self._stored_bytes.get(stored.name, 0), len(data))
+            reservation.correct(len(data))
+            spans = [(0, len(data), request.chunks[0])]
         else:
-            claim.share(len(run.items))
-            for first, last, chunk in run.items:
-                part, shared = data[first - run.first : last - run.first], len(run.items) > 1
-                self._decode_soon(ChunkResponse(self.cache, wanted.stored, chunk, part, last - first, shared, claim))
+            reservation.share(len(run.items))
+            spans = [(first - run.first, last - run.first, chunk) for first, last, chunk in run.items]
+        for first, last, chunk in spans:
+            response = ChunkResponse(
+                self.cache, stored, chunk, data[first:last], last - first, len(spans) > 1, reservation
+            )
+            if not self._read_ahead.keep(response):
+                self._decode_soon(response)
 
-    def scatter_soon(self, part: BatchPart, here: Mapping[tuple[int, ...], NDArray[Any]]) -> None:
-        """Copy what is decoded already, by its coordinates, in decoding threads."""
-        for start in range(0, len(here), _CHUNKS_PER_JOB):
-            self.decoders.put(part.batch, _scatter, part, here, start)
+    def scatter_soon(self, part: BatchPart, decoded: Mapping[tuple[int, ...], NDArray[Any]]) -> None:
+        """Copy chunks that are decoded already, by their coordinates, in decoding threads."""
 
-    def _decode_soon(self, answer: ChunkResponse) -> None:
-        """When the turn of its window has come."""
-        if not self._early.keep(answer):
-            self._decode_now_or_soon(answer)
+        def scatter(start: int) -> None:
+            for coords in islice(decoded, start, start + _CHUNKS_PER_JOB):
+                part.scatter(coords, decoded[coords])
 
-    def _decode_all(self, answers: Iterable[ChunkResponse]) -> None:
-        for answer in answers:
-            if self.cache.still_wanted([answer.chunk]):
-                self._decode_now_or_soon(answer)
+        for start in range(0, len(decoded), _CHUNKS_PER_JOB):
+            self.decoders.put(part.batch, scatter, start)
+
+    def _decode_all(self, responses: Iterable[ChunkResponse]) -> None:
+        for response in responses:
+            if self.cache.still_wanted([response.chunk]):
+                self._decode_soon(response)
             else:
-                answer.give_room_back()
+                response.release_memory()
 
-    def _decode_now_or_soon(self, answer: ChunkResponse) -> None:
-        if self._decode_at_once or answer.stored.in_place:
-            self._decode(answer)
+    def _decode_soon(self, response: ChunkResponse) -> None:
+        if self._decode_at_once or response.stored.in_place:
+            self._decode(response)
         else:
-            self._undecoded.append(answer)
-            self.decoders.put(answer, self._decode_some)  # one job each, so none is left: some will find nothing
+            self._undecoded.append(response)
+            self.decoders.put(response, self._decode_some)  # a job each, so none is left: some will find nothing
 
     def _decode_some(self) -> None:
-        """Decode the answers that have waited longest, those of one array in one call."""
+        """Decode the responses that have waited longest, those of one array in one call.
+
+        Not where they are kept: then each would have to be copied apart, which takes as long.
+        """
         taken: defaultdict[str, list[ChunkResponse]] = defaultdict(list)
         size_bytes = 0
         with contextlib.suppress(IndexError):  # there are no more
             while size_bytes < self._together_bytes:
-                answer = self._undecoded.popleft()
-                taken[answer.stored.name].append(answer)
-                size_bytes += answer.stored.chunk_bytes
-        for answers in taken.values():
-            self._decode_together(answers)
+                response = self._undecoded.popleft()
+                taken[response.stored.name].append(response)
+                size_bytes += response.stored.chunk_bytes
+        for some in taken.values():
+            found: Sequence[NDArray[Any]] = ()
+            together = not any(len(one.data) != one.size_bytes or self.cache.would_keep(one.chunk) for one in some)
+            if together and len(some) > 1:
+                with contextlib.suppress(Exception):  # decoded by itself, each says what is wrong with it
+                    found = some[0].stored.decode_together([one.data for one in some])
+            for response, decoded in zip_longest(some, found):
+                self._decode(response, decoded)
 
-    def _decode_together(self, answers: Sequence[ChunkResponse]) -> None:
-        """In one call where they are not kept: those that are would have to be copied apart, which takes as long."""
-        found: Sequence[NDArray[Any]] = ()
-        if len(answers) > 1 and all(answer.complete and not self.cache.would_keep(answer.chunk) for answer in answers):
-            with contextlib.suppress(Exception):  # by itself, each says what is wrong with it
-                found = answers[0].stored.decode_together([answer.data for answer in answers])
-        for answer, decoded in zip_longest(answers, found):
-            self._decode(answer, decoded)
-
-    def _decode(self, answer: ChunkResponse, decoded: NDArray[Any] | None = None) -> None:
-        """Decode it, unless that is `decoded` already together with others, and tell who waits."""
-        together = decoded is not None
+    def _decode(self, response: ChunkResponse, decoded: NDArray[Any] | None = None) -> None:
+        """Decode a chunk, unless that is done, and hand it to the batches that wait."""
+        chunk, stored = response.chunk, response.stored
+        # A chunk that lies in bytes it shares with others would keep all of them in memory.
+        shares = decoded is not None or (response.shared and stored.in_place)
         try:
             if decoded is None:
-                decoded = self._decoded(answer)
+                decoded = self._decoded(response)
             self._counters.add(chunks_decoded=1)
-            # A chunk that lies in bytes it shares with others would keep all of them in memory.
-            shares = together or (answer.shared and answer.stored.in_place)
-            kept = decoded.copy() if shares and self.cache.would_keep(answer.chunk) else decoded
-            for part in self.cache.settle(answer.chunk, kept):
-                part.scatter(answer.chunk.coords, decoded)
+            kept = stored.copy(decoded) if shares and self.cache.would_keep(chunk) else decoded
+            for part in self.cache.settle(chunk, kept):
+                part.scatter(chunk.coords, decoded)
         except BaseException as error:
-            answer.fail(error)
+            response.fail(error)
             return
         finally:
-            answer.give_room_back()
-        self._hand_back(answer.size_bytes + decoded.nbytes)
+            response.release_memory()
+        # Chunks come and go in an order that leaves holes: now and then what was freed goes back to the system.
+        self._freed_bytes += response.size_bytes + stored.chunk_bytes  # without a lock: a lost count only delays it
+        if self._freed_bytes > max(_LEAST_HOLES_BYTES, self._holes_bytes):
+            self._freed_bytes = 0
+            if rss_bytes() > self._untidy_bytes:
+                give_memory_back()
 
-    def _decoded(self, answer: ChunkResponse) -> NDArray[Any]:
+    def _decoded(self, response: ChunkResponse) -> NDArray[Any]:
         try:
-            if not answer.complete:
-                raise ValueError(f"the store gave {len(answer.data)} bytes instead of {answer.size_bytes}")
-            return answer.stored.decode(answer.data)
+            if len(response.data) != response.size_bytes:
+                raise ValueError(f"the store gave {len(response.data)} bytes instead of {response.size_bytes}")
+            return response.stored.decode(response.data)
         except MemoryError:
             raise
         except Exception as error:
-            raise damage(f"{self._where}: chunk {answer.chunk.coords} of {answer.stored.name}", error) from error
+            where = f"{self._where}: chunk {response.chunk.coords} of {response.stored.name}"
+            raise damage(where, error) from error
 
-    def _fill(self, wanted: ChunkRequest, chunk: Chunk, index: Index | None) -> None:
+    def _fill(self, request: ChunkRequest, chunk: Chunk, index: Index | None) -> None:
         """A chunk that is not there: an error in a store that kit built or where strict, else Zarr's fill value."""
-        stored = wanted.stored
+        stored = request.stored
         if self._plan.strict:
-            reason = f"there is no object {wanted.key}" if index is None else f"the shard {wanted.key} does not hold it"
+            reason = f"there is no object {request.key}"
+            if index is not None:
+                reason = f"the shard {request.key} does not hold it"
             ours = self._plan.manifest is not None
             way_out = "verify the store, then build it anew" if ours else "data.strict: false reads its fill value"
             missing = MissingChunkError(
@@ -260,26 +273,9 @@ class ReceiveQueue:
         for part in self.cache.settle(chunk, filled):
             self.decoders.put(part.batch, part.scatter, chunk.coords, filled)
 
-    def _hand_back(self, freed_bytes: int) -> None:
-        """Now and then return to the system what was freed: chunks come and go in an order that leaves holes."""
-        self._freed_bytes += freed_bytes  # counted without a lock: a lost count only delays it
-        if self._freed_bytes > max(_LEAST_HOLES_BYTES, self._holes_bytes):
-            self._freed_bytes = 0
-            if rss_bytes() > self._untidy_bytes:
-                give_memory_back()
-
-
-def _scatter(part: BatchPart, here: Mapping[tuple[int, ...], NDArray[Any]], start: int) -> None:
-    for coords in islice(here, start, start + _CHUNKS_PER_JOB):
-        part.scatter(coords, here[coords])
-
-
-WINDOWS_DECODED = 2
-"""The one being served and the next one."""
-
 
 class ReadAheadBuffer:
-    """Answers by the first window that wants them; call from any thread."""
+    """Stored bytes of chunks whose window is not decoded yet; call from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -289,36 +285,34 @@ class ReadAheadBuffer:
         self.nbytes = 0
         """Memory of what waits."""
 
-    def keep(self, answer: ChunkResponse) -> bool:
-        """Whether the answer has to wait; it is kept then, and its room given back."""
+    def keep(self, response: ChunkResponse) -> bool:
+        """Whether the response has to wait; it is kept then, and its reservation released."""
         with self._lock:
-            if answer.chunk.since <= self._last or answer.chunk.parts:
+            if response.chunk.first_window <= self._last or response.chunk.parts:
                 return False
-            if answer.shared:  # else it would keep the whole of a longer answer in memory
-                answer.data, answer.shared = answer.data.copy(), False
-            self.nbytes += answer.data.nbytes
-            self._waiting.append(answer)
-        answer.give_room_back()
+            if response.shared:  # else it would keep the whole of a longer response in memory
+                response.data, response.shared = response.data.copy(), False
+            self.nbytes += response.data.nbytes
+            self._waiting.append(response)
+        response.release_memory()
         return True
 
     def serve(self, window: int) -> list[ChunkResponse]:
-        """This window is being served; returns the answers whose turn it is now."""
+        """This window is being served; returns the responses whose turn it is now."""
         with self._lock:
             self._last = last = window + WINDOWS_DECODED - 1
-            return self._take(lambda answer: answer.chunk.since <= last)
+            return self._take(lambda response: response.chunk.first_window <= last)
 
-    def wanted(self) -> list[ChunkResponse]:
+    def take_wanted(self) -> list[ChunkResponse]:
         """Those that a batch waits for by now."""
         with self._lock:
-            return self._take(lambda answer: bool(answer.chunk.parts))
+            return self._take(lambda response: bool(response.chunk.parts))
 
     def _take(self, due: Callable[[ChunkResponse], bool]) -> list[ChunkResponse]:
-        if not self._waiting:
-            return []
         taken: list[ChunkResponse] = []
         kept: list[ChunkResponse] = []
-        for answer in self._waiting:
-            (taken if due(answer) else kept).append(answer)
+        for response in self._waiting:
+            (taken if due(response) else kept).append(response)
         self._waiting = kept
-        self.nbytes -= sum(answer.data.nbytes for answer in taken)
+        self.nbytes -= sum(response.data.nbytes for response in taken)
         return taken

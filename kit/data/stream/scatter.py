@@ -1,9 +1,9 @@
-"""Regions: which chunks a batch of patches touches, each once, and which elements go where. Pure numpy arithmetic.
+"""ChunkUses: which chunks a batch of patches touches, and which elements go where; Packing: from stored to float32.
 
 Offsets, sizes and slices are in elements; chunk coordinates count chunks. The invariant: the copies of all chunks
 together write every element of every patch exactly once, and read nothing outside a chunk.
 
-Packing: from stored numbers to float32 values and a mask, by the CF conventions, once per batch.
+Packing follows the CF conventions, once per batch, to float32 values and a mask:
 
     value = packed × scale_factor + add_offset,   standardised = (value - mean) / deviation
 
@@ -127,7 +127,14 @@ class Packing:
         """
         if info.dtype.kind not in NUMBERS:
             raise ConfigError([Problem("data.variables", f"{info.name} holds {info.dtype}, which is no number")])
-        mean, deviation = _statistics(info) if standardize else (0.0, 1.0)
+        mean, deviation = 0.0, 1.0
+        if standardize:
+            if info.mean is None or info.deviation is None:
+                message = (
+                    f"{info.name} has no known mean and deviation, since kit did not build its store; set it to false"
+                )
+                raise ConfigError([Problem("data.standardize", message)])
+            mean, deviation = info.mean, info.deviation or 1.0
         return cls(
             factor=info.scale_factor / deviation,
             shift=(info.add_offset - mean) / deviation,
@@ -138,41 +145,21 @@ class Packing:
     def unpack(self, packed: NDArray[Any], values: NDArray[np.float32], valid: NDArray[np.bool_]) -> None:
         """Write `values` and `valid`, both of the shape of `packed`; `packed` may be `values` itself."""
         with np.errstate(over="ignore", invalid="ignore"):
-            all_valid = self._mark(packed, valid)
-            if self.exact_in_float32:
-                self._scale(packed, values)
+            gaps = packed.dtype.kind == "f" and bool(np.isnan(packed.min()))  # the least of any is NaN where one is
+            if gaps:
+                np.logical_not(np.isnan(packed), out=valid)
             else:
+                valid[...] = True
+            for missing in self.missing:
+                # A float32 array holds the missing value rounded to float32: compare with that.
+                valid &= packed != (packed.dtype.type(missing) if packed.dtype.kind == "f" else missing)
+            all_valid = not gaps and (not self.missing or bool(valid.all()))
+            if not self.exact_in_float32:
                 values[...] = packed.astype(np.float64) * self.factor + self.shift
+            else:
+                if self.factor != 1 or packed is not values:
+                    np.multiply(packed, np.float32(self.factor), out=values, dtype=np.float32, casting="unsafe")
+                if self.shift != 0:
+                    values += np.float32(self.shift)
         if not all_valid:
             values[~valid] = 0
-
-    def _scale(self, packed: NDArray[Any], values: NDArray[np.float32]) -> None:
-        if self.factor != 1 or packed is not values:
-            np.multiply(packed, np.float32(self.factor), out=values, dtype=np.float32, casting="unsafe")
-        if self.shift != 0:
-            values += np.float32(self.shift)
-
-    def _mark(self, packed: NDArray[Any], valid: NDArray[np.bool_]) -> bool:
-        """Write which elements are there; returns whether all are."""
-        gaps = packed.dtype.kind == "f" and bool(np.isnan(packed.min()))  # the least of any is NaN where one is
-        if gaps:
-            np.logical_not(np.isnan(packed), out=valid)
-        else:
-            valid[...] = True
-        for missing in self.missing:
-            # A float32 array holds the missing value rounded to float32: compare with that.
-            valid &= packed != (packed.dtype.type(missing) if packed.dtype.kind == "f" else missing)
-        return not gaps and (not self.missing or bool(valid.all()))
-
-
-def _statistics(info: ArrayInfo) -> tuple[float, float]:
-    if info.mean is None or info.deviation is None:
-        raise ConfigError(
-            [
-                Problem(
-                    "data.standardize",
-                    f"{info.name} has no known mean and deviation, since kit did not build its store; set it to false",
-                )
-            ]
-        )
-    return info.mean, info.deviation or 1.0

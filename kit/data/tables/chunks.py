@@ -1,29 +1,24 @@
-"""A query chunk in memory: whole entities, each with all its events in one order, in the order they are served.
+"""Query chunks: how they are read and arranged, which batch their entities belong to, and what memory they take.
 
-The order of events within an entity is by date and then by every other column, so it depends on neither the database
-nor the number of query chunks. A chunk is built only when its query has come to its end: one that fails half-way leaves
-nothing.
+`EventTable` reads the query chunks of a source for one state of the data. A table that has changed since is refused
+with the reason, at the start of an epoch, when a query chunk has other entities than were counted, and when a column
+has another type: half of one table and half of another is no epoch.
 
-Memory: rows × row bytes as they arrive, 8 bytes a row for their order, and a copy of the rows that this rank serves;
-the first two go when the third is made. `ChunkBudget` bounds it, with the chunk that is being used counted too.
+An `EventChunk` is a query chunk in memory: whole entities in the order they are served, each with all its events by
+date and then by every other column, so that the order depends on neither the database nor the number of query chunks.
+It is built only when its query has come to its end. `ChunkBudget` bounds its memory: rows × row bytes as they arrive,
+`ORDER_BYTES` a row for their order, and a copy of the rows that this rank serves; the first two go when the third is
+made.
 
-The table behind batches of entities: its query chunks, its entities counted, and a watch over what may change.
+`EventPlan` says which batch of which rank each entity belongs to. Pure numpy; only the number of entities of each query
+chunk is kept. An epoch goes through the query chunks in an order drawn from (seed, epoch), and through the entities of
+each in one drawn from (seed, epoch, query chunk). A step's global batch is a run of consecutive places in it, cut into
+one run per rank. So every entity comes exactly once per epoch over all ranks, every rank takes the same number of steps
+and none an empty batch, and 1 rank × 2B sees the same global batches as 2 ranks × B. A remainder smaller than the world
+size joins the last batch.
 
-Everything is planned for one state of the data. A table that has changed since is refused with the reason, at the
-start of an epoch, when a query chunk has other entities than were counted, and when a column has another type: half of
-one table and half of another is no epoch.
-
-Which entities an epoch has, in which order, and which batch of which rank each belongs to. Pure numpy, no table.
-
-Only the number of entities of each query chunk is kept. The order of an epoch goes through the query chunks one after
-another, in an order drawn from (seed, epoch), and through the entities of each in an order drawn from (seed, epoch,
-query chunk). A step's global batch is a run of consecutive places in it, cut into one run per rank. So every entity
-comes exactly once per epoch over all ranks, every rank takes the same number of steps and none an empty batch, and
-1 rank × 2B sees the same global batches as 2 ranks × B. A remainder smaller than the world size joins the last batch.
-
-How much memory a table takes when it is read in query chunks, and how many stay within what is allowed.
-
-One query chunk is in memory at a time. Its largest has more rows than the mean one, because entities are whole:
+`QueryModel` predicts the memory by the number of query chunks. One is in memory at a time; the largest has more rows
+than the mean one, because entities are whole:
 
     largest = rows / count + z(count) × sqrt((1 - 1 / count) / count × Σ rows of each entity²)
 
@@ -57,7 +52,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import importlib
 import math
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -69,10 +63,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.data.tables.source import Query, checked, expected_schema, needed, plan_partitions, refuse_difference
+from kit.data.sampling import batch_positions, resume_step, steps_per_epoch
+from kit.data.tables.source import Query, checked, expected_schema, import_extra, plan_partitions, refuse_difference
 from kit.errors import ConfigError, PartitionError, Problem, QueryError
 from kit.machine.processes import give_memory_back
-from kit.units import format_bytes, format_count
+from kit.units import format_bytes
 
 if TYPE_CHECKING:
     import pyarrow
@@ -80,6 +75,24 @@ if TYPE_CHECKING:
     from kit.data.tables.source import TableSource
 
 Numbers = NDArray[np.int64]
+
+ORDER_BYTES = 24
+"""A row's place in order, twice (8 bytes each), and 8 for the sum that leads to it."""
+FETCHED_ROWS = 4096
+"""Most rows of one answer of a server: as Python's objects they are ten times as large, and more are no faster."""
+_MIB = 1 << 20
+_COPIES = 2
+_ENTITY_BYTES = 160
+_INSTANCE_BYTES, _THREAD_BYTES, _UNPACKED_BYTES = 1.5 * _MIB, 2.2 * _MIB, 0.2 * _MIB
+_UNPACKED_FRACTION = 0.1
+_PIECE_BYTES = 2 * _MIB
+_MOST = 65_536
+_STREAMING = 0.8
+"""Least memory over most, from which a database counts as one that needs the same for any number of query chunks."""
+_AT_LIMIT = 0.9
+
+
+# -- a query chunk in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +115,12 @@ class EventChunk:
         return self.events.slice(begin, end - begin)
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: nobody wants the rest
+class Stopped(Exception):  # noqa: N818 - not an error: nobody needs the rest
     """A read that was given up."""
 
 
 class ChunkBudget:
-    """Memory for query chunks of one pass, in bytes; a read that would not fit beside what is held waits for it to go.
+    """Memory for query chunks of one pass, in bytes; a read that would not fit beside what is in use waits.
 
     Args:
         allowed_bytes: What both may take together.
@@ -118,13 +131,13 @@ class ChunkBudget:
     def __init__(self, allowed_bytes: int, name: str, advice: str) -> None:
         self.allowed_bytes, self._name, self._advice = allowed_bytes, name, advice
         self._changed = threading.Condition()
-        self._held_bytes = 0
+        self._used_bytes = 0
         self._stopped = False
 
-    def hold(self, held_bytes: int) -> None:
-        """What is being used from now on; 0 for nothing."""
+    def use(self, used_bytes: int) -> None:
+        """What is in use from now on; 0 for nothing."""
         with self._changed:
-            self._held_bytes = held_bytes
+            self._used_bytes = used_bytes
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -132,45 +145,42 @@ class ChunkBudget:
             self._stopped = True
             self._changed.notify_all()
 
-    def ask(self, needed_bytes: int) -> None:
-        """Return when there is room for so much.
+    def wait_for(self, needed_bytes: int) -> None:
+        """Return when so much fits beside what is in use.
 
         Raises:
-            ConfigError: when there never will be.
+            ConfigError: when it never will.
             Stopped: when nobody waits for the rows any more.
         """
         with self._changed:
             if needed_bytes > self.allowed_bytes and not self._stopped:
-                raise ConfigError([Problem("queries.memory_bytes", self._too_little(needed_bytes))])
-            self._changed.wait_for(lambda: self._stopped or self._held_bytes + needed_bytes <= self.allowed_bytes)
+                message = (
+                    f"{format_bytes(self.allowed_bytes)} cannot hold a query chunk of {self._name}: it needs more than "
+                    f"{format_bytes(needed_bytes - 1)}; {self._advice}"
+                )
+                raise ConfigError([Problem("queries.memory_bytes", message)])
+            self._changed.wait_for(lambda: self._stopped or self._used_bytes + needed_bytes <= self.allowed_bytes)
             if self._stopped:
                 raise Stopped
 
-    def _too_little(self, needed_bytes: int) -> str:
-        return (
-            f"{format_bytes(self.allowed_bytes)} cannot hold a query chunk of {self._name}: it needs more than "
-            f"{format_bytes(needed_bytes - 1)}; {self._advice}"
-        )
-
 
 def gather(
-    batches: Iterable[pyarrow.RecordBatch], schema: pyarrow.Schema, room: ChunkBudget | None = None
+    batches: Iterable[pyarrow.RecordBatch], schema: pyarrow.Schema, budget: ChunkBudget | None = None
 ) -> pyarrow.Table:
     """All rows of a query, once it has come to its end.
 
     Raises:
-        ConfigError: when `room` cannot hold them and a copy.
-        Stopped: when the room was closed.
+        ConfigError: when the budget cannot hold them and a copy.
+        Stopped: when the budget was stopped.
     """
-    held: list[Any] = []
+    gathered: list[Any] = []
     rows = size = 0
     for batch in batches:
         rows, size = rows + batch.num_rows, size + batch.nbytes
-        if room is not None:
-            room.ask(2 * size + ORDER_BYTES * rows)
-        held.append(batch)
-    table = needed("pyarrow").Table
-    return table.from_batches(held) if held else schema.empty_table()
+        if budget is not None:
+            budget.wait_for(2 * size + ORDER_BYTES * rows)
+        gathered.append(batch)
+    return import_extra("pyarrow").Table.from_batches(gathered) if gathered else schema.empty_table()
 
 
 def arrange(events: pyarrow.Table, entity: str, date: str = "") -> tuple[Numbers, Numbers]:
@@ -178,7 +188,7 @@ def arrange(events: pyarrow.Table, entity: str, date: str = "") -> tuple[Numbers
 
     Args:
         events: Whole entities, in any order.
-        entity: Column that tells entities apart.
+        entity: Column that identifies entities.
         date: Column that events are in order of; the others decide among equals.
 
     Returns:
@@ -186,7 +196,7 @@ def arrange(events: pyarrow.Table, entity: str, date: str = "") -> tuple[Numbers
     """
     others = [name for name in events.column_names if name not in (entity, date)]
     names = [entity, *[date] * (date in events.column_names and date != entity), *others]
-    compute = _compute()
+    compute = import_extra("pyarrow.compute")
     rows = compute.sort_indices(events, sort_keys=[(name, "ascending") for name in names])
     values = events.column(entity).take(rows).combine_chunks()
     if not len(values):
@@ -201,44 +211,17 @@ def serve(events: pyarrow.Table, rows: Numbers, offsets: Numbers, chosen: Number
     lengths = np.diff(offsets)[chosen]
     ends = np.cumsum(lengths)
     begins = np.repeat(offsets[chosen] - (ends - lengths), lengths)
-    wanted = rows[begins + np.arange(len(begins))]
-    served = events.take(needed("pyarrow").array(wanted)).combine_chunks()
+    served = events.take(import_extra("pyarrow").array(rows[begins + np.arange(len(begins))])).combine_chunks()
     return EventChunk(served, np.concatenate([[0], ends]).astype(np.int64), events.nbytes, events.num_rows)
 
 
-def _compute() -> Any:
-    needed("pyarrow")
-    return importlib.import_module("pyarrow.compute")
-
-
-def let_go() -> None:
+def release_memory() -> None:
     """Hand the memory of rows that are gone to the system, which Arrow and the allocator would keep in pieces."""
-    needed("pyarrow").default_memory_pool().release_unused()
+    import_extra("pyarrow").default_memory_pool().release_unused()
     give_memory_back()
 
 
-def joined(parts: list[pyarrow.Table]) -> pyarrow.Table:
-    return parts[0] if len(parts) == 1 else needed("pyarrow").concat_tables(parts)
-
-
-def copied(events: pyarrow.Table) -> pyarrow.Table:
-    """The same rows in memory of their own, so that what they were a part of can go."""
-    return events.take(needed("pyarrow").array(np.arange(events.num_rows)))
-
-
-def distinct(batches: Iterable[pyarrow.RecordBatch], column: str) -> pyarrow.Array:
-    """The different values of a column, in the order they first come."""
-    pyarrow, compute = needed("pyarrow"), _compute()
-    known: Any = None
-    for values in _batches_of(batches, column):
-        found = compute.unique(values)
-        known = found if known is None else compute.unique(pyarrow.concat_arrays([known, found]))
-    return pyarrow.array([]) if known is None else known
-
-
-def _batches_of(batches: Iterable[pyarrow.RecordBatch], column: str) -> Iterator[pyarrow.Array]:
-    for batch in batches:
-        yield batch.column(column)
+# -- the query chunks of a table
 
 
 class EventTable:
@@ -253,7 +236,7 @@ class EventTable:
 
     Raises:
         PartitionError: for nulls in the partition column.
-        QueryError: when the source cannot be asked.
+        QueryError: when the source cannot be queried.
     """
 
     def __init__(
@@ -265,6 +248,11 @@ class EventTable:
         self.query = Query(columns=tuple(columns), where=where, batch_rows=batch_rows)
         self.schema = expected_schema(source, self.query)
         self.partitions = plan_partitions(source, query_chunks)
+        self.advice = (
+            f"use more than {query_chunks} of queries.load_query_chunks, or more queries.memory_bytes; "
+            "kit.data.measure_queries measures what each number needs"
+        )
+        """What to do when a query chunk does not fit."""
 
     def read(self, number: int) -> Generator[pyarrow.RecordBatch, None, None]:
         """The rows of one query chunk.
@@ -272,10 +260,7 @@ class EventTable:
         Raises:
             QueryError: when the query fails, or its columns are not those that were planned.
         """
-        query = Query(
-            columns=self.query.columns, where=self.query.where, batch_rows=self.query.batch_rows,
-            partition=self.partitions[number],
-        )  # fmt: skip
+        query = replace(self.query, partition=self.partitions[number])
         return checked(self.source.read(query), self.schema, self.name)
 
     def entities(self) -> tuple[int, ...]:
@@ -284,41 +269,37 @@ class EventTable:
         Raises:
             PartitionError: when one is in two query chunks, which another partition column than theirs can do.
         """
-        seen: set[Any] | None = None if self._is_by_entity else set()
+        compute, concat = import_extra("pyarrow.compute"), import_extra("pyarrow").concat_arrays
+        apart = len(self.partitions) == 1 or self.source.partition_column == self.entity
+        seen: set[Any] = set()
         counts = []
         for partition in self.partitions:
-            query = Query(
-                columns=(self.entity,), where=self.query.where, batch_rows=self.query.batch_rows, partition=partition
-            )
-            values = distinct(self.source.read(query), self.entity)
-            if values.null_count:
+            known: Any = None
+            for batch in self.source.read(replace(self.query, columns=(self.entity,), partition=partition)):
+                found = compute.unique(batch.column(self.entity))
+                known = found if known is None else compute.unique(concat([known, found]))
+                del batch
+            if known is not None and known.null_count:
                 raise PartitionError(
                     f"{self.name}: rows without {self.entity} belong to nobody; leave them out by where"
                 )
-            if seen is not None:
-                self._add(seen, values.to_pylist())
-            counts.append(len(values))
+            values = [] if known is None or apart else known.to_pylist()
+            twice = next((value for value in values if value in seen), None)
+            if twice is not None:
+                raise PartitionError(
+                    f"{self.name}: {self.entity} {twice!r} has rows in more than one query chunk, because they are cut "
+                    f"by {self.source.partition_column}; take {self.entity} as partition_column, or 1 query chunk"
+                )
+            seen.update(values)
+            counts.append(0 if known is None else len(known))
         return tuple(counts)
 
-    @property
-    def _is_by_entity(self) -> bool:
-        return len(self.partitions) == 1 or self.source.partition_column == self.entity
-
-    def _add(self, seen: set[Any], values: list[Any]) -> None:
-        twice = next((value for value in values if value in seen), None)
-        if twice is not None:
-            raise PartitionError(
-                f"{self.name}: {self.entity} {twice!r} has rows in more than one query chunk, because they are cut by "
-                f"{self.source.partition_column}; take {self.entity} as partition_column, or 1 query chunk"
-            )
-        seen.update(values)
-
     def identity(self) -> Mapping[str, str]:
-        """What tells these rows from others, in plain text."""
+        """Identifies these rows, in plain text."""
         columns = ", ".join(f"{field.name} {field.type}" for field in self.schema)
+        table = hashlib.sha256(self.source.identity().encode()).hexdigest()[:16]
         return {
-            "name": self.name, "table": _short(self.source.identity()), "state": self.state, "schema": columns,
-            "query": self.query.where,
+            "name": self.name, "table": table, "state": self.state, "schema": columns, "query": self.query.where,
         }  # fmt: skip
 
     def refuse_change(self) -> None:
@@ -332,31 +313,15 @@ class EventTable:
                 "reload_dataloaders_every_n_epochs"
             )
 
-    def refuse_other_entities(self, number: int, found: int, planned: int) -> None:
-        """Raises: QueryError: when a query chunk has other entities than were counted."""
-        if found != planned:
-            raise QueryError(
-                f"{self.name}: query chunk {number + 1} of {len(self.partitions)} has {format_count(found)} entities, "
-                f"and {format_count(planned)} when batches were planned: the table has changed; make the loader anew"
-            )
 
-    @property
-    def advice(self) -> str:
-        """What to do when a query chunk does not fit."""
-        more = f"use more than {len(self.partitions)} of queries.load_query_chunks, or more queries.memory_bytes"
-        return f"{more}; kit.measure_queries tells what each number needs"
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
+# -- batches
 
 _PATHS = {"seed": "training.seed", "shuffle": "loader.shuffle", "drop_last": "loader.drop_last"}
 _CHANGES = {
     "table": "is another table",
     "state": "has changed",
     "schema": "has other columns",
-    "query": "is asked for other rows or columns",
+    "query": "is read with another condition",
 }
 """What is read, and what it means when it differs."""
 
@@ -368,27 +333,37 @@ class EventPlan:
     entities: tuple[int, ...]
     """Of each query chunk."""
     table: Mapping[str, str]
-    """What is read: `name`, and whatever tells its rows from others (see `_CHANGES`)."""
+    """What is read: `name`, and what identifies its rows (see `_CHANGES`)."""
     batch_size: int
     """Entities per batch on each rank."""
     world_size: int
     seed: int
     shuffle: bool
     drop_last: bool
+    validation_fraction: float = 0.0
+    validates: bool = False
+    """Whether the entities are those kept for validation, the last of each query chunk, instead of the others."""
 
     def __post_init__(self) -> None:
         if not self.batches_per_epoch:
             name = self.table.get("name", "the table")
             least = self.global_batch_size if self.drop_last else self.world_size
-            message = f"{name} has {self.total} entities, and a step needs at least {least}"
             way_out = (
                 "use a smaller batch, fewer ranks, or keep the last batch" if self.drop_last else "use fewer ranks"
             )
-            raise ConfigError([Problem("loader.batch_size", f"{message}; {way_out}")])
+            message = f"{name} has {self.total} entities, and a step needs at least {least}; {way_out}"
+            raise ConfigError([Problem("loader.batch_size", message)])
 
     @property
     def total(self) -> int:
-        return sum(self.entities)
+        return sum(map(len, self.parts))
+
+    @cached_property
+    def parts(self) -> tuple[range, ...]:
+        """The entities of each query chunk that are served, by their number among its values in order."""
+        cuts = [count - round(count * self.validation_fraction) for count in self.entities]
+        pairs = zip(cuts, self.entities, strict=True)
+        return tuple(range(cut, count) if self.validates else range(cut) for cut, count in pairs)
 
     @property
     def global_batch_size(self) -> int:
@@ -397,54 +372,44 @@ class EventPlan:
     @cached_property
     def batches_per_epoch(self) -> int:
         """Steps of an epoch, the same on every rank."""
-        full, rest = divmod(self.total, self.global_batch_size)
-        return full + (rest >= self.world_size and not self.drop_last)
+        return steps_per_epoch(self.total, self.batch_size, self.world_size, self.drop_last)
 
     def run(self, step: int, rank: int) -> range:
         """The places of the epoch that `rank` takes at `step`."""
-        first = step * self.global_batch_size
-        last = step == self.batches_per_epoch - 1 and not self.drop_last
-        end = self.total if last else first + self.global_batch_size
-        cuts = [first + (end - first) * part // self.world_size for part in (rank, rank + 1)]
-        return range(*cuts)
+        return batch_positions(self.total, self.batch_size, self.world_size, self.drop_last, step, rank)
 
     def chunk_order(self, epoch: int) -> Numbers:
         """The query chunks in the order they are read."""
         count = len(self.entities)
-        return _draw(self.seed, epoch, 0).permutation(count) if self.shuffle else np.arange(count)
+        return _generator(self.seed, epoch, 0).permutation(count) if self.shuffle else np.arange(count)
 
     def entity_order(self, epoch: int, chunk: int) -> Numbers:
         """The entities of a query chunk, by their number among its values in order, in the order they are served."""
-        count = self.entities[chunk]
-        return _draw(self.seed, epoch, chunk + 1).permutation(count) if self.shuffle else np.arange(count)
+        part = np.arange(self.parts[chunk].start, self.parts[chunk].stop)
+        return _generator(self.seed, epoch, chunk + 1).permutation(part) if self.shuffle else part
 
     def shares(self, epoch: int, first_step: int, rank: int) -> Iterator[tuple[int, Numbers]]:
         """(query chunk, entities in it) that `rank` is served from `first_step` on; none that it needs nothing of."""
-        begin = 0
+        begin, last = 0, self.batches_per_epoch - 1
         for chunk in self.chunk_order(epoch).tolist():
-            end = begin + self.entities[chunk]
-            places = [*self._places(first_step, rank, begin, end)]
-            if places:
-                yield chunk, self.entity_order(epoch, chunk)[np.concatenate(places) - begin]
+            end = begin + len(self.parts[chunk])
+            parts = [np.arange(0)]
+            for step in range(max(first_step, min(last, begin // self.global_batch_size)), last + 1):
+                run = self.run(step, rank)
+                if run.start >= end:
+                    break
+                parts.append(np.arange(max(run.start, begin), min(run.stop, end)))
+            places = np.concatenate(parts) - begin
+            if len(places):
+                yield chunk, self.entity_order(epoch, chunk)[places]
             begin = end
 
-    def _places(self, first_step: int, rank: int, begin: int, end: int) -> Iterator[Numbers]:
-        """The parts of this rank's runs that lie in [begin, end)."""
-        last = self.batches_per_epoch - 1
-        for step in range(max(first_step, min(last, begin // self.global_batch_size)), last + 1):
-            run = self.run(step, rank)
-            if run.start >= end:
-                return
-            inside = range(max(run.start, begin), min(run.stop, end))
-            if inside:
-                yield np.arange(inside.start, inside.stop)
-
-    # -- going on
+    # -- resuming
 
     def identity(self) -> dict[str, Any]:
         """What decides the entities and their order, in plain values, for `step_after`."""
         return {
-            "entities": [*self.entities], "table": dict(self.table), "batch_size": self.batch_size,
+            "entities": [*map(len, self.parts)], "table": dict(self.table), "batch_size": self.batch_size,
             "world_size": self.world_size, "seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last,
         }  # fmt: skip
 
@@ -458,59 +423,40 @@ class EventPlan:
         problems = [*self._differences(other)]
         if problems:
             raise ConfigError(problems)
-        theirs = replace(self, batch_size=int(other["batch_size"]), world_size=int(other["world_size"]))
-        if theirs == self:
-            return step
-        seen = self.total if step >= theirs.batches_per_epoch else step * theirs.global_batch_size
-        if seen % self.global_batch_size and seen < self.total:
-            raise ConfigError([Problem("loader.batch_size", self._inside(other, seen))])
-        return min(seen // self.global_batch_size, self.batches_per_epoch)
+        mine, theirs = (self.batch_size, self.world_size), (int(other["batch_size"]), int(other["world_size"]))
+        following, seen = resume_step(self.total, self.drop_last, mine, theirs, step)
+        if following is None:
+            message = (
+                f"after {seen} entities the state lies inside a global batch of {mine[0]} × {mine[1]}; take one that "
+                f"divides {seen}, such as {theirs[0]} × {theirs[1]}"
+            )
+            raise ConfigError([Problem("loader.batch_size", message)])
+        return following
 
     def _differences(self, other: Mapping[str, Any]) -> Iterator[Problem]:
         theirs, name = other["table"], self.table.get("name", "the table")
         reasons = [words for key, words in _CHANGES.items() if theirs.get(key) != self.table.get(key)]
         if reasons:
-            seen = "so which of its entities were seen already cannot be told"
+            seen = "so it is unknown which of its entities were seen already"
             way_out = "begin the next epoch with set_epoch, or the run anew"
             yield Problem("data", f"{name} {' and '.join(reasons)} since the state was taken, {seen}; {way_out}")
         elif len(other["entities"]) != len(self.entities):
-            asked = f"{len(self.entities)} are asked for"
-            message = f"the state was taken with {len(other['entities'])} query chunks, {asked}: another order"
+            now = f"this epoch has {len(self.entities)}"
+            message = f"the state was taken with {len(other['entities'])} query chunks, {now}: another order"
             yield Problem("queries.load_query_chunks", f"{message}; use {len(other['entities'])} until the epoch ends")
-        elif other["entities"] != [*self.entities]:
+        elif other["entities"] != [*map(len, self.parts)]:
             yield Problem("data", f"the entities of {name} are divided in another way than when the state was taken")
         for key, path in _PATHS.items():
             mine = getattr(self, key)
             if other[key] != mine:
                 yield Problem(path, f"was {other[key]} when the state was taken and is {mine}; use {other[key]}")
 
-    def _inside(self, other: Mapping[str, Any], seen: int) -> str:
-        theirs = f"{other['batch_size']} × {other['world_size']}"
-        mine = f"{self.batch_size} × {self.world_size}"
-        return (
-            f"after {seen} entities the state lies inside a global batch of {mine}; take one that divides {seen}, such "
-            f"as {theirs}"
-        )
 
-
-def _draw(*words: int) -> np.random.Generator:
+def _generator(*words: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
 
 
-ORDER_BYTES = 24
-"""A row's place in order, twice (8 bytes each), and 8 for the sum that leads to it."""
-FETCHED_ROWS = 4096
-"""Most rows of one answer of a server: as Python's objects they are ten times as large, and more are no faster."""
-_MIB = 1 << 20
-_COPIES = 2
-_ENTITY_BYTES = 160
-_INSTANCE_BYTES, _THREAD_BYTES, _UNPACKED_BYTES = 1.5 * _MIB, 2.2 * _MIB, 0.2 * _MIB
-_UNPACKED_FRACTION = 0.1
-_PIECE_BYTES = 2 * _MIB
-_MOST = 65_536
-_STREAMING = 0.8
-"""Least memory over most, from which a database counts as one that needs the same for any number of query chunks."""
-_AT_LIMIT = 0.9
+# -- memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -541,17 +487,22 @@ def database_memory(measured: Mapping[int, int]) -> DatabaseMemory | None:
     most = max(measured.values())
     if min(measured.values()) >= _STREAMING * most or measured[counts[-1]] >= measured[counts[0]]:
         return DatabaseMemory(fixed_bytes=fmean(measured.values()))
-    held = [count for count in counts if measured[count] >= _AT_LIMIT * most]
-    first, last = held[-1] if held[-1] < counts[-1] else counts[0], counts[-1]
+    at_limit = [count for count in counts if measured[count] >= _AT_LIMIT * most]
+    first, last = at_limit[-1] if at_limit[-1] < counts[-1] else counts[0], counts[-1]
     rows = (measured[first] - measured[last]) / (1 / first - 1 / last)
     rows = min(rows, measured[first] * first)
     fixed = measured[first] - rows / first
-    return DatabaseMemory(fixed_bytes=fixed, rows_bytes=rows, most_bytes=most if len(held) > 1 else math.inf)
+    return DatabaseMemory(fixed_bytes=fixed, rows_bytes=rows, most_bytes=most if len(at_limit) > 1 else math.inf)
 
 
 def embedded_bytes(threads: int, columns: int = 0) -> float:
     """What an embedded database takes that it does not count; `columns` of Parquet files, which it unpacks."""
     return _INSTANCE_BYTES + threads * (_THREAD_BYTES + columns * _UNPACKED_BYTES)
+
+
+def within(needed_bytes: int | None, allowed_bytes: int | None) -> bool:
+    """Whether memory stays within what is allowed; None is not known, or not limited."""
+    return needed_bytes is None or allowed_bytes is None or needed_bytes <= allowed_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -606,9 +557,10 @@ class QueryModel:
     def smallest(self, client_bytes: int | None, database_bytes: int | None) -> int | None:
         """The fewest query chunks that need no more; None when none does."""
         counts = range(1, max(1, min(self.rows, _MOST)) + 1)  # of which more never need more
-        place = bisect.bisect_left(counts, True, key=lambda count: self._fits(count, client_bytes, database_bytes))
-        return counts[place] if place < len(counts) else None
 
-    def _fits(self, count: int, client_bytes: int | None, database_bytes: int | None) -> bool:
-        pairs = ((self.client_bytes(count), client_bytes), (self.database_bytes(count), database_bytes))
-        return all(needed is None or allowed is None or needed <= allowed for needed, allowed in pairs)
+        def fits(count: int) -> bool:
+            client, database = self.client_bytes(count), self.database_bytes(count)
+            return within(client, client_bytes) and within(database, database_bytes)
+
+        place = bisect.bisect_left(counts, True, key=fits)
+        return counts[place] if place < len(counts) else None

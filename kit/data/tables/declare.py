@@ -8,42 +8,30 @@
         main_entity_column: customer_id
         date_column: time
 
-A mistake in the text is refused before any database is asked, under its dotted path (`data_sources.0.table`); a table
+A mistake in the text is refused before any database is opened, under its dotted path (`data_sources.0.table`); a table
 or column that is not there, when it is opened. A password is never part of it: `env:NAME` names the variable that has
 it. How many query chunks a table is read in, and where results are kept, is of a run and not of a table: `queries` in
 the Config.
-
-Columns: what each column of a table is taken for, by its Arrow type unless it is said.
-
-numeric (numbers: shifted and scaled, a null is flagged) · category (few values: a vocabulary, and a sketch) ·
-identifier (many values: a sketch only) · text (a sketch of its words and pairs of words) · time (how long ago) · skip.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from kit.config import Bytes, Names, Section, read_yaml, resolve_path, setting, write_yaml
 from kit.data.tables.duckdb import DuckDBDatabase, ParquetDatabase
 from kit.data.tables.postgres import PostgresDatabase
-from kit.data.tables.source import needed
 from kit.data.tables.table import Database, DatabaseTable
-from kit.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    import pyarrow
+from kit.errors import ConfigError, Problem, did_you_mean
 
 _DUCKDB = (".duckdb", ".ddb", ".db")
 _YAML = (".yaml", ".yml")
-Made = TypeVar("Made", bound=Section)
+Validated = TypeVar("Validated", bound=Section)
 _NAME = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
 
 
@@ -83,9 +71,9 @@ class PostgresConnection(Section):
     host: Annotated[str, Field(pattern=r"^[^@\s]*$")] = setting(
         "localhost", "Name or address of the server, or the folder of its socket."
     )
-    port: int = setting(5432, "Its port.", ge=1, le=65_535)
-    database: str = setting("", "Which of its databases.")
-    user: str = setting("", "Who asks.")
+    port: int = setting(5432, "Port of the server.", ge=1, le=65_535)
+    database: str = setting("", "Name of the database.")
+    user: str = setting("", "The user to connect as.")
     password: Annotated[str, Field(pattern=r"^(env:[A-Za-z_][A-Za-z0-9_]*)?$")] = setting(
         "", "env:NAME, the variable that holds it; empty leaves it to ~/.pgpass or the service. Never the password."
     )
@@ -99,8 +87,8 @@ class PostgresConnection(Section):
 class Columns(Section):
     """Which columns are read."""
 
-    allow: Names = setting((), "Only these; empty for all.")
-    deny: Names = setting((), "Not these.")
+    allow: Names = setting((), "Columns to read; empty reads all.")
+    deny: Names = setting((), "Columns not to read.")
 
 
 class DataSource(Section):
@@ -109,20 +97,22 @@ class DataSource(Section):
     type: Literal["event", "main_entity", "attribute"] = Field(
         description="event: rows that happened to an entity. main_entity: one row for each. attribute: any other table."
     )
-    name: Annotated[str, _NAME] = Field(description="What it is called here: letters, digits, dot, dash, underscore.")
+    name: Annotated[str, _NAME] = Field(description="Name of the table in kit: letters, digits, dot, dash, underscore.")
     connection: Annotated[DuckDBConnection | ParquetConnection | PostgresConnection, Field(discriminator="kind")]
     table: str = setting("", "The table, as table or schema.table.")
     query: str = setting("", "A SELECT in the database's SQL, in place of a table.")
-    main_entity_column: str = setting("", "Who a row belongs to.")
-    date_column: str = setting("", "When it happened.")
-    partition_column: str = setting("", "What query chunks are cut by; empty for the main_entity_column.")
+    main_entity_column: str = setting("", "The column that says which entity a row belongs to.")
+    date_column: str = setting("", "The column that says when an event happened.")
+    partition_column: str = setting("", "The column that query chunks are cut by; empty takes the main_entity_column.")
     partition_values_transformation: Literal["hash_mod", "exact_group"] = setting(
         "hash_mod", "hash_mod: about equally many entities in each query chunk. exact_group: equally many rows."
     )
     columns: Columns = setting(Columns, "Which columns are read.")
     where: str = setting("", "A condition in the database's SQL that rows must meet.")
     version: str = setting(
-        "", "Stands for the state of the data, for a database that changes elsewhere all the time; empty asks it."
+        "",
+        "A text that stands for the state of the data, where other tables of the database change all the time; "
+        "empty reads the state from the database.",
     )
 
     def open(self, path: str = "") -> DatabaseTable:
@@ -138,20 +128,43 @@ class DataSource(Section):
         problems = self.contradictions(path)
         if problems:
             raise ConfigError(problems)
-        return DatabaseTable(self, self._database(path), path)
+        connection = self.connection
+        database: Database
+        if isinstance(connection, PostgresConnection):
+            database = PostgresDatabase(connection, self.table, self.query, path)
+        elif isinstance(connection, ParquetConnection):
+            database = ParquetDatabase(connection, path)
+        else:
+            database = DuckDBDatabase(connection, self.table, self.query, path)
+        return DatabaseTable(self, database, path)
 
     def contradictions(self, path: str = "") -> list[Problem]:
         """Fields that are each fine and do not fit together."""
         start = f"{path}." if path else ""
-        return [Problem(start + field, message) for field, message in _disagreements(self)]
+        return [Problem(start + field, message) for field, message in self._disagreements()]
 
-    def _database(self, path: str) -> Database:
+    def _disagreements(self) -> Iterator[tuple[str, str]]:
         connection = self.connection
-        if isinstance(connection, PostgresConnection):
-            return PostgresDatabase(connection, self.table, self.query, path)
         if isinstance(connection, ParquetConnection):
-            return ParquetDatabase(connection, path)
-        return DuckDBDatabase(connection, self.table, self.query, path)
+            for field in ("table", "query"):
+                if getattr(self, field):
+                    yield field, "Parquet files are one table; choose rows with where and columns with columns.allow"
+        elif bool(self.table) == bool(self.query):
+            yield ("query" if self.query else "table"), "give a table, or a query in its place"
+        if self.type != "attribute" and not self.main_entity_column:
+            yield "main_entity_column", f"missing; rows of type {self.type} belong to an entity"
+        if isinstance(connection, PostgresConnection) and not (connection.database or connection.service):
+            yield "connection.database", "missing; name the database, or a service that does"
+        if self.where.rstrip().endswith(";"):
+            yield "where", "it is a condition and ends without a semicolon"
+        allow, deny = self.columns.allow, self.columns.deny
+        for field in ("main_entity_column", "date_column", "partition_column"):
+            name = getattr(self, field)
+            if name and (name in deny or (allow and name not in allow)):
+                way_out = "take it out of columns.deny" if name in deny else "allow it, too"
+                yield field, f"{name!r} is not read; {way_out}"
+        for name in sorted(set(allow) & set(deny)):
+            yield "columns.deny", f"{name!r} is allowed, too"
 
 
 class Sources(Section):
@@ -169,12 +182,15 @@ class Sources(Section):
         return tuple(source.name for source in self.data_sources)
 
     def __getitem__(self, name: str) -> DataSource:
-        return self.data_sources[self._place(name)]
+        if name not in self.names:
+            hint = did_you_mean(name, self.names, "there are {}")
+            raise ConfigError([Problem("data_sources", f"none is called {name!r}{hint}")])
+        return self.data_sources[self.names.index(name)]
 
     def open(self, name: str) -> DatabaseTable:
         """The table of that name; see `DataSource.open`."""
-        place = self._place(name)
-        return self.data_sources[place].open(f"data_sources.{place}")
+        source = self[name]
+        return source.open(f"data_sources.{self.names.index(name)}")
 
     def values(self) -> dict[str, Any]:
         """Nested plain values: what YAML holds."""
@@ -184,115 +200,84 @@ class Sources(Section):
         """YAML 1.2 that reads back as equal Sources."""
         return write_yaml(self.values())
 
-    def _place(self, name: str) -> int:
-        if name not in self.names:
-            close = difflib.get_close_matches(name, self.names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(self.names)}"
-            raise ConfigError([Problem("data_sources", f"none is called {name!r}; {hint}")])
-        return self.names.index(name)
-
 
 # -- reading declarations
 
 
 def read_sources(place: str | Path | Mapping[str, Any]) -> Sources:
-    """The tables that a YAML file, or a mapping like one, describes. No database is asked.
+    """Read the data sources that a YAML file declares. No database is asked.
+
+    Args:
+        place: The file, or a mapping like its content.
+
+    Returns:
+        The sources. `open(name)` opens one.
 
     Raises:
-        ConfigError: when the file cannot be read; for every unknown key, wrong type and contradiction, under its path.
+        ConfigError: when the file cannot be read, and for every unknown key, wrong type and contradiction, under its
+            path.
+
+    Example:
+        >>> "purchases" in kit.data.read_sources("datasets/shop/sources.yaml").names
+        True
     """
+    where = "" if isinstance(place, Mapping) else str(place)
     if isinstance(place, Mapping):
-        return _made(Sources, place, "")
-    try:
-        text = resolve_path(place).read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {place}: {error}") from None
-    return _made(Sources, read_yaml(text, str(place)), str(place))
+        values = place
+    else:
+        try:
+            text = resolve_path(place).read_bytes().decode("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {place}: {error}") from None
+        values = read_yaml(text, where)
+    sources, problems = _validated(Sources, values, where), []
+    for number, source in enumerate(sources.data_sources):
+        problems += source.contradictions(f"data_sources.{number}")
+        if source.name in sources.names[:number]:
+            problems.append(Problem(f"data_sources.{number}.name", f"{source.name!r} is the name of another one, too"))
+    if problems:
+        raise ConfigError(problems, where)
+    return sources
 
 
 def open_table(place: str | Path | Mapping[str, Any] | DataSource, **fields: Any) -> DatabaseTable:
-    """A table, looked at and ready to be read.
+    """Open a table of a database, and check that its columns are what its declaration says.
 
     Args:
         place: A DuckDB file; Parquet files as a path, folder or pattern; a YAML file of data sources, with `name` where
-            it has several of events; a mapping like one entry of it; or such an entry.
+            it has several event tables; or a mapping like one entry of it.
         fields: The other fields of the entry, such as `table`, `main_entity_column`, `where`.
+
+    Returns:
+        The table, ready to be read in query chunks.
 
     Raises:
         ConfigError: for a wrong declaration, or a file, table or column that is not there.
         UnreachableDatabaseError: when the database does not answer.
+
+    Example:
+        >>> table = kit.data.open_table(shop, table="purchases", main_entity_column="customer_id")
+        >>> "price" in table.schema().names
+        True
     """
     if isinstance(place, DataSource):
-        return _made(DataSource, {**place.model_dump(), **fields}, "").open() if fields else place.open()
+        return _validated(DataSource, {**place.model_dump(), **fields}).open() if fields else place.open()
     if isinstance(place, Mapping):
-        return _made(DataSource, {**place, **fields}, "").open()
+        return _validated(DataSource, {**place, **fields}).open()
     if str(place).lower().endswith(_YAML):
-        return _named(read_sources(place), str(place), fields)
+        sources, others = read_sources(place), sorted({*fields} - {"name"})
+        if others:
+            message = f"{', '.join(others)}: to be set in the file, which describes its tables whole"
+            raise ConfigError(message, str(place))
+        events = [source.name for source in sources.data_sources if source.type == "event"]
+        if not fields.get("name") and len(events) != 1:
+            raise ConfigError(f"it describes {', '.join(sources.names)}; say which with name=", str(place))
+        return sources.open(fields.get("name") or events[0])
     kind = "duckdb" if str(place).lower().endswith(_DUCKDB) else "parquet"
     connection = {"kind": kind, "path": str(place), **fields.pop("connection", {})}
     name = re.sub(r"[^A-Za-z0-9_.-]", "", fields.get("table") or Path(place).stem).lstrip(".-0123456789") or "table"
     of_entities = "event" if "main_entity_column" in fields else "attribute"
-    return _made(DataSource, {"type": of_entities, "name": name, "connection": connection, **fields}, "").open()
-
-
-def _named(sources: Sources, where: str, fields: Mapping[str, Any]) -> DatabaseTable:
-    name, others = fields.get("name", ""), sorted({*fields} - {"name"})
-    if others:
-        raise ConfigError(f"{', '.join(others)}: to be set in the file, which describes its tables whole", where)
-    events = [source.name for source in sources.data_sources if source.type == "event"]
-    if not name and len(events) != 1:
-        raise ConfigError(f"it describes {', '.join(sources.names)}; say which with name=", where)
-    return sources.open(name or events[0])
-
-
-def _made(section: type[Made], values: Mapping[str, Any], where: str) -> Made:
-    try:
-        made = section.model_validate(dict(values))
-    except ValidationError as error:
-        raise ConfigError(list(_problems(section, error)), where) from None
-    problems = _contradictions(made) if isinstance(made, Sources) else []
-    if problems:
-        raise ConfigError(problems, where)
-    return made
-
-
-def _contradictions(sources: Sources) -> list[Problem]:
-    problems = []
-    for place, source in enumerate(sources.data_sources):
-        path = f"data_sources.{place}"
-        problems += source.contradictions(path)
-        if source.name in sources.names[:place]:
-            problems.append(Problem(f"{path}.name", f"{source.name!r} is the name of another one, too"))
-    return problems
-
-
-def _disagreements(source: DataSource) -> Iterator[tuple[str, str]]:
-    """Fields that are each fine and do not fit together."""
-    if isinstance(source.connection, ParquetConnection):
-        for field in ("table", "query"):
-            if getattr(source, field):
-                yield field, "Parquet files are one table; choose rows with where and columns with columns.allow"
-    elif bool(source.table) == bool(source.query):
-        yield ("query" if source.query else "table"), "give a table, or a query in its place"
-    if source.type != "attribute" and not source.main_entity_column:
-        yield "main_entity_column", f"missing; rows of type {source.type} belong to an entity"
-    if isinstance(source.connection, PostgresConnection) and not (
-        source.connection.database or source.connection.service
-    ):
-        yield "connection.database", "missing; name the database, or a service that does"
-    if source.where.rstrip().endswith(";"):
-        yield "where", "it is a condition and ends without a semicolon"
-    yield from _unread(source)
-
-
-def _unread(source: DataSource) -> Iterator[tuple[str, str]]:
-    allow, deny = source.columns.allow, source.columns.deny
-    for field in ("main_entity_column", "date_column", "partition_column"):
-        name = getattr(source, field)
-        if name and (name in deny or (allow and name not in allow)):
-            yield field, f"{name!r} is not read; {'take it out of columns.deny' if name in deny else 'allow it, too'}"
-    for name in sorted(set(allow) & set(deny)):
-        yield "columns.deny", f"{name!r} is allowed, too"
+    return _validated(DataSource, {"type": of_entities, "name": name, "connection": connection, **fields}).open()
 
 
 # -- errors
@@ -303,161 +288,56 @@ _ELSEWHERE = {
     **dict.fromkeys(("training_params", "data_loader_params", "memory_constraining_params"), "that is in the Config"),
 }
 """Words that others use in such files, and where they went."""
+_CONNECTIONS: dict[int | str, type[BaseModel]] = {
+    "duckdb": DuckDBConnection, "parquet": ParquetConnection, "postgresql": PostgresConnection,
+}  # fmt: skip
+_SECTIONS: dict[int | str, type[BaseModel]] = {"data_sources": DataSource, "columns": Columns}
 
 
-def _problems(section: type[BaseModel], error: ValidationError) -> Iterator[Problem]:
-    seen = set()
-    for detail in error.errors(include_url=False, include_context=True):
-        if detail["type"] == "secret":
-            yield Problem(detail["ctx"]["path"], detail["ctx"]["message"])
-            return
-        path, model = _followed(section, detail["loc"])
-        if path not in seen:
-            yield Problem(path, _message(path, model, dict(detail)))
-        seen.add(path)
+def _validated(section: type[Validated], values: Mapping[str, Any], where: str = "") -> Validated:
+    try:
+        return section.model_validate(dict(values))
+    except ValidationError as error:
+        problems: dict[str, Problem] = {}
+        for detail in error.errors(include_url=False, include_context=True):
+            if detail["type"] == "secret":
+                problem = Problem(detail["ctx"]["path"], detail["ctx"]["message"])
+                raise ConfigError([*problems.values(), problem], where) from None
+            problem = _problem(section, dict(detail))
+            problems.setdefault(problem.path, problem)
+        raise ConfigError([*problems.values()], where) from None
 
 
-def _followed(section: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel]]:
-    """The dotted path of a problem, and the section that its last name is a field of."""
-    kinds: dict[str, type[BaseModel]] = {
-        "duckdb": DuckDBConnection, "parquet": ParquetConnection, "postgresql": PostgresConnection,
-    }  # fmt: skip
-    sections: dict[str, type[BaseModel]] = {"data_sources": DataSource, "columns": Columns}
+def _problem(section: type[BaseModel], detail: Mapping[str, Any]) -> Problem:
+    """One error of pydantic's, under its dotted path, with the help of the section that its field is in."""
     path: list[str] = []
-    models: list[type[BaseModel]] = [section]
-    for part in loc:
-        if path and path[-1] == "connection" and part in kinds:
-            models[-1] = kinds[str(part)]
-            continue
-        path.append(str(part))
-        models.append(sections.get(str(part), models[-1]))
-    of_field = isinstance(loc[-1], str) and loc[-1] in sections if loc else False
-    return ".".join(path), models[-2] if of_field and len(models) > 1 else models[-1]
-
-
-def _message(path: str, model: type[BaseModel], detail: Mapping[str, Any]) -> str:
-    kind, name = detail["type"], path.rpartition(".")[2]
+    owner = inner = section
+    for part in detail["loc"]:
+        if path[-1:] == ["connection"] and part in _CONNECTIONS:
+            owner = inner = _CONNECTIONS[part]
+        else:
+            path.append(str(part))
+            owner, inner = inner, _SECTIONS.get(part, inner)
+    kind, given, name, context = detail["type"], detail.get("input"), path[-1] if path else "", detail.get("ctx", {})
+    field = owner.model_fields.get(name)
+    description = (field.description if field else "") or ""
     if kind == "extra_forbidden":
-        return f"unknown key; {_ELSEWHERE.get(name) or _known(name, model)}"
-    described = (model.model_fields[name].description or "") if name in model.model_fields else ""
-    if kind == "missing":
-        return f"missing. {described}".strip()
-    if kind in ("literal_error", "union_tag_invalid"):
-        return _choice(detail)
-    if kind == "union_tag_not_found":
-        return "kind is missing; it is duckdb, parquet or postgresql"
-    text = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    shown = "" if name == "password" or "@" in str(detail.get("input")) else _shown(detail.get("input"))
-    return f"{text}{shown}. {described}".strip()
-
-
-def _choice(detail: Mapping[str, Any]) -> str:
-    context = detail.get("ctx", {})
-    choices = re.findall(r"'([^']+)'", str(context.get("expected") or context.get("expected_tags")))
-    given = str(context.get("tag") or detail.get("input"))
-    close = difflib.get_close_matches(given, choices, n=1)
-    return f"{given!r} is not accepted; " + (
-        f"did you mean {close[0]!r}?" if close else f"it is {' or '.join(choices)}"
-    )
-
-
-def _known(name: str, model: type[BaseModel]) -> str:
-    close = difflib.get_close_matches(name, model.model_fields, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(model.model_fields)}"
-
-
-def _shown(value: object) -> str:
-    """A value as an error may show it: what holds others could hold a password."""
-    if isinstance(value, Mapping | list | tuple):
-        return f", got a {'mapping' if isinstance(value, Mapping) else 'list'}"
-    return f", got {value!r}" if len(repr(value)) <= 80 else ""
-
-
-Kind = Literal["numeric", "category", "identifier", "text", "time", "skip"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-FITTED: tuple[Kind, ...] = ("numeric", "category", "time")
-"""Kinds that must be read once before they are features."""
-SKETCHED: tuple[Kind, ...] = ("category", "identifier", "text")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One column and what it is taken for."""
-
-    name: str
-    kind: Kind
-    type: str
-    """Its Arrow type in words."""
-
-
-def compute() -> Any:
-    """pyarrow's functions on columns."""
-    needed("pyarrow")
-    return importlib.import_module("pyarrow.compute")
-
-
-def choose_columns(
-    schema: pyarrow.Schema, entity_column: str, kinds: Mapping[str, str], columns: Sequence[str] = ()
-) -> tuple[Column, ...]:
-    """The columns that become features, in the order of the schema.
-
-    Args:
-        schema: That of the table.
-        entity_column: Says whose row it is, and is no feature.
-        kinds: Kind by column, where the Arrow type does not say.
-        columns: Columns to take; empty for all.
-
-    Raises:
-        ConfigError: for a column that is not there, a kind that is none or does not go with the type of its column,
-            and when nothing is left.
-    """
-    problems = [*_unknown_columns(schema, "kinds", kinds), *_unknown_columns(schema, "columns", columns)]
-    problems += [*_unknown_kinds(kinds)]
-    if problems:
-        raise ConfigError(problems)
-    taken = [
-        Column(name=item.name, kind=_kind(item, kinds), type=str(item.type))
-        for item in schema
-        if item.name != entity_column and (not columns or item.name in columns)
-    ]
-    found = tuple(column for column in taken if column.kind != "skip")
-    if not found:
-        raise ConfigError([Problem("columns", f"no column is left to make features of, beside {entity_column!r}")])
-    return found
-
-
-def kind_of_type(type_: pyarrow.DataType) -> Kind:
-    """What a column of that Arrow type is taken for when nothing is said."""
-    types = needed("pyarrow").types
-    if types.is_integer(type_) or types.is_floating(type_) or types.is_decimal(type_):
-        return "numeric"
-    if types.is_timestamp(type_) or types.is_date(type_):
-        return "time"
-    return "category" if types.is_boolean(type_) or types.is_string(type_) or types.is_large_string(type_) else "skip"
-
-
-def _kind(field: pyarrow.Field, kinds: Mapping[str, str]) -> Kind:
-    by_type = kind_of_type(field.type)
-    said = next((kind for kind in KINDS if kind == kinds.get(field.name)), by_type)
-    numeric = by_type == "numeric" or str(field.type) == "bool"
-    fits = {"numeric": numeric, "time": by_type == "time", "text": str(field.type).endswith("string")}
-    if not fits.get(said, True):
-        raise ConfigError([Problem(f"kinds.{field.name}", f"a column of {field.type} is no {said}")])
-    return said
-
-
-def _unknown_columns(schema: pyarrow.Schema, path: str, names: Sequence[str] | Mapping[str, str]) -> list[Problem]:
-    missing = [name for name in names if name not in schema.names]
-    return [Problem(path, f"the table has no column {name!r}{_hint(name, schema.names)}") for name in missing]
-
-
-def _unknown_kinds(kinds: Mapping[str, str]) -> list[Problem]:
-    wrong = [(name, kind) for name, kind in kinds.items() if kind not in KINDS]
-    return [
-        Problem(f"kinds.{name}", f"{kind!r} is none of {', '.join(KINDS)}{_hint(kind, KINDS)}") for name, kind in wrong
-    ]
-
-
-def _hint(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(name), names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(names)}" if names is not KINDS else ""
+        elsewhere = _ELSEWHERE.get(name)
+        known = did_you_mean(name, owner.model_fields, "there are {}")
+        message = f"unknown key{f'; {elsewhere}' if elsewhere else known}"
+    elif kind == "missing":
+        message = f"missing. {description}".strip()
+    elif kind in ("literal_error", "union_tag_invalid"):
+        choices = re.findall(r"'([^']+)'", str(context.get("expected") or context.get("expected_tags")))
+        given = str(context.get("tag") or given)
+        message = f"{given!r} is not accepted{did_you_mean(given, choices, 'use one of {}')}"
+    elif kind == "union_tag_not_found":
+        message = "kind is missing; it is duckdb, parquet or postgresql"
+    else:
+        got = f", got {given!r}" if len(repr(given)) <= 80 else ""
+        if isinstance(given, Mapping | list | tuple):  # what holds others could hold a password
+            got = f", got a {'mapping' if isinstance(given, Mapping) else 'list'}"
+        if name == "password" or "@" in str(given):
+            got = ""
+        message = f"{detail['msg'].removeprefix('Value error, ').removeprefix('Input ')}{got}. {description}".strip()
+    return Problem(".".join(path), message)

@@ -1,7 +1,7 @@
 """Features: the columns of an event table as numbers, one row of each tensor for each entity.
 
-`kit.fit_features` makes one from a pass over the table; it is small, can be pickled and written as JSON, and equal for
-equal rows however they were read. `encode` takes whole entities and gives, for each,
+`kit.data.fit_features` makes one from a pass over the table; it is small, can be pickled and written as JSON, and equal
+for equal rows however they were read. `encode` takes whole entities and gives, for each,
 
     entity       int64 (entity,)             its id, or for ids that are no integers a hash of 63 bits
     events       int64 (entity,)             how many events the features are of
@@ -14,25 +14,17 @@ The later events are the last `target_fraction` of an entity's events by `date_c
 together, among the earlier ones. Without a date column a hash of the sketched values decides. An entity of which none
 is later has a target of zeros.
 
-The one invariant: neither the order of the rows nor which entities are encoded together changes a bit of a row.
+The one invariant: neither the order of the rows nor which entities are encoded together changes a bit of a row. Sums of
+floats depend on their order, so the values of an entity are sorted before they are added.
 
-FeatureRows: the events that features are made of, column by column, and whose each of them is.
+A sketch says which values an entity's events hold and how often, in a fixed number of numbers. Each value falls into
+one of `width` buckets, in `DEPTH` independent ways, and each row of buckets is counted and divided by its sum (a count
+sketch without signs: Cormode, Muthukrishnan 2005; normalised as in EMDE: Dabrowski et al. 2021). Two values share a
+bucket with probability 1 / width, and all buckets with probability 1 / width^DEPTH.
 
-Aggregates: a few numbers of all events of an entity, which the order of the events leaves unchanged bit for bit.
-
-Sums of floats depend on their order; so the values of an entity are sorted before they are added.
-
-A sketch: which values an entity's events hold and how often, in a fixed number of numbers, whatever their order.
-
-Each value falls into one of `width` buckets, in `DEPTH` independent ways, and each row of buckets is counted and
-divided by its sum (a count sketch without signs: Cormode, Muthukrishnan 2005; normalised as in EMDE: Dabrowski et al.
-2021). Two values share a bucket with probability 1 / width, and all buckets with probability 1 / width^DEPTH. A quality
-of 1 is 128 buckets wide; less is narrower, and more values share a bucket.
-
-Hashes of values that are the same in every process, on every machine, in every version: what a sketch is made of.
-
-A text is hashed by BLAKE2b to 64 bits, once for each different text of a column; numbers are mixed by splitmix64
-(Steele, Lea, Flood 2014), which changes half of the bits when one changes.
+Values are hashed alike in every process, on every machine, in every version: a text by BLAKE2b to 64 bits, once for
+each different text of a column; numbers are mixed by splitmix64 (Steele, Lea, Flood 2014), which changes half of the
+bits when one changes.
 """
 
 from __future__ import annotations
@@ -48,9 +40,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kit.data.tables.declare import SKETCHED, compute
-from kit.data.tables.source import needed
-from kit.data.tables.statistics import FittedColumn, Floats, moments_of, numbers_of, words_of
+from kit.data.tables.source import import_extra
+from kit.data.tables.statistics import SKETCHED, FittedColumn, Floats, compute, moments_of, numbers_of, words_of
 from kit.errors import ConfigError, PartitionError, Problem, SchemaChangedError
 from kit.json_text import read_json
 from kit.tables import html_table, text_table
@@ -59,6 +50,23 @@ from kit.units import format_bytes
 if TYPE_CHECKING:
     import pyarrow
 
+Hashes = NDArray[np.uint64]
+Rows = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+NUMERIC = ("mean", "lowest", "highest", "missing")
+TIME = ("since_last", "since_first", "missing")
+DEPTH = 4
+"""Independent ways in which values are shared out."""
+LARGEST = 10.0
+"""Standard deviations from the mean beyond which a number is cut off: an outlier of one entity is none of the batch."""
+_DAY = 86_400_000_000
+_EARLIEST = np.iinfo(np.int64).min
+_WIDTH = 128
+_STEP = 8
+"""What matrix units take at a time."""
+_LARGEST_QUALITY = 512.0
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BETWEEN_WORDS = r"[^\p{L}\p{N}]+"
 _VERSION = 1
 _MISSING, _UNKNOWN, _FIRST_WORD = 0, 1, 2
 _COLUMNS = ("column", "taken for", "rows", "missing", "found", "numbers")
@@ -134,7 +142,19 @@ class Features:
             SchemaChangedError: for a column that is missing or has another type than it was fitted with.
             PartitionError: for a row without an entity.
         """
-        _check_schema(self, events.schema)
+        missing = [name for name in self.query_columns if name not in events.schema.names]
+        if missing:
+            raise SchemaChangedError(
+                f"the features are of a column {missing[0]!r} that the rows lack; they have "
+                f"{', '.join(events.schema.names)}. Fit the features again, or read features.query_columns"
+            )
+        for column in self.columns:
+            now = str(events.schema.field(column.name).type)
+            if now != column.type:
+                raise SchemaChangedError(
+                    f"column {column.name!r} was {column.type} when its features were fitted and is {now} now; fit "
+                    "again"
+                )
         rows = FeatureRows.of(events, self.entity_column)
         late = self._late(rows) if self.target_fraction else np.zeros(len(rows.entities), bool)
         early = rows.only(~late)
@@ -147,21 +167,23 @@ class Features:
         return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in found.items()}
 
     def _late(self, rows: FeatureRows) -> Mask:
-        """Which rows are foretold."""
+        """Which rows are later events, which the target is made of; those of one moment are all or none of them."""
         if self.date_column:
-            return _latest(*rows.moments(self.date_column), rows.entities, rows.count, self.target_fraction)
-        chosen = mixed(self._row_hashes(rows), 7) < np.uint64(int(self.target_fraction * 2**64))
-        early = np.bincount(rows.entities[~chosen], minlength=rows.count)
-        mask: Mask = chosen & (early[rows.entities] > 0)
-        return mask
-
-    def _row_hashes(self, rows: FeatureRows) -> Hashes:
-        found = np.zeros(len(rows.entities), np.uint64)
+            moments, known = rows.moments(self.date_column)
+            sizes = np.bincount(rows.entities, minlength=rows.count)
+            last_early = np.cumsum(sizes) - (sizes * self.target_fraction).astype(np.int64) - 1
+            order = np.lexsort((moments, rows.entities))
+            later: Mask = known & (moments > moments[order[last_early]][rows.entities])
+            return later
+        hashes = np.zeros(len(rows.entities), np.uint64)
         for column in self.sketched:
-            known, hashes = rows.hashes(column.name)
-            found[known] += hashes
-            found = mixed(found)
-        return found
+            known, found = rows.hashes(column.name)
+            hashes[known] += found
+            hashes = mixed(hashes)
+        chosen = mixed(hashes, 7) < np.uint64(int(self.target_fraction * 2**64))
+        early = np.bincount(rows.entities[~chosen], minlength=rows.count)
+        late: Mask = chosen & (early[rows.entities] > 0)
+        return late
 
     def _numeric(self, rows: FeatureRows) -> NDArray[np.float32]:
         parts = [np.log1p(np.bincount(rows.entities, minlength=rows.count))[:, None]]
@@ -175,9 +197,13 @@ class Features:
         return np.concatenate(parts, axis=1).astype(np.float32)
 
     def _categorical(self, rows: FeatureRows) -> Rows:
+        functions, pyarrow = compute(), import_extra("pyarrow")
         found = np.zeros((rows.count, len(self.categories)), np.int64)
         for place, column in enumerate(self.categories):
-            codes = _codes(words_of(rows.column(column.name)), column.vocabulary)
+            words, vocabulary = words_of(rows.column(column.name)), pyarrow.array(column.vocabulary, "string")
+            places = functions.cast(functions.index_in(words, value_set=vocabulary, skip_nulls=True), "int64")
+            codes = functions.fill_null(functions.add(places, _FIRST_WORD), _UNKNOWN)
+            codes = functions.if_else(words.is_valid(), codes, _MISSING).to_numpy(zero_copy_only=False)
             found[:, place] = most_frequent(codes, rows.entities, rows.count, _FIRST_WORD + len(column.vocabulary))
         return found
 
@@ -185,7 +211,13 @@ class Features:
         width = sketch_width(self.sketch_quality)
         found = np.zeros((rows.count, len(self.sketched), DEPTH, width), np.float32)
         for place, column in enumerate(self.sketched):
-            whose, hashes = rows.values(column)
+            if column.kind == "text":
+                texts = rows.column(column.name)
+                places, hashes = word_hashes(words_of(texts.drop_null()))
+                whose = rows.entities[texts.is_valid().to_numpy(zero_copy_only=False)][places]
+            else:
+                known, hashes = rows.hashes(column.name)
+                whose = rows.entities[known]
             found[:, place] = sketch_of(whose, hashes, rows.count, width)
         return found.reshape(rows.count, self.sketch_numbers)
 
@@ -231,62 +263,23 @@ class Features:
 
     @property
     def _table(self) -> list[list[str]]:
-        return [_row(column, DEPTH * sketch_width(self.sketch_quality)) for column in self.columns]
-
-
-def _row(column: FittedColumn, sketch_numbers: int) -> list[str]:
-    found = {
-        "numeric": f"mean {column.mean:.4g}, deviation {column.deviation:.4g}",
-        "category": f"{len(column.vocabulary):,} of {column.values:,} values in the vocabulary",
-        "time": f"latest {np.datetime64(column.latest, 'us').astype('datetime64[s]')}",
-        "identifier": "sketched as it is", "text": "sketched as it is",
-    }  # fmt: skip
-    numbers = {"numeric": len(NUMERIC), "time": len(TIME), "category": 1 + sketch_numbers}
-    rows = [f"{column.rows:,}", f"{column.missing:,}"] if column.rows else ["", ""]
-    return [column.name, column.kind, *rows, found[column.kind], f"{numbers.get(column.kind, sketch_numbers):,}"]
-
-
-def _check_schema(features: Features, schema: Any) -> None:
-    missing = [name for name in features.query_columns if name not in schema.names]
-    if missing:
-        raise SchemaChangedError(
-            f"the features are of a column {missing[0]!r} that the rows lack; they have {', '.join(schema.names)}. "
-            "Fit the features again, or read features.query_columns"
-        )
-    for column in features.columns:
-        now = str(schema.field(column.name).type)
-        if now != column.type:
-            raise SchemaChangedError(
-                f"column {column.name!r} was {column.type} when its features were fitted and is {now} now; fit again"
-            )
-
-
-def _codes(words: Any, vocabulary: tuple[str, ...]) -> Rows:
-    """Codes of texts, (row,): their place in the vocabulary, after those for missing and unknown."""
-    functions, pyarrow = compute(), needed("pyarrow")
-    places = functions.index_in(words, value_set=pyarrow.array(vocabulary, "string"), skip_nulls=True)
-    codes = functions.fill_null(functions.add(functions.cast(places, "int64"), _FIRST_WORD), _UNKNOWN)
-    found: Rows = functions.if_else(words.is_valid(), codes, _MISSING).to_numpy(zero_copy_only=False)
-    return found
-
-
-def _latest(moments: Rows, known: Mask, entities: Rows, count: int, fraction: float) -> Mask:
-    """Which events are among the last `fraction` of their entity's, those of one moment all or none of them."""
-    order = np.lexsort((moments, entities))
-    sizes = np.bincount(entities, minlength=count)
-    later = (sizes * fraction).astype(np.int64)
-    last_early = np.cumsum(sizes) - later - 1
-    mask: Mask = known & (moments > moments[order[last_early]][entities])
-    return mask
-
-
-Mask = NDArray[np.bool_]
-_EARLIEST = np.iinfo(np.int64).min
+        sketch_numbers, rows = DEPTH * sketch_width(self.sketch_quality), []
+        for column in self.columns:
+            found = {
+                "numeric": f"mean {column.mean:.4g}, deviation {column.deviation:.4g}",
+                "category": f"{len(column.vocabulary):,} of {column.values:,} values in the vocabulary",
+                "time": f"latest {np.datetime64(column.latest, 'us').astype('datetime64[s]')}",
+            }.get(column.kind, "sketched as it is")
+            numbers = {"numeric": len(NUMERIC), "time": len(TIME), "category": 1 + sketch_numbers}
+            counts = [f"{column.rows:,}", f"{column.missing:,}"] if column.rows else ["", ""]
+            count = numbers.get(column.kind, sketch_numbers)
+            rows.append([column.name, column.kind, *counts, found, f"{count:,}"])
+        return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureRows:
-    """Rows of a table, and whose each is."""
+    """The events that features are made of, column by column, and whose each of them is."""
 
     table: Any
     entities: Rows
@@ -303,7 +296,7 @@ class FeatureRows:
         Raises:
             PartitionError: for a row without an entity.
         """
-        pyarrow = needed("pyarrow")
+        pyarrow = import_extra("pyarrow")
         table = pyarrow.table(events) if isinstance(events, pyarrow.RecordBatch) else events
         ids = _flat(table.column(entity_column))
         if ids.null_count:
@@ -312,13 +305,16 @@ class FeatureRows:
                 f"leave them out: where: {entity_column} IS NOT NULL"
             )
         encoded = ids.dictionary_encode()
-        codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-        count = len(encoded.dictionary)
-        return cls(table=table, entities=codes, count=count, ids=_ids(encoded.dictionary))
+        distinct, entities = encoded.dictionary, encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        if pyarrow.types.is_integer(distinct.type):
+            numbers = np.array(distinct.to_numpy(zero_copy_only=False), np.int64)
+        else:
+            numbers = (hashes_of(words_of(distinct)) >> np.uint64(1)).astype(np.int64)
+        return cls(table=table, entities=entities, count=len(distinct), ids=numbers)
 
     def only(self, mask: Mask) -> FeatureRows:
         """Some of the rows; entities keep their places."""
-        table = self.table.filter(needed("pyarrow").array(mask))
+        table = self.table.filter(import_extra("pyarrow").array(mask))
         return dataclasses.replace(self, table=table, entities=self.entities[mask])
 
     def column(self, name: str) -> Any:
@@ -339,16 +335,6 @@ class FeatureRows:
         known: Mask = column.is_valid().to_numpy(zero_copy_only=False)
         return known, hashes_of(words_of(column.drop_null()))
 
-    def values(self, column: FittedColumn) -> tuple[Rows, Hashes]:
-        """Whose each value is, and its hash; a text has many values, a null none."""
-        if column.kind != "text":
-            known, hashes = self.hashes(column.name)
-            return self.entities[known], hashes
-        texts = self.column(column.name)
-        known = texts.is_valid().to_numpy(zero_copy_only=False)
-        places, hashes = word_hashes(words_of(texts.drop_null()))
-        return self.entities[known][places], hashes
-
 
 def _flat(column: Any) -> Any:
     """One array of a column of several."""
@@ -356,28 +342,11 @@ def _flat(column: Any) -> Any:
     return flat.chunk(0) if hasattr(flat, "num_chunks") else flat
 
 
-def _ids(entities: Any) -> Rows:
-    if needed("pyarrow").types.is_integer(entities.type):
-        return np.array(entities.to_numpy(zero_copy_only=False), np.int64)
-    return (hashes_of(words_of(entities)) >> np.uint64(1)).astype(np.int64)
-
-
-NUMERIC = ("mean", "lowest", "highest", "missing")
-TIME = ("since_last", "since_first", "missing")
-LARGEST = 10.0
-"""Standard deviations from the mean beyond which a number is cut off: an outlier of one entity is none of the batch."""
-_DAY = 86_400_000_000
-
-
 def of_numbers(values: Floats, entities: Rows, count: int, mean: float, deviation: float) -> Floats:
-    """Mean, lowest, highest and the share that is missing, (entity, 4), in standard deviations from the mean.
+    """Mean, lowest, highest and the share that is missing, (entity, 4), in standard deviations from the column's mean.
 
-    Args:
-        values: One number an event, (event,); those that are not finite are missing.
-        entities: Whose event it is, (event,).
-        count: Entities.
-        mean: Of all rows of the column.
-        deviation: Of all rows of the column.
+    `values` are one number an event, (event,), of which those that are not finite are missing; `entities` says whose
+    event it is, (event,).
     """
     known = np.isfinite(values)
     with np.errstate(over="ignore"):
@@ -386,15 +355,11 @@ def of_numbers(values: Floats, entities: Rows, count: int, mean: float, deviatio
     return np.column_stack([*extremes, _missing(known, entities, count)])
 
 
-def of_moments(moments: Rows, known: NDArray[np.bool_], entities: Rows, count: int, latest: int) -> Floats:
+def of_moments(moments: Rows, known: Mask, entities: Rows, count: int, latest: int) -> Floats:
     """log(1 + days) since the last event and since the first, and the share that is missing, (entity, 3).
 
-    Args:
-        moments: Microseconds, (event,), of any value where they are not `known`.
-        known: Which events have a moment, (event,).
-        entities: Whose event it is, (event,).
-        count: Entities.
-        latest: What days are counted back from; later events count as of that moment.
+    `moments` are microseconds, (event,), of any value where they are not `known`. Days are counted back from `latest`;
+    later events count as of that moment.
     """
     ago = np.maximum(latest - moments[known], 0) / _DAY
     _, shortest, longest = _extremes(ago, entities[known], count)
@@ -404,11 +369,7 @@ def of_moments(moments: Rows, known: NDArray[np.bool_], entities: Rows, count: i
 def most_frequent(codes: Rows, entities: Rows, count: int, values: int) -> Rows:
     """The most frequent code of each entity, the lowest among equals, (entity,); 0 for one without events.
 
-    Args:
-        codes: One an event, (event,), each from 0 to values - 1.
-        entities: Whose event it is, (event,).
-        count: Entities.
-        values: Different codes.
+    `codes` are one an event, (event,), each from 0 to `values` - 1.
     """
     pairs, often = np.unique(entities * values + codes, return_counts=True)
     whose, what = pairs // values, pairs % values
@@ -434,17 +395,9 @@ def _extremes(values: Floats, entities: Rows, count: int) -> tuple[Floats, Float
     return mean, lowest, highest
 
 
-def _missing(known: NDArray[np.bool_], entities: Rows, count: int) -> Floats:
+def _missing(known: Mask, entities: Rows, count: int) -> Floats:
     events = np.bincount(entities, minlength=count)
     return np.bincount(entities[~known], minlength=count) / np.maximum(events, 1)
-
-
-DEPTH = 4
-"""Independent ways in which values are shared out."""
-_WIDTH = 128
-_STEP = 8
-"""What matrix units take at a time."""
-_LARGEST_QUALITY = 512.0
 
 
 def sketch_width(quality: float) -> int:
@@ -459,26 +412,13 @@ def sketch_width(quality: float) -> int:
 
 
 def sketch_of(entities: Rows, hashes: Hashes, count: int, width: int) -> NDArray[np.float32]:
-    """Sketches of `count` entities, (entity, depth, bucket); each row of buckets sums to 1, or is 0 without values.
-
-    Args:
-        entities: Whose value it is, (value,), from 0 to count - 1.
-        hashes: Hashes of the values, (value,).
-        count: Entities.
-        width: Buckets of a row.
-    """
+    """Sketches of `count` entities, (entity, depth, bucket); each row of buckets sums to 1, or is 0 without values."""
     found = np.empty((count, DEPTH, width), np.float32)
     for way in range(DEPTH):
         buckets = (mixed(hashes, way) % np.uint64(width)).astype(np.int64)
         counts = np.bincount(entities * width + buckets, minlength=count * width).reshape(count, width)
         found[:, way] = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return found
-
-
-Hashes = NDArray[np.uint64]
-Rows = NDArray[np.int64]
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_BETWEEN_WORDS = r"[^\p{L}\p{N}]+"
 
 
 def mixed(hashes: Hashes, turn: int = 0) -> Hashes:
@@ -493,7 +433,10 @@ def mixed(hashes: Hashes, turn: int = 0) -> Hashes:
 def hashes_of(words: pyarrow.Array) -> Hashes:
     """A hash of each text, (row,), of a column without nulls."""
     encoded = words.dictionary_encode()
-    table = np.fromiter((_hash(word) for word in encoded.dictionary.to_pylist()), np.uint64)
+    digests = b"".join(
+        hashlib.blake2b(word.encode(), digest_size=8).digest() for word in encoded.dictionary.to_pylist()
+    )
+    table = np.frombuffer(digests, "<u8").astype(np.uint64)
     found: Hashes = table[encoded.indices.to_numpy(zero_copy_only=False)]
     return found
 
@@ -506,14 +449,10 @@ def word_hashes(texts: pyarrow.Array) -> tuple[Rows, Hashes]:
     functions = compute()
     lists = functions.split_pattern_regex(functions.utf8_lower(texts), pattern=_BETWEEN_WORDS)
     words, rows = functions.list_flatten(lists), functions.list_parent_indices(lists)
-    wanted = functions.not_equal(words, "")
-    of_rows = functions.filter(rows, wanted).to_numpy(zero_copy_only=False).astype(np.int64)
-    hashes = hashes_of(functions.filter(words, wanted))
+    full = functions.not_equal(words, "")
+    of_rows = functions.filter(rows, full).to_numpy(zero_copy_only=False).astype(np.int64)
+    hashes = hashes_of(functions.filter(words, full))
     with np.errstate(over="ignore"):
         pairs = mixed(hashes[:-1], 1) * np.uint64(3) + hashes[1:]
     together = of_rows[:-1] == of_rows[1:]
     return np.concatenate([of_rows, of_rows[1:][together]]), np.concatenate([hashes, pairs[together]])
-
-
-def _hash(word: str) -> int:
-    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")

@@ -1,20 +1,18 @@
-"""Batches of whole entities from a table, query chunk after query chunk, in an order that nothing but the plan decides.
-
-A thread reads the query chunks of a pass, one at a time: the next one while this one is served, where `Room` holds
-both. Each rank reads every query chunk and keeps its own entities of it; with a cache of query results the database is
-asked once for all of them.
-
-`state_dict` says how far the pass has come, with any number of query chunks; a loader that takes it goes on with the
-batches not yet handed over, and reads only the query chunks they are in. It is refused when the table has changed
-since. A read that fails, and a table that is not what it was when the batches were planned, end the pass with an error
-before anything of that query chunk is handed over; the state is still right, and the pass can go on from it.
-
-EventData: batches of entities with all their events, as features, for Lightning; the table may exceed all memory.
+"""EventData: batches of entities with all their events, as features, for Lightning; the table may exceed all memory.
 
 The table is read in `queries.load_query_chunks` query chunks an epoch, and in `queries.fit_query_chunks` once to fit
 the features. Neither number changes what comes out: every entity once an epoch, with the same features. With
 `queries.cache_path` the results of queries are kept there as Parquet, and fitted features beside them, for later epochs
 and other tasks; rank 0 fills it in `prepare_data`, and the others find it.
+
+`EventLoader` serves query chunk after query chunk, in an order that nothing but the plan decides. A thread reads them,
+one at a time: the next one while this one is served, where `ChunkBudget` holds both. Each rank reads every query chunk
+and keeps its own entities of it; with a cache the database is queried once for all of them.
+
+`state_dict` says how far the pass has come, with any number of query chunks; a loader that takes it resumes with the
+batches not yet handed over, and reads only the query chunks they are in. It is refused when the table has changed
+since. A read that fails, and a table that is not what it was when the batches were planned, end the pass with an error
+before anything of that query chunk is handed over; the state is still right, and the pass can go on from it.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from typing_extensions import override
 
 from kit.config import Config
@@ -44,17 +43,16 @@ from kit.data.tables.chunks import (
     Numbers,
     Stopped,
     arrange,
-    copied,
     gather,
-    joined,
-    let_go,
+    release_memory,
     serve,
 )
 from kit.data.tables.declare import open_table
 from kit.data.tables.features import Features
 from kit.data.tables.fit import fit_features
+from kit.data.tables.source import import_extra
 from kit.errors import QueryError
-from kit.units import format_bytes
+from kit.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     import pyarrow
@@ -86,40 +84,38 @@ class EventLoader(EpochPasses[Any]):
         self._encode, self._memory_bytes, self._prefetch = encode, memory_bytes, prefetch
         self._reading: _ReadAhead | None = None
 
-    @override
-    def _batches(self, epoch: int, first_step: int) -> Iterator[Any]:
-        for events in self._events(epoch, first_step):
-            batch = self._encode(events)
-            del events  # else the query chunk it is a part of would stay while the next is read
-            yield batch
-
     def close(self) -> None:
         """End a pass that is under way, and its thread."""
         if self._reading is not None:
             self._reading.close()
 
-    def _events(self, epoch: int, first_step: int) -> Iterator[pyarrow.Table]:
-        """The events of each batch of this rank."""
+    @override
+    def _batches(self, epoch: int, first_step: int) -> Iterator[Any]:
         self.table.refuse_change()
         self.close()
-        room = ChunkBudget(self._memory_bytes, self.table.name, self.table.advice)
-        reading = self._reading = _ReadAhead(self, epoch, first_step, room)
-        held: EventChunk | None = None
+        arrow = import_extra("pyarrow")
+        budget = ChunkBudget(self._memory_bytes, self.table.name, self.table.advice)
+        reading = self._reading = _ReadAhead(self, epoch, first_step, budget)
+        chunk: EventChunk | None = None
         cursor = 0
         try:
             for step in range(first_step, len(self)):
-                wanted, parts = len(self.plan.run(step, self.rank)), []
-                while wanted:
-                    if held is None or cursor == len(held):
-                        held = None
-                        let_go()
-                        held, cursor = reading.next(self._prefetch), 0
-                    count = min(wanted, len(held) - cursor)
-                    part = held.part(cursor, cursor + count)
-                    wanted, cursor = wanted - count, cursor + count
-                    parts.append(copied(part) if wanted else part)  # the rest is in the next one: let this one go
+                needed, parts = len(self.plan.run(step, self.rank)), []
+                while needed:
+                    if chunk is None or cursor == len(chunk):
+                        chunk = None
+                        release_memory()
+                        chunk, cursor = reading.next(self._prefetch), 0
+                    count = min(needed, len(chunk) - cursor)
+                    part = chunk.part(cursor, cursor + count)
+                    needed, cursor = needed - count, cursor + count
+                    if needed:  # the rest is in the next one: a copy, so that this one can go
+                        part = part.take(arrow.array(np.arange(part.num_rows)))
+                    parts.append(part)
                     del part
-                yield joined(parts)
+                batch = self._encode(parts[0] if len(parts) == 1 else arrow.concat_tables(parts))
+                del parts  # else the query chunk that they are of would stay while the next is read
+                yield batch
         finally:
             reading.close()
             self.reasons = reading.reasons
@@ -130,8 +126,8 @@ class EventLoader(EpochPasses[Any]):
 class _ReadAhead:
     """The query chunks of one pass, read in a thread."""
 
-    def __init__(self, loader: EventLoader, epoch: int, first_step: int, room: ChunkBudget) -> None:
-        self._table, self._plan, self._room = loader.table, loader.plan, room
+    def __init__(self, loader: EventLoader, epoch: int, first_step: int, budget: ChunkBudget) -> None:
+        self._table, self._plan, self._budget = loader.table, loader.plan, budget
         self._shares = loader.plan.shares(epoch, first_step, loader.rank)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kit-query")
         self._next: Future[EventChunk] | None = None
@@ -139,31 +135,28 @@ class _ReadAhead:
 
     def next(self, prefetch: bool) -> EventChunk:
         """The next query chunk with something for this rank; the one before must have been let go."""
-        self._room.hold(0)
-        found = self._next or self._submit()
-        assert found is not None, "no query chunk is left for a batch that is planned"
-        chunk = found.result()
-        self._room.hold(chunk.events.nbytes)
-        ahead = prefetch and self._both_fit(chunk)
+        self._budget.use(0)
+        reading = self._next or self._submit()
+        assert reading is not None, "no query chunk is left for a batch that is planned"
+        chunk = reading.result()
+        used_bytes = int(chunk.events.nbytes)
+        self._budget.use(used_bytes)
+        another_bytes = 2 * chunk.read_bytes + ORDER_BYTES * chunk.read_rows  # to read and arrange one like it
+        ahead = prefetch and used_bytes + another_bytes <= self._budget.allowed_bytes
         self._ahead, self._alone = self._ahead + ahead, self._alone + (not ahead)
         self._next = self._submit() if ahead else None
         return chunk
 
     def close(self) -> None:
-        self._room.stop()
+        self._budget.stop()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     @property
     def reasons(self) -> tuple[str, ...]:
         if self._alone > 1:
-            allowed = format_bytes(self._room.allowed_bytes)
+            allowed = format_bytes(self._budget.allowed_bytes)
             return (f"query chunks are read one at a time: two need more than the {allowed} of queries.memory_bytes",)
         return ("the next query chunk is read while one is served",) if self._ahead else ()
-
-    def _both_fit(self, chunk: EventChunk) -> bool:
-        """Whether another like it can be read and arranged beside what is held of this one."""
-        reading = 2 * chunk.read_bytes + ORDER_BYTES * chunk.read_rows
-        return bool(chunk.events.nbytes + reading <= self._room.allowed_bytes)
 
     def _submit(self) -> Future[EventChunk] | None:
         share = next(self._shares, None)
@@ -173,11 +166,17 @@ class _ReadAhead:
         table = self._table
         try:
             with contextlib.closing(table.read(number)) as batches:
-                events = gather(batches, table.schema, self._room)
+                events = gather(batches, table.schema, self._budget)
         except Stopped:
             raise QueryError(f"{table.name}: the pass was ended while query chunk {number} was read") from None
         rows, offsets = arrange(events, table.entity, table.date)
-        table.refuse_other_entities(number, len(offsets) - 1, self._plan.entities[number])
+        found, planned = len(offsets) - 1, self._plan.entities[number]
+        if found != planned:
+            chunk = f"query chunk {number + 1} of {len(table.partitions)}"
+            raise QueryError(
+                f"{table.name}: {chunk} has {format_count(found)} entities, and {format_count(planned)} when batches "
+                "were planned: the table has changed; make the loader anew"
+            )
         return serve(events, rows, offsets, chosen)
 
 
@@ -188,14 +187,14 @@ class EventData(ConfiguredData):
     one. Where kit runs the trial, the config is the trial's; in a committed run it is that of the file.
 
     Args:
-        source: A table that is open, or what `kit.open_table` takes, such as a YAML file of data sources.
+        source: A table that is open, or what `kit.data.open_table` takes, such as a YAML file of data sources.
         config: `loader`, `training.seed` and `queries` of it; the defaults without one.
         table: Which data source of a YAML file that has several event tables.
-        kinds: What a column is, where its type does not say; see `kit.fit_features`.
+        kinds: What a column is, where its type does not say; see `kit.data.fit_features`.
         columns: Which columns become features; empty for all.
         where: A condition on rows, in the database's SQL.
         sketch_quality: Width of the sketches, as a fraction of the usual; the model's argument of the same name.
-        target_fraction: Part of an entity's latest events that is foretold; as in `kit.fit_features` by default.
+        target_fraction: Part of an entity's latest events that is predicted; as in `kit.data.fit_features` by default.
         batch_size: Entities per batch on each device, in place of `loader.batch_size`.
         features: Fitted before; what `kinds` to `target_fraction` would say is then in them.
 
@@ -223,9 +222,9 @@ class EventData(ConfiguredData):
         self.sketch_quality = sketch_quality
         self.loader: EventLoader | None = None
         self._where = where
-        self._asked: dict[str, Any] = {"kinds": dict(kinds or {}), "columns": tuple(columns), "where": where}
+        self._to_fit: dict[str, Any] = {"kinds": dict(kinds or {}), "columns": tuple(columns), "where": where}
         if target_fraction is not None:
-            self._asked["target_fraction"] = target_fraction
+            self._to_fit["target_fraction"] = target_fraction
         self._fitted = features
 
     @override
@@ -266,19 +265,29 @@ class EventData(ConfiguredData):
             QueryError: when the source fails.
         """
         self._use_committed()
+        self._close()
+        self.loader = self._entities()
+        return self.loader
+
+    @override
+    def _validation_batches(self) -> EventLoader:
+        self.validation_loader = self._entities(validates=True)
+        return self.validation_loader
+
+    def _entities(self, validates: bool = False) -> EventLoader:
         world_size, rank = self.ranks
         config, features, table = self.config, self.features, self._event_table()
-        self._close()
+        fraction, loader, budget = config.data.validation_fraction, config.loader, config.queries.memory_bytes
+        quarter = budget // 4 if fraction else 0  # what validation gets of the one budget
         plan = EventPlan(
-            entities=table.entities(), table=table.identity(), batch_size=config.loader.batch_size,
-            world_size=world_size, seed=config.training.seed, shuffle=config.loader.shuffle,
-            drop_last=config.loader.drop_last,
+            entities=table.entities(), table=table.identity(), batch_size=loader.batch_size, world_size=world_size,
+            seed=config.training.seed, shuffle=loader.shuffle and not validates,
+            drop_last=loader.drop_last and not validates, validation_fraction=fraction, validates=validates,
         )  # fmt: skip
-        self.loader = EventLoader(
-            table, plan, features.encode, rank=rank, memory_bytes=config.queries.memory_bytes,
-            prefetch=config.queries.prefetch,
+        return EventLoader(
+            table, plan, features.encode, rank=rank, memory_bytes=quarter if validates else budget - quarter,
+            prefetch=config.queries.prefetch and not validates,
         )  # fmt: skip
-        return self.loader
 
     @override
     def teardown(self, stage: str | None = None) -> None:
@@ -297,39 +306,20 @@ class EventData(ConfiguredData):
         path = self.config.queries.cache_path
         return QueryCache(path) if path and not isinstance(self.source, CachedSource) else None
 
-    # -- features that are kept
-
     def _kept_features(self) -> Features:
-        path = self._features_path()
-        kept = _read_features(path) if path is not None else None
-        if kept is not None:
-            return kept
-        fitted = fit_features(self.table, self.config, sketch_quality=self.sketch_quality, **self._asked)
-        if path is not None:
-            _write_features(path, fitted)
-        return fitted
-
-    def _features_path(self) -> Path | None:
-        """Named after everything that decides what is fitted, but the width of the sketches."""
+        """As a cache keeps them, in a file named after everything that decides them but the width of the sketches."""
         if self._cache is None:
-            return None
+            return fit_features(self.table, self.config, sketch_quality=self.sketch_quality, **self._to_fit)
         columns = [(field.name, str(field.type)) for field in self.source.schema()]
-        decided = [self.source.identity(), self.source.state(), columns, sorted(self._asked.items())]
+        decided = [self.source.identity(), self.source.state(), columns, sorted(self._to_fit.items())]
         digest = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
-        return self._cache.folder / "features" / f"{self.source.name}-{digest}.json"
-
-
-def _read_features(path: Path) -> Features | None:
-    """None when there are none that can be read."""
-    try:
-        return Features.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _write_features(path: Path, features: Features) -> None:
-    """In one move: whoever reads it meanwhile finds all or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    draft.write_text(features.to_json(), encoding="utf-8")
-    draft.replace(path)
+        path = self._cache.folder / "features" / f"{self.source.name}-{digest}.json"
+        try:
+            return Features.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            features = fit_features(self.table, self.config, sketch_quality=self.sketch_quality, **self._to_fit)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        draft.write_text(features.to_json(), encoding="utf-8")
+        draft.replace(path)  # in one move: whoever reads it meanwhile finds all or nothing
+        return features

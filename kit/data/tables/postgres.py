@@ -3,9 +3,9 @@
 Each read is one transaction of its own: read-only, and one moment of the data (REPEATABLE READ). The server sends
 at most 4096 rows at a time, so neither side holds a whole result. SQL of a declaration is parsed first, as one command
 each: what holds more is refused, and so are functions that do more than compute, for which a read-only transaction is
-no bar (they read files of the server, send, wait, or reach other databases). The password is looked
-up when connecting, from the variable that `env:NAME` names or as libpq does (`~/.pgpass`, a service file); it is never
-kept, shown or logged.
+no bar (they read files of the server, send, wait, or reach other databases). The password is looked up when connecting,
+from the variable that `env:NAME` names or as libpq does (`~/.pgpass`, a service file); it is never kept, shown or
+logged.
 
 The state is that of the server's snapshot: it changes with every transaction that writes, to any table of the server.
 Where that is too often, declare a `version`. Memory is the private memory of the process that serves the connection,
@@ -26,9 +26,8 @@ from typing_extensions import override
 
 from kit.data.tables import sql
 from kit.data.tables.chunks import FETCHED_ROWS
-from kit.data.tables.source import needed
-from kit.data.tables.sql import POSTGRES
-from kit.data.tables.table import Session
+from kit.data.tables.source import import_extra
+from kit.data.tables.table import Database, Session
 from kit.errors import ConfigError, Problem, QueryError, UnreachableDatabaseError
 
 if TYPE_CHECKING:
@@ -58,19 +57,23 @@ _CALLED = re.compile(r"""([A-Za-z_][\w$]*)"?\s*(?=\(|--|/\*)""")
 """Every word that a bracket follows, or a comment that may hide one: also in texts, which a function may run."""
 _SHOW_FILES = frozenset(("pg_file_settings", "pg_hba_file_rules", "pg_ident_file_mappings"))
 """Views that read files of the server."""
+_CONNECTION_LOST = (None, "57P01", "57P02")
 
 
-class PostgresDatabase:
+class PostgresDatabase(Database):
     """The database that a connection of the declaration leads to."""
 
     shares_process = False
+    dialect = sql.POSTGRES
 
     def __init__(self, connection: PostgresConnection, table: str, query: str, path: str = "") -> None:
-        needed("psycopg", f"{path}.connection.kind" if path else "connection.kind")
-        self.dialect = sql.postgres_dialect(POSTGRES)
-        self._connection, self._path = connection, path
-        self.relation = sql.source_of(table, query)
+        self._declared, self._path = connection, f"{path}.connection" if path else "connection"
+        import_extra("psycopg", f"{self._path}.kind")
+        self.relation = sql.relation_of(table, query)
+        given = connection
+        self._place = f"service {given.service}" if given.service else f"{given.host}, port {given.port}"
 
+    @override
     def connect(self) -> PostgresSession:
         """A connection of its own, ready to read.
 
@@ -80,152 +83,140 @@ class PostgresDatabase:
         """
         import psycopg
 
-        try:
-            opened = psycopg.connect(**self._parameters(), cursor_factory=psycopg.RawCursor)
-        except psycopg.Error as error:
-            raise self._unreachable(error) from None
-        session = PostgresSession(opened)
-        try:
-            session.prepare(self._connection.memory_bytes)
-        except psycopg.Error as error:
-            session.close()
-            raise self._unreachable(error) from None
-        return session
-
-    def failures(self) -> tuple[type[Exception], ...]:
-        """What psycopg raises, and pyarrow for a value beyond its type."""
-        return needed("psycopg").Error, needed("pyarrow").ArrowException
-
-    def advice(self, error: Exception) -> str:
-        """A lost connection is worth a second try; the rest speaks for itself."""
-        lost = isinstance(error, needed("psycopg").OperationalError) and getattr(error, "sqlstate", None) in (
-            None, "57P01", "57P02",
-        )  # fmt: skip
-        return f"the connection to {self._place()} was lost, so read again" if lost else ""
-
-    def identity(self) -> str:
-        """Kind, host, port, database and user."""
-        given = self._connection
-        return f"postgresql {given.service or given.host}:{given.port}/{given.database} {given.user}".strip()
-
-    def state(self) -> str:
-        """The snapshot: which transactions are seen; and of which database, since one can be dropped and made anew."""
-        session = self.connect()
-        asked = "SELECT pg_current_snapshot()::text, oid FROM pg_database WHERE datname = current_database()"
-        try:
-            return "snapshot {} of database {}".format(*session.rows(sql.Statement(asked))[0])
-        finally:
-            session.close()
-
-    def _parameters(self) -> dict[str, Any]:
-        given = self._connection
+        given, password, session = self._declared, self._password(), None
         of_service = {"host", "port"} - given.model_fields_set if given.service else set()
         parameters: dict[str, Any] = {
             "host": given.host, "port": given.port, "dbname": given.database, "user": given.user,
-            "service": given.service, "password": self._password(),
-        }  # fmt: skip
-        parameters |= dict.fromkeys(of_service, "")
-        return {
-            **{name: value for name, value in parameters.items() if value},
-            "connect_timeout": given.connect_seconds,
-            "application_name": "kit",
-            "client_encoding": "utf8",
-        }
+            "service": given.service, "password": password,
+        } | dict.fromkeys(of_service, "")  # fmt: skip
+        try:
+            connection: Any = psycopg.connect(
+                **{name: value for name, value in parameters.items() if value},
+                connect_timeout=given.connect_seconds, application_name="kit", client_encoding="utf8",
+                cursor_factory=psycopg.RawCursor,
+            )  # fmt: skip
+            session = PostgresSession(connection)
+            session.prepare(given.memory_bytes)
+        except psycopg.Error as error:
+            if session is not None:
+                session.close()
+            reason = " ".join(str(error).split()) or type(error).__name__
+            shown = reason.replace(password, "***") if password else reason
+            raise UnreachableDatabaseError(f"the database at {self._place} cannot be used: {shown}") from None
+        return session
+
+    @override
+    def failures(self) -> tuple[type[Exception], ...]:
+        """What psycopg raises, and pyarrow for a value beyond its type."""
+        return import_extra("psycopg").Error, import_extra("pyarrow").ArrowException
+
+    @override
+    def advice(self, error: Exception) -> str:
+        """A lost connection is worth a second try; the rest speaks for itself."""
+        lost = isinstance(error, import_extra("psycopg").OperationalError)
+        lost = lost and getattr(error, "sqlstate", None) in _CONNECTION_LOST
+        return f"the connection to {self._place} was lost, so read again" if lost else ""
+
+    @override
+    def identity(self) -> str:
+        given = self._declared
+        return f"postgresql {given.service or given.host}:{given.port}/{given.database} {given.user}".strip()
+
+    @override
+    def state(self) -> str:
+        """The snapshot: which transactions are seen; and of which database, since one can be dropped and made anew."""
+        session = self.connect()
+        try:
+            snapshot = "SELECT pg_current_snapshot()::text, oid FROM pg_database WHERE datname = current_database()"
+            return "snapshot {} of database {}".format(*session.rows(snapshot)[0])
+        finally:
+            session.close()
 
     def _password(self) -> str:
-        name = self._connection.password.removeprefix("env:")
+        name = self._declared.password.removeprefix("env:")
         if name and name not in os.environ:
-            path = f"{self._path}.connection.password" if self._path else "connection.password"
-            raise ConfigError([Problem(path, f"there is no environment variable {name}; set it before Python starts")])
+            message = f"there is no environment variable {name}; set it before Python starts"
+            raise ConfigError([Problem(f"{self._path}.password", message)])
         return os.environ.get(name, "")
-
-    def _place(self) -> str:
-        given = self._connection
-        return f"service {given.service}" if given.service else f"{given.host}, port {given.port}"
-
-    def _unreachable(self, error: Exception) -> UnreachableDatabaseError:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        password = self._password()
-        shown = reason.replace(password, "***") if password else reason
-        return UnreachableDatabaseError(f"the database at {self._place()} cannot be used: {shown}")
 
 
 class PostgresSession(Session):
     """One transaction of one connection."""
 
-    def __init__(self, opened: Any) -> None:
-        super().__init__(opened)
-        self._server_pid = _local_pid(opened)
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
+        self._status = _server_status(connection)
 
     def prepare(self, memory_bytes: int) -> None:
         """Say that nothing is written, how dates are, and what a query may take."""
         import psycopg
 
-        self._opened.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        self._connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         settings = {"default_transaction_read_only": "on", "cursor_tuple_fraction": "1"}
         settings |= {"datestyle": "ISO", "timezone": "UTC", "standard_conforming_strings": "on"}
         settings |= {"work_mem": f"{max(64, memory_bytes >> 10)}kB"} if memory_bytes else {}
-        self._opened.autocommit = True  # else a declared query that ends its transaction would take them back
+        self._connection.autocommit = True  # else a declared query that ends its transaction would take them back
         for name, value in settings.items():
-            self._opened.execute("SELECT set_config($1, $2, false)", [name, value])
-        self._opened.autocommit = False
+            self._connection.execute("SELECT set_config($1, $2, false)", [name, value])
+        self._connection.autocommit = False
 
     @override
     def check(self, relation: str, query: str, wheres: Sequence[str]) -> None:
-        for text in sql.alone(relation, query, wheres):
-            self._parse(text)
+        import psycopg
+
+        for text in sql.statements_to_parse(relation, query, wheres):
+            parsed = self._connection.pgconn.prepare(b"", text.encode())  # runs nothing; a second command is an error
+            if parsed.status != psycopg.pq.ExecStatus.COMMAND_OK:
+                raise psycopg.errors.error_from_result(parsed)
         given = "\n".join([query or relation, *wheres])
         for name in sorted(_SHOW_FILES & set(_WORD.findall(given.lower()))):
             raise QueryError(f"{name} shows files of the server and is not read")
         if 'u&"' in given.lower():
             raise QueryError('a name in U&"" hides which function it is; write its letters')
         called = {name.lower() for name in _CALLED.findall(given)} - _COMPUTE
-        for name in sorted({row[0] for row in self._opened.execute(_ACTS, [list(called)])} | (called & _RUN_TEXT)):
+        acting = {row[0] for row in self._connection.execute(_ACTS, [list(called)])} | (called & _RUN_TEXT)
+        if acting:
             raise QueryError(
-                f"the function {name} does more than compute and is not called from a declaration; leave it out, or "
-                "have the owner of the database make a view that calls it"
+                f"the function {min(acting)} does more than compute and is not called from a declaration; leave it "
+                "out, or have the owner of the database make a view that calls it"
             )
 
-    def _parse(self, text: str) -> None:
-        """Have the server parse one command, and run nothing: a second one is its error."""
-        import psycopg
-
-        parsed = self._opened.pgconn.prepare(b"", text.encode())
-        if parsed.status != psycopg.pq.ExecStatus.COMMAND_OK:
-            raise psycopg.errors.error_from_result(parsed)
-
     @override
-    def rows(self, statement: sql.Statement) -> list[tuple[Any, ...]]:
-        found: list[tuple[Any, ...]] = self._opened.execute(
-            statement.text,
-            statement.values,
-            prepare=True,  # as one command, also without values
-        ).fetchall()
-        return found
+    def rows(self, statement: str) -> list[tuple[Any, ...]]:
+        rows: list[tuple[Any, ...]] = self._connection.execute(statement, prepare=True).fetchall()  # as one command
+        return rows
 
     @override
     def described(self, relation: str) -> list[tuple[str, str]]:
-        cursor = self._opened.execute(f"SELECT * FROM {relation} LIMIT 0", prepare=True)
+        cursor = self._connection.execute(f"SELECT * FROM {relation} LIMIT 0", prepare=True)
         columns = [(column.name, column.type_code) for column in cursor.description or ()]
-        names = dict(self._opened.execute(_TYPES_OF, [[code for _, code in columns]]).fetchall())
+        names = dict(self._connection.execute(_TYPES_OF, [[code for _, code in columns]]).fetchall())
         return [(name, str(names.get(code, code))) for name, code in columns]
 
     @override
     def batches(
-        self, statement: sql.Statement, schema: pyarrow.Schema, batch_rows: int
+        self, statement: str, values: Sequence[Any], schema: pyarrow.Schema, batch_rows: int
     ) -> Iterator[pyarrow.RecordBatch]:
         import psycopg
 
-        with psycopg.RawServerCursor(self._opened, _CURSOR) as cursor:
-            cursor.execute(statement.text, statement.values, binary=True)
+        with psycopg.RawServerCursor(self._connection, _CURSOR) as cursor:
+            cursor.execute(statement, values, binary=True)
             while batch := _batch(cursor.fetchmany(min(batch_rows, FETCHED_ROWS)), schema):
-                self._peak_bytes = max(self._peak_bytes, _private_bytes(self._server_pid))
+                self.peak_bytes = max(self.peak_bytes, self._private_bytes())
                 yield batch
+
+    def _private_bytes(self) -> int:
+        """Private memory of the process that serves this connection; 0 where it cannot be known."""
+        try:
+            lines = self._status.read_text().splitlines() if self._status else []
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)
 
 
 def _batch(rows: Sequence[tuple[Any, ...]], schema: pyarrow.Schema) -> pyarrow.RecordBatch:
     """Rows as columns; Python's objects, several times as large, are gone when it returns."""
-    arrow = needed("pyarrow")
+    arrow = import_extra("pyarrow")
     pool = arrow.system_memory_pool()  # texts grow by doubling, of which Arrow's own would keep every size
     columns = [
         arrow.array([row[place] for row in rows], field.type, memory_pool=pool) for place, field in enumerate(schema)
@@ -233,21 +224,12 @@ def _batch(rows: Sequence[tuple[Any, ...]], schema: pyarrow.Schema) -> pyarrow.R
     return arrow.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _local_pid(opened: Any) -> int | None:
-    """The process that serves a connection, if it is one of this machine."""
-    host, pid = opened.info.hostaddr, opened.info.backend_pid
+def _server_status(connection: Any) -> Path | None:
+    """The status file of the process that serves a connection, if it is one of this machine."""
+    host, process = connection.info.hostaddr, Path(f"/proc/{connection.info.backend_pid}")
     if host and not ipaddress.ip_address(host).is_loopback:
         return None
     try:
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        return process / "status" if (process / "comm").read_text().startswith("postgres") else None
     except OSError:
         return None
-    return int(pid) if name.startswith("postgres") else None
-
-
-def _private_bytes(pid: int | None) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)

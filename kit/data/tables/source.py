@@ -1,27 +1,22 @@
-"""The source of a table: what reads it, whatever the database; and a query, what is asked of it.
+"""A table as a source of rows, whatever the database, and the query chunks that it is cut into.
 
-A source is a description that can be pickled and copied into a child process. Every read opens a connection of its own
-and closes it at its end, so several may go on at once, none holds a lock between reads, and no password is kept.
-All rows of one read are of one moment; two reads may be of two, which `state` tells.
+A `TableSource` is a description that can be pickled and sent to a child process. Every read opens its own connection
+and closes it at its end, so several may go on at once, none holds a lock between reads, and no password is kept. All
+rows of one read are of one moment; two reads may be of two, which `state` tells. A read gives the columns of its query
+with the types of the source. Any other type is a changed schema; nullability and metadata are not compared, since they
+differ between a database and a file of its rows.
 
-What a query has to give: the columns asked for, with the types its source has; anything else is a changed schema.
+Every row is in exactly one query chunk, with all other rows of its entity:
 
-Batches pass through unchanged, each looked at before it is handed on. Types are compared, not nullability or metadata,
-which differ between a database and a file of its rows.
+- `hash_mod` takes the first 60 bits of the MD5 of the entity's text (UTF-8; whole numbers in decimal, `true`/`false`,
+  dates as 2026-01-31), modulo the number of query chunks. The databases and `hash_number` compute the same number, so
+  nothing else needs to be known. Chunks have about equally many entities.
+- `exact_group` counts the rows of each entity first and deals the entities out, the largest first, always to the chunk
+  with fewest rows: about equally many rows, also where few entities hold most of them. The list of entities is part of
+  each query, which suits up to about a million.
 
-Extras: the libraries that only tables need, loaded when first used, or refused with the line that installs them.
-
-Partitions: a table cut into query chunks, each row in exactly one, and all rows of an entity in the same one.
-
-`hash_mod` puts an entity by the first 60 bits of the MD5 of its text (UTF-8; whole numbers in decimal, `true`/`false`,
-dates as 2026-01-31), modulo the number of query chunks. The databases compute it themselves, all alike, and so does
-`hash_number` here: nothing but the number of chunks needs to be known. Chunks are about equal in entities.
-`exact_group` counts the rows of each entity first and deals them out, the largest first, always to the chunk with
-fewest rows: about equal in rows, also where few entities hold most of them. The list of entities is then part of each
-query, which suits up to about a million.
-
-An entity that is null would be in no chunk or all of them, so it is refused. What is added between planning and
-reading can be missed by `exact_group`: compare the source's `state`.
+An entity that is null would be in no chunk or in all, so it is refused. `exact_group` can miss rows that are added
+between planning and reading: compare `state`.
 """
 
 from __future__ import annotations
@@ -38,6 +33,31 @@ from kit.errors import ConfigError, PartitionError, Problem, SchemaChangedError
 
 if TYPE_CHECKING:
     import pyarrow
+
+Transformation = Literal["hash_mod", "exact_group"]
+HASH_DIGITS = 15
+"""Hexadecimal digits of the MD5 that are kept: what fits a signed integer of 64 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """One query chunk of a table.
+
+    Raises:
+        PartitionError: for a number that is not below the count.
+    """
+
+    column: str
+    transformation: Transformation
+    number: int
+    """0 .. count - 1"""
+    count: int
+    values: tuple[Any, ...] = field(default=(), repr=False)
+    """`exact_group`: the entities of this one."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise PartitionError(f"query chunk {self.number} of {self.count}: numbers go from 0 to {self.count - 1}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +98,7 @@ class GroupSizes:
 
 @runtime_checkable
 class TableSource(Protocol):
-    """A table of entities' rows."""
+    """A table of entities' rows. Its methods raise QueryError when the database refuses."""
 
     name: str
     main_entity_column: str
@@ -94,10 +114,10 @@ class TableSource(Protocol):
         """The columns that can be read."""
 
     def row_count(self) -> int:
-        """Rows there are."""
+        """Rows of the table."""
 
     def null_count(self, column: str) -> int:
-        """Rows without a value there."""
+        """Rows without a value in a column."""
 
     def value_counts(self, column: str) -> list[tuple[Any, int]]:
         """`(value, rows)` of each value but null, in order of the values."""
@@ -115,7 +135,7 @@ class TableSource(Protocol):
         """The rows, batch after batch.
 
         Raises:
-            QueryError: when it cannot be asked, or fails mid-way; batches that came before are not to be used then.
+            QueryError: when the query is refused, or fails mid-way; batches that came before are not to be used then.
         """
 
     def memory_bytes(self) -> int | None:
@@ -125,12 +145,33 @@ class TableSource(Protocol):
         """End the reads that are still open."""
 
 
+_EXTRAS = {
+    "duckdb": "DuckDB and Parquet tables are read by duckdb",
+    "psycopg": "PostgreSQL tables are read by psycopg",
+    "pyarrow": "tables are passed on as pyarrow's record batches",
+}
+
+
+def import_extra(name: str, path: str = "connection.kind") -> Any:
+    """A library that only tables need, imported when it is first used.
+
+    Raises:
+        ConfigError: at `path` when it is not installed, with the line that installs it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        library = name.partition(".")[0]
+        why = "which is not installed" if error.name == library else f"which does not load ({error})"
+        raise ConfigError([Problem(path, f"{_EXTRAS[library]}, {why}; pip install 'kit[tables]'")]) from None
+
+
 def expected_schema(source: TableSource, query: Query) -> pyarrow.Schema:
     """The columns of the query in its order, with the types of the source."""
     schema = source.schema()
     names = query.columns or tuple(schema.names)
     fields = [schema.field(name) for name in names if name in schema.names]  # an unknown one is refused by the source
-    return needed("pyarrow").schema(fields)
+    return import_extra("pyarrow").schema(fields)
 
 
 def checked(
@@ -148,66 +189,18 @@ def checked(
 
 def refuse_difference(expected: pyarrow.Schema, found: pyarrow.Schema, name: str) -> None:
     """Raises: SchemaChangedError: when names or types differ."""
-    mine, theirs = _columns(expected), _columns(found)
+    mine, theirs = ({field.name: str(field.type) for field in schema} for schema in (expected, found))
     if mine == theirs:
         return
-    differing = [column for column in [*mine, *theirs] if mine.get(column) != theirs.get(column)]
-    column = differing[0] if differing else next(iter(mine), "")
-    was, now = mine.get(column, "not there"), theirs.get(column, "not there")
-    what = f"column {column!r} was {was} and is {now}" if differing else f"columns were {[*mine]} and are {[*theirs]}"
+    differing = (column for column in [*mine, *theirs] if mine.get(column) != theirs.get(column))
+    column = next(differing, None)
+    what = f"columns were {[*mine]} and are {[*theirs]}"
+    if column is not None:
+        was, now = mine.get(column, "not there"), theirs.get(column, "not there")
+        what = f"column {column!r} was {was} and is {now}"
     raise SchemaChangedError(
         f"{name}: {what}: the schema has changed since the table was opened; open it again, and fit features anew"
     )
-
-
-def _columns(schema: pyarrow.Schema) -> dict[str, str]:
-    return {field.name: str(field.type) for field in schema}
-
-
-_PURPOSES = {
-    "duckdb": "DuckDB and Parquet tables are read by duckdb",
-    "psycopg": "PostgreSQL tables are read by psycopg",
-    "pyarrow": "tables are passed on as pyarrow's record batches",
-}
-
-
-def needed(name: str, path: str = "connection.kind") -> Any:
-    """The library `name`, imported.
-
-    Raises:
-        ConfigError: at `path` when it is not installed, with the line that installs it.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        why = "which is not installed" if error.name == name else f"which does not load ({error})"
-        raise ConfigError([Problem(path, f"{_PURPOSES[name]}, {why}; pip install 'kit[tables]'")]) from None
-
-
-Transformation = Literal["hash_mod", "exact_group"]
-HASH_DIGITS = 15
-"""Hexadecimal digits of the MD5 that are kept: what fits a signed integer of 64 bits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
-    """One query chunk of a table.
-
-    Raises:
-        PartitionError: for a number that is not below the count.
-    """
-
-    column: str
-    transformation: Transformation
-    number: int
-    """0 .. count - 1"""
-    count: int
-    values: tuple[Any, ...] = field(default=(), repr=False)
-    """`exact_group`: the entities of this one."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.number < self.count:
-            raise PartitionError(f"query chunk {self.number} of {self.count}: numbers go from 0 to {self.count - 1}")
 
 
 def hash_number(value: int | str | bool | date) -> int:
@@ -217,45 +210,44 @@ def hash_number(value: int | str | bool | date) -> int:
 
 
 def plan_partitions(source: TableSource, count: int) -> tuple[Partition, ...]:
-    """`count` query chunks that together are the table, by the column and the transformation its declaration names.
+    """Cut a table into query chunks by the column and the transformation that its declaration names.
 
-    Some may be empty, when there are fewer entities than chunks.
+    Args:
+        source: The table.
+        count: Number of query chunks. Some are empty when there are fewer entities.
+
+    Returns:
+        The query chunks. Every row is in exactly one of them, and no entity is in two.
 
     Raises:
         PartitionError: for a count below 1, and for nulls in the column, with how many.
+
+    Example:
+        >>> table = kit.data.open_table(shop, table="purchases", main_entity_column="customer_id")
+        >>> len(kit.data.plan_partitions(table, 4))
+        4
     """
     if count < 1:
         raise PartitionError(f"{count} query chunks of {source.name}: there is at least 1")
     column = source.partition_column
     if not column:
         raise PartitionError(f"{source.name} has no partition_column; name one, or its main_entity_column")
-    _refuse_nulls(source, column)
-    groups = _groups(source, column, count) if source.partition_transformation == "exact_group" else [()] * count
-    kind: Transformation = "exact_group" if source.partition_transformation == "exact_group" else "hash_mod"
-    return tuple(
-        Partition(column=column, transformation=kind, number=number, count=count, values=tuple(values))
-        for number, values in enumerate(groups)
-    )
-
-
-def _refuse_nulls(source: TableSource, column: str) -> None:
-    nulls = source.null_count(column)
-    if nulls:
+    if nulls := source.null_count(column):
         raise PartitionError(
             f"{source.name}: {nulls:,} rows have no {column}, so they belong to no query chunk; leave them out with "
             f"where: '{column} IS NOT NULL', or name another partition_column"
         )
-
-
-def _groups(source: TableSource, column: str, count: int) -> list[list[Any]]:
-    """Entities in `count` groups of about equal rows: largest first, each to the lightest group (Graham's LPT rule).
-
-    No group is more than 4/3 of the best possible largest one. Ties go by value, then by number: always the same.
-    """
+    transformation: Transformation = "exact_group" if source.partition_transformation == "exact_group" else "hash_mod"
     groups: list[list[Any]] = [[] for _ in range(count)]
-    lightest = [(0, number) for number in range(count)]
-    for value, rows in sorted(source.value_counts(column), key=lambda pair: -pair[1]):
-        weight, number = lightest[0]
-        groups[number].append(value)
-        heapq.heapreplace(lightest, (weight + rows, number))
-    return groups
+    if transformation == "exact_group":
+        # Largest first, each to the lightest group (Graham's LPT rule): no group is more than 4/3 of the best possible
+        # largest one. Ties go by value, then by number, so that the groups are always the same.
+        lightest = [(0, number) for number in range(count)]
+        for value, rows in sorted(source.value_counts(column), key=lambda pair: -pair[1]):
+            weight, number = lightest[0]
+            groups[number].append(value)
+            heapq.heapreplace(lightest, (weight + rows, number))
+    return tuple(
+        Partition(column=column, transformation=transformation, number=number, count=count, values=tuple(values))
+        for number, values in enumerate(groups)
+    )

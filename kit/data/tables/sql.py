@@ -3,10 +3,9 @@
 Names are quoted and never taken apart from their quotes; values never enter the text but go as parameters. Only what a
 declaration gives as SQL (`query`, `where`) is passed on as it is: in brackets, and closed on a line of its own, so that
 a comment at its end ends with it. Before, the database parses it on its own, where brackets that it closes and did not
-open are an error (`alone`).
+open are an error (`statements_to_parse`).
 
-Types: the columns of every database as the same seven Arrow types, so that a change of database changes no batch.
-
+The columns of every database are read as the same seven Arrow types, so that a change of database changes no batch.
 Whole numbers are int64, all other numbers float64 (decimals too: exact to about 15 digits), text and what stands for it
 (enumerations, UUIDs) string, times timestamp[us] (with a zone: UTC), dates date32. The database itself casts, so what
 does not fit (a whole number beyond 2^63) is its error, never a wrong value. Anything else (blobs, lists, documents,
@@ -17,74 +16,106 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kit.data.tables.source import HASH_DIGITS, Partition, Query, needed
+from kit.data.tables.source import HASH_DIGITS, Partition, import_extra
 from kit.errors import PartitionError, QueryError
 
 if TYPE_CHECKING:
     import pyarrow
+
+Kind = Literal["integer", "number", "bool", "text", "time", "zoned time", "date"]
+_TYPES: Mapping[Kind, tuple[str, str]] = {
+    "integer": ("BIGINT", "int64"),
+    "number": ("FLOAT8", "float64"),
+    "bool": ("BOOLEAN", "bool"),
+    "text": ("TEXT", "string"),
+    "time": ("TIMESTAMP", "timestamp[us]"),
+    "zoned time": ("TIMESTAMP WITH TIME ZONE", "timestamp[us]"),
+    "date": ("DATE", "date32"),
+}
+"""The type of SQL that each kind is cast to, and the one of Arrow that it is read as."""
+_HASHED: tuple[Kind, ...] = ("integer", "bool", "text", "date")
+"""Kinds whose text is the same in every database."""
+_TYPE_NAME = re.compile(r"(?P<name>[A-Za-z_][\w ]*?)\s*(\(.*\))?(?P<rest> with(out)? time zone)?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """Where the databases' SQL differs."""
 
-    known: Mapping[str, Kind]
-    """What its types are read as."""
-    types: Mapping[Kind, str]
-    """What values are cast to."""
+    kinds: Mapping[str, Kind]
+    """What its types are read as, by name; sizes, precisions and members of an enumeration left out."""
     hash_number: str
     """A whole number from `{text}`, as `kit.data.tables.source.hash_number`."""
     is_one_of: str
-    """Whether `{value}` is in the list `{values}` of `{type}`."""
+    """Whether `{value}` is in the list `$1` of `{type}`."""
     ordered_text: str
     """`{text}` in the order of its code points."""
 
-
-_TYPES: Mapping[Kind, str] = {
-    "integer": "BIGINT", "number": "FLOAT8", "bool": "BOOLEAN", "text": "TEXT", "time": "TIMESTAMP",
-    "zoned time": "TIMESTAMP WITH TIME ZONE", "date": "DATE",
-}  # fmt: skip
-_HASHED: tuple[Kind, ...] = ("integer", "bool", "text", "date")
-"""Kinds whose text is the same in every database."""
+    def column(self, name: str, type_name: str) -> DatabaseColumn:
+        """A column as the database describes it."""
+        match = _TYPE_NAME.fullmatch(type_name)
+        kind = self.kinds.get((match["name"] + (match["rest"] or "")).lower()) if match else None
+        return DatabaseColumn(name, type_name, kind)
 
 
-def duckdb_dialect(known: Mapping[str, Kind]) -> Dialect:
-    """DuckDB's."""
-    return Dialect(
-        known=known,
-        types=_TYPES,
-        hash_number=f"CAST('0x' || substr(md5({{text}}), 1, {HASH_DIGITS}) AS BIGINT)",
-        is_one_of="{value} IN (SELECT unnest(CAST({values} AS {type}[])))",
-        ordered_text="{text}",
-    )
+DUCKDB = Dialect(
+    kinds={
+        **dict.fromkeys(("tinyint", "smallint", "integer", "bigint"), "integer"),
+        **dict.fromkeys(("utinyint", "usmallint", "uinteger", "ubigint"), "integer"),
+        **dict.fromkeys(("float", "double", "decimal"), "number"),
+        "boolean": "bool",
+        **dict.fromkeys(("varchar", "enum", "uuid"), "text"),
+        **dict.fromkeys(("timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns"), "time"),
+        "timestamp with time zone": "zoned time",
+        "date": "date",
+    },
+    hash_number=f"CAST('0x' || substr(md5({{text}}), 1, {HASH_DIGITS}) AS BIGINT)",
+    is_one_of="{value} IN (SELECT unnest(CAST($1 AS {type}[])))",
+    ordered_text="{text}",
+)
+POSTGRES = Dialect(
+    kinds={
+        **dict.fromkeys(("smallint", "integer", "bigint", "oid"), "integer"),
+        **dict.fromkeys(("real", "double precision", "numeric"), "number"),
+        "boolean": "bool",
+        **dict.fromkeys(("text", "character varying", "character", "bpchar", "name", "uuid", "citext", "enum"), "text"),
+        "timestamp without time zone": "time",
+        "timestamp with time zone": "zoned time",
+        "date": "date",
+    },
+    hash_number=f"CAST(CAST('x' || substr(md5(convert_to({{text}}, 'UTF8')), 1, {HASH_DIGITS}) "
+    f"AS BIT({4 * HASH_DIGITS})) AS BIGINT)",
+    is_one_of="{value} = ANY(CAST($1 AS {type}[]))",
+    ordered_text='{text} COLLATE "C"',
+)
 
 
-def postgres_dialect(known: Mapping[str, Kind]) -> Dialect:
-    """PostgreSQL's."""
-    digits = f"substr(md5(convert_to({{text}}, 'UTF8')), 1, {HASH_DIGITS})"
-    return Dialect(
-        known=known,
-        types=_TYPES,
-        hash_number=f"CAST(CAST('x' || {digits} AS BIT({4 * HASH_DIGITS})) AS BIGINT)",
-        is_one_of="{value} = ANY(CAST({values} AS {type}[]))",
-        ordered_text='{text} COLLATE "C"',
-    )
+@dataclass(frozen=True, slots=True)
+class DatabaseColumn:
+    """One column as the database describes it."""
 
+    name: str
+    type_name: str
+    """The database's own word."""
+    kind: Kind | None
+    """None for a type that is not read, such as `INTEGER[]`."""
 
-@dataclass(slots=True)
-class Statement:
-    """A text with places `$1`, `$2`, ... and the values for them."""
+    @property
+    def value(self) -> str:
+        """The column in a statement, cast to the type that it is read as."""
+        assert self.kind is not None, f"{self.name} is not read"
+        return f"CAST({quoted(self.name)} AS {_TYPES[self.kind][0]})"
 
-    text: str = ""
-    values: list[Any] = field(default_factory=list)
-
-    def place(self, value: Any) -> str:
-        """The place of a value that the text is going to hold."""
-        self.values.append(value)
-        return f"${len(self.values)}"
+    @property
+    def arrow_type(self) -> pyarrow.DataType:
+        assert self.kind is not None, f"{self.name} is not read"
+        arrow = import_extra("pyarrow")
+        if self.kind == "zoned time":
+            return arrow.timestamp("us", tz="UTC")
+        return arrow.type_for_alias(_TYPES[self.kind][1])
 
 
 def quoted(name: str) -> str:
@@ -98,14 +129,15 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def quoted_table(name: str) -> str:
-    """`schema.table` as identifiers."""
-    return ".".join(map(quoted, name.split(".")))
+def literal(text: str) -> str:
+    """A text as a constant, where no parameter is taken.
 
-
-def source_of(table: str, query: str) -> str:
-    """What stands after FROM: a table, or the query in its place."""
-    return f'{bracketed(query)} AS "source"' if query else quoted_table(table)
+    Raises:
+        QueryError: for a null character, which no database takes.
+    """
+    if "\0" in text:
+        raise QueryError(f"{text!r} holds a null character")
+    return "'" + text.replace("'", "''") + "'"
 
 
 def bracketed(sql: str) -> str:
@@ -113,7 +145,12 @@ def bracketed(sql: str) -> str:
     return f"({sql.strip().removesuffix(';')}\n)"
 
 
-def alone(relation: str, query: str, wheres: Sequence[str]) -> list[str]:
+def relation_of(table: str, query: str) -> str:
+    """What stands after FROM: `schema.table` as identifiers, or the query in its place."""
+    return f'{bracketed(query)} AS "source"' if query else ".".join(map(quoted, table.split(".")))
+
+
+def statements_to_parse(relation: str, query: str, wheres: Sequence[str]) -> list[str]:
     """Statements that each must be one SELECT, for the query to be one and each condition one expression.
 
     A condition stands without brackets, where one that it closes too early is an error, and within them, where what
@@ -136,64 +173,36 @@ def shown(query: str, wheres: Sequence[str]) -> str:
     return ascii(text if len(text) <= 80 else f"{text[:77]}...")
 
 
-def literal(text: str) -> str:
-    """A text as a constant, where no parameter is taken.
-
-    Raises:
-        QueryError: for a null character, which no database takes.
-    """
-    if "\0" in text:
-        raise QueryError(f"{text!r} holds a null character")
-    return "'" + text.replace("'", "''") + "'"
+def select(selected: str, relation: str, wheres: Sequence[str]) -> str:
+    """A SELECT of the rows where all of `wheres` hold."""
+    conditions = " AND ".join(bracketed(where) for where in wheres if where.strip())
+    return f"SELECT {selected} FROM {relation}{f' WHERE {conditions}' if conditions else ''}"
 
 
-def select(
-    dialect: Dialect, statement: Statement, relation: str, columns: Sequence[DatabaseColumn], wheres: Sequence[str]
-) -> Statement:
-    """Columns of a relation, cast to what they are read as, where all of `wheres` hold."""
-    statement.text = f"SELECT {', '.join(_cast(dialect, column) for column in columns)} FROM {relation}"
-    return _filtered(statement, wheres)
+def select_columns(relation: str, columns: Sequence[DatabaseColumn], wheres: Sequence[str]) -> str:
+    """Columns, cast to what they are read as."""
+    return select(", ".join(f"{column.value} AS {quoted(column.name)}" for column in columns), relation, wheres)
 
 
-def count(relation: str, wheres: Sequence[str]) -> Statement:
-    """How many rows there are."""
-    return _filtered(Statement(f"SELECT count(*) FROM {relation}"), wheres)
-
-
-def value_counts(dialect: Dialect, relation: str, column: DatabaseColumn, wheres: Sequence[str]) -> Statement:
+def value_counts(dialect: Dialect, relation: str, column: DatabaseColumn, wheres: Sequence[str]) -> str:
     """Each value of a column and how many rows have it, in order."""
-    statement = _grouped(dialect, f"{_value(dialect, column)} AS value, count(*) AS rows", relation, column, wheres)
-    statement.text += f" ORDER BY {_ordered(dialect, column)}"
-    return statement
+    known = select(f"{column.value} AS value, count(*) AS rows", relation, [*wheres, _is_known(column)])
+    return f"{known} GROUP BY {column.value} ORDER BY {_ordered(dialect, column)}"
 
 
-def group_sizes(dialect: Dialect, relation: str, column: DatabaseColumn, wheres: Sequence[str]) -> Statement:
+def group_sizes(relation: str, column: DatabaseColumn, wheres: Sequence[str]) -> str:
     """How many values a column has; of the rows of each, their sum, the sum of their squares, and the most."""
-    sizes = _grouped(dialect, "count(*) AS n", relation, column, wheres)
+    sizes = f"{select('count(*) AS n', relation, [*wheres, _is_known(column)])} GROUP BY {column.value}"
     found = "count(*), coalesce(sum(n), 0), coalesce(sum(CAST(n AS FLOAT8) * n), 0), coalesce(max(n), 0)"
-    return Statement(f"SELECT {found} FROM {bracketed(sizes.text)} AS sizes", sizes.values)
+    return f"SELECT {found} FROM {bracketed(sizes)} AS sizes"
 
 
-def _grouped(
-    dialect: Dialect, selected: str, relation: str, column: DatabaseColumn, wheres: Sequence[str]
-) -> Statement:
-    statement = _filtered(Statement(f"SELECT {selected} FROM {relation}"), [*wheres, is_known(column)])
-    statement.text += f" GROUP BY {_value(dialect, column)}"
-    return statement
-
-
-def is_known(column: DatabaseColumn) -> str:
-    """That a column has a value."""
+def _is_known(column: DatabaseColumn) -> str:
     return f"{quoted(column.name)} IS NOT NULL"
 
 
-def is_null(column: DatabaseColumn) -> str:
-    """That it has none."""
-    return f"{quoted(column.name)} IS NULL"
-
-
-def in_partition(dialect: Dialect, statement: Statement, column: DatabaseColumn, partition: Partition) -> str:
-    """The condition that a row is in a query chunk.
+def in_partition(dialect: Dialect, column: DatabaseColumn, partition: Partition) -> tuple[str, list[Any]]:
+    """The condition that a row is in a query chunk, and the values of its parameters `$1`, `$2`.
 
     Raises:
         PartitionError: for a column of numbers or times, which have no text that all databases share.
@@ -204,95 +213,20 @@ def in_partition(dialect: Dialect, statement: Statement, column: DatabaseColumn,
             "true and false"
         )
     if partition.transformation == "exact_group":
-        values = statement.place(list(partition.values))
-        return dialect.is_one_of.format(value=_value(dialect, column), values=values, type=dialect.types[column.kind])
-    text = f"CAST({_value(dialect, column)} AS TEXT)"
-    total, number = statement.place(partition.count), statement.place(partition.number)
-    return f"{dialect.hash_number.format(text=text)} % CAST({total} AS BIGINT) = CAST({number} AS BIGINT)"
+        condition = dialect.is_one_of.format(value=column.value, type=_TYPES[column.kind][0])
+        return condition, [list(partition.values)]
+    number = dialect.hash_number.format(text=f"CAST({column.value} AS TEXT)")
+    return f"{number} % CAST($1 AS BIGINT) = CAST($2 AS BIGINT)", [partition.count, partition.number]
 
 
-def order_by(dialect: Dialect, columns: Mapping[str, DatabaseColumn], query: Query) -> str:
-    """The end of a statement that sorts."""
-    parts = []
-    for name in query.order_by:
-        column = columns[name.removeprefix("-")]
-        parts.append(f"{_ordered(dialect, column)} {'DESC' if name.startswith('-') else 'ASC'} NULLS LAST")
-    return f" ORDER BY {', '.join(parts)}" if parts else ""
-
-
-def _filtered(statement: Statement, wheres: Sequence[str]) -> Statement:
-    given = [bracketed(where) for where in wheres if where.strip()]
-    statement.text += f" WHERE {' AND '.join(given)}" if given else ""
-    return statement
-
-
-def _value(dialect: Dialect, column: DatabaseColumn) -> str:
-    assert column.kind is not None, f"{column.name} is not read"
-    return f"CAST({quoted(column.name)} AS {dialect.types[column.kind]})"
-
-
-def _cast(dialect: Dialect, column: DatabaseColumn) -> str:
-    return f"{_value(dialect, column)} AS {quoted(column.name)}"
+def order_by(dialect: Dialect, columns: Mapping[str, DatabaseColumn], names: Sequence[str]) -> str:
+    """The end of a statement that sorts; `-name` descends."""
+    parts = (
+        f"{_ordered(dialect, columns[name.removeprefix('-')])} {'DESC' if name.startswith('-') else 'ASC'} NULLS LAST"
+        for name in names
+    )
+    return f" ORDER BY {', '.join(parts)}" if names else ""
 
 
 def _ordered(dialect: Dialect, column: DatabaseColumn) -> str:
-    value = _value(dialect, column)
-    return dialect.ordered_text.format(text=value) if column.kind == "text" else value
-
-
-Kind = Literal["integer", "number", "bool", "text", "time", "zoned time", "date"]
-
-_NAMED = re.compile(r"(?P<name>[A-Za-z_][\w ]*?)\s*(\(.*\))?(?P<rest> with(out)? time zone)?", re.DOTALL)
-
-DUCKDB: Mapping[str, Kind] = {
-    **dict.fromkeys(("tinyint", "smallint", "integer", "bigint"), "integer"),
-    **dict.fromkeys(("utinyint", "usmallint", "uinteger", "ubigint"), "integer"),
-    **dict.fromkeys(("float", "double", "decimal"), "number"),
-    "boolean": "bool",
-    **dict.fromkeys(("varchar", "enum", "uuid"), "text"),
-    **dict.fromkeys(("timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns"), "time"),
-    "timestamp with time zone": "zoned time",
-    "date": "date",
-}
-POSTGRES: Mapping[str, Kind] = {
-    **dict.fromkeys(("smallint", "integer", "bigint", "oid"), "integer"),
-    **dict.fromkeys(("real", "double precision", "numeric"), "number"),
-    "boolean": "bool",
-    **dict.fromkeys(("text", "character varying", "character", "bpchar", "name", "uuid", "citext", "enum"), "text"),
-    "timestamp without time zone": "time",
-    "timestamp with time zone": "zoned time",
-    "date": "date",
-}
-"""What each database calls the types that are read; sizes, precisions and members of an enumeration left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class DatabaseColumn:
-    """One column as the database describes it."""
-
-    name: str
-    type_name: str
-    """The database's own word."""
-    kind: Kind | None
-    """None for a type that is not read."""
-
-
-def kind_of(type_name: str, known: Mapping[str, Kind]) -> Kind | None:
-    """What a type is read as; None for one that is not read, such as `INTEGER[]`."""
-    match = _NAMED.fullmatch(type_name)
-    return known.get((match["name"] + (match["rest"] or "")).lower()) if match else None
-
-
-def arrow_type(kind: Kind) -> pyarrow.DataType:
-    """The Arrow type of a kind."""
-    arrow = needed("pyarrow")
-    types: dict[Kind, pyarrow.DataType] = {
-        "integer": arrow.int64(),
-        "number": arrow.float64(),
-        "bool": arrow.bool_(),
-        "text": arrow.string(),
-        "time": arrow.timestamp("us"),
-        "zoned time": arrow.timestamp("us", tz="UTC"),
-        "date": arrow.date32(),
-    }
-    return types[kind]
+    return dialect.ordered_text.format(text=column.value) if column.kind == "text" else column.value

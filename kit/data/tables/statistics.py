@@ -1,36 +1,109 @@
 """Statistics of a column, gathered in one pass by many workers: what a feature is made with.
 
-Each takes the values of a record batch and merges with others of its column. All are exact (a sum without rounding,
-counts, extremes), so the order and the cut of the rows leave no trace in the result.
+A column is taken for a kind, by its Arrow type unless it is said: numeric (numbers: shifted and scaled, a null is
+flagged), category (few values: a vocabulary, and a sketch), identifier (many values: a sketch only), text (a sketch of
+its words and pairs of words), time (how long ago), or skip.
 
-ExactSum: the sum of many float64 without any rounding, so that no order and no cut of them changes it.
-
-Means that are computed in one pass and merged (Welford 1962; Chan, Golub, LeVeque 1983) are right to about 1e-15, but
-another cut of the same rows gives other last digits, and standardised columns would differ with the number of query
-chunks. Here every number is split into its exponent and a whole number of 53 bits, whole numbers of one exponent are
-added as such (a long accumulator: Kulisch 1971), and only the result is rounded. Its squares are exact too: a product
-is the pair of its rounded value and its error (Dekker 1971).
-
-It holds 2 x 4,400 int64, 69 KiB, and up to 2^36 numbers.
+A statistic takes the values of a record batch and merges with others of its column. All are exact (a sum without
+rounding, counts, extremes), so the order and the cut of the rows leave no trace in the result.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from kit.data.tables.declare import Column, Kind, compute
-from kit.data.tables.source import needed
-from kit.errors import ConfigError, Problem
+from kit.data.tables.source import import_extra
+from kit.errors import ConfigError, Problem, did_you_mean
 
 if TYPE_CHECKING:
     import pyarrow
+
+Kind = Literal["numeric", "category", "identifier", "text", "time", "skip"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+FITTED: tuple[Kind, ...] = ("numeric", "category", "time")
+"""Kinds that must be read once before they are features."""
+SKETCHED: tuple[Kind, ...] = ("category", "identifier", "text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column and what it is taken for."""
+
+    name: str
+    kind: Kind
+    type: str
+    """Its Arrow type in words."""
+
+
+def compute() -> Any:
+    """pyarrow's functions on columns."""
+    return import_extra("pyarrow.compute")
+
+
+def choose_columns(
+    schema: pyarrow.Schema, entity_column: str, kinds: Mapping[str, str], columns: Sequence[str] = ()
+) -> tuple[Column, ...]:
+    """The columns that become features, in the order of the schema.
+
+    Args:
+        schema: That of the table.
+        entity_column: Says whose row it is, and is no feature.
+        kinds: Kind by column, where the Arrow type does not say.
+        columns: Columns to take; empty for all.
+
+    Raises:
+        ConfigError: for a column that is not there, a kind that is none or does not go with the type of its column,
+            and when nothing is left.
+    """
+    problems = [
+        Problem(path, f"the table has no column {name!r}{did_you_mean(name, schema.names)}")
+        for path, names in (("kinds", kinds), ("columns", columns))
+        for name in names
+        if name not in schema.names
+    ]
+    for name, kind in kinds.items():
+        if kind not in KINDS:
+            hint = did_you_mean(kind, KINDS, otherwise="")
+            problems.append(Problem(f"kinds.{name}", f"{kind!r} is none of {', '.join(KINDS)}{hint}"))
+    if problems:
+        raise ConfigError(problems)
+    chosen = []
+    for field in schema:
+        if field.name == entity_column or (columns and field.name not in columns):
+            continue
+        by_type, type_name = kind_of_type(field.type), str(field.type)
+        kind = cast(Kind, kinds.get(field.name, by_type))
+        numeric, text = by_type == "numeric" or type_name == "bool", type_name.endswith("string")
+        if not {"numeric": numeric, "time": by_type == "time", "text": text}.get(kind, True):
+            raise ConfigError([Problem(f"kinds.{field.name}", f"a column of {type_name} is no {kind}")])
+        if kind != "skip":
+            chosen.append(Column(name=field.name, kind=kind, type=type_name))
+    if not chosen:
+        raise ConfigError([Problem("columns", f"no column is left to make features of, beside {entity_column!r}")])
+    return tuple(chosen)
+
+
+def kind_of_type(type_: pyarrow.DataType) -> Kind:
+    """What a column of that Arrow type is taken for when nothing is said."""
+    types = import_extra("pyarrow").types
+    if types.is_integer(type_) or types.is_floating(type_) or types.is_decimal(type_):
+        return "numeric"
+    if types.is_timestamp(type_) or types.is_date(type_):
+        return "time"
+    return "category" if types.is_boolean(type_) or types.is_string(type_) or types.is_large_string(type_) else "skip"
+
+
+# -- sums
+
 
 Floats = NDArray[np.float64]
 _MANTISSA_BITS = 53
@@ -45,7 +118,16 @@ _MOST_AT_ONCE = 1 << 24
 
 
 class ExactSum:
-    """Add to it in any order, in any parts."""
+    """The sum of many float64 without any rounding, so that no order and no cut of them changes it.
+
+    Means that are computed in one pass and merged (Welford 1962; Chan, Golub, LeVeque 1983) are right to about 1e-15,
+    but another cut of the same rows gives other last digits, and standardised columns would differ with the number of
+    query chunks. Here every number is split into its exponent and a whole number of 53 bits, whole numbers of one
+    exponent are added as such (a long accumulator: Kulisch 1971), and only the result is rounded. Its squares are exact
+    too: a product is the pair of its rounded value and its error (Dekker 1971).
+
+    It holds 2 x 4,400 int64, 69 KiB, and up to 2^36 numbers.
+    """
 
     def __init__(self) -> None:
         self._high, self._low = np.zeros(_PLACES, np.int64), np.zeros(_PLACES, np.int64)
@@ -59,8 +141,12 @@ class ExactSum:
         """Add the squares of finite numbers, (number,)."""
         for part in _parts(values):
             fractions, exponents = np.frexp(part)
-            product, error = _square(fractions)
-            for share in (product, error):
+            square = fractions * fractions
+            scaled = fractions * _SPLITTER
+            high = scaled - (scaled - fractions)
+            low = fractions - high
+            error = ((high * high - square) + 2 * high * low) + low * low  # what the square lacks, a float64 too
+            for share in (square, error):
                 own, shifts = np.frexp(share)
                 self._add(own, shifts + 2 * exponents)
 
@@ -92,14 +178,7 @@ def _parts(values: Floats) -> list[Floats]:
     return [values[start : start + _MOST_AT_ONCE] for start in range(0, len(values), _MOST_AT_ONCE)]
 
 
-def _square(values: Floats) -> tuple[Floats, Floats]:
-    """The rounded square of numbers below 1, and what it lacks, which is a float64 too."""
-    product = values * values
-    scaled = values * _SPLITTER
-    high = scaled - (scaled - values)
-    low = values - high
-    return product, ((high * high - product) + 2 * high * low) + low * low
-
+# -- statistics
 
 MOST_VALUES = 100_000
 """Different values of a category that are counted; beyond it the column is an identifier."""
@@ -128,120 +207,125 @@ class FittedColumn:
     """Most frequent values of a category, in that order, as text."""
 
 
-class Statistic(Protocol):
+class Statistic:
     """What is known of a column's rows so far."""
+
+    def __init__(self, column: Column) -> None:
+        self.column = column
+        self.rows = self.missing = 0
 
     def add(self, values: pyarrow.Array) -> None:
         """Take in the values of one record batch."""
+        self.rows += len(values)
+        self.missing += values.null_count
 
     def merge(self, other: Self) -> None:
-        """Take in what another one knows."""
+        """Take in what another one of the same column knows."""
+        self.rows += other.rows
+        self.missing += other.missing
 
-    def fitted(self) -> dict[str, Any]:
-        """The fields of `FittedColumn` that it is about."""
+    def fitted(self) -> FittedColumn:
+        column, found = self.column, self._found()
+        return FittedColumn(
+            name=column.name, kind=column.kind, type=column.type, rows=self.rows, missing=self.missing, **found
+        )
+
+    def _found(self) -> dict[str, Any]:
+        """The fields of `FittedColumn` that this kind of column has."""
+        return {}
 
 
-def new_statistic(column: Column) -> Statistic:
-    """An empty one for a column of that kind."""
-    if column.kind == "category":
-        return CategoryStatistic(column.name)
-    return NumericStatistic() if column.kind == "numeric" else TimeStatistic()
-
-
-@dataclass(slots=True)
-class NumericStatistic:
+class NumericStatistic(Statistic):
     """Mean and deviation."""
 
-    rows: int = 0
-    missing: int = 0
-    total: ExactSum = field(default_factory=ExactSum)
-    squares: ExactSum = field(default_factory=ExactSum)
+    def __init__(self, column: Column) -> None:
+        super().__init__(column)
+        self.total, self.squares = ExactSum(), ExactSum()
 
+    @override
     def add(self, values: pyarrow.Array) -> None:
+        super().add(values)
         numbers = numbers_of(values)
         known = numbers[np.isfinite(numbers)]
-        self.rows += len(numbers)
-        self.missing += len(numbers) - len(known)
+        self.missing += len(values) - values.null_count - len(known)
         self.total.add(known)
         self.squares.add_squares(known)
 
+    @override
     def merge(self, other: Self) -> None:
-        self.rows += other.rows
-        self.missing += other.missing
+        super().merge(other)
         self.total.merge(other.total)
         self.squares.merge(other.squares)
 
-    def fitted(self) -> dict[str, Any]:
+    @override
+    def _found(self) -> dict[str, Any]:
         known = self.rows - self.missing
         mean = self.total.value() / known if known else Fraction(0)
         variance = self.squares.value() / known - mean * mean if known else Fraction(0)
-        return {"rows": self.rows, "missing": self.missing, "mean": float(mean), "deviation": _root(variance)}
+        return {"mean": float(mean), "deviation": _root(variance)}
 
 
-@dataclass(slots=True)
-class CategoryStatistic:
+class CategoryStatistic(Statistic):
     """How often each value occurs."""
 
-    name: str
-    rows: int = 0
-    missing: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
+    def __init__(self, column: Column) -> None:
+        super().__init__(column)
+        self.counts: Counter[str] = Counter()
 
+    @override
     def add(self, values: pyarrow.Array) -> None:
+        super().add(values)
         found = compute().value_counts(words_of(values).drop_null())
-        self.rows += len(values)
-        self.missing += values.null_count
-        self.counts.update(dict(zip(found.field(0).to_pylist(), found.field(1).to_pylist(), strict=True)))
-        self._refuse_too_many()
+        self._count(dict(zip(found.field(0).to_pylist(), found.field(1).to_pylist(), strict=True)))
 
+    @override
     def merge(self, other: Self) -> None:
-        self.rows += other.rows
-        self.missing += other.missing
-        self.counts.update(other.counts)
-        self._refuse_too_many()
+        super().merge(other)
+        self._count(other.counts)
 
-    def _refuse_too_many(self) -> None:
+    def _count(self, counts: Mapping[str, int]) -> None:
+        self.counts.update(counts)
         if len(self.counts) > MOST_VALUES:
             problem = (
                 f"has more than {MOST_VALUES:,} different values, too many for a category; say identifier (a sketch of "
                 "its values, without a vocabulary), text (of its words) or skip"
             )
-            raise ConfigError([Problem(f"kinds.{self.name}", problem)])
+            raise ConfigError([Problem(f"kinds.{self.column.name}", problem)])
 
-    def fitted(self) -> dict[str, Any]:
-        often = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
-        return {
-            "rows": self.rows, "missing": self.missing, "values": len(often),
-            "vocabulary": tuple(word for word, _ in often[:MOST_WORDS]),
-        }  # fmt: skip
+    @override
+    def _found(self) -> dict[str, Any]:
+        often = sorted(self.counts, key=lambda word: (-self.counts[word], word))
+        return {"values": len(often), "vocabulary": tuple(often[:MOST_WORDS])}
 
 
-@dataclass(slots=True)
-class TimeStatistic:
+class TimeStatistic(Statistic):
     """The latest moment, from which it is counted back."""
 
-    rows: int = 0
-    missing: int = 0
     latest: int | None = None
 
+    @override
     def add(self, values: pyarrow.Array) -> None:
-        self.rows += len(values)
-        self.missing += values.null_count
+        super().add(values)
         known = moments_of(values.drop_null())
-        if len(known):
-            self._see(int(known.max()))
+        self._see(int(known.max()) if len(known) else None)
 
+    @override
     def merge(self, other: Self) -> None:
-        self.rows += other.rows
-        self.missing += other.missing
-        if other.latest is not None:
-            self._see(other.latest)
+        super().merge(other)
+        self._see(other.latest)
 
-    def _see(self, moment: int) -> None:
-        self.latest = moment if self.latest is None else max(self.latest, moment)
+    def _see(self, moment: int | None) -> None:
+        self.latest = max((each for each in (self.latest, moment) if each is not None), default=None)
 
-    def fitted(self) -> dict[str, Any]:
-        return {"rows": self.rows, "missing": self.missing, "latest": self.latest or 0}
+    @override
+    def _found(self) -> dict[str, Any]:
+        return {"latest": self.latest or 0}
+
+
+def new_statistic(column: Column) -> Statistic:
+    """An empty one for a column of a kind in `FITTED`."""
+    kinds = {"numeric": NumericStatistic, "category": CategoryStatistic, "time": TimeStatistic}
+    return kinds[column.kind](column)
 
 
 def numbers_of(values: pyarrow.Array) -> Floats:
@@ -255,13 +339,10 @@ def words_of(values: pyarrow.Array) -> pyarrow.Array:
     return compute().cast(values, "string")
 
 
-def moments_of(values: pyarrow.Array) -> np.ndarray[Any, np.dtype[np.int64]]:
+def moments_of(values: pyarrow.Array) -> NDArray[np.int64]:
     """Microseconds since 1970, UTC, of moments without nulls."""
-    pyarrow = needed("pyarrow")
-    zone = getattr(values.type, "tz", None)
-    found: np.ndarray[Any, np.dtype[np.int64]] = (
-        values.cast(pyarrow.timestamp("us", tz=zone)).cast("int64").to_numpy(zero_copy_only=False)
-    )
+    moments = values.cast(import_extra("pyarrow").timestamp("us", tz=getattr(values.type, "tz", None)))
+    found: NDArray[np.int64] = moments.cast("int64").to_numpy(zero_copy_only=False)
     return found
 
 

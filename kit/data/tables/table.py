@@ -4,38 +4,117 @@ What was declared is checked when the table is opened: that it is there, that th
 their types are read. Each read looks at the columns again, in its own moment of the data, and refuses when they have
 changed. An unfinished read raises; a batch is whole or it is not there.
 
-What a table needs of a database: sessions, each one open connection, and the few facts that differ between them.
-
-A session belongs to the process that opened it. What it streams is of one moment of the data; its highest memory is
-known once a stream has come to its end.
+A database gives sessions, each one open connection, and the few facts that differ between databases. A session belongs
+to the process that opened it. What it streams is of one moment of the data; its highest memory is known once a stream
+has come to its end.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kit.data.tables import sql
-from kit.data.tables.source import GroupSizes, Query, needed
-from kit.data.tables.sql import DatabaseColumn, Kind, arrow_type, kind_of
-from kit.errors import ConfigError, Problem, QueryError, SchemaChangedError
+from kit.data.tables.source import GroupSizes, Query, import_extra
+from kit.errors import ConfigError, Problem, QueryError, SchemaChangedError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from kit.data.tables import sql
     from kit.data.tables.declare import DataSource
+    from kit.data.tables.sql import DatabaseColumn
 
 _INHERITED: list[Session] = []
 """Connections of the process that this one was forked from: theirs to close."""
 
 
+class Session(ABC):
+    """One open connection.
+
+    Args:
+        connection: The library's own, which can `execute` and `close`.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self.pid = os.getpid()
+        """The process that opened it, and closes it."""
+        self.peak_bytes = 0
+        """The database's highest memory for this connection so far; 0 where it cannot be known."""
+        self._connection = connection
+
+    @abstractmethod
+    def check(self, relation: str, query: str, wheres: Sequence[str]) -> None:
+        """Have the database parse SQL of a declaration, without running it.
+
+        Raises:
+            QueryError: when the query is not one SELECT, a condition not one expression, or a function in them does
+                more than compute.
+        """
+
+    @abstractmethod
+    def described(self, relation: str) -> list[tuple[str, str]]:
+        """`(name, type)` of each column."""
+
+    @abstractmethod
+    def batches(
+        self, statement: str, values: Sequence[Any], schema: pyarrow.Schema, batch_rows: int
+    ) -> Iterator[pyarrow.RecordBatch]:
+        """The rows of a large result, as they come, in batches of this schema."""
+
+    def rows(self, statement: str) -> list[tuple[Any, ...]]:
+        """All rows of a small result."""
+        rows: list[tuple[Any, ...]] = self._connection.execute(statement).fetchall()
+        return rows
+
+    def close(self) -> None:
+        """End the transaction and the connection."""
+        self._connection.close()
+
+
+class Database(ABC):
+    """What a table is in."""
+
+    dialect: sql.Dialect
+    relation: str
+    """What stands after FROM."""
+    shares_process: bool
+    """Whether it works within the process that reads."""
+
+    @abstractmethod
+    def connect(self) -> Session:
+        """A new connection.
+
+        Raises:
+            UnreachableDatabaseError: when the database gives none.
+        """
+
+    @abstractmethod
+    def failures(self) -> tuple[type[Exception], ...]:
+        """What its library raises."""
+
+    @abstractmethod
+    def advice(self, error: Exception) -> str:
+        """What to do about an error; empty when the error says enough."""
+
+    @abstractmethod
+    def identity(self) -> str:
+        """Where it is, without secrets."""
+
+    @abstractmethod
+    def state(self) -> str:
+        """Another text whenever its data may have changed."""
+
+    def reason(self, error: Exception) -> str:
+        """An error in one line, with what to do about it."""
+        advice = self.advice(error)
+        return first_line(error) + (f"; {advice}" if advice else "")
+
+
 class DatabaseTable:
-    """A table of a database, as declared.
+    """A table of a database, as declared; see `TableSource` for what its methods give.
 
     Args:
         declared: What to read and under which name.
@@ -57,39 +136,30 @@ class DatabaseTable:
         self.shares_process = database.shares_process
         self._sessions: set[Session] = set()
         self._peak_bytes = 0
-        self._columns = self._found_columns()
+        self._columns = self._chosen_columns(self._described())
 
     # -- what there is
 
     def schema(self) -> pyarrow.Schema:
         """The columns that can be read, as they were when the table was opened."""
-        return self._schema(tuple(self._columns.values()))
+        return _schema(self._columns.values())
 
     def row_count(self) -> int:
-        """Rows there are.
-
-        Raises:
-            QueryError: when the database refuses.
-        """
-        return int(self._asked(sql.count(self._database.relation, [self.declared.where]))[0][0])
+        return int(self._rows(sql.select("count(*)", self._database.relation, [self.declared.where]))[0][0])
 
     def null_count(self, column: str) -> int:
-        """Rows without a value in a column."""
-        wheres = [self.declared.where, sql.is_null(self._column(column))]
-        return int(self._asked(sql.count(self._database.relation, wheres))[0][0])
+        wheres = [self.declared.where, f"{sql.quoted(self._column(column).name)} IS NULL"]
+        return int(self._rows(sql.select("count(*)", self._database.relation, wheres))[0][0])
 
     def value_counts(self, column: str) -> list[tuple[Any, int]]:
-        """`(value, rows)` of each value but null, in order of the values."""
         database, wheres = self._database, [self.declared.where]
-        rows = self._asked(sql.value_counts(database.dialect, database.relation, self._column(column), wheres))
+        rows = self._rows(sql.value_counts(database.dialect, database.relation, self._column(column), wheres))
         return [(value, int(count)) for value, count in rows]
 
     def group_sizes(self, column: str, where: str = "") -> GroupSizes:
-        """How the rows that fulfil a condition are shared among the values of a column."""
-        database, wheres = self._database, [self.declared.where, where]
-        statement = sql.group_sizes(database.dialect, database.relation, self._column(column), wheres)
-        found = self._asked(statement, where)[0]
-        return GroupSizes(groups=int(found[0]), rows=int(found[1]), squares=float(found[2]), largest=int(found[3]))
+        statement = sql.group_sizes(self._database.relation, self._column(column), [self.declared.where, where])
+        groups, rows, squares, largest = self._rows(statement, where)[0]
+        return GroupSizes(groups=int(groups), rows=int(rows), squares=float(squares), largest=int(largest))
 
     def identity(self) -> str:
         """Sixteen hex digits of what is read and where: equal for equal tables of one database. Holds no secret."""
@@ -104,10 +174,9 @@ class DatabaseTable:
         try:
             return self._database.state()
         except self._database.failures() as error:
-            raise self._refused(error) from None
+            raise self._failed(error) from None
 
     def memory_bytes(self) -> int | None:
-        """The database's highest memory in the reads of this object that have ended; None where it cannot be known."""
         return self._peak_bytes or None
 
     # -- reading
@@ -132,138 +201,111 @@ class DatabaseTable:
             _release(self._sessions.pop())
 
     def _stream(self, columns: Sequence[DatabaseColumn], query: Query) -> Iterator[pyarrow.RecordBatch]:
-        statement = self._selected(columns, query)
+        dialect, wheres, values = self._database.dialect, [self.declared.where, query.where], list[Any]()
+        if query.partition is not None:
+            condition, values = sql.in_partition(dialect, self._column(query.partition.column), query.partition)
+            wheres.append(condition)
+        statement = sql.select_columns(self._database.relation, columns, wheres)
+        statement += sql.order_by(dialect, self._columns, query.order_by)
         session, read = self._database.connect(), 0
         self._sessions.add(session)
         try:
             self._check(session, query.where)
-            self._refuse_changes(session)
-            for batch in session.batches(statement, self._schema(columns), query.batch_rows):
+            for batch in session.batches(statement, values, _schema(columns), query.batch_rows):
                 read += batch.num_rows
                 yield batch
-            self._peak_bytes = max(self._peak_bytes, session.peak_bytes() or 0)
+            self._peak_bytes = max(self._peak_bytes, session.peak_bytes)
         except self._database.failures() as error:
-            raise self._refused(error, read) from None
+            raise self._failed(error, read) from None
         finally:
             self._sessions.discard(session)
             _release(session)
 
-    def _selected(self, columns: Sequence[DatabaseColumn], query: Query) -> sql.Statement:
-        dialect, statement = self._database.dialect, sql.Statement()
-        wheres = [self.declared.where, query.where]
-        if query.partition is not None:
-            column = self._column(query.partition.column)
-            wheres.append(sql.in_partition(dialect, statement, column, query.partition))
-        sql.select(dialect, statement, self._database.relation, columns, wheres)
-        statement.text += sql.order_by(dialect, self._columns, query)
-        return statement
-
-    def _asked(self, statement: sql.Statement, where: str = "") -> list[tuple[Any, ...]]:
+    def _rows(self, statement: str, where: str = "") -> list[tuple[Any, ...]]:
+        """All rows of a small result; `where` is the condition in it that the declaration does not have."""
         session = self._database.connect()
         try:
             self._check(session, where)
-            self._refuse_changes(session)
             return session.rows(statement)
         except self._database.failures() as error:
-            raise self._refused(error) from None
+            raise self._failed(error) from None
         finally:
             session.close()
 
     def _check(self, session: Session, where: str) -> None:
-        """Refuse a condition that is more than one; those of the declaration were looked at when it was opened."""
+        """Refuse a condition that is more than one, and columns that have changed since the table was opened.
+
+        The conditions of the declaration were looked at when it was opened.
+        """
         if where.strip():
             session.check(self._database.relation, "", [where])
+        types = dict(session.described(self._database.relation))
+        for name, column in self._columns.items():
+            if name not in types:
+                raise SchemaChangedError(f"{self.name} has lost its column {name!r} since it was opened; open it again")
+            if types[name] != column.type_name:
+                raise SchemaChangedError(
+                    f"{self.name}: {name} was {column.type_name} when it was opened and is {types[name]} now; "
+                    "open it again"
+                )
 
     # -- columns
 
-    def _found_columns(self) -> dict[str, DatabaseColumn]:
-        found = self._described()
-        declared = self.declared
-        for path, names in (
-            ("columns.allow", declared.columns.allow),
-            ("columns.deny", declared.columns.deny),
-            ("main_entity_column", (declared.main_entity_column,)),
-            ("date_column", (declared.date_column,)),
-            ("partition_column", (declared.partition_column,)),
-        ):
-            for name in names:
-                if name and name not in found:
-                    raise self._wrong(path, f"{self._what()} has no column {name!r}{_hint(name, found)}")
-        kept = {name: found[name] for name in found if name not in declared.columns.deny}
-        if declared.columns.allow:
-            kept = {name: column for name, column in kept.items() if name in declared.columns.allow}
-        if not kept:
-            raise self._wrong("columns", f"no column of {', '.join(found)} is left to read")
-        self._refuse_types(kept)
-        return kept
-
     def _described(self) -> dict[str, DatabaseColumn]:
-        declared, session = self.declared, self._database.connect()
+        """All columns of the relation; the SQL of the declaration is checked before and after."""
+        declared, database, session = self.declared, self._database, self._database.connect()
         field = "query" if declared.query else "table"
-        failures: tuple[type[Exception], ...] = (QueryError, *self._database.failures())
+        failures: tuple[type[Exception], ...] = (QueryError, *database.failures())
         try:
-            session.check(self._database.relation, declared.query, [])
-            columns = self._columns_of(session)
+            session.check(database.relation, declared.query, [])
+            columns = [database.dialect.column(*described) for described in session.described(database.relation)]
             field = "where"
-            session.check(self._database.relation, "", [declared.where])
+            session.check(database.relation, "", [declared.where])
         except failures as error:
-            advice = self._database.advice(error)
-            raise self._wrong(field, f"{_reason(error)}{f'; {advice}' if advice else ''}") from None
+            raise self._wrong(field, database.reason(error)) from None
         finally:
             session.close()
         names = [column.name for column in columns]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise self._wrong("query", f"it has {', '.join(twice)} more than once; give each column its own name")
+            raise self._wrong("query", f"it has {', '.join(twice)} more than once; give each column another name")
         return {column.name: column for column in columns}
 
-    def _columns_of(self, session: Session) -> list[DatabaseColumn]:
-        known = self._database.dialect.known
-        described = session.described(self._database.relation)
-        return [DatabaseColumn(name, kind, kind_of(kind, known)) for name, kind in described]
-
-    def _refuse_types(self, columns: dict[str, DatabaseColumn]) -> None:
-        for column in columns.values():
+    def _chosen_columns(self, found: Mapping[str, DatabaseColumn]) -> dict[str, DatabaseColumn]:
+        """Those that the declaration allows, and all that it names are there."""
+        declared = self.declared
+        what = "the query" if declared.query else declared.table or self.name
+        for path, names in (
+            ("columns.allow", declared.columns.allow),
+            ("columns.deny", declared.columns.deny),
+            *((field, (getattr(declared, field),)) for field in _COLUMN_FIELDS),
+        ):
+            for name in names:
+                if name and name not in found:
+                    raise self._wrong(path, f"{what} has no column {name!r}{did_you_mean(name, found)}")
+        allowed = declared.columns.allow or tuple(found)
+        kept = {name: found[name] for name in found if name in allowed and name not in declared.columns.deny}
+        if not kept:
+            raise self._wrong("columns", f"no column of {', '.join(found)} is left to read")
+        for column in kept.values():
             if column.kind is None:
-                raise self._wrong(
-                    "columns",
-                    f"{column.name} is {column.type_name}, which is not read; leave it out with columns.deny, or cast "
-                    "it in a query",
-                )
-
-    def _refuse_changes(self, session: Session) -> None:
-        now = {column.name: column for column in self._columns_of(session)}
-        for name, column in self._columns.items():
-            if name not in now:
-                raise SchemaChangedError(f"{self.name} has lost its column {name!r} since it was opened; open it again")
-            if now[name].type_name != column.type_name:
-                raise SchemaChangedError(
-                    f"{self.name}: {name} was {column.type_name} when it was opened and is {now[name].type_name} now; "
-                    "open it again"
-                )
+                way_out = "leave it out with columns.deny, or cast it in a query"
+                raise self._wrong("columns", f"{column.name} is {column.type_name}, which is not read; {way_out}")
+        return kept
 
     def _column(self, name: str) -> DatabaseColumn:
         if name not in self._columns:
-            raise QueryError(f"{self.name} has no column {name!r}{_hint(name, self._columns)}")
+            raise QueryError(f"{self.name} has no column {name!r}{did_you_mean(name, self._columns)}")
         return self._columns[name]
 
-    def _schema(self, columns: Sequence[DatabaseColumn]) -> pyarrow.Schema:
-        kinds: list[tuple[str, Kind]] = [(column.name, column.kind) for column in columns if column.kind is not None]
-        schema: pyarrow.Schema = needed("pyarrow").schema([(name, arrow_type(kind)) for name, kind in kinds])
-        return schema
-
     # -- errors
-
-    def _what(self) -> str:
-        return "the query" if self.declared.query else self.declared.table or self.name
 
     def _wrong(self, field: str, message: str) -> ConfigError:
         return ConfigError([Problem(f"{self._path}.{field}" if self._path else field, message)])
 
-    def _refused(self, error: Exception, read: int = 0) -> QueryError:
+    def _failed(self, error: Exception, read: int = 0) -> QueryError:
         after = f" after {read:,} rows, which are not to be used" if read else ""
-        advice = self._database.advice(error)
-        return QueryError(f"{self.name}: the query failed{after}: {_reason(error)}{f'; {advice}' if advice else ''}")
+        return QueryError(f"{self.name}: the query failed{after}: {self._database.reason(error)}")
 
     # -- copies
 
@@ -274,92 +316,15 @@ class DatabaseTable:
         return f"Table {self.name} ({len(self._columns)} columns, {self._database.identity()})"
 
 
+_COLUMN_FIELDS = ("main_entity_column", "date_column", "partition_column")
+
+
+def _schema(columns: Iterable[DatabaseColumn]) -> pyarrow.Schema:
+    return import_extra("pyarrow").schema([(column.name, column.arrow_type) for column in columns])
+
+
 def _release(session: Session) -> None:
     if session.pid == os.getpid():
         session.close()
     else:
         _INHERITED.append(session)
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _hint(name: str, known: dict[str, DatabaseColumn]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known)}"
-
-
-class Session(ABC):
-    """One open connection.
-
-    Args:
-        opened: The library's own connection, which can `execute` and `close`.
-    """
-
-    def __init__(self, opened: Any) -> None:
-        self.pid = os.getpid()
-        """The process that opened it, and closes it."""
-        self._opened = opened
-        self._peak_bytes = 0
-
-    @abstractmethod
-    def check(self, relation: str, query: str, wheres: Sequence[str]) -> None:
-        """Have the database parse SQL of a declaration, without running it.
-
-        Raises:
-            QueryError: when the query is not one SELECT, a condition not one expression, or a function in them does
-                more than compute.
-        """
-
-    @abstractmethod
-    def described(self, relation: str) -> list[tuple[str, str]]:
-        """`(name, type)` of each column."""
-
-    @abstractmethod
-    def batches(
-        self, statement: sql.Statement, schema: pyarrow.Schema, batch_rows: int
-    ) -> Iterator[pyarrow.RecordBatch]:
-        """The rows of a large result, as they come, in batches of this schema."""
-
-    def rows(self, statement: sql.Statement) -> list[tuple[Any, ...]]:
-        """All rows of a small result."""
-        rows: list[tuple[Any, ...]] = self._opened.execute(statement.text, statement.values).fetchall()
-        return rows
-
-    def peak_bytes(self) -> int | None:
-        """The database's highest memory for this connection so far; None where it cannot be known."""
-        return self._peak_bytes or None
-
-    def close(self) -> None:
-        """End the transaction and the connection."""
-        self._opened.close()
-
-
-class Database(Protocol):
-    """What a table is in."""
-
-    dialect: sql.Dialect
-    relation: str
-    """What stands after FROM."""
-    shares_process: bool
-    """Whether it works within the process that reads."""
-
-    def connect(self) -> Session:
-        """A connection of its own.
-
-        Raises:
-            UnreachableDatabaseError: when there is none to be had.
-        """
-
-    def failures(self) -> tuple[type[Exception], ...]:
-        """What its library raises."""
-
-    def advice(self, error: Exception) -> str:
-        """What to do about an error, after `; `; empty when the error says enough."""
-
-    def identity(self) -> str:
-        """Where it is, without secrets."""
-
-    def state(self) -> str:
-        """Another text whenever its data may have changed."""
