@@ -3,9 +3,9 @@
 Sizes are elements in dimension order. The one invariant: a pattern that cannot be is refused when it is made, whether
 by a config, a reader or by hand; whether the patch fits the array is checked when the array is cut (`Access.axes`).
 
-Block-shuffled order: what it is, to the sample, and how many chunks it reads. The definition an engine builds.
-
-The aim: a chunk that was fetched yields many samples while it is in memory, and the samples are still well mixed.
+Block-shuffled order is defined here, to the sample; `kit.data.sampling` draws it, and this module counts the chunks
+that it reads. Its aim: a chunk that was fetched yields many samples while it is in memory, and the samples are still
+well mixed.
 
 *Positions* are the offsets a patch may take: every element in each dimension, or multiples of the stride where one is
 given. *Blocks* tile them: block `b` along a dimension holds the positions with `b × side <= offset < (b + 1) × side`,
@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -167,9 +167,6 @@ class Access:
         return math.prod(-(-extent // side) for extent, side in zip(self.shape, sides, strict=True)) * self.arrays
 
 
-_MOST_PHASES = 32
-
-
 @dataclass(frozen=True)
 class Blocks:
     """Blocks of one size over an array's positions. `chunks_each` counts chunks along each side of a block."""
@@ -186,18 +183,29 @@ class Blocks:
     @property
     def counts(self) -> tuple[int, ...]:
         """Blocks along each dimension."""
-        return tuple(_last(axis) // side + 1 for axis, side in zip(self.axes, self.sides, strict=True))
+        return tuple(axis.last_offset // side + 1 for axis, side in zip(self.axes, self.sides, strict=True))
 
     @property
     def samples_per_block(self) -> int:
         """Samples of a visit: `reuse` times the patches that fit the block side by side."""
-        fitting = (_patches(axis, side) for axis, side in zip(self.axes, self.sides, strict=True))
+        fitting = (
+            max(1.0, min(side, axis.positions * axis.stride) / axis.size)
+            for axis, side in zip(self.axes, self.sides, strict=True)
+        )
         return max(1, round(self.reuse * math.prod(fitting)))
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """Chunks that a full block's patches can touch along each dimension."""
+        return tuple(
+            min(axis.chunks, (min(axis.last_offset, side - 1) + axis.size - 1) // axis.chunk + 1)
+            for axis, side in zip(self.axes, self.sides, strict=True)
+        )
 
     @property
     def footprint(self) -> int:
         """Chunks a full block's patches can touch."""
-        return math.prod(_reach(axis, side) for axis, side in zip(self.axes, self.sides, strict=True))
+        return math.prod(self.reached)
 
     @property
     def everything(self) -> int:
@@ -207,32 +215,23 @@ class Blocks:
     @cached_property
     def chunks_per_visit(self) -> float:
         """Expected different chunks of one visit; exact."""
-        classes = [_classes(axis, side) for axis, side in zip(self.axes, self.sides, strict=True)]
         positions = math.prod(axis.positions for axis in self.axes)
-        return math.fsum(
-            math.prod(one.positions * one.times for one in block) / positions * self._union(block)
-            for block in product(*classes)
-        )
-
-    def _union(self, block: Sequence[_Class]) -> float:
-        """Expected union of one visit to such a block."""
-        inside, samples = math.prod(one.positions for one in block), self.samples_per_block
-        touches = product_of(one.touches for one in block)
-        return math.fsum(times * _at_least_once(count / inside, samples) for count, times in touches.items())
-
-    @property
-    def _most_likely(self) -> float:
-        """No chunk is touched by a visit with a higher probability than this."""
-        shares = []
-        for axis, side in zip(self.axes, self.sides, strict=True):
-            reaching = (axis.chunk + axis.size - 3) // side + 2
-            shares.append(min(1.0, reaching * -(-side // axis.stride) / axis.positions))
-        return math.prod(shares)
+        union = []
+        for block in product(*map(_classes, self.axes, self.sides)):
+            inside = math.prod(one.positions for one in block)
+            touches = product_of(one.touches for one in block)
+            chunks = [times * _at_least_once(n / inside, self.samples_per_block) for n, times in touches.items()]
+            union.append(inside * math.prod(one.times for one in block) / positions * math.fsum(chunks))
+        return math.fsum(union)
 
     def chunks_per_window(self, visits: int) -> tuple[float, float]:
         """Bounds on the expected different chunks of this many visits; one visit is exact."""
-        each, largest = self.chunks_per_visit, self._most_likely
-        low = each * _at_least_once(largest, visits) / largest
+        likeliest = 1.0  # no chunk is touched by a visit with a higher probability
+        for axis, side in zip(self.axes, self.sides, strict=True):
+            reaching = (axis.chunk + axis.size - 3) // side + 2
+            likeliest *= min(1.0, reaching * -(-side // axis.stride) / axis.positions)
+        each = self.chunks_per_visit
+        low = each * _at_least_once(likeliest, visits) / likeliest
         high = self.everything * _at_least_once(min(1.0, each / self.everything), visits)
         return max(low, each), max(high, each)
 
@@ -247,7 +246,7 @@ class Window:
     blocks: int
     """Blocks a window mixes."""
     full: bool
-    """Whether these are as many as were asked for, or all of an epoch."""
+    """Whether these are `window_blocks`, or all blocks of an epoch."""
     window_bytes: int
     """Decoded chunks of the window served and the one being read, at most."""
     chunks_per_sample: float
@@ -284,16 +283,17 @@ def fit_window(
 
     `chunk_bytes` are those of one chunk of every variable.
     """
-    room = window_bytes // 2 // chunk_bytes
-    blocks = _grown(tuple(axes), room, window_blocks, reuse)
-    wanted = min(window_blocks, -(-samples // blocks.samples_per_block))
-    visits = wanted if blocks.everything <= room else min(wanted, room // blocks.footprint)
+    most_chunks = window_bytes // 2 // chunk_bytes
+    blocks = _grown(tuple(axes), most_chunks, window_blocks, reuse)
+    most_visits = min(window_blocks, -(-samples // blocks.samples_per_block))
+    fits = blocks.everything <= most_chunks
+    visits = most_visits if fits else min(most_visits, most_chunks // blocks.footprint)
     if visits < 1:
         return None
     low, high = blocks.chunks_per_window(visits)
     return Window(
         block=blocks.sides, samples_per_block=blocks.samples_per_block, blocks=visits,
-        full=visits == wanted,
+        full=visits == most_visits,
         window_bytes=2 * min(visits * blocks.footprint, blocks.everything) * chunk_bytes,
         chunks_per_sample=high / (visits * blocks.samples_per_block),
         least_chunks_per_sample=low / (visits * blocks.samples_per_block), epoch_samples=samples,
@@ -315,36 +315,24 @@ def seen_fraction(
     return -math.expm1(visits * math.expm1(-samples_per_block * math.prod(patch) / reach))
 
 
-def _grown(axes: tuple[Axis, ...], room: int, window_blocks: int, reuse: float) -> Blocks:
+def _grown(axes: tuple[Axis, ...], most_chunks: int, window_blocks: int, reuse: float) -> Blocks:
     """The largest block of which `window_blocks` fit, grown where neighbours overlap most."""
     blocks = Blocks(axes, (1,) * len(axes), reuse)
-    closed: set[int] = set()
-    while len(closed) < len(axes):
-        place = max(set(range(len(axes))) - closed, key=lambda place: _overlap(blocks, place))
-        larger = _larger(blocks, place)
-        fits = (
-            min(larger.footprint * window_blocks, larger.everything) <= room
-            and math.prod(larger.counts) >= window_blocks
-        )
-        if fits and blocks.counts[place] > 1:
+    growing = set(range(len(axes)))
+    while growing:
+        reached, each = blocks.reached, blocks.chunks_each
+        place = max(growing, key=lambda place: reached[place] / min(each[place], axes[place].chunks))
+        grown = tuple(n + max(1, n // 4) if index == place else n for index, n in enumerate(each))
+        larger = Blocks(axes, grown, reuse)
+        fits = min(larger.footprint * window_blocks, larger.everything) <= most_chunks
+        if fits and math.prod(larger.counts) >= window_blocks and blocks.counts[place] > 1:
             blocks = larger
         else:
-            closed.add(place)
+            growing.remove(place)
     return blocks
 
 
-def _overlap(blocks: Blocks, place: int) -> float:
-    """Chunks read per chunk of the block along one dimension."""
-    axis, chunks = blocks.axes[place], blocks.chunks_each[place]
-    return _reach(axis, axis.chunk * chunks) / min(chunks, axis.chunks)
-
-
-def _larger(blocks: Blocks, place: int) -> Blocks:
-    grown = tuple(n + max(1, n // 4) if index == place else n for index, n in enumerate(blocks.chunks_each))
-    return Blocks(blocks.axes, grown, blocks.reuse)
-
-
-# -- one dimension
+_MOST_PHASES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,57 +344,36 @@ class _Class:
     touches: Counter[int]
 
 
-def _last(axis: Axis) -> int:
-    return (axis.positions - 1) * axis.stride
-
-
-def _reach(axis: Axis, side: int) -> int:
-    """Chunks a full block's patches can touch along one dimension."""
-    return min(axis.chunks, (min(_last(axis), side - 1) + axis.size - 1) // axis.chunk + 1)
-
-
-def _patches(axis: Axis, side: int) -> float:
-    """Patches that fit the positions of a block side by side; at least one."""
-    return max(1.0, min(side, axis.positions * axis.stride) / axis.size)
-
-
 @lru_cache(maxsize=1 << 14)
 def _classes(axis: Axis, side: int) -> tuple[_Class, ...]:
-    """All blocks along one dimension, alike ones once; kept, because candidates share sides."""
-    return tuple(_list_classes(axis, side))
+    """All blocks along one dimension, alike ones once; kept, because candidates share sides.
 
-
-def _list_classes(axis: Axis, side: int) -> Iterator[_Class]:
-    """Full blocks repeat with the stride's phase; the last may be shorter."""
-    full, rest = divmod(_last(axis) + 1, side)
+    Full blocks repeat with the stride's phase, and of very many phases some stand for their neighbours; the last block
+    may be shorter.
+    """
+    full, rest = divmod(axis.last_offset + 1, side)
     period = min(full, axis.stride // math.gcd(axis.stride, side))
-    for phase, alike in _phases(period):
-        times = sum((full - step - 1) // period + 1 for step in range(phase, phase + alike))
-        yield from _class(axis, phase * side, (phase + 1) * side - 1, times)
-    if rest:
-        yield from _class(axis, full * side, _last(axis), 1)
-
-
-def _phases(period: int) -> Iterator[tuple[int, int]]:
-    """Phases of a stride that does not divide the block; of very many, some stand for their neighbours."""
     groups = min(period, _MOST_PHASES)
+    bounds = []
     for group in range(groups):
-        low, high = (period * edge // groups for edge in (group, group + 1))
-        yield low, high - low
-
-
-def _class(axis: Axis, low: int, high: int, times: int) -> Iterator[_Class]:
-    """The block whose offsets lie from `low` to `high`; none when no position does."""
-    first, last = -(-low // axis.stride), high // axis.stride
-    if first > last:
-        return
-    touches: Counter[int] = Counter()
-    reached = range(first * axis.stride // axis.chunk, (last * axis.stride + axis.size - 1) // axis.chunk + 1)
-    for chunk, alike in in_steps(reached):
-        start = max(first, -(-(chunk * axis.chunk - axis.size + 1) // axis.stride))
-        stop = min(last, ((chunk + 1) * axis.chunk - 1) // axis.stride)
-        touches[max(0, stop - start + 1)] += alike
-    yield _Class(last - first + 1, times, touches)
+        phase, end = (period * edge // groups for edge in (group, group + 1))
+        times = sum((full - step - 1) // period + 1 for step in range(phase, end))
+        bounds.append((phase * side, (phase + 1) * side - 1, times))
+    if rest:
+        bounds.append((full * side, axis.last_offset, 1))
+    found = []
+    for low, high, times in bounds:  # the block whose offsets lie from low to high; some hold no position
+        first, last = -(-low // axis.stride), high // axis.stride
+        if first > last:
+            continue
+        touches: Counter[int] = Counter()
+        reached = range(first * axis.stride // axis.chunk, (last * axis.stride + axis.size - 1) // axis.chunk + 1)
+        for chunk, alike in in_steps(reached):
+            start = max(first, -(-(chunk * axis.chunk - axis.size + 1) // axis.stride))
+            stop = min(last, ((chunk + 1) * axis.chunk - 1) // axis.stride)
+            touches[max(0, stop - start + 1)] += alike
+        found.append(_Class(last - first + 1, times, touches))
+    return tuple(found)
 
 
 def _at_least_once(probability: float, times: int) -> float:

@@ -1,32 +1,29 @@
-"""What a layout costs: predicted seconds per batch, and which resource they are spent on.
+"""What a layout costs: predicted seconds per batch on one rank, and the resource that they are spent on.
 
-Every resource alone would need so long for a batch on one rank; the slowest one binds:
+For each resource there is a time that a batch would take if nothing else were slow. The largest of them is the
+prediction, and its resource binds:
 
     latency, bandwidth  (requests × latency + stored bytes / bandwidth) / in flight; the larger part gives the name
-    memory              the same, where too little memory for requests in flight is what holds it up
+    memory              the same time, named so where memory allows fewer requests in flight than the settings do
     total bandwidth     stored bytes × ranks / total bandwidth
     request rate        requests × ranks / requests per second that the store allows, all ranks together
     CPU                 max(chunks × CPU seconds of a request, decoded bytes / (decode speed × threads))
 
     in flight = min(requests in flight allowed, requests of the batches read at once, what fits the memory)
-    seconds per batch = the largest of them
 
-Chunks are the expected number of different ones that the batch fetches (`kit.chunks.sharing`, `kit.chunks.access`),
-times the arrays. Reading at full speed, those that are on their way for the batches before are joined; the oldest of
-the batches ahead is taken to be as good as read. Requests are chunks, or in shards the runs of neighbours that one
-request reads (`kit.chunks.requests`), and the indexes of shards. Stored bytes are whole chunks over the compression
-ratio, with what lies between neighbours; decoded bytes whole chunks. A request's CPU seconds are spent on each chunk,
-whether it shares its request or not, by one thread at a time; decoding has its own threads. The first line is Little's
-law for a closed system.
+The first line is Little's law. What is counted:
 
-Known error: the resources are taken to overlap perfectly, which is optimistic near a tie, and every request to take its
-mean; a store that stands is priced `closely`, with its slow requests (`kit.chunks.cost`). The host's cores are taken to
-be free. Retries are not counted. `benchmarks/layouts.py` sets predictions beside measurements.
+- chunks: the expected number of different ones that a batch fetches (`kit.chunks.sharing`, `kit.chunks.access`), times
+  the arrays, less those already on their way for the batches ahead, of which the oldest counts as read;
+- requests: one a chunk, or in shards one a run of neighbours (`kit.chunks.requests`), and the indexes of shards;
+- stored bytes: whole chunks over the compression ratio, and what lies between neighbours; decoded bytes: whole chunks;
+- CPU seconds of a request: for each chunk, whether it shares its request or not, in one thread; decoding has its own.
 
-Pace: seconds per batch of a pipeline that is played out request by request, where the mean of each is not enough.
+Known error: resources are taken to overlap perfectly, which is optimistic near a tie, the host's cores to be free, and
+every request to take its mean. Retries are not counted. `benchmarks/layouts.py` sets predictions beside measurements.
 
-`kit.chunks.cost` takes every request at its mean latency. But batches are handed over in order, and one slow request
-holds up its batch, and with it the next to be begun; where few batches are read ahead, that is most of the time:
+A store that exists is priced `closely`: where batches have few requests, a pipeline is played out request by request,
+because batches are handed over in order and one slow request delays its batch and the start of a later one:
 
     a request begins when a slot is free, its batch was allowed to begin, and the store's rate admits it
     it ends after a latency of its own and its transfer, not before the line and the decoder have kept up
@@ -34,31 +31,30 @@ holds up its batch, and with it the next to be begun; where few batches are read
     batch k begins when batch k - 1 - batches_ahead was handed over, or at once
 
 Latencies are lognormal with the mean and standard deviation of the network (the maximum of n of them depends on both),
-drawn with a fixed seed, so that the same question has the same answer. The line and the decoder are fluid: they serve
-requests in the order these began. The invariant: never faster than the slowest resource alone, within the draw.
-
-Known error: about 5 % of the seconds from the draw at the sizes played. Batches of more than a few hundred requests
-are not played: their mean tells, and the answer is None.
+drawn with a fixed seed, so that the same arguments give the same answer. Line and decoder serve requests in the order
+in which these began. The pipeline is never faster than the slowest resource alone, but for an error of about 5 % from
+the draw.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from kit.chunks.access import Access, Window, fit_window
 from kit.chunks.geometry import Axis
-from kit.chunks.requests import ALONE, Coalescing, Runs, expected_runs
-from kit.chunks.resources import HOLES_SHARE, LENT_SHARE, READY_TOO, Host, Network, Prices
-from kit.chunks.sharing import Fetches, fetches, reading_of
+from kit.chunks.requests import ALONE, Runs, expected_runs
+from kit.chunks.resources import HOLES_SHARE, READY_TOO, TRANSIENT_SHARE, Host, Network, Prices
+from kit.chunks.sharing import Fetches, ReadingOrder, fetches, reading_of
 
 _AS_GOOD_AS_READ = 1
 """Of the batches ahead: the oldest waits for its last answers; those after it are joined."""
-_LENT_AT_ONCE = 0.5
+_KEPT_AT_ONCE = 0.5
 """Of the chunks of the batches ahead: decoded, and kept for batches that are not whole."""
 _MOST_CHUNKS_DRAWN = 2048
 """Of a batch: so many that the CPU binds, however they share requests; drawing them would take long."""
@@ -98,6 +94,8 @@ class LayoutCost:
     """Stored bytes they ask for, those between neighbours included."""
     requests_made_per_batch: float
     """Of those, and of indexes: without what is on its way for a batch before, or kept for one that is not whole."""
+    bytes_made_per_batch: float
+    """Stored bytes that those requests ask for, those between neighbours included, without indexes."""
     index_requests_per_batch: float
     """Indexes of shards, each fetched once a run, on average over its batches."""
     bytes_per_batch: float
@@ -163,12 +161,14 @@ def price(
     """
     host, axes = host or Host(), access.axes(chunk)
     chunk_bytes = math.prod(chunk) * access.element_bytes
-    each, window = _fetched(access, host, axes, chunk_bytes)
-    union = each.per_batch * access.arrays
-    indexes = 0.0 if shard is None else _indexes_per_batch(access, shard)
+    each, window, kept = _fetched(access, host, axes, chunk_bytes)
+    union, indexes = each.per_batch * access.arrays, 0.0
+    if shard is not None:  # a rank fetches the index of each shard once in its whole run
+        met = _reading(access, access.axes(shard)).distinct(access.batch_size * access.batches)
+        indexes = met * access.arrays / access.batches
     stored = union * chunk_bytes / access.compression_ratio
-    kept = _kept_bytes(access, host, axes, chunk_bytes, window)
-    joined = union if window else min(union, _joined(access, network, host, axes, chunk_bytes) * access.arrays)
+    at_once = window or network.in_folder  # a folder answers before another batch asks for the same chunk
+    joined = union if at_once else min(union, _joined(access, network, host, axes, chunk_bytes) * access.arrays)
     together = thinned = ALONE
     if shard and closely:
         together, thinned = (_runs(access, network, axes, shard, chunk_bytes, part) for part in (1.0, joined / union))
@@ -176,11 +176,11 @@ def price(
         requests=joined * thinned.requests_per_chunk + indexes,
         stored_bytes=joined * chunk_bytes / access.compression_ratio * thinned.bytes_per_chunk,
         chunks=joined + indexes, decoded_bytes=joined * chunk_bytes, chunk_bytes=chunk_bytes,
+        fixed_bytes=_fixed_bytes(access, network, host, chunk_bytes, kept),
         at_once=union * window.samples / access.batch_size if window else 0.0,
     )  # fmt: skip
-    time = _time(access, network, host, load, kept)
-    if closely:
-        time = _played(access, network, host, load, time)
+    by_resource, in_flight, most_in_flight = _time(access, network, host, load, closely)
+    bound, seconds = by_resource[0]
     mixes = access.order != "block" or (window is not None and window.full)
     per_sample = math.prod(axis.mean for axis in axes) * access.arrays
     epoch = access.epoch_samples / access.batch_size
@@ -193,11 +193,11 @@ def price(
         requests_per_batch=union, least_requests_per_batch=each.least * access.arrays,
         most_requests_per_batch=each.most * access.arrays, index_requests_per_batch=indexes,
         sent_per_batch=union * together.requests_per_chunk, sent_bytes_per_batch=stored * together.bytes_per_chunk,
-        requests_made_per_batch=load.requests,
+        requests_made_per_batch=load.requests, bytes_made_per_batch=load.stored_bytes,
         bytes_per_batch=union * chunk_bytes, stored_bytes_per_batch=stored,
-        seconds_by_resource=time.by_resource, seconds_per_batch=time.by_resource[0][1],
-        samples_per_second=access.batch_size / time.by_resource[0][1], bound=time.by_resource[0][0],
-        in_flight=time.in_flight, memory_bytes=time.memory_bytes, cache_bytes=kept, fits=time.fits and mixes,
+        seconds_by_resource=by_resource, seconds_per_batch=seconds, samples_per_second=access.batch_size / seconds,
+        bound=bound, in_flight=in_flight, cache_bytes=kept, fits=most_in_flight >= 1 and mixes,
+        memory_bytes=(load.fixed_bytes + in_flight * chunk_bytes / access.compression_ratio) / _IN_USE,
         object_count=access.objects(shard or chunk),
         stored_bytes=access.objects(chunk) * chunk_bytes / access.compression_ratio,
         requests_per_epoch=(union + indexes) * epoch, stored_bytes_per_epoch=stored * epoch,
@@ -205,33 +205,42 @@ def price(
     )  # fmt: skip
 
 
-def _fetched(access: Access, host: Host, axes: tuple[Axis, ...], chunk_bytes: int) -> tuple[Fetches, Window | None]:
-    """Chunks of one array per batch, and the window in block order."""
+def _reading(access: Access, axes: Sequence[Axis]) -> ReadingOrder:
+    """The order of positions; in block order that of random offsets, for what it takes without windows."""
+    return reading_of(axes, "grid" if access.order == "grid" else "random", access.shuffle)
+
+
+def _fetched(
+    access: Access, host: Host, axes: tuple[Axis, ...], chunk_bytes: int
+) -> tuple[Fetches, Window | None, float]:
+    """Chunks of one array per batch, the window in block order, and bytes of decoded chunks kept between batches."""
+    all_bytes, reading = chunk_bytes * access.arrays, _reading(access, axes)
     if access.order != "block":
-        cached = host.cache_bytes // (chunk_bytes * access.arrays)
-        return fetches(reading_of(axes, access.order, access.shuffle), access.batch_size, access.batches, cached), None
+        cached = host.cache_bytes // all_bytes
+        kept = min(math.prod(axis.chunks for axis in axes), cached) * all_bytes
+        return fetches(reading, access.batch_size, access.batches, cached), None, float(kept)
     window = fit_window(
-        axes, chunk_bytes * access.arrays, window_bytes=access.window_bytes, window_blocks=access.window_blocks,
+        axes, all_bytes, window_bytes=access.window_bytes, window_blocks=access.window_blocks,
         reuse=access.block_reuse, samples=access.rank_samples,
     )  # fmt: skip
     if window is None:  # then it reads as random order does
-        return fetches(reading_of(axes, "random", True), access.batch_size, access.batches, 0), None
+        return fetches(reading, access.batch_size, access.batches, 0), None, 0.0
     low, high = window.least_chunks_per_sample, window.chunks_per_sample
-    return Fetches(*(access.batch_size * chunks for chunks in (high, low, high))), window
+    found = Fetches(*(access.batch_size * chunks for chunks in (high, low, high)))
+    return found, window, float(window.window_bytes)
 
 
 def _joined(access: Access, network: Network, host: Host, axes: tuple[Axis, ...], chunk_bytes: int) -> float:
-    """Chunks of one array that a batch fetches while those of the batches ahead are on their way or lent."""
-    order: Literal["random", "grid"] = "grid" if access.order == "grid" else "random"
+    """Chunks of one array that a batch fetches: without those of batches ahead that are on their way or decoded."""
     ahead = min(network.batches_ahead, access.batches)
-    coming, reading = max(0, ahead - _AS_GOOD_AS_READ), reading_of(axes, order, access.shuffle)
-    least = reading.joining(access.batch_size, coming, lent_for=ahead)
-    lent_bytes = least * access.arrays * chunk_bytes * ahead * _LENT_AT_ONCE
-    room_bytes = READY_TOO * network.requests_in_flight * chunk_bytes / access.compression_ratio
+    coming, reading = max(0, ahead - _AS_GOOD_AS_READ), _reading(access, axes)
+    least = reading.joining(access.batch_size, coming, kept_for=ahead)
+    kept_bytes = least * access.arrays * chunk_bytes * ahead * _KEPT_AT_ONCE
+    coming_bytes = READY_TOO * network.requests_in_flight * chunk_bytes / access.compression_ratio
     fixed = _fixed_bytes(access, network, host, chunk_bytes, host.cache_bytes)
-    spare_bytes = (host.memory_bytes * _IN_USE - fixed - room_bytes) / LENT_SHARE
-    lent = min(1.0, max(0.0, spare_bytes / lent_bytes)) if lent_bytes else 1.0
-    return lent * least + (1 - lent) * reading.joining(access.batch_size, coming)
+    spare_bytes = (host.memory_bytes * _IN_USE - fixed - coming_bytes) / TRANSIENT_SHARE
+    kept = min(1.0, max(0.0, spare_bytes / kept_bytes)) if kept_bytes else 1.0
+    return kept * least + (1 - kept) * reading.joining(access.batch_size, coming)
 
 
 def _runs(
@@ -241,55 +250,10 @@ def _runs(
     if access.order == "block" or math.prod(axis.mean for axis in axes) * access.batch_size > _MOST_CHUNKS_DRAWN:
         return ALONE
     stored = max(1, round(chunk_bytes / access.compression_ratio))
-    pays = Coalescing.of(
-        network.latency_seconds, network.bandwidth_bytes_per_second, network.total_bandwidth_bytes_per_second,
-        network.requests_in_flight,
-    )  # fmt: skip
     return expected_runs(
-        axes, tuple(shard), access.batch_size, stored, pays, access.order, access.shuffle, round(fetched, 2)
-    )
-
-
-def _indexes_per_batch(access: Access, shard: Sequence[int]) -> float:
-    """Shards that a rank meets in its whole run, each index once, over its batches."""
-    order: Literal["random", "grid"] = "grid" if access.order == "grid" else "random"
-    met = reading_of(access.axes(shard), order, access.shuffle).distinct(access.batch_size * access.batches)
-    return met * access.arrays / access.batches
-
-
-def _kept_bytes(access: Access, host: Host, axes: Sequence[Axis], chunk_bytes: int, window: Window | None) -> float:
-    """Decoded chunks kept from one batch to the next."""
-    if access.order == "block":
-        return float(window.window_bytes) if window else 0.0
-    everything = math.prod(axis.chunks for axis in axes)
-    return float(min(everything, host.cache_bytes // (chunk_bytes * access.arrays)) * chunk_bytes * access.arrays)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Load:
-    """What a batch asks of one rank."""
-
-    requests: float
-    chunks: float
-    """Chunks and indexes, each of which costs CPU time, whoever shares a request."""
-    stored_bytes: float
-    decoded_bytes: float
-    chunk_bytes: int
-    at_once: float
-    """Requests of a window, which may be read ahead as a whole."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Time:
-    by_resource: tuple[tuple[Bound, float], ...]
-    in_flight: float
-    memory_bytes: float
-    room: float
-    """Requests whose answers fit the memory."""
-
-    @property
-    def fits(self) -> bool:
-        return self.room >= 1
+        axes, tuple(shard), access.batch_size, stored, network.coalescing, access.order, access.shuffle,
+        round(fetched, 2),
+    )  # fmt: skip
 
 
 def _fixed_bytes(access: Access, network: Network, host: Host, chunk_bytes: int, kept_bytes: float) -> float:
@@ -297,49 +261,54 @@ def _fixed_bytes(access: Access, network: Network, host: Host, chunk_bytes: int,
     return (2 + network.batches_ahead) * access.batch_bytes + kept_bytes + host.decode_threads * chunk_bytes
 
 
-def _time(access: Access, network: Network, host: Host, load: _Load, kept_bytes: float) -> _Time:
-    """Seconds per batch by resource, the slowest first."""
-    fixed = _fixed_bytes(access, network, host, load.chunk_bytes, kept_bytes)
-    stored_chunk = load.chunk_bytes / access.compression_ratio
-    room = (host.memory_bytes * _IN_USE - fixed) / stored_chunk
-    wished = max(network.in_flight(load.requests), min(network.requests_in_flight, load.at_once))
-    in_flight = max(1.0, min(wished, room))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """What a batch costs one rank, in requests, bytes and memory."""
+
+    requests: float
+    chunks: float
+    """Chunks and indexes, each of which costs CPU time, whoever shares a request."""
+    stored_bytes: float
+    decoded_bytes: float
+    chunk_bytes: int
+    fixed_bytes: float
+    at_once: float
+    """Requests of a window, which may be read ahead as a whole."""
+
+
+def _time(
+    access: Access, network: Network, host: Host, load: _Load, closely: bool
+) -> tuple[tuple[tuple[Bound, float], ...], float, float]:
+    """Seconds per batch by resource, the slowest first; requests in flight; how many of them the memory allows."""
+    ranks = access.ranks
+    most = (host.memory_bytes * _IN_USE - load.fixed_bytes) / (load.chunk_bytes / access.compression_ratio)
+    useful = max(network.in_flight(load.requests), min(network.requests_in_flight, load.at_once))
+    in_flight = max(1.0, min(useful, most))
     waiting = load.requests * network.latency_seconds / in_flight
     transferring = load.stored_bytes / network.bandwidth_bytes_per_second / in_flight
     name: Bound = "latency" if waiting > transferring else "bandwidth"
-    threads = load.decoded_bytes / (host.decode_bytes_per_second * host.decode_threads)
+    decoding = load.decoded_bytes / (host.decode_bytes_per_second * host.decode_threads)
     seconds: dict[Bound, float] = {
-        "memory" if in_flight < wished else name: waiting + transferring,
-        "total bandwidth": load.stored_bytes * access.ranks / network.total_bandwidth_bytes_per_second,
-        "request rate": load.requests * access.ranks / network.requests_per_second,
-        "CPU": max(load.chunks * host.request_cpu_seconds, threads),
+        "memory" if in_flight < useful else name: waiting + transferring,
+        "total bandwidth": load.stored_bytes * ranks / network.total_bandwidth_bytes_per_second,
+        "request rate": load.requests * ranks / network.requests_per_second,
+        "CPU": max(load.chunks * host.request_cpu_seconds, decoding),
     }
-    slowest_first = tuple(sorted(seconds.items(), key=lambda item: -item[1]))
-    memory = (fixed + in_flight * stored_chunk) / _IN_USE
-    return _Time(by_resource=slowest_first, in_flight=in_flight, memory_bytes=memory, room=room)
-
-
-def _played(access: Access, network: Network, host: Host, load: _Load, time: _Time) -> _Time:
-    """The same, as slow as the pipeline is when played out; in block order windows are read ahead, not batches."""
-    if access.order == "block" or not load.requests:
-        return time
-    ranks, each_bytes = access.ranks, load.stored_bytes / load.requests
-    threads = load.decoded_bytes / (host.decode_bytes_per_second * host.decode_threads)
-    played = seconds_per_batch(Pipeline(
-        requests_per_batch=load.requests, in_flight=max(1, int(min(network.requests_in_flight, time.room))),
-        batches_ahead=network.batches_ahead, latency_seconds=network.latency_seconds,
-        latency_deviation_seconds=network.latency_deviation_seconds,
-        transfer_seconds=each_bytes / network.bandwidth_bytes_per_second,
-        line_seconds=each_bytes * ranks / network.total_bandwidth_bytes_per_second,
-        admission_seconds=ranks / network.requests_per_second,
-        decode_seconds=max(load.chunks * host.request_cpu_seconds, threads) / load.requests,
-    ))  # fmt: skip
-    slowest, seconds = time.by_resource[0]
-    if played is None or played <= seconds:
-        return time
-    bound: Bound = "slow requests" if played > _WAITED_FOR * seconds else slowest
-    rest = [item for item in time.by_resource if item[0] != bound]
-    return replace(time, by_resource=((bound, played), *rest))
+    # In block order windows are read ahead, not batches, so there is nothing to play.
+    if closely and access.order != "block" and load.requests:
+        each_bytes = load.stored_bytes / load.requests
+        played = seconds_per_batch(Pipeline(
+            requests_per_batch=load.requests, in_flight=max(1, int(min(network.requests_in_flight, most))),
+            batches_ahead=network.batches_ahead, latency_seconds=network.latency_seconds,
+            latency_deviation_seconds=network.latency_deviation_seconds,
+            transfer_seconds=each_bytes / network.bandwidth_bytes_per_second,
+            line_seconds=each_bytes * ranks / network.total_bandwidth_bytes_per_second,
+            admission_seconds=ranks / network.requests_per_second, decode_seconds=seconds["CPU"] / load.requests,
+        ))  # fmt: skip
+        slowest = max(seconds, key=lambda bound: seconds[bound])
+        if played is not None and played > seconds[slowest]:
+            seconds["slow requests" if played > _WAITED_FOR * seconds[slowest] else slowest] = played
+    return tuple(sorted(seconds.items(), key=lambda item: -item[1])), in_flight, most
 
 
 def balanced_ratio(access: Access, network: Network) -> float:
@@ -382,29 +351,25 @@ class Pipeline:
 
 
 def seconds_per_batch(pipeline: Pipeline) -> float | None:
-    """Between two batches handed over, once the pipeline is full; None where the mean of a request tells enough."""
+    """Between two batches handed over, once the pipeline is full; None where a batch has too many requests to play."""
     size, ahead = max(1, round(pipeline.requests_per_batch)), pipeline.batches_ahead
     filling = 2 * (1 + ahead)
     batches = _MOST_REQUESTS // size
     if batches - filling < max(_LEAST_BATCHES, filling):
         return None
-    handed = _play(pipeline, size, batches)
-    timed = handed[-1] - handed[filling - 1]
-    # A batch has a whole number of requests only here.
-    return timed / (batches - filling) * pipeline.requests_per_batch / size
-
-
-def _play(pipeline: Pipeline, size: int, batches: int) -> list[float]:
-    """When each batch was handed over."""
-    latencies = _latencies(pipeline, batches * size)
+    mean, deviation = pipeline.latency_seconds, pipeline.latency_deviation_seconds
+    latencies: Iterator[float] = itertools.repeat(mean)
+    if mean > 0 and deviation > 0:
+        variance, draw = math.log1p((deviation / mean) ** 2), random.Random(_SEED)
+        latencies = iter(lambda: draw.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance)), None)
     slots = [0.0] * pipeline.in_flight
     handed: list[float] = []
     admitted = line = decoded = 0.0
     for batch in range(batches):
-        oldest = batch - 1 - pipeline.batches_ahead
+        oldest = batch - 1 - ahead
         allowed = handed[oldest] if oldest >= 0 else 0.0
         ready = handed[-1] if handed else 0.0
-        for latency in latencies[batch * size : (batch + 1) * size]:
+        for latency in itertools.islice(latencies, size):
             begun = max(slots[0], allowed, admitted)
             admitted = begun + pipeline.admission_seconds
             line = max(line, begun) + pipeline.line_seconds
@@ -413,14 +378,6 @@ def _play(pipeline: Pipeline, size: int, batches: int) -> list[float]:
             decoded = max(decoded, begun) + pipeline.decode_seconds
             ready = max(ready, arrived, decoded)
         handed.append(ready)
-    return handed
-
-
-def _latencies(pipeline: Pipeline, count: int) -> list[float]:
-    """Lognormal, with the mean and deviation of the pipeline."""
-    mean, deviation = pipeline.latency_seconds, pipeline.latency_deviation_seconds
-    if mean <= 0 or deviation <= 0:
-        return [mean] * count
-    variance = math.log1p((deviation / mean) ** 2)
-    middle, spread, draw = math.log(mean) - variance / 2, math.sqrt(variance), random.Random(_SEED)
-    return [draw.lognormvariate(middle, spread) for _ in range(count)]
+    timed = handed[-1] - handed[filling - 1]
+    # A batch has a whole number of requests only here.
+    return timed / (batches - filling) * pipeline.requests_per_batch / size

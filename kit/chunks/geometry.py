@@ -3,26 +3,23 @@
 A patch of `size` elements at `offset` along one dimension touches the chunks `offset // chunk` to
 `(offset + size - 1) // chunk`. Dimensions are independent, so along several of them counts multiply. Offsets are the
 multiples of `stride` from 0 to `extent - size`, all equally likely: stride 1 is random order, a larger one is a grid.
-Everything is counted in elements and chunks; what a chunk costs is `kit.chunks.cost`.
+Everything is counted in elements and chunks; what a chunk costs is `kit.chunks.cost`. Sizes that people write by
+dimension name become tuples in dimension order here, or are refused with the way out.
 
 The one invariant: chunks alike are counted once and multiplied, so that an array of a million chunks costs no more
 than an array of ten. Exact, but for one shortcut: where more than 128 chunks near an edge all differ (a patch of
 thousands of chunks), unions count them in 32 steps, each as its middle, and err by less than 1 %.
-
-Sizes by dimension name, as people write them, turned into tuples in dimension order, or refused with the way out.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from kit.errors import PlanError
+from kit.errors import PlanError, did_you_mean
 
 _MOST_LISTED = 128
 _STEPS = 32
@@ -65,6 +62,10 @@ class Axis:
         return (self.extent - self.size) // self.stride + 1
 
     @property
+    def last_offset(self) -> int:
+        return (self.positions - 1) * self.stride
+
+    @property
     def chunks(self) -> int:
         """Chunks along the dimension, the last perhaps reaching over the edge."""
         return -(-self.extent // self.chunk)
@@ -85,8 +86,8 @@ class Axis:
         period = self.chunk // common
         if self.positions >= period:
             remainder = self.chunk - common
-        elif (self.positions - 1) * self.stride < self.chunk:
-            remainder = (self.positions - 1) * self.stride
+        elif self.last_offset < self.chunk:
+            remainder = self.last_offset
         else:
             remainder = max(position * self.stride % self.chunk for position in range(self.positions))
         return (remainder + self.size - 1) // self.chunk + 1
@@ -102,19 +103,9 @@ class Axis:
         """`{number of offsets that touch a chunk: number of such chunks}`."""
         return _touches(self)
 
-    @property
-    def first_inner(self) -> int:
-        """The first chunk that no allowed offset misses for want of negative offsets."""
-        return -(-(self.size - 1) // self.chunk)
-
-    @property
-    def last_inner(self) -> int:
-        """The last chunk whose touching offsets all lie before the last position."""
-        return (self.positions - 1) * self.stride // self.chunk - 1
-
     def offsets_touching(self, index: int) -> int:
         low = max(0, index * self.chunk - self.size + 1)
-        high = min((self.positions - 1) * self.stride, (index + 1) * self.chunk - 1)
+        high = min(self.last_offset, (index + 1) * self.chunk - 1)
         return max(0, high // self.stride - (low - 1) // self.stride)
 
 
@@ -136,8 +127,8 @@ def _touches(axis: Axis) -> Counter[int]:
 
     Away from both edges the number repeats every `stride / gcd(stride, chunk)` chunks, so one period is counted.
     """
-    first, last = min(axis.first_inner, axis.chunks), axis.last_inner
-    inner = max(0, last - first + 1)
+    first = min(fewest_chunks(axis.size - 1, axis.chunk), axis.chunks)  # before it, negative offsets would touch too
+    inner = max(0, axis.last_offset // axis.chunk - first)  # after these, offsets beyond the last would
     period = axis.stride // math.gcd(axis.stride, axis.chunk)
     counts: Counter[int] = Counter()
     for edge in (range(first), range(first + inner, axis.chunks)):
@@ -174,36 +165,18 @@ def axes_of(
     return tuple(Axis(*sizes) for sizes in zip(shape, patch, chunk, stride, strict=True))
 
 
-def distinct_chunks(axes: Sequence[Axis], samples: int, *, replacement: bool) -> float:
-    """Expected number of different chunks that `samples` patches touch between them.
-
-    By linearity it is the sum over chunks of the probability that at least one patch touches the chunk. With
-    replacement (random order) that is `1 - (1 - p)^samples`; without (a shuffled grid, each position once) it is
-    hypergeometric. Exact for both; patches of an unshuffled grid are neighbours and share more than this says.
-    """
-    positions = math.prod(axis.positions for axis in axes)
-    drawn = samples if replacement else min(samples, positions)
-    return math.fsum(
-        times * touched_at_least_once(count, positions, drawn, replacement) for count, times in touch_counts(axes)
-    )
+def place_of(number: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """The place of that number in C order, along dimensions of these lengths."""
+    place = []
+    for count in reversed(counts):
+        number, inside = divmod(number, count)
+        place.append(inside)
+    return tuple(reversed(place))
 
 
-def expected_distinct_chunks(shape: Sequence[int], chunk: Sequence[int], patch: Sequence[int], samples: int) -> float:
-    """Expected size of the union of the chunks of `samples` patches at uniformly random offsets; exact.
-
-    `shape`, `chunk` and `patch` hold one number per dimension. Millions of chunks cost nothing.
-
-    Raises:
-        PlanError: for a patch larger than its array, sizes below 1, or a negative number of samples.
-    """
-    if samples < 0:
-        raise PlanError(f"samples is {samples}, but must be at least 0")
-    return distinct_chunks(axes_of(shape, chunk, patch, [1] * len(shape)), samples, replacement=True)
-
-
-def touch_counts(axes: Sequence[Axis]) -> tuple[tuple[int, int], ...]:
-    """`(offsets that touch it, number of such chunks)` over all dimensions, equal counts merged."""
-    return tuple(product_of(axis.touches() for axis in axes).items())
+def touch_counts(axes: Sequence[Axis]) -> dict[int, int]:
+    """`{offsets that touch a chunk: number of such chunks}` over all dimensions."""
+    return product_of(axis.touches() for axis in axes)
 
 
 def product_of(counters: Iterable[Mapping[int, int]]) -> dict[int, int]:
@@ -246,19 +219,13 @@ def ordered(what: str, sizes: Mapping[str, int], dims: Sequence[str], default: S
     Raises:
         PlanError: for an unknown dimension or a size that is no whole number from 1.
     """
-    for problem in _unfit(what, sizes, dims):
-        raise PlanError(problem)
-    return tuple(int(sizes.get(name, size)) for name, size in zip(dims, default, strict=True))
-
-
-def _unfit(what: str, sizes: Mapping[str, Any], dims: Sequence[str]) -> Iterator[str]:
     for name, size in sizes.items():
         if name not in dims:
-            close = difflib.get_close_matches(name, dims, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the dimensions are {', '.join(dims)}"
-            yield f"{what}: the array has no dimension {name!r}; {hint}"
+            hint = did_you_mean(name, dims, "the dimensions are {}")
+            raise PlanError(f"{what}: the array has no dimension {name!r}{hint}")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            yield f"{what}.{name} is {size!r}, but must be a whole number of elements, at least 1"
+            raise PlanError(f"{what}.{name} is {size!r}, but must be a whole number of elements, at least 1")
+    return tuple(int(sizes.get(name, size)) for name, size in zip(dims, default, strict=True))
 
 
 def check_patch(what: str, dims: Sequence[str], shape: Sequence[int], patch: Sequence[int]) -> None:

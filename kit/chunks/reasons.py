@@ -1,30 +1,17 @@
-"""Why a plan is what it is: sentences with the numbers that decided, and what the prediction does not know.
+"""The way in: which chunks and shards to cut a dataset into, what a batch then costs, and why: a `ChunkPlan`.
 
-Nothing here decides; each sentence restates numbers of `kit.chunks.cost`, some of them for a layout or an order that
-was not chosen. A reason that does not apply is left out.
+A chunk is what a reader fetches, a shard what a writer writes. Candidates (`kit.chunks.search`) are priced
+(`kit.chunks.cost`) with the shard each would get. An automatic chunk is the lightest of those predicted within 10 % of
+the fewest seconds per batch: the prediction errs by more than that, and what it does not count grows with the bytes.
+With other readers, the mean slowdown of all takes the place of seconds. A chunk given by hand is priced in the same
+way, and the automatic one is named beside it.
 
-Which chunks and shards to cut a dataset into, what a batch then costs, and why: a `ChunkPlan`.
-
-The chunk is what a reader fetches, the shard what a writer writes. Candidates (`kit.chunks.search`) keep the rules
-given and are priced (`kit.chunks.cost`) with the shard each would get. An automatic chunk is the lightest of those
-predicted within 10 % of the fewest seconds per batch: the prediction errs by more than that, and what it does not
-count grows with the bytes. With other readers, seconds give way to the mean slowdown of all (`kit.chunks.search`). A
-chunk given by hand is priced the same way and the automatic one named beside it.
+Reasons decide nothing. Each is a sentence with numbers of `kit.chunks.cost`, some of them for a layout or an order that
+was not chosen; one that does not apply is left out.
 
 Sizes are elements in dimension order; a patch dimension left out has size 1, a chunk dimension left out the patch's
-size, a shard dimension left out the chunk's. Patches larger than the array, unknown dimensions, empty chunks, shards
-that cut through a chunk, and chunks or objects that break a rule are refused.
-
-The one invariant: the same arguments give the same plan, on any machine; nothing is read and nothing is measured.
-
-Chunks in one place: the published table, the expected union of a batch, and the plan with its reasons.
-
-`chunk_table` counts (no latency needed), `expected_distinct_chunks` counts a batch, `plan_layout` decides. The parts:
-
-- counting: `geometry` (a patch), `sharing` (a batch, a cache), `block_order` (block-shuffled order, defined there);
-- pricing: `access` (what is read), `resources` (by what), `cost` (seconds, memory, money), `readers` (other patterns);
-- deciding: `candidates` (sizes and rules), `shards`, `choice`, `layout` (the way in);
-- showing: `chunk_plan` (the answer), `reasons`, `table`.
+size, a shard dimension left out the chunk's. The one invariant: the same arguments give the same plan on any machine;
+nothing is read and nothing is measured.
 """
 
 from __future__ import annotations
@@ -36,8 +23,8 @@ from typing import Any, Literal
 
 from kit.chunks.access import Access, Order, seen_fraction
 from kit.chunks.cost import LayoutCost, balanced_ratio, price
-from kit.chunks.geometry import check_patch, expected_distinct_chunks, named_shape, ordered
-from kit.chunks.resources import Host, Network, Prices, describe
+from kit.chunks.geometry import check_patch, named_shape, ordered
+from kit.chunks.resources import Host, Network, Prices
 from kit.chunks.search import (
     CLOSE,
     LARGEST_OBJECT_BYTES,
@@ -47,12 +34,10 @@ from kit.chunks.search import (
     ChunkPlan,
     Divisibility,
     Rules,
-    Sizes,
     WeightedPattern,
     named,
-    readers_of,
+    reader_of,
 )
-from kit.chunks.table import ChunkRow, ChunkTable, chunk_table
 from kit.units import format_bytes, format_count, format_seconds, plural
 
 _NOTABLE = 1.10
@@ -80,10 +65,6 @@ class Case:
     def chosen(self) -> LayoutCost:
         return self.choice.chosen
 
-    @property
-    def best(self) -> LayoutCost:
-        return self.choice.best
-
     def price(self, access: Access, chunk: tuple[int, ...]) -> LayoutCost:
         """Another access or layout, unsharded, with the same network and host."""
         return price(access, self.network, chunk, self.host, prices=self.prices)
@@ -99,7 +80,6 @@ def explain(case: Case) -> tuple[str, ...]:
 
 
 def _trade(case: Case) -> Iterator[str]:
-    """The layout in one line, as its reader will repeat it."""
     chosen, arrays = case.chosen, case.access.arrays
     each = " of each variable" if arrays > 1 else ""
     yield (
@@ -111,15 +91,16 @@ def _trade(case: Case) -> Iterator[str]:
 
 def _choice(case: Case) -> Iterator[str]:
     """Automatic: what it was preferred to. By hand: what it is up against."""
-    first, best = case.choice.candidates[0], case.best
-    if case.automatic and best is not first:
-        single = len(case.choice.readers) == 1
-        close = sum(_score(cost, single) <= _score(first, single) * CLOSE for cost in case.choice.candidates)
-        yield (
-            f"the lightest of {close} layouts predicted within 10 % of the {'fastest' if single else 'best'}, "
-            f"{named(case.dims, first.chunk)} with {first.amplification:.3g} × the patch's bytes"
-        )
+    first, best = case.choice.candidates[0], case.choice.best
     if case.automatic:
+        if best is not first:
+            single = len(case.choice.readers) == 1
+            scores = [cost.seconds_per_batch if single else cost.slowdown for cost in case.choice.candidates]
+            yield (
+                f"the lightest of {sum(score <= scores[0] * CLOSE for score in scores)} layouts predicted within 10 % "
+                f"of the {'fastest' if single else 'best'}, {named(case.dims, first.chunk)} with "
+                f"{first.amplification:.3g} × the patch's bytes"
+            )
         return
     gain = _ratio(case.chosen, best)
     if gain < _NOTABLE:
@@ -132,64 +113,46 @@ def _choice(case: Case) -> Iterator[str]:
     )
 
 
-def _score(cost: LayoutCost, single: bool) -> float:
-    return cost.seconds_per_batch if single else cost.slowdown
-
-
 def _rules(case: Case) -> Iterator[str]:
-    """What the constraints cost."""
-    free = case.choice.unruled
-    if free.chunk == case.best.chunk:
-        return
-    loss = _ratio(case.best, free)
-    price = f"{_short(loss)} × its time" if loss >= _NOTABLE else "no more than 10 % of its time"
-    yield f"without the rules it would be {named(case.dims, free.chunk)}; keeping them costs {price}"
+    free, best = case.choice.unruled, case.choice.best
+    if free.chunk != best.chunk:
+        loss = _ratio(best, free)
+        price = f"{_short(loss)} × its time" if loss >= _NOTABLE else "no more than 10 % of its time"
+        yield f"without the rules it would be {named(case.dims, free.chunk)}; keeping them costs {price}"
 
 
 def _time(case: Case) -> Iterator[str]:
-    chosen, network = case.chosen, case.network
+    chosen, network, host = case.chosen, case.network, case.host
     transfer = chosen.chunk_bytes / case.access.compression_ratio / network.bandwidth_bytes_per_second
     whole = network.latency_seconds + transfer
-    share = 1 / case.access.ranks
+    cpu = f"decoding {format_bytes(host.decode_bytes_per_second)}/s in each of {plural(host.decode_threads, 'thread')}"
+    requests = chosen.requests_per_batch + chosen.index_requests_per_batch
+    if requests * host.request_cpu_seconds >= chosen.seconds_per_batch * 0.999:
+        cpu = f"{format_seconds(host.request_cpu_seconds)} a request in one thread"
+    rate = format_count(network.requests_per_second / case.access.ranks)
     binds = {
         "latency": f"latency binds ({network.latency_seconds / whole:.0%} of each request)",
         "bandwidth": f"bandwidth binds ({transfer / whole:.0%} of each request)",
-        "memory": f"memory binds: it has room for {format_count(chosen.in_flight)} requests in flight",
+        "memory": f"memory binds: it holds {format_count(chosen.in_flight)} requests in flight",
         "total bandwidth": "the total bandwidth binds",
-        "request rate": (
-            f"the store's request rate binds ({format_count(network.requests_per_second * share)}/s for each rank)"
-        ),
-        "CPU": _cpu(case),
+        "request rate": f"the store's request rate binds ({rate}/s for each rank)",
+        "CPU": f"the CPU binds ({cpu})",
         "slow requests": "batches wait for their slowest requests",
     }[chosen.bound]
+    name, seconds = chosen.seconds_by_resource[1]
+    share = seconds / chosen.seconds_per_batch
+    runner_up = f", {name} next with {share:.0%} of that time" if share > 0.5 else ""
     yield (
         f"a batch of {case.access.batch_size}: {plural(chosen.requests_per_batch, 'request')} of "
         f"{format_bytes(chosen.chunk_bytes)}, predicted {format_seconds(chosen.seconds_per_batch)} with "
-        f"{describe(network)}: {binds}{_runner_up(chosen)}"
+        f"{network}: {binds}{runner_up}"
     )
 
 
-def _cpu(case: Case) -> str:
-    host, chosen = case.host, case.chosen
-    requests = (chosen.requests_per_batch + chosen.index_requests_per_batch) * host.request_cpu_seconds
-    if requests >= chosen.seconds_per_batch * 0.999:
-        return f"the CPU binds ({format_seconds(host.request_cpu_seconds)} a request in one thread)"
-    speed = format_bytes(host.decode_bytes_per_second)
-    return f"the CPU binds (decoding {speed}/s in each of {plural(host.decode_threads, 'thread')})"
-
-
-def _runner_up(chosen: LayoutCost) -> str:
-    name, seconds = chosen.seconds_by_resource[1]
-    share = seconds / chosen.seconds_per_batch
-    return f", {name} next with {share:.0%} of that time" if share > 0.5 else ""
-
-
 def _fit(case: Case) -> Iterator[str]:
-    """When memory is too small."""
-    chosen = case.chosen
+    chosen, window = case.chosen, case.chosen.window
     if chosen.fits:
         return
-    window = chosen.window
     if case.access.order == "block" and (window is None or not window.full):
         held = "not even two blocks of one chunk" if window is None else f"only {plural(window.blocks, 'block')}"
         yield (
@@ -204,91 +167,76 @@ def _fit(case: Case) -> Iterator[str]:
 
 
 def _chunk_as_patch(case: Case) -> Iterator[str]:
-    """Whether the rule "chunk = sample" holds here, and what decides when it does not."""
-    if not case.access.free_dimensions:
+    """Whether the rule "chunk = sample" holds here, and the closed-form optimum, where its assumptions hold."""
+    access = case.access
+    if not access.free_dimensions:
         return
-    plain = case.price(case.access, case.access.patch)
+    rule = ""
+    if access.order == "random" and case.chosen.bound in ("latency", "bandwidth"):
+        rule = (
+            "; at random offsets it is the fastest when a patch holds latency × bandwidth = "
+            f"{format_bytes(case.network.break_even_bytes)}; this one holds "
+            f"{format_bytes(access.patch_bytes / access.compression_ratio)}, which "
+            f"asks for about {_short(balanced_ratio(access, case.network))} × its sides"
+        )
+    plain = case.price(access, access.patch)
     own = case.choice.readers[0].best.chunk
-    ratio = _ratio(plain, case.price(case.access, own))
+    ratio = _ratio(plain, case.price(access, own))
     if ratio < _NOTABLE:
-        yield f"chunk = patch holds here: nothing considered is faster by 10 %{_rule(case)}"
+        yield f"chunk = patch holds here: nothing considered is faster by 10 %{rule}"
         return
     yield (
         f"chunk = patch does not hold here: it takes {_short(ratio)} × the time of {named(case.dims, own)} "
-        f"({plural(plain.requests_per_sample, 'request')} a sample, bound by {plain.bound}){_rule(case)}"
-    )
-
-
-def _rule(case: Case) -> str:
-    """The closed-form optimum, where its assumptions hold."""
-    if case.access.order != "random" or case.chosen.bound not in ("latency", "bandwidth"):
-        return ""
-    return (
-        "; at random offsets it is the fastest when a patch holds latency × bandwidth = "
-        f"{format_bytes(case.network.break_even_bytes)}; this one holds "
-        f"{format_bytes(case.access.patch_bytes / case.access.compression_ratio)}, which "
-        f"asks for about {_short(balanced_ratio(case.access, case.network))} × its sides"
+        f"({plural(plain.requests_per_sample, 'request')} a sample, bound by {plain.bound}){rule}"
     )
 
 
 def _readers(case: Case) -> Iterator[str]:
-    """What serving several readers costs each."""
-    if len(case.choice.readers) == 1:
-        return
-    parts = (f"{reader.name} {_short(reader.slowdown)} ×" for reader in case.choice.readers)
-    yield (
-        f"one layout for {len(case.choice.readers)} readers takes {_short(case.chosen.slowdown)} × the time of a store "
-        f"for each ({', '.join(parts)})"
-    )
+    readers = case.choice.readers
+    if len(readers) > 1:
+        parts = (f"{reader.name} {_short(reader.slowdown)} ×" for reader in readers)
+        yield (
+            f"one layout for {len(readers)} readers takes {_short(case.chosen.slowdown)} × the time of a store "
+            f"for each ({', '.join(parts)})"
+        )
 
 
 def _block(case: Case) -> Iterator[str]:
     """What block-shuffled order gains or would gain, and what mixing it costs."""
-    access = case.access
+    access, chosen = case.access, case.chosen
     if access.order == "grid" or not access.free_dimensions:
         return
-    ones = (1,) * len(access.shape)
     if access.order == "random":
-        block = case.price(replace(access, order="block", stride=ones), case.chosen.chunk)
-        gain = case.price(access, case.chosen.chunk).seconds_per_batch / block.seconds_per_batch
-        if block.window is None or gain < 2:
-            return
-        yield (
-            f"block-shuffled order would read this layout {_short(gain)} × as fast ({_reuse(block, access)}), with "
-            f"{format_bytes(block.window.window_bytes)} of windows on each rank"
-        )
+        block = case.price(replace(access, order="block", stride=(1,) * len(access.shape)), chosen.chunk)
+        gain = _ratio(case.price(access, chosen.chunk), block)
+        if block.window is not None and gain >= 2:
+            yield (
+                f"block-shuffled order would read this layout {_short(gain)} × as fast ({_reuse(block, access)}), with "
+                f"{format_bytes(block.window.window_bytes)} of windows on each rank"
+            )
         return
-    if case.chosen.window is None:
+    if chosen.window is None:
         return
-    plain = case.price(replace(access, order="random"), case.chosen.chunk)
-    gain, mixing = _ratio(plain, case.chosen), case.chosen.window.mixing(access.batch_size)
-    reuse = _reuse(case.chosen, access)
-    yield f"block-shuffled order is {_short(gain)} × as fast as random order on this layout: {reuse}"
-    if mixing < _WELL_MIXED and case.chosen.window.full:
+    gain = _ratio(case.price(replace(access, order="random"), chosen.chunk), chosen)
+    yield f"block-shuffled order is {_short(gain)} × as fast as random order on this layout: {_reuse(chosen, access)}"
+    mixing = chosen.window.mixing(access.batch_size)
+    if mixing < _WELL_MIXED and chosen.window.full:
         yield (
             f"batches draw on few places: at worst one is worth {mixing:.0%} of its samples; a larger window_blocks or "
             "a smaller batch mixes better"
         )
-    yield from _more_reuse(case)
-
-
-def _more_reuse(case: Case) -> Iterator[str]:
-    """What more samples of a block would gain, and what an epoch would see of the array."""
-    access = replace(case.access, block_reuse=_MORE_REUSE * case.access.block_reuse)
-    more = case.price(access, case.chosen.chunk)
-    gain = case.chosen.seconds_per_batch / more.seconds_per_batch
+    more = case.price(replace(access, block_reuse=_MORE_REUSE * access.block_reuse), chosen.chunk)
+    gain = _ratio(chosen, more)
     if more.window is not None and gain >= _WORTH_REUSE:
-        yield (
-            f"with block_reuse {access.block_reuse:g} it would be {_short(gain)} × as fast again, mixing "
-            f"{more.window.mixing(access.batch_size):.0%}; an epoch would then see {_seen(more, access):.0%} of the "
-            f"array instead of {_seen(case.chosen, access):.0%}"
+        seen, now = (
+            seen_fraction(access.shape, access.patch, window.block, window.samples_per_block, access.epoch_samples)
+            for window in (more.window, chosen.window)
         )
-
-
-def _seen(cost: LayoutCost, access: Access) -> float:
-    assert cost.window is not None
-    window, samples = cost.window, access.epoch_samples
-    return seen_fraction(access.shape, access.patch, window.block, window.samples_per_block, samples)
+        yield (
+            f"with block_reuse {_MORE_REUSE * access.block_reuse:g} it would be {_short(gain)} × as fast again, mixing "
+            f"{more.window.mixing(access.batch_size):.0%}; an epoch would then see {seen:.0%} of the "
+            f"array instead of {now:.0%}"
+        )
 
 
 def _reuse(cost: LayoutCost, access: Access) -> str:
@@ -322,7 +270,6 @@ def _sharing(case: Case) -> Iterator[str]:
 
 
 def _cache(case: Case) -> Iterator[str]:
-    """What the cache saves."""
     chosen = case.chosen
     if not case.host.cache_bytes or case.access.order == "block":
         return
@@ -344,16 +291,13 @@ def _together(case: Case) -> Iterator[str]:
     other = replace(access, together=not access.together)
     chunks = {cost.chunk for cost in case.choice.candidates[:6]} | {case.chosen.chunk, access.patch}
     best = min((case.price(other, chunk) for chunk in chunks), key=lambda cost: cost.seconds_per_batch)
-    gain = case.price(access, case.chosen.chunk).seconds_per_batch / best.seconds_per_batch
-    if gain < _NOTABLE:
-        return
-    way, chunk = "together in one array" if other.together else "apart", "×".join(map(str, best.chunk))
-    yield (
-        f"with the variables {way}, chunks of {chunk} would be read {_short(gain)} × as fast "
-        f"({plural(best.requests_per_sample, 'request')} a sample); readers of one variable would pay for all"
-        if other.together
-        else f"with the variables {way}, chunks of {chunk} would be read {_short(gain)} × as fast"
-    )
+    gain = _ratio(case.price(access, case.chosen.chunk), best)
+    if gain >= _NOTABLE:
+        way, chunk = "together in one array" if other.together else "apart", "×".join(map(str, best.chunk))
+        more = f" ({plural(best.requests_per_sample, 'request')} a sample); readers of one variable would pay for all"
+        yield (
+            f"with the variables {way}, chunks of {chunk} would be read {_short(gain)} × as fast{more * other.together}"
+        )
 
 
 def _padding(case: Case) -> Iterator[str]:
@@ -380,7 +324,6 @@ def _shards(case: Case) -> Iterator[str]:
 
 
 def _epoch(case: Case) -> Iterator[str]:
-    """What an epoch asks of the store."""
     chosen, access = case.chosen, case.access
     ranks = f" on {access.ranks} ranks" if access.ranks > 1 else ""
     seconds = chosen.seconds_per_batch * access.rank_samples / access.batch_size
@@ -393,13 +336,9 @@ def _epoch(case: Case) -> Iterator[str]:
 
 
 def _load(case: Case) -> Iterator[str]:
-    chosen = case.chosen
-    rate = chosen.bytes_per_batch / chosen.seconds_per_batch
-    unknown = []
-    if math.isinf(case.host.decode_bytes_per_second):
-        unknown.append("decoding")
-    if math.isinf(case.network.total_bandwidth_bytes_per_second):
-        unknown.append("the network's total bandwidth")
+    rate = case.chosen.bytes_per_batch / case.chosen.seconds_per_batch
+    unknown = ["decoding"] * math.isinf(case.host.decode_bytes_per_second)
+    unknown += ["the network's total bandwidth"] * math.isinf(case.network.total_bandwidth_bytes_per_second)
     if rate > _EASY_BYTES_PER_SECOND and unknown:
         yield (
             f"not counted: {' and '.join(unknown)}; the prediction needs {format_bytes(rate)}/s of it, and with less "
@@ -426,15 +365,10 @@ def plan_layout(
     variables: int,
     order: Order,
     stride: Mapping[str, int],
-    latency_seconds: float,
-    bandwidth_bytes_per_second: float,
-    requests_in_flight: int,
+    network: Network,
     target_shard_bytes: int,
     chunk: Literal["auto"] | Mapping[str, int],
     shard: Literal["auto", "none"] | Mapping[str, int],
-    total_bandwidth_bytes_per_second: float | None = None,
-    batches_ahead: int = 0,
-    requests_per_second: float | None = None,
     host: Host | None = None,
     prices: Prices | None = None,
     pattern: Mapping[str, Any] | None = None,
@@ -452,84 +386,53 @@ def plan_layout(
         variables: arrays of this shape that every sample reads.
         order: random offsets anywhere; a grid of offsets `stride` apart (the patch's size where left out); or blocks of
             offsets in random order (`kit.chunks.access`), every element or `stride` apart.
-        chunk: "auto", or sizes to price as given. shard: "auto" fills `target_shard_bytes`, "none" makes each chunk an
-        object, or sizes as given. total_bandwidth_bytes_per_second: what all connections carry together; None for no
-        limit. batches_ahead: batches read before they are asked for, which keep more requests in flight.
-        requests_per_second: what the store answers, all ranks together; None for no limit. host: decoding, memory and
-        cache of a rank; without limits when left out. prices: what the store charges. pattern: more of
-        `kit.chunks.cost.Access`: ranks, epochs, samples_per_epoch, shuffle, together, compression_ratio,
-            window_bytes, window_blocks, block_reuse.
+        network: what lies between the store and the readers.
+        chunk: "auto", or sizes to price as given.
+        shard: "auto" fills `target_shard_bytes`, "none" makes each chunk an object, or sizes as given.
+        host: decoding, memory and cache of a rank; without limits when left out.
+        prices: what the store charges.
+        pattern: more fields of `kit.chunks.access.Access`, such as ranks, epochs, together and compression_ratio.
         divisibility: "divides": the chunk divides the array; "power-of-two": its sides are powers of two.
         multiple_of: along each dimension, a number that the chunk's side is a multiple of.
         largest_object_bytes: no chunk or shard is larger, uncompressed.
-        readers: other patterns that the layout must serve too, with weights (`kit.chunks.search`).
+        readers: other patterns that the layout must serve too, with weights, as `{name: {patch: {...}, weight: 1}}`.
 
     Raises:
         PlanError: for a patch larger than the array, unknown dimensions, sizes below 1, a shard that is not a multiple
             of the chunk, or rules that no chunk can keep.
     """
     names, extents = named_shape(dims, shape)
-    sizes = ordered("patch", patch, names, [1] * len(names))
+    ones = [1] * len(names)
+    sizes = ordered("patch", patch, names, ones)
     check_patch("patch", names, extents, sizes)
     access = Access(
         shape=extents, itemsize=itemsize, patch=sizes, order=order, batch_size=batch_size, variables=variables,
-        stride=ordered("stride", stride, names, [1] * len(names) if order == "block" else sizes), **(pattern or {}),
+        stride=ordered("stride", stride, names, ones if order == "block" else sizes), **(pattern or {}),
     )  # fmt: skip
-    network = Network(
-        latency_seconds=latency_seconds, bandwidth_bytes_per_second=bandwidth_bytes_per_second,
-        requests_in_flight=requests_in_flight, batches_ahead=batches_ahead,
-        total_bandwidth_bytes_per_second=_unless_none(total_bandwidth_bytes_per_second),
-        requests_per_second=_unless_none(requests_per_second),
-    )  # fmt: skip
-    given_shard = None if isinstance(shard, str) else ordered("shard", shard, names, [0] * len(names))
     rules = Rules(
-        dims=names, shape=extents, element_bytes=access.element_bytes, divisibility=divisibility, shard=given_shard,
-        multiple_of=ordered("multiple_of", multiple_of or {}, names, [1] * len(names)),
-        largest_object_bytes=largest_object_bytes,
+        dims=names, shape=extents, element_bytes=access.element_bytes, divisibility=divisibility,
+        shard=None if isinstance(shard, str) else ordered("shard", shard, names, [0] * len(names)),
+        multiple_of=ordered("multiple_of", multiple_of or {}, names, ones), largest_object_bytes=largest_object_bytes,
     )  # fmt: skip
     own = WeightedPattern(name=OWN, access=access, weight=1.0)
+    others = (reader_of(name, entry, access, names) for name, entry in (readers or {}).items())
     chooser = Chooser(
         network=network, host=host or Host(), prices=prices or Prices(), rules=rules, sharded=shard != "none",
-        target_shard_bytes=min(target_shard_bytes, largest_object_bytes),
-        readers=(own, *readers_of(readers or {}, access, names)),
+        target_shard_bytes=min(target_shard_bytes, largest_object_bytes), readers=(own, *others),
     )  # fmt: skip
-    by_hand = None if isinstance(chunk, str) else ordered("chunk", chunk, names, sizes)
-    return _plan(chooser, by_hand)
-
-
-def _unless_none(limit: float | None) -> float:
-    return math.inf if limit is None else limit
-
-
-def _plan(chooser: Chooser, by_hand: Sizes | None) -> ChunkPlan:
-    choice = chooser.choose(by_hand)
-    access, chosen = chooser.readers[0].access, choice.chosen
+    choice = chooser.choose(None if isinstance(chunk, str) else ordered("chunk", chunk, names, sizes))
     case = Case(
-        dims=chooser.rules.dims, access=access, network=chooser.network, host=chooser.host, prices=chooser.prices,
-        choice=choice, target_shard_bytes=chooser.target_shard_bytes, automatic=by_hand is None,
+        dims=names, access=access, network=network, host=chooser.host, prices=chooser.prices, choice=choice,
+        target_shard_bytes=chooser.target_shard_bytes, automatic=isinstance(chunk, str),
     )  # fmt: skip
+    chosen = choice.chosen
+    listed = any(cost.chunk == chosen.chunk for cost in choice.candidates)
     return ChunkPlan(
-        dims=chooser.rules.dims, shape=access.shape, itemsize=access.itemsize, variables=access.variables,
-        together=access.together, patch=access.patch, chunk=chosen.chunk, shard=chosen.shard, order=access.order,
-        batch_size=access.batch_size, ranks=access.ranks, requests_per_sample=chosen.requests_per_sample,
-        bytes_per_sample=chosen.bytes_per_sample, requests_per_batch=chosen.requests_per_batch,
-        seconds_per_batch=chosen.seconds_per_batch, samples_per_second=chosen.samples_per_second,
-        amplification=chosen.amplification, bound=chosen.bound, object_count=chosen.object_count,
-        candidates=choice.considered, readers=choice.readers, reasons=explain(case),
+        dims=names, shape=extents, itemsize=itemsize, variables=variables, together=access.together, patch=sizes,
+        chunk=chosen.chunk, shard=chosen.shard, order=order, batch_size=batch_size, ranks=access.ranks,
+        requests_per_sample=chosen.requests_per_sample, bytes_per_sample=chosen.bytes_per_sample,
+        requests_per_batch=chosen.requests_per_batch, seconds_per_batch=chosen.seconds_per_batch,
+        samples_per_second=chosen.samples_per_second, amplification=chosen.amplification, bound=chosen.bound,
+        object_count=chosen.object_count, readers=choice.readers, reasons=explain(case),
+        candidates=choice.candidates if listed else (*choice.candidates, chosen),
     )  # fmt: skip
-
-
-__all__ = [
-    "Access",
-    "ChunkPlan",
-    "ChunkRow",
-    "ChunkTable",
-    "Host",
-    "LayoutCost",
-    "Network",
-    "Prices",
-    "chunk_table",
-    "expected_distinct_chunks",
-    "plan_layout",
-    "price",
-]

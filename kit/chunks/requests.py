@@ -1,4 +1,4 @@
-"""Coalescing: neighbours in an object are read by one request where that costs less than two. Sizes are bytes.
+"""Requests: how neighbours in an object share one, and how many requests a batch then takes. Sizes are bytes.
 
 A gap of g bytes between two neighbours is worth reading when it takes less time than a second request would wait:
 
@@ -8,14 +8,12 @@ With all requests in flight a connection carries only its share of the total, so
 larger reads far too much. One request carries no more than `LATENCIES` such amounts, so that neighbours still travel at
 once; a longer run is cut between chunks.
 
-Runs: the requests that a batch's chunks take in shards, where neighbours share one, and the bytes between them.
-
-Which chunks of a shard a batch wants is drawn, not derived: some batches of offsets from a generator with a fixed seed,
-so that the same question has the same answer. Inner chunks lie in the order in which zarr-python writes them (Morton's:
-the bits of their coordinates take turns, the first dimension's lowest first), so that neighbours along every dimension
-are near each other, and are taken to be of one size. Known error: some per cent by chance; a shard that another library
-wrote may lie in C order, which takes up to half as many requests again. In block order nothing is taken to be shared,
-which is an upper bound; what is not cut into shards has no neighbours.
+Which chunks of a shard a batch reads is drawn, not derived: some batches of offsets from a generator with a fixed seed,
+so that the same arguments give the same answer. Inner chunks lie in the order in which zarr-python writes them
+(Morton's: the bits of their coordinates take turns, the first dimension's lowest first), so that neighbours along every
+dimension are near each other, and are taken to be of one size. Known error: some per cent by chance; a shard that
+another library wrote may lie in C order, which takes up to half as many requests again. In block order nothing is taken
+to be shared, which is an upper bound; chunks outside shards have no neighbours.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Generic, Literal, TypeVar
 
-from kit.chunks.geometry import Axis
+from kit.chunks.geometry import Axis, place_of
 
 Item = TypeVar("Item")
 
@@ -124,10 +122,17 @@ def expected_runs(
         fetched: Fraction of its chunks that are fetched for it; the others, any of them, are there or on their way.
     """
     per_shard = tuple(max(1, side // axis.chunk) for side, axis in zip(shard, axes, strict=True))
+    counts = [axis.positions for axis in axes]
+    everything = math.prod(counts)
     chunks = asked = requests = 0
     generator, chance = random.Random(0), random.Random(1)
     for _ in range(_MOST_BATCHES):
-        for numbers in _wanted(axes, per_shard, _batch(axes, batch_size, order, shuffle, generator)):
+        if order == "random" or shuffle:
+            batch = [tuple(generator.randrange(count) for count in counts) for _ in range(batch_size)]
+        else:
+            first = generator.randrange(everything)
+            batch = [place_of((first + k) % everything, counts) for k in range(min(batch_size, everything))]
+        for numbers in _chunks_of_shards(axes, per_shard, batch):
             left = [number for number in numbers if fetched == 1 or chance.random() < fetched]
             spans = [(number * stored_chunk_bytes, (number + 1) * stored_chunk_bytes, None) for number in left]
             found = runs(spans, coalescing)
@@ -138,39 +143,21 @@ def expected_runs(
     return Runs(requests / chunks, asked / (chunks * stored_chunk_bytes)) if chunks else ALONE
 
 
-def _batch(
-    axes: Sequence[Axis], batch_size: int, order: str, shuffle: bool, generator: random.Random
-) -> Iterator[Place]:
-    """Positions of a batch, counted in strides."""
-    counts = [axis.positions for axis in axes]
-    if order == "random" or shuffle:
-        return (tuple(generator.randrange(count) for count in counts) for _ in range(batch_size))
-    everything = math.prod(counts)
-    first = generator.randrange(everything)
-    return (_place((first + number) % everything, counts) for number in range(min(batch_size, everything)))
-
-
-def _place(number: int, counts: Sequence[int]) -> Place:
-    place = []
-    for count in reversed(counts):
-        number, inside = divmod(number, count)
-        place.append(inside)
-    return tuple(reversed(place))
-
-
-def _wanted(axes: Sequence[Axis], per_shard: Place, positions: Iterator[Place]) -> Iterator[set[int]]:
-    """Numbers of the wanted inner chunks in each shard."""
+def _chunks_of_shards(axes: Sequence[Axis], per_shard: Place, positions: Sequence[Place]) -> Iterable[set[int]]:
+    """Numbers of the inner chunks of each shard that patches at these positions, counted in strides, touch."""
     shards: defaultdict[Place, set[int]] = defaultdict(set)
     ranks = _ranks(per_shard) if math.prod(per_shard) <= _MOST_RANKED else None
     for position in positions:
         offsets = [place * axis.stride for place, axis in zip(position, axes, strict=True)]
-        touched = (range(first // axis.chunk, (first + axis.size - 1) // axis.chunk + 1) for first, axis in
-                   zip(offsets, axes, strict=True))  # fmt: skip
+        touched = (
+            range(first // axis.chunk, (first + axis.size - 1) // axis.chunk + 1)
+            for first, axis in zip(offsets, axes, strict=True)
+        )
         for chunk in product(*touched):
             inside = tuple(place % count for place, count in zip(chunk, per_shard, strict=True))
             number = ranks[inside] if ranks else _code(inside, per_shard)
             shards[tuple(place // count for place, count in zip(chunk, per_shard, strict=True))].add(number)
-    yield from shards.values()
+    return shards.values()
 
 
 @lru_cache(maxsize=16)

@@ -1,19 +1,14 @@
-"""Resources: the network between store and readers, the host that decodes, and what the store charges.
+"""Resources: the network between store and readers, the host that decodes, what the store charges, and the page cache.
 
 Seconds, bytes and bytes per second throughout; infinity stands for no limit. The one invariant: no resource is negative
 or empty, so that a price can always be divided by it.
 
-The working set: what of an array the page cache holds from epoch to epoch, and what that costs.
+A `WorkingSet` is an array of rows that a machine reads epoch after epoch. It fits the device, or the free memory (the
+first epoch reads the disk, later ones do not), or neither (every epoch reads the disk again). Only batches are moved to
+the device, so its peak is that of the model and one batch in all three cases. The share of an epoch that the page cache
+answers, for a cache of the fraction c of the array that drops what was read longest ago, after the first epoch:
 
-Pure arithmetic: bytes, seconds and fractions in, the same out. Three cases: the array fits the device (and would not
-need to be read again), it fits the memory that is free (the first epoch reads the disk, later ones do not), or it fits
-neither (every epoch reads the disk again). Only batches are ever moved to the device, so the device's peak is that of
-the model and one batch in all three.
-
-The share of an epoch that the cache answers, for a cache of the fraction c of the array that drops what was read
-longest ago, once an epoch has gone before:
-
-    rows in order         1 if c >= 1, else 0            what comes next was always dropped just before
+    rows in order         1 if c >= 1, else 0            the next row was always dropped just before
     rows at random        c + (1 - c) ln(1 - c)          each once an epoch, in an order drawn anew
 
 The second: a row read at the fraction u of one epoch and v of the next has 1 - u (1 - v) of all rows read in between,
@@ -30,6 +25,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from kit.chunks.requests import LOCAL_GAP_BYTES, Coalescing
 from kit.errors import PlanError
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -38,9 +34,9 @@ HOLES_SHARE = 8
 handed back."""
 READY_TOO = 2
 """Bytes in flight and as many ready to be decoded; more would only wait."""
-LENT_SHARE = 2
-"""This part of the memory that is left then may hold chunks that are lent: a chunk may lie in one piece of memory with
-others that came or were decoded together, and keeps it until all of them have gone."""
+TRANSIENT_SHARE = 2
+"""This part of the memory that is left then may hold transient chunks, kept until their batches are whole: a chunk may
+lie in one piece of memory with others that came or were decoded together, and keeps it until all of them have gone."""
 OPENING_BYTES = 12 << 20
 """What a process grows by when it opens a store, beside a loader's memory, once and whatever it reads: code that runs
 for the first time, threads and connections. Measured up to this with 256 requests in flight."""
@@ -64,6 +60,8 @@ class Network:
     batches_ahead: int = 0
     latency_deviation_seconds: float = 0.0
     """Standard deviation of the time to the first byte: batches wait for their slowest request."""
+    in_folder: bool = False
+    """Whether the store is a folder, where neighbours share a request across `LOCAL_GAP_BYTES` only."""
 
     def __post_init__(self) -> None:
         if self.requests_in_flight < 1:
@@ -75,6 +73,16 @@ class Network:
                 raise PlanError(f"{name} is {getattr(self, name)}, but must be above 0")
 
     @property
+    def coalescing(self) -> Coalescing:
+        """Which neighbours in a shard are worth one request on it."""
+        if self.in_folder:
+            return Coalescing(LOCAL_GAP_BYTES)
+        return Coalescing.of(
+            self.latency_seconds, self.bandwidth_bytes_per_second, self.total_bandwidth_bytes_per_second,
+            self.requests_in_flight,
+        )  # fmt: skip
+
+    @property
     def break_even_bytes(self) -> float:
         """Latency × bandwidth: a request of this size waits as long as it transfers."""
         return self.latency_seconds * self.bandwidth_bytes_per_second
@@ -82,6 +90,16 @@ class Network:
     def in_flight(self, requests: float) -> float:
         """Requests really open at once when a batch has this many."""
         return min(self.requests_in_flight, max(1.0, requests * (1 + self.batches_ahead)))
+
+    def __str__(self) -> str:
+        total, rate = self.total_bandwidth_bytes_per_second, self.requests_per_second
+        cap = "" if math.isinf(total) else f", {format_bytes(total)}/s in total"
+        limit = "" if math.isinf(rate) else f", {format_count(rate)} requests/s allowed"
+        return (
+            f"{format_seconds(self.latency_seconds)} to the first byte, "
+            f"{format_bytes(self.bandwidth_bytes_per_second)}/s a connection, {self.requests_in_flight} in flight"
+            f"{cap}{limit}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,18 +138,6 @@ class Prices:
             return None
         reads = requests / 1000 * (self.per_thousand_reads or 0.0)
         return reads + stored_bytes / _BYTES_PER_GIGABYTE * (self.per_gigabyte or 0.0)
-
-
-def describe(network: Network) -> str:
-    """The network in one phrase, as reasons name it."""
-    total, rate = network.total_bandwidth_bytes_per_second, network.requests_per_second
-    cap = "" if math.isinf(total) else f", {format_bytes(total)}/s in total"
-    limit = "" if math.isinf(rate) else f", {format_count(rate)} requests/s allowed"
-    return (
-        f"{format_seconds(network.latency_seconds)} to the first byte, "
-        f"{format_bytes(network.bandwidth_bytes_per_second)}/s a connection, "
-        f"{network.requests_in_flight} in flight{cap}{limit}"
-    )
 
 
 Case = Literal["fits the device", "fits memory", "fits neither"]
@@ -222,7 +228,7 @@ class WorkingSet:
         return (1 - self.hit_fraction) * self.data_bytes
 
     def sentence(self, rates: DiskRates) -> str:
-        """What is foreseen, in words."""
+        """The prediction in words."""
         read = f"{self.hit_fraction:.0%} of it is in memory when it is asked for"
         seconds = format_seconds(self.epoch_seconds(rates))
         return f"{format_bytes(self.data_bytes)} {self.case}: {read}, an epoch takes about {seconds}"

@@ -1,48 +1,32 @@
-"""Which sizes of chunk are worth pricing, under what constraints, and the search for the best of them.
+"""Which layout of chunks and shards is best: candidates that keep the rules, priced for one reader or for several.
 
-Along each dimension the sides start from the patch's times powers of two, moved to the nearest that the rules allow.
-All combinations are priced, then the best is improved one dimension at a time, to the next larger and smaller side,
-until nothing gains. Sizes are elements in dimension order.
+The sides of candidates start at the patch's size times powers of two, moved to the nearest side that the rules allow.
+All combinations are priced (`kit.chunks.cost`); then the best one is improved along one dimension at a time, to the
+next larger and smaller side, until nothing gains. One reader wants few seconds per batch. Several readers want a small
+mean slowdown, each measured against its own best layout under the same rules and weighted by the share of all reading
+time it would take with that layout; the plan's own reader weighs 1. All readers have the same network and host.
 
-The one invariant: every candidate keeps the rules; where no size does, a PlanError says which rule cannot be kept.
-
-The choice of one layout: candidates priced for one reader or several, the lightest of the best, and what it beat.
-
-One reader: few seconds per batch are good. Several: a small mean slowdown, each measured against the reader's own best
-under the same rules. Layouts that do not fit the memory are chosen only when none fits.
-
-Other readers of the same data: named patterns with weights, and what one layout costs each beside its own best.
-
-A store that trains a model is also read for maps, or for time series at one place. Each reader is a pattern (patch,
-order, stride, batch size) and a weight: the share of all reading time it would take if every reader had its own best
-layout, relative to the plan's own pattern, which weighs 1. So the time of everything with one layout, over the time
-with a layout for each, is the weighted mean of the readers' slowdowns; planning makes that smallest. All readers have
-the same network and host, and nothing is shared between them.
-
-Shards: how many chunks go into one object, and what is refused. A shard is what a writer writes.
-
-ChunkPlan: a layout, its predicted cost, the candidates it beat, and the reasons, in one frozen answer.
-
-Tuples of sizes are elements in the order of `dims`. Predictions are expected values over random offsets on one rank
-(see `kit.chunks.cost` for the formula and its known error).
+Invariants: every candidate keeps the rules, and where no size does, a PlanError names the rule; a layout that does not
+fit the memory is chosen only where none fits. The answer is a frozen `ChunkPlan` with the candidates it beat and its
+reasons. Sizes are elements in the order of `dims`; predictions are expected values over offsets on one rank.
 """
 
 from __future__ import annotations
 
-import difflib
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import product
 from typing import Any, Literal, get_args
 
 from kit.chunks.access import Access, Order
 from kit.chunks.cost import Bound, LayoutCost, price
 from kit.chunks.geometry import check_patch, ordered
 from kit.chunks.resources import OPENING_BYTES, Host, Network, Prices
-from kit.errors import PlanError
+from kit.errors import PlanError, did_you_mean
+from kit.registry import Drawable
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes, format_count
 
@@ -51,7 +35,14 @@ Divisibility = Literal["any", "divides", "power-of-two"]
 
 LARGEST_OBJECT_BYTES = 5 << 40
 """What GCS and S3 allow an object to hold (2025)."""
-_SHOWN_POWERS = range(-3, 6)
+CLOSE = 1.10
+"""Predictions closer than this count as equal."""
+OWN = "this plan's"
+"""Name of the plan's own pattern among the readers."""
+_AS_FAST = 1.01
+"""What is slower than the fastest by less is as fast."""
+_SHARED_CANDIDATES = 100
+"""Layouts priced for several readers before the best is improved."""
 _MOST_STEPS = 24
 """Of the improvement: each doubles or halves one side, so it ends long before."""
 
@@ -77,15 +68,6 @@ class Rules:
             known = ", ".join(get_args(Divisibility))
             raise PlanError(f"divisibility is {self.divisibility!r}, but must be one of {known}")
 
-    @property
-    def constrained(self) -> bool:
-        """Whether any rule but a shard given by hand is set."""
-        return (
-            self.divisibility != "any"
-            or any(k > 1 for k in self.multiple_of)
-            or self.largest_object_bytes < LARGEST_OBJECT_BYTES
-        )
-
     @cached_property
     def _multiples(self) -> Sizes:
         return self.multiple_of or (1,) * len(self.shape)
@@ -100,10 +82,10 @@ class Rules:
         shard = self.shard[place] if self.shard else 0
         if self.divisibility == "power-of-two":
             sides: Iterable[int] = [1 << power for power in range((extent - 1).bit_length() + 1)]
-        elif self.divisibility == "divides":
-            sides = _divisors(extent)
-        elif shard:
-            sides = _divisors(shard)
+        elif self.divisibility == "divides" or shard:
+            whole = extent if self.divisibility == "divides" else shard
+            small = [side for side in range(1, math.isqrt(whole) + 1) if whole % side == 0]
+            sides = {*small, *(whole // side for side in small)}
         else:
             return None
         kept = tuple(sorted(side for side in sides if side % multiple == 0 and (not shard or shard % side == 0)))
@@ -130,26 +112,26 @@ class Rules:
         below = max(0, above - 1)
         return min(allowed[below], allowed[above], key=lambda choice: abs(math.log(choice / side)))
 
-    def neighbours(self, place: int, side: int) -> Iterator[int]:
-        """The next sides worth trying, about half and twice this one."""
-        for factor in (0.5, 2.0):
-            target = max(1.0, min(float(self.shape[place]), side * factor))
-            other = self.nearest(place, target)
-            allowed = self._allowed[place]
-            if other == side and allowed is not None:
-                index = allowed.index(side) + (1 if factor > 1 else -1)
-                other = allowed[index] if 0 <= index < len(allowed) else side
-            if other != side:
-                yield other
-
-    def fits(self, chunk: Sizes) -> bool:
-        """Whether the smallest object with such a chunk is small enough: one chunk, or the shard given by hand."""
-        return self.object_bytes(chunk) <= self.largest_object_bytes
+    def neighbours(self, chunk: Sizes) -> Iterator[Sizes]:
+        """The chunk with one side about half and twice as long, or the next that the rules allow."""
+        for place, side in enumerate(chunk):
+            for factor, step in ((0.5, -1), (2.0, 1)):
+                other = self.nearest(place, max(1.0, min(float(self.shape[place]), side * factor)))
+                allowed = self._allowed[place]
+                if other == side and allowed is not None:
+                    index = allowed.index(side) + step
+                    other = allowed[index] if 0 <= index < len(allowed) else side
+                if other != side:
+                    yield (*chunk[:place], other, *chunk[place + 1 :])
 
     def object_bytes(self, chunk: Sizes) -> int:
-        """Uncompressed bytes of one chunk, or of the shard given by hand, its zeros filled from the chunk."""
+        """Uncompressed bytes of the smallest object with such a chunk: one chunk, or the shard given by hand."""
         shard = self.shard or (0,) * len(chunk)
         return math.prod(side or inner for side, inner in zip(shard, chunk, strict=True)) * self.element_bytes
+
+    def fits(self, chunk: Sizes) -> bool:
+        """Whether that object is small enough."""
+        return self.object_bytes(chunk) <= self.largest_object_bytes
 
     def check(self, chunk: Sizes) -> None:
         """Raises: PlanError: for a chunk given by hand that breaks a rule."""
@@ -160,10 +142,9 @@ class Rules:
         for place, side in enumerate(chunk):
             allowed = self._allowed[place]
             if (allowed is not None and side not in allowed) or side % self._multiples[place]:
-                close = self.nearest(place, side)
                 raise PlanError(
                     f"chunk.{self.dims[place]} is {side}, which breaks a rule: {self._rules_of(place)}; "
-                    f"the closest that keeps it is {close}"
+                    f"the closest that keeps it is {self.nearest(place, side)}"
                 )
 
 
@@ -174,17 +155,17 @@ def sides_around(rules: Rules, patch: Sizes) -> list[list[int]]:
     """
     free = sum(size < extent for size, extent in zip(patch, rules.shape, strict=True))
     powers = range(-3, 6) if free <= 2 else range(-2, 3) if free == 3 else range(-1, 2) if free <= 5 else range(2)
+    sizes = enumerate(zip(patch, rules.shape, strict=True))
     return [
-        sorted({rules.nearest(place, side) for side in _scaled(size, extent, powers)})
-        for place, (size, extent) in enumerate(zip(patch, rules.shape, strict=True))
+        sorted({rules.nearest(place, _scaled(size, extent, power)) for power in powers})
+        for place, (size, extent) in sizes
     ]
 
 
-def _scaled(size: int, extent: int, powers: Sequence[int]) -> list[int]:
-    if size >= extent:
-        return [extent]
-    scaled = (size << power if power >= 0 else -(-size >> -power) for power in powers)
-    return [min(max(1, side), extent) for side in scaled]
+def _scaled(size: int, extent: int, power: int) -> int:
+    """The size times a power of two; all of the dimension where it covers that."""
+    scaled = size << power if power >= 0 else -(-size >> -power)
+    return extent if size >= extent else min(max(1, scaled), extent)
 
 
 def between(rules: Rules, layouts: Sequence[Sizes], most: int) -> list[list[int]]:
@@ -193,85 +174,50 @@ def between(rules: Rules, layouts: Sequence[Sizes], most: int) -> list[list[int]
     All dimensions take steps of the same ratio, the finest of an octave or more that keeps to `most`.
     """
     spans = [(min(sides), max(sides)) for sides in zip(*layouts, strict=True)]
+
+    def steps(low: int, high: int) -> int:
+        """Steps of at most so many octaves, at least two for a span of more than one octave to have a middle."""
+        span = math.log2(high / low)
+        return 0 if low == high else max(1 + (span > 1), round(span / octaves))
+
     octaves = 1.0
-    while octaves < 64 and math.prod(_steps(*span, octaves) + 1 for span in spans) > most:
+    while octaves < 64 and math.prod(steps(*span) + 1 for span in spans) > most:
         octaves *= 1.25
-    return [
-        sorted({rules.nearest(place, side) for side in _ladder(*span, _steps(*span, octaves))})
-        for place, span in enumerate(spans)
-    ]
-
-
-def _steps(low: int, high: int, octaves: float) -> int:
-    """Steps of at most so many octaves, at least two for a span of more than one octave to have a middle."""
-    span = math.log2(high / low)
-    return 0 if low == high else max(1 + (span > 1), round(span / octaves))
-
-
-def _ladder(low: int, high: int, steps: int) -> list[float]:
-    return [low * (high / low) ** (step / max(1, steps)) for step in range(steps + 1)]
-
-
-def scaled_alike(rules: Rules, patch: Sizes) -> list[Sizes]:
-    """The patch's shape at every size worth showing, all dimensions scaled alike until they end."""
-    return [
-        tuple(rules.nearest(place, _scaled(side, rules.shape[place], [power])[0]) for place, side in enumerate(patch))
-        for power in _SHOWN_POWERS
-    ]
+    sides = []
+    for place, (low, high) in enumerate(spans):
+        count = steps(low, high)
+        ratios = [step / max(1, count) for step in range(count + 1)]
+        sides.append(sorted({rules.nearest(place, low * (high / low) ** ratio) for ratio in ratios}))
+    return sides
 
 
 def search(
     rules: Rules, sides: Sequence[Sequence[int]], score: Callable[[Sizes], float], *, also: Sequence[Sizes] = ()
-) -> dict[Sizes, float]:
-    """Scores of every combination of sides that keeps the rules, of `also`, and of what improving the best tries.
+) -> None:
+    """Score every combination of sides that keeps the rules, `also`, and what improving the best of them tries.
 
     Raises:
-        PlanError: when every one of them is larger than an object may be.
+        PlanError: when no object that keeps the rules is small enough.
     """
-    scores = {chunk: score(chunk) for chunk in dict.fromkeys((*product(*sides), *also)) if rules.fits(chunk)}
-    if not scores:
-        smallest = _smallest(rules, tuple(min(choices) for choices in sides))
-        scores[smallest] = score(smallest)
+    scores = {chunk: score(chunk) for chunk in dict.fromkeys((*itertools.product(*sides), *also)) if rules.fits(chunk)}
+    if not scores:  # the smallest sides, the longest of them cut until an object is small enough
+        chunk = tuple(map(min, sides))
+        while not rules.fits(chunk):
+            cuts = [other for other in rules.neighbours(chunk) if math.prod(other) < math.prod(chunk)]
+            if not cuts:
+                size, limit = format_bytes(rules.object_bytes(chunk)), format_bytes(rules.largest_object_bytes)
+                raise PlanError(f"the smallest object that keeps the rules holds {size}, but none may exceed {limit}")
+            chunk = min(cuts, key=math.prod)
+        scores[chunk] = score(chunk)
     best = min(scores, key=lambda chunk: scores[chunk])
     for _ in range(_MOST_STEPS):
-        for chunk in _moves(rules, best):
+        for chunk in rules.neighbours(best):
             if chunk not in scores and rules.fits(chunk):
                 scores[chunk] = score(chunk)
         better = min(scores, key=lambda chunk: scores[chunk])
         if better == best:
             break
         best = better
-    return scores
-
-
-def _moves(rules: Rules, chunk: Sizes) -> Iterator[Sizes]:
-    for place, side in enumerate(chunk):
-        for other in rules.neighbours(place, side):
-            yield (*chunk[:place], other, *chunk[place + 1 :])
-
-
-def _smallest(rules: Rules, chunk: Sizes) -> Sizes:
-    """A chunk small enough to be an object, the longest sides cut first."""
-    while not rules.fits(chunk):
-        cuts = [move for move in _moves(rules, chunk) if math.prod(move) < math.prod(chunk)]
-        if not cuts:
-            size, limit = format_bytes(rules.object_bytes(chunk)), format_bytes(rules.largest_object_bytes)
-            raise PlanError(f"the smallest object that keeps the rules holds {size}, but none may exceed {limit}")
-        chunk = min(cuts, key=math.prod)
-    return chunk
-
-
-def _divisors(number: int) -> list[int]:
-    small = [side for side in range(1, math.isqrt(number) + 1) if number % side == 0]
-    return small + [number // side for side in small]
-
-
-CLOSE = 1.10
-"""Predictions closer than this count as equal."""
-_AS_FAST = 1.01
-"""What is slower than the fastest by less is as fast."""
-_SHARED_CANDIDATES = 100
-"""Layouts priced for several readers before the best is improved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,12 +233,6 @@ class Choice:
     """Every reader under the chosen layout, the plan's own first."""
     unruled: LayoutCost
     """What automatic planning would choose without the rules; the same as `best` where there are none."""
-
-    @property
-    def considered(self) -> tuple[LayoutCost, ...]:
-        """The candidates, and last a chunk given by hand that is none of them."""
-        listed = any(cost.chunk == self.chosen.chunk for cost in self.candidates)
-        return self.candidates if listed else (*self.candidates, self.chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,42 +250,53 @@ class Chooser:
     """The plan's own pattern first."""
 
     def choose(self, by_hand: Sizes | None) -> Choice:
-        """The automatic choice, or the chunk given by hand, priced beside it."""
+        """The automatic choice, or the chunk given by hand, priced beside it.
+
+        Raises:
+            PlanError: for a chunk that breaks a rule, or that a shard given by hand cuts through.
+        """
         if by_hand is not None:
-            self._check(by_hand)
-        bests, costs = self._candidates()
+            self.shard(by_hand)
+            replace(self.rules, shard=None).check(by_hand)
+        alone = [self._alone(reader.access) for reader in self.readers]
+        bests = [_plainest([*costs.values()]) for costs in alone]
+        costs = alone[0] if len(self.readers) == 1 else self._shared(bests)
         candidates = tuple(sorted(costs.values(), key=lambda cost: (not cost.fits, *self._order(cost))))
         best = self._lightest(candidates)
         chosen = best if by_hand is None else self._judged(by_hand, bests)
-        readers = tuple(self._reader_cost(reader, own, chosen) for reader, own in zip(self.readers, bests, strict=True))
-        return Choice(
-            chosen=chosen, best=best, candidates=candidates, readers=readers,
-            unruled=self._without_rules() if self.rules.constrained else best,
+        readers = tuple(
+            ReaderCost(
+                name=reader.name, patch=reader.access.patch, weight=reader.weight,
+                cost=self.price(reader.access, chosen.chunk), best=own,
+            )
+            for reader, own in zip(self.readers, bests, strict=True)
         )  # fmt: skip
-
-    def _candidates(self) -> tuple[list[LayoutCost], dict[Sizes, LayoutCost]]:
-        """Each reader's own best, and the candidates for all of them."""
-        alone = [self._alone(reader.access) for reader in self.readers]
-        bests = [_plainest([*costs.values()]) for costs in alone]
-        if len(self.readers) == 1:
-            return bests, alone[0]
-        return bests, self._shared(bests)
+        free = replace(
+            self.rules, divisibility="any", multiple_of=(1,) * len(self.rules.shape),
+            largest_object_bytes=LARGEST_OBJECT_BYTES,
+        )  # fmt: skip
+        unruled = best if free == self.rules else replace(self, rules=free).choose(None).best
+        return Choice(chosen=chosen, best=best, candidates=candidates, readers=readers, unruled=unruled)
 
     def _alone(self, access: Access) -> dict[Sizes, LayoutCost]:
-        """Every candidate for one reader on its own."""
-        sides, also = sides_around(self.rules, access.patch), scaled_alike(self.rules, access.patch)
+        """Every candidate for one reader: sides around its patch, and the patch's shape scaled as a whole."""
+        alike = [
+            tuple(
+                self.rules.nearest(place, _scaled(size, self.rules.shape[place], power))
+                for place, size in enumerate(access.patch)
+            )
+            for power in range(-3, 6)
+        ]
         return self._searched(
-            sides, lambda chunk: self.price(access, chunk), lambda cost: cost.seconds_per_batch, also=also
-        )
+            sides_around(self.rules, access.patch), lambda chunk: self.price(access, chunk),
+            lambda cost: cost.seconds_per_batch, alike,
+        )  # fmt: skip
 
     def _shared(self, bests: Sequence[LayoutCost]) -> dict[Sizes, LayoutCost]:
         """Candidates between the readers' own best ones, judged by all."""
-        ends = [best.chunk for best in bests] + [self._legal(reader.access.patch) for reader in self.readers]
-        sides = between(self.rules, ends, _SHARED_CANDIDATES)
+        patches = [tuple(map(self.rules.nearest, itertools.count(), reader.access.patch)) for reader in self.readers]
+        sides = between(self.rules, [*(best.chunk for best in bests), *patches], _SHARED_CANDIDATES)
         return self._searched(sides, lambda chunk: self._judged(chunk, bests), lambda cost: cost.slowdown)
-
-    def _legal(self, patch: Sizes) -> Sizes:
-        return tuple(self.rules.nearest(place, side) for place, side in enumerate(patch))
 
     def _searched(
         self,
@@ -384,25 +335,6 @@ class Chooser:
         close = (cost for cost in candidates if cost.fits == first.fits and self._order(cost)[0] <= limit)
         return min(close, key=lambda cost: (cost.bytes_per_batch, *reversed(self._order(cost))))
 
-    def _check(self, by_hand: Sizes) -> None:
-        """Raises: PlanError: for a chunk that breaks a rule, or that a shard given by hand cuts through."""
-        self.shard(by_hand)
-        replace(self.rules, shard=None).check(by_hand)
-
-    def _reader_cost(self, reader: WeightedPattern, own: LayoutCost, chosen: LayoutCost) -> ReaderCost:
-        return ReaderCost(
-            name=reader.name, patch=reader.access.patch, weight=reader.weight,
-            cost=self.price(reader.access, chosen.chunk), best=own,
-        )  # fmt: skip
-
-    def _without_rules(self) -> LayoutCost:
-        free = Rules(
-            dims=self.rules.dims, shape=self.rules.shape, element_bytes=self.rules.element_bytes, shard=self.rules.shard
-        )
-        return replace(self, rules=free).choose(None).best
-
-    # -- one layout
-
     def price(self, access: Access, chunk: Sizes) -> LayoutCost:
         """One layout for one reader, with the shard its chunk would get."""
         return price(access, self.network, chunk, self.host, shard=self.shard(chunk), prices=self.prices)
@@ -413,20 +345,17 @@ class Chooser:
         Raises:
             PlanError: for a shard given by hand that cuts through the chunk or is larger than an object may be.
         """
-        if self.rules.shard is not None:
-            return self._small_enough(checked_shard(self.rules.shard, chunk, self.rules.dims))
+        rules = self.rules
+        if rules.shard is not None:
+            shard = checked_shard(rules.shard, chunk, rules.dims)
+            if not rules.fits(shard):
+                size, limit = format_bytes(rules.object_bytes(shard)), format_bytes(rules.largest_object_bytes)
+                raise PlanError(f"the shard holds {size}, more than the largest object allowed, {limit}")
+            return shard
         if not self.sharded:
             return None
-        chunk_bytes = math.prod(chunk) * self.rules.element_bytes
-        shard = fill_shard(self.rules.shape, chunk, chunk_bytes, self.target_shard_bytes)
+        shard = fill_shard(rules.shape, chunk, math.prod(chunk) * rules.element_bytes, self.target_shard_bytes)
         return None if shard == chunk else shard
-
-    def _small_enough(self, shard: Sizes) -> Sizes:
-        if not self.rules.fits(shard):
-            size = format_bytes(math.prod(shard) * self.rules.element_bytes)
-            limit = format_bytes(self.rules.largest_object_bytes)
-            raise PlanError(f"the shard holds {size}, more than the largest object allowed, {limit}")
-        return shard
 
 
 def _plainest(costs: Sequence[LayoutCost]) -> LayoutCost:
@@ -435,10 +364,6 @@ def _plainest(costs: Sequence[LayoutCost]) -> LayoutCost:
     limit = first.seconds_per_batch * _AS_FAST
     close = (cost for cost in costs if cost.fits == first.fits and cost.seconds_per_batch <= limit)
     return min(close, key=lambda cost: (cost.requests_per_batch, cost.seconds_per_batch))
-
-
-OWN = "this plan's"
-"""Name of the plan's own pattern among the readers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,51 +393,36 @@ class ReaderCost:
         return self.cost.seconds_per_batch / self.best.seconds_per_batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fields:
-    """What a reader is described by; the fields of a `readers` entry."""
-
-    patch: Mapping[str, int]
-    order: Order = "random"
-    stride: Mapping[str, int]
-    batch_size: int = 1
-    shuffle: bool = True
-    weight: float = 1.0
+_READER_FIELDS = ("patch", "order", "stride", "batch_size", "shuffle", "weight")
 
 
-def readers_of(given: Mapping[str, Mapping[str, Any]], own: Access, dims: Sequence[str]) -> tuple[WeightedPattern, ...]:
-    """The readers described by `{name: {patch: {...}, weight: ..., order: ..., stride: {...}, batch_size: ...}}`.
+def reader_of(name: str, entry: Mapping[str, Any], own: Access, dims: Sequence[str]) -> WeightedPattern:
+    """The reader described by `{patch: {...}, weight: ..., order: ..., stride: {...}, batch_size: ..., shuffle: ...}`.
 
     Raises:
         PlanError: for an unknown field, a weight or patch that cannot be, under `readers.<name>`.
     """
-    return tuple(_reader(name, entry, own, dims) for name, entry in given.items())
-
-
-def _reader(name: str, entry: Mapping[str, Any], own: Access, dims: Sequence[str]) -> WeightedPattern:
     where = f"readers.{name}"
     if not isinstance(entry, Mapping) or not isinstance(entry.get("patch"), Mapping):
         raise PlanError(f"{where} needs a patch, such as {{patch: {{{dims[0]}: 1}}, weight: 1}}")
-    known = [field.name for field in fields(_Fields)]
     for key in entry:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-            raise PlanError(f"{where} has no field {key!r}; {hint}")
-    values = _Fields(**{"stride": {}, **entry})
-    if isinstance(values.weight, bool) or not isinstance(values.weight, int | float) or not values.weight > 0:
-        raise PlanError(f"{where}.weight is {values.weight!r}, but must be a number above 0")
-    patch = ordered(f"{where}.patch", values.patch, dims, [1] * len(dims))
+        if key not in _READER_FIELDS:
+            raise PlanError(f"{where} has no field {key!r}{did_you_mean(key, _READER_FIELDS, 'it takes {}')}")
+    weight, order = entry.get("weight", 1.0), entry.get("order", "random")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+        raise PlanError(f"{where}.weight is {weight!r}, but must be a number above 0")
+    patch = ordered(f"{where}.patch", entry["patch"], dims, [1] * len(dims))
     check_patch(f"{where}.patch", dims, own.shape, patch)
-    stride = ordered(f"{where}.stride", values.stride, dims, patch if values.order == "grid" else [1] * len(dims))
+    steps = patch if order == "grid" else [1] * len(dims)
+    stride = ordered(f"{where}.stride", entry.get("stride", {}), dims, steps)
     try:
         access = replace(
-            own, patch=patch, stride=stride, order=values.order, batch_size=values.batch_size, shuffle=values.shuffle,
-            samples_per_epoch=None, epochs=1, ranks=1,
+            own, patch=patch, stride=stride, order=order, batch_size=entry.get("batch_size", 1),
+            shuffle=entry.get("shuffle", True), samples_per_epoch=None, epochs=1, ranks=1,
         )  # fmt: skip
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
-    return WeightedPattern(name=name, access=access, weight=float(values.weight))
+    return WeightedPattern(name=name, access=access, weight=float(weight))
 
 
 def fill_shard(shape: Sequence[int], chunk: Sequence[int], chunk_bytes: int, target_bytes: int) -> tuple[int, ...]:
@@ -521,13 +431,13 @@ def fill_shard(shape: Sequence[int], chunk: Sequence[int], chunk_bytes: int, tar
     A row that does not fit is cut into parts as equal as they can be; a shard never passes the last chunk of the array.
     A chunk above the target is a shard by itself.
     """
-    room, sides = max(1, target_bytes // chunk_bytes), []
+    left, sides = max(1, target_bytes // chunk_bytes), []
     for extent, side in reversed(list(zip(shape, chunk, strict=True))):
         available = -(-extent // side)
-        parts = -(-available // min(available, room))
+        parts = -(-available // min(available, left))
         take = -(-available // parts)
         sides.append(take * side)
-        room = room // take if parts == 1 else 1
+        left = left // take if parts == 1 else 1
     return tuple(reversed(sides))
 
 
@@ -548,10 +458,6 @@ def checked_shard(shard: Sequence[int], chunk: Sequence[int], dims: Sequence[str
     return filled
 
 
-_COLUMNS = (
-    "chunk", "size", "rank", "requests/sample", "as read", "× patch", "read/sample", "samples/s", "bound by", "objects",
-    "memory",
-)  # fmt: skip
 _READER_COLUMNS = ("reader", "weight", "samples/s", "bound by", "at its best", "with chunk", "price of sharing")
 _KEY = (
     "requests/sample and × patch: least · mean · most of a sample alone; as read: shared by a batch, its window or the "
@@ -562,7 +468,7 @@ _SHOWN_ROWS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ChunkPlan:
+class ChunkPlan(Drawable):
     """Chunks and shards of a dataset and what reading it will cost."""
 
     dims: tuple[str, ...]
@@ -619,7 +525,7 @@ class ChunkPlan:
         return math.prod(self.patch) * self.itemsize
 
     @property
-    def ladder(self) -> tuple[LayoutCost, ...]:
+    def best_by_size(self) -> tuple[LayoutCost, ...]:
         """The best candidate of each size, sizes apart by a factor of two or so, smallest first, with the choice."""
         best: dict[int, LayoutCost] = {}
         for cost in self.candidates:
@@ -629,29 +535,38 @@ class ChunkPlan:
 
     def rows(self) -> list[dict[str, Any]]:
         """Every candidate as a plain dict, the best first, as a data frame takes them."""
+        plain = [field.name for field in fields(LayoutCost) if field.name not in ("window", "seconds_by_resource")]
         return [
-            {field.name: getattr(cost, field.name) for field in fields(cost) if field.name not in _NESTED}
+            {name: getattr(cost, name) for name in plain}
             | {"mixing": cost.window.mixing(self.batch_size) if cost.window else None}
             for cost in self.candidates
         ]
 
     def __str__(self) -> str:
-        rows, marked = self._rows
-        parts = [self._headline, text_table(self._columns, rows, marked), _KEY]
+        parts = [self._headline, text_table(*self._table()), _KEY]
         if len(self.readers) > 1:
-            parts.append(text_table(_READER_COLUMNS, [_reader_row(reader) for reader in self.readers]))
+            parts.append(text_table(_READER_COLUMNS, self._reader_rows()))
         return "\n".join([*parts, *(f"- {reason}" for reason in self.reasons)])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows, marked = self._rows
-        shown = html_table(self._columns, rows, caption=self._headline, marked=marked, dense=True)
+        columns, rows, marked = self._table()
+        shown = html_table(columns, rows, caption=self._headline, marked=marked, dense=True)
         shown += f'<div style="opacity: 0.75; max-width: 60em">{_KEY}</div>'
         if len(self.readers) > 1:
-            readers = [_reader_row(reader) for reader in self.readers]
-            shown += html_table(_READER_COLUMNS, readers, caption="readers", dense=True)
+            shown += html_table(_READER_COLUMNS, self._reader_rows(), caption="readers", dense=True)
         return f'<div style="overflow-x: auto">{shown}</div>{html_list(self.reasons)}'
+
+    def _reader_rows(self) -> list[list[str]]:
+        return [
+            [
+                reader.name, f"{reader.weight:g}", format_count(reader.cost.samples_per_second), reader.cost.bound,
+                f"{format_count(reader.best.samples_per_second)} samples/s", "×".join(map(str, reader.best.chunk)),
+                f"{reader.slowdown:.3g} × the time",
+            ]
+            for reader in self.readers
+        ]  # fmt: skip
 
     @property
     def _headline(self) -> str:
@@ -663,41 +578,38 @@ class ChunkPlan:
             f"{format_count(self.object_count)} object{'' if self.object_count == 1 else 's'}"
         )
 
-    @property
-    def _columns(self) -> tuple[str, ...]:
-        mixing = ("mixing",) if self.order == "block" else ()
-        slowdown = ("slowdown",) if len(self.readers) > 1 else ()
-        price = ("price/epoch",) if self.chosen.price_per_epoch is not None else ()
-        return (*_COLUMNS, *mixing, *slowdown, *price)
+    def _table(self) -> tuple[list[str], list[list[str]], int]:
+        """Columns, the best of each size around the choice as rows, and the row of the choice."""
+        best = self.best_by_size
+        place = best.index(self.chosen)
+        start = max(0, min(place - _SHOWN_ROWS // 2, len(best) - _SHOWN_ROWS))
+        rows = [self._row(cost) for cost in best[start : start + _SHOWN_ROWS]]
+        return [*rows[0]], [[*row.values()] for row in rows], place - start
 
-    @property
-    def _rows(self) -> tuple[list[list[str]], int]:
-        """The ladder around the choice as text, and where in it the choice stands."""
-        ladder = self.ladder
-        place = ladder.index(self.chosen)
-        start = max(0, min(place - _SHOWN_ROWS // 2, len(ladder) - _SHOWN_ROWS))
-        return [self._row(cost) for cost in ladder[start : start + _SHOWN_ROWS]], place - start
-
-    def _row(self, cost: LayoutCost) -> list[str]:
+    def _row(self, cost: LayoutCost) -> dict[str, str]:
+        """One layout as text, by column."""
         amplification = (cost.least_amplification, cost.amplification, cost.most_amplification)
         requests = (cost.least_requests_per_sample, cost.requests_per_sample, cost.most_requests_per_sample)
-        extra = []
+        row = {
+            "chunk": "×".join(map(str, cost.chunk)),
+            "size": format_bytes(cost.chunk_bytes),
+            "rank": str(self.candidates.index(cost) + 1),
+            "requests/sample": _triple(requests),
+            "as read": f"{cost.requests_per_batch / self.batch_size:.3g}",
+            "× patch": _triple(amplification),
+            "read/sample": format_bytes(cost.stored_bytes_per_batch / self.batch_size),
+            "samples/s": format_count(cost.samples_per_second),
+            "bound by": cost.bound if cost.fits else "does not fit",
+            "objects": format_count(cost.object_count),
+            "memory": format_bytes(cost.memory_bytes),
+        }
         if self.order == "block":
-            extra.append(f"{cost.window.mixing(self.batch_size):.0%}" if cost.window else "no room")
+            row["mixing"] = f"{cost.window.mixing(self.batch_size):.0%}" if cost.window else "too little memory"
         if len(self.readers) > 1:
-            extra.append(f"{cost.slowdown:.3g}")
+            row["slowdown"] = f"{cost.slowdown:.3g}"
         if self.chosen.price_per_epoch is not None:
-            extra.append(f"{cost.price_per_epoch:.3g}")
-        return [
-            "×".join(map(str, cost.chunk)), format_bytes(cost.chunk_bytes), str(self.candidates.index(cost) + 1),
-            _triple(requests), f"{cost.requests_per_batch / self.batch_size:.3g}", _triple(amplification),
-            format_bytes(cost.stored_bytes_per_batch / self.batch_size), format_count(cost.samples_per_second),
-            cost.bound if cost.fits else "does not fit", format_count(cost.object_count),
-            format_bytes(cost.memory_bytes), *extra,
-        ]  # fmt: skip
-
-
-_NESTED = ("window", "seconds_by_resource")
+            row["price/epoch"] = f"{cost.price_per_epoch:.3g}"
+        return row
 
 
 def named(dims: Sequence[str], sizes: Sequence[int]) -> str:
@@ -707,11 +619,3 @@ def named(dims: Sequence[str], sizes: Sequence[int]) -> str:
 
 def _triple(values: Sequence[float]) -> str:
     return "\u00a0·\u00a0".join(format_count(float(f"{value:.3g}")) for value in values)  # never broken over lines
-
-
-def _reader_row(reader: ReaderCost) -> list[str]:
-    return [
-        reader.name, f"{reader.weight:g}", format_count(reader.cost.samples_per_second), reader.cost.bound,
-        f"{format_count(reader.best.samples_per_second)} samples/s", "×".join(map(str, reader.best.chunk)),
-        f"{reader.slowdown:.3g} × the time",
-    ]  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Any
 
 from kit.chunks.geometry import axes_of, fewest_chunks, mean_chunks, most_chunks
 from kit.errors import PlanError
+from kit.registry import Drawable
 from kit.tables import html_table, text_table
 from kit.units import format_bytes
 
@@ -43,18 +44,13 @@ class ChunkRow:
 
 
 _COLUMNS = (
-    "chunk_size",
-    "minimal_chunks",
-    "expected_chunks",
-    "maximal_chunks",
-    "minimal_bytes",
-    "expected_bytes",
+    "chunk_size", "minimal_chunks", "expected_chunks", "maximal_chunks", "minimal_bytes", "expected_bytes",
     "maximal_bytes",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkTable:
+class ChunkTable(Drawable):
     """Rows by size of chunk, in the order asked for. Iterate it, index it, print it, or take `rows()` as dicts."""
 
     sample: tuple[int, ...]
@@ -84,26 +80,22 @@ class ChunkTable:
         return [asdict(row) for row in self.entries]
 
     def __str__(self) -> str:
-        return f"{self._title}\n{text_table(_COLUMNS, self._cells, self._marked)}"
+        return f"{self._title}\n{text_table(_COLUMNS, *self._cells())}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        columns = [name.replace("_", " ") for name in _COLUMNS]
-        return html_table(columns, self._cells, caption=self._title, marked=self._marked, mark="best balance")
+        columns, (cells, marked) = [name.replace("_", " ") for name in _COLUMNS], self._cells()
+        return html_table(columns, cells, caption=self._title, marked=marked, mark="best balance")
 
     @property
     def _title(self) -> str:
         sides = " × ".join(map(str, self.sample))
         return f"A sample of {sides} elements, {format_bytes(self.sample_bytes)}: chunks touched and bytes read"
 
-    @property
-    def _marked(self) -> int:
-        return self.entries.index(self.best)
-
-    @property
-    def _cells(self) -> list[list[str]]:
-        return [[_cell(getattr(row, name)) for name in _COLUMNS] for row in self.entries]
+    def _cells(self) -> tuple[list[list[str]], int]:
+        """The rows as text, and the place of the best."""
+        return [[_cell(getattr(row, name)) for name in _COLUMNS] for row in self], self.entries.index(self.best)
 
 
 def chunk_table(
@@ -112,16 +104,24 @@ def chunk_table(
     itemsize: int = 1,
     shape: Sequence[int] | None = None,
 ) -> ChunkTable:
-    """What one sample costs to read for each size of chunk.
+    """What it costs to read one sample for each of several chunk sizes.
 
     Args:
-        sample: sides of the sample, in elements, any number of dimensions.
-        chunk_sides: sizes of chunk to compare; a number is that side in every dimension.
-        itemsize: bytes of one element.
-        shape: sides of the array; when given, only offsets that exist are counted.
+        sample: Sides of the sample in elements, in any number of dimensions.
+        chunk_sides: Chunk sizes to compare. A number is that side in every dimension.
+        itemsize: Bytes of one element.
+        shape: Sides of the array. When given, only offsets inside it count.
+
+    Returns:
+        A table with the chunks touched and the bytes read, least, mean and most.
 
     Raises:
-        PlanError: for sides below 1, lengths that differ, or a sample larger than the array.
+        PlanError: for sides below 1, lengths that differ, and a sample larger than the array.
+
+    Example:
+        >>> table = kit.data.chunk_table(sample=(64, 64), chunk_sides=[32, 64, 128], itemsize=4)
+        >>> len(table)
+        3
     """
     chunks = [(side,) * len(sample) if isinstance(side, int) else tuple(side) for side in chunk_sides]
     if not chunks or not sample:
@@ -137,12 +137,8 @@ def chunk_table(
 def _row(sample: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, shape: Sequence[int] | None) -> ChunkRow:
     axes = axes_of(sample if shape is None else shape, chunk, sample, [1] * len(sample))
     if shape is None:
-        sides = list(zip(sample, chunk, strict=True))
-        fewest, most = (
-            math.prod(fewest_chunks(*side) for side in sides),
-            math.prod(most_chunks(*side) for side in sides),
-        )
-        mean = math.prod(mean_chunks(*side) for side in sides)
+        fewest, most = (math.prod(map(count, sample, chunk)) for count in (fewest_chunks, most_chunks))
+        mean = math.prod(map(mean_chunks, sample, chunk))
     else:
         fewest, most = math.prod(axis.fewest for axis in axes), math.prod(axis.most for axis in axes)
         mean = math.prod(axis.mean for axis in axes)
