@@ -1,9 +1,7 @@
-"""Counts: what a simulated cloud was asked for and what it sent, by kind, by status, by fault and by second.
+"""What a simulated cloud was asked for and sent, by kind, status, fault and second; and which requests meet a fault.
 
 `bytes_sent` are body bytes handed to the network, `bytes_received` those of uploads; heads are not counted. Seconds
-count from the last reset.
-
-Faults: what a store does wrong, by chance or by script, and to which request.
+count from the last reset. The faults of a store:
 
     403 … 504   that status, with the provider's error body; a write is not done
     reset       the connection is reset before the first byte; a write is not done
@@ -11,9 +9,10 @@ Faults: what a store does wrong, by chance or by script, and to which request.
     truncate    the head promises all bytes, half of them come, and the connection closes
     drip        the body comes at `drip_bytes_per_second`
 
-By chance: the n-th request of a key draws a number that depends on the seed, the key and n alone, so the same requests
-fail whatever order they come in. By script: the n-th request of each key that matches a pattern meets the n-th entry;
-`ok` and everything after the end pass. Only requests that name an object are counted and fail.
+They come by chance or by script. By chance, the n-th request of a key draws a number that depends on the seed, the key
+and n alone, so the same requests fail whatever order they come in. By script, the n-th request of each key that matches
+a pattern meets the n-th entry; `ok` passes, and so does every request after the last entry. Only requests that name an
+object are counted and fail.
 """
 
 from __future__ import annotations
@@ -21,9 +20,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import hashlib
+import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from kit.tables import html_table, text_table
 from kit.units import format_bytes, format_count
@@ -32,15 +33,15 @@ MOST_SECONDS = 3600
 _COLUMNS = ("kind", "requests", "sent", "received")
 
 
-class Counter:
+class LiveCounts:
     """The server's own counts."""
 
     def __init__(self, now: float) -> None:
         self._began = now
         self.kinds: dict[str, list[int]] = {}
         self.seconds: dict[int, dict[str, list[int]]] = {}
-        self.statuses: dict[str, int] = {}
-        self.faults: dict[str, int] = {}
+        self.statuses: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
         self.in_flight = self.most_in_flight = self.connections = self.refused = 0
 
     def reset(self, now: float) -> None:
@@ -58,23 +59,12 @@ class Counter:
     def sent(self, kind: str, count: int, now: float) -> None:
         self._add(kind, now, 0, count, 0)
 
-    def answered(self, status: str) -> None:
-        self.statuses[status] = self.statuses.get(status, 0) + 1
-
-    def failed(self, fault: str) -> None:
-        self.faults[fault] = self.faults.get(fault, 0) + 1
-
     def _add(self, kind: str, now: float, requests: int, sent: int, received: int) -> None:
-        second = int(now - self._began)
-        row = self.seconds.get(second)
-        if row is None:
-            row = self.seconds[second] = {}
-            if len(self.seconds) > MOST_SECONDS:
-                del self.seconds[next(iter(self.seconds))]
+        row = self.seconds.setdefault(int(now - self._began), {})
+        if len(self.seconds) > MOST_SECONDS:
+            del self.seconds[next(iter(self.seconds))]
         for table in (self.kinds, row):
-            cell = table.get(kind)
-            if cell is None:
-                cell = table[kind] = [0, 0, 0]
+            cell = table.setdefault(kind, [0, 0, 0])
             cell[0] += requests
             cell[1] += sent
             cell[2] += received
@@ -84,8 +74,7 @@ class Counter:
         return {name: getattr(self, name) for name in names} | {"elapsed_seconds": now - self._began}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(NamedTuple):
     """Requests and bytes of one kind or of one second."""
 
     requests: int = 0
@@ -114,56 +103,60 @@ class CloudCounts:
     elapsed_seconds: float = 0.0
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Self:
-        """What the server tells."""
-        kinds = {kind: _usage(cell) for kind, cell in told["kinds"].items()}
-        seconds = {int(second): {kind: _usage(cell) for kind, cell in row.items()}
-                   for second, row in told["seconds"].items()}  # fmt: skip
-        return cls(**{**told, "kinds": kinds, "seconds": seconds})
+    def from_dict(cls, reported: Mapping[str, Any]) -> Self:
+        """What the server reports."""
+        kinds = {kind: Usage(*cell) for kind, cell in reported["kinds"].items()}
+        seconds = {int(second): {kind: Usage(*cell) for kind, cell in row.items()}
+                   for second, row in reported["seconds"].items()}  # fmt: skip
+        return cls(**{**reported, "kinds": kinds, "seconds": seconds})
 
     def since(self, mark: CloudCounts) -> CloudCounts:
         """What was served after `mark`, counts of the same cloud; in-flight figures and open connections are of now."""
         seconds = {second: _less(row, mark.seconds.get(second, {})) for second, row in self.seconds.items()}
         return replace(
             self, kinds=_less(self.kinds, mark.kinds), seconds={key: row for key, row in seconds.items() if row},
-            statuses=_fewer(self.statuses, mark.statuses), faults=_fewer(self.faults, mark.faults),
-            refused=self.refused - mark.refused, elapsed_seconds=self.elapsed_seconds - mark.elapsed_seconds,
+            statuses=Counter(self.statuses) - Counter(mark.statuses),
+            faults=Counter(self.faults) - Counter(mark.faults), refused=self.refused - mark.refused,
+            elapsed_seconds=self.elapsed_seconds - mark.elapsed_seconds,
         )  # fmt: skip
 
     @property
+    def total(self) -> Usage:
+        """Of all kinds together."""
+        return _sum(self.kinds)
+
+    @property
     def requests(self) -> int:
-        return sum(usage.requests for usage in self.kinds.values())
+        return self.total.requests
 
     @property
     def bytes_sent(self) -> int:
-        return sum(usage.bytes_sent for usage in self.kinds.values())
+        return self.total.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        return sum(usage.bytes_received for usage in self.kinds.values())
+        return self.total.bytes_received
 
     def requests_by_second(self) -> tuple[int, ...]:
         """Requests of every second from the first to the last one with any."""
-        return tuple(sum(usage.requests for usage in row.values()) for row in self._every_second())
+        return tuple(usage.requests for usage in self._every_second())
 
     def bytes_by_second(self) -> tuple[int, ...]:
         """Bytes sent in every second from the first to the last one with any."""
-        return tuple(sum(usage.bytes_sent for usage in row.values()) for row in self._every_second())
+        return tuple(usage.bytes_sent for usage in self._every_second())
 
     def price(self, price_per_thousand_reads: float = 0.0, price_per_gigabyte: float = 0.0) -> float:
         """What the requests and the bytes sent (per 10^9) would have cost, in the currency of the prices."""
         return self.requests / 1000 * price_per_thousand_reads + self.bytes_sent / 1e9 * price_per_gigabyte
 
-    def _every_second(self) -> list[Mapping[str, Usage]]:
-        if not self.seconds:
-            return []
-        return [self.seconds.get(second, {}) for second in range(min(self.seconds), max(self.seconds) + 1)]
+    def _every_second(self) -> list[Usage]:
+        last = max(self.seconds, default=-1)
+        return [_sum(self.seconds.get(second, {})) for second in range(min(self.seconds, default=0), last + 1)]
 
     def _rows(self) -> list[list[str]]:
-        everything = Usage(requests=self.requests, bytes_sent=self.bytes_sent, bytes_received=self.bytes_received)
         return [
             [kind, format_count(usage.requests), format_bytes(usage.bytes_sent), format_bytes(usage.bytes_received)]
-            for kind, usage in [*sorted(self.kinds.items()), ("all", everything)]
+            for kind, usage in [*sorted(self.kinds.items()), ("all", self.total)]
         ]
 
     def _notes(self) -> str:
@@ -175,33 +168,20 @@ class CloudCounts:
     def __str__(self) -> str:
         return f"{text_table(_COLUMNS, self._rows())}\n{self._notes()}"
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows(), caption=self._notes())
 
 
+def _sum(kinds: Mapping[str, Usage]) -> Usage:
+    return Usage(*map(sum, zip(*kinds.values(), strict=True)))
+
+
 def _less(kinds: Mapping[str, Usage], mark: Mapping[str, Usage]) -> dict[str, Usage]:
     """By kind, what was added; kinds with nothing are left out."""
-    left: dict[str, Usage] = {}
-    for kind, usage in kinds.items():
-        before = mark.get(kind, Usage())
-        more = Usage(
-            requests=usage.requests - before.requests, bytes_sent=usage.bytes_sent - before.bytes_sent,
-            bytes_received=usage.bytes_received - before.bytes_received,
-        )  # fmt: skip
-        left |= {kind: more} if more != Usage() else {}
-    return left
-
-
-def _fewer(counts: Mapping[str, int], mark: Mapping[str, int]) -> dict[str, int]:
-    left = {name: count - mark.get(name, 0) for name, count in counts.items()}
-    return {name: count for name, count in left.items() if count}
-
-
-def _usage(cell: list[int]) -> Usage:
-    return Usage(requests=cell[0], bytes_sent=cell[1], bytes_received=cell[2])
+    added = {kind: Usage(*map(operator.sub, usage, mark.get(kind, Usage()))) for kind, usage in kinds.items()}
+    return {kind: usage for kind, usage in added.items() if any(usage)}
 
 
 STATUSES = ("403", "404", "408", "429", "500", "502", "503", "504")

@@ -5,11 +5,9 @@ Time to the first byte is lognormal around a median, and a small fraction of req
 limit. Requests beyond the rate are refused at once, as a bucket does, and not queued. The figures of the presets are
 round numbers of the order that public measurements report; they teach and compare, and promise nothing about a bucket.
 
-SharedLink: when a byte may pass, and whether a request may, by the dials of a moment.
-
-The total bandwidth is one clock that every piece moves on by `bytes / bandwidth`; a piece passes when the clock has
-come to it. The clock may lag behind the time by `_LENIENCY_SECONDS`, so that timers which fire late lose nothing, and
-no more, so that a pause is not made up for.
+Bandwidth is a clock (`Pace`) that every piece moves on by `bytes / bandwidth`; a piece has passed when the time has
+come to where the clock stands. The clock may lag behind the time by `_LENIENCY_SECONDS`, so that timers which fire late
+lose nothing, and by no more, so that a pause is not made up for. All connections share one such clock (`SharedLink`).
 """
 
 from __future__ import annotations
@@ -22,11 +20,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from kit.cloud.counts import check_fractions
+from kit.config import Config
 from kit.errors import ConfigError, Problem
 from kit.units import format_bytes, format_count, format_seconds, parse_bytes
 
 _REFUSALS = (429, 503)
-_FRACTIONS = ("slow_fraction",)
+_UNLIMITED = 10**12
+"""Bytes per second that never decide, where a config has no word for no limit."""
 _SIZES = ("bandwidth_bytes_per_second", "total_bandwidth_bytes_per_second", "drip_bytes_per_second")
 
 
@@ -57,7 +57,19 @@ class Dials:
     """Of latencies and faults. Whether the n-th request of a key fails depends on nothing else."""
 
     def __post_init__(self) -> None:
-        problems = [Problem(name, text) for name, text in self._problems()]
+        problems = [Problem("faults", text) for text in check_fractions(self.faults)]
+        for name, value in ((item.name, getattr(self, item.name)) for item in fields(self) if item.name != "faults"):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                problems.append(Problem(name, f"{value!r} is not a number"))
+            elif not (math.isfinite(value) and value >= 0):
+                problems.append(Problem(name, f"is {value}, but must be 0 (no limit) or more"))
+            elif name == "slow_fraction" and value > 1:
+                problems.append(Problem(name, f"is {value}, but must be at most 1"))
+            elif name == "refusal" and value not in _REFUSALS:
+                message = f"is {value}, but a request beyond the rate is refused with 429 or 503"
+                problems.append(Problem(name, message))
+            elif name == "drip_bytes_per_second" and value < 1:
+                problems.append(Problem(name, f"is {value}, but must be at least 1"))
         if problems:
             raise ConfigError(problems, "simulated cloud")
 
@@ -74,26 +86,6 @@ class Dials:
         square = self.latency_seconds**2 * math.exp(2 * self.latency_spread**2) * slow
         return math.sqrt(max(0.0, square - self.latency_mean_seconds**2))
 
-    def _problems(self) -> list[tuple[str, str]]:
-        found = []
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name == "faults":
-                found += [("faults", text) for text in check_fractions(value)]
-            elif isinstance(value, bool) or not isinstance(value, int | float):
-                found.append((item.name, f"{value!r} is not a number"))
-            elif not (math.isfinite(value) and value >= 0):
-                found.append((item.name, f"is {value}, but must be 0 (no limit) or more"))
-        if found:
-            return found
-        found += [(name, f"is {getattr(self, name)}, but must be at most 1") for name in _FRACTIONS
-                  if getattr(self, name) > 1]  # fmt: skip
-        if self.refusal not in _REFUSALS:
-            found.append(("refusal", f"is {self.refusal}, but a request beyond the rate is refused with 429 or 503"))
-        if self.drip_bytes_per_second < 1:
-            found.append(("drip_bytes_per_second", f"is {self.drip_bytes_per_second}, but must be at least 1"))
-        return found
-
     def change(self, **changes: Any) -> Self:
         """A copy with some dials turned; sizes may be texts such as `"80 MB"`.
 
@@ -101,22 +93,34 @@ class Dials:
             ConfigError: for an unknown dial or a value it cannot take.
         """
         known = [item.name for item in fields(self)]
-        for name in changes:
+        for name, value in changes.items():
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"the dials are {', '.join(known)}"
                 raise ConfigError([Problem(name, f"no such dial; {hint}")], "simulated cloud")
-        return replace(self, **{name: _plain(name, value) for name, value in changes.items()})
+            if name == "faults" and isinstance(value, Mapping):
+                changes[name] = {str(kind): share for kind, share in value.items()}
+            if name in _SIZES and isinstance(value, str):
+                try:
+                    changes[name] = parse_bytes(value)
+                except ValueError as error:
+                    raise ConfigError([Problem(name, str(error))], "simulated cloud") from None
+        return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"faults": dict(self.faults)}
 
-    def __str__(self) -> str:
-        return ", ".join(
-            [*self._limits(), *(f"{share:.3g} of requests: {kind}" for kind, share in self.faults.items())]
-        )
+    def apply(self, config: Config) -> Config:
+        """The config with this network in what its plan goes by."""
+        return config.replace({
+            "chunking.latency_seconds": self.latency_mean_seconds,
+            "chunking.latency_deviation_seconds": self.latency_deviation_seconds,
+            "chunking.bandwidth_bytes_per_second": int(self.bandwidth_bytes_per_second) or _UNLIMITED,
+            "chunking.total_bandwidth_bytes_per_second": int(self.total_bandwidth_bytes_per_second) or _UNLIMITED,
+            "chunking.requests_per_second": int(self.requests_per_second),
+        })  # fmt: skip
 
-    def _limits(self) -> list[str]:
+    def __str__(self) -> str:
         said = [f"{format_seconds(self.latency_seconds)} to the first byte" if self.latency_seconds else "no latency"]
         if self.slow_fraction:
             said.append(f"{self.slow_fraction:.3g} of requests {self.slow_factor:g} times slower")
@@ -126,18 +130,8 @@ class Dials:
             said.append(f"{format_bytes(self.total_bandwidth_bytes_per_second)}/s in total")
         if self.requests_per_second:
             said.append(f"{self.refusal} beyond {format_count(self.requests_per_second)} requests/s")
-        return said
-
-
-def _plain(name: str, value: Any) -> Any:
-    if name == "faults" and isinstance(value, Mapping):
-        return {str(kind): share for kind, share in value.items()}
-    if name in _SIZES and isinstance(value, str):
-        try:
-            return parse_bytes(value)
-        except ValueError as error:
-            raise ConfigError([Problem(name, str(error))], "simulated cloud") from None
-    return value
+        said += [f"{share:.3g} of requests: {kind}" for kind, share in self.faults.items()]
+        return ", ".join(said)
 
 
 PRESETS = {
@@ -153,12 +147,9 @@ PRESETS = {
         latency_seconds=0.06, latency_spread=0.5, slow_fraction=0.03, slow_factor=8, bandwidth_bytes_per_second=4e6,
         total_bandwidth_bytes_per_second=6e6, requests_per_second=5000,
     ),
-    "throttled bucket": Dials(
-        latency_seconds=0.03, latency_spread=0.3, slow_fraction=0.01, bandwidth_bytes_per_second=80e6,
-        total_bandwidth_bytes_per_second=400e6, requests_per_second=50,
-    ),
     "no limits": Dials(),
 }  # fmt: skip
+PRESETS["throttled bucket"] = PRESETS["same region"].change(requests_per_second=50)
 """Dials by the name of a situation; `no limits` is as fast as this machine serves."""
 
 
@@ -171,7 +162,7 @@ def preset(name: str) -> Dials:
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(map(repr, PRESETS))}"
-        raise ConfigError([Problem("preset", f"{name!r} is none; {hint}")], "simulated cloud")
+        raise ConfigError([Problem("preset", f"{name!r} is no preset; {hint}")], "simulated cloud")
     return PRESETS[name]
 
 
@@ -247,10 +238,8 @@ class SharedLink:
         """Bytes to hand on at a time: some milliseconds' worth."""
         if not pace.bandwidth:
             return _MOST_PIECE_BYTES
-        wished = int(pace.bandwidth * _PIECE_SECONDS)
-        slow = pace.bandwidth < _LEAST_PIECE_BYTES / _BURST_SECONDS
-        least = max(1, int(pace.bandwidth * _BURST_SECONDS)) if slow else _LEAST_PIECE_BYTES
-        return min(_MOST_PIECE_BYTES, max(least, wished))
+        least = max(1, min(_LEAST_PIECE_BYTES, int(pace.bandwidth * _BURST_SECONDS)))
+        return min(_MOST_PIECE_BYTES, max(least, int(pace.bandwidth * _PIECE_SECONDS)))
 
     def passes(self, count: int, pace: Pace, now: float) -> float:
         """When `count` bytes have passed both the connection and what all share."""

@@ -1,18 +1,16 @@
-"""Objects: buckets of bytes under keys, in memory or in a folder.
+"""Objects: buckets of bytes under keys, in memory or in a folder; and which requests and names are refused.
 
-A folder holds `bucket/key` as files, written whole (a draft beside them, then renamed), so that what is served can be
-prepared by any program and outlives the server. Keys are listed in the order of their UTF-8 bytes, as the
-providers do. In a folder, keys with empty, `.` or `..` parts are refused, and so is a key below another key. Links
-below it are passed over: nothing is read, listed, written or deleted through one.
+A folder holds `bucket/key` as files, each written to a draft and renamed, so that any program can prepare what is
+served, and it outlives the server. Keys are listed in the order of their UTF-8 bytes, as the providers do. In a folder,
+keys with empty, `.` or `..` parts are refused, and so is a key below another key. Links below it are passed over:
+nothing is read, listed, written or deleted through one.
 
-What is uploaded carries its MD5 and CRC32C, which clients check; a file put there by others has neither, and an ETag
-of its time, size and place. Hashing takes about 2 ms a megabyte of upload.
+An uploaded object carries its MD5 and CRC32C, which clients check; a file that another program put there has neither,
+and an ETag of its time, size and inode. Hashing takes about 2 ms a megabyte of upload.
 
-Guard: what a server on loopback does not take from a page in somebody's browser, nor from a broken client.
-
-Any page may send requests to 127.0.0.1, and one whose name is made to point there (DNS rebinding) may read the answers.
-Such requests carry a foreign name in Host, or the page's own in Origin; both are refused before a byte of the body.
-Names and metadata come back as header lines and XML, so neither may hold control characters.
+Any page in a browser may send requests to 127.0.0.1, and a page whose name is made to point there (DNS rebinding) may
+read the answers. Such requests carry a foreign name in Host, or the page's own in Origin; both are refused before a
+byte of the body is read. Names and metadata come back as header lines and XML, so neither may hold control characters.
 """
 
 from __future__ import annotations
@@ -27,13 +25,12 @@ import re
 import stat
 import time
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import google_crc32c
 
-from kit.cloud.http import TOKEN, BadRequest, Body, FilePart, MemoryBody, Request
+from kit.cloud.http import TOKEN, Body, FileBody, HttpError, MemoryBody, Request
 
 OCTETS = "application/octet-stream"
 _DRAFT = ".kit-draft-"
@@ -42,8 +39,11 @@ _DESCRIPTORS = "/proc/self/fd" if hasattr(os, "O_PATH") and os.path.isdir("/proc
 _UNFIT = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
-class KeyRefused(Exception):  # noqa: N818 - an answer, not a failure of this program
-    """A key that a folder cannot hold."""
+class KeyRefused(HttpError):  # noqa: N818 - an answer, not a failure of this program
+    """A bucket or an object that cannot be kept under its name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(400, "InvalidName", f"nothing can be kept under the name {name[:100]!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class StoredObject:
         """
         if not self.path:
             return MemoryBody(memoryview(self.data)[start:stop])
-        return FilePart(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), start, stop - start)
+        return FileBody(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), start, stop - start)
 
     def read(self) -> bytes:
         return Path(self.path).read_bytes() if self.path else self.data
@@ -84,7 +84,7 @@ def describe(data: bytes, generation: int, content_type: str = OCTETS, metadata:
     """What is known of bytes just put.
 
     Raises:
-        BadRequest: for metadata that cannot be given back.
+        HttpError: for metadata that cannot be given back.
     """
     check_metadata(content_type, metadata or {})
     digest = hashlib.md5(data, usedforsecurity=False).digest()
@@ -98,24 +98,6 @@ def describe(data: bytes, generation: int, content_type: str = OCTETS, metadata:
 
 
 Keys = Generator[str, str | None, None]
-
-
-class Objects(Protocol):
-    """Where objects are kept."""
-
-    def buckets(self) -> list[str]: ...
-    def has_bucket(self, bucket: str) -> bool: ...
-    def create_bucket(self, bucket: str) -> None: ...
-    def delete_bucket(self, bucket: str) -> bool:
-        """False when it is not empty."""
-
-    def find(self, bucket: str, key: str) -> StoredObject | None: ...
-    def put(self, bucket: str, key: str, item: StoredObject) -> StoredObject:
-        """Raises: KeyRefused: when the key cannot be held."""
-
-    def delete(self, bucket: str, key: str) -> bool: ...
-    def keys(self, bucket: str, prefix: str, after: str) -> Keys:
-        """Keys that begin with `prefix` and come after `after`, in order; what is sent moves `after` further."""
 
 
 class MemoryObjects:
@@ -138,6 +120,7 @@ class MemoryObjects:
         self._keys.setdefault(bucket, [])
 
     def delete_bucket(self, bucket: str) -> bool:
+        """False when it is not empty."""
         if self._items.get(bucket):
             return False
         self._items.pop(bucket, None)
@@ -145,10 +128,14 @@ class MemoryObjects:
         return True
 
     def find(self, bucket: str, key: str) -> StoredObject | None:
-        items = self._items.get(bucket)
-        return None if items is None else items.get(key)
+        return self._items.get(bucket, {}).get(key)
 
     def put(self, bucket: str, key: str, item: StoredObject) -> StoredObject:
+        """Keep it; what is then known of it.
+
+        Raises:
+            KeyRefused: when it cannot be kept under that key.
+        """
         items = self._items[bucket]
         if not is_name(key):
             raise KeyRefused(key)
@@ -165,6 +152,7 @@ class MemoryObjects:
         return True
 
     def keys(self, bucket: str, prefix: str, after: str) -> Keys:
+        """Keys that begin with `prefix` and come after `after`, in order; what is sent moves `after` further."""
         keys = self._keys[bucket]
         place = bisect.bisect_right(keys, after) if after >= prefix else bisect.bisect_left(keys, prefix)
         while place < len(keys) and keys[place].startswith(prefix):
@@ -173,7 +161,7 @@ class MemoryObjects:
 
 
 class FolderObjects:
-    """Objects as files of a folder, whose first level are the buckets."""
+    """The same, as files of a folder, whose first level are the buckets."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder).absolute()
@@ -237,10 +225,7 @@ class FolderObjects:
             raise
         found = self.find(bucket, key)
         assert found is not None
-        return StoredObject(
-            size=found.size, etag=found.etag, generation=found.generation, updated=found.updated, path=found.path,
-            md5=item.md5, crc32c=item.crc32c,
-        )  # fmt: skip
+        return replace(found, md5=item.md5, crc32c=item.crc32c)
 
     def delete(self, bucket: str, key: str) -> bool:
         if self.find(bucket, key) is None:
@@ -262,6 +247,9 @@ class FolderObjects:
             return
         if self._place(bucket, below):
             yield from _walk(f"{self._folder}/{bucket}", f"{below}/" if below else "", prefix, after)
+
+
+Objects = MemoryObjects | FolderObjects
 
 
 def _walk(root: str, folder: str, prefix: str, after: str) -> Generator[str, str | None, str]:
@@ -335,19 +323,15 @@ def list_page(objects: Objects, bucket: str, prefix: str, delimiter: str, after:
             group = prefix + rest.partition(delimiter)[0] + delimiter
             prefixes.append(group)
             last = group + _LAST
-            key = _next_after(found, last)
+            try:
+                key = found.send(last)
+            except StopIteration:
+                key = None
         else:
             keys.append(key)
             last = key
             key = next(found, None)
     return Page(tuple(keys), tuple(prefixes), "")
-
-
-def _next_after(found: Keys, after: str) -> str | None:
-    try:
-        return found.send(after)
-    except StopIteration:
-        return None
 
 
 METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE", "PATCH")
@@ -364,16 +348,16 @@ def check_caller(request: Request, port: int) -> None:
     """Refuse what is sent to another host, or written by a page of another site.
 
     Raises:
-        BadRequest: with 421, 403 or 405.
+        HttpError: with 421, 403 or 405.
     """
     hosts = [f"{name}:{port}" for name in _NAMES] + list(_NAMES) * (port == 80)
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     if host.lower() not in hosts:
-        raise BadRequest(421, "ForeignHost", f"Host is {host[:100]!r}, but only {hosts[0]} is served here")
+        raise HttpError(421, "ForeignHost", f"Host is {host[:100]!r}, but only {hosts[0]} is served here")
     if origin is not None and request.method not in ("GET", "HEAD") and origin not in [f"http://{h}" for h in hosts]:
-        raise BadRequest(403, "CrossOrigin", f"a page of {origin[:100]!r} may not write here")
+        raise HttpError(403, "CrossOrigin", f"a page of {origin[:100]!r} may not write here")
     if request.method not in METHODS:
-        raise BadRequest(405, "MethodNotAllowed", f"{request.method[:20]!r} is none of {', '.join(METHODS)}")
+        raise HttpError(405, "MethodNotAllowed", f"{request.method[:20]!r} is none of {', '.join(METHODS)}")
 
 
 def is_name(text: str) -> bool:
@@ -391,14 +375,14 @@ def check_metadata(content_type: object, metadata: Mapping[str, str]) -> None:
     """Refuse what could not be given back as header lines.
 
     Raises:
-        BadRequest: naming the first one.
+        HttpError: naming the first one.
     """
     size = 0
     for name, value in (("content-type", content_type), *metadata.items()):
         if not isinstance(name, str) or not TOKEN.fullmatch(name):
-            raise BadRequest(400, "InvalidMetadata", f"{name!r:.100} cannot be the name of a header")
+            raise HttpError(400, "InvalidMetadata", f"{name!r:.100} cannot be the name of a header")
         if not isinstance(value, str) or _NO_HEADER.search(value):
-            raise BadRequest(400, "InvalidMetadata", f"{name}: {value!r:.100} is no text, or has control characters")
+            raise HttpError(400, "InvalidMetadata", f"{name}: {value!r:.100} is no text, or has control characters")
         size += len(name) + len(value)
     if size > MOST_METADATA_BYTES:
-        raise BadRequest(400, "MetadataTooLarge", f"metadata of {size} bytes, but {MOST_METADATA_BYTES} are allowed")
+        raise HttpError(400, "MetadataTooLarge", f"metadata of {size} bytes, but {MOST_METADATA_BYTES} are allowed")

@@ -1,13 +1,14 @@
-"""`kit.simulated_cloud()`: an object store on loopback that is as slow, narrow and faulty as one far away.
+"""`kit.cloud.simulate()`: an object store on loopback that is as slow, narrow and faulty as one far away.
 
-It speaks GCS (JSON and XML) and S3 (path style) to gcsfs, obstore, s3fs, tensorstore and any HTTP reader, runs in a
-process of its own, so that it takes no time from the one being measured but cores, and ends with the process that
-started it. Nothing is authenticated: it is for practice data on a machine of one's own.
+It speaks GCS (JSON and XML) and S3 (path style) to gcsfs, obstore, s3fs, tensorstore and any HTTP reader. It runs in a
+separate process, which competes with the one being measured for cores only, and ends with the process that started it.
+Nothing is authenticated: it is for practice data on your own machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import html
 import http.client
 import json
 import os
@@ -16,12 +17,10 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.parse
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal, Self
 
 import kit
@@ -39,43 +38,44 @@ _END_SECONDS = 2.0
 
 
 class SimulatedCloud:
-    """A running simulated cloud; made by `kit.simulated_cloud`."""
+    """A running simulated cloud; made by `kit.cloud.simulate`."""
 
     def __init__(self, dials: Dials, name: str, folder: Path | None, port: int) -> None:
         self._dials, self._name = dials, name
         self._token = secrets.token_hex(16)
         self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._process = _start(self._complaints)
-        self._addresses: list[str] = []
-        self._end = weakref.finalize(self, _end, self._process, self._complaints, os.getpid(), self._addresses)
-        told = {"folder": str(folder or ""), "port": port, "token": self._token, "dials": dials.to_dict()}
-        self.port = self._begin(told)
+        home = [str(Path(kit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kit.cloud.server"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(home)},
+        )  # fmt: skip
+        addresses: list[str] = []
+        self._end = weakref.finalize(self, _end, self._process, self._complaints, os.getpid(), addresses)
+        settings = {"folder": str(folder or ""), "port": port, "token": self._token, "dials": dials.to_dict()}
+        self.port = self._begin(json.dumps(settings))
         self.address = f"http://{HOST}:{self.port}"
         """Where it listens, for readers of HTTP and as an endpoint of other clients."""
-        self._addresses.append(self.address)
+        addresses.append(self.address)
 
-    def _begin(self, told: dict[str, Any]) -> int:
+    def _begin(self, settings: str) -> int:
+        """The port that it listens on, once it does."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         line = b""
-        try:
-            stdin.write(json.dumps(told).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            stdin.write(settings.encode() + b"\n")
             stdin.flush()
             if select.select([stdout], [], [], _START_SECONDS)[0]:
                 line = stdout.readline()
-        except OSError:
-            pass
         if not line:
-            words = self._last_words()
+            self._complaints.seek(0)
+            lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else f"exit code {self._process.poll()}"
             self._end()
-            raise StoreError(f"the simulated cloud did not start: {words}")
+            raise StoreError(f"the simulated cloud did not start: {reason}")
         return int(json.loads(line)["port"])
-
-    def _last_words(self) -> str:
-        self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exit code {self._process.poll()}"
 
     # -- where things are
 
@@ -93,7 +93,7 @@ class SimulatedCloud:
             raise ConfigError([Problem("path", f"{path!r} names no bucket; write bucket/path")], "simulated cloud")
         if scheme not in ("gs", "s3", "http"):
             raise ConfigError([Problem("scheme", f"{scheme!r} is none of gs, s3 and http")], "simulated cloud")
-        self._ask("bucket", {"name": bucket})
+        self._control("bucket", {"name": bucket})
         name_endpoint((f"gs://{bucket}", f"s3://{bucket}"), self.address)
         return f"{self.address}/{path.strip('/')}" if scheme == "http" else f"{scheme}://{path.strip('/')}"
 
@@ -110,7 +110,7 @@ class SimulatedCloud:
         for file in [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file()):
             below = "" if file == place else f"/{file.relative_to(place).as_posix()}"
             name = urllib.parse.quote(f"{path.strip('/')}{below}", safe="")
-            self._ask(f"object?name={name}", file.read_bytes())
+            self._control(f"object?name={name}", file.read_bytes())
         return url
 
     def storage_options(self, scheme: Scheme = "gs") -> dict[str, Any]:
@@ -143,7 +143,7 @@ class SimulatedCloud:
             ConfigError: for an unknown preset or dial, or a value it cannot take; nothing has changed then.
         """
         changed = (preset(situation) if situation else self._dials).change(**dials)
-        self._ask("dials", changed.to_dict())
+        self._control("dials", changed.to_dict())
         self._dials = changed
         self._name = _called(situation or self._name, changed)
         return self
@@ -160,27 +160,27 @@ class SimulatedCloud:
         if problems:
             raise ConfigError([Problem("script", text) for text in problems], "simulated cloud")
         script = Script(pattern.strip("/"), tuple(map(str, entries)), kind)
-        self._ask("script", {"pattern": script.pattern, "entries": script.entries, "kind": kind})
+        self._control("script", {"pattern": script.pattern, "entries": script.entries, "kind": kind})
         return self
 
     def forget_scripts(self) -> Self:
         """Take back every script, and count the requests of each key from one again."""
-        self._ask("unscript", {})
+        self._control("unscript", {})
         return self
 
     # -- what it has served
 
     def counts(self, since: CloudCounts | None = None) -> CloudCounts:
         """Requests and bytes since the start or the last reset, or since earlier counts: `mark = cloud.counts()`."""
-        now = CloudCounts.from_dict(self._ask("counts", {}))
+        now = CloudCounts.from_dict(self._control("counts", {}))
         return now if since is None else now.since(since)
 
     def reset_counts(self) -> Self:
-        self._ask("reset", {})
+        self._control("reset", {})
         return self
 
-    def _ask(self, control: str, told: dict[str, Any] | bytes) -> dict[str, Any]:
-        body = told if isinstance(told, bytes) else json.dumps(told)
+    def _control(self, control: str, given: dict[str, Any] | bytes) -> dict[str, Any]:
+        body = given if isinstance(given, bytes) else json.dumps(given)
         connection = http.client.HTTPConnection(HOST, self.port, timeout=_ANSWER_SECONDS)
         try:
             connection.request("POST", CONTROL + control, body, {TOKEN_HEADER: self._token})
@@ -193,7 +193,7 @@ class SimulatedCloud:
         finally:
             connection.close()
         if answer.status != 200:
-            what = control if isinstance(told, bytes) else f"{control} {told}"
+            what = control if isinstance(given, bytes) else f"{control} {given}"
             raise StoreError(f"{self.address}: {what} was refused with {answer.status}")
         return dict(json.loads(text))
 
@@ -215,9 +215,7 @@ class SimulatedCloud:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- how it shows itself
@@ -225,14 +223,11 @@ class SimulatedCloud:
     def __str__(self) -> str:
         return f"{self._headline()}\n{self.counts()}" if self.alive else self._headline()
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         table = self.counts()._repr_html_() if self.alive else ""
-        return f"<div><b>{escape(self._headline())}</b>{table}</div>"
+        return f"<div><b>{html.escape(self._headline())}</b>{table}</div>"
 
     def _headline(self) -> str:
         state = "" if self.alive else " (closed)"
@@ -242,17 +237,25 @@ class SimulatedCloud:
 def simulated_cloud(
     situation: str = "same region", *, folder: str | Path | None = None, port: int = 0, **dials: Any
 ) -> SimulatedCloud:
-    """Start an object store on loopback that behaves like one in that situation.
+    """Start an object store on loopback with the latency, bandwidth and faults of a real one.
 
     Args:
         situation: A preset: `same region`, `across the ocean`, `home WiFi`, `throttled bucket` or `no limits`.
-        folder: Where objects are kept as files `bucket/key`; in the memory of its process when empty.
-        port: Where to listen on loopback; 0 takes a free one.
-        dials: Any of `kit.cloud.dials.Dials`, such as `latency_seconds=0.1` or `faults={"503": 0.01}`.
+        folder: Where objects are kept as files `bucket/key`. None keeps them in memory.
+        port: Where to listen on loopback. 0 takes a free port.
+        dials: Any field of `kit.cloud.dials.Dials`, such as `latency_seconds=0.1` or `faults={"503": 0.01}`.
+
+    Returns:
+        The cloud, which ends with `close()` or at the end of its `with` block.
 
     Raises:
-        ConfigError: for an unknown preset or dial, or a value it cannot take.
-        StoreError: when it does not start, with why.
+        ConfigError: for an unknown preset or field, and a value that it cannot have.
+        StoreError: when it does not start, with the reason.
+
+    Example:
+        >>> with kit.cloud.simulate("no limits") as cloud:
+        ...     print(cloud.url("bucket/ocean.zarr"))
+        gs://bucket/ocean.zarr
     """
     chosen = preset(situation).change(**dials)
     if not 0 <= port < 1 << 16:
@@ -264,18 +267,8 @@ def simulated_cloud(
 
 
 def _called(situation: str, dials: Dials) -> str:
-    name = situation.removesuffix(", turned")
-    return name if PRESETS.get(name) == dials else f"{name}, turned"
-
-
-def _start(complaints: IO[bytes]) -> subprocess.Popen[bytes]:
-    home = str(Path(kit.__file__).parents[1])
-    given = os.environ.get("PYTHONPATH")
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "kit.cloud.server"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([home, given]) if given else home},
-    )  # fmt: skip
+    same = next((name for name, given in PRESETS.items() if given == dials), None)
+    return same or f"{situation.removesuffix(', turned')}, turned"
 
 
 def _end(process: subprocess.Popen[bytes], complaints: IO[bytes], owner: int, addresses: list[str]) -> None:
@@ -288,10 +281,9 @@ def _end(process: subprocess.Popen[bytes], complaints: IO[bytes], owner: int, ad
         if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
-    began = time.monotonic()
-    while process.poll() is None and time.monotonic() - began < _END_SECONDS:
-        time.sleep(0.005)
-    if process.poll() is None:
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
     complaints.close()
