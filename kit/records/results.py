@@ -1,71 +1,190 @@
-"""Results: every trial as one row, newest first, with what was predicted beside what was measured and their ratio.
+"""Results: every trial as one row, newest first, with predicted, measured and their ratio.
 
-What a row holds is `kit.records.row`'s, where it is kept `kit.records.row`'s, how it is written for others
-`kit.records.results`'s. Only run directories are read, and in them only YAML and JSON: no pickle is ever opened. A run
-that cannot be read is a row that says so, never an error, and hides no other.
+A row is made and kept by `kit.records.row`. Only run directories are read, and in them only YAML and JSON: no pickle is
+ever opened. A run that cannot be read is a row that says so, never an error, and hides no other.
 
-The table of results that people see: fewer columns than the rows hold, formatted, and none that is empty.
+The table that people see has fewer columns than the rows hold, formatted, and none that is empty. Predictions stand as
+three columns under one heading, predicted, measured, ratio; in HTML in a table of their own below, so that each fits a
+narrow page. Below stand messages of trials that went wrong, why a ratio is far from 1 (`kit.records.ratios`), and what
+else was run: passes of a profiler, calibrations and repeats are not trials, and are shown when they are asked for. Of
+very many rows the first are shown, with the number of the others; Markdown, which goes into a file, has them all.
 
-What is predicted stands as three columns under one heading: predicted, measured, ratio; in HTML in a table of its own
-below, so that each fits a narrow page. Rows that went wrong say why below. Of very many rows the first are shown, and
-how many are not; Markdown, which goes into a file, has them all.
-
-Rows of results as text for other programs and people: CSV, JSON and Markdown, and files that are whole or not there.
-
-Base units, and in CSV the unit in the name of each column (`_bytes`, `_seconds`, `_per_second`, `_fraction`; a ratio is
-measured / predicted and has none). Columns stand in one order: those of a row, then `version.<package>` and
-`config.<path>` for every field that is off its default in some row. Numbers are written so that they read back as the
-same numbers, and nothing is an empty cell. Text that a spreadsheet would take for a formula begins with an apostrophe;
-a line break in a cell is a line feed.
+Files are for other programs. They have base units, in CSV with the unit in each column's name (`_bytes`, `_seconds`,
+`_per_second`, `_fraction`; a ratio is measured / predicted and has none). Columns stand in one order: those of a row,
+then `version.<package>`, `metric.<name>`, and `config.<path>` for every field that is off its default in some row.
+Numbers read back as the same numbers, and an empty cell means nothing. Text that a spreadsheet would take for a formula
+begins with an apostrophe; a line break in a cell is a line feed. A file is whole or not there.
 """
 
 from __future__ import annotations
 
 import csv
-import difflib
-import html
 import io
 import json
-import os
-import threading
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from kit.config import Config
-from kit.errors import ConfigError, Problem
-from kit.records.row import COLUMNS, MAPPINGS, Row, flat, row_of
+from kit.errors import ConfigError, Problem, did_you_mean
+from kit.memory.alongside import is_predicting
+from kit.records.ratios import COUNTED, SPEED, SpeedRange, doubt, doubt_note, speed_key, speed_range, with_speeds
+from kit.records.row import COLUMNS, MAPPINGS, UNREADABLE, Row, flat, row_of, write
 from kit.tables import FRAME, html_groups, text_table
-from kit.trial.directory import find_runs, runs_folder
-from kit.units import format_bytes, format_count
+from kit.trial.directory import CALIBRATIONS, RunPaths, find_runs, runs_folder
+from kit.trial.submit import notebook_here
+from kit.trial.trial import ENDED, Trial
+from kit.units import format_bytes, format_count, format_seconds
+
+KINDS = {
+    "trial": ("trial", "trials"),
+    "repeat": ("repeat for a comparison", "repeats for comparisons"),
+    "profile": ("pass of a profiler", "passes of a profiler"),
+    "calibration": ("calibration of a loader", "calibrations of a loader"),
+}
+"""Kinds of runs, in words, of one and of several."""
+_TICK_SECONDS, _SAY_SECONDS = 0.1, 0.5
+_MOST_BEFORE = 100
+"""Runs that are looked at for the speed of another: a chart does not wait for thousands."""
 
 
-def results(folder: str | Path = "runs") -> Results:
-    """One row per run directory in `folder`, newest first; a relative folder starts at the project folder."""
-    rows = [row_of(paths) for paths in find_runs(folder)]
-    return Results(reversed(rows), where=str(runs_folder(folder)))
+def results(
+    folder: str | Path = "runs",
+    *,
+    name: str | None = None,
+    notebook: str | None = None,
+    kind: str = "trial",
+    patience_seconds: float = 60.0,
+) -> Results:
+    """Read the trials of a folder: one row each, the newest first.
+
+    Waits for a memory prediction that is still being made for a trial that has ended, and says so.
+
+    Args:
+        folder: The folder of run directories. A relative one starts at the project folder.
+        name: Only runs of the experiment of this name.
+        notebook: Only runs that were started from the notebook or script of this file name; "this" is the one that
+            asks.
+        kind: trial, or what else was run: repeat (a run of a study that compares), profile (a pass of a profiler),
+            calibration, or all of them.
+        patience_seconds: Longest wait for predictions.
+
+    Returns:
+        The rows, with prediction, measurement and their ratio. A run that cannot be read is a row that says so.
+
+    Raises:
+        ConfigError: when the folder cannot be read, and for an unknown kind.
+
+    Example:
+        >>> kit.results().where(state="COMPLETE").best("samples_per_second")["state"]
+        'COMPLETE'
+        >>> {row["kind"] for row in kit.results(notebook="this")}
+        {'trial'}
+    """
+    if kind not in (*KINDS, "all"):
+        hint = did_you_mean(kind, [*KINDS, "all"])
+        raise ConfigError([Problem("kind", f"{kind!r} is no kind of run{hint}")])
+    asked = Asked(folder, name, notebook, kind)
+    found = asked.read()
+    deadline, told = time.monotonic() + patience_seconds, False
+    while (waiting := found.predicted_soon) and time.monotonic() < deadline:
+        if not told and time.monotonic() > deadline - patience_seconds + _SAY_SECONDS:
+            told = True
+            most = format_seconds(patience_seconds)
+            sys.stdout.write(f"waiting for the memory prediction of {', '.join(waiting)}, at most {most}\n")
+        time.sleep(_TICK_SECONDS)
+        if not all(map(is_predicting, waiting.values())):
+            found = asked.read()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which runs are asked for, as `results` takes it."""
+
+    folder: str | Path = "runs"
+    name: str | None = None
+    notebook: str | None = None
+    kind: str = "trial"
+
+    def read(self) -> Results:
+        """What there is of them now."""
+        rows = with_speeds([row_of(paths) for paths in self._runs()])
+        mine = [row for row in rows if self._is_mine(row)]
+        shown = [row for row in mine if self.kind in ("all", row["kind"] or "trial")]
+        others = Counter(row["kind"] for row in mine if row not in shown)
+        return Results(map(_with_state, reversed(shown)), str(runs_folder(self.folder)), self._note(others))
+
+    def _runs(self) -> list[RunPaths]:
+        folders = (self.folder, runs_folder(self.folder) / CALIBRATIONS)
+        found = [paths for folder in folders for paths in find_runs(folder)]
+        return sorted(found, key=lambda paths: (paths.marker.stat().st_mtime_ns, paths.directory))
+
+    def _is_mine(self, row: Row) -> bool:
+        notebook = notebook_here() if self.notebook == "this" else self.notebook
+        return self.name in (None, row["name"]) and notebook in (None, row["notebook"])
+
+    def _note(self, others: Counter[str]) -> str:
+        """What else there is, and how to see it; empty for nothing."""
+        if not others:
+            return ""
+        counts = [f"{others[kind]:,} {words[others[kind] > 1]}" for kind, words in KINDS.items() if others[kind]]
+        return f"not shown: {', '.join(counts)}; {replace(self, kind='all').code} shows them"
+
+    @property
+    def code(self) -> str:
+        """The call of `results`."""
+        named = {"name": self.name, "notebook": self.notebook, "kind": None if self.kind == "trial" else self.kind}
+        given = [] if str(self.folder) == Config().trial.folder else [repr(str(self.folder))]
+        given += [f"{name}={value!r}" for name, value in named.items() if value is not None]
+        return f"kit.results({', '.join(given)})"
+
+
+def speed_before(trial: Trial) -> SpeedRange | None:
+    """What the trials just before this one in the same folder say about its speed; None where none was of the same."""
+    key = speed_key(trial.asked, trial.environment)
+    found = [paths.directory for paths in find_runs(trial.run_directory.parent)]
+    if trial.run_directory not in found:
+        return None
+    place = found.index(trial.run_directory)
+    earlier = (row_of(RunPaths(path)) for path in found[max(0, place - _MOST_BEFORE) : place])
+    return speed_range(row for row in earlier if row["speed_key"] == key)
+
+
+def _with_state(row: Row) -> Row:
+    """The row with the word that its prediction is still being made, where it is."""
+    unknown = row["device_allocated_bytes_predicted"] is None and row["state"] != UNREADABLE
+    under_way = unknown and is_predicting(RunPaths(Path(row["run_directory"])))
+    return {**row, "prediction": UNDER_WAY} if under_way else row
 
 
 class Results(Sequence[Row]):
     """Rows of trials: index or iterate them as dicts, choose among them, show them as a table, write them to a file."""
 
-    def __init__(self, rows: Iterable[Row], where: str = "") -> None:
+    def __init__(self, rows: Iterable[Row], where: str = "", note: str = "") -> None:
+        """`where` is the folder they are from, `note` says what else is there."""
         self._rows = tuple(rows)
-        self._where = where
+        self._where, self.note = where, note
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Results: ...
-    def __getitem__(self, index: int | slice) -> Row | Results:
-        return Results(self._rows[index], self._where) if isinstance(index, slice) else self._rows[index]
+    def __getitem__(self, index: int | slice) -> Any:
+        return Results(self._rows[index], self._where, self.note) if isinstance(index, slice) else self._rows[index]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
+
+    @property
+    def predicted_soon(self) -> dict[str, RunPaths]:
+        """By name, the trials that have ended and whose memory is still being predicted."""
+        ended = (row for row in self if row["prediction"] == UNDER_WAY and row["state"] in ENDED)
+        return {row["run"]: RunPaths(Path(row["run_directory"])) for row in ended}
 
     # -- choosing
 
@@ -79,8 +198,8 @@ class Results(Sequence[Row]):
         Raises:
             ConfigError: for a name that is neither.
         """
-        looks = [(_look(name), value) for name, value in equal.items()]
-        kept = (row for row in self if all(look(row) == value for look, value in looks))
+        equals = [(_value_of(name), value) for name, value in equal.items()]
+        kept = (row for row in self if all(value_of(row) == value for value_of, value in equals))
         return Results((row for row in kept if condition is None or condition(row)), self._where)
 
     def best(self, column: str = "samples_per_second", *, lowest: bool = False) -> Row:
@@ -89,11 +208,11 @@ class Results(Sequence[Row]):
         Raises:
             ConfigError: for an unknown name, or when no row has a number there.
         """
-        look = _look(column)
-        found = [row for row in self if isinstance(look(row), int | float)]
+        value_of = _value_of(column)
+        found = [row for row in self if isinstance(value_of(row), int | float)]
         if not found:
             raise ConfigError([Problem(column, f"none of {len(self)} rows has a number there")])
-        return (min if lowest else max)(found, key=look)
+        return (min if lowest else max)(found, key=value_of)
 
     # -- files
 
@@ -112,30 +231,31 @@ class Results(Sequence[Row]):
     # -- displays
 
     def __repr__(self) -> str:
-        return as_text(self) if self else self._empty
+        return as_text(self, self.note) if self else self._empty
 
     def _repr_html_(self) -> str:
-        return as_html(self) if self else f'<div style="{FRAME}">{html.escape(self._empty)}</div>'
+        return as_html(self, more=self.note) if self else f'<div style="{FRAME}">{escape(self._empty)}</div>'
 
     @property
     def _empty(self) -> str:
-        return f"No trials yet in {self._where or 'this selection'}; kit.fit(config) makes one."
+        more = f"\n{self.note}" if self.note else ""
+        return f"No trials yet in {self._where or 'this selection'}; kit.fit(config) makes one.{more}"
 
 
-def _look(name: str) -> Callable[[Row], Any]:
-    """What a row has under the name of a column, or of a field of its config."""
+def _value_of(name: str) -> Callable[[Row], Any]:
+    """Gives a row's value in a column, or of a field of its config."""
     if name in COLUMNS:
         return lambda row: row[name]
     paths = [info.path for info in Config.fields()]
     if name in paths:
         return lambda row: (row["config"] or {}).get(name)
-    close = difflib.get_close_matches(name, [*COLUMNS, *paths], n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(name, [*COLUMNS, *paths], otherwise="")
     raise ConfigError([Problem(name, f"neither a column of results nor a field of a config{hint}")])
 
 
 Values = Mapping[str, Any]
-MOST_ROWS = 100
+MOST_ROWS, _MOST_NOTES = 100, 5
+UNDER_WAY = "under way"
 _MISSING = "–"
 _COMPARED = ("predicted", "measured", "ratio")
 _RULE = "1px solid var(--jp-border-color2, #ccc)"
@@ -147,13 +267,15 @@ class TableColumn(NamedTuple):
     group: str
     title: str
     text: Callable[[Values], str]
+    wraps: bool = False
+    """Whether its cells are words, over several lines and from the left."""
 
 
-def as_text(rows: Sequence[Values]) -> str:
-    """The rows as aligned text."""
+def as_text(rows: Sequence[Values], more: str = "") -> str:
+    """The rows as aligned text; `more` stands below."""
     shown = rows[:MOST_ROWS]
     columns, cells = _table(shown)
-    return "\n".join([text_table(_flat(columns), cells), *_troubles(shown), *_left_out(rows)])
+    return "\n".join([text_table(_flat(columns), cells), *_notes(shown, len(rows), more)])
 
 
 def as_markdown(rows: Sequence[Values]) -> str:
@@ -164,7 +286,7 @@ def as_markdown(rows: Sequence[Values]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def as_html(rows: Sequence[Values], caption: str = "") -> str:
+def as_html(rows: Sequence[Values], caption: str = "", more: str = "") -> str:
     """The rows as two HTML tables, each with two lines of headings: the trials, and what was predicted of them."""
     shown = rows[:MOST_ROWS]
     columns, cells = _table(shown)
@@ -174,7 +296,7 @@ def as_html(rows: Sequence[Values], caption: str = "") -> str:
     tables = _table_html(caption, columns, cells, facts)
     if compared:
         tables += _table_html("predicted and measured", columns, cells, [0, *compared], "0.92em")
-    notes = "".join(f"<li>{escape(note)}</li>" for note in (*_troubles(shown), *_left_out(rows)))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in _notes(shown, len(rows), more))
     return (
         f'<div style="{FRAME}; overflow-x: auto; font-size: 0.88em">{tables}'
         + (f'<ul style="margin: 4px 0; padding-left: 1.5em">{notes}</ul>' if notes else "")
@@ -189,21 +311,61 @@ def _table_html(
     places: Sequence[int],
     size: str = "inherit",
 ) -> str:
-    """A table of the columns at these places."""
-    chosen = [columns[place] for place in places]
-    first = html_groups([column.group for column in chosen])
-    second = "".join(_heading_html(place, column.title) for place, column in enumerate(chosen))
-    rows = ([row[place] for place in places] for row in cells)
-    body = "".join(f"<tr>{''.join(_cell_html(*cell) for cell in enumerate(row))}</tr>" for row in rows)
+    """A table of the columns at these places; a trial's name may wrap at its hyphens, numbers may not."""
+
+    def line(tag: str, texts: Iterable[str], more: str = "") -> str:
+        cells = []
+        for place, text in zip(places, texts, strict=True):
+            align = "left" if columns[place].wraps else "right; white-space: nowrap"
+            style = f"text-align: {align}; padding: 2px 3px{more}"
+            cells.append(f'<{tag} style="{style}">{escape(text)}</{tag[:2]}>')
+        return f"<tr>{''.join(cells)}</tr>"
+
+    groups = html_groups([columns[place].group for place in places])
+    titles = line('th scope="col"', (columns[place].title for place in places), f"; border-bottom: {_RULE}")
+    body = "".join(line("td", (row[place] for place in places)) for row in cells)
     return (
         f'<table style="border-collapse: collapse; margin: 4px 0; font-size: {size}">'
         f'<caption style="text-align: left; font-weight: bold; padding: 2px 0">{caption}</caption>'
-        f"<thead>{first}<tr>{second}</tr></thead><tbody>{body}</tbody></table>"
+        f"<thead>{groups}{titles}</thead><tbody>{body}</tbody></table>"
     )
+
+
+def differences(rows: Sequence[Values]) -> list[str]:
+    """In words, the settings of each row that differ among the rows of its experiment and have no column here.
+
+    Passes of a profiler are compared among themselves, and so are the other kinds: what they leave out of themselves is
+    not what somebody changed.
+    """
+    by_kind: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_kind.setdefault((row["name"], row["kind"]), []).append(row["config"] or {})
+    varying = {kind: [path for path in _paths(configs) if _varies(path, configs)] for kind, configs in by_kind.items()}
+    return [_settings_words(row["config"] or {}, varying[row["name"], row["kind"]]) for row in rows]
+
+
+def _paths(configs: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    return (path for path in dict.fromkeys(path for config in configs for path in config) if path not in _SHOWN)
+
+
+def _varies(path: str, configs: Iterable[Mapping[str, Any]]) -> bool:
+    return len({repr(config.get(path)) for config in configs if config}) > 1
+
+
+def _settings_words(config: Mapping[str, Any], paths: Sequence[str]) -> str:
+    """`max steps 40, gradient checkpointing on, data order block`."""
+    words = []
+    for path in paths:
+        section, _, name = path.rpartition(".")
+        label = (name if section in _CLEAR_SECTIONS else f"{section} {name}").replace("_", " ")
+        words.append(f"{label} {_ON_OFF.get(str(config.get(path)), config.get(path))}")
+    more = [f"{len(words) - _MOST_SETTINGS} more"] if len(words) > _MOST_SETTINGS else []
+    return ", ".join([*words[:_MOST_SETTINGS], *more]) or _MISSING
 
 
 def _table(rows: Sequence[Values]) -> tuple[list[TableColumn], list[list[str]]]:
     columns = {column: [column.text(row) for row in rows] for column in _COLUMNS}
+    columns[_DIFFERS] = differences(rows)
     kept = {
         column: cells
         for column, cells in columns.items()
@@ -221,58 +383,35 @@ def _flat(columns: Sequence[TableColumn]) -> list[str]:
     return names
 
 
-def _troubles(rows: Sequence[Values]) -> list[str]:
-    wrong = (row for row in rows if row["message"] and row["state"] not in ("COMPLETE", "STOPPED"))
-    return [f"{row['run']}: {row['message']}" for row in wrong]
-
-
-def _left_out(rows: Sequence[Values]) -> list[str]:
-    more = len(rows) - MOST_ROWS
-    return [f"{more:,} more: choose with where(...) or a slice, or write all with to_csv(path)"] if more > 0 else []
-
-
-# -- HTML
-
-
-def _heading_html(place: int, title: str) -> str:
-    return f'<th scope="col" style="{_style(place)}; border-bottom: {_RULE}">{escape(title)}</th>'
-
-
-def _cell_html(place: int, cell: str) -> str:
-    return f'<td style="{_style(place)}">{escape(cell)}</td>'
-
-
-def _style(place: int) -> str:
-    """Names of trials may wrap at their hyphens where the page is narrow; numbers may not."""
-    return f"text-align: {'right; white-space: nowrap' if place else 'left'}; padding: 2px 3px"
+def _notes(shown: Sequence[Values], count: int, more_words: str) -> list[str]:
+    """Messages of trials that went wrong, what ratios mean, and what of all the rows is not shown."""
+    wrong = (row for row in shown if row["message"] and row["state"] not in ("COMPLETE", "STOPPED"))
+    notes = [f"{row['run']}: {row['message']}" for row in wrong]
+    far = [f"{_run(row)}: {row['ratio_notes']}" for row in shown if row["ratio_notes"]]
+    notes += far[:_MOST_NOTES]
+    doubts = {doubt(row, quantity) for row in shown for quantity in (SPEED, *COUNTED) if row[f"{quantity}_predicted"]}
+    notes += [doubt_note(words) for words in sorted(filter(None, doubts))]
+    if (more := count - MOST_ROWS) > 0:
+        notes.append(f"{more:,} more: choose with where(...) or a slice, or write all with to_csv(path)")
+    return [*notes, more_words] if more_words else notes
 
 
 def _markdown_cell(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-# -- columns
+def _cell(name: str, form: Callable[[Any], str] = str) -> Callable[[Values], str]:
+    return lambda row: _MISSING if row[name] is None else form(row[name])
 
 
-def _text(name: str) -> Callable[[Values], str]:
-    return lambda row: _MISSING if row[name] is None else str(row[name])
-
-
-def _number(name: str, form: str) -> Callable[[Values], str]:
-    return lambda row: _MISSING if row[name] is None else format(row[name], form)
-
-
-def _rate(name: str) -> Callable[[Values], str]:
-    return lambda row: _MISSING if row[name] is None else format_count(row[name])
-
-
-def _bytes(name: str) -> Callable[[Values], str]:
-    return lambda row: _MISSING if row[name] is None else format_bytes(row[name])
-
-
-def _trial(row: Values) -> str:
-    """The name of the run directory, less the fingerprint, which time makes superfluous."""
+def _run(row: Values) -> str:
     return str(row["run"]).removesuffix(f"-{str(row['fingerprint'])[:6]}")
+
+
+def _kind(row: Values) -> str:
+    """Nothing for a trial: most are."""
+    words = f"profile ({row['profiler']})" if row["profiler"] else row["kind"]
+    return _MISSING if words in (None, "trial") else words
 
 
 def _state(row: Values) -> str:
@@ -286,80 +425,98 @@ def _devices(row: Values) -> str:
     return f"{strategy}{row['world_size']} × {(row['accelerator'] or 'device').upper()}"
 
 
-def _foreseen(quantity: str, cell: Callable[[Values], str]) -> Callable[[Values], str]:
-    """A prediction; none of reserved bytes on the CPU, whose allocator reserves nothing that could be measured."""
-    if quantity != "device_reserved_bytes":
-        return cell
-    measured = f"{quantity}_measured"
-    return lambda row: _MISSING if row["accelerator"] == "cpu" and row[measured] is None else cell(row)
+def _allocated_predicted(row: Values) -> str:
+    return row["prediction"] or _cell("device_allocated_bytes_predicted", format_bytes)(row)
+
+
+def _reserved_predicted(row: Values) -> str:
+    """None on the CPU, whose allocator reserves nothing that could be measured."""
+    on_cpu = row["accelerator"] == "cpu" and row["device_reserved_bytes_measured"] is None
+    return _MISSING if on_cpu else _cell("device_reserved_bytes_predicted", format_bytes)(row)
 
 
 def _triple(
-    quantity: str, cell: Callable[[str], Callable[[Values], str]], heading: str | None = None
+    quantity: str, form: Callable[[Any], str], heading: str = "", predicted: Callable[[Values], str] | None = None
 ) -> tuple[TableColumn, ...]:
     heading = heading or quantity.replace("_per_", "/")
+    measured = _cell(f"{quantity}_measured", form) if quantity != SPEED else _speed_measured
     return (
-        TableColumn(heading, "predicted", _foreseen(quantity, cell(f"{quantity}_predicted"))),
-        TableColumn(heading, "measured", cell(f"{quantity}_measured")),
-        TableColumn(heading, "ratio", _number(f"{quantity}_ratio", ".2f")),
+        TableColumn(heading, "predicted", predicted or _cell(f"{quantity}_predicted", form)),
+        TableColumn(heading, "measured", measured),
+        TableColumn(heading, "ratio", lambda row: _ratio(row, quantity)),
     )
 
 
+def _speed_measured(row: Values) -> str:
+    """Beside a prediction: it stands in a column of its own too."""
+    return _MISSING if row[f"{SPEED}_predicted"] is None else _cell(SPEED, format_count)(row)
+
+
+def _ratio(row: Values, quantity: str) -> str:
+    """The ratio, or why there is none where both numbers are known."""
+    words = doubt(row, quantity) if row[f"{quantity}_predicted"] is not None else ""
+    return words or _cell(f"{quantity}_ratio", "{:.2f}".format)(row)
+
+
+_MOST_SETTINGS = 4
+_CLEAR_SECTIONS = ("hardware", "loader", "levers", "training", "trial")
+"""Of them the name of a field is enough; others have fields such as `target` and `enabled`."""
+_ON_OFF = {"True": "on", "False": "off", "None": "none"}
+_SHOWN = {
+    "name", "trial.folder", "hardware.accelerator", "hardware.devices", "hardware.strategy", "hardware.precision",
+    "loader.batch_size",
+}  # fmt: skip
+"""Fields of a config that the table shows in columns of their own."""
+_DIFFERS = TableColumn("", "what differs", lambda _: _MISSING, wraps=True)
+"""Its cells depend on the other rows."""
 _COLUMNS = (
-    TableColumn("", "trial", _trial),
+    TableColumn("", "trial", _run, wraps=True),
     TableColumn("", "state", _state),
+    TableColumn("", "kind", _kind),
     TableColumn("", "devices", _devices),
-    TableColumn("", "precision", _text("precision")),
-    TableColumn("", "batch", _text("batch_size")),
-    TableColumn("", "samples/s", _rate("samples_per_second")),
-    TableColumn("", "data wait", _number("data_wait_fraction", ".0%")),
-    TableColumn("peak", "host RSS", _bytes("host_rss_peak_bytes")),
-    TableColumn("peak", "device", _bytes("device_allocated_peak_bytes")),
-    *_triple("device_allocated_bytes", _bytes, "device allocated"),
-    *_triple("device_reserved_bytes", _bytes, "device reserved"),
-    *_triple("requests_per_sample", _rate),
-    *_triple("bytes_per_sample", _bytes),
+    TableColumn("", "precision", _cell("precision")),
+    TableColumn("", "batch", _cell("batch_size")),
+    _DIFFERS,
+    TableColumn("", "samples/s", _cell("samples_per_second", format_count)),
+    TableColumn("", "data wait", _cell("data_wait_fraction", "{:.0%}".format)),
+    TableColumn("peak", "host RSS", _cell("host_rss_peak_bytes", format_bytes)),
+    TableColumn("peak", "device", _cell("device_allocated_peak_bytes", format_bytes)),
+    *_triple(SPEED, format_count, "samples/s"),
+    *_triple("device_allocated_bytes", format_bytes, "device allocated", _allocated_predicted),
+    *_triple("device_reserved_bytes", format_bytes, "device reserved", _reserved_predicted),
+    *_triple("requests_per_sample", format_count),
+    *_triple("bytes_per_sample", format_bytes),
 )
 
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff0b", "\uff0d", "\uff1d", "\uff20")
-_TOLD = ("name", "trial.folder")
+_WITH_COLUMNS = ("name", "trial.folder")
 """Fields of a config that have a column of their own."""
 
 
 def as_csv(rows: Sequence[Row]) -> str:
     """The rows as CSV: a heading, then one line a trial."""
-    columns = _columns(rows)
+    defaults = flat(Config().values())
+    changed = {path for row in rows for path, value in (row["config"] or {}).items() if value != defaults.get(path)}
+    known = [path for path in defaults if path in changed and path not in _WITH_COLUMNS]
+    keys = [
+        *(("versions", package) for package in sorted({name for row in rows for name in row["versions"] or ()})),
+        *(("metrics", name) for name in sorted({name for row in rows for name in row["metrics"] or ()})),
+        *(("config", path) for path in (*known, *sorted(changed - defaults.keys()))),
+    ]
+    plain = [name for name in COLUMNS if name not in MAPPINGS]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(title for title, _, _ in columns)
-    writer.writerows([_csv_cell(_value(row, name, key)) for _, name, key in columns] for row in rows)
+    writer.writerow([*plain, *(f"{name.removesuffix('s')}.{key}" for name, key in keys)])
+    for row in rows:
+        values = [*(row[name] for name in plain), *((row[name] or {}).get(key) for name, key in keys)]
+        writer.writerow(map(_csv_cell, values))
     return stream.getvalue()
 
 
 def as_json(rows: Sequence[Row]) -> str:
     """The rows as a JSON list of objects."""
     return json.dumps(list(rows), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _columns(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """(title, name of the row's value, key in it) of each column."""
-    plain = [(name, name, "") for name in COLUMNS if name not in MAPPINGS]
-    packages = sorted({package for row in rows for package in row["versions"] or ()})
-    versions = [(f"version.{package}", "versions", package) for package in packages]
-    return [*plain, *versions, *((f"config.{path}", "config", path) for path in _changed(rows))]
-
-
-def _changed(rows: Iterable[Row]) -> list[str]:
-    """Fields that are off their default in some row, in the order of the config."""
-    defaults = flat(Config().values())
-    changed = {path for row in rows for path, value in (row["config"] or {}).items() if value != defaults.get(path)}
-    known = [path for path in defaults if path in changed and path not in _TOLD]
-    return [*known, *sorted(changed - defaults.keys())]
-
-
-def _value(row: Row, name: str, key: str) -> Any:
-    return (row[name] or {}).get(key) if key else row[name]
 
 
 def _csv_cell(value: Any) -> Any:
@@ -376,14 +533,3 @@ def written(text: str, path: str | Path | None) -> str:
     if path is not None:
         write(text, Path(path))
     return text
-
-
-def write(text: str, file: Path) -> Path:
-    """Replace a file in one step."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        draft.write_text(text, encoding="utf-8", newline="")
-        return draft.replace(file)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise

@@ -1,24 +1,22 @@
-"""The row of one trial: what was asked, predicted and measured, and on what, as plain values of fixed names.
+"""The row of one trial: submitted, predicted and measured values, and the machine, as plain values of fixed names.
 
-Text, numbers and None; bytes, seconds and fractions in base units. `config` (dotted path -> value) and `versions`
-(package -> version) are the two mappings. Averages leave the warm-up steps out. A ratio is measured / predicted: 1 is
-a perfect prediction, 2 is twice as much as foreseen. `config` is what ran: its loader settings, the batch among them,
-are those that the loader stood at, while `fingerprint` is of what was submitted. No secret enters a row: URLs lose
-user, password and query, and arguments that are named like one lose their value.
+Text, numbers and None; bytes, seconds and fractions in base units. `versions` (package -> version), `metrics` and
+`config` (dotted path -> value) are the mappings. `metrics` has the last value of what the module logged, and its range
+as NAME.lowest and NAME.highest; `monitor` is the metric that `training.monitor` names. Averages leave the warm-up steps
+out. A ratio is measured / predicted: 1 is a perfect prediction, 2 is twice as much as predicted; where too little was
+measured for one it is None. `config` is what ran: its loader settings, the batch among them, are those of the loader
+that trained, while `fingerprint` is of the submitted config. No secret enters a row: URLs lose user, password and
+query, and arguments that are named like one lose their value.
 
-row.json: the row of a trial that has ended, in its run directory, so that thousands are read in a second.
+The row of a trial that has ended is kept in its directory as row.json, so that thousands are read in a second. The file
+names the files that it was computed from, each by size and time, and is taken only while all of them are as they were:
+no prediction that arrives after the end, and no file that was changed, is hidden by an old row, and a running trial has
+none. Where events were deleted to save space, or files can no longer be read, the kept row is all there is and is
+shown. A damaged row.json counts as none. A run that cannot be read has its row kept too, until one of its files
+changes. Rows of another version of kit are read as far as names agree.
 
-The file names what it was computed from, each file by its size and time: the row is taken only while all of them are
-as they were. So a prediction that arrives after the end, or a file that was changed, is never hidden by an old row, and
-a running trial has none. A trial whose kernel was killed has no such file; its row is computed from its events, and
-kept then. Where events were deleted to save room, or files can no longer be read, the kept row is all there is, and is
-shown. A row file that is damaged counts as none. A run that cannot be read has its row kept too, until one of its
-files changes. Rows of another version of kit are read as far as names agree.
-
-What a run directory holds about memory: the estimate made for the trial, and what the allocator did at its start.
-
-Of several ranks the one that needed most is taken, as it decides whether a device suffices. Only JSON and plain arrays
-are read.
+`predicted_of` and `measured_of` read what a run directory holds about memory, JSON and plain arrays only. Of several
+ranks the one that needed most is taken, as it decides whether a device suffices.
 """
 
 from __future__ import annotations
@@ -26,25 +24,27 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import functools
 import json
 import math
+import operator
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kit.config import Config
 from kit.errors import TrialError
-from kit.events import Event
 from kit.json_text import read_json
 from kit.memory.replay.estimate import MeasuredMemory, MemoryEstimate
-from kit.memory.residuals import compared, ratio
-from kit.records.trace import trace_of
+from kit.memory.residual_table import compared, ratio
+from kit.records.ratios import doubt, speed_key
+from kit.records.trace import BESIDE_TRAINING, metrics_of, trace_of
 from kit.trial.directory import RunPaths
-from kit.trial.submit import versions
+from kit.trial.submit import RunKind, versions
 from kit.trial.trial import ENDED, Trial
 
 Row = dict[str, Any]
@@ -60,13 +60,21 @@ store.
 """
 HARDWARE = ("device", "device_memory_bytes", "cpu", "cores", "host_memory_bytes", "host", "platform")
 """What it ran on; None in runs of a kit that did not write it down."""
-MAPPINGS = ("versions", "config")
+MAPPINGS = ("versions", "metrics", "config")
+BESIDE_FRACTIONS = tuple(f"{phase}_fraction" for phase in BESIDE_TRAINING)
+"""Of the time, what was not training."""
+BESIDE = ("ratio_notes", "prediction")
+"""What depends on more than the files of a run, and like the prediction of its speed is added by `kit.results`: why its
+ratios are far from 1, and whether its prediction is still being made."""
 COLUMNS = (
-    "run", "name", "started", "state", "cause", "message", "module", "data", "parameters", "strategy", "accelerator",
-    "world_size", "precision", "batch_size", "global_batch_size", "steps", "samples_per_second", "data_wait_fraction",
-    "host_rss_peak_bytes", "device_allocated_peak_bytes", "device_reserved_peak_bytes", *READ,
+    "run", "name", "notebook", "kind", "started", "state", "cause", "message", "profiler", "module", "data",
+    "parameters", "strategy", "accelerator", "world_size", "precision", "batch_size", "global_batch_size", "steps",
+    "epochs", "measured_batches", "batches_read", "samples_per_second", "samples_per_second_error_fraction",
+    "samples_per_second_predicted", "samples_per_second_ratio", "data_wait_fraction", *BESIDE_FRACTIONS, "monitor",
+    "monitor_last", "monitor_best", "host_rss_peak_bytes", "device_allocated_peak_bytes",
+    "device_reserved_peak_bytes", *READ,
     *(f"{quantity}_{part}" for quantity in PREDICTED for part in ("predicted", "measured", "ratio")),
-    *HARDWARE, "fingerprint", "run_directory", *MAPPINGS,
+    *BESIDE, *HARDWARE, "fingerprint", "speed_key", "run_directory", *MAPPINGS,
 )  # fmt: skip
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s'\"<>]+")
 _SECRET = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_key|private_key)$", re.IGNORECASE)
@@ -79,117 +87,118 @@ def empty_row(paths: RunPaths) -> Row:
 
 
 _TEXT = {
-    "run", "name", "started", "state", "cause", "message", "module", "data", "strategy", "accelerator", "precision",
-    "device", "cpu", "host", "platform", "fingerprint", "run_directory",
+    "run", "name", "notebook", "kind", "started", "state", "cause", "message", "profiler", "module", "data", "strategy",
+    "accelerator", "precision", "device", "cpu", "host", "platform", "fingerprint", "speed_key", "run_directory",
+    "monitor", *BESIDE,
 }  # fmt: skip
 
 
 def is_row(row: Any) -> bool:
     """Whether every column is of the type that it is shown and computed with as."""
-    return isinstance(row, dict) and all(_fits(name, row.get(name)) for name in COLUMNS)
 
+    def fits(name: str, value: Any) -> bool:
+        if value is None or isinstance(value, str):
+            return value is None or name in _TEXT
+        if name in MAPPINGS:
+            return isinstance(value, dict)
+        return name not in _TEXT and type(value) in (int, float) and math.isfinite(value)
 
-def _fits(name: str, value: Any) -> bool:
-    if value is None or isinstance(value, str):
-        return value is None or name in _TEXT
-    if name in MAPPINGS:
-        return isinstance(value, dict)
-    return name not in _TEXT and type(value) in (int, float) and math.isfinite(value)
+    return isinstance(row, dict) and all(fits(name, row.get(name)) for name in COLUMNS)
 
 
 def row_of_trial(trial: Trial) -> Row:
-    """What a trial says of itself so far.
+    """What the files of a trial say so far.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: for files that are not as kit writes them.
     """
-    row = {**_facts(trial), **_hardware(trial), **_measured(trial), **_compared(trial)}
-    return {name: without_secrets(_plain(value)) for name, value in {**empty_row(trial.paths), **row}.items()}
-
-
-def _facts(trial: Trial) -> Row:
-    config, resolved = trial.config, trial.environment
-    started = trial.event("fit_started") or {}
-    world_size = int(started.get("world_size") or resolved.get("world_size") or 1)
-    return {
+    config, environment, fit_started = trial.config, trial.environment, trial.event("fit_started") or {}
+    known = environment.get("hardware") or {}
+    # a trial that never began has the time at which its directory was made
+    began = trial.event("trial_started", "time") or trial.paths.marker.stat().st_mtime
+    world_size = int(fit_started.get("world_size") or environment.get("world_size") or 1)
+    row = {
+        **empty_row(trial.paths),
         "name": config.name,
-        "started": _started(trial),
+        "notebook": environment.get("notebook"),
+        "kind": kind_of(environment),
+        "started": datetime.datetime.fromtimestamp(began).astimezone().isoformat(timespec="seconds"),
         "state": trial.state,
         "cause": trial.cause,
         "message": trial.message or None,
-        **{name: started.get(name) for name in ("module", "data", "parameters")},
+        "profiler": (environment.get("profile") or {}).get("pass"),  # it slows the trial that it watches
+        **{name: fit_started.get(name) for name in ("module", "data", "parameters")},
         "strategy": config.hardware.strategy,
-        "accelerator": started.get("accelerator") or resolved.get("accelerator"),
+        "accelerator": fit_started.get("accelerator") or environment.get("accelerator"),
         "world_size": world_size,
-        "precision": started.get("precision") or resolved.get("precision") or config.hardware.precision,
+        "precision": fit_started.get("precision") or environment.get("precision") or config.hardware.precision,
         "batch_size": config.loader.batch_size,
         "global_batch_size": config.loader.batch_size * world_size * config.levers.accumulate_grad_batches,
         "fingerprint": trial.asked.fingerprint,
-        "versions": dict(resolved.get("versions") or {}),
+        "speed_key": speed_key(trial.asked, environment),
+        "versions": dict(environment.get("versions") or {}),
         "config": flat(config.values()),
-    }
-
-
-def _hardware(trial: Trial) -> Row:
-    known = trial.environment.get("hardware") or {}
-    return {
-        "device": trial.event("fit_started", "device") or known.get("device"),
+        "device": fit_started.get("device") or known.get("device"),
         "device_memory_bytes": known.get("device_memory_bytes"),
         "cpu": known.get("cpu"),
         "cores": known.get("cores"),
         "host_memory_bytes": known.get("memory_bytes"),
-        "host": (trial.environment.get("machine") or {}).get("host"),
-        "platform": trial.environment.get("platform"),
+        "host": (environment.get("machine") or {}).get("host"),
+        "platform": environment.get("platform"),
+        **_measured(trial),
     }
+    # JSON has no NaN: what was not measured is None
+    row = {name: None if isinstance(it, float) and not math.isfinite(it) else it for name, it in row.items()}
+    return {name: without_secrets(value) for name, value in row.items()}
 
 
 def _measured(trial: Trial) -> Row:
+    """What was measured in the trial, and what was predicted for it."""
     trace = trace_of([*trial.events, *trial.steps], trial.config)
     memory, throughput = trace.memory(), trace.throughput()
-    return {
+    counts = [event.get("counters") or {} for event in trial.events if event["kind"] == "fit_ended"]
+    read = {name: sum(count.get(name, 0) for count in counts) for name in {name for count in counts for name in count}}
+    predicted, samples = trial.environment.get("predicted") or {}, read.get("samples")
+    row = {
         "steps": trace.last_step,
+        "epochs": 1 + max((int(event.get("epoch") or 0) for event in trial.steps), default=0) if trial.steps else None,
+        "measured_batches": throughput.measured_steps,
+        "batches_read": samples / trial.config.loader.batch_size if samples else None,
+        "samples_per_second_error_fraction": throughput.error_fraction,
         "samples_per_second": throughput.mean_samples_per_second,
         "data_wait_fraction": throughput.data_wait_fraction,
+        **{name: throughput.mean_shares[phase] for name, phase in zip(BESIDE_FRACTIONS, BESIDE_TRAINING, strict=True)},
+        **_metrics(trial),
         "host_rss_peak_bytes": memory.peak("host_rss_bytes"),
         "device_allocated_peak_bytes": memory.peak("device_allocated_bytes"),
         "device_reserved_peak_bytes": memory.peak("device_reserved_bytes"),
+        **{name: read.get(name) for name in READ},
     }
-
-
-def _read(events: Iterable[Event]) -> dict[str, int]:
-    """What the loaders of all ranks counted; empty when they do not count."""
-    counts = [event.get("counters") or {} for event in events if event["kind"] == "fit_ended"]
-    names = {name for count in counts for name in count}
-    return {name: sum(count.get(name, 0) for count in counts) for name in names}
-
-
-def _per_sample(read: dict[str, int]) -> dict[str, float]:
-    """Per sample that the loaders made."""
-    names = {"requests_per_sample": "requests", "bytes_per_sample": "bytes_read"}
-    if not read.get("samples"):
-        return {}
-    return {quantity: read.get(name, 0) / read["samples"] for quantity, name in names.items()}
-
-
-def _compared(trial: Trial) -> Row:
-    """What was predicted for the trial, beside what was measured in it."""
-    read = _read(trial.events)
-    measured = _per_sample(read)
-    predicted = trial.environment.get("predicted") or {}
-    row = {**_memory(trial.paths), **{name: read.get(name) for name in READ}}
-    for quantity in ("requests_per_sample", "bytes_per_sample"):
-        row |= _triple(quantity, predicted.get(quantity), measured.get(quantity))
+    for quantity, name in (("requests_per_sample", "requests"), ("bytes_per_sample", "bytes_read")):
+        row |= _triple(quantity, predicted.get(quantity), read.get(name, 0) / samples if samples else None)
+        if doubt(row, quantity):
+            row[f"{quantity}_ratio"] = None
+    if run := compared(trial.paths):  # its ratios are None for a prediction without activations, a lower bound
+        row |= _triple("device_allocated_bytes", run.predicted_allocated_bytes, run.measured_allocated_bytes)
+        row |= _triple("device_reserved_bytes", run.predicted_reserved_bytes, run.measured_reserved_bytes)
+        row |= {"device_allocated_bytes_ratio": run.ratio, "device_reserved_bytes_ratio": run.reserved_ratio}
     return row
 
 
-def _memory(paths: RunPaths) -> Row:
-    """A prediction without activations has no ratio: it is a lower bound."""
-    run = compared(paths)
-    if run is None:
-        return {}
-    row = _triple("device_allocated_bytes", run.predicted_allocated_bytes, run.measured_allocated_bytes)
-    row |= _triple("device_reserved_bytes", run.predicted_reserved_bytes, run.measured_reserved_bytes)
-    return {**row, "device_allocated_bytes_ratio": run.ratio, "device_reserved_bytes_ratio": run.reserved_ratio}
+def _metrics(trial: Trial) -> Row:
+    """What was logged, and of it the monitored one."""
+    found: dict[str, float] = {}
+    for name, (_, values) in metrics_of([*trial.steps, *trial.events]).items():
+        if known := [value for value in values if math.isfinite(value)]:
+            found |= {name: known[-1], f"{name}.lowest": min(known), f"{name}.highest": max(known)}
+    training = trial.config.training
+    best = "lowest" if training.monitor_mode == "min" else "highest"
+    return {
+        "metrics": found,
+        "monitor": training.monitor or None,
+        "monitor_last": found.get(training.monitor),
+        "monitor_best": found.get(f"{training.monitor}.{best}"),
+    }
 
 
 def _triple(quantity: str, predicted: float | None, measured: float | None) -> Row:
@@ -200,30 +209,19 @@ def _triple(quantity: str, predicted: float | None, measured: float | None) -> R
     }
 
 
-def _started(trial: Trial) -> str:
-    """When its supervisor began with it; of one that never did, when its directory was made."""
-    began = trial.event("trial_started", "time") or trial.paths.marker.stat().st_mtime
-    return datetime.datetime.fromtimestamp(began).astimezone().isoformat(timespec="seconds")
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: what was not measured is None."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# -- configs
+def kind_of(environment: Mapping[str, Any]) -> RunKind:
+    """Why a run was made; of a kit that did not write it down, as far as the rest tells."""
+    if environment.get("job") == "calibrate":
+        return "calibration"
+    known: RunKind = "profile" if environment.get("profile") else "repeat" if environment.get("confined") else "trial"
+    kind: RunKind = environment.get("kind", known)
+    return kind
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted path -> value for every field of a config's nested values."""
-    paths = (info.path.split(".") for info in Config.fields())
-    return {".".join(path): _at(values, path) for path in paths}
-
-
-def _at(values: Any, path: Iterable[str]) -> Any:
-    for part in path:
-        values = values[part]
-    return values
+    paths = (info.path for info in Config.fields())
+    return {path: functools.reduce(operator.getitem, path.split("."), values) for path in paths}
 
 
 def config_of(row: Mapping[str, Any]) -> Config:
@@ -242,26 +240,17 @@ def config_of(row: Mapping[str, Any]) -> Config:
     return Config.make(nested, where=str(row["run"]))
 
 
-# -- secrets
-
-
 def without_secrets(value: Any, name: str = "") -> Any:
     """The same without what nobody else should read: see the module's first lines."""
+    from kit.data.stores.url import redact
+
     if isinstance(value, Mapping):
         return {key: without_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [without_secrets(item, name) for item in value]
     if not isinstance(value, str):
         return value
-    if value and _SECRET.search(name):
-        return _HIDDEN
-    return _URL.sub(_redacted, value) if "://" in value else value
-
-
-def _redacted(found: re.Match[str]) -> str:
-    from kit.data.stores.url import redact
-
-    return redact(found[0])
+    return _HIDDEN if value and _SECRET.search(name) else _URL.sub(lambda found: redact(found[0]), value)
 
 
 _FORMAT = 1
@@ -296,19 +285,26 @@ def row_of(paths: RunPaths) -> Row:
         trial = Trial.open(paths.directory)
         row = row_of_trial(trial)
     except Exception as error:  # whatever the files of a run may say
-        return _keep_unreadable(paths, sources, error) if kept is None else kept.row
+        if kept is not None:
+            return kept.row
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        row = {**empty_row(paths), "state": UNREADABLE, "message": message, **{name: {} for name in MAPPINGS}}
+        causes = (error, error.__cause__, getattr(error.__cause__, "__cause__", None))
+        if all(getattr(cause, "errno", None) in (None, errno.ENOENT, errno.EISDIR) for cause in causes):
+            _keep(paths, sources, row)  # but not where rights or the disk refuse
+        return row
     if kept is not None and kept.holds(sources) and not _any_events(sources):
         return kept.row
     if trial.ended:
-        _write(paths, sources, row)
+        _keep(paths, sources, row)
     return row
 
 
 def keep_row(trial: Trial) -> None:
-    """Write the row of a trial that has ended; where that cannot be done, whoever asks for it computes it."""
+    """Write the row of a trial that has ended; where that cannot be done, it is computed whenever it is needed."""
     sources = _sources(trial.paths)
     with contextlib.suppress(Exception):
-        _write(trial.paths, sources, row_of_trial(trial))
+        _keep(trial.paths, sources, row_of_trial(trial))
 
 
 def read_row(paths: RunPaths) -> StoredRow | None:
@@ -321,15 +317,11 @@ def read_row(paths: RunPaths) -> StoredRow | None:
         current = found.get("format") == _FORMAT and (*row,) == COLUMNS
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return StoredRow(sources, _tolerant(row, paths), current)
-
-
-def _tolerant(row: Row, paths: RunPaths) -> Row:
-    """Columns of today: those that are new are None, those that are gone are left out; it is where it is found."""
-    known = {name: row.get(name) for name in COLUMNS}
-    for name in MAPPINGS:
-        known[name] = known[name] if isinstance(known[name], dict) else {}
-    return {**known, "run": paths.directory.name, "run_directory": str(paths.directory)}
+    known = {name: row.get(name) for name in COLUMNS}  # new columns are None, and those that are gone are left out
+    known["kind"] = known["kind"] or ("profile" if known["profiler"] else "trial")
+    mappings = {name: known[name] if isinstance(known[name], dict) else {} for name in MAPPINGS}
+    here = {"run": paths.directory.name, "run_directory": str(paths.directory)}
+    return StoredRow(sources, {**known, **mappings, **here}, current)
 
 
 def _sources(paths: RunPaths) -> Sources:
@@ -352,27 +344,22 @@ def _any_events(sources: Sources) -> bool:
     return any(map(_is_events, sources))
 
 
-def _write(paths: RunPaths, sources: Sources, row: Row) -> None:
-    """In one step, and by a name that no other process or thread writes to; a folder of others is left as it is."""
-    draft = paths.row.with_name(f".row.{os.getpid()}.{threading.get_ident()}.tmp")
-    whole: dict[str, Any] = {"format": _FORMAT, "kit": versions().get("kit"), "sources": sources, "row": row}
+def _keep(paths: RunPaths, sources: Sources, row: Row) -> None:
+    """In one step; a folder of others is left as it is."""
+    whole = {"format": _FORMAT, "kit": versions().get("kit"), "sources": sources, "row": row}
     with contextlib.suppress(OSError):
-        try:
-            draft.write_text(json.dumps(whole, allow_nan=False, separators=(",", ":")), encoding="utf-8")
-            draft.replace(paths.row)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
+        write(json.dumps(whole, allow_nan=False, separators=(",", ":")), paths.row)
 
 
-def _keep_unreadable(paths: RunPaths, sources: Sources, error: BaseException) -> Row:
-    """The row of a run that cannot be read, kept until a file changes; where rights or the disk refuse, not kept."""
-    message = f"{type(error).__name__}: {error}".splitlines()[0]
-    row: Row = {**empty_row(paths), "state": UNREADABLE, "message": message, **{name: {} for name in MAPPINGS}}
-    causes = (error, error.__cause__, getattr(error.__cause__, "__cause__", None))
-    if all(getattr(cause, "errno", None) in (None, errno.ENOENT, errno.EISDIR) for cause in causes):
-        _write(paths, sources, row)
-    return row
+def write(text: str, file: Path) -> Path:
+    """Replace a file in one step, by way of a name that no other process or thread writes to."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8", newline="")
+        return draft.replace(file)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 Found = TypeVar("Found")

@@ -2,7 +2,7 @@
 
 Works for any LightningModule and any data: the trial itself writes what each step was spent on. Seconds; shares are
 fractions of the time of the steps after warm-up, and add to one (those written are rounded so that they still do). On a
-GPU seconds are of the device's own clock. A validation after the last step counts too.
+GPU seconds are of the device's own clock. Validation, checkpoints and logging after the last step count too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import Any
 
 from kit.config import Config
 from kit.errors import TrialError
-from kit.events import Event, number
-from kit.records.trace import PHASE_LABELS, PHASES
+from kit.events import Event
+from kit.records.results import written
+from kit.records.trace import BESIDE_TRAINING, PHASE_LABELS, PHASES, finite
+from kit.registry import Drawable
 from kit.tables import html_table, text_table
 from kit.trial.trial import Trial
 from kit.units import format_seconds
 
 FIELDS = ("rank", "step", "batch", "epoch", "warmup", *(f"{phase}_seconds" for phase in PHASES), "step_seconds")
-_CSV, _JSON, _YAML = "timing_results.csv", "timing_results.json", "timing_summary.yaml"
 _DIGITS = 4
 _ROUNDING = 1e-9
 
@@ -40,7 +41,7 @@ class RankTiming:
     seconds: Mapping[str, float]
     """By part, in total."""
     mean_step_seconds: float
-    """Without validation; NaN without a step."""
+    """Without validation, checkpoints and logging; NaN without a step."""
     deviation_seconds: float
     """Standard deviation of that; 0 for a single step."""
 
@@ -60,8 +61,8 @@ class RankTiming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Timing:
-    """What `kit.timing` answers: print it, index `rows`, or `save` it."""
+class Timing(Drawable):
+    """The answer of `kit.studies.timing`: print it, index `rows`, or `save` it."""
 
     name: str
     clock: str
@@ -104,12 +105,12 @@ class Timing:
         writer = csv.DictWriter(stream, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
-        return _written(stream.getvalue(), path)
+        return written(stream.getvalue(), path)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Summary and rows; written to `path` when given."""
         whole = {"summary": self.summary(), "batches": list(self.rows)}
-        return _written(json.dumps(whole, indent=2, allow_nan=False) + "\n", path)
+        return written(json.dumps(whole, indent=2, allow_nan=False) + "\n", path)
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The summary; written to `path` when given."""
@@ -119,15 +120,15 @@ class Timing:
         yaml = YAML()
         yaml.width = 10_000
         yaml.dump(self.summary(), stream)
-        return _written(stream.getvalue(), path)
+        return written(stream.getvalue(), path)
 
     def save(self, folder: str | Path) -> Path:
         """Write `timing_results.csv`, `timing_results.json` and `timing_summary.yaml` into a folder; it is returned."""
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        self.to_csv(place / _CSV)
-        self.to_json(place / _JSON)
-        self.to_yaml(place / _YAML)
+        self.to_csv(place / "timing_results.csv")
+        self.to_json(place / "timing_results.json")
+        self.to_yaml(place / "timing_summary.yaml")
         return place
 
     # -- displays
@@ -138,7 +139,12 @@ class Timing:
         several = {f"rank {rank}": timing for rank, timing in self.ranks.items()} if len(self.ranks) > 1 else {}
         rows = {"all ranks" if several else "a step": self.together, **several}
         columns = ["", "a step", "±", *(PHASE_LABELS[phase] for phase in shown)]
-        return columns, [_cells(label, timing, shown) for label, timing in rows.items()]
+        cells = []
+        for label, timing in rows.items():
+            spread, shares = format_seconds(timing.deviation_seconds), rounded_shares(timing.shares, 3)
+            parts = [f"{shares.get(phase, 0):.1%}" for phase in shown]
+            cells.append([label, format_seconds(timing.mean_step_seconds), spread, *parts])
+        return columns, cells
 
     def __repr__(self) -> str:
         return f"{self.sentence}.\n{text_table(*self._table)}"
@@ -156,8 +162,16 @@ def timing(trial: Trial | str | Path) -> Timing:
     Args:
         trial: A trial, running or ended, or its run directory.
 
+    Returns:
+        The timing. The parts of a step add up to the step; `to_csv()`, `to_json()` and `to_yaml()` write them.
+
     Raises:
         TrialError: when no step was finished yet, or the directory is no run.
+
+    Example:
+        >>> timing = kit.studies.timing(trial)
+        >>> timing.step_seconds > 0
+        True
     """
     opened = trial if isinstance(trial, Trial) else Trial.open(trial)
     opened.poll()
@@ -169,58 +183,39 @@ def timing(trial: Trial | str | Path) -> Timing:
 def timing_of(events: Sequence[Event], config: Config, name: str = "") -> Timing:
     """The same, of events already read."""
     steps = [event for event in events if event["kind"] == "step"]
-    rows = [_row(event, config.trial.warmup_steps) for event in sorted(steps, key=_place)]
-    after = {event["rank"]: number(event.get("validation_seconds", 0)) for event in events if _ended(event)}
-    ranks = {rank: _rank(rows, rank, after.get(rank, 0.0)) for rank in sorted({row["rank"] for row in rows})}
+    steps.sort(key=lambda event: (int(event["rank"]), int(event.get("batch") or event["step"])))
+    rows = []
+    for event in steps:
+        seconds = {f"{phase}_seconds": finite(event.get(f"{phase}_seconds")) for phase in PHASES}
+        rows.append({
+            "rank": event["rank"], "step": event["step"], "batch": event.get("batch", event["step"]),
+            "epoch": event.get("epoch", 0), "warmup": event["step"] <= config.trial.warmup_steps, **seconds,
+            "step_seconds": math.fsum(seconds.values()),
+        })  # fmt: skip
+    ended = [event for event in events if event["kind"] == "fit_ended"]
+    after = {event["rank"]: event for event in ended}
+    measured = [row for row in rows if not row["warmup"]]
+    ranks: dict[int, RankTiming] = {}
+    for rank in sorted({row["rank"] for row in rows}):
+        mine = [row for row in measured if row["rank"] == rank]
+        by_phase = {phase: math.fsum(row[f"{phase}_seconds"] for row in mine) for phase in PHASES}
+        for phase in BESIDE_TRAINING if mine else ():
+            by_phase[phase] += finite(after.get(rank, {}).get(f"{phase}_seconds"))
+        ranks[rank] = _rank_timing(mine, by_phase)
+    total = {phase: math.fsum(rank.seconds[phase] for rank in ranks.values()) for phase in PHASES}
     return Timing(
         name=name or config.name,
         clock="device" if any("host_seconds" in event for event in steps) else "host",
         warmup_steps=config.trial.warmup_steps,
         rows=tuple(rows),
         ranks=ranks,
-        together=_together([*ranks.values()], [_training(row) for row in rows if not row["warmup"]]),
+        together=_rank_timing(measured, total),
     )
 
 
-def _ended(event: Event) -> bool:
-    return bool(event["kind"] == "fit_ended")
-
-
-def _place(event: Event) -> tuple[int, int]:
-    return int(event["rank"]), int(event.get("batch") or event["step"])
-
-
-def _row(event: Event, warmup_steps: int) -> dict[str, Any]:
-    seconds = {f"{phase}_seconds": _finite(event.get(f"{phase}_seconds")) for phase in PHASES}
-    return {
-        "rank": event["rank"], "step": event["step"], "batch": event.get("batch", event["step"]),
-        "epoch": event.get("epoch", 0), "warmup": event["step"] <= warmup_steps, **seconds,
-        "step_seconds": math.fsum(seconds.values()),
-    }  # fmt: skip
-
-
-def _finite(value: Any) -> float:
-    found = number(value)
-    return found if math.isfinite(found) else 0.0
-
-
-def _training(row: Mapping[str, Any]) -> float:
-    return float(row["step_seconds"] - row["validation_seconds"])
-
-
-def _rank(rows: Sequence[Mapping[str, Any]], rank: int, validation_after: float) -> RankTiming:
-    mine = [row for row in rows if row["rank"] == rank and not row["warmup"]]
-    seconds = {phase: math.fsum(row[f"{phase}_seconds"] for row in mine) for phase in PHASES}
-    if mine:
-        seconds["validation"] += validation_after
-    return _timing([_training(row) for row in mine], seconds)
-
-
-def _together(ranks: Sequence[RankTiming], steps: Sequence[float]) -> RankTiming:
-    return _timing(steps, {phase: math.fsum(rank.seconds[phase] for rank in ranks) for phase in PHASES})
-
-
-def _timing(steps: Sequence[float], seconds: Mapping[str, float]) -> RankTiming:
+def _rank_timing(rows: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]) -> RankTiming:
+    beside = [math.fsum(row[f"{phase}_seconds"] for phase in BESIDE_TRAINING) for row in rows]
+    steps = [float(row["step_seconds"] - aside) for row, aside in zip(rows, beside, strict=True)]
     return RankTiming(
         steps=len(steps),
         seconds=seconds,
@@ -252,15 +247,3 @@ def _plain(timing: RankTiming) -> dict[str, Any]:
         "seconds": {part: round(value, 9) for part, value in timing.seconds.items()},
         "shares": rounded_shares(timing.shares),
     }
-
-
-def _cells(label: str, timing: RankTiming, shown: Sequence[str]) -> list[str]:
-    shares = rounded_shares(timing.shares, 3)
-    spread = format_seconds(timing.deviation_seconds)
-    return [label, format_seconds(timing.mean_step_seconds), spread, *(f"{shares.get(p, 0):.1%}" for p in shown)]
-
-
-def _written(text: str, path: str | Path | None) -> str:
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
-    return text

@@ -1,46 +1,53 @@
-"""Trace: the step events of one trial as plain numbers: memory per rank, throughput of all ranks, where time went.
+"""Trace: the events of one trial as plain numbers: memory per rank, throughput, where time went, and spans of time.
 
-Bytes, seconds, samples per second and fractions; nothing is drawn here and no file is read. A trace takes events one by
-one, so that a live chart pays only for what is new. A step counts towards throughput once every rank has reported it,
-and it lasts as long as its slowest rank, a validation before it left out (in the shares it is not). The first
-`warmup_steps` steps are kept in every series and left out of every average. A series of more than `LARGEST_SERIES`
-points is binned: memory keeps the largest value of a bin, because a peak must not be averaged away; throughput keeps
-samples over seconds.
+Bytes, seconds, samples per second and fractions; nothing is drawn here and no file is read.
 
-Pipeline: the events of one trial as spans: set-up, get batch, train, epoch; and what the store gave meanwhile.
+A `Trace` takes events one by one, so that a live chart pays only for what is new. A step counts towards throughput once
+every rank has reported it, and lasts as long as its slowest rank, by the clock on the wall: with validation,
+checkpoints and logging, whose shares are told, and which count after the last step too. The first `warmup_steps` steps
+are in every series and in no average. A series of more than `LARGEST_SERIES` points is binned: memory keeps the largest
+value of a bin, because a peak must not be averaged away; throughput keeps samples over seconds.
 
-Times are seconds since the first batch was asked for; what lies before 0 is set-up (imports, model, store). *Get batch*
-is the time from a batch's first request to its last byte decoded, several at once when batches are read ahead; where
-the loader does not tell (a torch DataLoader, loader processes) it is the time that training waited for it. *Train* runs
-from the batch in hand to the next one wanted, so the gaps between two trains are what the rank waited.
-
-Waits, and the share of time they take, leave out the warm-up steps; the wait for the very first batch is the loader's
-start-up and is told apart, because in a short trial it may outweigh everything else. Rates are of all ranks together,
-from counts taken after each step, and so are spread evenly over the steps between two bins.
+`pipeline_info` gives spans: set-up, get batch, train, epoch, and the rates of the store meanwhile. Times are seconds
+since the first batch was requested; before 0 lies set-up (imports, model, store). *Get batch* is the time from the
+first request of a batch to its last byte decoded, several at once when batches are read ahead; where the loader does
+not tell (a torch DataLoader, loader processes) it is the time that training waited for it. *Train* runs from the batch
+in hand to the request for the next, so the gaps between two trains are the rank's waits. Waits, and their share of the
+time, leave out the warm-up steps; the wait for the very first batch is the loader's start-up and is kept apart, because
+in a short trial it may outweigh everything else. Rates are of all ranks together, from counts taken after each step,
+spread evenly between two steps.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kit.config import Config
 from kit.events import Event, number
-from kit.trial.what_ran import used_event, with_values
-from kit.units import format_bytes, format_count, format_seconds
+from kit.trial.settings_used import used_event, with_values
+from kit.units import format_bytes, format_count, format_seconds, plural
 
 LARGEST_SERIES = 400
 """More than one point a pixel of a chart column cannot be seen, and makes a live chart slow."""
-PHASES = ("wait", "transfer", "forward", "backward", "optimizer", "communication", "validation", "other")
+PHASES = (
+    "wait", "transfer", "forward", "backward", "optimizer", "communication", "validation", "checkpoint", "logging",
+    "other",
+)  # fmt: skip
+BESIDE_TRAINING = ("validation", "checkpoint", "logging")
+_LEAST_TOLD = 0.01
 PHASE_LABELS = {"wait": "data wait", **{phase: phase for phase in PHASES[1:]}}
 MEMORY_KINDS = ("host_rss_bytes", "device_allocated_bytes", "device_reserved_bytes")
 
+Floats = NDArray[np.float64]
 Series = tuple[tuple[float, ...], tuple[float, ...]]
 """Steps and values, each `(point,)`."""
 
@@ -57,7 +64,7 @@ class MemoryInfo:
     warmup_steps: int
     max_steps: int
     reported_host_rss_bytes: float = 0.0
-    """The largest that a rank reported at its end: what lay between two steps is in it too."""
+    """The largest that a rank reported at its end; it includes what lay between two steps."""
 
     def largest(self, kind: str) -> float:
         """The largest value of one kind after any step, over all ranks; NaN when there is none."""
@@ -75,10 +82,10 @@ class MemoryInfo:
 
     @property
     def sentence(self) -> str:
-        """What the panel shows, for those who do not see it."""
+        """The panel in words, for a reader who does not see it."""
         if not self.ranks:
             return "Memory per rank by step: nothing measured yet."
-        text = f"Memory per rank by step, {_count(len(self.ranks), 'rank')}: "
+        text = f"Memory per rank by step, {plural(len(self.ranks), 'rank')}: "
         text += f"peak host RSS {format_bytes(self.peak('host_rss_bytes'))}"
         if self.has_device:
             text += f", peak device memory allocated {format_bytes(self.peak('device_allocated_bytes'))}"
@@ -102,31 +109,24 @@ class ThroughputInfo:
     measured_steps: int
     warmup_steps: int
     max_steps: int
+    error_fraction: float = math.nan
+    """Standard error of the mean time of a batch after warm-up, over that mean; NaN below two."""
 
     @property
     def sentence(self) -> str:
-        """What the panel shows, for those who do not see it."""
+        """The panel in words, for a reader who does not see it."""
         if not self.measured_steps:
-            return f"Throughput: nothing measured yet after {_count(self.warmup_steps, 'warm-up step')}."
+            return f"Throughput: nothing measured yet after {plural(self.warmup_steps, 'warm-up step')}."
         return (
-            f"Throughput over {_count(self.measured_steps, 'step')} after warm-up: "
+            f"Throughput over {plural(self.measured_steps, 'step')} after warm-up: "
             f"{format_count(self.mean_samples_per_second)} samples/s, "
-            f"{self.data_wait_fraction:.0%} of the time spent waiting for data."
+            f"{self.data_wait_fraction:.0%} of the time spent waiting for data{self._beside}."
         )
 
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-@dataclass(slots=True)
-class _Step:
-    """One optimizer step, summed over the ranks that have reported it."""
-
-    ranks: int = 0
-    samples: float = 0.0
-    slowest_seconds: float = 0.0
-    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    @property
+    def _beside(self) -> str:
+        told = {name: self.mean_shares[name] for name in BESIDE_TRAINING if self.mean_shares[name] >= _LEAST_TOLD}
+        return "".join(f", {share:.0%} on {PHASE_LABELS[name]}" for name, share in told.items())
 
 
 class Trace:
@@ -137,8 +137,11 @@ class Trace:
         self.world_size = world_size
         self._memory: dict[str, dict[int, tuple[list[float], list[float]]]] = {kind: {} for kind in MEMORY_KINDS}
         self._reported_host_rss_bytes = 0.0
-        self._open: dict[int, _Step] = {}
-        self._closed: list[tuple[int, _Step]] = []
+        self._open: dict[int, tuple[int, Floats]] = {}
+        """Of each step: how many ranks have reported it; samples, seconds of the slowest, and seconds by phase."""
+        self._closed: list[tuple[int, Floats]] = []
+        self._after: list[Any] = [np.zeros(len(PHASES)), 0.0]
+        """After the last step: seconds by phase, and of the slowest rank."""
 
     def add(self, events: Iterable[Event]) -> Trace:
         """Take in new events; any kind but `step`, `fit_started` and `fit_ended` is passed over."""
@@ -147,31 +150,30 @@ class Trace:
                 self.world_size = int(event.get("world_size") or 1)
                 self.max_steps = int(event.get("max_steps") or self.max_steps)
             elif event["kind"] == "fit_ended":
-                reported = _finite(event.get("peak_host_rss_bytes"))
+                after = np.array([finite(event.get(f"{phase}_seconds")) for phase in PHASES])
+                self._after[0] += after
+                self._after[1] = max(self._after[1], float(after.sum()))
+                reported = finite(event.get("peak_host_rss_bytes"))
                 self._reported_host_rss_bytes = max(self._reported_host_rss_bytes, reported)
             elif event["kind"] == "step":
-                self._remember_memory(event)
-                self._remember_step(event)
+                self._add_step(event)
         return self
 
-    def _remember_memory(self, event: Event) -> None:
+    def _add_step(self, event: Event) -> None:
         for kind in MEMORY_KINDS:
             value = number(event.get(kind))
             if math.isfinite(value):
                 steps, values = self._memory[kind].setdefault(event["rank"], ([], []))
                 steps.append(event["step"])
                 values.append(value)
-
-    def _remember_step(self, event: Event) -> None:
-        step = self._open.setdefault(event["step"], _Step())
-        step.ranks += 1
-        step.samples += _finite(event.get("samples"))
-        training = _finite(event.get("step_seconds")) - _finite(event.get("validation_seconds"))
-        step.slowest_seconds = max(step.slowest_seconds, training)
-        for phase in PHASES:
-            step.phase_seconds[phase] += _finite(event.get(f"{phase}_seconds"))
-        if step.ranks >= (self.world_size or 1):
-            self._closed.append((event["step"], self._open.pop(event["step"])))
+        ranks, sums = self._open.pop(event["step"], (0, np.zeros(2 + len(PHASES))))
+        sums[0] += finite(event.get("samples"))
+        sums[1] = max(sums[1], finite(event.get("step_seconds")))
+        sums[2:] += [finite(event.get(f"{phase}_seconds")) for phase in PHASES]
+        if ranks + 1 >= (self.world_size or 1):
+            self._closed.append((event["step"], sums))
+        else:
+            self._open[event["step"]] = (ranks + 1, sums)
 
     @property
     def last_step(self) -> int:
@@ -195,17 +197,25 @@ class Trace:
 
     def throughput(self) -> ThroughputInfo:
         """Throughput and shares; averages leave the warm-up steps out."""
-        bins = [_merge(part) for part in _bins(self._closed)]
-        warm = [step for number_, step in self._closed if number_ > self.warmup_steps]
-        _, mean = _merge([(0, step) for step in warm])
+        steps = [step for step, _ in self._closed]
+        sums = np.array([sums for _, sums in self._closed]).reshape(-1, 2 + len(PHASES))
+        binned = np.array([part.sum(axis=0) for part in _bins(sums)]).reshape(-1, 2 + len(PHASES))
+        warm = sums[np.array(steps, int) > self.warmup_steps]
+        whole = warm.sum(axis=0, keepdims=True)
+        if len(warm):
+            whole[0, 1] += self._after[1]
+            whole[0, 2:] += self._after[0]
+        (mean_rate,), (mean_shares,) = _rates_and_shares(whole)
+        rates, shares = _rates_and_shares(binned)
         return ThroughputInfo(
-            steps=tuple(last for last, _ in bins),
-            samples_per_second=tuple(_rate(step) for _, step in bins),
-            shares={phase: tuple(_share(step, phase) for _, step in bins) for phase in PHASES},
-            mean_samples_per_second=_rate(mean),
-            data_wait_fraction=_share(mean, "wait"),
-            mean_shares={phase: _share(mean, phase) for phase in PHASES},
+            steps=tuple(part[-1] for part in _bins(steps)),
+            samples_per_second=tuple(rates.tolist()),
+            shares={phase: tuple(shares[:, column].tolist()) for column, phase in enumerate(PHASES)},
+            mean_samples_per_second=float(mean_rate),
+            data_wait_fraction=float(mean_shares[0]),
+            mean_shares=dict(zip(PHASES, mean_shares.tolist(), strict=True)),
             measured_steps=len(warm),
+            error_fraction=_error_fraction(warm[:, 1]),
             warmup_steps=self.warmup_steps,
             max_steps=self.max_steps,
         )
@@ -218,6 +228,46 @@ def trace_of(events: Iterable[Event], config: Config) -> Trace:
     return Trace(config.trial.warmup_steps, config.trial.max_steps, len(ranks) or None).add(events)
 
 
+class BatchLoss(NamedTuple):
+    """A batch of all ranks."""
+
+    epoch: int | None
+    loss: float
+    """The mean of the ranks' losses, as gradients are a mean over ranks."""
+    samples: float
+
+
+def losses_of(events: Iterable[Event]) -> list[BatchLoss]:
+    """The loss of each batch in its order; one without a loss is NaN."""
+    found: dict[Any, list[Event]] = {}
+    for event in events:
+        if event["kind"] == "step":
+            found.setdefault((event.get("epoch"), event.get("batch", event["step"])), []).append(event)
+    return [
+        BatchLoss(
+            epoch=None if epoch is None else int(epoch),
+            loss=statistics.fmean(number(event.get("loss")) for event in ranks),
+            samples=sum(finite(event.get("samples")) for event in ranks),
+        )
+        for (epoch, _), ranks in found.items()
+    ]
+
+
+def metrics_of(events: Iterable[Event]) -> dict[str, Series]:
+    """What the module logged over the optimizer steps: of rank 0, the last value of each; and the mean loss of all."""
+    found: defaultdict[str, dict[float, float]] = defaultdict(dict)
+    losses: defaultdict[float, list[float]] = defaultdict(list)
+    for event in events:
+        if event["kind"] == "step" and event.get("loss") is not None:
+            losses[event["step"]].append(number(event["loss"]))
+        if event["rank"] == 0 and event["kind"] in ("step", "logged"):
+            for name, value in (event.get("metrics") or {}).items():
+                found[name][event["step"]] = number(value)
+    if losses:
+        found["loss"] = {step: statistics.fmean(values) for step, values in losses.items()}
+    return {name: (tuple(values), tuple(values.values())) for name, values in sorted(found.items())}
+
+
 def memory_info(events: Iterable[Event], config: Config) -> MemoryInfo:
     """Memory per rank over the steps of these events."""
     return trace_of(events, config).memory()
@@ -228,33 +278,27 @@ def throughput_info(events: Iterable[Event], config: Config) -> ThroughputInfo:
     return trace_of(events, config).throughput()
 
 
-def _finite(value: Any) -> float:
+def finite(value: Any) -> float:
+    """A value of an event as a finite number; 0 for all else."""
     found = number(value)
     return found if math.isfinite(found) else 0.0
 
 
-def _rate(step: _Step) -> float:
-    return step.samples / step.slowest_seconds if step.slowest_seconds else math.nan
+def _rates_and_shares(sums: Floats) -> tuple[Floats, Floats]:
+    """Samples per second `(row,)`, and the share of each phase `(row, phase)`; NaN where no time was spent."""
+    slowest, total = sums[:, 1], sums[:, 2:].sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rates = np.where(slowest != 0, sums[:, 0] / slowest, np.nan)
+        return rates, np.where(total[:, None] != 0, sums[:, 2:] / total[:, None], np.nan)
 
 
-def _share(step: _Step, phase: str) -> float:
-    total = sum(step.phase_seconds.values())
-    return step.phase_seconds[phase] / total if total else math.nan
+def _error_fraction(seconds: Floats) -> float:
+    if len(seconds) < 2 or not seconds.mean():
+        return math.nan
+    return float(seconds.std(ddof=1) / math.sqrt(len(seconds)) / seconds.mean())
 
 
-def _merge(part: Sequence[tuple[int, _Step]]) -> tuple[int, _Step]:
-    """Consecutive steps as one, under the number of the last."""
-    if len(part) == 1:
-        return part[0]
-    merged = _Step(
-        samples=sum(step.samples for _, step in part),
-        slowest_seconds=sum(step.slowest_seconds for _, step in part),
-        phase_seconds={phase: sum(step.phase_seconds[phase] for _, step in part) for phase in PHASES},
-    )
-    return (part[-1][0] if part else 0), merged
-
-
-def _bins(items: Sequence[Any]) -> list[Sequence[Any]]:
+def _bins(items: Any) -> list[Any]:
     width = max(1, math.ceil(len(items) / LARGEST_SERIES))
     return [items[start : start + width] for start in range(0, len(items), width)]
 
@@ -266,7 +310,7 @@ def _bin_largest(steps: Sequence[float], values: Sequence[float]) -> Series:
 
 
 Spans = tuple[tuple[float, float], ...]
-"""(beginning, end) of each, in seconds since the first batch was asked for."""
+"""(start, end) of each, in seconds since the first batch was requested."""
 
 MOST_BINS = 60
 _LEAST_BINS = 8
@@ -287,7 +331,7 @@ class PipelineInfo:
     """The numbers of the chart; mappings are by rank."""
 
     set_up: Mapping[int, Spans]
-    """From the start of the process to the first batch asked for."""
+    """From the start of the process to the request for the first batch."""
     start_up: Mapping[int, Spans]
     """From there to the first batch in hand."""
     get_batch: Mapping[int, Spans]
@@ -340,7 +384,7 @@ class PipelineInfo:
 
     @property
     def finding(self) -> str:
-        """What the chart shows, in one sentence."""
+        """The chart in one sentence."""
         if not self.waits:
             return "All steps were warm-up: give the trial more to tell the wait for data"
         share = self.data_wait_fraction
@@ -350,7 +394,7 @@ class PipelineInfo:
 
     @property
     def sentence(self) -> str:
-        """The whole chart, for those who do not see it."""
+        """The whole chart in words, for a reader who does not see it."""
         text = f"{self.finding}. Set-up {format_seconds(self.set_up_seconds)}, loader start-up "
         text += f"{format_seconds(self.start_up_seconds)}, get batch {format_seconds(self.mean_get_batch_seconds)} and "
         text += f"train {format_seconds(self.mean_train_seconds)} on average."
@@ -366,137 +410,91 @@ def pipeline_info(events: Iterable[Event], config: Config, seconds: tuple[float,
     Args:
         events: Of all ranks.
         config: What was run.
-        seconds: Leave out what lies outside of these, as of the first batch asked for; the shares stay of the whole.
+        seconds: Leave out what lies outside of these, since the first batch was requested; shares stay of the whole.
 
     Raises:
         ValueError: when no rank has finished a step.
     """
+    from kit.data.stores.url import is_shared, local_folder, resolve_url
+
     events = [*events]
-    steps = _steps_by_rank(events)
-    if not steps:
+    by_rank: defaultdict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["kind"] == "step" and "train_ended" in event:
+            by_rank[event["rank"]].append(event)
+    if not by_rank:
         raise ValueError("no step was finished")
-    asked = {event["rank"]: event["time"] for event in events if event["kind"] == "fit_started"}
-    zero = min(asked.values(), default=min(rank[0]["train_started"] for rank in steps.values()))
-    trace = trace_of(events, config)
-    throughput, warm = trace.throughput(), config.trial.warmup_steps
-    reads = all("read_started" in event for rank in steps.values() for event in rank)
+    steps = dict(sorted(by_rank.items()))
+    began = {event["rank"]: event["time"] for event in events if event["kind"] == "fit_started"}
+    zero = min(began.values(), default=min(found[0]["train_started"] for found in steps.values()))
     window = seconds or (-math.inf, math.inf)
-    trained = {
-        rank: [(event["train_started"], event["train_ended"]) for event in found] for rank, found in steps.items()
-    }
-    rates = _rates([[(zero, 0.0, 0.0), *map(_counted, found)] for found in steps.values()], zero, window)
-
-    def cut(spans: Iterable[tuple[float, float]]) -> Spans:
-        shifted = ((begin - zero, end - zero) for begin, end in spans)
-        return tuple(span for span in shifted if span[1] >= window[0] and span[0] <= window[1])
-
+    reads = all("read_started" in event for found in steps.values() for event in found)
+    spans: defaultdict[str, Any] = defaultdict(dict)
+    for rank, found in steps.items():
+        for name, whole in _spans(found, [event for event in events if event["rank"] == rank], zero, reads).items():
+            shifted = ((begin - zero, end - zero) for begin, end in whole)
+            spans[name][rank] = tuple(span for span in shifted if span[1] >= window[0] and span[0] <= window[1])
+    throughput, warmup_steps = trace_of(events, config).throughput(), config.trial.warmup_steps
+    warm = [event for found in steps.values() for event in found if event["step"] > warmup_steps]
+    rates = _rates(steps.values(), zero, window)
+    url, chunking = resolve_url(config.data.url), config.chunking
+    remote = local_folder(url) is None and is_shared(url)
     return PipelineInfo(
-        set_up={rank: cut(_whole(events, "rank_started", rank, asked.get(rank))) for rank in steps},
-        start_up={rank: cut([(asked.get(rank, zero), first[0]["train_started"])]) for rank, first in steps.items()},
-        get_batch={rank: cut(_reads(found) if reads else _waited(found)) for rank, found in steps.items()},
+        **spans,
         overlaps=reads,
-        train={rank: cut(spans) for rank, spans in trained.items()},
-        wait={rank: cut(_waited(found[1:])) for rank, found in steps.items()},
-        save={rank: cut(_told(events, rank, "save")) for rank in steps},
-        validation={rank: cut(_told(events, rank, "validation")) for rank in steps},
-        epoch={rank: cut(_epochs(found, asked.get(rank))) for rank, found in steps.items()},
-        waits=tuple(
-            number(event["wait_seconds"]) for found in steps.values() for event in found if event["step"] > warm
-        ),
+        waits=tuple(number(event["wait_seconds"]) for event in warm),
         data_wait_fraction=throughput.data_wait_fraction,
         samples_per_second=throughput.mean_samples_per_second,
         rates=rates,
         settings=_settings(config, events, len(steps), own=rates is not None),
-        **_limits(config),
+        limit_bytes_per_second=float(chunking.total_bandwidth_bytes_per_second) if remote else None,
+        limit_requests_per_second=(float(chunking.requests_per_second) or None) if remote else None,
     )
 
 
-def _steps_by_rank(events: Sequence[Event]) -> dict[int, list[Event]]:
-    steps: defaultdict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        if event["kind"] == "step" and "train_ended" in event:
-            steps[event["rank"]].append(event)
-    return dict(sorted(steps.items()))
-
-
-def _whole(events: Sequence[Event], kind: str, rank: int, end: float | None) -> Spans:
-    """From the event of that kind to `end`."""
-    began = [event["time"] for event in events if event["kind"] == kind and event["rank"] == rank]
-    return ((began[0], end),) if began and end is not None else ()
-
-
-def _reads(steps: Sequence[Event]) -> list[tuple[float, float]]:
-    return [(event["read_started"], event["read_ended"]) for event in steps]
-
-
-def _waited(steps: Sequence[Event]) -> list[tuple[float, float]]:
-    return [(event["train_started"] - number(event["wait_seconds"]), event["train_started"]) for event in steps]
-
-
-def _told(events: Sequence[Event], rank: int, name: str) -> list[tuple[float, float]]:
-    """What the rank told whole."""
-    return [
-        (event["started"], event["ended"])
-        for event in events
-        if event["kind"] == "span" and event["rank"] == rank and event["name"] == name
-    ]
-
-
-def _epochs(steps: Sequence[Event], asked: float | None) -> list[tuple[float, float]]:
-    """Each epoch from the end of the one before, so that the wait for its first batch is in it."""
-    last = {event["epoch"]: event["train_ended"] for event in steps}
-    begin = steps[0]["train_started"] if asked is None else asked
-    return [*pairwise([begin, *last.values()])]
-
-
-# -- rates
-
-
-def _counted(event: Event) -> tuple[float, float, float]:
-    return event["train_ended"], number(event.get("bytes_read")), number(event.get("requests"))
-
-
-def _rates(
-    ranks: Sequence[Sequence[tuple[float, float, float]]], zero: float, window: tuple[float, float]
-) -> Rates | None:
-    if any(math.isnan(value) for counts in ranks for count in counts for value in count):
-        return None
-    end = max(counts[-1][0] for counts in ranks)
-    begin, end = max(zero, zero + window[0]), min(end, zero + window[1])
-    bins = min(MOST_BINS, max(_LEAST_BINS, max(len(counts) for counts in ranks) // 2))
-    edges = [begin + (end - begin) * place / bins for place in range(bins + 1)]
-    totals = [
-        [sum(_between(counts, edge, column) for counts in ranks) for edge in edges] for column in (1, 2)
-    ]  # bytes, requests
-    width = (end - begin) / bins or math.nan
-    speeds = [tuple(max(0.0, after - before) / width for before, after in pairwise(total)) for total in totals]
-    return Rates(edges=tuple(edge - zero for edge in edges), bytes_per_second=speeds[0], requests_per_second=speeds[1])
-
-
-def _between(counts: Sequence[tuple[float, float, float]], moment: float, column: int) -> float:
-    """A count at a moment between two steps, on the straight line between them."""
-    place = bisect_left(counts, moment, key=lambda count: count[0])
-    if place == 0:
-        return counts[0][column]
-    if place == len(counts):
-        return counts[-1][column]
-    before, after = counts[place - 1], counts[place]
-    share = (moment - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 1.0
-    return before[column] + share * (after[column] - before[column])
-
-
-def _limits(config: Config) -> dict[str, float | None]:
-    """What the config says of the network; a store in a folder or in memory has none."""
-    from kit.data.stores.url import is_shared, local_folder, resolve_url
-
-    url = resolve_url(config.data.url)
-    if local_folder(url) is not None or not is_shared(url):
-        return {"limit_bytes_per_second": None, "limit_requests_per_second": None}
-    chunking = config.chunking
-    return {
-        "limit_bytes_per_second": float(chunking.total_bandwidth_bytes_per_second),
-        "limit_requests_per_second": float(chunking.requests_per_second) or None,
+def _spans(
+    steps: Sequence[Event], events: Sequence[Event], zero: float, reads: bool
+) -> dict[str, list[tuple[float, float]]]:
+    """The spans of one rank, from its steps and all of its events, in seconds since the epoch."""
+    first = steps[0]["train_started"]
+    began = next((event["time"] for event in reversed(events) if event["kind"] == "fit_started"), None)
+    started = next((event["time"] for event in events if event["kind"] == "rank_started"), None)
+    waited = [(event["train_started"] - number(event["wait_seconds"]), event["train_started"]) for event in steps]
+    epoch_ends = {event["epoch"]: event["train_ended"] for event in steps}
+    found = {
+        "set_up": [(started, began)] if started is not None and began is not None else [],
+        "start_up": [(zero if began is None else began, first)],
+        "get_batch": [(event["read_started"], event["read_ended"]) for event in steps] if reads else waited,
+        "train": [(event["train_started"], event["train_ended"]) for event in steps],
+        "wait": waited[1:],
+        "save": [],
+        "validation": [],
+        "epoch": [*pairwise([first if began is None else began, *epoch_ends.values()])],  # the wait for it included
     }
+    for event in events:
+        if event["kind"] == "span" and event["name"] in ("save", "validation"):
+            found[event["name"]].append((event["started"], event["ended"]))
+    return found
+
+
+def _rates(ranks: Iterable[Sequence[Event]], zero: float, window: tuple[float, float]) -> Rates | None:
+    counts = []  # of each rank (step + 1, 3): time, bytes, requests
+    for steps in ranks:
+        after = [(step["train_ended"], number(step.get("bytes_read")), number(step.get("requests"))) for step in steps]
+        counts.append(np.array([(zero, 0.0, 0.0), *after]))
+    if any(np.isnan(count).any() for count in counts):
+        return None
+    begin, end = max(zero, zero + window[0]), min(max(float(count[-1, 0]) for count in counts), zero + window[1])
+    bins = min(MOST_BINS, max(_LEAST_BINS, max(map(len, counts)) // 2))
+    edges = np.linspace(begin, end, bins + 1)
+    width = (end - begin) / bins or math.nan
+    totals = (sum(np.interp(edges, count[:, 0], count[:, column]) for count in counts) for column in (1, 2))
+    bytes_per_second, requests_per_second = (np.maximum(0.0, np.diff(total) / width).tolist() for total in totals)
+    return Rates(
+        edges=tuple((edges - zero).tolist()),
+        bytes_per_second=tuple(bytes_per_second),
+        requests_per_second=tuple(requests_per_second),
+    )
 
 
 def _settings(config: Config, events: Sequence[Event], ranks: int, own: bool) -> tuple[tuple[str, str], ...]:
@@ -532,10 +530,8 @@ def histogram(waits: Sequence[float], bins: int = 40) -> tuple[tuple[float, ...]
     """
     top = statistics.fmean(waits) + 3 * statistics.pstdev(waits) if waits else 0.0
     top = max(min(top, max(waits, default=0.0)), 1e-4)
-    counts = [0] * bins
-    for wait in waits:
-        counts[min(bins - 1, int(wait / top * bins))] += 1
-    return tuple(top * place / bins for place in range(bins + 1)), tuple(counts)
+    counts, edges = np.histogram(np.minimum(waits, top), bins, (0.0, top))
+    return tuple(edges.tolist()), tuple(counts.tolist())
 
 
 def merged(spans: Spans, least_gap_seconds: float) -> Spans:

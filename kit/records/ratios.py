@@ -1,0 +1,214 @@
+"""Ratios: when measured / predicted says something, why it is far from 1, and what earlier trials say about speed.
+
+Memory is counted byte by byte, and its ratio always stands. Speed, requests and bytes are means over batches: of too
+few, or of batches that differ too much, no ratio is given but the reason. A ratio that is `FAR` from 1 is explained by
+what the trial has counted; where nothing counted explains it, that is said.
+
+Speed is predicted from earlier trials of the same: config as far as it decides on speed, module, data, machine and
+devices. Nothing else predicts it, and the rate at which a store can be read least of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kit.config import Config
+from kit.units import format_count
+
+FAR = 0.2
+"""A ratio further than this from 1, either way, is explained."""
+LEAST_BATCHES = 8
+"""One batch that takes twice as long, as any other program on the machine can bring about, moves the mean of eight by
+an eighth: by less than `FAR`. The mean of fewer can be far from 1 by such a batch alone."""
+LARGEST_ERROR_FRACTION = FAR / 2
+"""Standard error of a mean: twice that is `FAR`, so that with a larger one chance alone makes a ratio far."""
+SPEED = "samples_per_second"
+COUNTED = ("requests_per_sample", "bytes_per_sample")
+NO_SPEED = ("name", "trial.", "training.max_epochs", "commit.", "profiler.", "build.", "queries.", "calibration.")
+"""Settings that change neither how fast a step is nor what it reads."""
+_MOST_EARLIER = 5
+_ENDED = ("COMPLETE", "STOPPED")
+_WORDS = {
+    "requests_per_sample": "requests", "bytes_per_sample": "bytes", "device_allocated_bytes": "memory",
+    "device_reserved_bytes": "reserved memory", SPEED: "speed",
+}  # fmt: skip
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedRange:
+    """What earlier measurements say about samples per second, of all devices together."""
+
+    samples_per_second: float
+    low: float
+    high: float
+    source: str
+    """Where it comes from, in a few words."""
+
+
+def speed_key(config: Config, environment: Mapping[str, Any]) -> str:
+    """Digits that are the same for trials of the same, as far as speed goes.
+
+    `environment` is that of a run: what was given, the machine, the kind of devices and how many of them.
+    """
+    settings = {info.path: config.get(info.path) for info in Config.fields()}
+    kept = {path: repr(value) for path, value in settings.items() if not path.startswith(NO_SPEED)}
+    given, machine = environment.get("given") or {}, environment.get("machine") or {}
+    what = [given.get(name, "") for name in ("module", "data", "module_identity", "data_identity")]
+    where = [machine.get("host"), environment.get("accelerator"), environment.get("world_size")]
+    return hashlib.sha256(json.dumps([kept, what, where], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def speed_range(earlier: Iterable[Values]) -> SpeedRange | None:
+    """What these rows, the newest last, say about another trial of the same; None where none of them can."""
+    rows = [row for row in earlier if is_measure(row)][-_MOST_EARLIER:]
+    if not rows:
+        return None
+    speeds = [row[SPEED] for row in rows]
+    errors = [2 * (row[f"{SPEED}_error_fraction"] or 0.0) for row in rows]
+    count = f"{len(rows)} earlier trials" if len(rows) > 1 else "an earlier trial"
+    return SpeedRange(
+        samples_per_second=statistics.median(speeds),
+        low=min(speed * (1 - error) for speed, error in zip(speeds, errors, strict=True)),
+        high=max(speed * (1 + error) for speed, error in zip(speeds, errors, strict=True)),
+        source=f"{count} of the same",
+    )
+
+
+def is_measure(row: Values) -> bool:
+    """Whether the speed of a row says how fast another trial of the same will be."""
+    return bool(row[SPEED]) and row["state"] in _ENDED and row["kind"] != "profile" and not doubt(row, SPEED)
+
+
+# -- what a ratio says
+
+
+def doubt(row: Values, quantity: str) -> str:
+    """In a few words, why a ratio of this quantity says nothing; empty where it says something."""
+    name = {SPEED: "measured_batches", **dict.fromkeys(COUNTED, "batches_read")}.get(quantity)
+    batches = None if name is None else row[name]
+    if batches is None:
+        return ""
+    if batches < LEAST_BATCHES:
+        return "too few batches"
+    error = row[f"{SPEED}_error_fraction"] if quantity == SPEED else None
+    return "too uneven" if error is not None and error > LARGEST_ERROR_FRACTION else ""
+
+
+def doubt_note(words: str) -> str:
+    """What such words mean, and the way out."""
+    if words == "too uneven":
+        return (
+            f"too uneven: the mean time of a batch is known to ± {2 * LARGEST_ERROR_FRACTION:.0%} at best, so a ratio "
+            "could be chance; raise trial.max_steps"
+        )
+    return (
+        f"too few batches: of fewer than {LEAST_BATCHES} after warm-up a single slow one decides the mean, so there is "
+        "no ratio; raise trial.max_steps"
+    )
+
+
+def is_far(found: float | None) -> bool:
+    """Whether a ratio has to be explained."""
+    return found is not None and not 1 / (1 + FAR) <= found <= 1 + FAR
+
+
+def explain(row: Values, before: Values | None = None) -> str:
+    """Every ratio of a row that is far from 1, each with its reason; `before` is the trial that predicted its speed."""
+    parts = []
+    for quantity, words in _WORDS.items():
+        found = row[f"{quantity}_ratio"]
+        if is_far(found):
+            why = _why_speed(row, before) if quantity == SPEED else _why(row, quantity, found)
+            parts.append(f"{words} {found:.2f} of predicted: {why}")
+    return "; ".join(parts)
+
+
+def _why(row: Values, quantity: str, found: float) -> str:
+    if quantity not in COUNTED:
+        return "trial.figure('memory') lays what was measured over what was predicted"
+    reasons = _fewer(row) if found < 1 else _more(row)
+    return ", ".join(reasons) or "nothing that the trial has counted explains it"
+
+
+def _fewer(row: Values) -> list[str]:
+    """Why less was read than predicted."""
+    reasons = []
+    if share := _share(row["read_cache_hits"], row["read_cache_misses"]):
+        reasons.append(f"a warm cache gave {share:.0%} of what was read")
+    if (row["epochs"] or 1) > 1:
+        reasons.append(f"the epoch is short: the trial went through its data {row['epochs']} times")
+    if (share := _share(row["cache_hits"], row["cache_misses"])) >= 0.01:
+        reasons.append(f"chunks were shared: {share:.0%} of those a batch wanted were there from other batches")
+    if share := _share(row["chunks_filled"], row["chunks_decoded"]):
+        reasons.append(f"{share:.0%} of the chunks are absent from the store")
+    return reasons
+
+
+def _more(row: Values) -> list[str]:
+    """Why more was read than predicted."""
+    reasons = []
+    if share := _share(row["retries"], (row["requests"] or 0) - (row["retries"] or 0)):
+        reasons.append(f"{share:.0%} of the requests failed and were sent again")
+    ahead = int((row["config"] or {}).get("loader.batches_ahead") or 0)
+    if ahead and ahead >= FAR / 2 * (row["batches_read"] or math.inf):
+        reasons.append(f"the trial is short: up to {ahead} batches were read ahead and never trained on")
+    return reasons
+
+
+def _why_speed(row: Values, before: Values | None) -> str:
+    """Which part of a sample's time has changed most: waiting for data, or all else."""
+    if before is None or None in (row["data_wait_fraction"], before["data_wait_fraction"]):
+        return "nothing that the trials have counted explains it"
+    (wait, rest), (wait_before, rest_before) = _parts(row), _parts(before)
+    if abs(wait - wait_before) >= abs(rest - rest_before):
+        share, share_before = row["data_wait_fraction"], before["data_wait_fraction"]
+        cause = " (a warm cache: by then the files were in memory)" if wait < wait_before else ""
+        return f"waiting for data took {share:.0%} of the time, {share_before:.0%} in the trial before{cause}"
+    slower = rest / rest_before
+    return (
+        f"apart from waiting for data a sample took {slower:.2f} times as long as in the trial before, as when another "
+        f"program runs beside {'it' if slower > 1 else 'that one'}"
+    )
+
+
+def _parts(row: Values) -> tuple[float, float]:
+    """(seconds that a sample waited for data, all others)."""
+    seconds, share = 1 / row[SPEED], row["data_wait_fraction"]
+    return share * seconds, (1 - share) * seconds
+
+
+def _share(part: float | None, rest: float | None) -> float:
+    whole = (part or 0) + (rest or 0)
+    return (part or 0) / whole if whole else 0.0
+
+
+def with_speeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, the oldest first, with the speed that those before each of them predicted, and far ratios explained.
+
+    That depends on other rows, so it is never kept with one.
+    """
+    alike: dict[str, list[dict[str, Any]]] = {}
+    found = []
+    for row in rows:
+        earlier = alike.setdefault(row["speed_key"] or row["run"], [])
+        known = speed_range(earlier)
+        new = {**row, f"{SPEED}_predicted": None if known is None else known.samples_per_second}
+        if known is not None and row[SPEED] and not doubt(row, SPEED):
+            new[f"{SPEED}_ratio"] = row[SPEED] / known.samples_per_second
+        last = next((one for one in reversed(earlier) if is_measure(one)), None)
+        found.append({**new, "ratio_notes": explain(new, last) or None})
+        earlier.append(row)
+    return found
+
+
+def range_words(known: SpeedRange) -> str:
+    """`290 to 340`."""
+    low, high = format_count(known.low), format_count(known.high)
+    return low if low == high else f"{low} to {high}"
