@@ -3,10 +3,9 @@
 Names are loaded when first used, so that naming this package loads neither torch nor lightning.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from kit.registry import lazy
 
 if TYPE_CHECKING:
     from kit.checkpoints.callback import CheckpointUpload as CheckpointUpload
@@ -25,32 +24,4 @@ if TYPE_CHECKING:
     from kit.train.trainer import make_strategy as make_strategy
     from kit.train.trainer import make_trainer as make_trainer
 
-_HOMES = {
-    "AttentionKernel": "kit.train.sequences",
-    "CheckpointUpload": "kit.checkpoints.callback",
-    "CommittedConfig": "kit.train.callbacks",
-    "CommittedData": "kit.train.callbacks",
-    "DeviceLimit": "kit.train.callbacks",
-    "GradientCheckpointing": "kit.train.levers",
-    "LossLog": "kit.train.callbacks",
-    "OptimizerChoice": "kit.train.optimizers",
-    "SelfShardedStrategy": "kit.train.fsdp",
-    "SequenceChunks": "kit.train.sequences",
-    "ShardStrategy": "kit.train.fsdp",
-    "ShardedAdamW8bit": "kit.train.optimizers",
-    "WholeEpochs": "kit.train.callbacks",
-    "make_strategy": "kit.train.trainer",
-    "make_trainer": "kit.train.trainer",
-}
-
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kit.train' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy(__name__)

@@ -1,58 +1,55 @@
-"""Resuming from a checkpoint that was saved at the end of an epoch: the next epoch begins, with its first batch.
+"""Callbacks that any module can be fitted with; none of them changes a number.
 
-A Trainer with `max_steps` takes every resumed epoch for one that was broken off. Where it had ended, Lightning trains
-one more batch in it, under an index past its end, and only then begins the next (Lightning-AI/pytorch-lightning#19617,
-open in 2.6.6). `make_trainer` adds `WholeEpochs`, which says to the loop that the epoch is over.
+`WholeEpochs` resumes from a checkpoint that was saved at the end of an epoch with the first batch of the next one. A
+Trainer with `max_steps` takes every resumed epoch for one that was broken off: where it had ended, Lightning trains one
+more batch in it, under an index past its end, and only then begins the next (Lightning-AI/pytorch-lightning#19617, open
+in 2.6.6). A checkpoint from the middle of an epoch needs a loader that knows where it was. `kit.data.PatchData` makes
+one; any other must have `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader does). A plain DataLoader
+starts from its first batch again and is left when the epoch has as many batches as it should, so it sees some samples
+twice and others not at all in that epoch; Lightning warns of it, and nothing here can mend it.
 
-A checkpoint from the middle of an epoch needs a loader that knows where it was. `kit.PatchData` makes one; any other
-must have `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader does). A plain DataLoader starts from its
-first batch again and is left when the epoch has as many batches as it should, so it sees some samples twice and others
-not at all in that epoch; Lightning warns of it, and nothing here can mend it.
+`LossLog` writes the loss of every batch to a file for each rank, and rank 0 a line to stdout now and then. There is one
+`step` event a batch (`kit.events`: JSON lines, readable while they are written and after a kill) between a
+`fit_started` and a `fit_ended`. Losses are read from the device together, so that no step waits for a GPU.
 
-LossLog: the loss of every batch in a file, and a line now and then, for whoever looks on from outside.
+`DeviceLimit` makes a device out of memory earlier than it is. On a GPU torch's own allocator refuses what goes beyond
+the limit. On the CPU, whose allocator knows no limit, every operation of a training step is followed by a count of what
+tensors hold: module, gradients, optimizer state, batch and all that the step makes. Both raise `torch.OutOfMemoryError`
+in the middle of a step, as a full GPU does. Known limits: on the CPU scratch memory inside a kernel and buffers that
+C++ makes for itself (the buckets of data parallelism) are not seen, so that a few percent more may be held; each
+operation costs some tens of microseconds more, so throughput under a limit is not to be compared with that without.
 
-Rank 0 writes one `step` event a batch (`kit.events`: JSON lines, readable while they are written and after a kill)
-between a `fit_started` and a `fit_ended`. Losses are read from the device together, every so often, so that a GPU is
-not waited for at each step. It changes nothing in a fit, and needs nothing of the module.
+`UnusedParameters` says which setting of ddp a module needs. Torch would stop at the second step, with advice for
+another program, and Lightning with the name of a strategy that no config has.
 
-The loss of one batch, as a module returned it: what events and logs of losses write down.
-
-DeviceLimit: a device that holds less than it does, so that what does not fit fails here as it would there.
-
-On a GPU torch's own allocator refuses what goes beyond the limit. On the CPU, whose allocator knows no limit, every
-operation of a training step is followed by a look at what tensors hold: module, gradients, optimizer state, batch and
-all that the step makes. Both raise `torch.OutOfMemoryError` in the middle of a step, as a full GPU does. Units: bytes.
-
-Limits, known: on the CPU scratch memory inside a kernel and buffers that C++ makes for itself (the buckets of data
-parallelism) are not seen, so that a few percent more than the limit may be held; each operation costs some tens of
-microseconds more, so throughput under a limit is not to be compared with that without.
-
-What a committed file runs with beside Lightning's own parts: the Config it was committed from, and kit's data.
-
-`CommittedConfig` carries the Config in the file, as text that stock LightningCLI passes on untouched, and what `auto`
-came to. It changes nothing in a fit but the threads that each rank computes with, where the config gives their number.
-`kit.RowData` and `kit.EventData` take from it what the file does not name of their own (see `kit.data.patches.module`).
-`CommittedData` is `kit.PatchData` of that Config: it is written once in a file, and read from there by both.
+`CommittedConfig` carries the Config that a file was committed from, as text that stock LightningCLI passes on
+untouched, and what `auto` came to; it sets the threads of each rank where the config gives their number.
+`kit.data.RowData` and `kit.data.EventData` take from it what the file does not name (see `kit.data.patches.module`).
+`CommittedData` is `kit.data.PatchData` of that Config, which therefore stands in the file once.
 """
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from kit.config import Config
 from kit.data.patches.loader import PatchLoader
 from kit.data.patches.module import PatchData
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, KitWarning, Problem
 from kit.events import EventWriter
 from kit.units import format_bytes
 
@@ -62,8 +59,10 @@ class WholeEpochs(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loop = trainer.fit_loop
-        if not loop.is_resuming or not _has_ended(trainer):
+        loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+        is_done = progress.current.ready == progress.current.completed
+        is_last = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+        if not (loop.is_resuming and is_done and is_last):
             return
         epochs = loop.epoch_progress
         if epochs.current.completed < epochs.current.ready:  # saved while the epoch's last hooks ran
@@ -75,18 +74,11 @@ class WholeEpochs(Callback):
             part.reset_restart_stage()
 
 
-def _has_ended(trainer: Trainer) -> bool:
-    """Whether the epoch under way, as the checkpoint has it, has no batch left."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    done = progress.current.ready == progress.current.completed
-    return done and (progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
-
-
 class LossLog(Callback):
-    """Writes the losses of rank 0.
+    """Writes the losses of every rank.
 
     Args:
-        file: The file they are appended to.
+        file: The file they are appended to. Its `.0.` becomes the number of the rank; without it, rank 0 alone writes.
         every_seconds: Between two writes, each with a line on stdout.
     """
 
@@ -98,8 +90,10 @@ class LossLog(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            self._writer = EventWriter(self.file, 0)
+        rank = trainer.global_rank
+        if rank == 0 or ".0." in Path(self.file).name:
+            file = Path(self.file)
+            self._writer = EventWriter(file.with_name(file.name.replace(".0.", f".{rank}.", 1)), rank)
             done = {"step": trainer.global_step, "batches": trainer.fit_loop.epoch_loop.batch_progress.total.ready}
             self._writer.write("fit_started", world_size=trainer.world_size, **done)
             self._written = time.monotonic()
@@ -135,7 +129,8 @@ class LossLog(Callback):
             self._writer.write("step", **place)
         last = kept[-1][0]
         said = "" if last["loss"] is None else f", loss {last['loss']:.4g}"
-        print(f"epoch {last['epoch'] + 1}, step {last['step']}{said}", flush=True)  # noqa: T201 - it is for a log
+        if self._writer.rank == 0:
+            print(f"epoch {last['epoch'] + 1}, step {last['step']}{said}", flush=True)  # noqa: T201 - it is for a log
 
     def _end(self, trainer: Trainer) -> None:
         if self._writer is not None:
@@ -171,9 +166,10 @@ class DeviceLimit(Callback):
 
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes < 1:
-            raise ConfigError([Problem("hardware.device_memory_bytes", f"{limit_bytes} bytes hold nothing")])
+            message = f"is {limit_bytes} bytes, but must be at least 1"
+            raise ConfigError([Problem("hardware.device_memory_bytes", message)])
         self.limit_bytes = limit_bytes
-        self.held = Held()
+        self.storages = LiveStorages()
         """What tensors hold on the CPU; not used on a GPU."""
         self._counting = ExitStack()
 
@@ -187,13 +183,14 @@ class DeviceLimit(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.strategy.root_device.type == "cpu":
-            self.held.see(_states(pl_module, trainer.optimizers))
+            self.storages.add([*pl_module.parameters(), *pl_module.buffers()])
+            self.storages.add(value for optimizer in trainer.optimizers for value in optimizer.state.values())
             self._check(0)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.strategy.root_device.type == "cpu":
-            self.held.see([batch])
+            self.storages.add([batch])
             self._counting.enter_context(_Counting(self))
 
     @override
@@ -211,15 +208,56 @@ class DeviceLimit(Callback):
         self._counting.close()
 
     def _check(self, more_bytes: int) -> None:
-        if self.held.bytes > self.limit_bytes and self.held.recount() > self.limit_bytes:
+        if self.storages.bytes > self.limit_bytes and self.storages.recount() > self.limit_bytes:
             tried = f"after {format_bytes(more_bytes)} more, " if more_bytes else ""
             raise torch.OutOfMemoryError(
-                f"the device is out of memory: {tried}tensors hold {format_bytes(self.held.bytes)} of the "
+                f"the device is out of memory: {tried}tensors hold {format_bytes(self.storages.bytes)} of the "
                 f"{format_bytes(self.limit_bytes)} of hardware.device_memory_bytes"
             )
 
 
-class Held:
+class UnusedParameters(Callback):
+    """Under ddp: names parameters that get no gradient, before ddp waits for them, and what would do instead.
+
+    Raises:
+        ConfigError: at the first optimizer step, with the setting that a model with such parameters needs.
+    """
+
+    def __init__(self) -> None:
+        self._seen = False
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        strategy = trainer.strategy
+        if self._seen or not isinstance(strategy, DDPStrategy) or not pl_module.automatic_optimization:
+            return
+        self._seen = True
+        options = strategy._ddp_kwargs
+        names = [name for name, held in pl_module.named_parameters() if held.requires_grad and held.grad is None]
+        if names and not options.get("find_unused_parameters") and not options.get("static_graph"):
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            message = (
+                f"false, but {', '.join(names[:_NAMED])}{more} got no gradient in the first step, and ddp would wait "
+                "for it; set it to true, or freeze with requires_grad_(False) what is never used"
+            )
+            raise ConfigError([Problem("hardware.ddp_find_unused_parameters", message)])
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy, model = trainer.strategy, trainer.strategy.model
+        if not isinstance(strategy, DDPStrategy) or not isinstance(model, DistributedDataParallel):
+            return
+        searches = strategy._ddp_kwargs.get("find_unused_parameters") and not strategy._ddp_kwargs.get("static_graph")
+        reducer: Any = model.reducer
+        if searches and trainer.is_global_zero and reducer._ddp_graph_static():
+            message = (
+                "hardware.ddp_find_unused_parameters is true, and every step used the same parameters: "
+                "hardware.ddp_static_graph: true instead spares the search in each step"
+            )
+            warnings.warn(message, KitWarning, stacklevel=2)
+
+
+class LiveStorages:
     """Storages that are alive, each counted once, with their bytes when last seen."""
 
     def __init__(self) -> None:
@@ -227,14 +265,14 @@ class Held:
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
 
-    def see(self, values: Iterable[Any]) -> int:
+    def add(self, values: Iterable[Any]) -> int:
         """Count the tensors in `values`; the bytes that are new."""
         before = self.bytes
         for tensor in _tensors(values):
-            self._see(tensor.untyped_storage())
+            self._count(tensor.untyped_storage())
         return self.bytes - before
 
-    def _see(self, storage: Any) -> None:
+    def _count(self, storage: Any) -> None:
         key, size = id(storage), int(storage.nbytes())
         known = self._sizes.get(key)
         if known == size:
@@ -253,7 +291,7 @@ class Held:
         for reference in list(self._alive.values()):
             storage = reference()
             if storage is not None:
-                self._see(storage)
+                self._count(storage)
         return self.bytes
 
 
@@ -269,39 +307,28 @@ class _Counting(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if os.getpid() == self._process:  # a loader process inherits this mode, and is no device
-            more = self._limit.held.see((result, *args, *(kwargs or {}).values()))
+            more = self._limit.storages.add((result, *args, *(kwargs or {}).values()))
             if more > 0:
                 self._limit._check(more)
         return result
 
 
-def _states(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
-    yield from module.parameters()
-    yield from module.buffers()
-    for optimizer in optimizers:
-        yield from optimizer.state.values()
-
-
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors of the CPU that hold bytes: of a subclass, such as a DTensor, those that it is made of."""
     for value in values:
-        if isinstance(value, torch.Tensor):
-            yield from _plain(value)
+        if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from _tensors(getattr(value, name) for name in names)
+        elif isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and value.device.type == "cpu":
+                yield value
         elif isinstance(value, Mapping):
             yield from _tensors(value.values())
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
 
 
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that really hold a subclass's bytes, such as the shard of a DTensor."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        names, _ = flatten()
-        yield from _tensors(getattr(tensor, name) for name in names)
-    elif tensor.layout is torch.strided and tensor.device.type == "cpu":
-        yield tensor
-
-
+_NAMED = 3
 Resolved = dict[str, int | float | str | dict[str, int]]
 
 
@@ -342,6 +369,11 @@ class CommittedData(PatchData):
     def train_dataloader(self) -> PatchLoader:
         self.config = self._config()
         return super().train_dataloader()
+
+    @override
+    def _validates(self) -> bool:
+        self.config = self._config() if self.trainer is not None else self.config
+        return super()._validates()
 
     def _config(self) -> Config:
         found = self.committed

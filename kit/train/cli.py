@@ -1,29 +1,26 @@
 """The job of a committed file: `python -m kit.train.cli fit --config committed/name.yaml`, on every rank.
 
-Lightning's own command line, which takes its files and options unchanged; any other LightningCLI runs the same file.
-What is added is a look at everything that can be wrong, before a process joins the others and before a model is made
-(`kit.train.cli`): errors are one sentence with the way out, instead of a traceback from inside a library. And a
-run whose machine is lost goes on from the copy of its last checkpoint (`kit.train.cli`).
-
-Preflight: everything that can be known to be wrong with a committed run before it starts, each as one error.
+It is Lightning's own command line, with its files and options unchanged; any other LightningCLI runs the same file. Two
+things are added. Everything that can be known to be wrong is looked for before a process joins the others and before a
+model is made, and each error is one sentence with the way out, instead of a traceback from inside a library. And a run
+whose machine is lost goes on from the copy of its last checkpoint.
 
 `check_files` reads the files as they are written: broken YAML, a damaged config, a class that is not there, an argument
-it does not take. `check_run` takes what files and options came to: ranks that are not as many as were started, devices
-that are not here, a store that cannot be read, a checkpoint folder that cannot be written to. Nothing is trained,
-nothing is joined; the only thing written is an empty object beside the checkpoints, which is removed again.
+that it does not take. `check_run` takes what files and options came to: another number of ranks than was started,
+devices that are not here, a store that cannot be read, a checkpoint folder that cannot be written to. Nothing is
+trained and nothing is joined; the only thing written is an empty object beside the checkpoints, which is removed again.
 
-Where a committed run goes on: from the last checkpoint here, or from the copy of it in the cloud.
-
-A file says `ckpt_path: last`, which Lightning takes for the last checkpoint in its own folder. After the machine is
-lost that folder is empty, and `kit.train.CheckpointUpload` in the same file says where copies are: the newest whole one
-is fetched, once for all ranks of a machine. Every rank decides alone and before it joins the others, by what all of
-them see. On one machine that is the newer of both, by when it was saved. On several machines the folder may be another
-on each, so there the copies decide, where there is one. A URL may also be given outright: `--ckpt_path
-gs://bucket/run`.
+`newest_checkpoint` decides where a run goes on. A file says `ckpt_path: last`, which Lightning takes for the last
+checkpoint in its own folder. After the machine is lost that folder is empty, and `kit.train.CheckpointUpload` in the
+same file says where the copies are: the newest whole one is fetched, once for all ranks of a machine. Every rank
+decides alone and before it joins the others, by what all of them see. On one machine that is the newer of both, by when
+it was saved. On several machines the folder may be another on each, so there the copies decide, where there is one. A
+URL may also be given outright: `--ckpt_path gs://bucket/run`.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import gc
 import logging
@@ -40,7 +37,7 @@ from typing_extensions import override
 
 from kit.checkpoints.downloading import fetch_checkpoint
 from kit.checkpoints.parts import saved_at, signature
-from kit.checkpoints.uploading import last_parcel
+from kit.checkpoints.uploading import latest_bundle
 from kit.config import COMMITTED, Config, committed_text, read_yaml
 from kit.errors import ConfigError, HardwareError, KitError, Problem, StoreError, TargetError
 from kit.targets import find_target, signature_of
@@ -70,6 +67,8 @@ class CommittedCLI(LightningCLI):
             # What begins is not expected to find what a restart would.
             warnings.filterwarnings("ignore", message=".*there is no last checkpoint available")
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+            # jsonargparse looks for the shortest path to a class, old names included.
+            warnings.filterwarnings("ignore", message="kit[.].* is a name of kit 0.1")
             super().__init__(**{"save_config_callback": None, "parser_kwargs": strict, **options})
 
     @override
@@ -77,8 +76,9 @@ class CommittedCLI(LightningCLI):
         """As LightningCLI does; what it refuses is a ConfigError."""
         try:
             super().parse_arguments(parser, args)
-        except ArgumentError as error:
-            raise ConfigError(_first_lines(str(error)), "command line") from None
+        except ArgumentError as error:  # without its list of everything else
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise ConfigError("; ".join(lines[:3]), "command line") from None
 
     @override
     def instantiate_classes(self) -> None:
@@ -86,7 +86,9 @@ class CommittedCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except Exception as error:
-            found = _said_by_kit(error)
+            found: BaseException | None = error
+            while found is not None and not isinstance(found, KitError):
+                found = found.__cause__ or found.__context__
             if found is None:
                 raise
             raise found from None
@@ -102,27 +104,10 @@ class CommittedCLI(LightningCLI):
             settings.ckpt_path = found
 
 
-def _first_lines(text: str) -> str:
-    """What jsonargparse says, without its list of everything else."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return "; ".join(lines[:3])
-
-
-def _said_by_kit(error: BaseException | None) -> KitError | None:
-    """The error of kit's that another one was made of; None where there is none."""
-    while error is not None and not isinstance(error, KitError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _is_no_tip(record: logging.LogRecord) -> bool:
-    """Whether it tells of the run, and not of a product."""
-    return "Tip: For seamless" not in record.getMessage()
-
-
 def main() -> None:
     """Run the command line; what is wrong with it is one line on stderr."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(lambda record: "Tip: For seamless" not in record.getMessage())  # of a product, not of the run
     gc.freeze()  # else each full collection looks at all that imports have made, and stops threads that read meanwhile
     try:
         CommittedCLI()
@@ -142,21 +127,14 @@ def check_files(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: with the file and what is wrong in it; a TargetError for a class that is not there.
     """
-    for path in _files(arguments):
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", "-c", action="append", nargs="?", default=[])
+    for path in filter(None, parser.parse_known_args(list(arguments))[0].config):
         try:
             text = Path(path).read_bytes().decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from None
         check_values(read_yaml(text, path), path)
-
-
-def _files(arguments: Sequence[str]) -> Iterator[str]:
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in ("--config", "-c") and not equals and place + 1 < len(arguments):
-            yield arguments[place + 1]
-        elif name in ("--config", "-c") and equals:
-            yield value
 
 
 def check_values(values: Values, where: str) -> Config | None:
@@ -173,18 +151,15 @@ def check_values(values: Values, where: str) -> Config | None:
     for name in ("trainer", "model", "data"):
         if name in values and not isinstance(values[name], Mapping):
             raise ConfigError([Problem(name, f"has to hold settings, not {values[name]!r}")], where)
-    for path, found in _classes(values, ""):
+    classes = list(_classes(values, ""))
+    for path, found in classes:
         _check_class(path, found, where)
-    if not _carries(values):
+    if not _is_own_data(values) and all(found.get("class_path") != COMMITTED for _, found in classes):
         return None
     return Config.from_yaml(committed_text(values, where), f"{where}, config of {COMMITTED}")
 
 
-def _carries(values: Values) -> bool:
-    return _own_data(values) or any(found.get("class_path") == COMMITTED for _, found in _classes(values, ""))
-
-
-def _own_data(values: Values) -> bool:
+def _is_own_data(values: Values) -> bool:
     return isinstance(values.get("data"), Mapping) and values["data"].get("class_path") == _DATA
 
 
@@ -203,7 +178,7 @@ def _classes(value: Any, path: str) -> Iterator[tuple[str, Values]]:
 def _check_class(path: str, found: Values, where: str) -> None:
     name = found["class_path"]
     if not isinstance(name, str) or "." not in name:
-        message = f"{name!r} is no class with its module; write package.module.Name"
+        message = f"{name!r} does not name a class with its module; write package.module.Name"
         raise ConfigError([Problem(f"{path}.class_path", message)], where)
     target = ":".join(name.rsplit(".", 1))
     try:
@@ -214,15 +189,9 @@ def _check_class(path: str, found: Values, where: str) -> None:
     given = found.get("init_args")
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError([Problem(f"{path}.init_args", f"has to hold arguments, not {given!r}")], where)
-    if path in ("model", "data"):
-        _check_arguments(path, given or {}, known, name, where)
-
-
-def _check_arguments(path: str, given: Values, known: Mapping[str, Any] | None, name: str, where: str) -> None:
-    """Against what the source tells; a class that takes any argument tells nothing."""
-    if not known:
+    if not known or path not in ("model", "data"):  # a class that takes any argument tells nothing
         return
-    for argument in given:
+    for argument in given or {}:
         if argument not in known:
             close = difflib.get_close_matches(str(argument), known, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(known)}"
@@ -250,12 +219,24 @@ def check_run(values: Values, environment: Mapping[str, str] | None = None) -> N
     if devices is not None and nodes is not None:
         _check_ranks(devices, nodes, variables)
         _check_strategy(trainer, devices * nodes)
-        _check_devices(trainer, devices)
-    if _own_data(values):
-        _check_store(Config.from_yaml(committed_text(plain(values))), (devices or 1) * (nodes or 1))
+        if trainer.get("accelerator") in ("gpu", "cuda"):
+            from kit.machine.machine import hardware
+
+            here = hardware()
+            if len(here.gpus) < devices:
+                found = here.gpu_source if not here.gpus else f"{len(here.gpus)} can be used"
+                raise HardwareError(f"this run needs {devices} GPUs on this machine: {found}")
+    if _is_own_data(values):
+        from kit.data.dataset import open_dataset
+        from kit.data.sampling import sample_plan
+
+        config = Config.from_yaml(committed_text(plain(values)))
+        sample_plan(config, open_dataset(config), (devices or 1) * (nodes or 1))
     if int(variables.get("RANK", variables.get("SLURM_PROCID", 0))) == 0:
-        for folder in _checkpoint_folders(trainer):
-            _check_writable(folder)
+        for _, callback in _classes(plain(trainer.get("callbacks") or []), ""):
+            folder = (callback.get("init_args") or {}).get("dirpath")
+            if folder and str(callback["class_path"]).endswith("ModelCheckpoint"):
+                _check_writable(str(folder))
 
 
 def plain(value: Any) -> Any:
@@ -274,7 +255,7 @@ def _count(trainer: Values, name: str) -> int | None:
     except (TypeError, ValueError):
         return None
     if count < 1 and not (name == "devices" and count == -1):
-        raise ConfigError([Problem(f"trainer.{name}", f"{value} are none; use 1 or more")])
+        raise ConfigError([Problem(f"trainer.{name}", f"is {value}, but must be at least 1")])
     return count if count > 0 else None
 
 
@@ -290,7 +271,8 @@ def _check_ranks(devices: int, nodes: int, variables: Mapping[str, str]) -> None
             f"this run is for {mine}, but torchrun started {world}, {here} on this node; start it with {way}, or "
             f"give the job {other} (another number of ranks is another global batch)"
         )
-    if _under_slurm(variables):
+    # As Lightning sees it: a job of SLURM that is not a shell of its user.
+    if "SLURM_NTASKS" in variables and variables.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         tasks, each = int(variables["SLURM_NTASKS"]), variables.get("SLURM_NTASKS_PER_NODE", "")
         if tasks != devices * nodes or (each.isdigit() and int(each) != devices):
             raise HardwareError(
@@ -305,11 +287,6 @@ def _check_ranks(devices: int, nodes: int, variables: Mapping[str, str]) -> None
         )
 
 
-def _under_slurm(variables: Mapping[str, str]) -> bool:
-    """As Lightning sees it: a job that is not a shell of its user."""
-    return "SLURM_NTASKS" in variables and variables.get("SLURM_JOB_NAME") not in ("bash", "interactive")
-
-
 def _check_strategy(trainer: Values, world_size: int) -> None:
     strategy = plain(trainer.get("strategy"))
     if not isinstance(strategy, Mapping):
@@ -322,31 +299,6 @@ def _check_strategy(trainer: Values, world_size: int) -> None:
         from kit.train.fsdp import check_shards
 
         check_shards(int(arguments.get("replicas", 1)), int(arguments["shard_size"]), world_size)
-
-
-def _check_devices(trainer: Values, devices: int) -> None:
-    if trainer.get("accelerator") not in ("gpu", "cuda"):
-        return
-    from kit.machine.machine import hardware
-
-    here = hardware()
-    if len(here.gpus) < devices:
-        found = here.gpu_source if not here.gpus else f"{len(here.gpus)} can be used"
-        raise HardwareError(f"this run needs {devices} GPUs on this machine: {found}")
-
-
-def _check_store(config: Config, world_size: int) -> None:
-    from kit.data.dataset import open_dataset
-    from kit.data.sampling import sample_plan
-
-    sample_plan(config, open_dataset(config), world_size)
-
-
-def _checkpoint_folders(trainer: Values) -> Iterator[str]:
-    for _, found in _classes(plain(trainer.get("callbacks") or []), ""):
-        arguments = found.get("init_args") or {}
-        if str(found["class_path"]).endswith("ModelCheckpoint") and arguments.get("dirpath"):
-            yield str(arguments["dirpath"])
 
 
 def _check_writable(folder: str) -> None:
@@ -369,11 +321,6 @@ def _check_writable(folder: str) -> None:
         ) from None
 
 
-_UPLOAD = "CheckpointUpload"
-_SAVES = "ModelCheckpoint"
-_FETCHED = "fetched"
-
-
 def newest_checkpoint(values: Values) -> str | None:
     """What to put in the place of `ckpt_path`; None where it stays as it is.
 
@@ -383,37 +330,24 @@ def newest_checkpoint(values: Values) -> str | None:
     Raises:
         StoreError: when the copies cannot be read.
     """
-    trainer, asked = values.get("trainer") or {}, str(values.get("ckpt_path") or "")
+    trainer, given = values.get("trainer") or {}, str(values.get("ckpt_path") or "")
+    uploads = [entry["init_args"] for entry in _entries(trainer, "CheckpointUpload")]
+    credentials = str(next((upload["credentials"] for upload in uploads if upload.get("credentials")), "default"))
+    url = given
+    if "://" not in given:
+        if given != "last" or not uploads:
+            return None
+        url = str(uploads[0]["url"])
+        copy, several = latest_bundle(url, credentials), int(trainer.get("num_nodes") or 1) > 1
+        folders = {str(saves["init_args"].get("dirpath") or "") for saves in _entries(trainer, "ModelCheckpoint")}
+        local = [file for name in folders if name and "://" not in name for file in Path(name).glob("last*.ckpt")]
+        saved_here = max((saved_at(signature(file)) for file in local), default=0.0)
+        if copy is None or (not several and copy[1].saved <= saved_here):
+            return None
     root = str(trainer.get("default_root_dir") or "")
-    folder = Path("" if "://" in root else root).absolute() / _FETCHED
-    if "://" in asked:
-        return _fetched(asked, folder, _credentials(trainer))
-    uploads = [entry["init_args"] for entry in _entries(trainer, _UPLOAD)]
-    if asked != "last" or not uploads:
-        return None
-    url, credentials = str(uploads[0]["url"]), _credentials(trainer)
-    copy = last_parcel(url, credentials)
-    several = int(trainer.get("num_nodes") or 1) > 1
-    if copy is None or (not several and copy[1].saved <= _saved_here(trainer)):
-        return None
-    return _fetched(url, folder, credentials)
-
-
-def _fetched(url: str, folder: Path, credentials: str) -> str | None:
+    folder = Path("" if "://" in root else root).absolute() / "fetched"
     found = fetch_checkpoint(url, folder, credentials=credentials)
     return None if found is None else str(found)
-
-
-def _credentials(trainer: Values) -> str:
-    given = (entry["init_args"].get("credentials") for entry in _entries(trainer, _UPLOAD))
-    return str(next(filter(None, given), "default"))
-
-
-def _saved_here(trainer: Values) -> float:
-    """When the newest last checkpoint of this machine was saved; 0 where there is none."""
-    folders = {str(entry["init_args"].get("dirpath") or "") for entry in _entries(trainer, _SAVES)}
-    local = (Path(folder) for folder in folders if folder and "://" not in folder)
-    return max((saved_at(signature(file)) for folder in local for file in folder.glob("last*.ckpt")), default=0.0)
 
 
 def _entries(trainer: Values, name: str) -> Iterator[Entry]:

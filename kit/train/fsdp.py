@@ -1,20 +1,18 @@
 """ShardStrategy: any LightningModule sharded with FSDP2, on GPUs or, for tests and teaching, on CPUs through gloo.
 
 The ranks form a mesh of (replicas, shard size): parameters, gradients and optimizer states are split over the shard
-size and gradients are averaged over all ranks. Every rank reads its own batches. Losses equal those of plain data
-parallelism up to the order of additions. Repeated blocks are gathered one at a time, the rest as one unit.
+size, and gradients are averaged over all ranks. Every rank reads its own batches. Losses equal those of plain data
+parallelism up to the order of additions. The invariant: all ranks start from the weights of rank 0, whatever their
+seeds, as under data parallelism.
 
-The invariant: all ranks start from the weights of rank 0, whatever their seeds, as under data parallelism.
+The unit that is gathered at a time, and whose activations gradient checkpointing computes again, is a repeated block: a
+child of a container whose children are all of one class (the layers of a transformer, the levels of a U-Net). Bare
+torch layers are not blocks: sharding or checkpointing each `Linear` costs more than it saves. What lies in no block is
+gathered as one unit.
 
-Limits, known: each rank builds the whole module on the host before it is split (make the layers on the meta device in
+Known limits: each rank builds the whole module on the host before it is split (make the layers on the meta device in
 `configure_model` if that is too much), and accumulation reduces gradients on every micro-batch, because keeping them
 whole would need the memory that sharding saves.
-
-The repeated blocks of a module: the unit in which a model is sharded and its activations are computed again.
-
-A block is a child of a container whose children are all of one class (the layers of a transformer, the levels of a
-U-Net). Bare torch layers are not blocks: sharding or checkpointing each `Linear` costs more than it saves. Nothing is
-changed here; a module without blocks gives an empty list.
 """
 
 from __future__ import annotations
@@ -43,6 +41,7 @@ from kit.train.sequences import is_chunked
 
 # A module is fitted again by a learning-rate search, and can be sharded only once.
 _SHARDED_HERE: WeakSet[nn.Module] = WeakSet()
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -124,9 +123,21 @@ class ShardStrategy(ModelParallelStrategy):
             raise RuntimeError("ShardStrategy.setup is called by a Trainer, once it has a module")
         self.accelerator.setup(trainer)
         if self.model not in _SHARDED_HERE:
-            _refuse_sharded(self.model)
+            if _is_sharded(self.model):
+                raise ConfigError(
+                    f"{type(self.model).__name__} shards itself in configure_model; use SelfShardedStrategy, as "
+                    "kit.fit does",
+                    "ShardStrategy",
+                )
             self.model = self.precision_plugin.convert_module(self.model)
-            self._shard(self.model)
+            mesh = self.device_mesh if self.replicas > 1 else self.device_mesh["shard"]
+            for unit in _units(self.model, self.blocks):
+                _take_weights_of_rank_0(unit, self.root_device)
+                fully_shard(unit, mesh=mesh)
+            _materialize_distributed_module(self.model, self.root_device)
+            for name in _gathering_methods(self.model):
+                register_fsdp_forward_method(self.model, name)
+            _SHARDED_HERE.add(self.model)
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -135,16 +146,6 @@ class ShardStrategy(ModelParallelStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-
-    def _shard(self, module: nn.Module) -> None:
-        mesh = self.device_mesh if self.replicas > 1 else self.device_mesh["shard"]
-        for unit in _units(module, self.blocks):
-            _take_weights_of_rank_0(unit, self.root_device)
-            fully_shard(unit, mesh=mesh)
-        _materialize_distributed_module(module, self.root_device)
-        for name in _gathering_methods(module):
-            register_fsdp_forward_method(module, name)
-        _SHARDED_HERE.add(module)
 
 
 class SelfShardedStrategy(ModelParallelStrategy):
@@ -180,14 +181,6 @@ class SelfShardedStrategy(ModelParallelStrategy):
 
 def _is_sharded(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-
-def _refuse_sharded(module: nn.Module) -> None:
-    if _is_sharded(module):
-        raise ConfigError(
-            f"{type(module).__name__} shards itself in configure_model; use SelfShardedStrategy, as kit.fit does",
-            "ShardStrategy",
-        )
 
 
 def _is_manual(module: nn.Module) -> bool:
@@ -236,9 +229,6 @@ def _take_weights_of_rank_0(module: nn.Module, device: torch.device) -> None:
         tensor.data.copy_(data.view(tensor.dtype).reshape(tensor.shape))
 
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
 def class_name(module: nn.Module) -> str:
     """Name of the class as its author wrote it, also after sharding has put a class in front of it."""
     return type(module).__mro__[2 if isinstance(module, FSDPModule) else 0].__name__
@@ -246,30 +236,26 @@ def class_name(module: nn.Module) -> str:
 
 def repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """Blocks of `root`, outer ones before those inside them."""
-    blocks = [child for container in root.modules() for child in _alike(container)]
-    return list(dict.fromkeys(blocks))
+    blocks: dict[nn.Module, None] = {}
+    for container in root.modules():
+        if isinstance(container, _CONTAINERS):
+            children = [child for child in container.children() if any(True for _ in child.parameters())]
+            if len(children) > 1 and len({class_name(child) for child in children}) == 1:
+                first = children[0]
+                is_layer = type(first).__module__.startswith("torch.nn.") and not any(True for _ in first.children())
+                if not is_layer and not isinstance(first, nn.ModuleList | nn.ModuleDict):  # lists are never called
+                    blocks |= dict.fromkeys(children)
+    return list(blocks)
 
 
-def _alike(container: nn.Module) -> list[nn.Module]:
-    if not isinstance(container, _CONTAINERS):
-        return []
-    children = [child for child in container.children() if any(True for _ in child.parameters())]
-    same = len({class_name(child) for child in children}) == 1
-    return children if same and len(children) > 1 and not _is_bare(children[0]) else []
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """A layer of torch itself, or a list that is never called."""
-    of_torch = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
-    return of_torch or isinstance(module, nn.ModuleList | nn.ModuleDict)
-
-
-def named_blocks(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Modules inside `root` whose class is named in `names`, outer ones first.
+def find_blocks(root: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """Modules inside `root` whose class is named in `names`, outer ones first; its repeated blocks for None.
 
     Raises:
         ConfigError: when a name fits no module.
     """
+    if names is None:
+        return repeated_blocks(root)
     inside = [module for module in root.modules() if module is not root]
     classes = sorted({class_name(module) for module in inside})
     absent = [name for name in names if name not in classes]
@@ -281,11 +267,6 @@ def named_blocks(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     return [module for module in inside if class_name(module) in names]
 
 
-def find_blocks(root: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """`named_blocks` when names are given, else `repeated_blocks`."""
-    return repeated_blocks(root) if names is None else named_blocks(root, names)
-
-
 def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Blocks that lie in no other of them."""
     nested = {inner for block in blocks for inner in block.modules() if inner is not block}
@@ -294,9 +275,8 @@ def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 def holds_its_parameters_alone(block: nn.Module, root: nn.Module) -> bool:
     """False when a parameter of `block` is also used outside it (tied): FSDP takes it in one group only."""
-    inside, everywhere = _uses(block), _uses(root)
+    inside, everywhere = (
+        Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+        for module in (block, root)
+    )
     return all(everywhere[parameter] == count for parameter, count in inside.items())
-
-
-def _uses(module: nn.Module) -> Counter[int]:
-    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))

@@ -8,9 +8,11 @@ left alone: computing them twice would update the statistics twice.
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -21,10 +23,8 @@ from typing_extensions import override
 
 from kit.config import Config
 from kit.errors import KitWarning
-from kit.train.choices import lever_entries
+from kit.train.choices import Entry, lever_entries
 from kit.train.fsdp import class_name, find_blocks, outermost
-from kit.train.optimizers import OptimizerChoice
-from kit.train.sequences import AttentionKernel, SequenceChunks
 
 
 class GradientCheckpointing(Callback):
@@ -64,46 +64,35 @@ class GradientCheckpointing(Callback):
 
     def _replace(self, module: LightningModule) -> None:
         found = outermost(find_blocks(module, self.blocks))
-        able = [block for block in found if not _keeps_statistics(block)]
-        _warn_of_the_rest(module, found, able)
+        able = [
+            block for block in found
+            if not any(isinstance(part, _NormBase) and part.track_running_stats for part in block.modules())
+        ]  # fmt: skip
+        left = sorted({class_name(block) for block in found if block not in able})
+        message = ""
+        if left:
+            message = (
+                f"{len(found) - len(able)} of {len(found)} blocks ({', '.join(left)}) are not checkpointed: their "
+            )
+            message += "BatchNorm would count every batch twice; GroupNorm or LayerNorm can be checkpointed"
+        elif not found:
+            message = f"gradient checkpointing does nothing: {class_name(module)} has no repeated blocks; name their "
+            message += "classes in GradientCheckpointing(blocks=[...])"
+        if message:
+            warnings.warn(message, KitWarning, stacklevel=2)
         for block in able:
-            if not _is_checkpointed(block):
+            if getattr(block.__dict__.get("forward"), "func", None) is not checkpoint:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
                 self._replaced.append(block)
 
 
-def _is_checkpointed(block: nn.Module) -> bool:
-    replaced = block.__dict__.get("forward")
-    return isinstance(replaced, partial) and replaced.func is checkpoint
-
-
-def _keeps_statistics(block: nn.Module) -> bool:
-    return any(isinstance(part, _NormBase) and part.track_running_stats for part in block.modules())
-
-
-def _warn_of_the_rest(module: nn.Module, found: Sequence[nn.Module], able: Sequence[nn.Module]) -> None:
-    left = sorted({class_name(block) for block in found if block not in able})
-    if left:
-        message = f"{len(found) - len(able)} of {len(found)} blocks ({', '.join(left)}) are not checkpointed: their "
-        message += "BatchNorm would count every batch twice; GroupNorm or LayerNorm can be checkpointed"
-    elif not found:
-        message = f"gradient checkpointing does nothing: {class_name(module)} has no repeated blocks; name their "
-        message += "classes in GradientCheckpointing(blocks=[...])"
-    else:
-        return
-    warnings.warn(message, KitWarning, stacklevel=2)
-
-
 def lever_callbacks(config: Config, stands_in: bool = False) -> list[Callback]:
     """Callbacks for the levers that `config` switches on; with `stands_in`, the CPU plays the part of a GPU."""
-    made: list[Callback] = []
-    for entry in lever_entries(config):
-        kind = _KINDS[entry["class_path"].rpartition(".")[2]]
-        more = {"stands_in": stands_in} if kind is AttentionKernel else {}
-        made.append(kind(**entry["init_args"], **more))
-    return made
+    more = {"kit.train.AttentionKernel": {"stands_in": stands_in}}
+    return [instantiate(entry, **more.get(entry["class_path"], {})) for entry in lever_entries(config)]
 
 
-_KINDS: dict[str, Callable[..., Callback]] = {
-    kind.__name__: kind for kind in (GradientCheckpointing, OptimizerChoice, SequenceChunks, AttentionKernel)
-}
+def instantiate(entry: Entry, **more: Any) -> Any:
+    """The object of an entry, as LightningCLI would make it."""
+    module, _, name = entry["class_path"].rpartition(".")
+    return getattr(importlib.import_module(module), name)(**entry.get("init_args", {}), **more)

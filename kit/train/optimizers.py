@@ -6,24 +6,20 @@ they hold. Only the rule and its state change. Every optimizer that `configure_o
 
 Bytes of state and temporaries per trainable parameter of p bytes: AdamW 2 p, and p more during the step (foreach, the
 default on a GPU) or none (fused); 8-bit AdamW 2 bytes and one float per 128 for parameters of 4,096 elements or more
-(bitsandbytes; `kit.train.optimizers` for shards); SGD p with momentum and none without.
+(bitsandbytes; `ShardedAdamW8bit` for shards); SGD p with momentum and none without.
 
-Private parts of torch used here, tested on its upgrade: what schedulers mark a step with (`_opt_called`,
-`_wrapped_by_lr_sched`) and the names of an optimizer's hooks.
+`ShardedAdamW8bit` is AdamW with 8-bit state for parameters that are shards, in torchao's numbers. The state of a
+parameter is two tensors of torchao's `OptimState8bit`: one byte an element, one float for each block of 256 and a table
+of 256 floats, twice. A shard below 4,096 elements, or whose size is no multiple of 256, keeps 32 bits as it does in
+torchao (pytorch/ao#4912): how much is saved depends a little on the number of devices. torchao's own step compiles
+itself, which takes some twenty seconds in every fresh process; uncompiled it makes forty bytes for each element of the
+largest shard, more than its 8 bits save. Here the same arithmetic runs on slices of SLICE elements, so that temporaries
+stay below 64 MiB whatever the model, and nothing is compiled. A checkpoint holds the state as plain numbers, so that it
+can be resumed on another number of devices, and by another AdamW.
 
-ShardedAdamW8bit: AdamW whose state has 8 bits, for parameters that are shards; torchao's numbers, a slice at a time.
-
-State of a parameter: two tensors of torchao's `OptimState8bit`, so one byte an element, one float for each block of 256
-and a table of 256 floats, twice. A shard below 4,096 elements, or whose size is no multiple of 256, keeps 32 bits as it
-does in torchao (pytorch/ao#4912): how much is saved depends a little on the number of devices.
-
-torchao's own step compiles itself, which takes some twenty seconds in every fresh process; run as it is written it
-makes forty bytes for each element of the largest shard, more than its 8 bits save. Here the same arithmetic runs on
-slices of SLICE elements, so that temporaries stay below 64 MiB whatever the model, and nothing is compiled.
-
-A checkpoint holds the state as plain numbers: it can be resumed on another number of devices, and by another AdamW.
-
-Private parts of torchao used here, tested on its upgrade: `single_param_adam`, `OptimState8bit` and its tables.
+Private parts used here, tested on each upgrade: of torch, what schedulers mark a step with (`_opt_called`,
+`_wrapped_by_lr_sched`) and the names of an optimizer's hooks; of torchao, `single_param_adam`, `OptimState8bit` and its
+tables.
 """
 
 from __future__ import annotations
@@ -41,6 +37,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -49,8 +46,6 @@ from kit.errors import ConfigError, KitWarning, Problem
 
 OPTIMIZERS = ("adamw", "adamw-fused", "adamw-8bit", "sgd")
 """What `levers.optimizer` offers instead of the module's own."""
-
-_UNSET = {"foreach": None, "fused": None}
 
 
 class OptimizerChoice(Callback):
@@ -78,11 +73,17 @@ class OptimizerChoice(Callback):
             return
         self.used = []
         self._own = vars(pl_module).get("configure_optimizers")
-        asked = pl_module.configure_optimizers
+        original = pl_module.configure_optimizers
 
-        @functools.wraps(asked)
+        @functools.wraps(original)
         def configure_optimizers() -> Any:
-            return self._turn_all(asked(), type(pl_module).__name__)
+            configured = original()
+            optimizers = list(find_optimizers(configured))
+            if not optimizers:
+                message = f"{self.name} does nothing: {type(pl_module).__name__} returns no optimizer"
+                warnings.warn(f"levers.optimizer: {message}", KitWarning, stacklevel=2)
+            self.used += [turn(optimizer, self.name) for optimizer in optimizers]
+            return configured
 
         vars(pl_module)["configure_optimizers"] = configure_optimizers
 
@@ -91,15 +92,6 @@ class OptimizerChoice(Callback):
         vars(pl_module).pop("configure_optimizers", None)
         if self._own is not None:
             vars(pl_module)["configure_optimizers"] = self._own
-
-    def _turn_all(self, configured: Any, module_name: str) -> Any:
-        optimizers = list(find_optimizers(configured))
-        if not optimizers:
-            message = f"levers.optimizer: {self.name} does nothing: {module_name} returns no optimizer"
-            warnings.warn(message, KitWarning, stacklevel=2)
-        for optimizer in optimizers:
-            self.used.append(turn(optimizer, self.name))
-        return configured
 
 
 def find_optimizers(configured: Any) -> Iterator[Optimizer]:
@@ -119,40 +111,31 @@ def find_optimizers(configured: Any) -> Iterator[Optimizer]:
 
 def turn(optimizer: Optimizer, name: str) -> str:
     """Turn `optimizer` into kind `name`, in place; returns the kind it became."""
-    reason = _why_not_eight_bit(optimizer) if name == "adamw-8bit" else ""
-    if reason:
-        warnings.warn(f"levers.optimizer: adamw-8bit {reason}; AdamW is used", KitWarning, stacklevel=2)
-        name = "adamw"
+    if name == "adamw-8bit":
+        sharded, how = _is_sharded(optimizer.param_groups), "which is not installed (pip install 'kit[eight-bit]')"
+        if not (is_installed() if sharded else importlib.util.find_spec("bitsandbytes")):
+            reason = f"of sharded parameters needs torchao, {how}" if sharded else f"needs bitsandbytes, {how}"
+            warnings.warn(f"levers.optimizer: adamw-8bit {reason}; AdamW is used", KitWarning, stacklevel=2)
+            name = "adamw"
     before = vars(optimizer).copy()
-    for group in optimizer.param_groups:
-        group.update(_forced(name))
+    for group in optimizer.param_groups:  # all else in a group is the module's own
+        group.update(foreach=None, fused=True if name == "adamw-fused" else None)
+        if name != "sgd":
+            group.update(decoupled_weight_decay=True)
     after = _make(name, optimizer.param_groups)
     optimizer.__class__ = type(after)
     vars(optimizer).clear()
     vars(optimizer).update(vars(after))
-    _keep_hooks(optimizer, before)
+    for key, value in before.items():
+        if key.startswith("_optimizer_") and key.endswith("_hooks"):
+            vars(optimizer)[key] = value
     if "step" in before:
-        _tell_schedulers(optimizer)
+        _mark_steps(optimizer)
     return name
 
 
 def _is_sharded(groups: Iterable[dict[str, Any]]) -> bool:
     return any(isinstance(value, DTensor) for group in groups for value in group["params"])
-
-
-def _why_not_eight_bit(optimizer: Optimizer) -> str:
-    how = "which is not installed (pip install 'kit[eight-bit]')"
-    if _is_sharded(optimizer.param_groups):
-        return "" if is_installed() else f"of sharded parameters needs torchao, {how}"
-    return "" if importlib.util.find_spec("bitsandbytes") is not None else f"needs bitsandbytes, {how}"
-
-
-def _forced(name: str) -> dict[str, Any]:
-    """What a parameter group must hold; all else in it is the module's own."""
-    if name == "sgd":
-        return _UNSET
-    fused = {"foreach": None, "fused": True} if name == "adamw-fused" else _UNSET
-    return {**fused, "decoupled_weight_decay": True}
 
 
 def _make(name: str, groups: list[dict[str, Any]]) -> Optimizer:
@@ -168,13 +151,7 @@ def _make(name: str, groups: list[dict[str, Any]]) -> Optimizer:
     return torch.optim.AdamW(groups, fused=True if name == "adamw-fused" else None)
 
 
-def _keep_hooks(optimizer: Optimizer, before: dict[str, Any]) -> None:
-    for name, value in before.items():
-        if name.startswith("_optimizer_") and name.endswith("_hooks"):
-            vars(optimizer)[name] = value
-
-
-def _tell_schedulers(optimizer: Optimizer) -> None:
+def _mark_steps(optimizer: Optimizer) -> None:
     """Mark each step as schedulers do when they are made; without it they warn of a wrong order of calls."""
     alive, step = weakref.ref(optimizer), type(optimizer).step
 
@@ -220,10 +197,11 @@ def _torchao(module: str) -> Any:
 
 
 def make_tables() -> None:
-    """Compute torchao's tables, which needs real numbers, and so cannot be done first in a dry run."""
+    """Compute torchao's tables from real numbers, also in a dry run: it keeps what it computes first."""
     states = _torchao("subclass_8bit")
-    states.get_qmap_signed()
-    states.get_qmap_unsigned()
+    with unset_fake_temporarily():
+        states.get_qmap_signed()
+        states.get_qmap_unsigned()
 
 
 class ShardedAdamW8bit(Optimizer):
@@ -291,8 +269,13 @@ class ShardedAdamW8bit(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As AdamW has it: averages as plain numbers."""
         found = super().state_dict()
-        wide = {place: {name: _wide(value) for name, value in of.items()} for place, of in found["state"].items()}
-        return {**found, "state": wide}
+        found["state"] = {place: dict(state) for place, state in found["state"].items()}
+        for state in found["state"].values():
+            for name, value in state.items():
+                shard: Any = _local(value)
+                if hasattr(shard, "codes"):
+                    state[name] = _like(value, shard.dequantize(shard.dtype))
+        return found
 
     @override
     @torch.no_grad()
@@ -306,11 +289,6 @@ class ShardedAdamW8bit(Optimizer):
                 state[name] = narrow
 
 
-def _wide(value: Any) -> Any:
-    held: Any = _local(value)
-    return _like(value, held.dequantize(held.dtype)) if hasattr(held, "codes") else value
-
-
 def _like(whole: Tensor, shard: Tensor) -> Tensor:
     """`shard` as that of a tensor which is sharded as `whole` is; itself when that is not sharded."""
     if not isinstance(whole, DTensor):
@@ -322,8 +300,8 @@ def _like(whole: Tensor, shard: Tensor) -> Tensor:
 
 def _local(tensor: Any) -> Tensor:
     """The shard that this rank holds."""
-    held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return held
+    shard: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return shard
 
 
 def _slices(tensor: Any) -> Iterator[Tensor]:

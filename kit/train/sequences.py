@@ -1,23 +1,22 @@
-"""SequenceChunks: a long sequence trained a piece at a time, in the memory of one piece.
+"""Levers for sequences: training a long sequence a piece at a time, and choosing the kernel of attention.
 
-The contract, of any LightningModule in automatic optimization:
+`SequenceChunks` trains in the memory of one piece. Its contract, for any LightningModule in automatic optimization:
 
     chunk_step(chunk, state) -> (loss, state)    the mean loss of a sequence chunk, and what the next one starts from
     sequence_chunks(batch, length) -> list       optional: the batch cut into chunks of at most `length` positions
 
-The first `state` is None; every later one is what the module returned, without its history: gradients end at the
-borders of chunks, the numbers do not. So the loss of a step is that of the whole sequence wherever `state` carries all
-that later positions see of earlier ones, and gradients are those of truncated backpropagation through time. Without
+The first `state` is None; every later one is what the module returned, detached: gradients end at the borders of
+chunks, the numbers do not. So the loss of a step is that of the whole sequence wherever `state` carries all that later
+positions see of earlier ones, and gradients are those of truncated backpropagation through time. Without
 `sequence_chunks` every tensor of the batch is cut along its second dimension, (batch, position, ...); tensors without
 one go to every chunk whole.
 
-Each chunk runs forward and backward before the next begins, weighted by its share of the positions; gradients add up,
-and are synchronized once, with those of the last chunk. Under fsdp they are held whole until then. Logged values are
+Each chunk runs forward and backward before the next begins, weighted by its share of the positions. Gradients add up,
+and are synchronized once, with those of the last chunk; under fsdp they are held whole until then. Logged values are
 those of the last chunk, the loss of the step is that of all.
 
-Which kernel computes `scaled_dot_product_attention` during a fit, and which one it was.
-
-A preference, not a demand: a call that the preferred kernel cannot take (its dtype, head size or mask) goes to the next
+`AttentionKernel` prefers one kernel for `scaled_dot_product_attention` during a fit, and says which one ran. It is a
+preference, not a demand: a call that the preferred kernel cannot take (its dtype, head size or mask) goes to the next
 one, and the reason is said. Torch's own switches are set for the whole fit, so that the backward pass and recomputed
 blocks use the same kernels. Code that multiplies its scores itself is not reached.
 """
@@ -27,8 +26,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -63,7 +63,7 @@ class SequenceChunks(Callback):
 
     def __init__(self, length: int) -> None:
         if length < 1:
-            raise ConfigError([Problem("levers.sequence_chunk", f"{length} positions are no chunk; use 1 or more")])
+            raise ConfigError([Problem("levers.sequence_chunk", f"is {length} positions, but must be at least 1")])
         self.length = length
         self.count = 0
         """Chunks of the last batch."""
@@ -97,17 +97,27 @@ class SequenceChunks(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
-        chunks = list(_cut(module, batch, self.length))
-        self.count, total = len(chunks), sum(length for _, length in chunks)
+        own = getattr(module, "sequence_chunks", None)
+        chunks: Sequence[Any] = own(batch, self.length) if callable(own) else cut_sequence(batch, self.length)
+        if not chunks:
+            message = f"{type(module).__name__} cut a batch into no chunks"
+            raise ConfigError([Problem("levers.sequence_chunk", message)])
+        lengths = [next(iter(_lengths(chunk)), 1) for chunk in chunks]
+        self.count, total = len(chunks), sum(lengths)
         chunk_step: Callable[[Any, Any], tuple[Tensor, Any]] = getattr(module, "chunk_step")  # noqa: B009
         state, before = None, None
-        for place, (chunk, length) in enumerate(chunks):
+        for place, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
             last = place == len(chunks) - 1
-            _synchronize(module, last)
-            loss, state = chunk_step(chunk, tree_map(_without_history, state))
+            if isinstance(module, FSDPModule):  # under ddp nothing is synchronized before the step returns
+                module.set_requires_gradient_sync(last)
+            detached = tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, state)
+            loss, state = chunk_step(chunk, detached)
             loss = loss * (length / total)
             if not last:
-                _backward(trainer, module, loss)
+                # As Lightning does it for the loss of a step: scaled alike, outside autocast.
+                scaled = trainer.precision_plugin.pre_backward(loss / trainer.accumulate_grad_batches, module)
+                with torch.autocast(loss.device.type, enabled=False):
+                    module.backward(scaled)
                 before = loss.detach() if before is None else before + loss.detach()
         return loss if before is None else loss + before
 
@@ -118,23 +128,23 @@ def check_contract(module: LightningModule) -> None:
     Raises:
         ConfigError: with what is missing.
     """
-    name, step = type(module).__name__, getattr(module, "chunk_step", None)
-    if not callable(step):
-        message = f"{name} has no chunk_step(chunk, state) -> (loss, state), so that its sequences cannot be cut; "
-        raise ConfigError([Problem("levers.sequence_chunk", message + "add it, or set 0 for whole sequences")])
-    signature = _signature(module)
-    if len(signature.parameters) != 2:
-        message = f"{name}.chunk_step takes {signature}; it has to take (chunk, state)"
-        raise ConfigError([Problem("levers.sequence_chunk", message)])
-    if not module.automatic_optimization:
-        message = f"{name} optimizes manually, and would have to cut its sequences itself; set 0"
-        raise ConfigError([Problem("levers.sequence_chunk", message)])
+    name, problem = type(module).__name__, ""
+    if not callable(getattr(module, "chunk_step", None)):
+        problem = f"{name} has no chunk_step(chunk, state) -> (loss, state), so that its sequences cannot be cut; "
+        problem += "add it, or set 0 for whole sequences"
+    else:  # as its class has it: sharding puts a wrapper in front of the method
+        parameters = list(inspect.signature(getattr(type(module), "chunk_step")).parameters)[1:]  # noqa: B009
+        if len(parameters) != 2:
+            problem = f"{name}.chunk_step takes ({', '.join(parameters)}); it has to take (chunk, state)"
+        elif not module.automatic_optimization:
+            problem = f"{name} optimizes manually, and would have to cut its sequences itself; set 0"
+    if problem:
+        raise ConfigError([Problem("levers.sequence_chunk", problem)])
 
 
-def _signature(module: LightningModule) -> inspect.Signature:
-    """What chunk_step takes beside the module, as its class has it: sharding puts a wrapper in front of the method."""
-    signature = inspect.signature(getattr(type(module), "chunk_step"))  # noqa: B009
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+def _lengths(batch: Any) -> list[int]:
+    """The second dimension of every tensor that has one."""
+    return [leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1]
 
 
 def cut_sequence(batch: Any, length: int) -> list[Any]:
@@ -143,50 +153,17 @@ def cut_sequence(batch: Any, length: int) -> list[Any]:
     Raises:
         ConfigError: when those dimensions differ, or there is none.
     """
-    sizes = {leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1}
+    sizes = set(_lengths(batch))
     if len(sizes) != 1:
         found = ", ".join(map(str, sorted(sizes))) or "none"
         message = f"sequences of one length are cut, (batch, position, ...), this batch has lengths {found}; give the "
         raise ConfigError([Problem("levers.sequence_chunk", message + "module sequence_chunks(batch, length)")])
     (size,) = sizes
 
-    def piece(start: int) -> Any:
-        def sliced(leaf: Any) -> Any:
-            return leaf[:, start : start + length] if isinstance(leaf, Tensor) and leaf.dim() > 1 else leaf
+    def sliced(start: int, leaf: Any) -> Any:
+        return leaf[:, start : start + length] if isinstance(leaf, Tensor) and leaf.dim() > 1 else leaf
 
-        return tree_map(sliced, batch)
-
-    return [piece(start) for start in range(0, size, length)]
-
-
-def _cut(module: LightningModule, batch: Any, length: int) -> Iterator[tuple[Any, int]]:
-    """Chunks, and how many positions each has."""
-    own = getattr(module, "sequence_chunks", None)
-    chunks: Sequence[Any] = own(batch, length) if callable(own) else cut_sequence(batch, length)
-    if not chunks:
-        raise ConfigError([Problem("levers.sequence_chunk", f"{type(module).__name__} cut a batch into no chunks")])
-    for chunk in chunks:
-        lengths = [leaf.shape[1] for leaf in tree_leaves(chunk) if isinstance(leaf, Tensor) and leaf.dim() > 1]
-        yield chunk, lengths[0] if lengths else 1
-
-
-def _without_history(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _synchronize(module: LightningModule, wanted: bool) -> None:
-    """Under ddp no synchronization is awaited before the step returns; under fsdp it has to be switched off."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(wanted)
-
-
-def _backward(trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-    """As Lightning does it for the loss of a step, scaled alike, outside autocast."""
-    precision = trainer.precision_plugin
-    loss = loss / trainer.accumulate_grad_batches
-    scaled = precision.pre_backward(loss, module)
-    with torch.autocast(loss.device.type, enabled=False):
-        module.backward(scaled)
+    return [tree_map(partial(sliced, start), batch) for start in range(0, size, length)]
 
 
 KERNELS = {
@@ -195,16 +172,10 @@ KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"""Torch's name of each kernel."""
+"""Torch's name of each kernel; one that cannot take a call leaves it to those above, from below upwards."""
 AUTO = "auto"
 
 _backends: Any = torch.backends
-_THEN = {
-    "math": ("math",),
-    "efficient": ("efficient", "math"),
-    "flash": ("flash", "efficient", "math"),
-    "cudnn": ("cudnn", "flash", "efficient", "math"),
-}
 _OPERATORS = {
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -215,7 +186,8 @@ _OPERATORS = {
 
 def preferred_kernels(name: str) -> list[SDPBackend]:
     """What torch is to try for kernel `name`, in this order."""
-    return [KERNELS[kernel] for kernel in _THEN[name]]
+    names = list(KERNELS)
+    return [KERNELS[kernel] for kernel in reversed(names[: names.index(name) + 1])]
 
 
 def available_kernels(device: str) -> dict[str, str]:
@@ -225,11 +197,9 @@ def available_kernels(device: str) -> dict[str, str]:
     flash = torch.backends.cuda.is_flash_attention_available()
     cudnn = bool(_backends.cudnn.is_available())
     return {
-        "math": "",
-        "efficient": "",
-        "flash": "" if flash else "this torch was built without it",
+        "math": "", "efficient": "", "flash": "" if flash else "this torch was built without it",
         "cudnn": "" if cudnn else "this torch was built without cuDNN",
-    }
+    }  # fmt: skip
 
 
 class AttentionKernel(Callback):
@@ -258,8 +228,9 @@ class AttentionKernel(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._silent = self.name == AUTO
-        if self.name == AUTO:
-            self._counted = _is_compiled(pl_module)
+        if self.name == AUTO:  # compiled code would be compiled anew to be counted
+            parts = pl_module.modules()
+            self._counted = any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for m in parts)
             return
         self._counted = self._stands_in
         device = trainer.strategy.root_device.type
@@ -313,11 +284,6 @@ class AttentionKernel(Callback):
             warnings.warn(message, KitWarning, stacklevel=3)
 
 
-def _is_compiled(module: LightningModule) -> bool:
-    """Compiled code would be compiled anew to be counted."""
-    return any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules())
-
-
 class _Calls(TorchFunctionMode):
     """Counts calls of attention by kernel, and keeps the arguments of one that each kernel took."""
 
@@ -335,17 +301,17 @@ class _Calls(TorchFunctionMode):
             return func(*args, **keywords)
         with _Fused() as fused:
             result = func(*args, **keywords)
-        # A call that returns its weights multiplies them itself: no kernel was asked for.
-        asked = direct or not keywords.get("need_weights", True)
-        kernels = fused.kernels or (["math"] if asked else [])
+        # A call that returns its weights multiplies them itself, without a kernel.
+        uses_kernel = direct or not keywords.get("need_weights", True)
+        kernels = fused.kernels or (["math"] if uses_kernel else [])
         self._ran.update(kernels)
         if direct:
             self._refused.update(dict.fromkeys(kernels, _describe(*args, **keywords)))
         return result
 
-    def why(self, wanted: str) -> str:
-        """The call that another kernel than `wanted` took."""
-        other = [call for kernel, call in self._refused.items() if kernel != wanted]
+    def why(self, preferred: str) -> str:
+        """The call that another kernel than the preferred one took."""
+        other = [call for kernel, call in self._refused.items() if kernel != preferred]
         return f"it was ruled out for {other[0]}" if other else ""
 
 

@@ -1,41 +1,170 @@
-"""The Trainer a trial runs: Lightning's own, with everything off that would write, print, validate or launch.
+"""The Trainer a trial runs: Lightning's own, with all off that would write, print or launch unless it is asked for.
 
 It runs inside a process that is already one rank of `world_size` (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT are set), on one device each; it never starts another process and never asks SLURM, even inside a SLURM
 allocation. What a module in manual optimization cannot have (accumulation, clipping) is left out with a `KitWarning`.
 
-Which Lightning strategy a config's `hardware.strategy` is, for one process per device that already runs.
+A trial is the beginning of the real training, not a short training: `max_epochs` and `estimated_stepping_batches` are
+those of `training.max_epochs`, so that a schedule is as far as it would be. `TrialTrainer` leaves the fit after the
+steps of the trial. A training with fewer steps than that is taken as long as the trial.
 
-`none` is one device. `ddp` is a whole model on each device. `fsdp` and `fsdp:R:S` are FSDP2, R replicas of a model
-sharded over S devices each (`fsdp` is one replica over all); they run on the CPU too, through gloo. No strategy made
-here starts a process. What does not add up is refused with its arithmetic.
+`EventLogger` is the logger of every trial, beside the user's or alone: `self.logger` is never None, whatever is called
+on `self.logger.experiment` works, and the numbers among it become `logged` events.
+
+Strategies: `none` is one device. `ddp` is a whole model on each device. `fsdp` and `fsdp:R:S` are FSDP2, R replicas of
+a model sharded over S devices each (`fsdp` is one replica over all); they run on the CPU too, through gloo. What does
+not add up is refused with its arithmetic.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+from lightning.fabric.loggers.logger import _DummyExperiment
+from lightning.fabric.loggers.tensorboard import _TENSORBOARD_AVAILABLE, _TENSORBOARDX_AVAILABLE
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
 
 from kit.config import Config, Hardware
 from kit.errors import ConfigError, HardwareError, KitWarning, Problem
+from kit.events import EventWriter
 from kit.train.callbacks import WholeEpochs
-from kit.train.fsdp import SelfShardedStrategy, ShardStrategy, check_shards
-from kit.train.levers import lever_callbacks
+from kit.train.choices import strategy_entry
+from kit.train.fsdp import check_shards
+from kit.train.levers import instantiate, lever_callbacks
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_VALIDATION_FLAGS = ("limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "overfit_batches")
+_LOGGED_TIMES, _LIGHTNINGS_LOG_EVERY = 10, 50
+
+
+class TrialTrainer(Trainer):
+    """A Trainer that leaves the fit after `trial_steps` optimizer steps, whatever the training that it is set up for.
+
+    Args:
+        trial_steps: Optimizer steps of the fit.
+        arguments: The Trainer's own.
+    """
+
+    def __init__(self, *, trial_steps: int, callbacks: Sequence[Callback], **arguments: Any) -> None:
+        super().__init__(callbacks=[*callbacks, _TrialEnd()], **arguments)
+        self.trial_steps = trial_steps
+
+    @property
+    @override
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the real training; those of the trial where nobody knows how long an epoch is."""
+        self.fit_loop.setup_data()
+        if not self.global_step:  # the length of a training is settled before its first step
+            self.last_as_long()
+        return super().estimated_stepping_batches if math.isfinite(self.num_training_batches) else self.trial_steps
+
+    def last_as_long(self) -> None:
+        """Take a training that would be over before the trial for one of more epochs."""
+        batches = self.num_training_batches if math.isfinite(self.num_training_batches) else 1
+        steps = max(1, math.ceil(batches / self.accumulate_grad_batches))
+        left = math.ceil((self.trial_steps - self.global_step) / steps) + (self.global_step > 0)
+        self.fit_loop.max_epochs = max(self.max_epochs or 1, self.current_epoch + left)
+
+
+class _TrialEnd(Callback):
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if isinstance(trainer, TrialTrainer):  # the checkpoint may hold all epochs, but never all steps
+            trainer.fit_loop.max_epochs = max(trainer.max_epochs or 1, trainer.trial_steps)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer, TrialTrainer):
+            trainer.last_as_long()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if isinstance(trainer, TrialTrainer) and trainer.global_step >= trainer.trial_steps:
+            loop = trainer.fit_loop
+            loop.min_epochs, loop.epoch_loop.min_steps = None, None  # those of the real training hold nothing up here
+            trainer.should_stop = True
+
+
+def default_logger() -> Logger:
+    """What `logger=True` means to a Trainer: TensorBoard in the working folder, CSV where it is not installed."""
+    available = _TENSORBOARD_AVAILABLE or _TENSORBOARDX_AVAILABLE
+    return TensorBoardLogger(Path.cwd()) if available else CSVLogger(Path.cwd())
+
+
+class EventLogger(DummyLogger):
+    """Writes the numbers that it is given as events, and takes everything else in silence.
+
+    Args:
+        writer: Where events go.
+        steps_done: Tells the optimizer steps that are done.
+        folder: Where a ModelCheckpoint without a folder keeps its files.
+    """
+
+    def __init__(self, writer: EventWriter, steps_done: Callable[[], int], folder: str | Path) -> None:
+        super().__init__()
+        self._writer, self._steps_done, self._folder = writer, steps_done, str(folder)
+        self._experiment = _Experiment(self.log_metrics)
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._folder
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        found = {str(name): _number(value) for name, value in metrics.items() if name != "epoch"}
+        found = {name: value for name, value in found.items() if value is not None}
+        if found:
+            self._writer.write("logged", step=self._steps_done(), metrics=found)
+
+
+class _Experiment(_DummyExperiment):
+    """Knows how TensorBoard, W&B and MLflow are given numbers; any other call does nothing."""
+
+    def __init__(self, log_metrics: Callable[[Mapping[str, Any]], None]) -> None:
+        self._log_metrics = log_metrics
+
+    def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
+        self._log_metrics({tag: scalar_value})
+
+    def log_metric(self, *arguments: Any, key: str = "", value: Any = None, **_: Any) -> None:
+        """MLflow's client names the run first."""
+        pairs = itertools.pairwise([*arguments, key, value])
+        self._log_metrics({name: number for name, number in pairs if isinstance(name, str)})
+
+    def log(self, data: Any = None, *_: Any, **__: Any) -> None:
+        if isinstance(data, Mapping):
+            self._log_metrics(data)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool | str | bytes) or getattr(value, "ndim", 0) > 0:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def make_trainer(
@@ -50,7 +179,9 @@ def make_trainer(
     max_steps: int | None = None,
     default_root_dir: str | Path | None = None,
     stands_in: bool = False,
-) -> Trainer:
+    logger: bool | Sequence[Logger] = False,
+    flags: Mapping[str, Any] | None = None,
+) -> TrialTrainer:
     """The Trainer of this rank.
 
     Args:
@@ -65,44 +196,50 @@ def make_trainer(
         max_steps: Optimizer steps, instead of `trial.max_steps`.
         default_root_dir: Where Lightning or the user's own callbacks write; the current folder by default.
         stands_in: The CPU plays the part of a GPU (a dry run): `16-mixed` stays, with its gradient scaler.
+        logger: As the Trainer takes it.
+        flags: More of the Trainer's arguments, as `kit.train.choices.trainer_flags` lets them pass.
 
     Raises:
         ConfigError: when the strategy does not fit `world_size`.
         HardwareError: when this process is not a rank of `world_size`.
     """
     strategy = make_strategy(config.hardware, accelerator, world_size, module)
-    return Trainer(
+    steps = config.trial.max_steps if max_steps is None else max_steps
+    sharded, given = isinstance(strategy, ModelParallelStrategy), dict(flags or {})
+    arguments = {
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+        "enable_model_summary": False,
+        "log_every_n_steps": min(_LIGHTNINGS_LOG_EVERY, max(1, steps // _LOGGED_TIMES)),
+        **_validation(config, given),
+        **_optimization(config, module),
+        **_precision(precision, accelerator, sharded, _environment(world_size), stands_in),
+    }
+    plugins = given.pop("plugins", None) or []
+    arguments["plugins"] += plugins if isinstance(plugins, list) else [plugins]
+    return TrialTrainer(
+        trial_steps=steps,
         accelerator=accelerator,
         devices=world_size,
         num_nodes=1,
         strategy=strategy,
-        max_steps=config.trial.max_steps if max_steps is None else max_steps,
-        max_epochs=-1,
+        max_epochs=config.training.max_epochs,
         callbacks=[*lever_callbacks(config, stands_in), WholeEpochs(), *callbacks],
         profiler=profiler,
         default_root_dir=default_root_dir,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **_validation(config),
-        **_optimization(config, module),
-        **_precision(
-            precision, accelerator, isinstance(strategy, ModelParallelStrategy), _environment(world_size), stands_in
-        ),
+        logger=logger,
+        **{**arguments, **given},
     )
 
 
-def _validation(config: Config) -> dict[str, Any]:
-    every = config.trial.validate_every_steps
-    if not every:
-        return {"limit_val_batches": 0}
-    return {
-        "limit_val_batches": config.trial.validation_batches,
-        "val_check_interval": every * config.levers.accumulate_grad_batches,
-        "check_val_every_n_epoch": None,
-    }
+def _validation(config: Config, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Nothing is validated unless the config or a flag says when."""
+    every, sanity = config.trial.validate_every_steps, config.trial.sanity_batches
+    most = {"limit_val_batches": config.trial.validation_batches, "num_sanity_val_steps": sanity}
+    if every:
+        batches = every * config.levers.accumulate_grad_batches
+        return {**most, "val_check_interval": batches, "check_val_every_n_epoch": None}
+    return most if any(flags.get(name) for name in _VALIDATION_FLAGS) else {"limit_val_batches": 0}
 
 
 def _environment(world_size: int) -> ClusterEnvironment:
@@ -121,23 +258,19 @@ def _environment(world_size: int) -> ClusterEnvironment:
 
 def _optimization(config: Config, module: LightningModule | None) -> dict[str, Any]:
     clip, accumulate = config.training.gradient_clip_norm, config.levers.accumulate_grad_batches
-    if module is not None and not module.automatic_optimization:
-        _warn_of_manual_optimization(type(module).__name__, clip, accumulate)
-        return {}
-    clipping = {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": "norm"}
-    return {"accumulate_grad_batches": accumulate, **clipping}
-
-
-def _warn_of_manual_optimization(name: str, clip: float | None, accumulate: int) -> None:
+    if module is None or module.automatic_optimization:
+        clipping = {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": "norm"}
+        return {"accumulate_grad_batches": accumulate, **clipping}
     left = [f"training.gradient_clip_norm: {clip}"] if clip is not None else []
     left += [f"levers.accumulate_grad_batches: {accumulate}"] if accumulate != 1 else []
     if left:
         warnings.warn(
-            f"{name} optimizes manually, so {' and '.join(left)} {'is' if len(left) == 1 else 'are'} left out; do it "
-            "in its training_step (self.clip_gradients, optimizer.step every n-th batch)",
+            f"{type(module).__name__} optimizes manually, so {' and '.join(left)} {'is' if len(left) == 1 else 'are'} "
+            "left out; do it in its training_step (self.clip_gradients, optimizer.step every n-th batch)",
             KitWarning,
             stacklevel=3,
         )
+    return {}
 
 
 def _precision(
@@ -168,21 +301,11 @@ def make_strategy(
     Raises:
         ConfigError: when the strategy does not fit the number of processes.
     """
-    backend = "nccl" if accelerator == "gpu" else "gloo"
-    if hardware.strategy == "none":
-        return _single_device(accelerator, world_size)
-    if hardware.strategy == "ddp":
-        return DDPStrategy(process_group_backend=backend, find_unused_parameters=False)
-    replicas, shard_size = hardware.shards or (1, world_size)
-    check_shards(replicas, shard_size, world_size)
-    if module is None or not is_overridden("configure_model", module):
-        return ShardStrategy(replicas, shard_size, process_group_backend=backend)
-    data, tensor = hardware.shards or (world_size, 1)
-    return SelfShardedStrategy(data, tensor, process_group_backend=backend)
-
-
-def _single_device(accelerator: str, world_size: int) -> Strategy:
-    if world_size != 1:
+    if hardware.strategy == "none" and world_size != 1:
         message = f"none uses 1 device, not {world_size}; choose ddp or fsdp, or hardware.devices: 1"
         raise ConfigError([Problem("hardware.strategy", message)])
-    return SingleDeviceStrategy(device=torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu"))
+    if hardware.strategy.startswith("fsdp"):
+        check_shards(*(hardware.shards or (1, world_size)), world_size)
+    shards_itself = module is not None and is_overridden("configure_model", module)
+    made: Strategy = instantiate(strategy_entry(hardware, accelerator, world_size, shards_itself=shards_itself))
+    return made
