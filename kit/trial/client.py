@@ -16,14 +16,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from pathlib import Path
 from typing import IO, Any, Literal
 
-import kit
 from kit.errors import TrialError
 from kit.machine import processes
 from kit.trial import scratch
-from kit.trial.launch import LOAD_DEFAULTS
+from kit.trial.launch import LOAD_DEFAULTS, python_path
 
 Start = Literal["warm", "cold"]
 _CLOSING_SECONDS = 3.0
@@ -36,17 +34,17 @@ class SupervisorHandle:
         if os.name != "posix":
             raise TrialError(f"trials run on Linux and macOS, not on {sys.platform}; use Linux, or WSL on Windows")
         self.start: Start = start
-        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kit.trial.supervisor", start, str(os.getpid())],
             stdin=subprocess.PIPE,
-            stdout=self._complaints,
-            stderr=self._complaints,
-            env={**LOAD_DEFAULTS, **os.environ, "PYTHONPATH": _python_path()},
+            stdout=self._output,
+            stderr=self._output,
+            env={**LOAD_DEFAULTS, **os.environ, "PYTHONPATH": python_path(os.environ)},
             start_new_session=True,
         )
         self._lock = threading.Lock()
-        self._words = ""
+        self._last_words = ""
         self._owner = os.getpid()
         self.identity = processes.identify(self._process.pid)
 
@@ -58,23 +56,20 @@ class SupervisorHandle:
 
     def send(self, command: dict[str, Any]) -> bool:
         """Send one command; False when the supervisor has gone."""
-        line = json.dumps(command).encode() + b"\n"
         assert self._process.stdin is not None
-        with self._lock:
-            try:
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
-            except (OSError, ValueError):
-                return False
-        return True
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+            return True
+        return False
 
     def last_words(self) -> str:
         """How a supervisor that has ended did so: its exit code and the last line it printed."""
-        if not self._complaints.closed:
-            self._complaints.seek(0)
-            lines = self._complaints.read().decode(errors="replace").strip().splitlines()
-            self._words = f"exit code {self._process.poll()}" + (f", {lines[-1]}" if lines else "")
-        return self._words
+        if not self._output.closed:
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").strip().splitlines()
+            self._last_words = f"exit code {self._process.poll()}" + (f", {lines[-1]}" if lines else "")
+        return self._last_words
 
     def close(self) -> None:
         """End the supervisor and everything it supervises."""
@@ -87,14 +82,7 @@ class SupervisorHandle:
             self._process.kill()
             self._process.wait()
         self.last_words()
-        self._complaints.close()
-
-
-def _python_path() -> str:
-    """Lets the new interpreter find this kit however the kernel found it; ranks get the kernel's own sys.path later."""
-    home = str(Path(kit.__file__).parents[1])
-    given = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([home, given]) if given else home
+        self._output.close()
 
 
 _supervisors: dict[tuple[int, Start], SupervisorHandle] = {}

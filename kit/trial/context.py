@@ -1,11 +1,9 @@
-"""What a rank knows about its trial.
+"""What a rank knows about its trial, and how a job that is not the user's own training is confined.
 
-Which jobs are confined: all but the user's own training.
-
-A prediction runs the module's hooks, a calibration the data's; trials of a batch search, the repeats of a comparison,
-of a ladder or a diagnosis and the passes of a profile train on the user's behalf, and nobody asked for what they leave
-behind. A prediction starts nothing; the others need the processes of their loaders, and compilers. What measures the
-device's peaks runs no code of the user's.
+Trials of a batch search, of repeats, of a diagnosis and of profiles train on the user's behalf, predictions run the
+module's hooks and calibrations the data's: nobody wants what that code leaves behind. A prediction starts no programs;
+the others need the processes of their loaders, and compilers. What measures the device's peaks runs no code of the
+user's, and is not confined.
 """
 
 from __future__ import annotations
@@ -56,22 +54,18 @@ def confine_rank(paths: RunPaths, rank: int) -> None:
     """Confine this process where its job asks for it; to be called before it has threads."""
     try:
         environment = read_json(paths.environment.read_bytes())
-        free = _free_folders(paths, environment) if _is_confined(environment) else None
-    except (OSError, ValueError):  # said by the job, which reads them too
+        writable = _writable_folders(paths, environment) if environment.get("confined") else None
+    except (OSError, ValueError):  # reported by the job, which reads them too
         return
-    if free is not None:
+    if writable is not None:
         prediction = environment.get("prediction")
         confine_process(
-            paths.scratch, free, may_start_programs=prediction is None, rank=rank,
+            paths.scratch, writable, may_start_programs=prediction is None, rank=rank,
             reads_once=prediction is not None and len(prediction["batch_sizes"]) == 1,
         )  # fmt: skip
 
 
-def _is_confined(environment: dict[str, Any]) -> bool:
-    return bool(environment.get("confined"))
-
-
-def _free_folders(paths: RunPaths, environment: dict[str, Any]) -> list[Path]:
+def _writable_folders(paths: RunPaths, environment: dict[str, Any]) -> list[Path]:
     """Where the job itself writes: its run directory, its sockets, the trial it predicts, the profile it is part of."""
     found = [paths.directory, *([scratch_folder()] if SCRATCH in os.environ else [])]
     if "prediction" in environment:
@@ -90,8 +84,8 @@ def cache_folders(config: Config) -> list[Path]:
 
 @contextlib.contextmanager
 def confined_job(context: Context) -> Iterator[None]:
-    """Inside, a job that is confined is kept from what it is kept from, and says so; a prediction sees to it itself."""
-    if not _is_confined(context.environment) or "prediction" in context.environment:
+    """Confine the job meanwhile, where it is confined, and write what it was kept from; a prediction does so itself."""
+    if not context.environment.get("confined") or "prediction" in context.environment:
         yield
         return
     with confined(context.environment["confined"]) as kept:

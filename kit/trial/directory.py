@@ -1,21 +1,18 @@
-"""The run directory: which files one trial consists of, and what they are called.
+"""The run directory: the files of one trial, the memory through which it is stopped, and the proof of who wrote it.
 
 Every file name of a run is written here and nowhere else. A run directory is made in one step (`mkdir` fails when the
 name is taken, then the next number is tried) and holds a marker file, so that nothing else is ever taken for a run.
 
-The stop protocol: two words of memory that the kernel, the supervisor and every rank share through a file.
+**Stopping** (`Control`): kernel, supervisor and ranks share two words of memory through a file. Whoever wants the trial
+to end sets `requested`. Rank 0 sees it when it has finished step k, and writes `stop_at = k + 1` before it begins that
+step; every other rank reads `stop_at` after each step and leaves when it has finished exactly that one. In ddp and fsdp
+no rank can finish step k + 1 before rank 0 has begun it, so all ranks leave after the same step and no collective is
+left half done. No clock takes part. A trial of one rank leaves after step k.
 
-Whoever wants the trial to end sets `requested`. Rank 0 sees it when it has finished step k and writes
-`stop_at = k + 1` before it begins that step; every other rank reads `stop_at` after each step and leaves when it has
-finished exactly that one. In ddp and fsdp no rank can finish step k + 1 before rank 0 has begun it, so all ranks leave
-after the same step and no collective is left half done. No clock takes part. A trial of one rank leaves after step k.
-
-Signing: which run directories this user wrote here, so that no other's code runs without being asked for.
-
-A run directory holds code: the pickled module and data, and import paths in its config. Opening it runs none of that;
-running it again does. So what decides on the code is signed when it is written (HMAC-SHA256), with a key that this
-installation makes once and only this user can read, and the owner's number with it. Run directories of colleagues, of
-another machine, from before there were signatures, or changed since, are run again only by whoever says `trust=True`.
+**Signing**: a run directory holds code, the pickled module and data and import paths in its config. Opening it runs
+none of that, running it again does. So what decides on the code is signed when it is written, together with the owner's
+number (HMAC-SHA256), with a key that this installation makes once and only this user can read. Directories of other
+users, of another machine, without a signature, or changed since, run again only with `trust=True`.
 """
 
 from __future__ import annotations
@@ -45,10 +42,22 @@ from kit.json_text import read_json
 from kit.units import format_bytes
 
 EVENT_FILES = "events.*.jsonl"
+CALIBRATIONS = ".calibrations"
+"""Below the folder of runs: calibrations of loaders, which train nothing, and their results."""
 LARGEST_WORLD = 100_000
 """Ranks that a run may name: files are looked for of each."""
 _MARKER = ".kit-run"
 _LOG = re.compile(r"log\.(\d+)\.txt")
+
+
+class _File:
+    """The path of a file of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: RunPaths, owner: type[RunPaths]) -> Path:
+        return paths.directory / self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,30 @@ class RunPaths:
     """The files of one run."""
 
     directory: Path
+
+    marker = _File(_MARKER)
+    config = _File("config.yaml")
+    payload = _File("payload.pkl")
+    """The pickled module and data."""
+    signature = _File("signature.txt")
+    """Proves that this user wrote the run here."""
+    environment = _File("environment.json")
+    """Versions, the machine, and what `auto` was resolved to, with reasons."""
+    control = _File("control")
+    """The shared memory of the stop protocol."""
+    supervisor_events = _File("events.supervisor.jsonl")
+    prediction = _File("prediction.json")
+    """The memory estimate of the run."""
+    predicting = _File("predicting.txt")
+    """Names the run directory of the process that makes the estimate."""
+    calibration = _File("calibration.json")
+    """The loader setting that was chosen, with its evidence."""
+    checkpoints = _File("checkpoints")
+    """Checkpoints that the trial was told to keep."""
+    scratch = _File("scratch")
+    """Where a job that is confined keeps what it may not write elsewhere; gone when it has ended."""
+    row = _File("row.json")
+    """The row of `kit.results`, once the trial has ended."""
 
     @classmethod
     def create(cls, config: Config) -> RunPaths:
@@ -68,7 +101,11 @@ class RunPaths:
         stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}-{config.fingerprint[:6]}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            run = cls(_new_folder(folder, stem))
+            for number in itertools.count(1):
+                run = cls(folder / (stem if number == 1 else f"{stem}-{number}"))
+                with contextlib.suppress(FileExistsError):
+                    run.directory.mkdir()
+                    break
         except OSError as error:
             raise cannot_write(folder, error) from error
         with run.whole_or_gone():
@@ -104,58 +141,6 @@ class RunPaths:
         except OSError as error:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise cannot_write(self.directory.parent, error, needed_bytes) from error
-
-    @property
-    def marker(self) -> Path:
-        return self.directory / _MARKER
-
-    @property
-    def config(self) -> Path:
-        return self.directory / "config.yaml"
-
-    @property
-    def payload(self) -> Path:
-        """The pickled module and data."""
-        return self.directory / "payload.pkl"
-
-    @property
-    def signature(self) -> Path:
-        """What proves that this user wrote the run here; see `kit.trial.directory`."""
-        return self.directory / "signature.txt"
-
-    @property
-    def environment(self) -> Path:
-        """Versions, the machine, and what `auto` was resolved to, with reasons."""
-        return self.directory / "environment.json"
-
-    @property
-    def control(self) -> Path:
-        """The shared memory of the stop protocol."""
-        return self.directory / "control"
-
-    @property
-    def supervisor_events(self) -> Path:
-        return self.directory / "events.supervisor.jsonl"
-
-    @property
-    def prediction(self) -> Path:
-        """The memory estimate of the run, as JSON."""
-        return self.directory / "prediction.json"
-
-    @property
-    def calibration(self) -> Path:
-        """The loader setting that was chosen, with its evidence, as JSON."""
-        return self.directory / "calibration.json"
-
-    @property
-    def scratch(self) -> Path:
-        """Where a job that is confined keeps what it may not write elsewhere; gone when it has ended."""
-        return self.directory / "scratch"
-
-    @property
-    def row(self) -> Path:
-        """The row of `kit.results`, once the trial has ended, as JSON."""
-        return self.directory / "row.json"
 
     def read_environment(self) -> dict[str, Any]:
         """What `environment` holds.
@@ -203,7 +188,7 @@ class RunPaths:
 _ENVIRONMENT = {
     "world_size": int, "precision": str, "accelerator": str, "platform": str, "machine": dict, "hardware": dict,
     "given": dict, "predicted": dict, "versions": dict, "supervisor": dict, "claims": list, "devices": list,
-    "reasons": list, "folder": str, "sys_path": list, "threads_per_rank": int,
+    "reasons": list, "folder": str, "kind": str, "notebook": str, "sys_path": list, "threads_per_rank": int,
 }  # fmt: skip
 """Types of what is read of an environment; any of it may be left out."""
 
@@ -226,17 +211,6 @@ def cannot_write(folder: Path, error: OSError, needed_bytes: int = 0) -> ConfigE
     reason = error.strerror or str(error)
     message = f"cannot make a run directory in {folder}: {reason} ({room}); make room, or choose another folder"
     return ConfigError([Problem("trial.folder", message)])
-
-
-def _new_folder(folder: Path, stem: str) -> Path:
-    for number in itertools.count(1):
-        path = folder / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("count() ended")
 
 
 def runs_folder(folder: str | Path = "runs") -> Path:
@@ -326,12 +300,12 @@ class Contents:
 
 
 def sign(paths: RunPaths) -> None:
-    """Say that this user wrote the run here, as it is now."""
+    """Sign the run, as it is now, as written by this user here."""
     paths.signature.write_text(Contents.of(paths).signature(_owner(paths)), encoding="ascii")
 
 
 def replace_config(paths: RunPaths, config: Config) -> None:
-    """Put the config that really runs in the place of the one that was asked for; what was signed stays signed.
+    """Put the config that really runs in the place of the submitted one; what was signed stays signed.
 
     Raises:
         OSError: when it cannot be written.
@@ -350,7 +324,7 @@ def contents_to_run(paths: RunPaths, trust: bool = False) -> Contents:
 
     Args:
         paths: The run directory.
-        trust: Whoever asks knows what is in it.
+        trust: Whether the caller knows what is in it, so that its signature does not matter.
 
     Raises:
         ForeignRunError: when this user did not write it here, or somebody changed it since.
@@ -360,44 +334,37 @@ def contents_to_run(paths: RunPaths, trust: bool = False) -> Contents:
     if trust:
         return contents
     owner = _owner(paths)
+    signature = contents.signature(owner).encode()
     try:
-        given = paths.signature.read_bytes()
+        if hmac.compare_digest(paths.signature.read_bytes(), signature):
+            return contents
+        why = "its signature is of another installation, or it was changed since"
     except FileNotFoundError:
-        raise _foreign(paths, owner, "it has no signature") from None
+        why = "it has no signature"
     except OSError as error:
-        raise _foreign(paths, owner, f"its signature cannot be read ({error.strerror})") from None
-    if not hmac.compare_digest(given, contents.signature(owner).encode()):
-        raise _foreign(paths, owner, "its signature is of another installation, or it was changed since")
-    return contents
-
-
-def _foreign(paths: RunPaths, owner: int, why: str) -> ForeignRunError:
-    return ForeignRunError(
+        why = f"its signature cannot be read ({error.strerror})"
+    raise ForeignRunError(
         f"{paths.directory} was not written by you here, so its code is not run unasked: {why}; it belongs to "
-        f"{_called(owner)}. If you know what is in it, pass trust=True, or give module, data and config yourself"
+        f"{_user_name(owner)}. If you know what is in it, pass trust=True, or give module, data and config yourself"
     )
 
 
 def _owner(paths: RunPaths) -> int:
-    """The number of whom the directory and all that is run belongs to; -1 when these are several."""
+    """The number of the user whom the directory and all that is run belongs to; -1 when these are several."""
     files = (paths.directory, paths.config, paths.payload, paths.environment)
     owners = {file.lstat().st_uid for file in files}
     return owners.pop() if len(owners) == 1 else -1
 
 
-def _called(owner: int) -> str:
-    if owner < 0:
+def _user_name(number: int) -> str:
+    if number < 0:
         return "several users"
-    you = " (you)" if hasattr(os, "getuid") and owner == os.getuid() else ""
-    try:
+    name = f"user {number}"
+    with contextlib.suppress(ImportError, KeyError):
         import pwd
 
-        return f"{pwd.getpwuid(owner).pw_name}{you}"
-    except (ImportError, KeyError):
-        return f"user {owner}{you}"
-
-
-# -- the key
+        name = pwd.getpwuid(number).pw_name
+    return f"{name} (you)" if hasattr(os, "getuid") and number == os.getuid() else name
 
 
 def key_path() -> Path:
@@ -413,11 +380,10 @@ def _key(path: Path) -> bytes:
     try:
         if not path.is_absolute():
             raise OSError("this user has no home folder; set XDG_STATE_HOME to one that lasts")
-        try:
-            return _kept(path)
-        except FileNotFoundError:
-            _make(path)
-            return _kept(path)
+        with contextlib.suppress(FileNotFoundError):
+            return _read_key(path)
+        _make_key(path)
+        return _read_key(path)
     except OSError as error:
         message = (
             f"{path} cannot hold the key that run directories are signed with ({error.strerror or error}); those of "
@@ -427,7 +393,7 @@ def _key(path: Path) -> bytes:
         return secrets.token_bytes(_KEY_BYTES)
 
 
-def _kept(path: Path) -> bytes:
+def _read_key(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
         found, key = os.fstat(file.fileno()), file.read(_KEY_BYTES + 1)
@@ -438,7 +404,7 @@ def _kept(path: Path) -> bytes:
     return key
 
 
-def _make(path: Path) -> None:
+def _make_key(path: Path) -> None:
     """Whole or not at all; of two processes that make one at the same time, the first is believed by both."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")

@@ -1,118 +1,118 @@
-"""The job of a trial: make module and data, fit for a few steps, say what happened.
+"""The job of a trial: make module and data, fit for a few steps, write what happened.
 
-From a payload to what is trained: the module and the data, made inside the process that uses them.
+Module and data are made inside the process that uses them, by every job in the same way, so that what is predicted is
+what is fitted.
 
-Every job makes them the same way, so that what is predicted is what is fitted.
+`resize` gives the caller's own data in batches of another size, for a search that tries several. A DataLoader is made
+anew around the same data set, sampler and collation. A data module keeps its class, and its `train_dataloader` gives
+loaders made anew; kit's own takes the size. A loader that makes its batches by itself is refused.
 
-resize: the caller's own data in batches of another size, for a search that tries several.
-
-A DataLoader is made anew around the same data set, sampler and collation; everything else about it stays. A data module
-keeps its class and answers `train_dataloader` with loaders made anew; kit's own takes the size. A loader that makes its
-batches by itself cannot be asked for others, and is refused.
-
-LeversUsed: what the levers of a fit really did, read back after its first batch and written as one event.
-
-A config says what is wanted; the optimizer may have become another, a kernel may have been ruled out, blocks may have
-been left alone. `kit.trial.what_ran` makes sentences of the event.
+`LeversUsed` writes what the levers of a fit really did, once its first batch is done: the optimizer may have become
+another, a kernel may have been ruled out, blocks may have been left alone. `kit.trial.settings_used` tells it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.loggers import Logger
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from typing_extensions import override
 
 from kit.config import Config
 from kit.data.rows.loader import RowData
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, KitWarning, Problem, first_line
 from kit.registry import load
 from kit.targets import load_target
-from kit.train.callbacks import DeviceLimit
-from kit.train.levers import GradientCheckpointing
+from kit.train.callbacks import DeviceLimit, UnusedParameters
+from kit.train.choices import monitor_entries
+from kit.train.levers import GradientCheckpointing, instantiate
 from kit.train.sequences import AUTO, AttentionKernel, SequenceChunks, available_kernels
-from kit.train.trainer import make_trainer
+from kit.train.trainer import EventLogger, make_trainer
 from kit.trial.context import Context
 from kit.trial.meters import CarbonUse, CpuUse, EnergyUse, MemoryMeter, StepWork
-from kit.trial.payload import Part, is_patch_data, own_arguments
+from kit.trial.payload import Part, TrainerParts, is_patch_data, own_arguments
 from kit.trial.recorder import CommunicationTimer, LoaderUsed, StepClock, StepRecorder
 from kit.trial.scratch import open_store
 
+Made = TypeVar("Made")
+
 
 def fit(context: Context) -> None:
-    """Fit on this rank until the trial's steps are done or it is asked to leave."""
+    """Fit on this rank until the trial's steps are done or a stop was requested."""
+    config, environment = context.config, context.environment
     context.store = open_store()
     payload = cloudpickle.loads(context.paths.payload.read_bytes())
     context.cells = payload["cells"]
     show_cells(context.cells)
-    seed_everything(context.config.training.seed, workers=True, verbose=False)
-    module = make_module(payload["module"], context.config)
-    data = _data(payload["data"], context)
-    if context.config.calibration.enabled:
+    seed_everything(config.training.seed, workers=True, verbose=False)
+    module = make_module(payload["module"], config)
+    data, batch_size = make_data(payload["data"], config), environment.get("batch_size")
+    if batch_size is not None and payload["data"].kind != "default":
+        data = resize(data, int(batch_size))
+    if config.calibration.enabled:
         data = load("fit.calibrate")(context, data)
-    context.clock = StepClock()
-    recorder = StepRecorder(context, context.clock)
-    meter = MemoryMeter(context, context.clock) if context.config.trial.measure_memory else None
+        config = context.config  # with the loader that was chosen
+    clock = context.clock = StepClock()
+    recorder = StepRecorder(context, clock)
+    setattr(rank_zero_only, "rank", context.rank)  # noqa: B010 - what loggers go by, also before there is a Trainer
+    best = context.paths.checkpoints
+    parts: TrainerParts = payload.get("trainer") or TrainerParts()  # earlier versions sent none
+    quiet = EventLogger(context.writer, lambda: trainer.global_step, context.paths.directory)
+    loggers = [] if environment.get("confined") else make_parts(parts.loggers, Logger, "logger")  # type: ignore[type-abstract]
+    meter = MemoryMeter(context, clock) if config.trial.measure_memory else None
+    profile = environment.get("profile")
+    profiler = clock
+    if profile is not None:
+        profiler = load("fit.profile")(clock, profile["pass"], Path(profile["folder"]), config)
+    limit_bytes = config.hardware.device_memory_bytes
     trainer = make_trainer(
-        context.config,
-        accelerator=context.environment["accelerator"],
+        config,
+        accelerator=environment["accelerator"],
         world_size=context.world_size,
-        precision=context.environment["precision"],
+        precision=environment["precision"],
         module=module,
+        logger=[*loggers, quiet],
+        flags=parts.flags,
         callbacks=[
-            *_limit(context),
-            *_counting(context),
+            *make_parts(parts.callbacks, Callback, "callbacks"),
+            *map(instantiate, monitor_entries(config, str(best) if config.trial.keep_best else "")),
+            *([DeviceLimit(limit_bytes)] if limit_bytes else []),
+            *([AttentionKernel(AUTO)] if config.levers.attention == AUTO else []),  # a lever counts by itself
+            UnusedParameters(),
             LoaderUsed(context),
             LeversUsed(context),
-            *([StepWork(context)] if context.config.trial.count_work else []),
+            *([StepWork(context)] if config.trial.count_work else []),
             CpuUse(context),
             EnergyUse(context),
-            *([CarbonUse(context)] if context.config.trial.codecarbon else []),
-            CommunicationTimer(context.clock),
+            *([CarbonUse(context)] if config.trial.codecarbon else []),
+            CommunicationTimer(clock),
             recorder,
             *([] if meter is None else [meter]),
         ],
-        profiler=_listening(context, context.clock),
+        profiler=profiler,
         default_root_dir=context.paths.directory,
     )
     try:
         trainer.fit(module, **data)
     except BaseException:  # a rank that has left may trip over its peers' leaving; that is no failure
-        if not recorder.left:
-            recorder.save()
+        if not recorder.stopped:
+            with contextlib.suppress(Exception):  # what is kept is written, if the device still answers
+                recorder.flush()
             raise
+    finally:
+        end_runs(loggers)
     if meter is not None:
         meter.end(trainer)
-    recorder.end(trainer.global_step)
-
-
-def _data(part: Part, context: Context) -> dict[str, Any]:
-    """The data in the batches it makes, or in those that the trial was asked to take."""
-    data, asked = make_data(part, context.config), context.environment.get("batch_size")
-    return data if asked is None or part.kind == "default" else resize(data, int(asked))
-
-
-def _listening(context: Context, clock: StepClock) -> Profiler:
-    """The clock, and the profiler of this pass, where the trial is one."""
-    asked = context.environment.get("profile")
-    if asked is None:
-        return clock
-    return load("fit.profile")(clock, asked["pass"], Path(asked["folder"]), context.config)  # type: ignore[no-any-return]
-
-
-def _counting(context: Context) -> list[AttentionKernel]:
-    """Where torch chooses the kernel of attention, what it chose is counted; a lever counts by itself."""
-    return [AttentionKernel(AUTO)] if context.config.levers.attention == AUTO else []
-
-
-def _limit(context: Context) -> list[DeviceLimit]:
-    limit_bytes = context.config.hardware.device_memory_bytes
-    return [DeviceLimit(limit_bytes)] if limit_bytes else []
+    recorder.end(trainer)
 
 
 def show_cells(cells: dict[str, tuple[str, str]]) -> None:
@@ -137,11 +137,39 @@ def make_module(part: Part, config: Config) -> LightningModule:
     elif part.kind == "factory":
         value = value()
     if not isinstance(value, LightningModule):
-        message = (
-            f"{part if part.value else config.model.target} gave {type(value).__name__}, which is no LightningModule"
-        )
-        raise ConfigError([Problem("module", message)])
+        given = part if part.value else config.model.target
+        raise ConfigError([Problem("module", f"{given} gave {type(value).__name__}, which is no LightningModule")])
     return value
+
+
+def make_parts(parts: Iterable[Part], kind: type[Made], path: str) -> list[Made]:
+    """The loggers or callbacks that `parts` name, hold or make.
+
+    Raises:
+        ConfigError: naming `path`, when one of them is something else.
+    """
+    found: list[Made] = []
+    for part in parts:
+        value = load_target(part.value) if part.kind == "path" else part.value
+        value = value if part.kind == "instance" or isinstance(value, kind) else value()
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(one, kind):
+                message = f"{part} gave {type(one).__name__}, which is no {kind.__name__} of lightning.pytorch"
+                raise ConfigError([Problem(path, message)])
+            found.append(one)
+    return found
+
+
+def end_runs(loggers: Iterable[Logger]) -> None:
+    """Have W&B and its like send what is left: a rank ends without the exit handlers in which they would."""
+    for logger in loggers:
+        try:
+            finish = getattr(getattr(logger, "experiment", None), "finish", None)
+            if callable(finish):
+                finish()
+        except Exception as error:  # what the training ended with counts
+            message = f"{type(logger).__name__} could not finish its run: {type(error).__name__}: {first_line(error)}"
+            warnings.warn(message, KitWarning, stacklevel=2)
 
 
 def load_part(part: Part, config: Config) -> None:
@@ -160,47 +188,40 @@ def make_data(part: Part, config: Config) -> dict[str, Any]:
     Raises:
         ConfigError: when it is neither, nor a data set.
     """
-    value = _data_object(part, config)
+    value = load_target(part.value) if part.kind == "path" else part.value
+    if part.kind == "default":
+        from kit.data.patches.module import PatchData
+
+        value = PatchData(config)
+    elif isinstance(value, type):
+        value = value(config) if is_patch_data(value) else value(**own_arguments(config))
+    elif part.kind == "path" and callable(value):
+        value = value(**own_arguments(config))
+    elif part.kind == "factory":
+        value = value()
     if isinstance(value, LightningDataModule):
         use_config = getattr(value, "use_config", None)
         if use_config is not None:  # one of kit's own, which leaves the rest to the config
             use_config(config)
         return {"datamodule": value}
     if isinstance(value, Dataset) and not isinstance(value, DataLoader):
-        value = _loader(value, config)
+        loader = config.loader
+        value = DataLoader(
+            value,
+            batch_size=loader.batch_size,
+            shuffle=loader.shuffle and hasattr(value, "__getitem__"),
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
+            pin_memory=loader.pin_memory,
+            drop_last=loader.drop_last,
+        )
     if not hasattr(value, "__iter__"):
         message = f"{part} gave {type(value).__name__}; give a LightningDataModule, a DataLoader or a Dataset"
         raise ConfigError([Problem("data", message)])
     return {"train_dataloaders": value}
 
 
-def _data_object(part: Part, config: Config) -> Any:
-    value = load_target(part.value) if part.kind == "path" else part.value
-    if part.kind == "default":
-        from kit.data.patches.module import PatchData
-
-        return PatchData(config)
-    if isinstance(value, type):
-        return value(config) if is_patch_data(value) else value(**own_arguments(config))
-    if part.kind == "path" and callable(value):
-        return value(**own_arguments(config))
-    return value() if part.kind == "factory" else value
-
-
-def _loader(dataset: Dataset[Any], config: Config) -> DataLoader[Any]:
-    loader = config.loader
-    return DataLoader(
-        dataset,
-        batch_size=loader.batch_size,
-        shuffle=loader.shuffle and hasattr(dataset, "__getitem__"),
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-    )
-
-
-_KEPT = (
+_LOADER_OPTIONS = (
     "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context",
     "generator", "prefetch_factor", "persistent_workers",
 )  # fmt: skip
@@ -229,7 +250,7 @@ def _resized(loader: Any, batch_size: int) -> Any:
         raise ConfigError([Problem("data", message + "batch_size is a number, or a Dataset")])
     if loader.batch_size is None:
         raise ConfigError([Problem("data", "the loader has no batch_size: its data set makes the batches itself")])
-    kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
+    kept: dict[str, Any] = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     if not isinstance(loader.dataset, IterableDataset):
         kept["sampler"] = loader.sampler
     return DataLoader(loader.dataset, batch_size=batch_size, **kept)
@@ -246,19 +267,17 @@ class LeversUsed(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._written:
-            self._written = True
-            self._context.writer.write("levers_used", **self._found(trainer))
-
-    @staticmethod
-    def _found(trainer: Trainer) -> dict[str, Any]:
+        if self._written:
+            return
+        self._written = True
         levers: list[Any] = list(getattr(trainer, "callbacks"))  # noqa: B009
         missing = available_kernels(trainer.strategy.root_device.type)
-        return {
-            "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
-            "checkpointed_blocks": sum(lever.count for lever in levers if isinstance(lever, GradientCheckpointing)),
-            "sequence_chunks": next((lever.count for lever in levers if isinstance(lever, SequenceChunks)), 0),
-            "attention": next((dict(lever.ran) for lever in levers if isinstance(lever, AttentionKernel)), {}),
-            "attention_here": [name for name, reason in missing.items() if not reason],
-            "attention_missing": {name: reason for name, reason in missing.items() if reason},
-        }
+        self._context.writer.write(
+            "levers_used",
+            optimizers=[type(optimizer).__name__ for optimizer in trainer.optimizers],
+            checkpointed_blocks=sum(lever.count for lever in levers if isinstance(lever, GradientCheckpointing)),
+            sequence_chunks=next((lever.count for lever in levers if isinstance(lever, SequenceChunks)), 0),
+            attention=next((dict(lever.ran) for lever in levers if isinstance(lever, AttentionKernel)), {}),
+            attention_here=[name for name, reason in missing.items() if not reason],
+            attention_missing={name: reason for name, reason in missing.items() if reason},
+        )

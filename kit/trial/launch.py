@@ -1,14 +1,13 @@
-"""Two ways to start a rank: fork it from a process that has imported torch, or start a fresh interpreter.
+"""Ranks: how one is started, forked from the warm supervisor or as a fresh interpreter, and what it does until it ends.
 
-Forking is right only while this process has never touched a GPU and the trial's environment does not differ in what
-libraries read when they are loaded; `cold_reason` says when it is not. Every rank gets its own log as stdout and
-stderr, joins the process group of its trial, and holds the read end of the trial's lifeline.
+A fork of a process that has imported torch starts at once. It is right only while that process has never touched a GPU,
+and while the trial's environment agrees with its own in all that libraries read when they are loaded; the supervisor
+starts fresh interpreters otherwise. Either way a rank is in the process group of its trial, has its own log as stdout
+and stderr, and holds the read end of the trial's lifeline, a pipe whose other end the supervisor holds.
 
-One rank: what a freshly forked or started process does before, around and after its job.
-
-Before: dies with its supervisor, whatever Python is doing; sees the kernel's folder, sys.path and devices. Around: says
-what happens in its own event file. After: leaves by `os._exit`, because a distributed process may hang in its exit
-handlers. The exit code alone is never taken for success (see `verdict`).
+Before its job a rank ties its life to the supervisor's, whatever Python is doing, and takes over the kernel's folder,
+sys.path and devices. It tells what happens in its own event file. It leaves by `os._exit`, because a distributed
+process may hang in its exit handlers. Its exit code alone is never taken for success (`kit.trial.verdict`).
 """
 
 from __future__ import annotations
@@ -39,14 +38,13 @@ from kit.registry import load
 from kit.trial import scratch
 from kit.trial.context import Context, confine_rank, confined_job
 from kit.trial.directory import Control, RunPaths
-from kit.trial.scratch import DESCRIPTOR, HOST, INTERFACES
-from kit.trial.verdict import EXIT_CANNOT_WRITE, EXIT_FAILED
+from kit.trial.verdict import EXIT_CANNOT_WRITE, EXIT_FAILED, describe_failure
 
 _READ_AT_LOAD = re.compile(r"OMP_NUM_THREADS|MKL_.*|PYTORCH_.*ALLOC.*|CUDA_MODULE_LOADING")
 _MOST_DESCRIPTORS = 1 << 20
-LOAD_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Set where the user has not. Threads that spin while they wait for each other take the cores from whom they wait for:
-with one of two cores busy, steps of a small U-Net took five times as long."""
+LOAD_DEFAULTS = {"OMP_WAIT_POLICY": "passive"}
+"""Set where the user has not. Threads that spin while they wait take the cores of those they wait for: with one of
+two cores busy, steps of a small U-Net took five times as long."""
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
@@ -64,9 +62,9 @@ class Launch:
 
 
 def launch_variables(
-    variables: Mapping[str, str], world_size: int, devices: Sequence[str], port: int, scratch: Path
+    variables: Mapping[str, str], world_size: int, devices: Sequence[str], port: int, folder: Path
 ) -> dict[str, str]:
-    """The environment of the ranks, apart from their own number.
+    """The environment of the ranks, apart from their own number; `folder` is the trial's scratch folder.
 
     TORCHELASTIC_RUN_ID outranks SLURM's variables, which a notebook inside an allocation has. Gloo is told the loopback
     interface, also because it would otherwise look up the host's own name, which not every container can resolve.
@@ -74,16 +72,23 @@ def launch_variables(
     return {
         **LOAD_DEFAULTS,
         **variables,
-        **INTERFACES,
+        **scratch.INTERFACES,
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         "TORCHELASTIC_RUN_ID": "kit",
         "GROUP_RANK": "0",
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": HOST,
+        "MASTER_ADDR": scratch.HOST,
         "MASTER_PORT": str(port),
-        SCRATCH: str(scratch),
+        SCRATCH: str(folder),
     }
+
+
+def python_path(variables: Mapping[str, str]) -> str:
+    """PYTHONPATH of a new interpreter, so that it finds this kit however the kernel found it."""
+    home = str(Path(kit.__file__).parents[1])
+    given = variables.get("PYTHONPATH")
+    return os.pathsep.join([home, given]) if given else home
 
 
 def differing_variables(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
@@ -111,7 +116,6 @@ def fork_rank(launch: Launch, rank: int, group: int) -> int:
     if pid == 0:
         try:
             _become_rank(launch, rank, group)
-
             run_rank(launch.paths, rank, supervisor, launch.lifeline)
         finally:
             os._exit(70)
@@ -126,49 +130,40 @@ def _become_rank(launch: Launch, rank: int, group: int) -> None:
     for number in (signal.SIGCHLD, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     os.setpgid(0, group)
-    _keep_only(sorted({launch.lifeline, launch.store} if rank == 0 else {launch.lifeline}))
-    _point(os.open(os.devnull, os.O_RDONLY), 0)
-    log = os.open(launch.paths.log(rank), _LOG_FLAGS, 0o644)
-    os.dup2(log, 1)
-    _point(log, 2)
+    kept = sorted({launch.lifeline, launch.store} if rank == 0 else {launch.lifeline})
+    for first, end in itertools.pairwise([2, *kept, _MOST_DESCRIPTORS]):  # another trial's pipes would keep it alive
+        os.closerange(first + 1, end)
+    _redirect(os.open(os.devnull, os.O_RDONLY), 0)
+    _redirect(os.open(launch.paths.log(rank), _LOG_FLAGS, 0o644), 1, 2)
     os.environ.clear()
-    os.environ.update(_own_variables(launch, rank))
+    os.environ.update(_variables_of(launch, rank))
     tempfile.tempdir = None  # the supervisor's own may be gone by now; found anew, as the kernel's variables say
     sys.argv = ["kit-rank", str(rank)]
 
 
-def _keep_only(descriptors: Sequence[int]) -> None:
-    """Pipes of other trials would keep those alive when the supervisor is gone."""
-    for first, end in itertools.pairwise([2, *descriptors, _MOST_DESCRIPTORS]):
-        os.closerange(first + 1, end)
-
-
-def _point(source: int, target: int) -> None:
-    os.dup2(source, target)
+def _redirect(source: int, *targets: int) -> None:
+    for target in targets:
+        os.dup2(source, target)
     os.close(source)
 
 
-def _own_variables(launch: Launch, rank: int) -> dict[str, str]:
-    own = {**launch.variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    return own if rank else {**own, DESCRIPTOR: str(launch.store)}
+def _variables_of(launch: Launch, rank: int) -> dict[str, str]:
+    store = {} if rank else {scratch.DESCRIPTOR: str(launch.store)}
+    return {**launch.variables, "RANK": str(rank), "LOCAL_RANK": str(rank), **store}
 
 
 def spawn_rank(launch: Launch, rank: int, group: int) -> int:
     """Start one rank as a fresh interpreter; it finds its lifeline as its standard input."""
-    home = str(Path(kit.__file__).parents[1])
-    variables = _own_variables(launch, rank)
-    given = variables.get("PYTHONPATH")
-    variables["PYTHONPATH"] = os.pathsep.join([home, given]) if given else home
-    log = str(launch.paths.log(rank))
+    variables = _variables_of(launch, rank)
     arguments = ["-P", "-m", "kit.trial.launch", str(launch.paths.directory), str(rank), str(os.getpid())]
     os.set_inheritable(launch.store, rank == 0)
     return os.posix_spawn(
         sys.executable,
         [sys.executable, *arguments],
-        variables,
+        {**variables, "PYTHONPATH": python_path(variables)},
         file_actions=[
             (os.POSIX_SPAWN_DUP2, launch.lifeline, 0),
-            (os.POSIX_SPAWN_OPEN, 1, log, _LOG_FLAGS, 0o644),
+            (os.POSIX_SPAWN_OPEN, 1, str(launch.paths.log(rank)), _LOG_FLAGS, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setpgroup=group,
@@ -192,13 +187,14 @@ def run_rank(paths: RunPaths, rank: int, supervisor: int, lifeline: int) -> NoRe
     except BaseException:
         traceback.print_exc()
     finally:
-        _leave(code)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 def _work(paths: RunPaths, rank: int, writer: EventWriter) -> int:
     """Do the job; the exit code. Only a failure to write events gets out."""
-    from kit.trial.verdict import describe_failure
-
     context: Context | None = None
     try:
         environment = read_json(paths.environment.read_bytes())
@@ -239,21 +235,10 @@ def _send_warnings(writer: EventWriter) -> None:
     warnings.showwarning = show_and_send
 
 
-def _leave(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
-    os._exit(code)
-
-
 def main() -> None:
     """`python -m kit.trial.launch RUN_DIRECTORY RANK SUPERVISOR`, with the lifeline as standard input."""
     lifeline = os.dup(0)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    _redirect(os.open(os.devnull, os.O_RDONLY), 0)
     run_rank(RunPaths(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), lifeline)
 
 

@@ -1,17 +1,16 @@
-"""What travels from the kernel to the ranks: the module and the data, as import path, class, factory or instance.
+"""What travels from the kernel to the ranks: module, data, loggers and callbacks, as path, class, factory or instance.
 
 Classes and factories defined in a notebook travel by value, those in modules by reference (with the kernel's working
 folder and sys.path, so an edited file is seen by the next trial). Import paths and factories are best: the object is
 then made inside the rank, and no weights travel. Nothing here imports torch.
 
-Which batch size rules: the config's, or that of a loader which the caller brought, and what to do about it.
+`batch_rule` says whose batch size runs, the same in `kit.fit`, `kit.predict_memory`, `kit.memory.what_if` and the
+panel: kit makes the loader of its own data and of a Dataset, with `loader.batch_size`; every other loader keeps the
+batches it makes. Nothing of the caller's runs to find that out. A loader or data module may declare its size; where it
+declares none, the size is known once the loader is made, in the process that trains or predicts.
 
-The rule, the same in `kit.fit`, `kit.predict_memory`, `kit.what_if` and the panel: kit makes the loader of its own data
-and of a Dataset, with `loader.batch_size`; every other loader keeps the batches it makes. Nothing of the caller's runs
-to find that out: what a loader or data module says of itself is read, and where it says nothing its size is known once
-it is made, in the process that trains or predicts.
-
-What a class is like, as far as its source tells: read and never run, so that no library of its is needed.
+What a class is like (`is_manual`, `shards_itself`, `takes_config`) is read off its source and never run, so that none
+of its libraries are needed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import textwrap
 import types
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import cloudpickle
@@ -38,6 +37,7 @@ from kit.targets import class_bodies
 Kind = Literal["default", "path", "class", "factory", "instance"]
 LARGE_BYTES = 10_000_000
 _SOURCE_BYTES = 1_000_000
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _INSTANCE_MARKS = ("training_step", "train_dataloader", "__getitem__", "__iter__")
 
 
@@ -50,13 +50,15 @@ class Part:
 
     @classmethod
     def of(cls, value: object) -> Part:
+        """Modules are callable too, so a callable object is a factory only without a method of a module or data set."""
         if value is None:
             return cls("default")
         if isinstance(value, str):
             return cls("path", value)
         if isinstance(value, type):
             return cls("class", value)
-        return cls("factory" if _is_factory(value) else "instance", value)
+        plain = callable(value) and not any(hasattr(value, mark) for mark in _INSTANCE_MARKS)
+        return cls("factory" if plain or isinstance(value, _FUNCTIONS) else "instance", value)
 
     @property
     def is_dataset(self) -> bool:
@@ -66,7 +68,7 @@ class Part:
 
     @property
     def identity(self) -> str:
-        """What tells it from others: import path, or where its class or function is from; empty for the default."""
+        """Tells it from others: its import path, or where its class or function is from; empty for the default."""
         if self.kind in ("default", "path"):
             return str(self.value or "")
         thing = self.value if self.kind in ("class", "factory") else type(self.value)
@@ -79,11 +81,41 @@ class Part:
         return {"path": str(self.value), "class": f"class {name}", "factory": f"factory {name}"}.get(self.kind, name)
 
 
-def _is_factory(value: object) -> bool:
-    """Modules are callable too, so a callable object is a factory only when it has no part of a module or data set."""
-    if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | functools.partial):
-        return True
-    return callable(value) and not any(hasattr(value, mark) for mark in _INSTANCE_MARKS)
+@dataclass(frozen=True, slots=True)
+class TrainerParts:
+    """What the Trainer gets of the caller's own, beside module and data."""
+
+    loggers: tuple[Part, ...] = ()
+    callbacks: tuple[Part, ...] = ()
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, logger: object, callbacks: object, flags: Mapping[str, Any]) -> TrainerParts:
+        """As `kit.fit` takes them.
+
+        Raises:
+            ConfigError: for what is no logger or callback.
+        """
+        logger = "kit.train.trainer:default_logger" if logger is True else logger
+        return cls(_parts("logger", "Logger", logger), _parts("callbacks", "Callback", callbacks), flags)
+
+    def summary(self) -> dict[str, Any]:
+        """What a run directory tells of it."""
+        plain = (bool, int, float, str)
+        flags = {name: value if isinstance(value, plain) else repr(value)[:80] for name, value in self.flags.items()}
+        found = {"loggers": [*map(str, self.loggers)], "callbacks": [*map(str, self.callbacks)], "flags": flags}
+        return {name: value for name, value in found.items() if value}
+
+
+def _parts(name: str, kind: str, given: object) -> tuple[Part, ...]:
+    values = list(given) if isinstance(given, list | tuple) else [] if given is None or given is False else [given]
+    parts = tuple(map(Part.of, values))
+    for part in parts:
+        held = part.value if part.kind == "class" else type(part.value)
+        if part.kind in ("class", "instance") and kind not in {base.__name__ for base in held.__mro__}:
+            message = f"{part} is no {kind} of lightning.pytorch; give one, its class or a function that makes it"
+            raise ConfigError([Problem(name, message)])
+    return parts
 
 
 def own_arguments(config: Config) -> dict[str, Any]:
@@ -102,39 +134,39 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
     Raises:
         ConfigError: for arguments that do not fit the class, and factories that need arguments.
     """
+    calls: list[tuple[Part, str, Mapping[str, Any]]] = []
     if module.kind == "class":
-        _check_call(module, "model.arguments", config.model.arguments)
+        calls.append((module, "model.arguments", config.model.arguments))
     if data.kind == "class" and own_arguments(config) and not is_patch_data(data.value):
-        _check_call(data, "data.arguments", own_arguments(config))
-    if module.kind == "factory":
-        _check_call(module, "module", {})
-    if data.kind == "factory":
-        _check_call(data, "data", {})
+        calls.append((data, "data.arguments", own_arguments(config)))
+    calls += [(part, name, {}) for part, name in ((module, "module"), (data, "data")) if part.kind == "factory"]
+    for part, path, arguments in calls:
+        try:
+            signature = inspect.signature(part.value)
+        except (TypeError, ValueError):
+            continue
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            raise ConfigError([Problem(path, f"{part} cannot be made: {error}; it takes {signature}")]) from None
 
 
-def _check_call(part: Part, path: str, arguments: Mapping[str, Any]) -> None:
-    try:
-        signature = inspect.signature(part.value)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise ConfigError([Problem(path, f"{part} cannot be made: {error}; it takes {signature}")]) from None
-
-
-def pack(module: Part, data: Part) -> bytes:
+def pack(module: Part, data: Part, trainer: TrainerParts | None = None) -> bytes:
     """The payload of a run.
 
     Raises:
         ConfigError: naming the object that cannot be sent, and where it was found.
     """
-    for name, part in (("module", module), ("data", data)):
+    trainer = trainer or TrainerParts()
+    more = [("logger", part) for part in trainer.loggers] + [("callbacks", part) for part in trainer.callbacks]
+    more += [(f"trainer.{name}", Part("instance", value)) for name, value in trainer.flags.items()]
+    for name, part in (("module", module), ("data", data), *more):
         try:
             cloudpickle.dumps(part)
         except Exception as error:
             raise ConfigError([Problem(name, why_not_sent(part, error))]) from error
-    return cloudpickle.dumps({"module": module, "data": data, "cells": cells()}, protocol=5)  # type: ignore[no-any-return]
+    whole = {"module": module, "data": data, "trainer": trainer, "cells": cells()}
+    return cloudpickle.dumps(whole, protocol=5)  # type: ignore[no-any-return]
 
 
 def why_not_sent(part: Part, error: Exception) -> str:
@@ -151,13 +183,9 @@ def _culprit(value: Any) -> str:
         try:
             cloudpickle.dumps(item)
         except Exception:
-            inner = "" if isinstance(item, type) else _culprit_within(item)
+            inner = "" if isinstance(item, type) else _culprit(item)
             return f"{name} ({inner or type(item).__name__})"
     return ""
-
-
-def _culprit_within(value: Any) -> str:
-    return _culprit(value) if isinstance(value, types.FunctionType) or hasattr(value, "__dict__") else ""
 
 
 def _held_by(value: Any) -> list[tuple[str, Any]]:
@@ -176,11 +204,11 @@ def cells() -> dict[str, tuple[str, str]]:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     names = getattr(getattr(shell, "compile", None), "_filename_map", {})
     found: dict[str, tuple[str, str]] = {}
-    room = _SOURCE_BYTES
+    left = _SOURCE_BYTES
     for file, number in reversed(list(names.items())):
         source = "".join(linecache.getlines(file))
-        room -= len(source)
-        if room < 0:
+        left -= len(source)
+        if left < 0:
             break
         found[file] = (f"cell {number}", source)
     return found
@@ -205,19 +233,14 @@ class BatchRule:
         return not self.whose
 
     @property
-    def ignores_config(self) -> bool:
-        """Whether another number than the config's is known to run."""
-        return not self.by_config and self.size not in (None, self.asked)
-
-    @property
     def note(self) -> str:
         """What a user should know; empty where the config's number runs."""
         if self.by_config or self.size == self.asked:
             return ""
         if self.size is None:
-            return f"{BATCH} is {self.asked}, but {self.whose} may make batches of another size, and these run"
+            return f"{BATCH} is {self.asked}, but {self.whose} may make batches of another size, which are used"
         return (
-            f"{BATCH} is {self.asked}, but {self.whose} makes batches of {self.size}, and these run; set "
+            f"{BATCH} is {self.asked}, but {self.whose} makes batches of {self.size}, which are used; set "
             f"{BATCH}: {self.size}, make that loader with {self.asked}, or give a Dataset, whose loader kit makes"
         )
 
@@ -227,8 +250,9 @@ class BatchRule:
 
     @property
     def is_worth_a_warning(self) -> bool:
-        """Whether a number that somebody chose is ignored: the default is nobody's wish, and is noted only."""
-        return self.ignores_config and self.asked != Config().loader.batch_size
+        """Whether another number is known to run than somebody chose; nobody chose the default, which is noted only."""
+        ignored = not self.by_config and self.size not in (None, self.asked)
+        return ignored and self.asked != Config().loader.batch_size
 
     def warn(self, stacklevel: int = 3) -> None:
         if self.is_worth_a_warning:
@@ -245,57 +269,34 @@ class BatchRule:
 
 def batch_rule(data: Part, config: Config) -> BatchRule:
     """The rule for `data` as `kit.fit` takes it."""
-    asked, kind, known = config.loader.batch_size, _class_of(data), _arguments(data, config)
-    if data.kind == "default" or _is_a(kind, _DATASET) or (data.kind == "class" and _is_a(kind, _PATCHES)):
+    asked, value = config.loader.batch_size, data.value
+    known: Mapping[str, Any] = own_arguments(config) if data.kind in ("class", "path") else {}
+    if isinstance(value, functools.partial):
+        known, value = value.keywords, value.func
+    kind = type(value) if data.kind == "instance" else value if isinstance(value, type) else None
+    bases = [(base.__module__, base.__name__) for base in (() if kind is None else kind.__mro__)]
+    if data.kind == "default" or _DATASET in bases or (data.kind == "class" and _PATCHES in bases):
         return BatchRule(asked=asked, size=asked, whose="")
-    if not _is_a(kind, _KITS):
-        size = _declared(data.value) if data.kind == "instance" else _argument(kind, known)
-    elif data.kind == "instance":
-        size = _of_kits_own(data.value, asked)
-    else:  # takes the config that it is trained under, less what it was given
-        size = None if _is_a(kind, _PATCHES) else _whole(known.get("batch_size")) or asked
-    return BatchRule(asked=asked, size=size, whose=_name(data, kind))
+    if _KITS not in bases:
+        size = _declared(value) if data.kind == "instance" else _argument(kind, known)
+    elif data.kind != "instance":  # takes the config that it is trained under, less what it was given
+        size = None if _PATCHES in bases else _whole(known.get("batch_size")) or asked
+    elif hasattr(value, "use_config"):
+        size = int(value._given.get(BATCH, asked))
+    else:
+        size = int(value.config.loader.batch_size)
+    return BatchRule(asked=asked, size=size, whose=f"the data of {data}" if kind is None else f"your {kind.__name__}")
 
 
 _DATASET = ("torch.utils.data.dataset", "Dataset")
 _KITS, _PATCHES = ("kit.data.patches.module", "EpochData"), ("kit.data.patches.module", "PatchData")
-"""Told by name, as the kernel imports no torch for it."""
-
-
-def _is_a(kind: type | None, base: tuple[str, str]) -> bool:
-    return kind is not None and base in [(item.__module__, item.__name__) for item in kind.__mro__]
-
-
-def _class_of(data: Part) -> type | None:
-    """What will make the batches; None where that cannot be told without making it."""
-    if data.kind == "instance":
-        return type(data.value)
-    found = data.value.func if isinstance(data.value, functools.partial) else data.value
-    return found if isinstance(found, type) else None
-
-
-def _name(data: Part, kind: type | None) -> str:
-    return f"the data of {data}" if kind is None else f"your {kind.__name__}"
-
-
-def _arguments(data: Part, config: Config) -> Mapping[str, Any]:
-    """What the data will be made with, as far as it is named."""
-    if isinstance(data.value, functools.partial):
-        return data.value.keywords
-    return own_arguments(config) if data.kind in ("class", "path") else {}
-
-
-def _of_kits_own(data: Any, asked: int) -> int:
-    """Data that takes the config it is trained under keeps what it was given; other data keeps its own config."""
-    if hasattr(data, "use_config"):
-        return int(data._given.get(BATCH, asked))
-    return int(data.config.loader.batch_size)
+"""Known by name, as the kernel imports no torch for it."""
 
 
 def _declared(data: Any) -> int | None:
-    """What a loader or data module says of itself."""
-    places = (data, getattr(data, "batch_sampler", None), getattr(data, "hparams", None))
-    sizes = (_whole(getattr(place, "batch_size", None)) for place in places)
+    """The batch size that a loader or data module has as an attribute."""
+    holders = (data, getattr(data, "batch_sampler", None), getattr(data, "hparams", None))
+    sizes = (_whole(getattr(holder, "batch_size", None)) for holder in holders)
     return next((size for size in sizes if size is not None), None)
 
 
@@ -303,11 +304,9 @@ def _argument(kind: type | None, known: Mapping[str, Any]) -> int | None:
     """The `batch_size` that a class is made with, or its default."""
     if "batch_size" in known or kind is None:
         return _whole(known.get("batch_size"))
-    try:
-        found = inspect.signature(kind).parameters.get("batch_size")
-    except (TypeError, ValueError):
-        return None
-    return None if found is None else _whole(found.default)
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return _whole(inspect.signature(kind).parameters["batch_size"].default)
+    return None
 
 
 def _whole(value: Any) -> int | None:
@@ -321,12 +320,13 @@ def takes_config(target: str) -> bool:
 
 def shards_itself(target: str) -> bool:
     """Whether a class makes or shards layers in `configure_model`, as far as its source tells."""
-    return any(_defines(node, "configure_model") for node in _own_classes(target))
+    functions = (item for node in class_bodies(target, until="LightningModule") for item in node.body)
+    return any(isinstance(item, ast.FunctionDef) and item.name == "configure_model" for item in functions)
 
 
 def is_manual(target: str) -> bool:
     """Whether a class sets `automatic_optimization` to False, as far as its source tells."""
-    return any(_sets_manual(node) for node in _own_classes(target))
+    return any(map(_sets_manual, class_bodies(target, until="LightningModule")))
 
 
 def optimizes_manually(module: Any, config: Config) -> bool:
@@ -335,7 +335,7 @@ def optimizes_manually(module: Any, config: Config) -> bool:
     if part.kind == "instance":
         return not getattr(part.value, "automatic_optimization", True)
     if part.kind == "class":
-        return any(_sets_manual(node) for node in _written_classes(part.value))
+        return any(map(_sets_manual, _written_classes(part.value)))
     return part.kind != "factory" and is_manual(part.value or config.model.target)
 
 
@@ -348,14 +348,6 @@ def _written_classes(kind: type) -> Iterator[ast.ClassDef]:
             (node,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
             if isinstance(node, ast.ClassDef):
                 yield node
-
-
-def _own_classes(target: str) -> Iterator[ast.ClassDef]:
-    return class_bodies(target, until="LightningModule")
-
-
-def _defines(node: ast.ClassDef, name: str) -> bool:
-    return any(isinstance(item, ast.FunctionDef) and item.name == name for item in node.body)
 
 
 def _sets_manual(node: ast.ClassDef) -> bool:

@@ -1,18 +1,16 @@
-"""Scratch: a folder per trial for what its processes make to talk to each other, and what is left of it.
+"""Scratch: a folder per trial for what its processes make to talk to each other, and how all of it is removed.
 
-Ranks leave by `os._exit` and are killed as a group, and what would tidy up after them with them, so nothing that Python
+Ranks leave by `os._exit` or are killed as a group, and what would tidy up after them with them, so nothing that Python
 does at exit can be relied on. Whatever a trial makes outside its run directory is therefore found by one name: sockets
 and spilled queries lie in its scratch folder, its semaphores bear the folder's last letters, and the processes that
 share tensors are noted there. The supervisor removes all of it when the last process of the group is gone; where the
-supervisor was killed, the next kernel that loses or starts one does.
+supervisor was killed, the next kernel that loses or starts one does. A folder's name holds its owner (this system,
+process id, start time), so it has one at every moment.
 
-A folder's name holds its owner (this system, process id, start time), so at no moment is there one without.
-
-Rendezvous: the store in which the ranks of a trial find each other, reached from this machine alone.
-
-Left to itself torch's store listens on every interface, whatever MASTER_ADDR says. Here the supervisor opens the
-socket, on loopback, so that nobody else can take its port, and rank 0 inherits it and serves. Ranks then join a store
-that is there already, which is how torchrun has them do it. The sockets of gloo and NCCL stay on loopback too.
+Ranks find each other in a store that is reached from this machine alone. Left to itself, torch's store listens on every
+interface, whatever MASTER_ADDR says. Here the supervisor opens the socket, on loopback, so that nobody else can take
+its port, and rank 0 inherits it and serves; ranks join a store that is there already, as torchrun has them do. The
+sockets of gloo and NCCL stay on loopback too.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ def take(folder: Path) -> None:
 def remove(folder: Path) -> None:
     """Remove a scratch folder and what belongs to it; the folder last, so that half of it is found again."""
     pids = [file.name.removeprefix(NOTE) for file in folder.glob(f"{NOTE}*")]
-    left = [f"sem.{_semaphores(folder)}-*", *(f"torch_{pid}_*" for pid in pids)]
-    for pattern in left:
+    for pattern in (f"sem.{_semaphores(folder)}-*", *(f"torch_{pid}_*" for pid in pids)):
         for file in _SHARED_MEMORY.glob(pattern):
             with contextlib.suppress(OSError):
                 file.unlink()
@@ -88,24 +85,18 @@ def sweep() -> None:
 
 
 def _is_lost(entry: os.DirEntry[str]) -> bool:
+    """Whether its owner is gone, or the supervisor of a run that it would have removed at the end."""
     named = _OWNED.fullmatch(entry.name)
     if named is None or named["system"] != _system():
         return False
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         if entry.is_symlink() or entry.stat(follow_symlinks=False).st_uid != os.getuid():
             return False
-        is_alive = _owner(int(named["pid"], 16)) == named["owner"]
-        return not is_alive or _is_unattended(Path(entry.path) / "environment.json")
+        if _owner(int(named["pid"], 16)) != named["owner"]:
+            return True
+        found = read_json(Path(entry.path, "environment.json").read_bytes())
+        return found.get("removed") == "at end" and "supervisor" in found and not alive(found["supervisor"])
     return False
-
-
-def _is_unattended(environment: Path) -> bool:
-    """Whether a run that its supervisor would have removed at its end has lost it."""
-    try:
-        found = read_json(environment.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return found.get("removed") == "at end" and "supervisor" in found and not alive(found["supervisor"])
 
 
 def _owner(pid: int) -> str:

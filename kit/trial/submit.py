@@ -1,15 +1,13 @@
 """From what the caller gave to a run directory that a supervisor can start: every check comes before any process.
 
 Refused here, each in one sentence: a model that cannot be found or made, devices that are not there, a store that the
-ranks could not read, a batch larger than the data, an object that cannot be pickled.
+ranks could not read, a batch larger than the data, an object that cannot be pickled, an argument of the Trainer that
+the config says or a trial cannot take, codecarbon (an extra) where it is not installed or does not know the country.
 
-The devices of a trial, chosen and claimed in one step, so that two kernels never choose the same GPU.
-
-What kit chooses (`auto`, a number) is never shared: when all that are left are claimed, the trial is refused. What the
-user names (a list, -1 for all) is taken even so, with a warning: two small models on one GPU may be just what is
-wanted. Ranks on the CPU claim nothing.
-
-Whether codecarbon can be asked about a trial: it is an extra, and knows the grids of most countries.
+GPUs are chosen and claimed in one step, so that two kernels never choose the same one. What kit chooses (`auto`, a
+number) is never shared: when all that are left are claimed, the trial is refused. What the user names (a list, -1 for
+all) is taken even so, with a warning, because two small models on one GPU may be intended. Ranks on the CPU claim
+nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from kit.config import Config
 from kit.errors import ConfigError, HardwareError, KitWarning, Problem
@@ -35,23 +33,34 @@ from kit.events import SUPERVISOR, EventWriter
 from kit.json_text import read_json
 from kit.machine.claims import choosing, release
 from kit.machine.gpus import Gpu
-from kit.machine.machine import Machine, Resolved, hardware, resolve_devices, with_claims
+from kit.machine.machine import Resolved, hardware, resolve_devices, with_claims
 from kit.machine.processes import cpu_name, machine
+from kit.targets import find_target
+from kit.train.choices import trainer_flags
 from kit.trial.directory import Control, RunPaths, contents_to_run, sign
-from kit.trial.payload import LARGE_BYTES, BatchRule, Part, batch_rule, check_parts, pack
+from kit.trial.payload import (
+    LARGE_BYTES,
+    BatchRule,
+    Part,
+    TrainerParts,
+    batch_rule,
+    check_parts,
+    optimizes_manually,
+    pack,
+)
 from kit.units import format_bytes
-
-if TYPE_CHECKING:
-    from kit.machine.machine import Resolved
 
 REHEARSAL = "the trial run"
 """What notes call a run that only tries something out."""
+RunKind = Literal["trial", "repeat", "profile", "calibration"]
+"""Why something was run: for itself; for a comparison, often several times; under a profiler; to measure a loader."""
 _PACKAGES = ("kit", "torch", "lightning", "zarr", "fsspec", "gcsfs", "numpy", "pydantic", "cloudpickle")
 
 
 def prepare(
     module: object, data: object, config: object, batch_size: int | None = None,
-    profile: Mapping[str, str] | None = None, job: str | None = None, confined: str = "",
+    profile: Mapping[str, str] | None = None, job: str | None = None, confined: str = "", kind: RunKind = "trial",
+    logger: object = None, callbacks: object = (), trainer: object = None,
 ) -> RunPaths:  # fmt: skip
     """A complete run directory for this trial.
 
@@ -62,7 +71,11 @@ def prepare(
         batch_size: Samples per batch on each device, instead of what data of the caller's own makes.
         profile: Which profiler looks on (`pass`) and where it writes (`folder`); None for none.
         job: What the ranks do, by the name it is registered under; None for a fit.
-        confined: What notes call a run that changes no file of the user's; empty for one that trains as asked.
+        confined: What notes call a run that changes no file of the user's; empty for a run that may.
+        kind: Why it is run.
+        logger: As `kit.fit` takes it.
+        callbacks: As `kit.fit` takes them.
+        trainer: As `kit.fit` takes it.
 
     Its GPUs are claimed for it: whoever starts it hands them to the supervisor.
 
@@ -70,50 +83,69 @@ def prepare(
         ConfigError, HardwareError, StoreError: see the module's first lines.
     """
     if not isinstance(config, Config):
-        raise ConfigError(
-            f"fit takes a Config, got {type(config).__name__}; call fit(config) or fit(module, data, config)"
-        )
+        raise ConfigError(f"fit takes a Config, got {type(config).__name__}; call fit(config, module, data)")
     check_codecarbon(config)
     module_part, data_part = Part.of(module), Part.of(data)
     check_targets(module_part, data_part, config)
     check_parts(module_part, data_part, config)
+    flags = trainer_flags(trainer, config, bool(trainer) and optimizes_manually(module, config))
+    trainer_parts = TrainerParts.of(logger, callbacks, flags)
     rule = batch_rule(data_part, config) if batch_size is None and job is None else None
     if rule is not None:
         rule.warn(stacklevel=4)
+    batch = None if rule is None else asdict(rule)
+    options: dict[str, Any] = {
+        "batch_size": batch_size, "profile": profile, "job": job, "batch": batch, "confined": confined or None,
+        "trainer": trainer_parts.summary() or None, "kind": kind,
+    }  # fmt: skip
+    given = given_of(module_part, data_part)
+    with _devices_taken(config) as taken:
+        payload = pack(module_part, data_part, trainer_parts)
+        paths = _fill(payload, given, config, taken, {name: it for name, it in options.items() if it is not None})
+        if len(payload) > LARGE_BYTES:
+            message = (
+                f"module and data are {format_bytes(len(payload))} when sent to the ranks, probably weights or an "
+                "array they hold; give a class or a function that makes them, so that they are made in the ranks"
+            )
+            _note_warning(paths, message, payload_bytes=len(payload))
+            warnings.warn(message, KitWarning, stacklevel=3)
+        return paths
+
+
+def given_of(module: Part, data: Part) -> dict[str, str]:
+    """How module and data were given, and what tells them from others."""
+    return {
+        "module": module.kind, "data": "dataset" if data.is_dataset else data.kind,
+        "module_identity": module.identity, "data_identity": data.identity,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _devices_taken(config: Config) -> Iterator[Taken]:
+    """The devices of a trial, released when its run directory cannot be made."""
     taken = take_devices(config)
     try:
-        asked = {"batch_size": batch_size, "profile": profile, "job": job, "batch": asdict(rule) if rule else None}
-        given = {name: value for name, value in asked.items() if value is not None}
-        given |= {"confined": confined} if confined else {}
-        return _write(module_part, data_part, config, taken, given)
+        yield taken
     except BaseException:
         release(taken.claims)
         raise
 
 
-def _write(module: Part, data: Part, config: Config, taken: Taken, asked: dict[str, Any]) -> RunPaths:
-    kind = "dataset" if data.is_dataset else data.kind
-    given = {"module": module.kind, "data": kind, "module_identity": module.identity, "data_identity": data.identity}
-    paths = _fill(pack(module, data), given, config, taken, asked)
-    _warn_if_large(paths, paths.payload.stat().st_size)
-    return paths
-
-
-def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken, asked: Mapping[str, Any]) -> RunPaths:
-    predicted = _check_own_data(config, taken.resolved.world_size) if given["data"] == "default" else {}
+def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken, options: dict[str, Any]) -> RunPaths:
+    own = _check_own_data(config, taken.resolved.world_size) if given["data"] == "default" else {}
     paths = RunPaths.create(config)
     found = {
         "payload_bytes": len(payload),
-        "predicted": predicted,
+        **own,
         "device_used_bytes": list(taken.used_bytes),
         "claims": [str(file) for file in taken.claims],
         "hardware": dict(taken.hardware),
         "given": given,
     }
-    write_run(paths, config.to_yaml(), payload, {**environment_of(taken.resolved), **found, **asked})
-    rule = BatchRule.of_environment(asked)
+    write_run(paths, config.to_yaml(), payload, {**environment_of(taken.resolved), **found, **options})
+    rule = BatchRule.of_environment(options)
     if rule is not None and rule.is_worth_a_warning:
-        _tell(paths, rule.note)
+        _note_warning(paths, rule.note)
     return paths
 
 
@@ -131,19 +163,16 @@ def again(earlier: RunPaths, config: Config, trust: bool = False) -> RunPaths:
         TrialError: when module and data are no longer there.
     """
     contents = contents_to_run(earlier, trust)
-    payload, before = contents.payload, contents.environment
+    before = contents.environment
     given = before.get("given", {"module": "path", "data": "path"})
-    asked = {name: before[name] for name in ("batch_size",) if name in before}
+    options: dict[str, Any] = {name: before[name] for name in ("batch_size", "trainer") if name in before}
+    options |= {"confined": REHEARSAL, "kind": "repeat"}
     rule = BatchRule.of_environment(before)
     if rule is not None:
         size = config.loader.batch_size
-        asked["batch"] = asdict(replace(rule, asked=size, size=size if rule.by_config else rule.size))
-    taken = take_devices(config)
-    try:
-        return _fill(payload, given, config, taken, {**asked, "confined": REHEARSAL})
-    except BaseException:
-        release(taken.claims)
-        raise
+        options["batch"] = asdict(replace(rule, asked=size, size=size if rule.by_config else rule.size))
+    with _devices_taken(config) as taken:
+        return _fill(contents.payload, given, config, taken, options)
 
 
 def check_targets(module: Part, data: Part, config: Config) -> None:
@@ -152,55 +181,60 @@ def check_targets(module: Part, data: Part, config: Config) -> None:
     Raises:
         TargetError: with what is there instead.
     """
-    from kit.targets import find_target
-
     if module.kind in ("default", "path"):
         find_target(config.model.target if module.kind == "default" else module.value)
     if data.kind == "path":
         find_target(data.value)
 
 
-def _check_own_data(config: Config, world_size: int) -> dict[str, float]:
+def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:
     """The ranks are other processes: they must be able to open the store, and each batch must fit it.
 
     Returns:
-        What reading it should cost, kept with the run before it is measured.
+        What is kept with the run: what reading should cost, before it is measured, and what is kept for validation.
     """
     from kit.data.build.layout import predict_reading
     from kit.data.dataset import open_dataset
-    from kit.data.sampling import sample_plan
+    from kit.data.sampling import sample_plan, split_of, widest_of
     from kit.data.stores.url import is_shared
     from kit.data.stream.engine import Engine
     from kit.data.stream.memory import refuse_too_little
 
     if not is_shared(config.data.url):
-        message = (
-            f"{config.data.url} lives in this process only, and a trial runs in others; build to a folder or a bucket"
-        )
+        message = f"{config.data.url} lives in this process only; a trial runs in others. Build to a folder or a bucket"
         raise ConfigError([Problem("data.url", message)])
     dataset = open_dataset(config)
     plan = sample_plan(config, dataset, world_size)
+    if config.trial.validate_every_steps:
+        sample_plan(config, dataset, world_size, validates=True)
     batch_bytes = plan.batch_bytes(len(dataset.select(config.data.variables)))
     refuse_too_little(config.loader, batch_bytes, world_size)
     Engine(dataset, config.data.variables, standardize=config.data.standardize)  # opens nothing, refuses what it cannot
-    return predict_reading(config, dataset)
+    split = split_of(config, widest_of(dataset, config))
+    return {"predicted": predict_reading(config, dataset), **({} if split is None else {"split": split.sentence})}
 
 
 def environment_of(resolved: Resolved) -> dict[str, Any]:
-    """What ranks are told of the kernel and of what `auto` is."""
+    """What ranks know of the kernel and of what `auto` is."""
+    names = ("world_size", "accelerator", "precision", "threads_per_rank")
     return {
         "versions": {"python": platform.python_version(), **versions()},
         "platform": platform.platform(),
         "machine": machine(),
+        "notebook": notebook_here(),
         "folder": os.getcwd(),  # noqa: PTH109 - text, as the ranks need it
         "sys_path": [os.path.abspath(entry) for entry in sys.path],  # noqa: PTH100 - an empty entry is the folder
         "devices": list(resolved.devices),
-        "world_size": resolved.world_size,
-        "accelerator": resolved.accelerator,
-        "precision": resolved.precision,
         "reasons": list(resolved.reasons),
-        "threads_per_rank": resolved.threads_per_rank,
+        **{name: getattr(resolved, name) for name in names},
     }
+
+
+def notebook_here() -> str:
+    """What code is run from: the path of the notebook as its server says it, a script's name, else this process."""
+    main = vars(sys.modules.get("__main__", sys))
+    named = os.environ.get("JPY_SESSION_NAME") or main.get("__vsc_ipynb_file__") or main.get("__file__")
+    return Path(named).name if named else f"process {os.getpid()}"
 
 
 @functools.cache
@@ -208,10 +242,8 @@ def versions() -> dict[str, str]:
     """Of the packages that decide what a run does."""
     found = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -221,28 +253,17 @@ def write_run(paths: RunPaths, config: str, payload: bytes, environment: dict[st
     Raises:
         ConfigError: when it cannot be written; the directory is gone then.
     """
-    told = json.dumps(environment, indent=2)
-    with paths.whole_or_gone(len(config) + len(payload) + len(told)):
+    text = json.dumps(environment, indent=2)
+    with paths.whole_or_gone(len(config) + len(payload) + len(text)):
         paths.config.write_text(config, encoding="utf-8")
         paths.payload.write_bytes(payload)
-        paths.environment.write_text(told)
+        paths.environment.write_text(text)
         Control.create(paths.control)
         sign(paths)
 
 
-def _warn_if_large(paths: RunPaths, payload_bytes: int) -> None:
-    if payload_bytes <= LARGE_BYTES:
-        return
-    message = (
-        f"module and data are {format_bytes(payload_bytes)} when sent to the ranks, probably weights or an array they "
-        "hold; give a class or a function that makes them, so that they are made in the ranks"
-    )
-    _tell(paths, message, payload_bytes=payload_bytes)
-    warnings.warn(message, KitWarning, stacklevel=4)
-
-
-def _tell(paths: RunPaths, message: str, **fields: Any) -> None:
-    """Put a warning into the run, before any rank."""
+def _note_warning(paths: RunPaths, message: str, **fields: Any) -> None:
+    """Write a warning into the run, before any rank."""
     with paths.whole_or_gone(), contextlib.closing(EventWriter(paths.supervisor_events, SUPERVISOR)) as writer:
         writer.write("warned", message=message, **fields)
 
@@ -266,51 +287,35 @@ def take_devices(config: Config) -> Taken:
     Raises:
         HardwareError: as `resolve_devices` does, and when kit would have to choose a claimed GPU.
     """
-    machine = hardware()
+    machine, asked = hardware(), config.hardware.devices
     resolved = resolve_devices(config, machine)
-    if not resolved.devices:
-        return Taken(resolved=resolved, used_bytes=(), claims=(), hardware=_facts(machine, ()))
-    with choosing() as desk:
-        machine = with_claims(machine, desk.claims)
-        resolved = resolve_devices(config, machine)
-        gpus = [next(gpu for gpu in machine.gpus if gpu.uuid == uuid) for uuid in resolved.devices]
-        shared = [gpu for gpu in gpus if gpu.claimed]
-        if shared and _is_chosen_by_kit(config):
-            raise HardwareError(_why_refused(config, machine, shared))
-        claimed = desk.take(resolved.devices, config.name)
-    if shared:
-        warnings.warn(f"{_named(machine, shared)}; the trials share it", KitWarning, stacklevel=4)
-    used_bytes = tuple(gpu.total_bytes - gpu.free_bytes for gpu in gpus)
-    return Taken(resolved=resolved, used_bytes=used_bytes, claims=tuple(claimed), hardware=_facts(machine, gpus))
-
-
-def _facts(machine: Machine, gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """The machine and the first of these GPUs, with the memory of the smallest."""
-    return {
+    gpus: list[Gpu] = []
+    claims: list[Path] = []
+    if resolved.devices:
+        with choosing() as desk:
+            machine = with_claims(machine, desk.claims)
+            resolved = resolve_devices(config, machine)
+            gpus = [next(gpu for gpu in machine.gpus if gpu.uuid == uuid) for uuid in resolved.devices]
+            shared = [machine.gpus.index(gpu) for gpu in gpus if gpu.claimed]
+            claimed = "; ".join(f"GPU {index} is claimed by {machine.gpus[index].claimed}" for index in shared)
+            if shared and not isinstance(asked, tuple) and asked != -1:
+                raise HardwareError(
+                    f"hardware.devices is {asked}, but {sum(not gpu.claimed for gpu in machine.gpus)} of "
+                    f"{len(machine.gpus)} GPUs are unclaimed: {claimed}; wait for that trial or stop it, or share on "
+                    f"purpose with devices: [{shared[0]}]"
+                )
+            claims = desk.take(resolved.devices, config.name)
+        if shared:
+            warnings.warn(f"{claimed}; the trials share it", KitWarning, stacklevel=6)
+    facts = {
         "device": gpus[0].name if gpus else "CPU",
         "cpu": cpu_name(),
         "cores": machine.cores,
         "memory_bytes": machine.memory_bytes,
         "device_memory_bytes": min((gpu.total_bytes for gpu in gpus), default=None),
     }
-
-
-def _is_chosen_by_kit(config: Config) -> bool:
-    devices = config.hardware.devices
-    return not isinstance(devices, tuple) and devices != -1
-
-
-def _why_refused(config: Config, machine: Machine, shared: Sequence[Gpu]) -> str:
-    free = sum(not gpu.claimed for gpu in machine.gpus)
-    return (
-        f"hardware.devices is {config.hardware.devices}, but {free} of {len(machine.gpus)} GPUs are unclaimed: "
-        f"{_named(machine, shared)}; wait for that trial or stop it, or share on purpose with devices: "
-        f"[{machine.gpus.index(shared[0])}]"
-    )
-
-
-def _named(machine: Machine, gpus: Sequence[Gpu]) -> str:
-    return "; ".join(f"GPU {machine.gpus.index(gpu)} is claimed by {gpu.claimed}" for gpu in gpus)
+    used_bytes = tuple(gpu.total_bytes - gpu.free_bytes for gpu in gpus)
+    return Taken(resolved=resolved, used_bytes=used_bytes, claims=tuple(claims), hardware=facts)
 
 
 _FIELD = "trial.codecarbon"

@@ -1,21 +1,18 @@
 """Trials: one config run briefly in processes of its own, while the notebook stays free.
 
-A trial is checked as far as it can be, gets a run directory, and a supervisor is asked for its ranks, all at once. A
-`Trial` is a view of that directory: all it knows it reads from files, so that it can be opened again after a kernel
+A trial is checked as far as it can be, gets a run directory, and a supervisor is told to start its ranks, all at once.
+A `Trial` is a view of that directory: all it knows it reads from files, so that it can be opened again after a kernel
 restart, and no thread of the kernel matters. The kernel never imports torch for it.
 
-States: WAITING (asked for), RUNNING, then one of COMPLETE, FAILED (with a cause), STOPPED (by request; what was
-measured is kept) and LOST (what supervised it went away, and with it every rank).
+States: WAITING (submitted), RUNNING, then one of COMPLETE, FAILED (with a cause), STOPPED (by request; what was
+measured is kept) and LOST (its supervisor went away, and with it every rank).
 
-Calling back when a trial has news: one daemon thread for all trials of a kernel, alive only while one runs.
+A trial found as a directory is LOST when nobody stands behind it. Processes are named by id and start time, which mean
+something only on the machine they ran on and until it restarts. Of a run on another machine (a shared folder) nothing
+is known but when it last wrote; it is given up after a silence that its own supervisor would not have let pass.
 
-It is a convenience for displays. Nothing a trial does or is depends on it: states come from files whenever asked for.
-
-Whether a run that was found as a directory still has someone behind it.
-
-Processes are named by id and start time and mean something on the boot of the machine they ran on only. Of a run on
-another machine (a shared folder) nothing is known but when it last wrote; it is given up after a silence that its own
-supervisor would not have let pass.
+Displays are called back by one daemon thread for all trials of a kernel, alive only while one runs. Nothing a trial
+does or is depends on that thread.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -39,12 +36,12 @@ from kit.errors import ConfigError, HardwareError, KitError, TrialError, TrialSt
 from kit.events import Event, EventReader
 from kit.machine.claims import hand_over, release
 from kit.machine.processes import alive, machine
-from kit.registry import load
+from kit.registry import Drawable, load
 from kit.trial import client, scratch
 from kit.trial.directory import EVENT_FILES, KILL, STOP, Control, RunPaths, contents_to_run
-from kit.trial.submit import REHEARSAL, prepare
+from kit.trial.settings_used import settings_used, used_event, with_values
+from kit.trial.submit import REHEARSAL, RunKind, prepare
 from kit.trial.verdict import as_details
-from kit.trial.what_ran import used_event, what_ran, with_values
 
 State = Literal["WAITING", "RUNNING", "COMPLETE", "FAILED", "STOPPED", "LOST"]
 Cause = Literal["error", "device_oom", "host_oom", "killed", "diverged", "timeout", "stalled", "data"]
@@ -52,17 +49,18 @@ ENDED: tuple[State, ...] = ("COMPLETE", "FAILED", "STOPPED", "LOST")
 
 _TICK_SECONDS = 0.03
 _ASYNC_TICK_SECONDS = 0.1
+_WATCH_TICK_SECONDS = 0.1
 _LIFE_CHECK_SECONDS = 1.0
 _INTERRUPT_SECONDS = 10.0
 
 
-def try_out(module: Any, data: Any, config: Config) -> Trial:
-    """Start a trial whose measurements are wanted and nothing else: what its hooks write is kept from everybody.
+def try_out(module: Any, data: Any, config: Config, kind: RunKind = "repeat") -> Trial:
+    """Start a trial for its measurements alone: what its hooks write reaches nobody.
 
     Raises:
         ConfigError, HardwareError, StoreError: as `fit`.
     """
-    trial = Trial(prepare(module, data, config, confined=REHEARSAL), config)
+    trial = Trial(prepare(module, data, config, confined=REHEARSAL, kind=kind), config)
     trial.submit()
     return trial
 
@@ -78,8 +76,19 @@ def _config_of(text: str) -> Config:
     return Config.from_yaml(text, "config.yaml")
 
 
-class Trial:
-    """One run directory, watched."""
+class Trial(Drawable):
+    """A trial that runs or has ended: its run directory, its events and its result.
+
+    `kit.fit` starts one and returns it at once; `Trial.open(folder)` opens one that an earlier kernel started. A trial
+    shows itself in a notebook as a live chart.
+
+    Example:
+        >>> again = kit.Trial.open(trial.run_directory)
+        >>> again.state
+        'COMPLETE'
+        >>> again.config.name
+        'experiment'
+    """
 
     def __init__(self, paths: RunPaths, config: Config | None = None) -> None:
         self.run_directory: Path = paths.directory
@@ -211,9 +220,16 @@ class Trial:
             return "its run directory was removed"
         if self._supervisor is not None:
             return "" if self._supervisor.alive else f"its supervisor went away ({self._supervisor.last_words()})"
-        patience_seconds = self.config.trial.stall_seconds + self.config.trial.grace_seconds
-        started = self.event("trial_started", "processes") or []
-        return why_lifeless(self.paths, self.environment, started, patience_seconds)
+        there, here = self.environment.get("machine", {}), machine()
+        if there == here:
+            known = self.environment.get("supervisor")
+            processes = [*([known] if known else []), *(self.event("trial_started", "processes") or [])]
+            return "" if any(map(alive, processes)) else "its supervisor went away"
+        if there.get("host") == here["host"]:
+            return "the machine was restarted"
+        newest = max((path.stat().st_mtime for path in self.paths.event_files()), default=0.0)
+        silent = time.time() - newest > self.config.trial.stall_seconds + self.config.trial.grace_seconds
+        return f"it ran on {there.get('host', 'another machine')} and has been silent since" if silent else ""
 
     def _end_lifeless(self, reason: str) -> None:
         supervisor_died = self._supervisor is not None and not self._supervisor.alive
@@ -229,7 +245,7 @@ class Trial:
         self.state, self.message, self._news = "LOST", reason, True
 
     def submit(self, start: Literal["warm", "cold"] | None = None, reason: str = "") -> None:
-        """Hand the run to a supervisor; `reason` says why it is not the one that was asked for.
+        """Hand the run to a supervisor; `reason` says why it is not the one that the config names.
 
         Raises:
             TrialError: when none can be started.
@@ -239,49 +255,41 @@ class Trial:
         """
         if self._opened:
             contents_to_run(self.paths)
+        start = start or self.config.trial.start
+        claims = [Path(file) for file in self.environment.get("claims", ())]
         try:
-            self._submit(start or self.config.trial.start, reason)
+            for _ in range(2):
+                supervisor = self._supervisor = client.supervisor(start)
+                self.environment["supervisor"] = supervisor.identity
+                draft, text = self.paths.environment.with_suffix(".tmp"), json.dumps(self.environment, indent=2)
+                with self.paths.whole_or_gone(len(text)):
+                    draft.write_text(text)
+                    draft.replace(self.paths.environment)
+                hand_over(claims, supervisor.identity, self.config.name)
+                if supervisor.send(self._start_command(reason)):
+                    return
+            raise TrialError(f"no process to run trials in could be started: {client.supervisor(start).last_words()}")
         except BaseException:
-            release(self._claims)
+            release(claims)
             raise
 
-    def _submit(self, start: Literal["warm", "cold"], reason: str) -> None:
-        for _ in range(2):
-            self._supervisor = client.supervisor(start)
-            self._note_supervisor(self._supervisor)
-            hand_over(self._claims, self._supervisor.identity, self.config.name)
-            if self._supervisor.send(self._start_command(reason)):
-                return
-        raise TrialError(f"no process to run trials in could be started: {client.supervisor(start).last_words()}")
-
-    @property
-    def _claims(self) -> list[Path]:
-        """The claims on the GPUs of this run."""
-        return [Path(file) for file in self.environment.get("claims", ())]
-
     def _start_command(self, reason: str) -> dict[str, Any]:
-        """The environment goes down the pipe and never into a file, as it may hold keys."""
-        trial = self.config.trial
+        """An `Order`. The environment goes down the pipe and never into a file, as it may hold keys."""
+        trial, environment = self.config.trial, self.environment
+        limits = {name: getattr(trial, name) for name in ("timeout_seconds", "stall_seconds", "grace_seconds")}
         return {
-            "command": "start",
-            "run_directory": str(self.run_directory),
-            "world_size": self.environment["world_size"],
-            "devices": self.environment["devices"],
-            "claims": self.environment.get("claims", []),
-            "limits": {name: getattr(trial, name) for name in ("timeout_seconds", "stall_seconds", "grace_seconds")},
-            "variables": dict(os.environ),
-            "reason": reason,
-            "temporary": tempfile.gettempdir(),
-            "removed": self.environment.get("removed", "never"),
+            "start": {
+                "run_directory": str(self.run_directory),
+                "world_size": environment["world_size"],
+                "devices": environment["devices"],
+                "claims": environment.get("claims", []),
+                "limits": limits,
+                "variables": dict(os.environ),
+                "reason": reason,
+                "temporary": tempfile.gettempdir(),
+                "removed": environment.get("removed", "never"),
+            }
         }
-
-    def _note_supervisor(self, supervisor: client.SupervisorHandle) -> None:
-        self.environment["supervisor"] = supervisor.identity
-        draft = self.paths.environment.with_suffix(".tmp")
-        told = json.dumps(self.environment, indent=2)
-        with self.paths.whole_or_gone(len(told)):
-            draft.write_text(told)
-            draft.replace(self.paths.environment)
 
     # -- ending it
 
@@ -303,7 +311,7 @@ class Trial:
         control.request(level)
         control.close()
         if self._supervisor is not None:
-            self._supervisor.send({"command": "look"})
+            self._supervisor.send({})  # wakes it up
 
     # -- waiting for it
 
@@ -322,8 +330,7 @@ class Trial:
                     raise TimeoutError(f"{self.name} is still {self.state} after {timeout} s; it goes on")
                 time.sleep(_TICK_SECONDS)
         except KeyboardInterrupt:
-            self._end_interrupted()
-            raise self._interrupted() from None
+            raise self._end_interrupted() from None
         return self._result()
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -334,11 +341,10 @@ class Trial:
             while self.poll() not in ENDED:
                 await asyncio.sleep(_ASYNC_TICK_SECONDS)
         except (asyncio.CancelledError, KeyboardInterrupt):
-            self._end_interrupted()
-            raise self._interrupted() from None
+            raise self._end_interrupted() from None
         return self._result()
 
-    def _end_interrupted(self) -> None:
+    def _end_interrupted(self) -> TrialStopped:
         """Stop and see it end; a second interrupt kills."""
         self.stop()
         deadline = time.monotonic() + self.config.trial.grace_seconds + _INTERRUPT_SECONDS
@@ -347,10 +353,11 @@ class Trial:
                 time.sleep(_TICK_SECONDS)
             except KeyboardInterrupt:
                 self.kill()
+        return TrialStopped(f"interrupted after {self._steps_done} steps; they are kept in {self.run_directory}")
 
-    def _interrupted(self) -> TrialStopped:
-        done = max((int(event["step"]) for event in self.steps), default=0)
-        return TrialStopped(f"interrupted after {done} steps; they are kept in {self.run_directory}")
+    @property
+    def _steps_done(self) -> int:
+        return max((int(event["step"]) for event in self.steps), default=0)
 
     def _result(self) -> Self:
         if self.state in ("FAILED", "LOST"):
@@ -370,10 +377,6 @@ class Trial:
 
     # -- displays
 
-    @property
-    def has_callbacks(self) -> bool:
-        return bool(self._callbacks)
-
     def on_change(self, callback: Callable[[Trial], object]) -> Callable[[], None]:
         """Call `callback(trial)` when there is news, at most ten times a second, until the trial has ended.
 
@@ -382,31 +385,33 @@ class Trial:
         Returns:
             A function that ends the calls.
         """
+        global _watcher
         with self._lock:
             self._callbacks.append(callback)
             self._news = True
-        watch(self)
+        with _watching:
+            _watched.add(self)
+            if _watcher is None:
+                _watcher = threading.Thread(target=_watch, name="kit-watch", daemon=True)
+                _watcher.start()
 
         return lambda: self._forget(callback)
 
     def _notify(self) -> None:
-        """Call back outside the lock, one thread at a time; what another thread read meanwhile is told after it."""
+        """Call back outside the lock, one thread at a time; it also passes on what another thread read meanwhile."""
         while self._news and self._callbacks and self._notifying.acquire(blocking=False):
             try:
                 self._news, ended = False, self.ended
                 for callback in list(self._callbacks):
-                    self._call(callback)
-                    if ended:  # it has heard the last of it, and need not be kept
+                    try:
+                        callback(self)
+                    except Exception as error:
+                        self._forget(callback)
+                        sys.excepthook(type(error), error, error.__traceback__)
+                    if ended:  # there is no more news, and it need not be kept
                         self._forget(callback)
             finally:
                 self._notifying.release()
-
-    def _call(self, callback: Callable[[Trial], object]) -> None:
-        try:
-            callback(self)
-        except Exception as error:
-            self._forget(callback)
-            sys.excepthook(type(error), error, error.__traceback__)
 
     def _forget(self, callback: Callable[[Trial], object]) -> None:
         with self._lock, contextlib.suppress(ValueError):
@@ -423,72 +428,35 @@ class Trial:
             sys.stdout.write(f"{self!r}\n")
 
     def __repr__(self) -> str:
-        done = max((int(event["step"]) for event in self.steps), default=0)
-        lines = [f"Trial {self.name}: {self.state}, step {done} of {self.config.trial.max_steps}"]
+        lines = [f"Trial {self.name}: {self.state}, step {self._steps_done} of {self.config.trial.max_steps}"]
         lines += [f"  {self.cause or self.state.lower()}: {self.message}"] if self.message else []
-        lines += [f"  {sentence}" for sentence in (*what_ran(self), *(f"warning: {text}" for text in self.warnings))]
+        lines += [f"  {sentence}" for sentence in settings_used(self)]
+        lines += [f"  warning: {text}" for text in self.warnings]
         return "\n".join([*lines, f"  {self.run_directory}"])
 
 
-_WATCH_TICK_SECONDS = 0.1
 _watched: set[Trial] = set()
-_lock = threading.Lock()
-_thread: threading.Thread | None = None
+_watching = threading.Lock()
+_watcher: threading.Thread | None = None
 
 
-def watch(trial: Trial) -> None:
-    """Poll this trial ten times a second until it has ended, calling its callbacks when it has news."""
-    global _thread
-    with _lock:
-        _watched.add(trial)
-        if _thread is None:
-            _thread = threading.Thread(target=_run, name="kit-watch", daemon=True)
-            _thread.start()
-
-
-def _run() -> None:
-    global _thread
+def _watch() -> None:
+    """Poll the trials that have callbacks ten times a second, until all have ended."""
+    global _watcher
     while True:
-        with _lock:
+        with _watching:
             trials = list(_watched)
             if not trials:
-                _thread = None
+                _watcher = None
                 return
         for trial in trials:
-            if not _look_at(trial):
-                with _lock:
+            try:
+                trial.poll()
+                goes_on = not trial.ended and bool(trial._callbacks)
+            except Exception as error:  # one that cannot be read is reported once and left alone
+                sys.excepthook(type(error), error, error.__traceback__)
+                goes_on = False
+            if not goes_on:
+                with _watching:
                     _watched.discard(trial)
         time.sleep(_WATCH_TICK_SECONDS)
-
-
-def _look_at(trial: Trial) -> bool:
-    """Whether the trial is worth another look; one that cannot be read is reported once and left alone."""
-    try:
-        trial.poll()
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        return False
-    return not trial.ended and trial.has_callbacks
-
-
-def why_lifeless(
-    paths: RunPaths, environment: Mapping[str, Any], started: Sequence[dict[str, Any]], patience_seconds: float
-) -> str:
-    """Why nothing more will be written, or an empty text.
-
-    Args:
-        paths: The run.
-        environment: What submission wrote: the machine and the supervisor.
-        started: Processes named in `trial_started`, if it was written.
-        patience_seconds: The longest silence of a run on another machine.
-    """
-    there, here = environment.get("machine", {}), machine()
-    if there == here:
-        known = environment.get("supervisor")
-        processes = [*([known] if known else []), *started]
-        return "" if any(alive(process) for process in processes) else "its supervisor went away"
-    if there.get("host") == here["host"]:
-        return "the machine was restarted"
-    newest = max((path.stat().st_mtime for path in paths.event_files()), default=0.0)
-    silent = time.time() - newest > patience_seconds
-    return f"it ran on {there.get('host', 'another machine')} and has been silent since" if silent else ""

@@ -1,29 +1,26 @@
-"""How a trial ended: one state and one cause, from exit codes, the ranks' last words and what the supervisor did.
+"""How a trial ended: one state, one cause and one message with the root first, and the user's own line where it failed.
 
-The first failure in time is the one reported, except that a rank which only lost the connection to a peer is never the
-root. Exit code 0 is success only when the rank has said that its job ended.
+`judge` decides from exit codes, the ranks' last events and what the supervisor did. The first failure in time is
+reported, but a rank that only lost the connection to a peer is never the root. Exit code 0 is success only when the
+rank has written that its job ended.
 
-Why a rank failed: the root cause first, in the user's own line, and its kind.
+`describe_failure` finds why a rank failed. Lightning tears down after an error and often fails again meanwhile, which
+hides the first error behind the second. So an explicit cause (`raise ... from`) is always followed, and an implicit
+context only when the outer error comes out of a teardown or has no line of the user's code: an error raised on purpose
+while another was handled is itself the cause. A loader process that is being killed closes its connections before it
+can be seen dead, so torch may raise the connection's error instead of its own message; `describe_failure` waits for it.
 
-Lightning tears down after an error and often fails again while doing so, which hides the first error behind the second.
-So explicit causes (`raise ... from`) are always followed, and an implicit context is followed when the outer error
-comes out of a teardown or holds no line of the user's code; one raised on purpose while handling another is itself the
-cause.
+The user's line is the innermost frame that belongs to no library, from tracebacks or from the stacks that faulthandler
+writes to a log when a rank hangs or crashes. Notebook cells go by their number when it is known.
 
-Where in the user's own code something happened: the innermost frame that belongs to no library.
-
-Frames come from tracebacks or from the stacks that faulthandler writes to a log when a rank hangs or crashes. Notebook
-cells are named by their number when it is known.
-
-What helps when a device is out of memory, in the order to try it: what costs least first.
-
-Smaller batches come first, then what stores less of the same training, then what computes some of it again, then more
-devices, then a smaller model. What a config has already is left out. Words only: how much each saves is predicted by
-`kit.what_if` and measured by `kit.verify_levers`.
+`advice` lists what helps when a device is out of memory, what costs least first: smaller batches, storing less of the
+same training, computing some of it again, more devices, a smaller model. How much each saves is predicted by
+`kit.memory.what_if` and measured by `kit.studies.verify_levers`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import re
@@ -31,8 +28,10 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +50,7 @@ Killing = Literal["stop", "kill", "timeout", "stalled", "sibling", "kernel"]
 EXIT_FAILED = 1
 EXIT_CANNOT_WRITE = 74
 JOB_ENDED = ("fit_ended", "prediction_ended", "calibration_ended", "peaks_measured")
-"""What a rank says last, by its job."""
+"""The last event of a rank, by its job."""
 _TAIL_BYTES = 1 << 18
 _CRASHES = {"SIGSEGV": "segmentation fault", "SIGBUS": "bus error", "SIGFPE": "arithmetic error", "SIGILL": "bad code"}
 
@@ -90,37 +89,42 @@ def judge(
 ) -> Verdict:
     """The verdict on ranks that have all ended; `killing` says why the supervisor killed them, if it did."""
     tails = {end.rank: _Tail.read(paths.events(end.rank)) for end in ends}
-    if killing == "kernel":
-        return Verdict("LOST", "the kernel went away")
-    if killing in ("stop", "kill"):
-        return Verdict("STOPPED", _stopped_by_force(ends, tails, killing, limits))
-    if killing == "timeout":
-        message = f"still running after {format_seconds(limits.timeout_seconds)} (trial.timeout_seconds)"
-        return Verdict("FAILED", message, "timeout")
-    if killing == "stalled":
-        return _stalled(paths, tails, limits)
-    return _failed(paths, ends, tails, out_of_memory) or _ended(tails)
+    steps = max((tail.step for tail in tails.values()), default=0)
+    match killing:
+        case "kernel":
+            return Verdict("LOST", "the kernel went away")
+        case "kill":
+            return Verdict("STOPPED", f"killed after step {steps}")
+        case "stop":
+            late = (
+                f"rank {', '.join(str(end.rank) for end in ends if end.killed_by_us)} did not finish its step within "
+            )
+            late += f"{format_seconds(limits.grace_seconds)} and was killed"
+            return Verdict("STOPPED", f"stopped after step {steps}; {late}")
+        case "timeout":
+            message = f"still running after {format_seconds(limits.timeout_seconds)} (trial.timeout_seconds)"
+            return Verdict("FAILED", message, "timeout")
+        case "stalled":
+            return _stalled(paths, tails, limits)
+    failures: list[tuple[bool, float, Verdict]] = []
+    for end in ends:
+        tail = tails[end.rank]
+        if tail.failed is not None:
+            verdict = Verdict("FAILED", str(tail.failed["message"]), str(tail.failed["cause"]), end.rank)
+            failures.append((bool(tail.failed.get("lost_peer")), float(tail.failed["time"]), verdict))
+        elif not end.killed_by_us and (end.exit_code != 0 or tail.ended is None):
+            failures.append((False, end.time, _silent_end(paths, end, tail, out_of_memory)))
+    if failures:
+        return min(failures, key=lambda item: item[:2])[2]
+    if any(tail.ended and tail.ended.get("stopped") for tail in tails.values()):
+        return Verdict("STOPPED", f"stopped after step {steps}")
+    early = next((str(tail.ended["early"]) for tail in tails.values() if tail.ended and tail.ended.get("early")), "")
+    return Verdict("COMPLETE", f"{steps} steps" + (f": {early}" if early else ""))
 
 
 def said_job_ended(paths: RunPaths, rank: int) -> bool:
-    """Whether a rank has said that its job ended; without that, exit code 0 means nothing."""
+    """Whether a rank has written that its job ended; without that, exit code 0 means nothing."""
     return _Tail.read(paths.events(rank)).ended is not None
-
-
-def _ended(tails: dict[int, _Tail]) -> Verdict:
-    steps = max(tail.step for tail in tails.values())
-    if any(tail.ended and tail.ended.get("stopped") for tail in tails.values()):
-        return Verdict("STOPPED", f"stopped after step {steps}")
-    return Verdict("COMPLETE", f"{steps} steps")
-
-
-def _stopped_by_force(ends: Sequence[RankEnd], tails: dict[int, _Tail], killing: Killing, limits: Limits) -> str:
-    steps = max(tail.step for tail in tails.values())
-    if killing == "kill":
-        return f"killed after step {steps}"
-    late = ", ".join(str(end.rank) for end in ends if end.killed_by_us)
-    grace = format_seconds(limits.grace_seconds)
-    return f"stopped after step {steps}; rank {late} did not finish its step within {grace} and was killed"
 
 
 def _stalled(paths: RunPaths, tails: dict[int, _Tail], limits: Limits) -> Verdict:
@@ -138,48 +142,30 @@ def _stalled(paths: RunPaths, tails: dict[int, _Tail], limits: Limits) -> Verdic
     return Verdict("FAILED", f"{silence}{place}; the stacks of all threads are in the logs", "stalled", rank)
 
 
-def _failed(paths: RunPaths, ends: Sequence[RankEnd], tails: dict[int, _Tail], out_of_memory: bool) -> Verdict | None:
-    """The first failure, or None when every rank ended well."""
-    found: list[tuple[bool, float, Verdict]] = []
-    for end in ends:
-        tail = tails[end.rank]
-        if tail.failed is not None:
-            verdict = Verdict("FAILED", str(tail.failed["message"]), str(tail.failed["cause"]), end.rank)
-            found.append((bool(tail.failed.get("lost_peer")), float(tail.failed["time"]), verdict))
-        elif not end.killed_by_us and (end.exit_code != 0 or tail.ended is None):
-            found.append((False, end.time, _silent_end(paths, end, tail, out_of_memory)))
-    return min(found, key=lambda item: item[:2])[2] if found else None
-
-
 def _silent_end(paths: RunPaths, end: RankEnd, tail: _Tail, out_of_memory: bool) -> Verdict:
-    """A rank that ended without a word."""
-    after = f"after step {tail.step}"
-    if end.exit_code == EXIT_CANNOT_WRITE:
-        message = f"rank {end.rank} could not write to {paths.directory} {after}: is the disk full?"
-        return Verdict("FAILED", message, "error", end.rank)
-    if end.exit_code >= 0:
-        message = f"rank {end.rank} left with exit code {end.exit_code} {after}, before the fit had ended"
-        return Verdict("FAILED", message, "error", end.rank)
-    name = signal.Signals(-end.exit_code).name
-    if name == "SIGKILL":
-        return _killed(end, tail, after, out_of_memory)
-    frame = last_stack(paths.log(end.rank)) if name in _CRASHES else None
-    what = f"{name} ({_CRASHES[name]})" if name in _CRASHES else name
-    message = f"rank {end.rank} was ended by {what} {after}" + (f", at {describe(frame)}" if frame else "")
-    return Verdict("FAILED", message, "killed", end.rank)
-
-
-def _killed(end: RankEnd, tail: _Tail, after: str, out_of_memory: bool) -> Verdict:
+    """The verdict on a rank that ended without an event that says why."""
+    rank, after, cause = f"rank {end.rank}", f"after step {tail.step}", "error"
     used = f"; it used {format_bytes(tail.host_rss_bytes)}" if tail.host_rss_bytes else ""
-    if out_of_memory:
-        message = f"the system ran out of host memory and killed rank {end.rank} {after}{used}"
-        return Verdict("FAILED", message, "host_oom", end.rank)
-    return Verdict("FAILED", f"rank {end.rank} was ended by SIGKILL from outside {after}{used}", "killed", end.rank)
+    name = signal.Signals(-end.exit_code).name if end.exit_code < 0 else ""
+    if end.exit_code == EXIT_CANNOT_WRITE:
+        message = f"{rank} could not write to {paths.directory} {after}: is the disk full?"
+    elif not name:
+        message = f"{rank} left with exit code {end.exit_code} {after}, before the fit had ended"
+    elif name == "SIGKILL" and out_of_memory:
+        cause, message = "host_oom", f"the system ran out of host memory and killed {rank} {after}{used}"
+    elif name == "SIGKILL":
+        cause, message = "killed", f"{rank} was ended by SIGKILL from outside {after}{used}"
+    else:
+        crash = _CRASHES.get(name)
+        frame = last_stack(paths.log(end.rank)) if crash else None
+        message = f"{rank} was ended by {name}{f' ({crash})' if crash else ''} {after}"
+        cause, message = "killed", message + (f", at {describe(frame)}" if frame else "")
+    return Verdict("FAILED", message, cause, end.rank)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """The last words of one rank."""
+    """What one rank wrote last."""
 
     step: int = 0
     host_rss_bytes: float = 0.0
@@ -188,33 +174,24 @@ class _Tail:
 
     @classmethod
     def read(cls, path: Path) -> _Tail:
-        events = _last_events(path)
-        steps = [event for event in events if event.get("kind") == "step"]
-        found: dict[str, Any] = {event["kind"]: event for event in events}
-        last = steps[-1] if steps else {}
-        rss = number(last.get("host_rss_bytes"))
-        ended = next((found[kind] for kind in JOB_ENDED if kind in found), None)
-        return cls(int(last.get("step", 0)), rss if rss == rss else 0.0, found.get("failed"), ended)
-
-
-def _last_events(path: Path) -> list[Event]:
-    """Whole events near the end of a file; damage is left to the reader of the whole file to report."""
-    try:
-        with path.open("rb") as file:
-            start = max(0, path.stat().st_size - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read().split(b"\n")
-    except OSError:
-        return []
-    events = []
-    for line in lines[1 if start else 0 : -1]:
+        """From the whole events near the end of a file; damage is left to the reader of the whole file to report."""
         try:
-            event = read_json(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "kind" in event:
-            events.append(event)
-    return events
+            with path.open("rb") as file:
+                start = max(0, path.stat().st_size - _TAIL_BYTES)
+                file.seek(start)
+                lines = file.read().split(b"\n")[1 if start else 0 : -1]
+        except OSError:
+            return cls()
+        found: dict[str, Any] = {}
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                event = read_json(line)
+                if isinstance(event, dict) and "kind" in event:
+                    found[event["kind"]] = event
+        step = found.get("step", {})
+        rss = number(step.get("host_rss_bytes"))
+        ended = next((found[kind] for kind in JOB_ENDED if kind in found), None)
+        return cls(int(step.get("step", 0)), rss if rss == rss else 0.0, found.get("failed"), ended)
 
 
 def host_out_of_memory_count() -> int:
@@ -235,6 +212,7 @@ _HOST = re.compile(r"can't allocate memory|Cannot allocate memory|not enough mem
 _LOST_PEER = re.compile(r"gloo|Connection (closed|reset) by (remote )?peer|Broken pipe|NCCL|TCPStore|rank \d+ .*exited")
 _LOADER_WORKER = re.compile(r"DataLoader worker")
 _LOADER_KILLED = re.compile(r"DataLoader worker \(pid[^)]*\)?[^)]*\) (is killed by signal|exited unexpectedly)")
+_DYING_SECONDS = 1.0
 _MESSAGE_LENGTH = 2_000
 _TRACEBACK_LENGTH = 20_000
 _LIBRARY_FRAMES = 4
@@ -247,13 +225,16 @@ class DivergedError(KitError, ArithmeticError):
 def describe_failure(error: BaseException, context: Context | None) -> dict[str, Any]:
     """The fields of a `failed` event: cause, message, type, traceback, lost_peer, advice."""
     cells = context.cells if context is not None else {}
+    error = _with_killed_loader(error)
     root = root_cause(error)
-    action = _action(error, context)
+    failed = context.clock.failed if context is not None and context.clock is not None else None
+    known = failed is not None and any(failed[0] is item for item in _chain(error, _any_inner))
+    action = failed[1] if known and failed is not None else ""  # such as [_TrainingEpochLoop].train_dataloader_next
     cause = _cause(root, error, action)
     return {
         "cause": cause,
         "type": type(root).__name__,
-        "message": _message(root, error, cells, action),
+        "message": _message(root, error, cells, action)[:_MESSAGE_LENGTH],
         "traceback": _own_traceback(root),
         "lost_peer": _is_lost_peer(root),
         "advice": _advice(context) if context is not None and cause == "device_oom" else [],
@@ -269,19 +250,22 @@ def _advice(context: Context) -> list[str]:
     return list(advice(context.config, (rule.size if before_the_first_batch else size) or size, rule.whose))
 
 
-def chain(error: BaseException) -> list[BaseException]:
-    """The error and what led to it, outermost first."""
+def _chain(error: BaseException, inner_of: Callable[[BaseException], BaseException | None]) -> list[BaseException]:
+    """The error and what led to it, outermost first; it ends where it would repeat."""
     found = [error]
-    while (inner := _led_to(found[-1])) is not None and all(inner is not known for known in found):
+    while (inner := inner_of(found[-1])) is not None and all(inner is not known for known in found):
         found.append(inner)
     return found
 
 
+def _any_inner(error: BaseException) -> BaseException | None:
+    return error.__cause__ or error.__context__
+
+
 def _led_to(error: BaseException) -> BaseException | None:
-    if error.__cause__ is not None:
+    """What the error was raised from or, as the module's docstring says, while handling what."""
+    if error.__cause__ is not None or error.__suppress_context__ or error.__context__ is None:
         return error.__cause__
-    if error.__suppress_context__ or error.__context__ is None:
-        return None
     frames = _frames(error)
     in_teardown = any(function in _TEARDOWN for _, _, function in frames)
     return error.__context__ if in_teardown or own_frame(frames) is None else None
@@ -290,22 +274,34 @@ def _led_to(error: BaseException) -> BaseException | None:
 def root_cause(error: BaseException) -> BaseException:
     """The error to report: the innermost, but one of kit's own before what it was raised from.
 
-    That a loader process was killed is told by a signal, which may come after a read from it has failed and while that
-    is being handled; it is the cause all the same.
+    A signal tells that a loader process was killed. It may come while a failed read from that process is handled; it is
+    the cause all the same.
     """
-    killed = next((item for item in reversed(_everything(error)) if _LOADER_KILLED.search(str(item))), None)
-    errors = chain(error)
+    everything, errors = _chain(error, _any_inner), _chain(error, _led_to)
+    killed = next((item for item in reversed(everything) if _LOADER_KILLED.search(str(item))), None)
     return killed or next((item for item in reversed(errors) if isinstance(item, KitError)), errors[-1])
 
 
-def _everything(error: BaseException) -> list[BaseException]:
-    """The error and all that it was raised from or while handling, outermost first."""
-    found = [error]
-    while (inner := found[-1].__cause__ or found[-1].__context__) is not None and all(
-        inner is not known for known in found
-    ):
-        found.append(inner)
-    return found
+def _with_killed_loader(error: BaseException) -> BaseException:
+    """`error`, or that a loader process was killed, which broke the connection that `error` is about."""
+    broken = root_cause(error)
+    if not isinstance(broken, ConnectionError | EOFError):
+        return error
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(broken.__traceback__)]
+    found = dict.fromkeys(worker for owner in owners for worker in getattr(owner, "_workers", ()))
+    workers = [worker for worker in found if isinstance(worker, BaseProcess)]
+    try:
+        ended = wait([worker.sentinel for worker in workers], _DYING_SECONDS) if workers else []
+        for worker in workers:  # the sentinel is closed a moment before the exit code is there
+            worker.join(_DYING_SECONDS if worker.sentinel in ended else 0)
+        pids = ", ".join(str(worker.pid) for worker in workers if worker.exitcode)
+    except RuntimeError as told:  # torch's handler of SIGCHLD
+        return told
+    if not pids:
+        return error
+    killed = RuntimeError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly")
+    killed.__cause__ = error
+    return killed
 
 
 def _frames(error: BaseException) -> list[Frame]:
@@ -314,32 +310,34 @@ def _frames(error: BaseException) -> list[Frame]:
 
 def _own_traceback(error: BaseException) -> str:
     """The traceback from the user's first line on; the log holds all of it."""
-    told = traceback.TracebackException.from_exception(error)
-    item: traceback.TracebackException | None = told
+    report = traceback.TracebackException.from_exception(error)
+    item: traceback.TracebackException | None = report
     while item is not None:
         own = [index for index, frame in enumerate(item.stack) if not is_library(frame.filename)]
         item.stack = traceback.StackSummary.from_list(item.stack[own[0] if own else -_LIBRARY_FRAMES :])
         item = item.__cause__
-    return "".join(told.format(chain=error.__cause__ is not None))[-_TRACEBACK_LENGTH:]
+    return "".join(report.format(chain=error.__cause__ is not None))[-_TRACEBACK_LENGTH:]
 
 
 def _message(root: BaseException, error: BaseException, cells: Mapping[str, tuple[str, str]], action: str) -> str:
     """`KeyError: 'x' (model.py, line 34, in training_step)`, then what it was raised again as."""
+    text = _text(root)
     if isinstance(root, DivergedError):
         return str(root)
     if isinstance(root, KitError):  # says itself what is wrong and where
-        return _text(root)[:_MESSAGE_LENGTH]
+        return text
     if _LOADER_KILLED.search(str(root)):  # wherever this process was when it heard of it
-        return f"{_text(root).rstrip('.')}; look whether host memory or shared memory ran out"[:_MESSAGE_LENGTH]
-    text, frames = _text(root), _frames(root)
-    if _LOADER_WORKER.search(str(root)):
+        return f"{text.rstrip('.')}; look whether host memory or shared memory ran out"
+    frames = _frames(root)
+    if _LOADER_WORKER.search(str(root)):  # torch quotes the traceback of the loader process
         frames += frames_in(str(root))
-        text = _innermost_line(str(root)) or text
+        lines = [line for line in str(root).strip().splitlines() if line and not line.startswith(" ")]
+        text = lines[-1] if len(lines) > 1 and "Traceback" in str(root) else text
     frame = own_frame(frames)
     where = f" ({describe(frame, cells)})" if frame else f" (in {action})" if action else ""
-    outer = next((item for item in chain(error) if item.__cause__ is root), None)
+    outer = next((item for item in _chain(error, _led_to) if item.__cause__ is root), None)
     again = f"; raised again as {_text(outer)}" if outer is not None and root is not outer else ""
-    return f"{text}{where}{again}"[:_MESSAGE_LENGTH]
+    return f"{text}{where}{again}"
 
 
 def _text(error: BaseException) -> str:
@@ -348,35 +346,26 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def _innermost_line(message: str) -> str:
-    """The error that a loader process hit, from the traceback that torch quotes in the message."""
-    lines = [line for line in message.strip().splitlines() if line and not line.startswith(" ")]
-    return lines[-1] if len(lines) > 1 and "Traceback" in message else ""
-
-
 def _cause(root: BaseException, error: BaseException, action: str) -> str:
-    errors = [root, *chain(error)]
+    errors = [root, *_chain(error, _led_to)]
     if isinstance(root, DivergedError):
         return "diverged"
-    if any(_is_device_memory(item) for item in errors):
-        return "device_oom"
-    if any(_is_host_memory(item) for item in errors):
-        return "host_oom"
+    of_memory = {_memory_cause(item) for item in errors}
+    for cause in ("device_oom", "host_oom"):
+        if cause in of_memory:
+            return cause
     from_data = any(isinstance(item, StoreError) or _LOADER_WORKER.search(str(item)) for item in errors)
     return "data" if from_data or action.endswith("train_dataloader_next") else "error"
 
 
-def _is_device_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")
+def _memory_cause(error: BaseException) -> str:
+    torch, is_runtime_error = sys.modules.get("torch"), isinstance(error, RuntimeError)
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _DEVICE.search(str(error)) is not None
-
-
-def _is_host_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return True
-    return isinstance(error, RuntimeError) and _HOST.search(str(error)) is not None
+        return "device_oom"
+    if is_runtime_error and _DEVICE.search(str(error)):
+        return "device_oom"
+    no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    return "host_oom" if no_memory or (is_runtime_error and _HOST.search(str(error))) else ""
 
 
 def _is_lost_peer(error: BaseException) -> bool:
@@ -384,12 +373,6 @@ def _is_lost_peer(error: BaseException) -> bool:
     kinds = getattr(getattr(torch, "distributed", None), "DistError", ()) if torch else ()
     is_distributed = bool(kinds) and isinstance(error, kinds)
     return is_distributed or (isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None)
-
-
-def _action(error: BaseException, context: Context | None) -> str:
-    """The Lightning action that this very error first left, such as `[_TrainingEpochLoop].train_dataloader_next`."""
-    failed = context.clock.failed if context is not None and context.clock is not None else None
-    return failed[1] if failed is not None and any(failed[0] is item for item in _everything(error)) else ""
 
 
 Frame = tuple[str, int, str]
@@ -449,62 +432,36 @@ def frames_in(text: str) -> list[Frame]:
 
 
 def advice(config: Config, batch_size: int | None = None, whose: str = "") -> tuple[str, ...]:
-    """Sentences with the settings to change, the first to try first.
+    """Sentences with the settings to change, the first to try first; without those that the config has already.
 
     Args:
         config: What ran out of memory.
         batch_size: Samples per batch on each device; by default the config's.
         whose: Who makes the batches, where that is not the config.
     """
-    size = config.loader.batch_size if batch_size is None else batch_size
-    return (
-        *_smaller_batch(config, size, whose),
-        *_stored_less(config),
-        *_computed_again(config),
-        *_spread(config),
-        *_MODEL,
-    )
-
-
-def _smaller_batch(config: Config, size: int, whose: str) -> Iterator[str]:
-    if size > 1:
-        half = size // 2
-        raised = config.levers.accumulate_grad_batches * 2
-        setting = f"batches of {half} from {whose}" if whose else f"loader.batch_size: {half}"
-        yield (
-            f"a smaller batch: {setting} with levers.accumulate_grad_batches: {raised} keeps the "
-            "global batch; kit.find_batch_size finds the largest that fits"
-        )
-
-
-def _stored_less(config: Config) -> Iterator[str]:
-    if config.hardware.precision == "32-true":
-        yield "fewer bits: hardware.precision: bf16-mixed"
-    if config.levers.optimizer in ("module", "adamw", "adamw-fused"):
-        yield "less optimizer state: levers.optimizer: adamw-8bit"
-    if config.levers.attention == "math":
-        yield "attention that keeps no scores: levers.attention: flash"
-
-
-def _computed_again(config: Config) -> Iterator[str]:
-    if not config.levers.gradient_checkpointing:
-        yield "activations computed again instead of kept: levers.gradient_checkpointing: true"
-    if not config.levers.sequence_chunk:
-        yield (
-            "shorter sequences, or sequences in chunks: levers.sequence_chunk, for a module that has chunk_step; an "
-            "attention window in the model"
-        )
-
-
-def _spread(config: Config) -> Iterator[str]:
-    if not config.hardware.strategy.startswith("fsdp"):
-        yield "the model sharded over more devices: hardware.strategy: fsdp with hardware.devices: 2 or more"
-
-
-_MODEL = ("a smaller model: first its width (hidden_dim), then its number of layers",)
+    size, levers, hardware = batch_size or config.loader.batch_size, config.levers, config.hardware
+    half, raised = size // 2, levers.accumulate_grad_batches * 2
+    setting = f"batches of {half} from {whose}" if whose else f"loader.batch_size: {half}"
+    helps = {
+        f"a smaller batch: {setting} with levers.accumulate_grad_batches: {raised} keeps the global batch; "
+        "kit.studies.find_batch_size finds the largest that fits": size > 1,
+        "fewer bits: hardware.precision: bf16-mixed": hardware.precision == "32-true",
+        "less optimizer state: levers.optimizer: adamw-8bit": levers.optimizer in ("module", "adamw", "adamw-fused"),
+        "attention that keeps no scores: levers.attention: flash": levers.attention == "math",
+        "activations computed again instead of kept: levers.gradient_checkpointing: true": (
+            not levers.gradient_checkpointing
+        ),
+        "shorter sequences, or sequences in chunks: levers.sequence_chunk, for a module that has chunk_step; an "
+        "attention window in the model": not levers.sequence_chunk,
+        "the model sharded over more devices: hardware.strategy: fsdp with hardware.devices: 2 or more": (
+            not hardware.strategy.startswith("fsdp")
+        ),
+        "a smaller model: first its width (hidden_dim), then its number of layers": True,
+    }
+    return tuple(sentence for sentence, applies in helps.items() if applies)
 
 
 def as_details(sentences: Sequence[str]) -> str:
     """The advice as it stands below an error."""
-    numbered = (f"  {place}. {sentence}" for place, sentence in enumerate(sentences, 1))
+    numbered = (f"  {number}. {sentence}" for number, sentence in enumerate(sentences, 1))
     return "\n".join(["What helps, in the order to try it:", *numbered])
