@@ -1,104 +1,117 @@
-"""A fit, and the prediction that stands beside it: at once when it is known, else made beside the trial, never before.
+"""fit: a trial, and beside it a prediction of its memory: at once when it is known, else made while the trial runs.
 
-It is kept in the run directory as JSON. What is not known yet is predicted by a process of its own that yields to the
-trial in everything, and that the supervisor ends and clears away whatever becomes of the kernel. A prediction that
-cannot be made keeps no trial from running: the row then has none.
+The prediction is kept in the run directory as JSON. One that is not known yet is made by a process of its own, which
+runs at the lowest priority and which the supervisor ends and clears away whatever becomes of the kernel. A prediction
+that cannot be made stops no trial: the row then has none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, overload
+from typing import Any
 
-from kit.config import Config
+from kit.arguments import config_first
 from kit.errors import KitError
 from kit.machine.machine import Machine
 from kit.memory.prediction import TIMEOUT_SECONDS, device_name, estimate_here
-from kit.memory.query import MemoryQuery, here, make_query
-from kit.memory.recordings import known, start_prediction
-from kit.memory.replay.cards import DeviceTarget
-from kit.memory.residuals import residuals_here
+from kit.memory.query import make_query, target_here
+from kit.memory.recordings import cached_recording, start_prediction
+from kit.memory.residual_table import residuals_here
 from kit.trial.directory import RunPaths
 from kit.trial.submit import prepare
 from kit.trial.trial import Trial
 
 _MARGIN_SECONDS = 60.0
-_foreseen: dict[str, RunPaths] = {}
-"""The run beside which a question is, or was, answered."""
+_predicted_beside: dict[str, RunPaths] = {}
+"""Key of a query to the run beside which it is, or was, answered."""
 
 
-@overload
-def fit(config: Config, /) -> Trial: ...
-@overload
-def fit(module: Any, data: Any, config: Config) -> Trial: ...
-def fit(module: Any, data: Any = None, config: Config | None = None) -> Trial:
-    """Start a trial and return at once.
+@config_first
+def fit(
+    config: Any = None,
+    module: Any = None,
+    data: Any = None,
+    *,
+    logger: Any = None,
+    callbacks: Any = (),
+    trainer: Mapping[str, Any] | None = None,
+) -> Trial:
+    """Start a trial and return at once. It runs `trial.max_steps` optimizer steps in processes of its own.
 
     Args:
+        config: What to run; the default config when left out.
         module: What is trained: a LightningModule class (made with `model.arguments`), an import path, a function
             without arguments that makes one, or an instance. None takes `model.target`.
-        data: What it is trained on: a LightningDataModule class or an import path (made with `data.arguments`, where
-            there is no `data.source` that they belong to), a function without arguments, an instance, a DataLoader or
-            a Dataset. None takes the config's own data.
-        config: What to run. `fit(config)` alone takes module and data from it.
+        data: What it is trained on: a LightningDataModule class or import path (made with `data.arguments`, unless
+            these belong to a `data.source`), a function without arguments, an instance, a DataLoader or a Dataset.
+            None takes the config's own data.
+        logger: A logger of lightning.pytorch, a function without arguments that makes one, or several. The trial's own
+            comes beside them, so `self.logger` works without any.
+        callbacks: Callbacks of lightning.pytorch, as instances or functions that make them. They act in the trial, and
+            not in the prediction beside it.
+        trainer: More arguments of lightning.pytorch's Trainer by name, such as `{"deterministic": True}`.
+
+    Returns:
+        The trial, which is starting. `trial.wait()` waits for its end, `trial.stop()` ends it.
 
     Raises:
-        ConfigError: for what cannot run as configured, found before any process is started.
+        ConfigError: for what cannot run as configured, before any process starts.
         HardwareError: for devices that are not there.
-        StoreError: for a store that cannot be read by the ranks.
+        StoreError: for a store that the ranks cannot read.
+
+    Example:
+        >>> kit.fit(config, MyModule, MyData).wait().state
+        'COMPLETE'
     """
-    if config is None and isinstance(module, Config):
-        module, config = None, module
-    paths = prepare(module, data, config)
+    paths = prepare(module, data, config, logger=logger, callbacks=callbacks, trainer=trainer)
     trial = Trial(paths, config)
     trial.submit()
     if trial.config.trial.predict_memory:
-        foresee(module, data, trial)
+        predict_beside(module, data, trial)
     return trial
 
 
-def foresee(module: object, data: object, trial: Trial) -> None:
-    """See to it that the run directory of `trial` gets its prediction."""
+def predict_beside(module: object, data: object, trial: Trial) -> None:
+    """Give the run directory of `trial` its prediction, now or as soon as a process has made it."""
     from kit.machine.machine import hardware
 
     with contextlib.suppress(KitError, OSError):
         world_size = int(trial.environment["world_size"])
-        target = here(trial.config, of_trial(hardware(), trial.environment["devices"]), world_size)
-        question, _ = make_query(module, data, trial.config, target, world_size)
-        recording = known(question)
-        if recording is not None:
-            trial.paths.write_prediction(estimate_here(question, recording, target).to_dict())
-        elif not _copied(question, trial.paths):
-            _predict_beside(question, target, trial)
+        target = target_here(trial.config, machine_of_trial(hardware(), trial.environment["devices"]), world_size)
+        query, _ = make_query(module, data, trial.config, target, world_size)
+        earlier = _predicted_beside.get(query.key)
+        if (recording := cached_recording(query)) is not None:
+            trial.paths.write_prediction(estimate_here(query, recording, target).to_dict())
+        elif earlier is not None and earlier.prediction.is_file():
+            draft = trial.paths.prediction.with_suffix(".tmp")
+            shutil.copyfile(earlier.prediction, draft)
+            draft.replace(trial.paths.prediction)
+        else:
+            residuals = residuals_here(query.config.trial.folder, device_name(target))
+            beside = {
+                "run_directory": str(trial.run_directory),
+                "target": asdict(target),
+                "residuals": asdict(residuals) if residuals else None,
+            }
+            task = {"batch_sizes": [None], "patience_seconds": TIMEOUT_SECONDS, "beside": beside}
+            limit_seconds = trial.config.trial.timeout_seconds + TIMEOUT_SECONDS + _MARGIN_SECONDS
+            made_by = start_prediction(query, task, limit_seconds, "at end")
+            trial.paths.predicting.write_text(str(made_by.run_directory), encoding="utf-8")
+            _predicted_beside[query.key] = trial.paths
 
 
-def of_trial(machine: Machine, devices: Sequence[str]) -> Machine:
+def is_predicting(paths: RunPaths) -> bool:
+    """Whether the prediction of a run is still being made, by whatever kernel it was started."""
+    if paths.prediction.is_file() or not paths.predicting.is_file():
+        return False
+    with contextlib.suppress(KitError, OSError, ValueError):  # the process leaves nothing behind when it ends
+        return not Trial.open(paths.predicting.read_text(encoding="utf-8")).ended and not paths.prediction.is_file()
+    return False
+
+
+def machine_of_trial(machine: Machine, devices: Sequence[str]) -> Machine:
     """The machine as a trial sees it: `auto` would pass over the GPUs that the trial itself has claimed."""
     return replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in devices))
-
-
-def _copied(question: MemoryQuery, paths: RunPaths) -> bool:
-    """Whether an earlier run of the same question has an answer to take."""
-    earlier = _foreseen.get(question.key)
-    if earlier is None or not earlier.prediction.is_file():
-        return False
-    draft = paths.prediction.with_suffix(".tmp")
-    shutil.copyfile(earlier.prediction, draft)
-    draft.replace(paths.prediction)
-    return True
-
-
-def _predict_beside(question: MemoryQuery, target: DeviceTarget, trial: Trial) -> None:
-    residuals = residuals_here(question.config.trial.folder, device_name(target))
-    beside = {
-        "run_directory": str(trial.run_directory),
-        "target": asdict(target),
-        "residuals": asdict(residuals) if residuals else None,
-    }
-    task: dict[str, Any] = {"batch_sizes": [None], "patience_seconds": TIMEOUT_SECONDS, "beside": beside}
-    limit_seconds = trial.config.trial.timeout_seconds + TIMEOUT_SECONDS + _MARGIN_SECONDS
-    start_prediction(question, task, limit_seconds, "at end")
-    _foreseen[question.key] = trial.paths

@@ -1,24 +1,19 @@
-"""model_dials: the arguments that set the size of the configured model, each with its range and reasons.
+"""model_dials: which arguments set the size of the configured model, from where to where, and why.
 
-Nothing is made, and for an import path nothing is imported: the signature is read from source text. A dial is turned by
-changing the config, `config.replace(dials.changes(width=384))`, and what that costs is for `kit.predict_memory` to say.
-Only what is made from arguments has dials: a class or an import path. An instance has its size, and a function without
-arguments has decided on one.
-
-Dials: which arguments of a model set its size, from where to where each may sensibly go, and why.
-
-An argument is a dial by its name, as models have called theirs (`hidden_dim`, `d_model`, `num_layers`, `max_seq_len`,
+An argument is a dial by its name, as models call theirs (`hidden_dim`, `d_model`, `num_layers`, `max_seq_len`,
 `base_channels`, ...), and by its value, a whole number; only a quality (`sketch_quality`) may be a fraction. Arguments
-that the data decides (a vocabulary, channels in) are no dials, and the answer says so. Nothing is made or imported
-here: what a dial costs is for a dry run to say.
+that the data decides (a vocabulary, input channels) are no dials, and the answer says so. Only a class or an import
+path has dials, because it is made from arguments: nothing is made here, and for an import path nothing is imported,
+since the signature is read from source text. A dial is turned by changing the config,
+`config.replace(dials.changes(width=384))`; `kit.predict_memory` then says what that costs.
 
-The order is the one to turn them in: widths first, and layers only on clear underfitting (BaseModel's advice for
-hidden_dim and num_layers), then what a sequence, a sketch or a factorisation has of its own. A model that knows better
-states its own order, as a class attribute that maps arguments to a sentence each:
+They are in the order in which to turn them: widths first, layers only on clear underfitting (BaseModel's advice for
+hidden_dim and num_layers), then what a sequence, a sketch or a factorisation adds. A model may state its own order, as
+a class attribute that maps arguments to a sentence each:
 
     dial_order = {"hidden_dim": "the first to turn: ...", "num_layers": "only after it: ..."}
 
-The one invariant: the value as it is stands among the marks, and every mark leaves the width divisible by its heads.
+Invariant: the present value is among the marks of a dial, and every mark leaves the width divisible by its heads.
 """
 
 from __future__ import annotations
@@ -126,13 +121,19 @@ def find_dials(
     """
     first, own = dict(stated or {}), data or {}
     numbers = {name: value for name, value in arguments.items() if _is_number(value, name)}
-    kinds = {name: "size" if name in also else _kind(name, value, name in first) for name, value in numbers.items()}
-    found = [
-        _dial(name, kind, numbers, first.get(name), follows=own.get(name) == numbers[name])
-        for name, kind in kinds.items()
-        if kind
-    ]
-    others = {name: _why_none(name, numbers[name]) for name, kind in kinds.items() if not kind}
+    found, others = [], {}
+    for name, value in numbers.items():
+        kind = "size" if name in also else kind_of(name, value) or ("size" if name in first else None)
+        if kind is None:
+            others[name] = _why_none(name, value)
+            continue
+        marks, range_reason = _marks(kind, value, numbers)
+        follows = own.get(name) == value
+        reason = first.get(name, _GROWTH[kind]) + ("; the data follows" if follows else "")
+        dial = Dial(
+            name=name, kind=kind, value=value, marks=marks, reason=reason, range_reason=range_reason, follows=follows
+        )
+        found.append(dial)
     ranks, order = [*first], [*_NAMES, "size"]
     place = {name: ranks.index(name) if name in first else len(ranks) for name in numbers}
     return sorted(found, key=lambda dial: (place[dial.name], order.index(dial.kind))), others
@@ -143,10 +144,6 @@ def _is_number(value: object, name: str) -> TypeGuard[float]:
     if type(value) is float:
         return kind_of(name, value) == "quality" and 0 < value < math.inf
     return type(value) is int and value > 0
-
-
-def _kind(name: str, value: float, stated: bool) -> Kind | None:
-    return kind_of(name, value) or ("size" if stated else None)
 
 
 def kind_of(name: str, value: float) -> Kind | None:
@@ -166,42 +163,25 @@ def _why_none(name: str, value: float) -> str:
     return "not known as a size"
 
 
-def _dial(name: str, kind: Kind, numbers: Mapping[str, float], stated: str | None, follows: bool) -> Dial:
-    value = numbers[name]
-    marks, why = _shares(value) if kind == "quality" else _marks(kind, int(value), _heads(numbers))
-    with_data = "; the data follows" if follows else ""
-    return Dial(
-        name=name, kind=kind, value=value, marks=marks, reason=(stated or _GROWTH[kind]) + with_data, range_reason=why,
-        follows=follows,
-    )  # fmt: skip
-
-
-def _heads(numbers: Mapping[str, float]) -> int:
-    return math.lcm(*(int(value) for name, value in numbers.items() if _HEADS.fullmatch(name.lower())))
-
-
-def _shares(value: float) -> tuple[tuple[float, ...], str]:
-    return tuple(sorted({value, *(float(f"{value * share:.6g}") for share in _QUALITIES)})), "an eighth to twice"
-
-
-def _marks(kind: Kind, value: int, heads: int) -> tuple[tuple[int, ...], str]:
+def _marks(kind: Kind, value: float, numbers: Mapping[str, float]) -> tuple[tuple[float, ...], str]:
+    """The values to choose from, and why these."""
+    if kind == "quality":
+        shares = (float(f"{value * share:.6g}") for share in _QUALITIES)
+        return tuple(sorted({value, *shares})), "an eighth to twice"
+    value = int(value)
     if kind in ("layers", "depth"):
         times, words = (4, "four times") if kind == "layers" else (2, "twice")
         many = times * value > _MOST_SINGLE
-        marks = _between(value, 8, times, 1) if many else tuple(range(1, times * value + 1))
-        return marks, f"up to {words} as many"
+        return _between(value, 8, times, 1) if many else tuple(range(1, times * value + 1)), f"up to {words} as many"
     if kind == "sequence":
-        step = _kept(value, _EVEN)
+        step = _EVEN if value % _EVEN == 0 else 1
         return _between(value, 2, 16, step), f"up to sixteen times as long{_in_multiples(step)}"
-    step = _kept(value, heads) if kind == "width" else 1
-    step = _kept(value, math.lcm(step, _EVEN), otherwise=step)
+    heads = math.lcm(*(int(number) for name, number in numbers.items() if _HEADS.fullmatch(name.lower())))
+    step = heads if kind == "width" and value % heads == 0 else 1
+    even = math.lcm(step, _EVEN)
+    step = even if value % even == 0 else step
     of_heads = f", which {heads} heads share" if kind == "width" and heads > 1 and step % heads == 0 else ""
     return _between(value, 4, 8, step), f"an eighth to eight times{_in_multiples(step)}{of_heads}"
-
-
-def _kept(value: int, multiple: int, otherwise: int = 1) -> int:
-    """`multiple` when the value is one of it: then it should remain one."""
-    return multiple if value % multiple == 0 else otherwise
 
 
 def _in_multiples(step: int) -> str:
@@ -249,14 +229,14 @@ class ModelDials(Sequence[Dial]):
             ConfigError: for a name that is no dial, and a value that is no size: a whole number from 1 on, or for a
                 quality a number above 0.
         """
-        model, data = dict(self.config.model.arguments), dict(self.config.data.arguments)
+        model, followers = dict(self.config.model.arguments), {}
         for name, value in values.items():
             dial = self._named(name)
             model[name] = _fitting(dial, value)
             if dial.follows:
-                data[name] = model[name]
-        follows = any(self._named(name).follows for name in values)
-        return {MODEL_ARGUMENTS: model, **({DATA_ARGUMENTS: data} if follows else {})}
+                followers[name] = model[name]
+        data = {DATA_ARGUMENTS: {**self.config.data.arguments, **followers}} if followers else {}
+        return {MODEL_ARGUMENTS: model, **data}
 
     def _named(self, name: str) -> Dial:
         found = next((dial for dial in self if dial.name == name), None)
@@ -297,42 +277,47 @@ class ModelDials(Sequence[Dial]):
 
     @property
     def _sentences(self) -> list[str]:
-        reasons = dict.fromkeys(self.others.values())
         turned = [f"{dial.name}: {dial.reason}; {dial.range_reason}" for dial in self]
-        others = [_no_dials([name for name in self.others if self.others[name] == why], why) for why in reasons]
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.others.items():
+            reasons.setdefault(why, []).append(name)
+        others = [
+            f"{', '.join(names)} {'are no dials' if len(names) > 1 else 'is no dial'}: {why}"
+            for why, names in reasons.items()
+        ]
         return [*filter(None, [self.note, self.order_sentence]), *turned, *others]
 
 
 def model_dials(config: Config, module: Any = None, data: Any = None, *, also: Sequence[str] = ()) -> ModelDials:
-    """The dials of the model that a config trains.
+    """The arguments of a model that set its size, such as its width and depth, with their values.
 
     Args:
-        config: Its `model.arguments` say where the dials stand; else the defaults of the class do.
-        module: What `kit.fit` takes as module; None takes `model.target`.
-        data: What `kit.fit` takes as data. One that is made with an argument of the same name and value, such as the
-            length of a sequence, is turned with the model.
-        also: Arguments to be taken for sizes whatever they are called.
+        config: Its `model.arguments` have the values; where they do not, the defaults of the class count.
+        module: What is trained, as `kit.fit` takes it. None takes `model.target`.
+        data: What it is trained on, as `kit.fit` takes it. An argument of the data with the same name and value, such
+            as the length of a sequence, changes with the model's.
+        also: Further arguments that set the size, whatever their names.
+
+    Returns:
+        The arguments by name. `changes(width=64)` gives what `config.replace` takes.
 
     Raises:
         TargetError: for an import path that leads nowhere.
+
+    Example:
+        >>> [size.name for size in kit.memory.sizes(config, "kit.models:GPT")][:2]
+        ['width', 'layers']
     """
     part = Part.of(module)
     if part.kind in ("instance", "factory"):
         return ModelDials(config, (), {}, f"{part} has no dials: its size is settled; give a class or an import path")
-    taken = signature_of(config.model.target if part.kind == "default" else part.value)
-    given = dict(config.model.arguments)
-    arguments = {**_known(taken or {}), **given}
-    stated = _stated(config.model.target if part.kind == "default" else part.value)
+    target = config.model.target if part.kind == "default" else part.value
+    signature, stated = signature_of(target), _stated(target)
+    arguments = {**_known(signature or {}), **config.model.arguments}
     dials, others = find_dials(arguments, _data_arguments(data, config), also, stated)
-    note = (
-        "" if taken is not None else "the arguments of the model cannot be read: these are those that the config gives"
-    )
+    unread = "the arguments of the model cannot be read: these are those that the config gives"
     order = [dial.name for dial in dials if dial.name in stated]
-    return ModelDials(config, dials, others, note, order)
-
-
-def _no_dials(names: Sequence[str], why: str) -> str:
-    return f"{', '.join(names)} {'are no dials' if len(names) > 1 else 'is no dial'}: {why}"
+    return ModelDials(config, dials, others, unread if signature is None else "", order)
 
 
 def _fitting(dial: Dial, value: float) -> float:

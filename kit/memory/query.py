@@ -1,20 +1,18 @@
-"""MemoryQuery: what a dry run is asked, checked and complete, so that equal questions need asking once.
+"""MemoryQuery: one configuration to dry-run, checked and complete, so that equal queries are recorded once.
 
 It names the module and data as they travel, the config, and what of the target decides what is recorded: the kind of
-device and its capability, the number format that `auto` is there, and the number of ranks. How much memory the target
-has is no part of it. Everything a kernel can refuse is refused here, before any process: what `kit.fit` refuses too,
-but not devices, which need not exist.
+device and its capability, the number format that `auto` becomes there, and the number of ranks. How much memory the
+target has is no part of it. Whatever can be refused is refused here, before any process: what `kit.fit` refuses too,
+except for devices, which need not exist.
 
-Equal `key` means an equal recording, while the source files of what is named are unchanged; a module that those import
-from another folder may change unseen.
+Equal `key` means an equal recording, as long as the source files of module and data are unchanged; a module that those
+import from another folder may change unseen.
 
-What travels to a prediction: the module without its weights, and the data, if large, without its numbers.
+A prediction needs shapes only. So each tensor of the module travels as its shape, strides and type, and tensors that
+share memory still share it. Data is sent whole up to `WHOLE_BYTES`, because its numbers may decide the shape of a
+batch; beyond that each large array arrives as zeros, which take no memory, and a note says so.
 
-A prediction needs shapes only, so a tensor of the module becomes its shape, strides and type, and tensors that share
-memory go on sharing it. Data is sent whole while it is small, because its numbers may decide the shape of a batch;
-beyond `WHOLE_BYTES` each large array arrives as zeros that no memory stands behind, and a note says so.
-
-Nothing here imports torch or numpy: an object that needs them is only met where they are loaded.
+Nothing here imports torch or numpy: only code that has loaded them can have made an object that needs them.
 """
 
 from __future__ import annotations
@@ -44,23 +42,12 @@ from kit.units import format_bytes
 MOST_RANKS = 1024
 _BF16_CAPABILITY = (8, 0)
 _IMMATERIAL = (
-    "name",
-    "trial",
-    "calibration",
-    "chunking",
-    "training.seed",
-    "training.max_epochs",
-    "hardware.accelerator",
-    "hardware.devices",
-    "hardware.precision",
-    "hardware.threads_per_rank",
-    "hardware.device_memory_bytes",
-    "loader.prefetch_factor",
-    "loader.batches_ahead",
-    "loader.requests_in_flight",
-    "loader.decode_threads",
+    "name", "trial", "calibration", "chunking", "training.seed", "training.max_epochs", "training.monitor",
+    "training.monitor_mode", "training.early_stopping_patience", "hardware.accelerator",
+    "hardware.devices", "hardware.precision", "hardware.threads_per_rank", "hardware.device_memory_bytes",
+    "loader.prefetch_factor", "loader.batches_ahead", "loader.requests_in_flight", "loader.decode_threads",
     "loader.pin_memory",
-)
+)  # fmt: skip
 """Fields that change nothing of what a step allocates; precision counts as what it was resolved to."""
 
 
@@ -71,7 +58,7 @@ class MemoryQuery:
     config: Config
     module: Part
     data: Part
-    parcel: Payload
+    payload: Payload
     precision: str
     world_size: int
     device_kind: str
@@ -82,7 +69,7 @@ class MemoryQuery:
     def with_config(self, config: Config, target: DeviceTarget, world_size: int | None = None) -> MemoryQuery:
         """The same module and data under another config or on another target."""
         check_parts(self.module, self.data, config)
-        return _question(self.module, self.data, self.parcel, config, target, world_size)
+        return _query(self.module, self.data, self.payload, config, target, world_size)
 
     @property
     def accumulation(self) -> int:
@@ -96,11 +83,9 @@ class MemoryQuery:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a recording says of it, where fewer ranks or micro-batches are recorded than were asked for."""
-        return {
-            "world_size": self.world_size,
-            "accumulate_grad_batches": self.config.levers.accumulate_grad_batches,
-        }
+        """What goes with its recording, where fewer ranks or micro-batches are recorded than were asked for."""
+        levers = self.config.levers
+        return {"world_size": self.world_size, "accumulate_grad_batches": levers.accumulate_grad_batches}
 
     @property
     def threads(self) -> int:
@@ -111,40 +96,24 @@ class MemoryQuery:
 
     @functools.cached_property
     def key(self) -> str:
-        """Hexadecimal digits, the same for questions of the same answer; files count as they were when first asked."""
+        """Hexadecimal digits, the same for queries of the same answer; files count as they were when first asked."""
         config = self.config.values()
         for path in _IMMATERIAL:
             section, _, field = path.partition(".")
             config.pop(section) if not field else config[section].pop(field)
         config["levers"]["accumulate_grad_batches"] = self.accumulation
-        canonical = json.dumps(
-            [
-                config,
-                self.parcel.digest,
-                self.precision,
-                self.ranks,
-                self.device_kind,
-                self.capability,
-                self.threads,
-                versions(),
-                list(_files(self)),
-            ],
-            sort_keys=True,
-        )
+        recorded = [
+            config, self.payload.digest, self.precision, self.ranks, self.device_kind, self.capability, self.threads,
+            versions(), list(_files(self)),
+        ]  # fmt: skip
+        canonical = json.dumps(recorded, sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def make_query(
     module: object, data: object, config: object, device: str | int | DeviceTarget, world_size: int | None = None
 ) -> tuple[MemoryQuery, DeviceTarget]:
-    """The question, and the target it is asked for.
-
-    Args:
-        module: What `kit.fit` takes.
-        data: What `kit.fit` takes.
-        config: A Config.
-        device: A GPU model, a size, or "this machine".
-        world_size: Ranks, instead of those that the config asks for.
+    """The query, and the target it is asked for; module and data are what `kit.fit` takes.
 
     Raises:
         ConfigError: for what `kit.fit` would refuse, and a number of ranks that does not fit the strategy.
@@ -153,42 +122,39 @@ def make_query(
     """
     if not isinstance(config, Config):
         raise ConfigError(
-            f"a prediction takes a Config, got {type(config).__name__}; call predict_memory(config) or "
-            "predict_memory(module, data, config)"
+            f"a prediction takes a Config, got {type(config).__name__}; call predict_memory(config, module, data)"
         )
     parts = Part.of(module), Part.of(data)
     check_targets(*parts, config)
     check_parts(*parts, config)
     target = find_target_device(device, config, world_size)
-    return _question(*parts, hollow(*parts), config, target, world_size), target
+    return _query(*parts, strip_weights(*parts), config, target, world_size), target
 
 
 def find_target_device(device: str | int | DeviceTarget, config: Config, world_size: int | None = None) -> DeviceTarget:
     """The target that `device` names; this machine's is the one the config would be fitted on."""
     if not (isinstance(device, str) and device.strip().lower() == THIS_MACHINE):
         return target_of(device)
-    return here(config, hardware(), ranks_of(config, world_size))
+    return target_here(config, hardware(), ranks_of(config, world_size))
 
 
-def here(config: Config, machine: Machine, world_size: int) -> DeviceTarget:
+def target_here(config: Config, machine: Machine, world_size: int) -> DeviceTarget:
     """This machine as a target: its CPU where the config asks for it."""
     gpus = () if config.hardware.accelerator == "cpu" else machine.gpus
     target = target_of(THIS_MACHINE, dataclasses.replace(machine, gpus=gpus), world_size)
     limit_bytes = config.hardware.device_memory_bytes
-    return _limited(target, limit_bytes) if 0 < limit_bytes < target.capacity_bytes else target
-
-
-def _limited(target: DeviceTarget, limit_bytes: int) -> DeviceTarget:
-    """A part of a target: what is held outside the allocator lies outside the limit too."""
+    if not 0 < limit_bytes < target.capacity_bytes:
+        return target
+    # A limit on the allocator: what is held outside it lies outside the limit too.
     reason = f"hardware.device_memory_bytes leaves {format_bytes(limit_bytes)} for the allocator of each rank"
     return dataclasses.replace(target, capacity_bytes=limit_bytes, outside_bytes=(0, 0), reasons=(reason,))
 
 
-def _question(
-    module: Part, data: Part, parcel: Payload, config: Config, target: DeviceTarget, world_size: int | None
+def _query(
+    module: Part, data: Part, payload: Payload, config: Config, target: DeviceTarget, world_size: int | None
 ) -> MemoryQuery:
     return MemoryQuery(
-        config=config, module=module, data=data, parcel=parcel, precision=precision_of(config, target),
+        config=config, module=module, data=data, payload=payload, precision=precision_of(config, target),
         world_size=ranks_of(config, world_size), device_kind=target.device_kind, capability=target.capability,
     )  # fmt: skip
 
@@ -239,65 +205,29 @@ def ranks_of(config: Config, world_size: int | None = None) -> int:
     return world_size
 
 
-# -- what may change while the question stays the same
-
-
-def _files(question: MemoryQuery) -> Iterator[tuple[str, int]]:
-    """The newest change below each folder that code or data of the question comes from."""
-    from kit.targets import find_target
-
-    names = [part.value for part in (question.module, question.data) if part.kind == "path"]
-    if question.module.kind == "default":
-        names.append(question.config.model.target)
-    files = [find_target(name).file for name in names]
-    files += [_file_of(part) for part in (question.module, question.data) if part.kind not in ("path", "default")]
-    for folder in sorted({file.parent for file in files if file is not None}):
-        yield str(folder), _newest(folder)
-    if question.data.kind == "default":
-        yield question.config.data.url, _changed(question.config)
-
-
-def _file_of(part: Part) -> Path | None:
-    """Where the class or function is defined; None for one of a notebook, which travels by value."""
-    kind = part.value if part.kind in ("class", "factory") else type(part.value)
-    module = sys.modules.get(getattr(kind, "__module__", "") or "")
-    file = getattr(module, "__file__", None)
-    return Path(file) if file and file.endswith(".py") else None
-
-
-def _newest(folder: Path) -> int:
-    if _is_installed(folder):
-        return 0
-    return max((file.stat().st_mtime_ns for file in folder.glob("*.py")), default=0)
-
-
-@functools.cache
-def _is_installed(folder: Path) -> bool:
-    """Whether the folder belongs to an installed package, which `versions` stand for."""
-    return "site-packages" in folder.parts
-
-
-def _changed(config: Config) -> int:
-    """When the store, if it is a folder here, was last written; 0 for any other."""
+def _files(query: MemoryQuery) -> Iterator[tuple[str, int]]:
+    """The newest change below each folder that the query's code or data comes from."""
     from kit.config import resolve_path
     from kit.data.stores.manifest import GROUP_KEY, MANIFEST_KEY
+    from kit.targets import find_target
 
-    url = config.data.url.removeprefix("file://")
-    if "://" in url:
-        return 0
-    marks = (resolve_path(url) / name for name in (GROUP_KEY, MANIFEST_KEY))
-    return max((mark.stat().st_mtime_ns for mark in marks if mark.is_file()), default=0)
-
-
-def plain(question: MemoryQuery) -> dict[str, Any]:
-    """What the process that answers has to know beside config and parcel, as JSON values."""
-    return {
-        "precision": question.precision,
-        "world_size": question.ranks,
-        "device_kind": question.device_kind,
-        "capability": question.capability,
-        "facts": question.facts,
-    }
+    files = [find_target(query.config.model.target).file] if query.module.kind == "default" else []
+    for part in (query.module, query.data):
+        if part.kind == "path":
+            files.append(find_target(part.value).file)
+        elif part.kind != "default":  # a class of a notebook has no file: it travels by value
+            kind = part.value if part.kind in ("class", "factory") else type(part.value)
+            file = getattr(sys.modules.get(getattr(kind, "__module__", "") or ""), "__file__", None)
+            files.append(Path(file) if file and file.endswith(".py") else None)
+    for folder in sorted({file.parent for file in files if file is not None}):
+        # `versions` stands for what is installed.
+        sources = () if "site-packages" in folder.parts else folder.glob("*.py")
+        yield str(folder), max((file.stat().st_mtime_ns for file in sources), default=0)
+    if query.data.kind == "default":
+        url = query.config.data.url.removeprefix("file://")
+        written = [] if "://" in url else [resolve_path(url) / name for name in (GROUP_KEY, MANIFEST_KEY)]
+        changed = max((file.stat().st_mtime_ns for file in written if file.is_file()), default=0)
+        yield query.config.data.url, changed
 
 
 WHOLE_BYTES = 256 << 20
@@ -319,22 +249,23 @@ class Payload:
         return hashlib.sha256(self.module + b"\0" + self.data).hexdigest()
 
 
-def hollow(module: Part, data: Part) -> Payload:
+def strip_weights(module: Part, data: Part) -> Payload:
     """Pack both, the module without weights.
 
     Raises:
         ConfigError: naming the object that cannot be sent, and where it was found.
     """
-    hollowed = _dump("module", module, _Hollow)
-    thin = _dump("data", data, _Thin)
+    without_weights = _dump("module", module, _WithoutWeights).stream.getvalue()
+    thin = _dump("data", data, _WithoutLargeArrays)
+    if not thin.left_out_bytes:
+        return Payload(without_weights, thin.stream.getvalue())
     if thin.left_out_bytes <= WHOLE_BYTES:
-        whole = _dump("data", data, _Whole) if thin.left_out_bytes else thin
-        return Payload(hollowed.value, whole.value)
+        return Payload(without_weights, _dump("data", data, _Whole).stream.getvalue())
     note = (
         f"data holds {format_bytes(thin.left_out_bytes)} of arrays, which were taken as zeros: batches whose shape "
-        "depends on these numbers are not foreseen"
+        "depends on these numbers are not predicted"
     )
-    return Payload(hollowed.value, thin.value, (note,))
+    return Payload(without_weights, thin.stream.getvalue(), (note,))
 
 
 class _Whole(cloudpickle.Pickler):  # type: ignore[misc]
@@ -345,17 +276,13 @@ class _Whole(cloudpickle.Pickler):  # type: ignore[misc]
         self.left_out_bytes = 0
         super().__init__(self.stream, protocol=5)
 
-    @property
-    def value(self) -> bytes:
-        return self.stream.getvalue()
 
-
-class _Hollow(_Whole):
-    """Leaves out what all plain tensors hold."""
+class _WithoutWeights(_Whole):
+    """Sends plain tensors as their shapes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, HollowStorage] = {}
+        self._storages: dict[int, EmptyStorage] = {}
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -363,23 +290,26 @@ class _Hollow(_Whole):
             return super().reducer_override(value)
         storage = value.untyped_storage()
         key = storage.data_ptr() or id(storage)
-        held = self._storages.setdefault(key, HollowStorage(storage.nbytes()))
+        held = self._storages.setdefault(key, EmptyStorage(storage.nbytes()))
         kind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
         shape = (tuple(value.shape), value.stride(), value.storage_offset())
-        return hollow_tensor, (held, value.dtype, shape, value.requires_grad, kind)
+        return empty_tensor, (held, value.dtype, shape, value.requires_grad, kind)
 
 
-class _Thin(_Whole):
-    """Leaves out what large tensors and arrays hold."""
+class _WithoutLargeArrays(_Whole):
+    """Sends large tensors and arrays as zeros."""
 
     def reducer_override(self, value: Any) -> Any:
-        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        modules: Any = sys.modules
+        torch, numpy = modules.get("torch"), modules.get("numpy")
         if torch is not None and _is_plain_tensor(torch, value) and value.nbytes > _LARGE_BYTES:
             self.left_out_bytes += value.nbytes
-            return blank_tensor, (tuple(value.shape), value.dtype)
-        if numpy is not None and _is_large_array(numpy, value):
+            # The system gives zeros no memory before they are written to.
+            return functools.partial(torch.zeros, dtype=value.dtype), (tuple(value.shape),)
+        is_array = numpy is not None and isinstance(value, numpy.ndarray)
+        if is_array and value.nbytes > _LARGE_BYTES and not value.dtype.hasobject:
             self.left_out_bytes += value.nbytes
-            return blank_array, (value.shape, value.dtype)
+            return numpy.zeros, (value.shape, value.dtype)
         return super().reducer_override(value)
 
 
@@ -390,11 +320,7 @@ def _is_plain_tensor(torch: Any, value: Any) -> bool:
     return value.layout is torch.strided and value.device.type != "meta" and not value.is_quantized
 
 
-def _is_large_array(numpy: Any, value: Any) -> bool:
-    return isinstance(value, numpy.ndarray) and value.nbytes > _LARGE_BYTES and not value.dtype.hasobject
-
-
-def _dump(name: str, part: Part, kind: type[Any]) -> Any:
+def _dump(name: str, part: Part, kind: type[_Whole]) -> _Whole:
     pickler = kind()
     try:
         pickler.dump(part)
@@ -408,15 +334,15 @@ def _dump(name: str, part: Part, kind: type[Any]) -> Any:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Inside, hollow tensors have no memory at all, and can be read to load the code that belongs to them."""
-    HollowStorage.device = "meta"
+    """Inside, tensors that arrive have no memory at all: they are read only to import the code they belong to."""
+    EmptyStorage.device = "meta"
     try:
         yield
     finally:
-        HollowStorage.device = "cpu"
+        EmptyStorage.device = "cpu"
 
 
-class HollowStorage:
+class EmptyStorage:
     """Memory of so many bytes, shared by the tensors that point into it; made when first asked for."""
 
     device = "cpu"
@@ -425,8 +351,8 @@ class HollowStorage:
         self.size_bytes = size_bytes
         self._made: Any = None
 
-    def __reduce__(self) -> tuple[type[HollowStorage], tuple[int]]:
-        return HollowStorage, (self.size_bytes,)
+    def __reduce__(self) -> tuple[type[EmptyStorage], tuple[int]]:
+        return EmptyStorage, (self.size_bytes,)
 
     def tensor(self) -> Any:
         """(bytes,) of type uint8."""
@@ -437,13 +363,7 @@ class HollowStorage:
         return self._made
 
 
-def hollow_tensor(
-    storage: HollowStorage,
-    dtype: Any,
-    shape: tuple[tuple[int, ...], tuple[int, ...], int],
-    requires_grad: bool,
-    kind: str,
-) -> Any:
+def empty_tensor(storage: EmptyStorage, dtype: Any, shape: tuple[Any, Any, int], requires_grad: bool, kind: str) -> Any:
     """A tensor as it was, but for the numbers; under fake tensors it is fake."""
     import torch
 
@@ -452,17 +372,3 @@ def hollow_tensor(
     if kind == "parameter":
         return torch.nn.Parameter(values, requires_grad)
     return values.requires_grad_(requires_grad)
-
-
-def blank_tensor(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Zeros; the system gives them no memory before they are written to."""
-    import torch
-
-    return torch.zeros(shape, dtype=dtype)
-
-
-def blank_array(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Zeros; the system gives them no memory before they are written to."""
-    import numpy as np
-
-    return np.zeros(shape, dtype)

@@ -1,12 +1,10 @@
-"""Recordings of questions: from the cache at once, else made in processes of their own, two at a time.
+"""Recordings of queries: from the cache at once, else made in processes, two at a time.
 
-The cache lives in this process and holds the last ones used. A dry run that was broken off because it took too long is
-not kept, because the next attempt may find a quieter machine.
+The cache lives in this process and keeps the recordings used last, except those of dry runs that were broken off
+because they took too long: the next attempt may find a quieter machine.
 
-One question put to a process of its own, and the recordings that come back.
-
-The process is a rank of the same supervisor that runs trials, in a temporary directory that is removed whatever
-happens: by the kernel when it has the answer, an error, or an interrupt, and by the supervisor when the kernel is lost.
+Each process is a rank of the same supervisor that runs trials, in a temporary directory that is removed whatever
+happens: by the kernel when it has the answer, an error or an interrupt, and by the supervisor when the kernel is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import cloudpickle
 import kit.errors
 from kit.errors import ConfigError, KitError, Problem
 from kit.machine.machine import Resolved
-from kit.memory.query import MemoryQuery, plain
+from kit.memory.query import MemoryQuery
 from kit.memory.replay.replay import Recording
 from kit.trial import scratch
 from kit.trial.directory import RunPaths
@@ -44,14 +42,14 @@ _TICK_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class RecordingRequest:
-    """A question, and the batch sizes to record it at; None is that of the data, `NEXT` one more than before."""
+    """A query, and the batch sizes to record it at; None is that of the data, `NEXT` one more than before."""
 
-    question: MemoryQuery
+    query: MemoryQuery
     batch_sizes: tuple[int | None, ...] = (None,)
 
 
 class _Cache:
-    """The recordings used last, by question and batch size."""
+    """The recordings used last, by query and batch size."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, int | None], Recording] = OrderedDict()
@@ -78,38 +76,38 @@ class _Cache:
 cache = _Cache()
 
 
-def known(question: MemoryQuery, batch_size: int | None = None) -> Recording | None:
+def cached_recording(query: MemoryQuery, batch_size: int | None = None) -> Recording | None:
     """What was recorded before, or None."""
-    found = cache.get(question.key, batch_size)
-    return None if found is None else as_asked(question, found)
+    found = cache.get(query.key, batch_size)
+    return None if found is None else with_query_facts(query, found)
 
 
-def recordings(wanted: RecordingRequest, timeout_seconds: float) -> list[Recording]:
+def recordings_of(request: RecordingRequest, timeout_seconds: float) -> list[Recording]:
     """One recording for each batch size.
 
     Raises:
         KitError: why there is none.
     """
-    (found,) = all_recordings([wanted], timeout_seconds)
+    (found,) = record_all([request], timeout_seconds)
     if isinstance(found, KitError):
         raise found
     return found
 
 
-def all_recordings(wanted: Sequence[RecordingRequest], timeout_seconds: float) -> list[list[Recording] | KitError]:
-    """The recordings of several questions, in their order; a question that fails gives its error and hurts no other.
+def record_all(requests: Sequence[RecordingRequest], timeout_seconds: float) -> list[list[Recording] | KitError]:
+    """The recordings of several queries, in their order; a query that fails gives its error and hurts no other.
 
-    Equal questions are asked once. An interrupt ends everything that runs.
+    Equal queries are asked once. An interrupt ends everything that runs.
     """
     answers: dict[tuple[str, tuple[int | None, ...]], list[Recording] | KitError] = {}
-    waiting = {(item.question.key, item.batch_sizes): item for item in wanted}
+    waiting = {(item.query.key, item.batch_sizes): item for item in requests}
     running: dict[tuple[str, tuple[int | None, ...]], _Running] = {}
     try:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 name, item = next(iter(waiting.items()))
                 del waiting[name]
-                running[name] = _Running(item, name[0], timeout_seconds)
+                running[name] = _Running(item, timeout_seconds)
             for name in [name for name, run in running.items() if run.look()]:
                 answers[name] = running.pop(name).answer
             if running:
@@ -117,22 +115,29 @@ def all_recordings(wanted: Sequence[RecordingRequest], timeout_seconds: float) -
     finally:
         for run in running.values():
             run.close()
-    return [_answered(item, answers[item.question.key, item.batch_sizes]) for item in wanted]
+    found = [(item.query, answers[item.query.key, item.batch_sizes]) for item in requests]
+    return [
+        answer if isinstance(answer, KitError) else [with_query_facts(query, recording) for recording in answer]
+        for query, answer in found
+    ]
 
 
 class _Running:
-    """One question on its way: from the cache, or from a process."""
+    """One query on its way: from the cache, or from a process."""
 
-    def __init__(self, wanted: RecordingRequest, key: str, timeout_seconds: float) -> None:
+    def __init__(self, request: RecordingRequest, timeout_seconds: float) -> None:
         self.answer: list[Recording] | KitError = []
-        self._wanted, self._key = wanted, key
-        self._missing = [size for size in wanted.batch_sizes if cache.get(key, size) is None]
+        self._sizes, self._key = request.batch_sizes, request.query.key
+        self._missing = [size for size in self._sizes if cache.get(self._key, size) is None]
         self._job: PredictionJob | None = None
+        if not self._missing:
+            self._take([])
+            return
+        # `NEXT` as a number where the recording before it is known and not made again.
+        before = cache.get(self._key, None)
+        sizes = [before.batch_size + 1 if size == NEXT and before else size for size in self._missing]
         try:
-            if self._missing:
-                self._job = PredictionJob(wanted.question, [*map(self._number, self._missing)], timeout_seconds)
-            else:
-                self._take([])
+            self._job = PredictionJob(request.query, sizes, timeout_seconds)
         except KitError as error:
             self.answer = error
 
@@ -152,27 +157,18 @@ class _Running:
         if self._job is not None:
             self._job.close()
 
-    def _number(self, size: int | None) -> int | None:
-        """`NEXT` as a number where the recording before it is known and not made again."""
-        before = cache.get(self._key, None) if size == NEXT else None
-        return size if before is None else before.batch_size + 1
-
     def _take(self, found: list[Recording]) -> None:
         made = dict(zip(self._missing, found, strict=True))
         for size, recording in made.items():
             if not recording.facts.get("late"):
                 cache.put(self._key, size, recording)
-        answers = [made.get(size) or cache.get(self._key, size) for size in self._wanted.batch_sizes]
+        answers = [made.get(size) or cache.get(self._key, size) for size in self._sizes]
         self.answer = [recording for recording in answers if recording is not None]
 
 
-def _answered(wanted: RecordingRequest, answer: list[Recording] | KitError) -> list[Recording] | KitError:
-    return answer if isinstance(answer, KitError) else [as_asked(wanted.question, recording) for recording in answer]
-
-
-def as_asked(question: MemoryQuery, recording: Recording) -> Recording:
+def with_query_facts(query: MemoryQuery, recording: Recording) -> Recording:
     """The recording with the number of ranks and micro-batches that were asked for, where fewer were recorded."""
-    return dataclasses.replace(recording, facts={**recording.facts, **question.facts})
+    return dataclasses.replace(recording, facts={**recording.facts, **query.facts})
 
 
 _ANSWER_FRACTION, _STACK_FRACTION = 0.8, 0.95
@@ -192,13 +188,8 @@ class UnansweredError(KitError, TimeoutError):
 class PredictionJob:
     """A running prediction. Always `close` it."""
 
-    def __init__(self, question: MemoryQuery, batch_sizes: Sequence[int | None], timeout_seconds: float) -> None:
-        """Start it.
-
-        Args:
-            question: What to record.
-            batch_sizes: One recording is made for each; None is the batch size of the data, -1 one more than before.
-            timeout_seconds: How long the process may take.
+    def __init__(self, query: MemoryQuery, batch_sizes: Sequence[int | None], timeout_seconds: float) -> None:
+        """Start it: one recording is made for each batch size, and the process may take `timeout_seconds`.
 
         Raises:
             ConfigError: for a timeout that is not positive.
@@ -211,7 +202,7 @@ class PredictionJob:
         self._deadline = time.monotonic() + timeout_seconds + _START_SECONDS
         patience_seconds = timeout_seconds * _ANSWER_FRACTION
         task = {"batch_sizes": list(batch_sizes), "patience_seconds": patience_seconds, "beside": None}
-        self._trial = start_prediction(question, task, timeout_seconds, "when lost")
+        self._trial = start_prediction(query, task, timeout_seconds, "when lost")
 
     @property
     def ended(self) -> bool:
@@ -230,34 +221,31 @@ class PredictionJob:
             paths = self._trial.paths
             return [Recording.load(paths.recording(number)) for number in range(self._count)]
         if (refused := self._trial.event("refused")) is not None:
-            raise _raised_there(refused)
+            kind = getattr(kit.errors, refused["type"], KitError)
+            if issubclass(kind, ConfigError):
+                raise kind([Problem(path, message) for path, message in refused["problems"]])
+            raise kind(refused["message"])
         if self._trial.cause in ("timeout", "stalled") or self._trial.state not in ENDED:
-            raise UnansweredError(self._why_unanswered())
+            _, _, place = self._trial.message.partition(": rank 0 was at ")
+            where = f", at {place.partition(';')[0]}" if place else ""
+            after = format_seconds(self.timeout_seconds)
+            raise UnansweredError(f"the dry run was still going after {after}{where}")
         raise self._trial.failure()
-
-    def _why_unanswered(self) -> str:
-        _, _, place = self._trial.message.partition(": rank 0 was at ")
-        where = f", at {place.partition(';')[0]}" if place else ""
-        return f"the dry run was still going after {format_seconds(self.timeout_seconds)}{where}"
 
     def close(self) -> None:
         """End the process if it runs, and remove its directory."""
         try:
-            self._end()
+            if self._trial.poll() not in ENDED:
+                self._trial.kill()
+            deadline = time.monotonic() + _ENDING_SECONDS
+            while self._trial.poll() not in ENDED and time.monotonic() < deadline:
+                time.sleep(_TICK_SECONDS)
         finally:
             scratch.remove_folder(self._trial.run_directory)
 
-    def _end(self) -> None:
-        if self._trial.poll() in ENDED:
-            return
-        self._trial.kill()
-        deadline = time.monotonic() + _ENDING_SECONDS
-        while self._trial.poll() not in ENDED and time.monotonic() < deadline:
-            time.sleep(_TICK_SECONDS)
 
-
-def start_prediction(question: MemoryQuery, task: dict[str, Any], timeout_seconds: float, removed: Removed) -> Trial:
-    """Start a process that answers `question`, in a run directory among the system's temporary files.
+def start_prediction(query: MemoryQuery, task: dict[str, Any], timeout_seconds: float, removed: Removed) -> Trial:
+    """Start a process that answers `query`, in a run directory among the system's temporary files.
 
     Raises:
         TrialError: when no process can be started; nothing is left behind.
@@ -266,43 +254,26 @@ def start_prediction(question: MemoryQuery, task: dict[str, Any], timeout_second
         "trial.timeout_seconds": timeout_seconds + _KILLING_SECONDS,
         "trial.stall_seconds": timeout_seconds * _STACK_FRACTION,
     }
-    config = question.config.replace({**limits, "levers.accumulate_grad_batches": question.accumulation})
+    config = query.config.replace({**limits, "levers.accumulate_grad_batches": query.accumulation})
+    resolved = Resolved(
+        devices=(), world_size=1, accelerator="cpu", precision=query.precision,
+        threads_per_rank=query.threads, reasons=(),
+    )  # fmt: skip
+    asked = {
+        "precision": query.precision, "world_size": query.ranks, "device_kind": query.device_kind,
+        "capability": query.capability, "facts": query.facts,
+    }  # fmt: skip
+    environment = {**environment_of(resolved), "prediction": {**asked, **task}, **JOB, "removed": removed}
+    sent = query.payload
+    payload = {"module": sent.module, "data": sent.data, "notes": sent.notes, "cells": cells()}
     paths = RunPaths(scratch.make(_PREFIX))
     try:
         paths.marker.touch()
-        environment = {"prediction": {**plain(question), **task}, **JOB, "removed": removed}
         # JSON is YAML, and written much faster.
-        write_run(paths, json.dumps(config.values()), _payload(question), {**_environment(question), **environment})
+        write_run(paths, json.dumps(config.values()), cloudpickle.dumps(payload), environment)
         trial = Trial(paths, config)
         trial.submit()
     except BaseException:
         scratch.remove_folder(paths.directory)
         raise
     return trial
-
-
-def _payload(question: MemoryQuery) -> bytes:
-    parcel = question.parcel
-    packed = {"module": parcel.module, "data": parcel.data, "notes": parcel.notes, "cells": cells()}
-    return cloudpickle.dumps(packed)  # type: ignore[no-any-return]
-
-
-def _environment(question: MemoryQuery) -> dict[str, Any]:
-    resolved = Resolved(
-        devices=(),
-        world_size=1,
-        accelerator="cpu",
-        precision=question.precision,
-        threads_per_rank=question.threads,
-        reasons=(),
-    )
-    return environment_of(resolved)
-
-
-def _raised_there(event: dict[str, Any]) -> KitError:
-    """The error of a `refused` event, as an object of its class."""
-    kind = getattr(kit.errors, event["type"], KitError)
-    if issubclass(kind, ConfigError):
-        return kind([Problem(path, message) for path, message in event["problems"]])
-    error: KitError = kind(event["message"])
-    return error

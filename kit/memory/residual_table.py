@@ -2,7 +2,7 @@
 
 A ratio is measured / predicted. Every run directory that holds both a prediction and a measurement counts; a prediction
 without activations does not. The rank that needed most is the one compared, as it decides whether a device suffices.
-Only JSON is read. A run that cannot be read is passed over: it shows as such in `kit.results()`.
+Only JSON is read. A run that cannot be read is skipped here and shown as such by `kit.results()`.
 """
 
 from __future__ import annotations
@@ -104,17 +104,41 @@ class ResidualTable(Sequence[Residual]):
         return len(self._rows)
 
     def __repr__(self) -> str:
-        return text_table(_COLUMNS, [_cells(row) for row in self]) if self else _EMPTY
+        return text_table(_COLUMNS, self._cells) if self else _EMPTY
 
     def _repr_html_(self) -> str:
-        return html_table(_COLUMNS, [_cells(row) for row in self], caption="measured / predicted allocated bytes")
+        return html_table(_COLUMNS, self._cells, caption="measured / predicted allocated bytes")
+
+    @property
+    def _cells(self) -> list[list[str]]:
+        return [
+            [row.machine, row.device, str(row.count), f"{row.median_ratio:.3f}", f"{row.worst_ratio:.3f}",
+             " to ".join(map(format_bytes, row.outside_bytes)) if row.outside_bytes else "–"]
+            for row in self
+        ]  # fmt: skip
 
 
 _EMPTY = "No run holds both a prediction and a measurement of memory yet; kit.fit(config) makes one."
 
 
 def residuals(folder: str | Path = "runs") -> ResidualTable:
-    """What the runs in a folder say of predictions; a relative folder starts at the project folder."""
+    """How far memory predictions were from measurements so far, by machine and device.
+
+    Every run directory counts that has a measurement and a complete prediction. Of several ranks the one with the
+    highest peak is compared, since it decides whether a device suffices.
+
+    Args:
+        folder: The folder of run directories. A relative one starts at the project folder.
+
+    Returns:
+        A table with the number of runs, and mean and spread of measured / predicted.
+
+    Raises:
+        ConfigError: when the folder cannot be read. A run that cannot be read is left out.
+
+    Example:
+        >>> table = kit.memory.residuals()
+    """
     groups: dict[tuple[str, str], list[Compared]] = {}
     for run in _compared_runs(folder):
         groups.setdefault((run.machine, run.device), []).append(run)
@@ -150,7 +174,9 @@ def compared(paths: RunPaths) -> Compared | None:
 @functools.lru_cache(maxsize=512)
 def _compared(paths: RunPaths, state: tuple[tuple[int, int], ...]) -> Compared | None:  # noqa: ARG001 - the cache's key
     predicted = read_json(paths.prediction.read_bytes()) if paths.prediction.is_file() else {}
-    events = [read_json(line) for path in paths.event_files() for line in _lines(path)]
+    marks = (b'"kind":"memory_measured"', b'"kind":"fit_started"')
+    lines = [line for path in paths.event_files() for line in path.read_bytes().split(b"\n")[:-1]]
+    events = [read_json(line) for line in lines if any(mark in line for mark in marks)]
     measured = [event for event in events if event["kind"] == MEASURED]
     if not predicted and not measured:
         return None
@@ -177,14 +203,3 @@ def _number(predicted: dict[str, Any], name: str) -> int | None:
 
 def _largest(events: Iterable[dict[str, Any]], field: str) -> int | None:
     return max((int(event[field]) for event in events if event.get(field) is not None), default=None)
-
-
-def _lines(path: Path) -> list[bytes]:
-    """The lines of an event file that matter here."""
-    marks = (b'"kind":"memory_measured"', b'"kind":"fit_started"')
-    return [line for line in path.read_bytes().split(b"\n")[:-1] if any(mark in line for mark in marks)]
-
-
-def _cells(row: Residual) -> list[str]:
-    outside = "–" if row.outside_bytes is None else " to ".join(map(format_bytes, row.outside_bytes))
-    return [row.machine, row.device, str(row.count), f"{row.median_ratio:.3f}", f"{row.worst_ratio:.3f}", outside]

@@ -14,7 +14,7 @@ Private parts of torch used here, all tested on its upgrade: `_get_sdp_priority_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ PRIORITY = ("flash", "efficient", "math", "cudnn")
 
 _BY_NUMBER = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 _HALF = (torch.float16, torch.bfloat16)
-_FUSED_RANGE = ((8, 0), (12, 1))
+_NEWEST = (12, 1)
 _LARGEST_HEAD = 256
 _LARGEST_CUDNN_HEAD = 128
 _LARGEST_CUDNN_SIZE = 65535
@@ -69,33 +69,24 @@ def choose_kernel(call: Call) -> tuple[str, dict[str, str]]:
     Raises:
         RuntimeError: when every kernel is refused, as torch does.
     """
+    order = tuple(_BY_NUMBER[number] for number in _private._get_sdp_priority_order() if number in _BY_NUMBER)
+    if order == PRIORITY and call.capability[0] in (9, 10):
+        order = ("cudnn", "flash", "efficient", "math")
     refused: dict[str, str] = {}
-    for name in _order(call.capability):
+    for name in order:
         reason = refusal(name, call)
         if not reason:
             return name, refused
         refused[name] = reason
-    told = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-    raise RuntimeError(f"no attention kernel takes this call ({told}); allow the math kernel")
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    raise RuntimeError(f"no attention kernel takes this call ({reasons}); allow the math kernel")
 
 
 def refusal(name: str, call: Call) -> str:
     """Why kernel `name` cannot take `call`; empty when it can."""
     if not _ENABLED[name]():
         return "switched off"
-    return next((reason for rule in _RULES[name] if (reason := rule(call))), "")
-
-
-def run_kernel(name: str, call: Call) -> Tensor:
-    """The output, shape (batch, heads, length, head size), allocating what kernel `name` would."""
-    return _RUN[name](call)
-
-
-def _order(capability: tuple[int, int]) -> tuple[str, ...]:
-    order = tuple(_BY_NUMBER[number] for number in _private._get_sdp_priority_order() if number in _BY_NUMBER)
-    if order == PRIORITY and capability[0] in (9, 10):
-        return ("cudnn", "flash", "efficient", "math")
-    return order
+    return next((reason for refused, reason in _CHECKS[name](call) if refused), "")
 
 
 _ENABLED: dict[str, Callable[[], bool]] = {
@@ -106,131 +97,91 @@ _ENABLED: dict[str, Callable[[], bool]] = {
 }
 
 
-# -- rules: each gives the reason for which it refuses a call, or an empty text
+# -- the checks of each kernel in torch's order: whether it refuses a call, and the reason. A check may rely on those
+# before it, as they are asked one by one
+
+Checks = Iterator[tuple[bool, str]]
 
 
-def _four_dimensions(call: Call) -> str:
-    return "" if call.query.dim() == call.key.dim() == call.value.dim() == 4 else "needs 4 dimensions"
+def _four_dimensions(call: Call) -> tuple[bool, str]:
+    return not call.query.dim() == call.key.dim() == call.value.dim() == 4, "needs 4 dimensions"
 
 
-def _same_batch_and_heads(call: Call) -> str:
+def _type_among(call: Call, allowed: Sequence[torch.dtype]) -> tuple[bool, str]:
+    dtype = call.query.dtype
+    taken = dtype == call.key.dtype == call.value.dtype and dtype in allowed
+    return not taken, f"does not take {str(dtype).removeprefix('torch.')}"
+
+
+def _new_enough(call: Call) -> tuple[bool, str]:
+    return not (8, 0) <= call.capability <= _NEWEST, "needs capability 8.0 to 12.1"
+
+
+def _dense(call: Call) -> Checks:
     query, key, value = (tensor.shape[:2] for tensor in (call.query, call.key, call.value))
-    if not query[0] == key[0] == value[0]:
-        return "needs one batch size"
-    if query[1] == key[1] == value[1]:
-        return ""
-    groups = call.grouped and key[1] == value[1] and key[1] > 0 and query[1] % key[1] == 0
-    return "" if groups else "needs one number of heads"
-
-
-def _some_length(call: Call) -> str:
-    return "" if call.query.shape[2] and call.key.shape[2] else "needs a length above 0"
-
-
-def _last_stride_is_one(call: Call) -> str:
+    yield not query[0] == key[0] == value[0], "needs one batch size"
+    grouped = call.grouped and key[1] == value[1] and key[1] > 0 and query[1] % key[1] == 0
+    yield not (query[1] == key[1] == value[1] or grouped), "needs one number of heads"
+    yield not (call.query.shape[2] and call.key.shape[2]), "needs a length above 0"
     tensors = [call.query, call.key, call.value, *([] if call.mask is None else [call.mask])]
-    return "" if all(tensor.stride(-1) == 1 for tensor in tensors) else "needs a last stride of 1"
+    yield any(tensor.stride(-1) != 1 for tensor in tensors), "needs a last stride of 1"
 
 
-def _no_mask(call: Call) -> str:
-    return "" if call.mask is None else "takes no mask"
+def _half_types(call: Call) -> tuple[torch.dtype, ...]:
+    return _HALF if call.capability >= (8, 0) else _HALF[:1]
 
 
-def _half_type(call: Call) -> str:
-    allowed = _HALF if call.capability >= (8, 0) else _HALF[:1]
-    same = call.query.dtype == call.key.dtype == call.value.dtype
-    return "" if same and call.query.dtype in allowed else f"does not take {_name(call.query.dtype)}"
-
-
-def _efficient_type(call: Call) -> str:
-    allowed = (*_HALF, torch.float32) if call.capability >= (8, 0) else (torch.float16, torch.float32)
-    same = call.query.dtype == call.key.dtype == call.value.dtype
-    return "" if same and call.query.dtype in allowed else f"does not take {_name(call.query.dtype)}"
-
-
-def _new_enough(call: Call) -> str:
-    low, high = _FUSED_RANGE
-    return "" if low <= call.capability <= high else "needs capability 8.0 to 12.1"
-
-
-def _efficient_card(call: Call) -> str:
-    return "" if (5, 0) <= call.capability <= _FUSED_RANGE[1] else "needs capability 5.0 to 12.1"
-
-
-def _flash_head(call: Call) -> str:
+def _flash_checks(call: Call) -> Checks:
+    yield _four_dimensions(call)
+    yield call.mask is not None, "takes no mask"
     same = call.head == call.key.shape[-1] == call.value.shape[-1]
-    return "" if same and call.head <= _LARGEST_HEAD else f"needs one head size up to {_LARGEST_HEAD}"
-
-
-def _flash_training_head(call: Call) -> str:
-    """Cards with little shared memory cannot go backward through large heads."""
+    yield not same or call.head > _LARGEST_HEAD, f"needs one head size up to {_LARGEST_HEAD}"
+    yield _new_enough(call)
+    # Cards with little shared memory cannot go backward through large heads.
     small = (8, 6) <= call.capability <= (8, 9) or (12, 0) <= call.capability <= (12, 1)
     fits = call.head <= 192 or (call.dropout == 0 and call.head > 224)
-    return "" if not (small and call.needs_gradient) or fits else f"cannot train head size {call.head} on this card"
+    yield small and call.needs_gradient and not fits, f"cannot train head size {call.head} on this card"
+    square = call.query.shape[-2] == call.key.shape[-2]
+    yield call.causal and not square, "needs equal lengths when causal"
+    yield _type_among(call, _half_types(call))
+    yield from _dense(call)
 
 
-def _square_if_causal(call: Call) -> str:
-    square = not call.causal or call.query.shape[-2] == call.key.shape[-2]
-    return "" if square else "needs equal lengths when causal"
-
-
-def _alignment(call: Call) -> int:
-    """Elements that a matrix product of this type wants a head size to be a multiple of."""
-    least = 4 if call.capability >= (8, 0) else 1
-    tensor_cores = call.capability >= (8, 0) or (call.capability >= (7, 0) and call.is_half)
-    return max(least, 8 if call.is_half else 4) if tensor_cores else least
-
-
-def _efficient_head(call: Call) -> str:
-    unit = _alignment(call)
+def _efficient_checks(call: Call) -> Checks:
+    yield not (5, 0) <= call.capability <= _NEWEST, "needs capability 5.0 to 12.1"
+    yield _four_dimensions(call)
+    # A matrix product of this type wants a head size to be a multiple of so many elements.
+    ampere = call.capability >= (8, 0)
+    tensor_cores = ampere or (call.capability >= (7, 0) and call.is_half)
+    unit = max(4 if ampere else 1, 8 if call.is_half else 4) if tensor_cores else 1
     heads = (call.head, call.key.shape[-1], call.value.shape[-1])
-    fits = heads[0] == heads[1] and all(head > 0 and head % unit == 0 for head in heads)
-    return "" if fits else f"needs a head size that is a multiple of {unit}"
+    aligned = heads[0] == heads[1] and all(head > 0 and head % unit == 0 for head in heads)
+    yield not aligned, f"needs a head size that is a multiple of {unit}"
+    offsets = (tensor.storage_offset() for tensor in (call.query, call.key, call.value))
+    yield ampere and any(offset % unit for offset in offsets), "needs aligned storage"
+    yield from _dense(call)
+    yield _type_among(call, (*_half_types(call), torch.float32))
 
 
-def _efficient_offset(call: Call) -> str:
-    if call.capability < (8, 0):
-        return ""
-    unit = _alignment(call)
-    aligned = all(tensor.storage_offset() % unit == 0 for tensor in (call.query, call.key, call.value))
-    return "" if aligned else "needs aligned storage"
-
-
-def _cudnn_dropout(call: Call) -> str:
-    return "" if (call.dropout * 16).is_integer() else "needs a dropout that is a multiple of 1/16"
-
-
-def _cudnn_shape(call: Call) -> str:
-    (batch, heads, length, head), value_head = call.query.shape, call.value.shape[-1]
-    if max(batch, heads) > _LARGEST_CUDNN_SIZE:
-        return f"takes no batch or heads above {_LARGEST_CUDNN_SIZE}"
-    wide = call.capability[0] in (9, 10) and (head, value_head) == (192, 128)
-    if not wide and max(head, value_head) > _LARGEST_CUDNN_HEAD:
-        return f"needs a head size up to {_LARGEST_CUDNN_HEAD}"
-    if head % 8 or value_head % 8:
-        return "needs a head size that is a multiple of 8"
-    single = call.key.shape[2] == 1 or (call.dropout > 0 and length == 1)
-    return "needs more than one position" if single else ""
-
-
-def _cudnn_is_random(_: Call) -> str:
+def _cudnn_checks(call: Call) -> Checks:
+    yield _four_dimensions(call)
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    return "is not deterministic" if strict else ""
+    yield strict, "is not deterministic"
+    yield _type_among(call, _half_types(call))
+    yield _new_enough(call)
+    yield not (call.dropout * 16).is_integer(), "needs a dropout that is a multiple of 1/16"
+    yield from _dense(call)
+    (batch, heads, length, head), value_head = call.query.shape, call.value.shape[-1]
+    yield max(batch, heads) > _LARGEST_CUDNN_SIZE, f"takes no batch or heads above {_LARGEST_CUDNN_SIZE}"
+    wide = call.capability[0] in (9, 10) and (head, value_head) == (192, 128)
+    too_large = not wide and max(head, value_head) > _LARGEST_CUDNN_HEAD
+    yield too_large, f"needs a head size up to {_LARGEST_CUDNN_HEAD}"
+    yield bool(head % 8 or value_head % 8), "needs a head size that is a multiple of 8"
+    yield call.key.shape[2] == 1 or (call.dropout > 0 and length == 1), "needs more than one position"
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_DENSE = (_same_batch_and_heads, _some_length, _last_stride_is_one)
-_RULES: dict[str, tuple[Callable[[Call], str], ...]] = {
-    "math": (),
-    "flash": (
-        _four_dimensions, _no_mask, _flash_head, _new_enough, _flash_training_head, _square_if_causal, _half_type,
-        *_DENSE,
-    ),
-    "efficient": (_efficient_card, _four_dimensions, _efficient_head, _efficient_offset, *_DENSE, _efficient_type),
-    "cudnn": (_four_dimensions, _cudnn_is_random, _half_type, _new_enough, _cudnn_dropout, *_DENSE, _cudnn_shape),
+_CHECKS: dict[str, Callable[[Call], Checks]] = {
+    "math": lambda _: iter(()), "flash": _flash_checks, "efficient": _efficient_checks, "cudnn": _cudnn_checks,
 }  # fmt: skip
 
 
@@ -239,17 +190,14 @@ _RULES: dict[str, tuple[Callable[[Call], str], ...]] = {
 
 def _flash(call: Call) -> Tensor:
     scale = call.scale if call.scale is not None else 1 / math.sqrt(call.head)
-    query, key, value = (_pad(tensor) for tensor in (call.query, call.key, call.value))
+    missing = -call.head % 8  # to a head size that is a multiple of 8, a copy when it is none
+    query, key, value = (
+        functional.pad(tensor, (0, missing)) if missing else tensor for tensor in (call.query, call.key, call.value)
+    )
     output: Tensor = aten._scaled_dot_product_flash_attention(
         query, key, value, call.dropout, call.causal, False, scale=scale
     )[0]
-    return output[..., : call.head] if query.shape[-1] != call.head else output
-
-
-def _pad(tensor: Tensor) -> Tensor:
-    """Head size rounded up to a multiple of 8, a copy when it was none."""
-    missing = -tensor.shape[-1] % 8
-    return functional.pad(tensor, (0, missing)) if missing else tensor
+    return output[..., : call.head] if missing else output
 
 
 def _efficient(call: Call) -> Tensor:
@@ -306,18 +254,16 @@ def _math(call: Call) -> Tensor:
         key, value = (t.repeat_interleave(call.query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     root = math.sqrt(abs(call.scale if call.scale is not None else 1 / math.sqrt(call.head)))
     scores = torch.matmul(query * root, key.transpose(-2, -1) * root)
-    mask = _causal(call, query) if call.causal else _additive(call.mask, query.dtype)
+    mask = call.mask
+    if call.causal:
+        mask = torch.ones((query.shape[-2], call.key.shape[-2]), dtype=torch.bool, device=query.device).tril()
+    mask = _additive(mask, query.dtype)
     if mask is not None:
         scores = scores.add_(mask)
     weights = aten._safe_softmax(scores, -1)
     if call.dropout:
         weights = functional.dropout(weights, call.dropout)
     return torch.matmul(weights, value).to(call.query.dtype)
-
-
-def _causal(call: Call, query: Tensor) -> Tensor | None:
-    shape = (query.shape[-2], call.key.shape[-2])
-    return _additive(torch.ones(shape, dtype=torch.bool, device=query.device).tril(), query.dtype)
 
 
 _RUN: dict[str, Callable[[Call], Tensor]] = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}
@@ -340,6 +286,6 @@ def attention_kernel(capability: tuple[int, int], ran: Callable[[str, dict[str, 
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, capability)
         name, refused = choose_kernel(call)
         ran(name, refused, call)
-        return run_kernel(name, call)
+        return _RUN[name](call)
 
     return kernel

@@ -1,21 +1,14 @@
 """Batches: what a user's loader yields, as shapes, at any batch size, with as little read as that takes.
 
 A few samples are collated by the loader's own function, two, three and four at a time; what grows with their number is
-known for any number then. Where samples differ in size, the longest is looked for within a time budget and every sample
-of the batch is as long: a prediction that only holds for average data is none. What was looked at is said in `notes`.
-The patches of a config are known from its source or store without reading a chunk, and rows from their array.
+then known for any number. A few samples from all over the data set show whether they differ in size. Where they do, as
+many as a time budget allows are looked at, and every sample of the batch is taken as long as the longest: a prediction
+that holds for average data only is useless. What was looked at is said in `notes`. The patches of a config are known
+from its source or store without reading a chunk, and rows from their array.
 
-Batches: a batch as shapes, to be made again at will.
-
-The batch is kept pickled, with a number in place of each tensor, so that any object a loader can send between processes
-(a dict, a named tuple, a batch class) is one here too. The pickle is made and read in this process only. Numbers in
-small integer vectors are kept, because lengths and counts decide shapes.
-
-largest_samples: the longest samples of a data set, found within a time budget.
-
-A few samples from all over it show whether they differ in size. Where they do, as many as the budget allows are looked
-at: a prediction that holds for average data only is none. Sizes are the shapes of tensors and arrays, and the lengths
-of texts and lists of numbers, because a loader may turn those into tensors. Units: seconds.
+A batch is kept pickled, with a number in place of each tensor, so that any object that a loader can send between
+processes (a dict, a named tuple, a batch class) can be made again at will. The pickle is written and read in this
+process only. Numbers in small integer vectors are kept, because lengths and counts decide shapes.
 """
 
 from __future__ import annotations
@@ -31,7 +24,6 @@ from typing import Any
 
 import cloudpickle
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -50,35 +42,26 @@ _LARGEST_COLLATION_BYTES = 1 << 31
 
 
 def look_at(loader: Any, batch_size: int | None = None) -> Batches:
-    """What `loader` yields, at its own batch size or at another.
-
-    Args:
-        loader: A DataLoader or any iterable of batches.
-        batch_size: Samples per batch; by default the loader's own.
+    """What `loader` (a DataLoader or any iterable of batches) yields, at its own batch size or at another.
 
     Raises:
         ConfigError: when there is no batch to look at, or it cannot be copied.
     """
-    length = _length(loader)
     size = batch_size or own_batch_size(loader)
     if size is not None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         found = _from_samples(loader, size)
     else:
-        found = _from_batches(_batches_of(loader), batch_size)
-    return replace(found, length=length)
+        found = _from_batches(loader, batch_size)
+    try:
+        return replace(found, length=len(loader))
+    except (TypeError, NotImplementedError):
+        return found
 
 
 def own_batch_size(loader: Any) -> int | None:
     """Of a loader whose batches all hold as many samples; None for any other."""
     sampler = getattr(loader, "batch_sampler", None)
     return sampler.batch_size if type(sampler) is BatchSampler else None
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 # -- a loader that collates samples
@@ -97,21 +80,17 @@ def _from_samples(loader: DataLoader[Any], size: int) -> Batches:
         return replace(collated(size), notes=samples.notes)
     probes = [collated(few + extra) for extra in (0, 1, 2)] if few > 1 else [collated(count) for count in (2, 3, 4)]
     grown = _extrapolated(probes, size)
-    if grown is None:
-        grown = _collated_whole(collated, probes[0], size)
+    if grown is None:  # the batch does not simply grow with its samples: collate all of them, when they fit
+        expected_bytes = probes[0].nbytes * size // probes[0].batch_size
+        if expected_bytes > _LARGEST_COLLATION_BYTES:
+            message = (
+                f"a batch of {size} does not grow evenly with its samples, and to put it together would take "
+                f"{format_bytes(expected_bytes)} (at most {format_bytes(_LARGEST_COLLATION_BYTES)}); predict a smaller "
+                "one"
+            )
+            raise ConfigError([Problem("data", message)])
+        grown = collated(size)
     return replace(grown, notes=samples.notes + grown.notes)
-
-
-def _collated_whole(collated: Callable[[int], Batches], probe: Batches, size: int) -> Batches:
-    """For a batch that does not simply grow with its samples: collate all of them, when they fit."""
-    expected_bytes = probe.nbytes * size // probe.batch_size
-    if expected_bytes > _LARGEST_COLLATION_BYTES:
-        message = (
-            f"a batch of {size} does not grow evenly with its samples, and to put it together would take "
-            f"{format_bytes(expected_bytes)} (at most {format_bytes(_LARGEST_COLLATION_BYTES)}); predict a smaller one"
-        )
-        raise ConfigError([Problem("data", message)])
-    return collated(size)
 
 
 def _extrapolated(probes: Sequence[Batches], size: int) -> Batches | None:
@@ -119,6 +98,7 @@ def _extrapolated(probes: Sequence[Batches], size: int) -> Batches | None:
     first, second, third = probes
     if not first.template == second.template == third.template:
         return None
+    more = size - first.batch_size
     grown: list[TensorShape] = []
     for small, middle, large in zip(first.tensors, second.tensors, third.tensors, strict=True):
         if not len(small.shape) == len(middle.shape) == len(large.shape):
@@ -126,21 +106,15 @@ def _extrapolated(probes: Sequence[Batches], size: int) -> Batches | None:
         steps = [b - a for a, b in zip(small.shape, middle.shape, strict=True)]
         if steps != [c - b for b, c in zip(middle.shape, large.shape, strict=True)]:
             return None
-        more = size - first.batch_size
+        values = small.values
+        if values is not None and values.dim():
+            # Numbers of a grown vector: what the third sample added, again and again.
+            added = None if middle.values is None else middle.values[len(values) :]
+            fits = added is not None and len(values) + more * len(added) <= LARGEST_CONSTANT
+            values = torch.cat([values, added.repeat(more)]) if fits and added is not None else None
         shape = tuple(a + more * step for a, step in zip(small.shape, steps, strict=True))
-        grown.append(TensorShape(shape, small.dtype, _repeated(small, middle, more)))
+        grown.append(TensorShape(shape, small.dtype, values))
     return replace(first, tensors=tuple(grown), batch_size=size)
-
-
-def _repeated(small: TensorShape, middle: TensorShape, more: int) -> Tensor | None:
-    """Numbers of a grown vector: what the third sample added, again and again."""
-    if small.values is None or middle.values is None or small.values.dim() != 1:
-        return small.values if small.values is not None and small.values.dim() == 0 else None
-    added = middle.values[len(small.values) :]
-    count = len(small.values) + more * len(added)
-    if count > LARGEST_CONSTANT:
-        return None
-    return torch.cat([small.values, added.repeat(more)])
 
 
 # -- a loader that yields whole batches
@@ -158,48 +132,41 @@ def _batches_of(loader: Any) -> Iterator[Any]:
     return (loader.collate_fn([dataset[index] for index in indices]) for indices in loader.batch_sampler)
 
 
-def _from_batches(batches: Iterator[Any], batch_size: int | None) -> Batches:
+def _from_batches(loader: Any, batch_size: int | None) -> Batches:
+    batches = _batches_of(loader)
     looked = [describe(batch) for batch in within(batches, _BATCHES, LOOK_SECONDS)]
     if isinstance(batches, Generator):
         batches.close()  # it may hold threads or files
     if not looked:
         raise ConfigError([Problem("data", "the loader yields no batch; there must be one to look at")])
     found = _elementwise_largest(looked)
-    if batch_size is None or batch_size == found.batch_size:
+    own = found.batch_size
+    if batch_size is None or batch_size == own:
         return found
-    note = f"the loader makes whole batches of {found.batch_size}: sizes of {found.batch_size} were taken for its own"
-    tensors = tuple(_rescaled(item, found.batch_size, batch_size) for item in found.tensors)
+    tensors = tuple(
+        TensorShape((batch_size, *item.shape[1:]), item.dtype) if item.shape[:1] == (own,) else item
+        for item in found.tensors
+    )
+    note = f"the loader makes whole batches of {own}: sizes of {own} were taken for its own"
     return replace(found, tensors=tensors, batch_size=batch_size, notes=(*found.notes, note))
 
 
 def _elementwise_largest(looked: Sequence[Batches]) -> Batches:
     """The largest batch, each of its parts as large as in any batch like it."""
-    if len({tuple(item.shape for item in batch.tensors) for batch in looked}) == 1:
+    shapes = [tuple(item.shape for item in batch.tensors) for batch in looked]
+    if len(set(shapes)) == 1:
         return looked[0]
     largest = max(looked, key=lambda batch: batch.nbytes)
-    alike = [batch for batch in looked if _ranks(batch) == _ranks(largest)]
-    shapes = [tuple(map(max, zip(*sizes, strict=True))) for sizes in _columns(alike)]
+    ranks = [len(item.shape) for item in largest.tensors]
+    alike = [batch for batch, sizes in zip(looked, shapes, strict=True) if [*map(len, sizes)] == ranks]
+    columns = zip(*(batch.tensors for batch in alike), strict=True)
+    most = [tuple(map(max, zip(*(item.shape for item in column), strict=True))) for column in columns]
     tensors = tuple(
         item if item.shape == shape else TensorShape(shape, item.dtype)
-        for item, shape in zip(largest.tensors, shapes, strict=True)
+        for item, shape in zip(largest.tensors, most, strict=True)
     )
     note = f"batches differ in size: each part is as large as the largest of {len(looked)} batches"
     return replace(largest, tensors=tensors, batch_size=max(batch.batch_size for batch in alike), notes=(note,))
-
-
-def _ranks(batch: Batches) -> list[int]:
-    return [len(item.shape) for item in batch.tensors]
-
-
-def _columns(batches: Sequence[Batches]) -> list[list[tuple[int, ...]]]:
-    rows = [[item.shape for item in batch.tensors] for batch in batches]
-    return [list(column) for column in zip(*rows, strict=True)]
-
-
-def _rescaled(item: TensorShape, own: int, wanted: int) -> TensorShape:
-    if not item.shape or item.shape[0] != own:
-        return item
-    return TensorShape((wanted, *item.shape[1:]), item.dtype)
 
 
 # -- the patches of a config
@@ -212,7 +179,17 @@ def patch_batches(config: Config, batch_size: int | None = None) -> Batches:
         ConfigError: for what does not fit the data, each under the dotted path of its field.
         StoreError: when there is no source and the store cannot be opened.
     """
-    dims, shape, variables = _patch_geometry(config)
+    if config.data.source is None:
+        chosen = open_dataset(config).select(config.data.variables)
+        dims, shape, variables = chosen[0].dims, chosen[0].shape, len(chosen)
+    else:
+        source = load_source(config)
+        unknown = [name for name in config.data.variables if name not in source.variables]
+        if unknown:
+            message = f"the source has no {', '.join(unknown)}; it has {', '.join(source.variables)}"
+            raise ConfigError([Problem("data.variables", message)])
+        dims, shape = tuple(source.dims), tuple(source.shape)
+        variables = len(config.data.variables or source.variables)
     unknown = [name for name in config.data.patch if name not in dims]
     if unknown:
         message = f"no dimension {', '.join(unknown)}; there are {', '.join(dims)}"
@@ -222,25 +199,8 @@ def patch_batches(config: Config, batch_size: int | None = None) -> Batches:
     if large:
         raise ConfigError([Problem("data.patch", f"larger than the data: {', '.join(large)}")])
     size = batch_size or config.loader.batch_size
-    meta = (size, variables, *patch)
-    batch = {
-        "values": torch.empty(meta, device="meta"),
-        "valid": torch.empty(meta, dtype=torch.bool, device="meta"),
-    }
-    return replace(describe(batch, size), length=1)
-
-
-def _patch_geometry(config: Config) -> tuple[tuple[str, ...], tuple[int, ...], int]:
-    """Dimensions, their sizes, and the number of variables."""
-    if config.data.source is None:
-        chosen = open_dataset(config).select(config.data.variables)
-        return chosen[0].dims, chosen[0].shape, len(chosen)
-    source = load_source(config)
-    unknown = [name for name in config.data.variables if name not in source.variables]
-    if unknown:
-        message = f"the source has no {', '.join(unknown)}; it has {', '.join(source.variables)}"
-        raise ConfigError([Problem("data.variables", message)])
-    return tuple(source.dims), tuple(source.shape), len(config.data.variables or source.variables)
+    values = torch.empty((size, variables, *patch), device="meta")
+    return replace(describe({"values": values, "valid": values.bool()}, size), length=1)
 
 
 def row_batches(data: RowData, batch_size: int | None = None) -> Batches:
@@ -281,12 +241,8 @@ def fake_loaders(
 ) -> Any:
     """The same loader, list, dict or CombinedLoader of loaders, of fake batches.
 
-    Args:
-        loaders: Loaders, or Batches in place of one.
-        batch_size: Samples per batch; by default the loader's own.
-        make: Turns Batches into the next batch.
-        fewest: Batches an epoch is made to have at least, where it has an end.
-        looked: What the loaders yield is added here.
+    `make` turns Batches into the next batch, an epoch that ends has at least `fewest`, and the Batches of each loader
+    are added to `looked`.
     """
     if isinstance(loaders, CombinedLoader):
         inner = fake_loaders(loaders.iterables, batch_size, make, fewest, looked)
@@ -307,17 +263,13 @@ def loaders_of(data: Mapping[str, Any], batch_size: int | None) -> Any:
     module = data.get("datamodule")
     if module is None:
         return data["train_dataloaders"]
-    if _is_plain_patch_data(module):
+    if isinstance(module, PatchData) and type(module).train_dataloader is PatchData.train_dataloader:
         return patch_batches(module.config, batch_size)
     if isinstance(module, RowData) and type(module).train_dataloader is RowData.train_dataloader:
         return row_batches(module, batch_size)
     module.prepare_data()
     module.setup("fit")
     return module.train_dataloader()
-
-
-def _is_plain_patch_data(module: LightningDataModule) -> bool:
-    return isinstance(module, PatchData) and type(module).train_dataloader is PatchData.train_dataloader
 
 
 LARGEST_CONSTANT = 4096
@@ -389,11 +341,7 @@ class StandInReader(pickle.Unpickler):
 
 
 def describe(batch: Any, batch_size: int | None = None) -> Batches:
-    """The shapes of one batch at hand.
-
-    Args:
-        batch: Anything a loader yields.
-        batch_size: Samples in it; by default what `samples_in` finds.
+    """The shapes of one batch that a loader yields; `batch_size` is by default what `samples_in` finds.
 
     Raises:
         ConfigError: for a batch that cannot be pickled, as loaders with processes need it too.
@@ -405,7 +353,10 @@ def describe(batch: Any, batch_size: int | None = None) -> Batches:
     except Exception as error:
         message = f"a batch of type {type(batch).__name__} cannot be copied: {error}"
         raise ConfigError([Problem("data", message)]) from error
-    tensors = tuple(map(_shape, writer.tensors))
+    tensors = tuple(
+        TensorShape(tuple(tensor.shape), tensor.dtype, tensor.detach().clone() if _is_small_count(tensor) else None)
+        for tensor in writer.tensors
+    )
     if batch_size is None:
         batch_size = samples_in(batch) or next((item.shape[0] for item in tensors if item.shape), 1)
     return Batches(file.getvalue(), tensors, batch_size)
@@ -433,10 +384,9 @@ def samples_in(batch: Any) -> int | None:
     return next((size for size in map(samples_in, parts) if size is not None), None)
 
 
-def _shape(tensor: Tensor) -> TensorShape:
+def _is_small_count(tensor: Tensor) -> bool:
     whole = tensor.dtype in (torch.int64, torch.int32, torch.bool)
-    keep = whole and tensor.numel() <= LARGEST_CONSTANT and tensor.dim() <= 1
-    return TensorShape(tuple(tensor.shape), tensor.dtype, tensor.detach().clone() if keep else None)
+    return whole and tensor.numel() <= LARGEST_CONSTANT and tensor.dim() <= 1
 
 
 LOOK_SECONDS = 0.5
@@ -466,42 +416,8 @@ def largest_samples(loader: DataLoader[Any]) -> Samples:
         ConfigError: when there is none.
     """
     dataset: Any = loader.dataset
-    if isinstance(dataset, IterableDataset):
-        return _largest(iter(dataset), None)
-    return _largest(_spread_over(dataset, loader, len(dataset)), len(dataset))
-
-
-def _spread_over(dataset: Any, loader: DataLoader[Any], total: int) -> Iterator[Any]:
-    """Samples from all over the data set, each once, so that the first few are like the rest."""
-    if not total:
-        return
-    try:
-        yield dataset[0]
-    except (KeyError, IndexError, TypeError):  # indexed by something else; its sampler knows by what
-        yield from (dataset[index] for index in itertools.islice(iter(loader.sampler), total))
-        return
-    step = _coprime(total)
-    yield from (dataset[index * step % total] for index in range(1, total))
-
-
-def _coprime(total: int) -> int:
-    """A stride near the golden section of `total` that meets every index once."""
-    step = max(1, round(total * 0.618))
-    while math.gcd(step, total) != 1:
-        step += 1
-    return step
-
-
-def within(values: Iterable[Any], count: int, seconds: float) -> Iterator[Any]:
-    """At most `count` values and about `seconds`; at least one."""
-    deadline = time.monotonic() + seconds
-    for value in itertools.islice(iter(values), count):
-        yield value
-        if time.monotonic() > deadline:
-            return
-
-
-def _largest(samples: Iterator[Any], total: int | None) -> Samples:
+    total = None if isinstance(dataset, IterableDataset) else len(dataset)
+    samples = iter(dataset) if total is None else _spread_over(dataset, loader, total)
     sizes: dict[Sizes, Any] = {}
     looked = 0
     for sample in within(samples, FIRST_SAMPLES, LOOK_SECONDS):
@@ -513,39 +429,50 @@ def _largest(samples: Iterator[Any], total: int | None) -> Samples:
         return Samples([*sizes.values()])
     for sample in within(samples, total or _ENDLESS, SCAN_SECONDS):
         looked += 1
-        size = _sizes(sample)
-        if size not in sizes:
-            sizes[size] = sample
-            sizes = _pruned(sizes)
+        sizes.setdefault(_sizes(sample), sample)
+        if len(sizes) > 4 * _MOST_CANDIDATES:  # keep the largest only, so that a scan holds a few samples
+            kept = dict(_candidates(sizes))
+            sizes = {size: sample for size, sample in sizes.items() if size in kept}
     of = f" of {total}" if total is not None else ""
     note = f"samples differ in size: every one is as long as the longest of {looked}{of}"
-    return Samples(_candidates(sizes), (note,))
+    return Samples([sample for _, sample in _candidates(sizes)], (note,))
 
 
-def _pruned(sizes: dict[Sizes, Any]) -> dict[Sizes, Any]:
-    """Keep the largest only, so that a scan holds a few samples."""
-    if len(sizes) <= 4 * _MOST_CANDIDATES:
-        return sizes
-    kept = _candidates(sizes)
-    return {size: sample for size, sample in sizes.items() if any(sample is other for other in kept)}
+def _spread_over(dataset: Any, loader: DataLoader[Any], total: int) -> Iterator[Any]:
+    """Samples from all over the data set, each once, so that the first few are like the rest."""
+    if not total:
+        return
+    try:
+        yield dataset[0]
+    except (KeyError, IndexError, TypeError):  # indexed by something else; its sampler knows by what
+        yield from (dataset[index] for index in itertools.islice(iter(loader.sampler), total))
+        return
+    # A stride near the golden section of the data set that meets every index once.
+    step = max(1, round(total * 0.618))
+    while math.gcd(step, total) != 1:
+        step += 1
+    yield from (dataset[index * step % total] for index in range(1, total))
 
 
-def _candidates(sizes: Mapping[Sizes, Any]) -> list[Any]:
+def within(values: Iterable[Any], count: int, seconds: float) -> Iterator[Any]:
+    """At most `count` values and about `seconds`; at least one."""
+    deadline = time.monotonic() + seconds
+    for value in itertools.islice(iter(values), count):
+        yield value
+        if time.monotonic() > deadline:
+            return
+
+
+def _candidates(sizes: Mapping[Sizes, Any]) -> list[tuple[Sizes, Any]]:
     """The largest sample first, then those that are the largest in one of their parts."""
-
-    def elements(size: Sizes) -> int:
-        return sum(math.prod(part) for part in size)
-
-    chosen = [max(sizes, key=elements)]
-    parts = len(chosen[0])
-    alike = [size for size in sizes if len(size) == parts]
-    for part in range(parts):
+    chosen = [max(sizes, key=lambda size: sum(map(math.prod, size)))]
+    alike = [size for size in sizes if len(size) == len(chosen[0])]
+    for part in range(len(chosen[0])):
         for axis in range(len(chosen[0][part])):
-            able = [size for size in alike if len(size[part]) > axis]
-            longest = max(able, key=lambda size: size[part][axis])
+            longest = max((size for size in alike if len(size[part]) > axis), key=lambda size: size[part][axis])
             if all(longest[part][axis] > other[part][axis] for other in chosen if len(other[part]) > axis):
                 chosen.append(longest)
-    return [sizes[size] for size in chosen[:_MOST_CANDIDATES]]
+    return [(size, sizes[size]) for size in chosen[:_MOST_CANDIDATES]]
 
 
 def _sizes(sample: Any) -> Sizes:

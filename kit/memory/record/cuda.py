@@ -1,36 +1,26 @@
 """CUDA emulation: fake tensors on the CPU that allocate what the same step would allocate on a given GPU.
 
 A build of torch without CUDA cannot run a backward pass on fake `cuda` tensors. So a dry run takes fake `cpu` tensors,
-and inside `cuda_emulation` torch makes the choices it would make on a GPU: which operators autocast casts, which kernel
-computes attention, what dropout, softmax, RMSNorm and recurrent layers keep, that optimizers go over all parameters at
-once (foreach), and that a loss scaler steps. Whatever was chosen with a reason is in `Emulation.notes`.
+and inside `cuda_emulation` torch makes the choices it would make on a GPU. Whatever was chosen with a reason is in
+`Emulation.notes`. What differs from the CPU:
 
-What is replaced is torch's dispatcher, for the whole process and all threads; leaving the block puts all of it back, so
-that several configurations can be recorded one after the other. Blocks do not nest. The block is for dry runs only: on
-real tensors these kernels return memory that nothing has written.
+- which operators autocast casts, and to what: the CPU's lists leave `layer_norm`, `softmax` or `sum` in half precision,
+  CUDA's do not. The lists here are those of torch 2.13 (`ATen/autocast_mode.h`, `autocast_mode.cpp`); a test compares
+  them with the header and with the dispatcher of the torch that is installed. An operator that only the CPU's lists
+  name is passed through. Casts of weights are kept until the outermost autocast region ends, as in torch's own cache;
+- which kernel computes attention (`kit.memory.record.attention`);
+- `dropout` keeps a mask of one byte an element (the CPU keeps one of the input's type);
+- `softmax` and `log_softmax` of float16 into float32 read it directly (other types are converted first);
+- `rms_norm` keeps one number a row;
+- `LSTM`, `GRU` and `RNN` run in cuDNN, which keeps a reserve for the backward pass. Its size cannot be asked without a
+  GPU: the rule here counts what the backward pass needs (`_KEPT`), and every use of it is noted as an estimate;
+- optimizers go over all parameters at once (foreach), and a loss scaler always steps.
 
-Private parts of torch used here, all tested on its upgrade: `Library._destroy`, `GradScaler._maybe_opt_step`, and in
-two modules `_get_foreach_kernels_supported_devices` and `_foreach_supported_types`.
+What is replaced is torch's dispatcher, for the whole process and all threads; leaving the block restores all of it.
+Blocks do not nest. The block is for dry runs only: on real tensors these kernels return uninitialised memory.
 
-Operators that CUDA computes with one fused kernel where the CPU takes several steps, as they allocate.
-
-- `dropout` keeps a mask of one byte an element (the CPU keeps one of the input's type).
-- `softmax` and `log_softmax` of float16 into float32 read it directly (other types are converted first, as on the CPU).
-- `rms_norm` keeps one number a row.
-- `LSTM`, `GRU` and `RNN` run in cuDNN, which keeps a reserve for the backward pass. Its size is cuDNN's own affair and
-  cannot be asked without a GPU: the rule here counts what the backward pass needs (see `_KEPT`), and every use of it is
-  noted as an estimate.
-
-Autocast as CUDA does it, for fake tensors that say they are on the CPU.
-
-Which operators autocast casts, and to what, differs by device: torch's CPU lists leave `layer_norm`, `softmax` or `sum`
-in half precision, CUDA's do not, and that decides how many bytes are kept for the backward pass. The lists here are
-CUDA's, from torch 2.13 (`ATen/autocast_mode.h`, `autocast_mode.cpp`); a test compares them with the header and with the
-dispatcher of the torch that is installed. An operator that only the CPU's lists name is passed through.
-
-Casts of weights to half precision are kept until the outermost autocast region ends, as torch's own cache does.
-
-Private parts of torch used here, all tested on its upgrade: `_ExcludeDispatchKeyGuard`, `DispatchKeySet` and
+Private parts of torch used here, all tested on its upgrade: `Library._destroy`, `GradScaler._maybe_opt_step`,
+`_get_foreach_kernels_supported_devices`, `_foreach_supported_types`, `_ExcludeDispatchKeyGuard`, `DispatchKeySet` and
 `_dispatch_get_registrations_for_dispatch_key`.
 """
 
@@ -59,7 +49,6 @@ from kit.confinement.stand_ins import replaced
 from kit.memory.record.attention import Call, attention_kernel
 from kit.train.sequences import preferred_kernels
 
-_KEYS = ("AutogradCPU", "CPU")
 _installed: list[Emulation] = []
 _library: Any = torch.library.Library
 
@@ -67,9 +56,7 @@ _library: Any = torch.library.Library
 class Emulation:
     """What one emulated run chose: `attention` counts calls by kernel; `notes` holds sentences."""
 
-    def __init__(self, capability: tuple[int, int], attention: str = "auto") -> None:
-        self.capability = capability
-        self.wanted = attention
+    def __init__(self) -> None:
         self.attention: Counter[str] = Counter()
         self._reasons: dict[str, dict[str, str]] = {}
         self._estimates: dict[str, None] = {}
@@ -77,7 +64,11 @@ class Emulation:
     @property
     def notes(self) -> list[str]:
         """Which attention kernels ran and why not those before them, and what was estimated."""
-        return [*(self._about(name, count) for name, count in self.attention.items()), *self._estimates]
+        ran = []
+        for name, count in self.attention.items():
+            reasons = "; not ".join(f"{other}: {why}" for other, why in self._reasons[name].items())
+            ran.append(f"attention: {name} × {count}" + (f" (not {reasons})" if reasons else ""))
+        return [*ran, *self._estimates]
 
     def ran(self, name: str, refused: dict[str, str], _: Call) -> None:
         """Count a call of attention."""
@@ -88,25 +79,19 @@ class Emulation:
         """Keep a sentence about a size that is not known exactly."""
         self._estimates[sentence] = None
 
-    def _about(self, name: str, count: int) -> str:
-        reasons = [f"{other}: {why}" for other, why in self._reasons[name].items()]
-        return f"attention: {name} × {count}" + (f" (not {'; not '.join(reasons)})" if reasons else "")
-
 
 @contextmanager
 def cuda_emulation(capability: tuple[int, int], attention: str = "auto") -> Iterator[Emulation]:
     """Inside, fake `cpu` tensors allocate as on a GPU of `capability`, such as (9, 0).
 
-    Args:
-        capability: Major and minor compute capability of the GPU.
-        attention: Kernel to prefer, as `levers.attention`; `auto` leaves torch's switches as they are.
+    `attention` is the kernel to prefer, as in `levers.attention`; `auto` leaves torch's switches as they are.
 
     Raises:
         RuntimeError: when the block is nested in another.
     """
     if _installed:
         raise RuntimeError("CUDA is being emulated already in this process; leave that block first")
-    emulation = Emulation(capability, attention)
+    emulation = Emulation()
     library: Any = _library("aten", "IMPL")
     _installed.append(emulation)
     with ExitStack() as undo:
@@ -115,31 +100,22 @@ def cuda_emulation(capability: tuple[int, int], attention: str = "auto") -> Iter
         with warnings.catch_warnings():
             # Torch warns of each kernel that is replaced, which is what this is for.
             warnings.filterwarnings("ignore", message=r"(?s).*[Oo]verriding a previously registered kernel")
-            _register(library, emulation)
+            attention_of = attention_kernel(capability, emulation.ran)
+            for name, kernel in {"scaled_dot_product_attention": attention_of, **kernels(emulation.estimated)}.items():
+                # Below autocast and above autograd, so that backward passes and recomputed blocks choose the same.
+                for key in ("AutogradCPU", "CPU"):
+                    library.impl(name, kernel, key)
             undo.enter_context(cuda_autocast(library))
-        for owner, name, value in _changes():
-            undo.enter_context(replaced(owner, name, value))
+        for module in (optimizers, foreach):
+            # Fake tensors count as tensors of a device that has foreach kernels.
+            devices = [*module._get_foreach_kernels_supported_devices(), "cpu"]
+            types = [*module._foreach_supported_types, FakeTensor]
+            undo.enter_context(replaced(module, "_get_foreach_kernels_supported_devices", partial(list, devices)))
+            undo.enter_context(replaced(module, "_foreach_supported_types", types))
+        undo.enter_context(replaced(GradScaler, "_maybe_opt_step", _step))
         if attention != "auto":
             undo.enter_context(sdpa_kernel(preferred_kernels(attention), set_priority=True))
         yield emulation
-
-
-def _register(library: Any, emulation: Emulation) -> None:
-    attention = attention_kernel(emulation.capability, emulation.ran)
-    chosen = {"scaled_dot_product_attention": attention, **kernels(emulation.estimated)}
-    for name, kernel in chosen.items():
-        # Below autocast and above autograd, so that backward passes and recomputed blocks choose the same.
-        for key in _KEYS:
-            library.impl(name, kernel, key)
-
-
-def _changes() -> Iterator[tuple[Any, str, Any]]:
-    """Python names to replace: fake tensors count as tensors of a device that has foreach kernels, scalers step."""
-    for module in (optimizers, foreach):
-        devices = [*module._get_foreach_kernels_supported_devices(), "cpu"]
-        yield module, "_get_foreach_kernels_supported_devices", partial(list, devices)
-        yield module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor]
-    yield GradScaler, "_maybe_opt_step", _step
 
 
 def _step(_: GradScaler, optimizer: torch.optim.Optimizer, __: dict[str, Any], *args: Any, **keywords: Any) -> Any:
@@ -159,8 +135,8 @@ def kernels(note: Callable[[str], None]) -> dict[str, Callable[..., Any]]:
     """What to register for which operator; `note` takes sentences about estimates."""
     return {
         "dropout": _dropout,
-        "softmax.int": _softmax,
-        "log_softmax.int": _log_softmax,
+        "softmax.int": _softmax(aten._softmax.default),
+        "log_softmax.int": _softmax(aten._log_softmax.default),
         "rms_norm": _rms_norm,
         **{f"{kind}.{form}": _recurrent(kind, form, note) for kind in _GATES for form in ("input", "data")},
     }
@@ -175,19 +151,14 @@ def _dropout(values: Tensor, p: float, train: bool) -> Tensor:
     return dropped
 
 
-def _softmax(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    return _normalize(aten._softmax.default, values, dim, dtype)
+def _softmax(operator: Any) -> Callable[..., Tensor]:
+    def kernel(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        widens = values.dtype == torch.float16 and dtype == torch.float32
+        converted = values if widens or dtype is None else values.to(dtype)
+        result: Tensor = operator(converted, dim, widens)
+        return result
 
-
-def _log_softmax(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    return _normalize(aten._log_softmax.default, values, dim, dtype)
-
-
-def _normalize(operator: Any, values: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-    widens = values.dtype == torch.float16 and dtype == torch.float32
-    converted = values if widens or dtype is None else values.to(dtype)
-    result: Tensor = operator(converted, dim, widens)
-    return result
+    return kernel
 
 
 def _rms_norm(values: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -197,12 +168,9 @@ def _rms_norm(values: Tensor, shape: Sequence[int], weight: Tensor | None = None
     if strided or values.is_complex() or (weight is not None and weight.dtype != values.dtype):
         composed: Tensor = aten._fused_rms_norm(values, list(shape), weight, eps)[0]
         return composed
-    normalized: Tensor = _apply(_FusedRmsNorm, values, list(shape), weight)
+    function: Any = _FusedRmsNorm
+    normalized: Tensor = function.apply(values, list(shape), weight)
     return normalized
-
-
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
 
 
 class _FusedRmsNorm(Function):
@@ -220,32 +188,41 @@ class _FusedRmsNorm(Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         values, _roots, weight = ctx.saved_tensors
         asked = ctx.needs_input_grad
-        return (
-            torch.empty_like(values) if asked[0] else None,
-            None,
-            torch.empty_like(weight) if asked[2] else None,
-        )
+        return torch.empty_like(values) if asked[0] else None, None, torch.empty_like(weight) if asked[2] else None
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """One recurrent call: `steps` counts positions over all samples."""
+    """One recurrent call; `reserve_bytes` are kept for the backward pass."""
 
     kind: str
-    layers: int
-    directions: int
-    steps: int
-    hidden: int
     output: tuple[int, ...]
     state: tuple[int, ...]
-    train: bool
-
-    def reserve_bytes(self, itemsize: int) -> int:
-        return _KEPT[self.kind] * self.steps * self.hidden * self.layers * self.directions * itemsize
+    reserve_bytes: int
 
 
 def _recurrent(kind: str, form: str, note: Callable[[str], None]) -> Callable[..., Any]:
-    told: set[str] = set()
+    def run(
+        values: Tensor, states: Any, weights: Sequence[Tensor], layers: int, train: bool, both: bool
+    ) -> tuple[Tensor, ...]:
+        start, cell = states if kind == "lstm" else (states, states.new_empty(0))
+        if torch.is_autocast_enabled("cpu"):
+            # Everything is cast to half precision, the weights into one new buffer (`AutocastRNN.cpp`).
+            dtype = torch.get_autocast_dtype("cpu")
+            values, start, cell = values.to(dtype), start.to(dtype), cell.to(dtype)
+            weights = [weight.to(dtype) for weight in weights]
+        hidden = weights[0].shape[0] // _GATES[kind]
+        kept = _KEPT[kind] * values.shape[:-1].numel() * hidden * layers * (1 + both) * values.element_size()
+        output_shape = (*values.shape[:-1], start.shape[-1] * (1 + both))
+        shape = _Shape(kind, output_shape, (*start.shape[:-1], hidden), kept if train else 0)
+        name = kind.upper() if kind in ("lstm", "gru") else "RNN"
+        note(
+            f"what cuDNN keeps for the backward pass of the {name} is an estimate of {_KEPT[kind]} values for each "
+            "hidden unit, step, layer and direction; its own figure may differ"
+        )
+        function: Any = _FusedRecurrent
+        output, last, last_cell = function.apply(shape, values, start, cell, *weights)
+        return (output, last, last_cell) if kind == "lstm" else (output, last)
 
     def from_padded(
         values: Tensor, states: Any, weights: Sequence[Tensor], _: bool, layers: int, __: float, train: bool,
@@ -259,42 +236,7 @@ def _recurrent(kind: str, form: str, note: Callable[[str], None]) -> Callable[..
     ) -> tuple[Tensor, ...]:  # fmt: skip
         return run(values, states, weights, layers, train, both)
 
-    def run(
-        values: Tensor, states: Any, weights: Sequence[Tensor], layers: int, train: bool, both: bool
-    ) -> tuple[Tensor, ...]:
-        start, cell = states if kind == "lstm" else (states, states.new_empty(0))
-        values, start, cell, weights = _as_cudnn_takes_them(values, start, cell, weights)
-        directions = 1 + both
-        hidden = weights[0].shape[0] // _GATES[kind]
-        out = (*values.shape[:-1], start.shape[-1] * directions)
-        shape = _Shape(
-            kind, layers, directions, values.shape[:-1].numel(), hidden, out, (*start.shape[:-1], hidden), train
-        )
-        if kind not in told:
-            told.add(kind)
-            note(_estimate_note(kind))
-        output, last, last_cell = _apply(_FusedRecurrent, shape, values, start, cell, *weights)
-        return (output, last, last_cell) if kind == "lstm" else (output, last)
-
     return from_padded if form == "input" else from_packed
-
-
-def _estimate_note(kind: str) -> str:
-    name = kind.upper() if kind in ("lstm", "gru") else "RNN"
-    return (
-        f"what cuDNN keeps for the backward pass of the {name} is an estimate of {_KEPT[kind]} values for each hidden "
-        "unit, step, layer and direction; its own figure may differ"
-    )
-
-
-def _as_cudnn_takes_them(
-    values: Tensor, start: Tensor, cell: Tensor, weights: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """Under autocast everything is cast to half precision, the weights into one new buffer (`AutocastRNN.cpp`)."""
-    if not torch.is_autocast_enabled("cpu"):
-        return values, start, cell, weights
-    dtype = torch.get_autocast_dtype("cpu")
-    return values.to(dtype), start.to(dtype), cell.to(dtype), [weight.to(dtype) for weight in weights]
 
 
 class _FusedRecurrent(Function):
@@ -306,8 +248,7 @@ class _FusedRecurrent(Function):
     ) -> tuple[Tensor, ...]:
         output, last = values.new_empty(shape.output), torch.empty_like(start)
         last_cell = values.new_empty(shape.state) if shape.kind == "lstm" else values.new_empty(0)
-        size = shape.reserve_bytes(values.element_size()) if shape.train else 0
-        reserve = torch.empty(size, dtype=torch.uint8, device=values.device)
+        reserve = torch.empty(shape.reserve_bytes, dtype=torch.uint8, device=values.device)
         ctx.save_for_backward(values, start, cell, output, reserve, *weights)
         return output, last, last_cell
 
@@ -369,8 +310,17 @@ _WIDE = torch.float64
 @contextmanager
 def cuda_autocast(library: Any) -> Iterator[None]:
     """Register CUDA's autocast lists for the CPU's key in `library` (of torch.library), and keep casts of weights."""
-    casts = _Casts()
-    for name, kernel in _kernels(casts).items():
+    casts, on_cuda = _Casts(), registered("AutocastCUDA")
+    listed: dict[str, Callable[..., Any]] = {
+        **{name: _lower_precision(name, casts) for name in LOWER_PRECISION if name not in _SAME_ON_CPU},
+        **{name: _float32(name) for name in FLOAT32},
+        **{name: _float32_result(name) for name in FLOAT32_RESULT},
+        **{name: _float32_norm(name, typed) for name, typed in FLOAT32_NORM.items()},
+        **{name: _promote(name) for name in PROMOTE},
+        **dict.fromkeys(REFUSED, _refuse),
+    }
+    passed_through = dict.fromkeys(registered(_KEY) - on_cuda, torch.library.fallthrough_kernel)
+    for name, kernel in (passed_through | {name: listed[name] for name in listed.keys() & on_cuda}).items():
         library.impl(name, kernel, _KEY)
     clear = torch.clear_autocast_cache
 
@@ -388,20 +338,6 @@ def registered(key: str) -> set[str]:
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
-def _kernels(casts: _Casts) -> dict[str, Callable[..., Any]]:
-    on_cuda = registered("AutocastCUDA")
-    listed: dict[str, Callable[..., Any]] = {
-        **{name: _lower_precision(_operator(name), casts) for name in LOWER_PRECISION if name not in _SAME_ON_CPU},
-        **{name: _float32(_operator(name)) for name in FLOAT32},
-        **{name: _float32_result(_operator(name)) for name in FLOAT32_RESULT},
-        **{name: _float32_norm(_operator(name), _operator(typed)) for name, typed in FLOAT32_NORM.items()},
-        **{name: _promote(_operator(name)) for name in PROMOTE},
-        **dict.fromkeys(REFUSED, _refuse),
-    }
-    passed_through = dict.fromkeys(registered(_KEY) - on_cuda, torch.library.fallthrough_kernel)
-    return passed_through | {name: kernel for name, kernel in listed.items() if name in on_cuda}
-
-
 def _operator(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -412,67 +348,62 @@ def _eligible(value: torch.Tensor) -> bool:
 
 
 def _cast_all(arguments: Any, dtype: torch.dtype) -> Any:
-    def cast(value: torch.Tensor) -> torch.Tensor:
-        return value.to(dtype) if _eligible(value) else value
-
-    return tree_map_only(torch.Tensor, cast, arguments)
+    return tree_map_only(torch.Tensor, lambda value: value.to(dtype) if _eligible(value) else value, arguments)
 
 
-def _lower_precision(operator: Any, casts: _Casts) -> Callable[..., Any]:
+def _under_autocast(operator: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., Any]:
+    """A kernel that runs `operator`, outside autocast, on what `change` makes of its arguments."""
+
     def kernel(*args: Any, **keywords: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            dtype = torch.get_autocast_dtype("cpu")
-            args, keywords = tree_map_only(torch.Tensor, lambda value: casts.cast(value, dtype), (args, keywords))
+            args, keywords = change(args, keywords)
             return operator(*args, **keywords)
 
     return kernel
 
 
-def _float32(operator: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **keywords: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            args, keywords = _cast_all((args, keywords), torch.float32)
-            return operator(*args, **keywords)
+def _lower_precision(name: str, casts: _Casts) -> Callable[..., Any]:
+    def change(args: Any, keywords: Any) -> Any:
+        dtype = torch.get_autocast_dtype("cpu")
+        return tree_map_only(torch.Tensor, lambda value: casts.cast(value, dtype), (args, keywords))
 
-    return kernel
-
-
-def _float32_result(operator: Any) -> Callable[..., Any]:
-    names = [argument.name for argument in operator._schema.arguments]
-    place = names.index("dtype")
-
-    def kernel(*args: Any, **keywords: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            given = keywords.get("dtype", args[place] if len(args) > place else None)
-            if given is None and _eligible(args[0]):
-                args = args[:place]
-                keywords = {**keywords, "dtype": torch.float32}
-            return operator(*args, **keywords)
-
-    return kernel
+    return _under_autocast(_operator(name), change)
 
 
-def _float32_norm(operator: Any, typed: Any) -> Callable[..., Any]:
-    defaults = [argument.default_value for argument in operator._schema.arguments]
-
-    def kernel(*args: Any, **keywords: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            dtype = torch.float32 if _eligible(args[0]) else args[0].dtype
-            return typed(*args, *defaults[len(args) :], **keywords, dtype=dtype)
-
-    return kernel
+def _float32(name: str) -> Callable[..., Any]:
+    return _under_autocast(_operator(name), lambda args, keywords: _cast_all((args, keywords), torch.float32))
 
 
-def _promote(operator: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **keywords: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            tensors = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, torch.Tensor)]
-            wide = any(_eligible(tensor) and tensor.dtype == torch.float32 for tensor in tensors)
-            dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
-            args, keywords = _cast_all((args, keywords), dtype)
-            return operator(*args, **keywords)
+def _float32_result(name: str) -> Callable[..., Any]:
+    operator = _operator(name)
+    place = [argument.name for argument in operator._schema.arguments].index("dtype")
 
-    return kernel
+    def change(args: Any, keywords: Any) -> Any:
+        given = keywords.get("dtype", args[place] if len(args) > place else None)
+        if given is None and _eligible(args[0]):
+            return args[:place], {**keywords, "dtype": torch.float32}
+        return args, keywords
+
+    return _under_autocast(operator, change)
+
+
+def _float32_norm(name: str, typed: str) -> Callable[..., Any]:
+    defaults = [argument.default_value for argument in _operator(name)._schema.arguments]
+
+    def change(args: Any, keywords: Any) -> Any:
+        dtype = torch.float32 if _eligible(args[0]) else args[0].dtype
+        return (*args, *defaults[len(args) :]), {**keywords, "dtype": dtype}
+
+    return _under_autocast(_operator(typed), change)
+
+
+def _promote(name: str) -> Callable[..., Any]:
+    def change(args: Any, keywords: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, torch.Tensor)]
+        wide = any(_eligible(tensor) and tensor.dtype == torch.float32 for tensor in tensors)
+        return _cast_all((args, keywords), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
+
+    return _under_autocast(_operator(name), change)
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

@@ -1,45 +1,25 @@
-"""record: two optimizer steps of the actual Lightning Trainer on fake tensors, and what they would allocate.
+"""record: two optimizer steps of the real Lightning Trainer on fake tensors, and what they would allocate.
 
 Nothing of the module is materialised: weights, activations and optimizer state are shapes. The Trainer, its strategy,
-precision plugin, hooks and order of operations are those of a real fit (`kit.train.trainer.make_trainer`), so what is
-recorded is what would happen, not a formula about it. A CPU is predicted with the CPU's own kernels; a GPU is played by
-fake CPU tensors that follow its choices (`kit.memory.record.cuda`).
+precision plugin, hooks and order of operations are those of a real fit (`kit.train.trainer.make_trainer`). A CPU is
+predicted with the CPU's own kernels; a GPU is played by fake CPU tensors that allocate as its kernels do
+(`kit.memory.record.cuda`).
 
-What cannot be run dry, such as a custom kernel that does not say what shape it returns, is said in `facts["unknown"]`;
-the recording then holds parameters, gradients and optimizer state, which are exact, and no activations.
+When the training step cannot run on fake tensors, for example because a custom kernel does not say what shape it
+returns, `facts["unknown"]` gives the reason and the line of the user's code (`reason`). The recording then holds
+parameters, buffers, gradients and optimizer state, which are exact, and no activations: it is a lower bound and never a
+reason to say that something fits (`known_parts`).
 
-What the module's hooks do beside the training (files they write, processes they start, servers they call) is kept from
-everybody by `kit.confinement`, and said in the notes.
+What the module's hooks do beside training (write files, start processes, call servers) is prevented by
+`kit.confinement` and noted. A hook that fails because of that ends there, and the steps go on: it would not have
+changed them. What the step itself needs, such as `training_step`, may not fail (`Hooks`).
 
-Everything replaced in torch and Lightning meanwhile is put back, so that several runs can follow each other in one
+The user's loaders are read outside the recording and are as they were afterwards. On the CPU the loader's own batch is
+what the step reads. On a GPU the batch on the host does not count, pinned or not; its copy on the device does, from the
+transfer on, whoever asks for it: Lightning, a batch class or the module itself (`FakeBatches`).
+
+Whatever is replaced in torch and Lightning meanwhile is restored, so that several runs can follow each other in one
 process; not at the same time in two threads.
-
-StepMarker: tells a recorder what only Lightning knows, and ends a dry run after two optimizer steps.
-
-known_parts: what a step holds without its forward pass, when that cannot be run dry.
-
-Parameters, buffers and gradients are exact, and so is optimizer state, because the optimizers step on fake gradients.
-Activations are missing, so a recording made here is a lower bound and never a reason to say that something fits.
-`reason` names what stopped the dry run, and the line of the user's code it came from.
-
-FINITE: every number is finite, and so is whatever is asked about that.
-
-A module that stops at a loss which is not finite must not stop in a dry run, where no loss is a number. A condition
-that follows from "no NaN, no infinity" alone is known without numbers; it is written on the fake tensor as `kit_truth`,
-passed on by not, and, or, all and any, and read by `kit.memory.record.fakes`. Conditions that depend on anything else
-are not known.
-
-FakeBatches: gives a dry run its batches, counted where a real run would count them.
-
-On the CPU the loader's own batch is what the step reads. On a GPU the batch on the host does not count, pinned or not;
-its copy on the device does, from the transfer on, whoever asks for it: Lightning, a batch class, or the module itself.
-The invariant: the user's loaders are read outside the recording and are as they were afterwards.
-
-Hooks: the module's and its callbacks' own, while a dry run has them called.
-
-A hook that trips over what it was kept from (an empty answer, a library in C that may write no file) ends there, and
-the steps go on: it would not have changed them. What the step itself needs, such as `training_step`, is not passed
-over.
 """
 
 from __future__ import annotations
@@ -61,6 +41,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -84,7 +65,6 @@ JOB = "the prediction"
 """As notes call it."""
 _CAPABILITY = (8, 0)
 """Of a GPU that nobody named."""
-_ROUNDING_BYTES = {"cpu": 1, "cuda": 512}
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
 
 
@@ -122,145 +102,91 @@ def record(
     hooks = Hooks()
     with confined(JOB, lambda: True, lambda: hooks.run) as kept, in_this_process(), saving_shapes():
         data = make_data()
-        with _quiet() as warned, _stage(run, hooks, kept) as stage:
-            recording = _recorded(stage, make_module, data, batch_size)
-    notes = [*_said(warned), *recording.facts["notes"], *stage.notes(), *hooks.notes, *kept.notes]
+        with _quiet() as warned, contextlib.ExitStack() as entered:
+            enter = entered.enter_context
+            enter(_no_collection())
+            enter(eight_bit_on_fakes(run.config.levers.optimizer == "adamw-8bit"))
+            answers = enter(fake_values())
+            if run.device_kind == "cuda":
+                from kit.memory.record.cuda import cuda_emulation
+
+                emulation = enter(cuda_emulation(run.capability or _CAPABILITY, run.config.levers.attention))
+            if _is_distributed(run):
+                from kit.memory.record.ranks import collective_notes, fake_ranks
+
+                enter(fake_ranks(run.world_size))
+            enter(FakeTensorMode(allow_non_fake_inputs=True))
+            recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size)
+    notes = [str(item.message) for item in warned if issubclass(item.category, KitWarning)]
+    notes += [*recording.facts["notes"], *answers.notes]
+    if run.device_kind == "cuda":
+        notes += emulation.notes
+    if _is_distributed(run):
+        notes += collective_notes(run.config.hardware.strategy, run.device_kind)
+    notes += [*hooks.notes, *kept.notes]
     recording.facts.update(notes=list(dict.fromkeys(notes)), seconds=time.perf_counter() - began)
     return recording
-
-
-@dataclass
-class _Stage:
-    """Where fake tensors, fake ranks and the device's choices are in place."""
-
-    run: DryRun
-    answers: FakeValues
-    emulation: Any
-    hooks: Hooks
-    kept: Refusals
-
-    def notes(self) -> list[str]:
-        """What was assumed, by whom it was asked."""
-        emulated = [] if self.emulation is None else self.emulation.notes
-        return [*self.answers.notes, *emulated, *_strategy_notes(self.run)]
-
-
-@contextlib.contextmanager
-def _stage(run: DryRun, hooks: Hooks, kept: Refusals) -> Iterator[_Stage]:
-    with contextlib.ExitStack() as entered:
-        entered.enter_context(_no_collection())
-        entered.enter_context(eight_bit_on_fakes(run.config.levers.optimizer == "adamw-8bit"))
-        answers = entered.enter_context(fake_values())
-        emulation = entered.enter_context(_emulation(run))
-        entered.enter_context(_ranks(run))
-        entered.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield _Stage(run, answers, emulation, hooks, kept)
-
-
-def _recorded(
-    stage: _Stage, make_module: Callable[[], LightningModule], data: Mapping[str, Any], batch_size: int | None
-) -> Recording:
-    run = stage.run
-    workspaces = _workspaces(run)
-    recorder = BlockRecorder(workspaces, FINITE)
-    with recorder:
-        module = make_module()
-        _say_what_is_compiled(module, stage.answers)
-        trainer = _trainer(run, module, StepMarker(recorder))
-        feed = FakeBatches(recorder, stage.answers, trainer, on_gpu=run.device_kind == "cuda")
-        unknown = _fit(stage, feed, module, data, batch_size)
-    size, rounding_bytes = (
-        feed.batch_size or batch_size or run.config.loader.batch_size,
-        _ROUNDING_BYTES[run.device_kind],
-    )
-    if unknown:
-        recording = known_parts(module, trainer, size, rounding_bytes)
-    else:
-        recording = recorder.recording(size, rounding_bytes)
-    recording.facts.update(_facts(run, module, trainer, unknown), unsure_workspace_bytes=workspaces.unsure_bytes)
-    recording.facts["notes"] = [*recording.facts["notes"], *feed.notes]
-    return recording
-
-
-def _fit(
-    stage: _Stage, feed: FakeBatches, module: LightningModule, data: Mapping[str, Any], batch_size: int | None
-) -> str:
-    """Fit; empty, or the reason why that does not work dry."""
-    try:
-        with (
-            feed.taken(data, batch_size) as arguments,
-            _collectives(stage.run, feed.recorder),
-            stage.hooks.running(stage.kept),
-        ):
-            feed.trainer.fit(module, **arguments)
-    except KitError:
-        raise
-    except Exception as error:
-        if feed.recorder.stopped:
-            stage.hooks.notes.append(f"the training ended with {reason(error, feed.recorder)}, after what was recorded")
-            return ""
-        return reason(error, feed.recorder)
-    return ""
-
-
-def _trainer(run: DryRun, module: LightningModule, marks: StepMarker) -> Trainer:
-    return make_trainer(
-        run.config,
-        accelerator="cpu",
-        world_size=run.world_size,
-        precision=run.precision,
-        module=module,
-        callbacks=[marks],
-        # As in a real fit, because schedulers look at it; `StepMarker` ends the run sooner.
-        max_steps=max(STEPS, run.config.trial.max_steps),
-        stands_in=run.device_kind == "cuda",
-    )
-
-
-# -- what the device, the ranks and the kernels add
-
-
-def _emulation(run: DryRun) -> contextlib.AbstractContextManager[Any]:
-    if run.device_kind == "cpu":
-        return contextlib.nullcontext()
-    from kit.memory.record.cuda import cuda_emulation
-
-    return cuda_emulation(run.capability or _CAPABILITY, run.config.levers.attention)
-
-
-def _workspaces(run: DryRun) -> Workspaces:
-    return Workspaces((run.capability or _CAPABILITY) if run.device_kind == "cuda" else None)
 
 
 def _is_distributed(run: DryRun) -> bool:
     return run.world_size > 1 or run.config.hardware.strategy != "none"
 
 
-def _ranks(run: DryRun) -> contextlib.AbstractContextManager[None]:
-    if not _is_distributed(run):
-        return contextlib.nullcontext()
-    from kit.memory.record.ranks import fake_ranks
+def _recorded(
+    run: DryRun, answers: FakeValues, hooks: Hooks, kept: Refusals,
+    make_module: Callable[[], LightningModule], data: Mapping[str, Any], batch_size: int | None,
+) -> Recording:  # fmt: skip
+    on_gpu = run.device_kind == "cuda"
+    workspaces = Workspaces((run.capability or _CAPABILITY) if on_gpu else None)
+    recorder = BlockRecorder(workspaces, FINITE_CHECKS)
+    with recorder:
+        module = make_module()
+        if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
+            answers.compiled()  # what was compiled before runs eagerly: torch skips compiled code under a recorder
+        trainer = make_trainer(
+            run.config.replace({"trial.validate_every_steps": 0}),
+            accelerator="cpu",
+            world_size=run.world_size,
+            precision=run.precision,
+            module=module,
+            callbacks=[StepMarker(recorder)],
+            # As in a real fit, because schedulers look at it; `StepMarker` ends the run sooner.
+            max_steps=max(STEPS, run.config.trial.max_steps),
+            stands_in=on_gpu,
+            logger=[DummyLogger()],
+        )
+        vars(trainer._logger_connector)["log_metrics"] = _log_nothing  # no fake tensor is a number
+        fake_batches = FakeBatches(recorder, answers, trainer, on_gpu)
+        unknown = ""
+        try:
+            with contextlib.ExitStack() as entered:
+                arguments = entered.enter_context(fake_batches.taken(data, batch_size))
+                if _is_distributed(run):
+                    from kit.memory.record.ranks import label_collectives
 
-    return fake_ranks(run.world_size)
+                    entered.enter_context(label_collectives(recorder))
+                entered.enter_context(hooks.running(kept))
+                trainer.fit(module, **arguments)
+        except KitError:
+            raise
+        except Exception as error:
+            unknown = reason(error, recorder)
+            if recorder.stopped:
+                hooks.notes.append(f"the training ended with {unknown}, after what was recorded")
+                unknown = ""
+    size = fake_batches.batch_size or batch_size or run.config.loader.batch_size
+    rounding_bytes = 512 if on_gpu else 1
+    if unknown:
+        recording = known_parts(module, trainer, size, rounding_bytes)
+    else:
+        recording = recorder.recording(size, rounding_bytes)
+    recording.facts.update(_facts(run, module, trainer, unknown), unsure_workspace_bytes=workspaces.unsure_bytes)
+    recording.facts["notes"] = [*recording.facts["notes"], *fake_batches.notes]
+    return recording
 
 
-def _collectives(run: DryRun, recorder: BlockRecorder) -> contextlib.AbstractContextManager[None]:
-    if not _is_distributed(run):
-        return contextlib.nullcontext()
-    from kit.memory.record.ranks import label_collectives
-
-    return label_collectives(recorder)
-
-
-def _strategy_notes(run: DryRun) -> list[str]:
-    if not _is_distributed(run):
-        return []
-    from kit.memory.record.ranks import collective_notes
-
-    return collective_notes(run.config.hardware.strategy, run.device_kind)
-
-
-# -- what goes with the numbers
+def _log_nothing(metrics: Any, step: int | None = None) -> None:
+    """In place of the numbers that a logger gets."""
 
 
 def _facts(run: DryRun, module: LightningModule, trainer: Trainer, unknown: str) -> dict[str, Any]:
@@ -280,12 +206,6 @@ def _facts(run: DryRun, module: LightningModule, trainer: Trainer, unknown: str)
     }
 
 
-def _say_what_is_compiled(module: LightningModule, answers: FakeValues) -> None:
-    """What was compiled before runs as it was written: torch leaves compiled code out under a recorder."""
-    if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
-        answers.compiled()
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
     """Lightning's greetings are for a fit; warnings are kept."""
@@ -300,10 +220,6 @@ def _quiet() -> Iterator[list[warnings.WarningMessage]]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-def _said(warned: list[warnings.WarningMessage]) -> list[str]:
-    return [str(item.message) for item in warned if issubclass(item.category, KitWarning)]
 
 
 @contextlib.contextmanager
@@ -348,13 +264,10 @@ class StepMarker(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_args: Any) -> None:
         self.batches += 1
         # A scheduler steps later, and the next batch begins; the run ends before that.
-        if self.batches >= MOST_BATCHES * trainer.accumulate_grad_batches or self._has_stepped(trainer):
-            trainer.should_stop = True
-
-    def _has_stepped(self, trainer: Trainer) -> bool:
-        enough = self.batches >= STEPS * trainer.accumulate_grad_batches
         steps = [self.recorder.optimizer_steps[id(optimizer)] for optimizer in trainer.optimizers]
-        return enough and all(count >= STEPS for count in steps)
+        stepped = self.batches >= STEPS * trainer.accumulate_grad_batches and all(count >= STEPS for count in steps)
+        if stepped or self.batches >= MOST_BATCHES * trainer.accumulate_grad_batches:
+            trainer.should_stop = True
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -371,9 +284,11 @@ def reason(error: Exception, recorder: BlockRecorder) -> str:
         # Torch's own operators all have fake implementations; what they raise is about their arguments.
         operator = recorder.failed[1] if recorder.failed[1].namespace not in ("aten", "prims") else None
     what = f"operator {operator} does not say what shape it returns" if operator is not None else _first_line(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if not _is_library(frame.filename)]
-    return f"{what} at {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else what
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if not {"torch", "lightning"}.intersection(file.parts) and not frame.filename.startswith((_MEMORY, "<")):
+            return f"{what} at {file.name}:{frame.lineno}"
+    return what
 
 
 def _first_line(error: Exception) -> str:
@@ -381,15 +296,11 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _is_library(file: str) -> bool:
-    parts = Path(file).parts
-    return "torch" in parts or "lightning" in parts or file.startswith((_MEMORY, "<"))
-
-
 def known_parts(module: LightningModule, trainer: Trainer, batch_size: int, rounding_bytes: int) -> Recording:
     """Parameters, gradients and optimizer state of two steps without forward and backward passes."""
     recorder = BlockRecorder()
-    notes: list[str] = []
+    notes: dict[str, None] = {}
+    optimizers = list(trainer.optimizers)
     with recorder:
         recorder.track(module)
         for step in range(STEPS):
@@ -400,95 +311,78 @@ def known_parts(module: LightningModule, trainer: Trainer, batch_size: int, roun
                     parameter.grad = None
                     parameter.grad = torch.empty_like(parameter)
             recorder.mark_gradients()
-            if step == 0:
-                optimizers = _optimizers(module, trainer, notes)
-            _step(optimizers, recorder, notes)
-    return recorder.recording(batch_size, rounding_bytes, {"notes": list(dict.fromkeys(notes))})
-
-
-def _optimizers(module: LightningModule, trainer: Trainer, notes: list[str]) -> list[Any]:
-    if trainer.optimizers:
-        return list(trainer.optimizers)
-    try:
-        return list(_init_optimizers_and_lr_schedulers(module)[0])
-    except Exception as error:
-        notes.append(f"optimizer state is left out: configure_optimizers stopped with {_first_line(error)}")
-        return []
-
-
-def _step(optimizers: list[Any], recorder: BlockRecorder, notes: list[str]) -> None:
-    for optimizer in optimizers:
-        recorder.begin_optimizer()
-        try:
-            optimizer.step(_no_loss)  # as Lightning does, which hands every optimizer a closure
-        except Exception as error:
-            notes.append(f"state of {type(optimizer).__name__} is left out: {_first_line(error)}")
-
-
-def _no_loss() -> float:
-    return 0.0
+            if step == 0 and not optimizers:
+                try:
+                    optimizers = list(_init_optimizers_and_lr_schedulers(module)[0])
+                except Exception as error:
+                    notes[f"optimizer state is left out: configure_optimizers stopped with {_first_line(error)}"] = None
+            for optimizer in optimizers:
+                recorder.begin_optimizer()
+                try:
+                    optimizer.step(lambda: 0.0)  # as Lightning does, which hands every optimizer a closure
+                except Exception as error:
+                    notes[f"state of {type(optimizer).__name__} is left out: {_first_line(error)}"] = None
+    return recorder.recording(batch_size, rounding_bytes, {"notes": list(notes)})
 
 
 aten = torch.ops.aten
 
 
-def _know(out: Any, truth: bool | None) -> None:
-    if truth is not None and isinstance(out, FakeTensor):
-        out.kit_truth = truth  # type: ignore[attr-defined]
+def _concluding(truth_of: Callable[[tuple[Any, ...]], bool | None]) -> Observer:
+    """Write what follows from an operator's arguments on its result, where anything does."""
+
+    def observe(args: tuple[Any, ...], out: Any) -> None:
+        truth = truth_of(args)
+        if truth is not None and isinstance(out, FakeTensor):
+            out.kit_truth = truth  # type: ignore[attr-defined]
+
+    return observe
 
 
-def _always(truth: bool) -> Observer:
-    return lambda _args, out: _know(out, truth)
+def _truth(value: Any) -> bool | None:
+    return getattr(value, "kit_truth", None)
 
 
-def _same(truth: bool) -> Observer:
-    """A number equals itself, since it is not NaN."""
-    return lambda args, out: _know(out, truth if args[0] is args[1] else None)
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and math.isinf(value)
 
 
-def _infinite(truth: bool) -> Observer:
-    return lambda args, out: _know(out, truth if isinstance(args[1], float) and math.isinf(args[1]) else None)
+def _both(args: tuple[Any, ...]) -> bool | None:
+    first, second = map(_truth, args[:2])
+    return None if first is None or second is None else first and second
 
 
-def _both(args: tuple[Any, ...], out: Any) -> None:
-    first, second = (getattr(arg, "kit_truth", None) for arg in args[:2])
-    _know(out, None if first is None or second is None else first and second)
+def _either(args: tuple[Any, ...]) -> bool | None:
+    first, second = map(_truth, args[:2])
+    return None if first is None or second is None else first or second
 
 
-def _either(args: tuple[Any, ...], out: Any) -> None:
-    first, second = (getattr(arg, "kit_truth", None) for arg in args[:2])
-    _know(out, None if first is None or second is None else first or second)
+def _not(args: tuple[Any, ...]) -> bool | None:
+    truth = _truth(args[0])
+    return None if truth is None else not truth
 
 
-def _not(args: tuple[Any, ...], out: Any) -> None:
-    truth = getattr(args[0], "kit_truth", None)
-    _know(out, None if truth is None else not truth)
-
-
-def _pass_on(args: tuple[Any, ...], out: Any) -> None:
-    _know(out, getattr(args[0], "kit_truth", None))
-
-
-FINITE: dict[Any, Observer] = {
-    aten.eq.Tensor: _same(True),
-    aten.ne.Tensor: _same(False),
-    aten.eq.Scalar: _infinite(False),
-    aten.ne.Scalar: _infinite(True),
-    aten.isnan.default: _always(False),
-    aten.isinf.default: _always(False),
-    aten.mul.Tensor: _both,
-    aten.bitwise_and.Tensor: _both,
-    aten.logical_and.default: _both,
-    aten.bitwise_or.Tensor: _either,
-    aten.logical_or.default: _either,
-    aten.bitwise_not.default: _not,
-    aten.logical_not.default: _not,
-    aten.all.default: _pass_on,
-    aten.any.default: _pass_on,
-    aten.clone.default: _pass_on,
-    aten.detach.default: _pass_on,
+FINITE_CHECKS: dict[Any, Observer] = {
+    # A number equals itself, since it is not NaN.
+    aten.eq.Tensor: _concluding(lambda args: True if args[0] is args[1] else None),
+    aten.ne.Tensor: _concluding(lambda args: False if args[0] is args[1] else None),
+    aten.eq.Scalar: _concluding(lambda args: False if _is_infinite(args[1]) else None),
+    aten.ne.Scalar: _concluding(lambda args: True if _is_infinite(args[1]) else None),
+    **dict.fromkeys((aten.isnan.default, aten.isinf.default), _concluding(lambda _: False)),
+    **dict.fromkeys((aten.mul.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default), _concluding(_both)),
+    **dict.fromkeys((aten.bitwise_or.Tensor, aten.logical_or.default), _concluding(_either)),
+    **dict.fromkeys((aten.bitwise_not.default, aten.logical_not.default), _concluding(_not)),
+    **dict.fromkeys(
+        (aten.all.default, aten.any.default, aten.clone.default, aten.detach.default),
+        _concluding(lambda args: _truth(args[0])),
+    ),
 }
-"""Operators that decide whether all numbers are finite, for a Recorder to observe: they are."""
+"""Operators that check whether numbers are finite, for a recorder to observe: in a dry run all numbers are.
+
+A module that stops at a loss that is not finite must not stop where no loss is a number. A condition that follows from
+"no NaN, no infinity" alone is known without numbers: it is written on the fake tensor as `kit_truth`, passed on by not,
+and, or, all and any, and read by `kit.memory.record.fakes`. Other conditions are not known.
+"""
 
 
 class FakeBatches:
@@ -504,27 +398,28 @@ class FakeBatches:
     @contextlib.contextmanager
     def taken(self, data: Mapping[str, Any], batch_size: int | None) -> Iterator[dict[str, Any]]:
         """Arguments of `Trainer.fit` that read nothing; a data module keeps its own hooks."""
-        loaders = self._loaders(data, batch_size)
+        module = data.get("datamodule")
+        if module is not None:
+            module.trainer = self.trainer
+        fewest = MOST_BATCHES * self.trainer.accumulate_grad_batches
+        with self.recorder.paused(), unset_fake_temporarily():
+            loaders = fake_loaders(loaders_of(data, batch_size), batch_size, self._make, fewest, self._looked)
         self.batch_size = self._looked[0].batch_size
         self.notes = [note for batches in self._looked for note in batches.notes]
         strategy = self.trainer.strategy
         if self.on_gpu:
             self.answers.arrive = self._arrive
         with overridden(strategy, "batch_to_device", partial(self._to_device, strategy.batch_to_device)):
-            module = data.get("datamodule")
             if module is None:
                 yield {"train_dataloaders": loaders}
                 return
-            with _reading_nothing(module, loaders):
+            with contextlib.ExitStack() as undo:
+                # The data module was set up already and hands out `loaders`; the hooks around a batch stay its own.
+                for name in ("prepare_data", "setup", "teardown"):
+                    # Lightning's own empty method: then it does not even gather the ranks around it.
+                    undo.enter_context(overridden(module, name, getattr(LightningDataModule, name).__get__(module)))
+                undo.enter_context(overridden(module, "train_dataloader", lambda: loaders))
                 yield {"datamodule": module}
-
-    def _loaders(self, data: Mapping[str, Any], batch_size: int | None) -> Any:
-        module = data.get("datamodule")
-        if module is not None:
-            module.trainer = self.trainer
-        fewest = MOST_BATCHES * self.trainer.accumulate_grad_batches
-        with self.recorder.paused(), unset_fake_temporarily():
-            return fake_loaders(loaders_of(data, batch_size), batch_size, self._make, fewest, self._looked)
 
     @property
     def _has_an_end(self) -> bool:
@@ -567,20 +462,6 @@ class FakeBatches:
         return copy
 
 
-@contextlib.contextmanager
-def _reading_nothing(module: Any, loaders: Any) -> Iterator[None]:
-    """A data module that was set up already, and hands out `loaders`; the hooks around a batch stay its own."""
-    with contextlib.ExitStack() as undo:
-        for name in ("prepare_data", "setup", "teardown"):
-            # Lightning's own empty method: then it does not even gather the ranks around it.
-            undo.enter_context(overridden(module, name, getattr(LightningDataModule, name).__get__(module)))
-        undo.enter_context(overridden(module, "train_dataloader", lambda: loaders))
-        yield
-
-
-_CALLS = ("_call_lightning_module_hook", "_call_callback_hooks")
-
-
 class Hooks:
     """What became of the hooks of one dry run."""
 
@@ -593,7 +474,7 @@ class Hooks:
     def running(self, kept: Refusals) -> Iterator[None]:
         """Inside, the Trainer calls them."""
         with contextlib.ExitStack() as undo:
-            for name in _CALLS:
+            for name in ("_call_lightning_module_hook", "_call_callback_hooks"):
                 undo.enter_context(replaced(call, name, self._passing_over(getattr(call, name), kept)))
             self.run = True
             hooks_begin()
@@ -612,24 +493,21 @@ class Hooks:
                 if kept.count == before or not (hook_name.startswith("on_") or hook_name in ("setup", "teardown")):
                     raise
                 module._current_fx_name = name
-                self.notes.append(f"{hook_name} ended early, with {type(error).__name__}: {_line(error)}")
+                line = next(iter(str(error).splitlines()), "")
+                self.notes.append(f"{hook_name} ended early, with {type(error).__name__}: {line}")
                 return None
 
         return _call_lightning_module_hook
 
 
-def _line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
-
-
 @contextlib.contextmanager
 def in_this_process() -> Iterator[None]:
     """Inside, DataLoaders start no processes."""
-    with replaced(DataLoader, "_get_iterator", _iterator):
+
+    def iterator(loader: DataLoader[Any]) -> Any:
+        alone = copy.copy(loader)
+        vars(alone).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
+        return _SingleProcessDataLoaderIter(alone)
+
+    with replaced(DataLoader, "_get_iterator", iterator):
         yield
-
-
-def _iterator(loader: DataLoader[Any]) -> Any:
-    alone = copy.copy(loader)
-    vars(alone).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
-    return _SingleProcessDataLoaderIter(alone)

@@ -1,30 +1,24 @@
-"""fake_values: what code asks of a tensor that has a shape but no numbers, answered so that training goes on.
+"""What code asks of a tensor that has a shape but no numbers, answered so that training goes on.
 
-A fake tensor has no value to branch on, to print or to index by. Inside `fake_values` a number reads 1.0, a count 1, a
-condition False, a check for finite numbers says finite, a selection by mask selects everything (an upper bound), and
-`Answers.notes` says at which line of whose file each was asked. Weights stay as they are (initialising them moves no
-memory), copies and conversions of modules work, and moves between devices do nothing, since there is only one.
+`fake_values`: a fake tensor has no value to branch on, to print or to index by. Inside, a number reads 1.0, a count 1,
+a condition False, a check for finite numbers True, and a selection by mask selects everything (an upper bound).
+Initialising weights moves no memory, copies and conversions of modules work, and moves between devices do nothing,
+since there is only one. `FakeValues.notes` names file and line of every such read, except those of torch and
+Lightning themselves (a step counter, a signal flag), whose branches were read. A loop that waits for a condition sees
+it turn after a thousand rounds.
 
-Values are never guessed silently, except to torch and Lightning themselves, whose own branches were read: a step
-counter, a signal flag. A loop that waits for a condition sees it turn after a thousand rounds.
+`saving_shapes`: `torch.save` keeps the shapes and writes a line that says which they are; `torch.load` makes tensors of
+these shapes from it. Files that were saved otherwise are loaded as ever.
+
+`lstm_layer`: torch's fake kernel of the CPU's LSTM says nothing of what oneDNN keeps for the backward pass and holds
+meanwhile. oneDNN 3 (`rnn_utils::set_workspace_sizes`) keeps gates and hidden states per step, and states, cells and
+space for their gradients per step and once more, each as a buffer of its own in whole pages. Rows are rounded up to 64
+bytes, and by 64 more where they would be a multiple of 256 values. Compared with torch 2.13 in
+`tests/memory/test_cpu_lstm.py`: what is kept is equal to the byte in float32 and bfloat16; what is held meanwhile, of
+which a part is only known as measured, within a twentieth or 40 KiB, on CPUs without tiles (AMX).
 
 Private parts of torch used here, all tested on its upgrade: `fake_impls.op_implementations_dict`, `FakeTensor`, and
 `nn.Module._apply`.
-
-What oneDNN's LSTM holds on the CPU: for its backward pass, where torch's fake kernel says nothing, and meanwhile.
-
-oneDNN 3 (`rnn_utils::set_workspace_sizes`) keeps gates and hidden states per step, and states, cells and room for their
-gradients per step and once more, each as a buffer of its own in whole pages. Rows are rounded up to 64 bytes, and by 64
-more where they would be a multiple of 256 values. Compared with torch 2.13 in `tests/memory/test_cpu_lstm.py`: what is
-kept is equal to the byte in float32 and bfloat16; what is held meanwhile, of which a part is only known as measured,
-within a twentieth or 40 KiB, on CPUs without tiles (AMX).
-
-Private: the fake kernel is exchanged in `fake_impls.op_implementations_dict`, by `kit.memory.record.fakes`.
-
-saving: torch.save and torch.load in a dry run, where tensors have shapes and no numbers.
-
-What is saved is kept as its shapes, and the file (or buffer) says which of them it is. Whoever loads it again gets
-tensors of these shapes, made then, as from a file. Files that were saved by somebody else are loaded as ever.
 """
 
 from __future__ import annotations
@@ -60,7 +54,7 @@ _KIT = str(Path(__file__).parents[2]) + os.sep
 _MEMORY = str(Path(__file__).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _LIGHTNING = str(Path(lightning.__file__).parent) + os.sep
-# Parts of torch that ask on their own; through the rest of it a user's question passes.
+# Parts of torch that read values for themselves; any other part of torch does so for its caller.
 _ASKING = tuple(_TORCH + part + os.sep for part in ("amp", "autograd", "distributed", "nn", "optim", "utils"))
 _CARRYING = tuple(f"{_TORCH}utils{os.sep}{part}" for part in ("_python_dispatch.py", "_stats.py", "_pytree.py"))
 
@@ -120,7 +114,7 @@ class FakeValues:
             tensor.new_empty((count,), dtype=torch.int64),
         )
 
-    def array(self, tensor: FakeTensor, *_args: Any, **_options: Any) -> NDArray[Any]:
+    def array(self, tensor: FakeTensor) -> NDArray[Any]:
         """`tensor` as numpy sees it: zeros that take no memory."""
         place = _place()
         self._note(f"read zeros for the values of a tensor at {place}", place)
@@ -132,13 +126,10 @@ class FakeValues:
         """`Tensor.to`, where all devices are one."""
         named = [value for value in (*args, options.get("device")) if _is_device(value)]
         if not named:
-            return _to(tensor, *args, **options)
+            return Tensor.to(tensor, *args, **options)
         args = tuple(_HOST if _is_device(value) else value for value in args)
-        return _to(self.arrive(tensor), *args, **{**options, **({"device": _HOST} if "device" in options else {})})
-
-    def moved_to_gpu(self, tensor: FakeTensor, *_args: Any, **_options: Any) -> Tensor:
-        """`Tensor.cuda`."""
-        return self.arrive(tensor)
+        options = {name: _HOST if name == "device" else value for name, value in options.items()}
+        return Tensor.to(self.arrive(tensor), *args, **options)
 
     def _selects_all(self) -> None:
         place = _place()
@@ -157,17 +148,14 @@ class FakeValues:
 def _place() -> str:
     """File and line that asks, in the user's or a third party's code; empty when torch, Lightning or kit asks."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _passes_on(frame.f_code.co_filename):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith((*_ASKING, _LIGHTNING, _KIT)) and not file.startswith((*_CARRYING, _MEMORY)):
+            return ""
+        if not file.startswith((_TORCH, _MEMORY)):
+            return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith((*_ASKING, _LIGHTNING, _KIT)):
-        return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _passes_on(file: str) -> bool:
-    if file.startswith(_TORCH):
-        return file.startswith(_CARRYING) or not file.startswith(_ASKING)
-    return file.startswith(_MEMORY)
+    return ""
 
 
 # -- modules of fake tensors
@@ -230,45 +218,14 @@ def _is_device(value: Any) -> bool:
     return isinstance(value, str | torch.device) or type(value) is int
 
 
-def _to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-    return Tensor.to(tensor, *args, **options)
-
-
 def _unchanged(tensor: Tensor, *_args: Any, **_options: Any) -> Tensor:
     return tensor
 
 
-def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as a method of a class it is given to."""
-    return lambda tensor, *args, **options: function(tensor, *args, **options)
-
-
-def _initializers() -> list[str]:
-    names = (name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
-    return [name for name in names if callable(getattr(nn.init, name))]
-
-
 @contextlib.contextmanager
 def fake_values() -> Iterator[FakeValues]:
-    """Inside, fake tensors answer as described above; torch is for the whole process as it was afterwards."""
+    """Inside, fake tensors answer as described above; afterwards torch is as it was, for the whole process."""
     answers = FakeValues()
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(_operators_answered(answers))
-        for name in _initializers():
-            undo.enter_context(replaced(nn.init, name, _unchanged))
-        undo.enter_context(overridden(nn.Module, "_apply", _applying(nn.Module._apply)))
-        undo.enter_context(overridden(FakeTensor, "__deepcopy__", _copied))
-        undo.enter_context(overridden(FakeTensor, "numpy", _method(answers.array)))
-        undo.enter_context(overridden(FakeTensor, "to", _method(answers.moved)))
-        undo.enter_context(overridden(FakeTensor, "cuda", _method(answers.moved_to_gpu)))
-        undo.enter_context(overridden(FakeTensor, "__format__", _printed))
-        undo.enter_context(overridden(FakeTensor, "pin_memory", _unchanged))
-        undo.enter_context(replaced(torch, "compile", answers.compiled))
-        yield answers
-
-
-@contextlib.contextmanager
-def _operators_answered(answers: FakeValues) -> Iterator[None]:
     table: dict[Any, Any] = fake_impls.op_implementations_dict
     ours = {
         aten._local_scalar_dense.default: answers.value,
@@ -278,16 +235,28 @@ def _operators_answered(answers: FakeValues) -> Iterator[None]:
         aten._unique2.default: answers.unique,
         aten.mkldnn_rnn_layer.default: lstm_layer,
     }
-    before = {operator: table.get(operator) for operator in ours}
-    table.update(ours)
-    try:
-        yield
-    finally:
-        for operator, implementation in before.items():
-            if implementation is None:
-                del table[operator]
+    with contextlib.ExitStack() as undo:
+        for operator, implementation in ours.items():
+            if operator in table:
+                undo.callback(table.__setitem__, operator, table[operator])
             else:
-                table[operator] = implementation
+                undo.callback(table.pop, operator)
+            table[operator] = implementation
+        for name in dir(nn.init):
+            if name.endswith("_") and not name.startswith("_") and callable(getattr(nn.init, name)):
+                undo.enter_context(replaced(nn.init, name, _unchanged))
+        undo.enter_context(replaced(torch, "compile", answers.compiled))
+        undo.enter_context(overridden(nn.Module, "_apply", _applying(nn.Module._apply)))
+        for name, method in (
+            ("__deepcopy__", _copied),
+            ("numpy", lambda tensor, *_, **__: answers.array(tensor)),
+            ("to", lambda tensor, *args, **options: answers.moved(tensor, *args, **options)),
+            ("cuda", lambda tensor, *_, **__: answers.arrive(tensor)),
+            ("__format__", _printed),
+            ("pin_memory", _unchanged),
+        ):
+            undo.enter_context(overridden(FakeTensor, name, method))
+        yield answers
 
 
 _PAGE_BYTES = 4096
@@ -375,7 +344,11 @@ def saving_shapes() -> Iterator[None]:
     load_file = torch.load
 
     def save(value: Any, target: Any, *_rest: Any, **_options: Any) -> None:
-        saved.append(_shapes(value))
+        file = io.BytesIO()
+        writer = Writer(file)
+        writer.dump(value)
+        shapes = tuple(TensorShape(tuple(tensor.shape), tensor.dtype) for tensor in writer.tensors)
+        saved.append(Batches(file.getvalue(), shapes, 1))
         text = _MARK + str(len(saved) - 1).encode()
         if isinstance(target, str | bytes | os.PathLike):
             Path(os.fsdecode(target)).write_bytes(text)
@@ -383,31 +356,18 @@ def saving_shapes() -> Iterator[None]:
             target.write(text)
 
     def load(source: Any, *rest: Any, **options: Any) -> Any:
-        number = _number(source)
-        return load_file(source, *rest, **options) if number is None else saved[number].make()[0]
+        text = b""
+        with contextlib.suppress(OSError, AttributeError):
+            if isinstance(source, str | bytes | os.PathLike):
+                with Path(os.fsdecode(source)).open("rb") as file:
+                    text = file.read(_LONGEST)
+            else:
+                place = source.tell()
+                text = source.read(_LONGEST)
+                source.seek(place)
+        if not text.startswith(_MARK):
+            return load_file(source, *rest, **options)
+        return saved[int(text.removeprefix(_MARK))].make()[0]
 
     with replaced(torch, "save", save), replaced(torch, "load", load):
         yield
-
-
-def _shapes(value: Any) -> Batches:
-    file = io.BytesIO()
-    writer = Writer(file)
-    writer.dump(value)
-    shapes = tuple(TensorShape(tuple(tensor.shape), tensor.dtype) for tensor in writer.tensors)
-    return Batches(file.getvalue(), shapes, 1)
-
-
-def _number(source: Any) -> int | None:
-    """Of what was saved here; None for anything else."""
-    try:
-        if isinstance(source, str | bytes | os.PathLike):
-            with Path(os.fsdecode(source)).open("rb") as file:
-                text = file.read(_LONGEST)
-        else:
-            place = source.tell()
-            text = source.read(_LONGEST)
-            source.seek(place)
-    except (OSError, AttributeError):
-        return None
-    return int(text.removeprefix(_MARK)) if text.startswith(_MARK) else None

@@ -1,31 +1,26 @@
-"""fake_ranks: this process as rank 0 of any number of ranks, none of which exists.
+"""fake_ranks: this process as rank 0 of any number of ranks, none of which exists; label_collectives: what they add.
 
 Lightning's strategies join a process group whose collectives return at once and move nothing, so a dry run takes the
-same path at 2 ranks as at 1,024, in the same time. Rank 0 is the rank to ask: it holds the largest shards.
-
-What is refused: a world size that is no positive number, or a process that has joined a real group already. The
-invariant: after the block, environment, process group and patched classes are as they were before.
-
-Private parts of torch used here, all tested on its upgrade: the fake process group of
-`torch.testing._internal.distributed`, the methods of `DeviceMesh` that compute with tensors of ranks, and how FSDP2
-cuts a parameter into chunks.
-
-label_collectives: what data parallelism and sharding add to a step, named, on fake ranks as on real ones.
+same path at 2 ranks as at 1,024, in the same time. Rank 0 holds the largest shards, so it is the rank to record. After
+the block, environment, process group and patched classes are as they were before. Refused: a world size below 1, and a
+process that has joined a real group already.
 
 DDP keeps one bucket of gradients beside the gradients (4 bytes per parameter in 32 bits) and lays the buckets anew
 after the first backward. FSDP2 gathers a unit's parameters (`gathered_parameters`) through a buffer of the same size,
 and scatters its gradients through another (`communication`). All of it is Python or passes the dispatcher, so a
-recorder sees it; here it gets its category and the stream it is made on.
+recorder sees it; `label_collectives` gives it a category and a stream, on fake ranks as on real ones.
 
 Streams: torch keeps one "current stream" for the CPU as it does for CUDA, and FSDP2 switches it. Blocks made while it
 is switched carry its number, so that a replay has a pool of memory per stream, as CUDA has. Blocks return to their
-pool when Python lets them go; that a stream may still be busy with them then is not seen (`collective_notes`).
+pool when Python releases them; that a stream may still use them then is not seen (`collective_notes`).
 
-Under fake tensors DDP's reducer, which is C++, needs three things put right: the comparison of shapes between ranks,
-the result of an all-reduce, and the numbers of the parameters in each bucket, which have to be real.
+Under fake tensors DDP's reducer, which is C++, needs three replacements: the comparison of shapes between ranks, the
+result of an all-reduce, and the numbers of the parameters in each bucket, which have to be real.
 
-Private parts of torch used here, all tested on its upgrade: methods of `FSDPParamGroup` and `FSDPParam`, of
-`DistributedDataParallel` and its reducer, and `torch.cpu.StreamContext`.
+Private parts of torch used here, all tested on its upgrade: the fake process group of
+`torch.testing._internal.distributed`, the methods of `DeviceMesh` that compute with tensors of ranks, how FSDP2 cuts a
+parameter into chunks, methods of `FSDPParamGroup`, `FSDPParam` and `DistributedDataParallel` and its reducer, and
+`torch.cpu.StreamContext`.
 """
 
 from __future__ import annotations
@@ -57,21 +52,10 @@ from kit.errors import HardwareError
 from kit.memory.record.recorder import BlockRecorder
 
 _MESH_METHODS = (
-    "__getitem__",
-    "__repr__",
-    "_compute_coordinate_on_dim",
-    "_compute_coordinates_from_mesh",
-    "_concatenate",
-    "_create_flatten_mesh",
-    "_create_sub_mesh",
-    "_create_unflatten_mesh",
-    "_flatten",
-    "_get_all_submeshes",
-    "_unflatten",
-    "from_group",
-    "get_coordinate",
-    "mesh",
-)
+    "__getitem__", "__repr__", "_compute_coordinate_on_dim", "_compute_coordinates_from_mesh", "_concatenate",
+    "_create_flatten_mesh", "_create_sub_mesh", "_create_unflatten_mesh", "_flatten", "_get_all_submeshes",
+    "_unflatten", "from_group", "get_coordinate", "mesh",
+)  # fmt: skip
 """What reads the numbers of the ranks, and so cannot run on tensors without numbers."""
 
 
@@ -89,14 +73,37 @@ def fake_ranks(world_size: int) -> Iterator[None]:
             f"this process is already rank {dist.get_rank()} of {dist.get_world_size()} ({dist.get_backend()}); "
             "a dry run needs a process of its own"
         )
+    init_process_group, make_mesh = dist.init_process_group, DeviceMesh.__init__
+
+    def join(*_ignored: Any, **_also_ignored: Any) -> None:
+        init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @functools.wraps(make_mesh)
+    def make_mesh_of_real_ranks(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
+        ranks = options.get("_rank_map")
+        with unset_fake_temporarily():
+            if isinstance(ranks, FakeTensor):
+                # `init_device_mesh` numbers the ranks 0, 1, ... in a tensor made inside fake mode.
+                options["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int, device="cpu")
+            make_mesh(mesh, *args, **options)
+
     with contextlib.ExitStack() as undo:
         undo.enter_context(_environment(world_size))
-        undo.enter_context(_collectives_of_objects())
-        undo.enter_context(_meshes_of_real_numbers())
+        # Python objects travel as pickled bytes, which fake tensors do not have: every rank answers as this one does.
+        undo.enter_context(replaced(dist, "broadcast_object_list", lambda *_, **__: None))
+        undo.enter_context(replaced(dist, "all_gather_object", _all_gather_object))
+        # A mesh looks ranks up in tensors of integers, also when it is made in the middle of a dry run.
+        undo.enter_context(replaced(DeviceMesh, "__init__", make_mesh_of_real_ranks))
+        for name in _MESH_METHODS:
+            if name in vars(DeviceMesh):
+                undo.enter_context(replaced(DeviceMesh, name, _outside_fake_mode(vars(DeviceMesh)[name])))
         undo.enter_context(replaced(_fsdp_param, "_chunk_with_empty", _chunk_of_rank_0))
-        undo.callback(_leave)
+        undo.callback(leave)
         # One rank without a strategy never joins a group; one rank under ddp does, when Lightning asks.
-        join = _joining(world_size)
         for owner in (dist, device_mesh):
             undo.enter_context(replaced(owner, "init_process_group", join))
         if world_size > 1:
@@ -104,49 +111,19 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         yield
 
 
-def _joining(world_size: int) -> Callable[..., None]:
-    init_process_group = dist.init_process_group
-
-    def join(*_ignored: Any, **_also_ignored: Any) -> None:
-        init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-
-    return join
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @contextlib.contextmanager
 def _environment(world_size: int) -> Iterator[None]:
     """The variables that tell a process which rank it is; the address is never called."""
     ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     ours |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    before = {name: os.environ.get(name) for name in ours}
+    before = {name: os.environ[name] for name in ours if name in os.environ}
     os.environ.update(ours)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _collectives_of_objects() -> Iterator[None]:
-    """Python objects travel as pickled bytes, which fake tensors do not have: every rank answers as this one does."""
-    with (
-        replaced(dist, "broadcast_object_list", _broadcast_object_list),
-        replaced(dist, "all_gather_object", _all_gather_object),
-    ):
-        yield
-
-
-def _broadcast_object_list(*_ignored: Any, **_also_ignored: Any) -> None:
-    """Rank 0 keeps what it sends."""
+        for name in ours:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _all_gather_object(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:
@@ -156,30 +133,6 @@ def _all_gather_object(object_list: list[Any], obj: Any, group: dist.ProcessGrou
 def _chunk_of_rank_0(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
     """The one chunk that FSDP2 looks at here; to cut all 1,024 on fake tensors would take a minute for a model."""
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
-
-
-@contextlib.contextmanager
-def _meshes_of_real_numbers() -> Iterator[None]:
-    """A mesh looks ranks up in tensors of integers, also when it is made in the middle of a dry run."""
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(DeviceMesh, "__init__", _with_real_ranks(DeviceMesh.__init__)))
-        for name in _MESH_METHODS:
-            if name in vars(DeviceMesh):
-                undo.enter_context(replaced(DeviceMesh, name, _outside_fake_mode(vars(DeviceMesh)[name])))
-        yield
-
-
-def _with_real_ranks(make: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(make)
-    def make_mesh(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
-        ranks = options.get("_rank_map")
-        with unset_fake_temporarily():
-            if isinstance(ranks, FakeTensor):
-                # `init_device_mesh` numbers the ranks 0, 1, ... in a tensor made inside fake mode.
-                options["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int, device="cpu")
-            make(mesh, *args, **options)
-
-    return make_mesh
 
 
 def _outside_fake_mode(member: Any) -> Any:
@@ -235,31 +188,26 @@ def _labelled(recorder: BlockRecorder, category: str, method: Callable[..., Any]
 
 
 def _streams(recorder: BlockRecorder) -> list[tuple[Any, str, Any]]:
-    """Keep `recorder.stream` at the number of the CPU's current stream: 0 computes."""
+    """Keep the recorder on the CPU's current stream: 0 computes."""
     context: Any = torch.cpu.StreamContext
-    enter, leave = context.__enter__, context.__exit__
     numbers: dict[Any, int] = {}
 
-    def follow() -> None:
-        stream = torch.cpu.current_stream()
-        default = stream is torch.cpu._default_cpu_stream
-        recorder.stream = 0 if default else numbers.setdefault(stream, 1 + len(numbers) % _CUDA_STREAMS)
+    def following(switch: Callable[..., None]) -> Callable[..., None]:
+        def run(self: torch.cpu.StreamContext, *raised: Any) -> None:
+            switch(self, *raised)
+            stream = torch.cpu.current_stream()
+            default = stream is torch.cpu._default_cpu_stream
+            recorder.on_stream(0 if default else numbers.setdefault(stream, 1 + len(numbers) % _CUDA_STREAMS))
 
-    def enter_stream(self: torch.cpu.StreamContext) -> None:
-        enter(self)
-        follow()
+        return run
 
-    def leave_stream(self: torch.cpu.StreamContext, *raised: Any) -> None:
-        leave(self, *raised)
-        follow()
-
-    return [(context, "__enter__", enter_stream), (context, "__exit__", leave_stream)]
+    return [(context, name, following(getattr(context, name))) for name in ("__enter__", "__exit__")]
 
 
 def _data_parallel(recorder: BlockRecorder) -> list[tuple[Any, str, Any]]:
     make, compare = DistributedDataParallel.__init__, _private._verify_param_shape_across_processes
 
-    def make_on_a_stream_of_its_own(self: Any, *args: Any, **options: Any) -> None:
+    def make_on_own_stream(self: Any, *args: Any, **options: Any) -> None:
         # Lightning does so on CUDA; the first buckets lie in that stream's pool, those laid anew do not.
         with torch.cpu.stream(torch.cpu.Stream()):
             make(self, *args, **options)
@@ -273,7 +221,7 @@ def _data_parallel(recorder: BlockRecorder) -> list[tuple[Any, str, Any]]:
             compare(*args, **options)
 
     return [
-        (DistributedDataParallel, "__init__", make_on_a_stream_of_its_own),
+        (DistributedDataParallel, "__init__", make_on_own_stream),
         (data_parallel, "_verify_param_shape_across_processes", compare_shapes),
     ]
 
@@ -320,14 +268,10 @@ class _RealIndices(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if _is_about_indices(func, args, options):
-            with unset_fake_temporarily():
-                return func(*args, **options)
-        return func(*args, **options)
-
-
-def _is_about_indices(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    if func is torch.ops.aten.empty.memory_format:
-        return options.get("dtype") is torch.int32
-    tensors = [value for value in tree_iter((args, options)) if isinstance(value, torch.Tensor)]
-    return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if func is torch.ops.aten.empty.memory_format:
+            is_index = options.get("dtype") is torch.int32
+        else:
+            tensors = [value for value in tree_iter((args, options)) if isinstance(value, torch.Tensor)]
+            is_index = bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        with unset_fake_temporarily() if is_index else contextlib.nullcontext():
+            return func(*args, **options)

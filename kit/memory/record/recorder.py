@@ -2,29 +2,19 @@
 
 It looks at storages, not at tensors: views are free, an in-place operator makes nothing, and a block ends when Python
 and autograd have both let go of it. It works on fake tensors, where nothing is allocated, and unchanged on real ones.
-What a kernel takes for itself inside an operator passes unseen, unless `workspace` is told how much that is.
+What a kernel takes for itself inside an operator is not visible, so `workspace` says how much that is.
 
-Use: enter it, make the module, `track` it, then `begin_batch()` before each micro-batch; forward, backward and
-optimizer phases are found by themselves, from torch's own entry points. What was freed before the first batch is
-dropped, since set-up happens on the host. The invariant: each block is allocated once and freed at most once.
+Use: enter it, make the module, `track` it, then call `begin_batch()` before each micro-batch. Forward, backward and
+optimizer phases are recognised by themselves, because torch's own entry points are replaced while the recorder is
+entered: plain loops, Lightning and manual optimization all pass them. A block belongs to the part of the module that
+runs: in a forward pass by the calls of its parts, in a backward pass by the part that ran when the autograd node was
+made, known from the node's sequence number.
 
-Private parts of torch used here, all tested on its upgrade: `_get_dispatch_mode` and `UntypedStorage._cdata`.
+What was freed before the first batch is dropped, since set-up happens on the host. Invariant: each block is allocated
+once and freed at most once, and events are in the order in which they happened.
 
-Ledger: blocks, the events of their lives and the operators between these, written down as they happen.
-
-Columns of plain numbers, because a recording has thousands of rows and is made while somebody waits. Until the first
-micro-batch begins only blocks are kept, no events: set-up happens on the host, and what is freed there never counted.
-The invariant: a block is begun once and ended at most once, and events are in the order in which they were written.
-
-entry_points: where torch says that a backward pass or an optimizer step runs, a module is called, a storage resized.
-
-A recorder listens there instead of asking its user, so that plain loops, Lightning and manual optimization are all
-understood. Leaving puts every entry point back. Private: `ShardingPropagator._propagate_tensor_meta_non_cached`.
-
-ModulePath: which part of a module runs now.
-
-In a forward pass by the calls of its parts; in a backward pass by the part that ran when the autograd node was made,
-known from the node's sequence number, so that no hook has to change the graph.
+Private parts of torch used here, all tested on its upgrade: `_get_dispatch_mode`, `UntypedStorage._cdata`, sequence
+numbers of autograd and `ShardingPropagator._propagate_tensor_meta_non_cached`.
 """
 
 from __future__ import annotations
@@ -35,7 +25,8 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,38 +85,30 @@ class _StorageRef(weakref.ref[UntypedStorage]):
     block: int
 
 
+@dataclass(frozen=True, slots=True)
 class _Operator:
     """What is the same each time an operator runs."""
 
-    __slots__ = ("casts", "communicates", "function", "label", "name", "observer", "skipped")
-
-    def __init__(self, function: Any, name: int, label: str, observer: Observer | None) -> None:
-        self.function = function
-        self.name = name
-        self.label = label
-        self.observer = observer
-        self.communicates = function.namespace in ("c10d", "_c10d_functional")
-        self.casts = function is torch.ops.aten._to_copy.default
-        self.skipped = function.namespace == "prim"  # a fake tensor is asked for its device; nothing runs
+    name: int
+    label: str
+    observer: Observer | None
+    communicates: bool
+    casts: bool
+    skipped: bool
 
 
 class BlockRecorder(TorchDispatchMode):
-    """Records blocks and operators of what runs inside it.
-
-    Args:
-        workspace: Bytes a kernel takes for itself, or None to count none.
-        observers: Called after the operators they name.
-    """
+    """Records blocks and operators of what runs inside it; `observers` are called after the operators they name."""
 
     def __init__(self, workspace: Workspace | None = None, observers: Mapping[Any, Observer] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.workspace = workspace
-        self.notes: dict[str, None] = {}
-        """Sentences for whoever reads the recording, each once."""
         self.failed: tuple[Exception, Any] | None = None
         """The last error that an operator raised, and the operator."""
         self.optimizer_steps: Counter[int] = Counter()
         """Steps taken so far, by id of the optimizer."""
+        self.stopped = False
+        """Whether the recording has ended."""
         self._observers = dict(observers or {})
         self._ledger = Ledger()
         self._operators: dict[Any, _Operator] = {}
@@ -151,13 +134,8 @@ class BlockRecorder(TorchDispatchMode):
     def phase(self, name: str) -> None:
         self._ledger.phase = PHASE[name]
 
-    @property
-    def stream(self) -> int:
-        """Stream that blocks are made on: 0 computes."""
-        return self._ledger.stream
-
-    @stream.setter
-    def stream(self, number: int) -> None:
+    def on_stream(self, number: int) -> None:
+        """What is made from here on is made on this stream: 0 computes."""
         self._ledger.stream = number
 
     @contextlib.contextmanager
@@ -188,14 +166,17 @@ class BlockRecorder(TorchDispatchMode):
         """`tensor` is not on the device: it and its views do not count."""
         for plain in plain_tensors(tensor):
             storage = plain.untyped_storage()
-            ref = self._alive.get(storage._cdata)
-            if ref is None:
+            if storage._cdata not in self._alive:
                 self._watch(storage, _ELSEWHERE)
 
     def knows(self, tensor: Tensor) -> bool:
         """Is `tensor` on the device, in a block of this recording?"""
-        refs = [self._alive.get(plain.untyped_storage()._cdata) for plain in plain_tensors(tensor)]
-        return all(ref is not None and ref.block != _ELSEWHERE for ref in refs)
+        return all(block is not None for block in map(self._block_of, plain_tensors(tensor)))
+
+    def _block_of(self, tensor: Tensor) -> int | None:
+        """The block that holds a plain tensor; None for one that is not on the device."""
+        ref = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if ref is None or ref.block == _ELSEWHERE else ref.block
 
     def track(self, module: nn.Module) -> None:
         """Note the parameters and buffers of `module`, and name its parts in what is recorded from here on."""
@@ -212,44 +193,36 @@ class BlockRecorder(TorchDispatchMode):
                     self.note(buffer, "buffers", name)
 
     def begin_batch(self) -> None:
-        """A micro-batch begins; the first one ends set-up."""
+        """A micro-batch begins; the first one ends set-up, of which only what is still alive is kept."""
         if not self._ledger.batch_starts:
-            self._end_setup()
-        else:
-            self._name_what_stays()
+            refs = sorted((ref for ref in self._alive.values() if ref.block != _ELSEWHERE), key=lambda ref: ref.block)
+            self._ledger.end_setup([ref.block for ref in refs])
+            for block, ref in enumerate(refs):
+                ref.block = block
+        # What outlives its micro-batch and is nothing else is state that somebody keeps, such as averaged weights.
+        for block in self._unnamed():
+            self._ledger.category[block] = CATEGORY["buffers"]
         self._ledger.begin_batch()
 
     def stop(self) -> None:
         """The recording ends here, whatever runs or is freed later."""
-        self._ledger.stopped = True
+        self.stopped = self._ledger.stopped = True
         self._paused += 1
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the recording has ended."""
-        return self._ledger.stopped
 
     def mark_gradients(self) -> None:
         """Name the gradients of the tracked module's parameters."""
         for parameter, name in self._parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                for plain in plain_tensors(gradient):
-                    self._note(plain, CATEGORY["gradients"], self._ledger.operator, name)
+            for plain in plain_tensors(parameter.grad) if parameter.grad is not None else ():
+                self._note(plain, CATEGORY["gradients"], self._ledger.operator, name)
 
     def mark_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Name the tensors that `optimizer` keeps."""
-        for tensor in tensors_in(optimizer.state):
-            if not self._is_of_module(tensor):
-                self.note(tensor, "optimizer_state")
-
-    def _is_of_module(self, tensor: Tensor) -> bool:
-        """Is it a parameter or gradient that an optimizer keeps at hand?"""
-        refs = [self._alive.get(plain.untyped_storage()._cdata) for plain in plain_tensors(tensor)]
         own = (CATEGORY["parameters"], CATEGORY["gradients"])
-        return any(
-            ref is not None and ref.block != _ELSEWHERE and self._ledger.category[ref.block] in own for ref in refs
-        )
+        for tensor in tensors_in(optimizer.state):
+            blocks = map(self._block_of, plain_tensors(tensor))
+            # An optimizer may keep parameters and gradients at hand: these stay what they are.
+            if not any(block is not None and self._ledger.category[block] in own for block in blocks):
+                self.note(tensor, "optimizer_state")
 
     def begin_optimizer(self) -> None:
         """An optimizer's own work begins, up to the end of its `step`."""
@@ -276,7 +249,9 @@ class BlockRecorder(TorchDispatchMode):
     def backward(self) -> Iterator[None]:
         """A backward pass: what forward made and is still alive are activations."""
         if self._backwards == 0:
-            self._end_forward()
+            for block in self._unnamed():
+                if self._ledger.made_in(block) == PHASE["forward"]:
+                    self._ledger.category[block] = CATEGORY["activations"]
         before, self._ledger.phase = self._ledger.phase, PHASE["backward"]
         self._backwards += 1
         try:
@@ -308,10 +283,14 @@ class BlockRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # asked more often than anything runs
-        if types and self._is_for_subclass(types):
-            return NotImplemented
-        if self._fake is not None and kwargs and _names_a_gpu(kwargs.get("device")):
-            kwargs = {**kwargs, "device": _HOST}
+        if types:
+            passes_on = self._passes_on.get(types)
+            if passes_on is None:
+                passes_on = self._passes_on[types] = any(hasattr(kind, "__tensor_flatten__") for kind in types)
+            if passes_on:
+                return NotImplemented  # tensors made of others, such as DTensor, first run on the tensors inside them
+        if self._fake is not None and kwargs and getattr(kwargs.get("device"), "type", None) == "cuda":
+            kwargs = {**kwargs, "device": _HOST}  # a dry run has fake tensors of one device only
         if func is _WAIT and self._fake is not None:
             return args[0]  # there is nobody to wait for
         try:
@@ -326,19 +305,15 @@ class BlockRecorder(TorchDispatchMode):
             self._record(operator, args, out)
         return out
 
-    def _is_for_subclass(self, types: tuple[type, ...]) -> bool:
-        """Tensors made of others, such as DTensor, run their own operators first, on the tensors inside them."""
-        answer = self._passes_on.get(types)
-        if answer is None:
-            answer = any(hasattr(kind, "__tensor_flatten__") for kind in types)
-            self._passes_on[types] = answer
-        return answer
-
     def _operator(self, func: Any) -> _Operator:
         overload = func._overloadname
         label = func._schema.name.partition("::")[2] + ("" if overload == "default" else f".{overload}")
-        operator = _Operator(func, self._ledger.name(label), label, self._observers.get(func))
-        self._operators[func] = operator
+        operator = self._operators[func] = _Operator(
+            self._ledger.name(label), label, self._observers.get(func),
+            communicates=func.namespace in ("c10d", "_c10d_functional"),
+            casts=func is torch.ops.aten._to_copy.default,
+            skipped=func.namespace == "prim",  # a fake tensor is asked for its device; nothing runs
+        )  # fmt: skip
         return operator
 
     def _record(self, operator: _Operator, args: tuple[Any, ...], out: Any) -> None:
@@ -354,16 +329,15 @@ class BlockRecorder(TorchDispatchMode):
             for tensor in tensors_in(out):
                 self._made(tensor, category, operator.name)
         if self.workspace is not None and (size := self.workspace(operator.label, args, out)):
-            self._use_workspace(size, operator.name)
+            self._ledger.end(self._ledger.begin(size, CATEGORY["workspace"], operator.name))
         if operator.observer is not None:
             operator.observer(args, out)
 
     def _casts_parameter(self, source: Any, out: Tensor) -> bool:
         if self._ledger.phase != PHASE["forward"] or out.dtype not in _LOW_PRECISION or not isinstance(source, Tensor):
             return False
-        ref = self._alive.get(source.untyped_storage()._cdata)
-        kinds = (CATEGORY["parameters"], CATEGORY["gathered_parameters"])
-        return ref is not None and ref.block != _ELSEWHERE and self._ledger.category[ref.block] in kinds
+        block = self._block_of(source)
+        return block is not None and self._ledger.category[block] in _WEIGHTS
 
     def _made(self, tensor: Tensor, category: int, operator: int) -> None:
         try:
@@ -379,9 +353,6 @@ class BlockRecorder(TorchDispatchMode):
             self._watch(storage, self._ledger.begin(storage.nbytes(), category, operator) if on_device else _ELSEWHERE)
         elif ref.block != _ELSEWHERE and self._ledger.bytes[ref.block] != storage.nbytes():
             self._resized(ref, storage.nbytes())
-
-    def _use_workspace(self, size: int, operator: int) -> None:
-        self._ledger.end(self._ledger.begin(size, CATEGORY["workspace"], operator))
 
     # -- blocks
 
@@ -423,27 +394,6 @@ class BlockRecorder(TorchDispatchMode):
             if size != self._ledger.bytes[ref.block]:
                 self._resized(ref, size)
 
-    # -- categories
-
-    def _end_setup(self) -> None:
-        """Keep what is alive, as made by set-up in the order in which it was made."""
-        refs = sorted((ref for ref in self._alive.values() if ref.block != _ELSEWHERE), key=lambda ref: ref.block)
-        self._ledger.end_setup([ref.block for ref in refs])
-        for block, ref in enumerate(refs):
-            ref.block = block
-        self._name_what_stays()
-
-    def _end_forward(self) -> None:
-        """What forward made and nobody has named or freed yet is kept for the backward pass."""
-        for block in self._unnamed():
-            if self._ledger.made_in(block) == PHASE["forward"]:
-                self._ledger.category[block] = CATEGORY["activations"]
-
-    def _name_what_stays(self) -> None:
-        """What outlives its micro-batch and is nothing else is state that somebody keeps, such as averaged weights."""
-        for block in self._unnamed():
-            self._ledger.category[block] = CATEGORY["buffers"]
-
     def _unnamed(self) -> list[int]:
         blocks = [ref.block for ref in self._alive.values() if ref.block != _ELSEWHERE]
         return [block for block in blocks if self._ledger.category[block] == UNNAMED]
@@ -451,28 +401,13 @@ class BlockRecorder(TorchDispatchMode):
     # -- the result
 
     def recording(self, batch_size: int, rounding_bytes: int, facts: Mapping[str, Any] | None = None) -> Recording:
-        """What was recorded so far.
-
-        Args:
-            batch_size: Samples per micro-batch.
-            rounding_bytes: What the device's allocator rounds blocks up to.
-            facts: JSON values to go with it; `notes` are added.
-
-        Raises:
-            ValueError: when no batch was begun.
-        """
-        own = dict(facts or {})
-        notes = [*own.get("notes", ()), *self.notes]
-        return self._ledger.recording(batch_size, rounding_bytes, {**own, "notes": notes})
-
-
-def _names_a_gpu(device: Any) -> bool:
-    """A dry run has fake tensors of one device only, so what asks for a GPU by name gets that one."""
-    return device is not None and device.type == "cuda"
+        """What was recorded so far; ValueError when no batch was begun."""
+        return self._ledger.recording(batch_size, rounding_bytes, {"notes": [], **(facts or {})})
 
 
 CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 PHASE = {name: index for index, name in enumerate(PHASES)}
+_WEIGHTS = (CATEGORY["parameters"], CATEGORY["gathered_parameters"])
 UNNAMED = -1
 """Category of a block that nobody has named yet."""
 
@@ -544,11 +479,7 @@ class Ledger:
         del self._log[1:]
 
     def recording(self, batch_size: int, rounding_bytes: int, facts: Mapping[str, Any]) -> Recording:
-        """What was written so far; blocks that nobody has named are temporaries.
-
-        Raises:
-            ValueError: when no batch was begun.
-        """
+        """What was written so far; blocks that nobody has named are temporaries."""
         if not self.batch_starts:
             raise ValueError("nothing was recorded: begin_batch() was never called")
         category = np.array(self.category, dtype=np.int64)
@@ -558,55 +489,22 @@ class Ledger:
         return Recording(
             block_bytes=np.array(self.bytes, dtype=np.int64),
             block_category=np.where(category == UNNAMED, CATEGORY["temporaries"], category).astype(np.uint8),
-            block_operator=operator.copy(),
-            block_module=module.copy(),
-            block_phase=phase.astype(np.uint8),
-            block_stream=stream.astype(np.uint8),
-            event_block=block.copy(),
-            event_allocates=allocates.astype(np.bool_),
-            event_time=when.copy(),
-            operator_name=name.copy(),
-            operator_module=part.copy(),
-            operator_phase=ran_in.astype(np.uint8),
-            names=tuple(self._names),
-            batch_starts=tuple(self.batch_starts),
-            batch_size=batch_size,
-            rounding_bytes=rounding_bytes,
+            block_operator=operator.copy(), block_module=module.copy(), block_phase=phase.astype(np.uint8),
+            block_stream=stream.astype(np.uint8), event_block=block.copy(),
+            event_allocates=allocates.astype(np.bool_), event_time=when.copy(), operator_name=name.copy(),
+            operator_module=part.copy(), operator_phase=ran_in.astype(np.uint8), names=tuple(self._names),
+            batch_starts=tuple(self.batch_starts), batch_size=batch_size, rounding_bytes=rounding_bytes,
             facts=dict(facts),
-        )
+        )  # fmt: skip
 
 
-class Listener(Protocol):
-    """What a recorder does when told."""
+def entry_points(recorder: BlockRecorder) -> contextlib.ExitStack:
+    """Tell the recorder when a storage is resized, a backward pass or an optimizer step runs, or a module is called.
 
-    modules: ModulePath
-
-    def backward(self) -> contextlib.AbstractContextManager[None]: ...
-    def paused(self) -> contextlib.AbstractContextManager[None]: ...
-    def before_step(self, optimizer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None: ...
-    def after_step(self, optimizer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None: ...
-    def storage_resized(self, storage: UntypedStorage) -> None: ...
-
-
-def entry_points(recorder: Listener) -> contextlib.ExitStack:
-    """Where torch says that a storage is resized, a backward pass or an optimizer step runs, or a module is called."""
-    undo = contextlib.ExitStack()
-    for owner, name, value in _replacements(recorder):
-        undo.enter_context(overridden(owner, name, value))
-    parts = recorder.modules
-    for handle in (
-        register_optimizer_step_pre_hook(recorder.before_step),
-        register_optimizer_step_post_hook(recorder.after_step),
-        nn.modules.module.register_module_forward_pre_hook(parts.enter),
-        nn.modules.module.register_module_forward_hook(parts.leave, always_call=True),
-    ):
-        undo.callback(handle.remove)
-    return undo
-
-
-def _replacements(recorder: Listener) -> Iterator[tuple[Any, str, Any]]:
-    kind: Any = UntypedStorage
-    resize, backward, gradients = kind.resize_, torch.autograd.backward, torch.autograd.grad
+    Closing what is returned puts every entry point back.
+    """
+    storage_class: Any = UntypedStorage
+    resize, backward, gradients = storage_class.resize_, torch.autograd.backward, torch.autograd.grad
 
     def resize_and_tell(storage: UntypedStorage, size: int) -> Any:
         # FSDP2 frees and fills its gathered parameters by resizing storages, which no operator does.
@@ -623,28 +521,33 @@ def _replacements(recorder: Listener) -> Iterator[tuple[Any, str, Any]]:
         with contextlib.nullcontext() if options.get("create_graph") else recorder.backward():
             return gradients(*args, **options)
 
-    yield UntypedStorage, "resize_", resize_and_tell
-    yield torch.autograd, "backward", tell_backward
-    yield torch.autograd, "grad", tell_gradients
+    undo = contextlib.ExitStack()
+    undo.enter_context(overridden(UntypedStorage, "resize_", resize_and_tell))
+    undo.enter_context(overridden(torch.autograd, "backward", tell_backward))
+    undo.enter_context(overridden(torch.autograd, "grad", tell_gradients))
     if "torch.distributed.tensor" in sys.modules:
-        yield _quiet_propagation(recorder)
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        name = "_propagate_tensor_meta_non_cached"
+        propagate = vars(ShardingPropagator)[name]
+
+        def propagate_unseen(*args: Any, **options: Any) -> Any:
+            # DTensor finds shapes by running operators on whole fake tensors, which are on no device.
+            with recorder.paused():
+                return propagate(*args, **options)
+
+        undo.enter_context(overridden(ShardingPropagator, name, propagate_unseen))
+    parts = recorder.modules
+    for handle in (
+        register_optimizer_step_pre_hook(recorder.before_step),
+        register_optimizer_step_post_hook(recorder.after_step),
+        nn.modules.module.register_module_forward_pre_hook(parts.enter),
+        nn.modules.module.register_module_forward_hook(parts.leave, always_call=True),
+    ):
+        undo.callback(handle.remove)
+    return undo
 
 
-def _quiet_propagation(recorder: Listener) -> tuple[Any, str, Any]:
-    """DTensor finds shapes by running operators on whole fake tensors, which are on no device."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    name = "_propagate_tensor_meta_non_cached"
-    propagate = vars(ShardingPropagator)[name]
-
-    def propagate_unseen(*args: Any, **options: Any) -> Any:
-        with recorder.paused():
-            return propagate(*args, **options)
-
-    return ShardingPropagator, name, propagate_unseen
-
-
-# Private: the node that runs, and the number the next node will have.
 _LARGEST_SEQUENCE = 1 << 62  # nodes that accumulate gradients have no number of their own
 
 

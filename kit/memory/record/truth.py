@@ -1,10 +1,10 @@
 """What the CPU allocator really did: every block, from torch's own profiler, kernels' inner buffers included.
 
-The profiler is asked for memory events only and for none of the operators, so a step costs a few percent more and
-nothing is kept but the events. `AllocatorTrace` counts what is held when it starts (`held`: a module, its optimizers),
-all that is allocated while it runs on this thread, and nothing else: a data set made before is not device memory.
+The profiler records memory events only and no operators, so a step costs a few percent more and nothing is kept but
+the events. `AllocatorTrace` counts what is there when it starts (`held`: a module, its optimizers) and all that is
+allocated on this thread while it runs, and nothing else: a data set made before is not device memory.
 
-Limits, known: blocks made by other threads are not seen (name a batch with `note`, then it is counted while it lives),
+Limits, known: blocks made by other threads are not seen (pass a batch to `note`, then it is counted while it lives),
 and neither is the release of a held block that was made while nothing was traced.
 """
 
@@ -58,7 +58,12 @@ class AllocatorTrace:
             raise RuntimeError("a profiler runs already")
         self._held = storages_of(held)
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would announce itself on stderr
-        _enable_memory_events()
+        autograd, profiler = _private._autograd, _private._profiler
+        options = profiler._ExperimentalConfig()
+        config = profiler.ProfilerConfig(profiler.ProfilerState.KINETO, False, True, False, False, False, options)
+        activities = {profiler.ProfilerActivity.CPU}
+        autograd._prepare_profiler(config, activities)
+        autograd._enable_profiler(config, activities, {profiler.RecordScope.USER_SCOPE})
         _mark(_START)
         self.running = True
 
@@ -70,7 +75,7 @@ class AllocatorTrace:
         for watch in self._watching:
             watch.detach()
         self._watching.clear()
-        self._parts.append((self._held, _disable()))
+        self._parts.append((self._held, list(_private._autograd._disable_profiler().experimental_event_tree())))
 
     def note(self, batch: Any) -> None:
         """A micro-batch begins: its tensors count while they live, even when another thread or process made them."""
@@ -106,7 +111,8 @@ class AllocatorTrace:
             for event in events:
                 ledger.take(event)
         self._parts.clear()
-        return ledger.measured(optimizer_steps, facts)
+        held_bytes, requested = np.array(ledger.series, dtype=np.int64).T
+        return MeasuredMemory(held_bytes, requested, (ledger.last - ledger.first) / 1e9, optimizer_steps, facts)
 
 
 class _Ledger:
@@ -130,23 +136,19 @@ class _Ledger:
         self.first, self.last = self.first or int(event.start_time_ns), int(event.start_time_ns)
         name = event.name
         if name == "[memory]":
-            self._take_memory(event.extra_fields)
+            fields = event.extra_fields
+            if fields.device.type == "cpu" and (fields.alloc_size > 0 or fields.ptr in self.alive):
+                self.untraced.discard(fields.ptr)
+                if fields.alloc_size > 0:
+                    self.requested += fields.alloc_size
+                    self._add(fields.ptr, fields.alloc_size)
+                else:
+                    self._remove(fields.ptr)
         elif name.startswith(_BATCH):
             self._begin_batch(int(name.removeprefix(_BATCH)))
         elif name.startswith(_GONE) and (address := int(name.removeprefix(_GONE))) in self.untraced:
             self.untraced.discard(address)
             self._remove(address)
-
-    def _take_memory(self, fields: Any) -> None:
-        if fields.device.type != "cpu":
-            return
-        if fields.alloc_size > 0:
-            self.requested += fields.alloc_size
-            self.untraced.discard(fields.ptr)
-            self._add(fields.ptr, fields.alloc_size)
-        elif fields.ptr in self.alive:
-            self.untraced.discard(fields.ptr)
-            self._remove(fields.ptr)
 
     def _begin_batch(self, number: int) -> None:
         if number == 0:  # what came before the first batch is set-up: only what is left of it counts
@@ -166,10 +168,6 @@ class _Ledger:
         self.now -= self.alive.pop(address)
         self.series.append((self.now, self.requested))
 
-    def measured(self, optimizer_steps: int, facts: dict[str, Any]) -> MeasuredMemory:
-        held, requested = np.array(self.series, dtype=np.int64).T
-        return MeasuredMemory(held, requested, (self.last - self.first) / 1e9, optimizer_steps, facts)
-
 
 def storages_of(held: Any) -> Blocks:
     """The CPU storages of all tensors in modules, optimizers, mappings and sequences, each once."""
@@ -184,33 +182,23 @@ def storages_of(held: Any) -> Blocks:
 def _tensors(objects: Iterable[Any]) -> Iterator[torch.Tensor]:
     for item in objects:
         if isinstance(item, torch.Tensor):
-            yield from _plain_tensors(item)
+            # The tensors that really hold a subclass's bytes, such as the shard of a DTensor.
+            flatten = getattr(item, "__tensor_flatten__", None)
+            if flatten is not None:
+                yield from _tensors(getattr(item, name) for name in flatten()[0])
+            elif item.layout is torch.strided:
+                yield item
         elif isinstance(item, torch.nn.Module):
-            yield from _tensors(_of_module(item))
+            for part in item.modules():
+                own = [*part._parameters.values(), *part._buffers.values()]
+                yield from _tensors([*own, *(getattr(tensor, "grad", None) for tensor in own)])
+                yield from _tensors(value for value in vars(part).values() if isinstance(value, torch.Tensor))
         elif isinstance(item, torch.optim.Optimizer):
             yield from _tensors(item.state.values())
         elif isinstance(item, Mapping):
             yield from _tensors(item.values())
         elif isinstance(item, list | tuple):
             yield from _tensors(item)
-
-
-def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that really hold a subclass's bytes, such as the shard of a DTensor."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        names, _ = flatten()
-        yield from _tensors(getattr(tensor, name) for name in names)
-    elif tensor.layout is torch.strided:
-        yield tensor
-
-
-def _of_module(module: torch.nn.Module) -> Iterator[Any]:
-    for part in module.modules():
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
-            yield tensor
-            yield getattr(tensor, "grad", None)
-        yield from (value for value in vars(part).values() if isinstance(value, torch.Tensor))
 
 
 def _all_tensors() -> list[torch.Tensor]:
@@ -225,20 +213,6 @@ def _flat(events: Iterable[Any]) -> Iterator[Any]:
 
 # Private, because the public profiler cannot leave the operators out, which costs ten times as much.
 _private: Any = torch._C
-
-
-def _enable_memory_events() -> None:
-    autograd, profiler = _private._autograd, _private._profiler
-    options = profiler._ExperimentalConfig()
-    config = profiler.ProfilerConfig(profiler.ProfilerState.KINETO, False, True, False, False, False, options)
-    activities = {profiler.ProfilerActivity.CPU}
-    autograd._prepare_profiler(config, activities)
-    autograd._enable_profiler(config, activities, {profiler.RecordScope.USER_SCOPE})
-
-
-def _disable() -> list[Any]:
-    """Switch it off; the events, as a forest."""
-    return list(_private._autograd._disable_profiler().experimental_event_tree())
 
 
 def _mark(name: str) -> None:

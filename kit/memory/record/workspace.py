@@ -1,17 +1,16 @@
-"""Bytes that a kernel takes for itself while it runs: neither its arguments nor its results, so no operator shows them.
+"""Workspace: bytes that a kernel takes for itself while it runs; no operator shows them as argument or result.
 
 `workspace_bytes` is what is known: from the source of torch 2.13's CUDA kernels, or measured on its CPU kernels. It is
 allocated once the results are, and freed when the operator ends. `unsure_workspace_bytes` bounds what only cuDNN knows:
-between nothing and one more layout of a convolution's operands. It belongs in a range beside the peak, not in it.
-The blocks that cuBLAS keeps for good are made by the estimate (`kit.memory.replay.replay`), since they go by card.
+between nothing and one more layout of a convolution's operands. It belongs in a range beside the peak, not in it. What
+cuBLAS keeps for good depends on the card, so the estimate adds it (`kit.memory.replay.replay`).
 
 Known error: CPU convolutions within a tenth of their operands (the rules are for plain layouts; padding of channels to
 the width of the vector unit is left out), everything else as its source says.
 
-8-bit optimizers (bitsandbytes, and torchao's states for shards) on fake tensors.
-
-They look their quantization maps up in tables of 256 numbers, sorted in Python while the first step makes its state.
-Sorting needs numbers, which a fake tensor has not, so the tables are made for real; all else is as in a real step.
+`eight_bit_on_fakes`: 8-bit optimizers (bitsandbytes, and torchao's states for shards) look their quantization maps up
+in tables of 256 numbers, sorted in Python while the first step makes its state. Sorting needs numbers, which a fake
+tensor has not, so the tables are made for real; all else is as in a real step.
 """
 
 from __future__ import annotations
@@ -43,14 +42,7 @@ _ROWS_PER_PART = 10
 
 
 def workspace_bytes(operator: str, args: Sequence[Any], out: Any, capability: Capability) -> int:
-    """Bytes that the kernel of `operator` holds beside its arguments and results.
-
-    Args:
-        operator: Name in aten without namespace and overload, such as `convolution_backward`.
-        args: Its positional arguments.
-        out: What it returned.
-        capability: Of the GPU that it would run on; None for the CPU.
-    """
+    """Bytes that the kernel of `operator` (its name in aten without namespace and overload) holds meanwhile."""
     rule = (_CPU if capability is None else _CUDA).get(operator)
     return rule(args, out) if rule else 0
 
@@ -168,27 +160,23 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     inner = int(values.nbytes) if args[10][0] else 0
     first = _blocked(gradient) + _blocked(weight, 2) + _blocked(values) if inner else 0
     weights = _blocked(weight, 2)
-    second = inner + _blocked(gradient) + _copied(values) + weights + _sums(gradient, values, weight)
+    second = inner + _blocked(gradient) + _copied(values) + weights
+    if weight.element_size() < _FLOAT32:
+        # The weight's gradient in float32, and one sample of each operand turned around for every thread.
+        turned = math.prod(weight.shape[2:]) > 1 and weight.shape[1] > 1
+        sample = (gradient.nbytes + values.nbytes) // max(1, values.shape[0]) if turned else 0
+        second += int(_FLOAT32 * weight.numel() + sample * torch.get_num_threads())
     return max(first - results, second - results, weights)
-
-
-def _sums(gradient: Tensor, values: Tensor, weight: Tensor) -> int:
-    """The weight's gradient in float32, and one sample of each operand turned around for every thread."""
-    if weight.element_size() >= _FLOAT32:
-        return 0
-    turned = math.prod(weight.shape[2:]) > 1 and weight.shape[1] > 1
-    sample = (gradient.nbytes + values.nbytes) // max(1, values.shape[0]) if turned else 0
-    return int(_FLOAT32 * weight.numel() + sample * torch.get_num_threads())
 
 
 def _needs_no_copy(values: Tensor, weight: Tensor, steps: Sequence[int]) -> bool:
     """Products of one position in float32 of few samples on one thread (`use_mkldnn` in `native/Convolution.cpp`), and
     tensors that lie channels last; `steps` are strides and dilations."""
-    pointwise = math.prod(weight.shape[2:]) == 1 and weight.element_size() >= _FLOAT32
-    pointwise = pointwise and max(steps) == 1 and values.shape[0] < _FEW_SAMPLES and torch.get_num_threads() == 1
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(values.dim())
-    plain = layout is None or values.is_contiguous() or not values.is_contiguous(memory_format=layout)
-    return pointwise or not plain
+    if layout is not None and not values.is_contiguous() and values.is_contiguous(memory_format=layout):
+        return True
+    pointwise = math.prod(weight.shape[2:]) == 1 and weight.element_size() >= _FLOAT32 and max(steps) == 1
+    return pointwise and values.shape[0] < _FEW_SAMPLES and torch.get_num_threads() == 1
 
 
 def _copied(values: Tensor) -> int:
@@ -251,14 +239,16 @@ class Workspaces:
 
 @contextlib.contextmanager
 def eight_bit_on_fakes(wanted: bool = True) -> Iterator[None]:
-    """Inside, 8-bit optimizers step on fake tensors. To be entered before any fake mode.
+    """Inside, 8-bit optimizers step on fake tensors; enter it before any fake mode.
 
-    Args:
-        wanted: Load the libraries where they are installed; else only what is loaded already is looked after.
+    Their libraries are loaded, where installed, when `wanted`; else only what is loaded already is patched.
     """
     if is_installed() if wanted else "torchao.optim" in sys.modules:
         make_tables()
-    functional = _functional(wanted)
+    if wanted and importlib.util.find_spec("bitsandbytes") is not None:
+        with quiet_import():
+            importlib.import_module("bitsandbytes.functional")
+    functional = sys.modules.get("bitsandbytes.functional")
     if functional is None:
         yield
         return
@@ -271,10 +261,3 @@ def eight_bit_on_fakes(wanted: bool = True) -> Iterator[None]:
 
     with replaced(functional, "create_dynamic_map", make_for_real):
         yield
-
-
-def _functional(wanted: bool) -> Any:
-    if wanted and importlib.util.find_spec("bitsandbytes") is not None:
-        with quiet_import():
-            return importlib.import_module("bitsandbytes.functional")
-    return sys.modules.get("bitsandbytes.functional")

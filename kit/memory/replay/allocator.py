@@ -1,27 +1,27 @@
-"""CUDA's caching allocator as arithmetic: which bytes a stream of requests holds, and when it runs out.
+"""CUDA's caching allocator as arithmetic: how many bytes a stream of requests reserves, and when memory runs out.
 
-The constants are those of torch 2.13 (c10/core/AllocatorConfig.h), the rules those of c10/cuda/CUDACachingAllocator.cpp
-as it was in 2025, with default settings: a request is rounded up to 512 bytes; up to 1 MiB it comes from segments of
-2 MiB, below 10 MiB from 20 MiB segments, else from one of its own, rounded up to 2 MiB. The smallest free block of the
-same stream that is large enough is taken, the lowest address among equals; the rest is split off from 512 bytes (small)
-or above 1 MiB (large), so a large block may hold up to 1 MiB more than it was asked for. Freed neighbours merge. At the
-limit every segment that is wholly free goes back to the driver, and the request is tried once more; then it is out of
-memory.
+The driver gives memory in segments; the allocator cuts a segment into blocks and keeps freed blocks for later requests.
+The constants are those of torch 2.13 (c10/core/AllocatorConfig.h), the rules those of
+c10/cuda/CUDACachingAllocator.cpp as of 2025, with default settings:
 
-With expandable segments each stream has one range of addresses for small and one for large blocks, backed by pages of
-2 MiB and 20 MiB as it grows; the rest is split off from 512 bytes, and at the limit every page that is wholly free is
-unmapped.
+1. A request is rounded up to a multiple of 512 bytes. Up to 1 MiB it is small, above it is large.
+2. It takes the smallest free block of its stream and kind that is large enough; among equals, the lowest address.
+3. If there is none, the driver gives a new segment: 2 MiB for a small request, 20 MiB for one below 10 MiB, otherwise
+   the request itself rounded up to 2 MiB.
+4. What is left of the block is split off as a free block: from 512 bytes (small) or above 1 MiB (large). A large block
+   may therefore hold up to 1 MiB more than was requested.
+5. A freed block merges with free neighbours.
+6. When the limit is reached, every wholly free segment goes back to the driver and the request is tried once more; if
+   it still fails, it is out of memory.
+
+With expandable segments each stream has one range of addresses for small and one for large blocks, which grows by pages
+of 2 MiB and 20 MiB; the rest is split off from 512 bytes, and at the limit every wholly free page is unmapped.
 
 Not modelled: garbage collection, `max_split_size_mb` and rounding to powers of two (all off by default), CUDA graphs,
-and blocks held back because another stream still uses them. Addresses of segments grow; CUDA may give lower ones.
+and blocks that wait for another stream. Addresses of segments only grow here; CUDA may give lower ones.
 
-The invariant: blocks of a segment follow each other without gap or overlap, and two free neighbours are always one.
-
-Blocks and pools: the pieces that CUDA's caching allocator cuts segments into, and how those that are free are found.
-
-A segment is a chain of blocks in the order of their addresses. A pool keeps the free blocks of one stream and one kind
-(small or large), sorted by size and then by address, so that the best fit is one bisection away. Bytes are multiples of
-512. The rules that use these pieces are in `kit.memory.replay.allocator`.
+Invariants: the blocks of a segment form a chain by address, without gap or overlap; two free neighbours are always
+merged; all sizes are multiples of 512 bytes.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ MIN_BLOCK_BYTES: Final = 512
 SMALL_BYTES: Final = 1 << 20
 SMALL_SEGMENT_BYTES: Final = 2 << 20
 LARGE_SEGMENT_BYTES: Final = 20 << 20
+MIN_LARGE_BYTES: Final = 10 << 20
+LARGE_ROUNDING_BYTES: Final = 2 << 20
 
 ACTIVE: Final = 0
 FREE: Final = 1
@@ -45,38 +47,36 @@ UNMAPPED: Final = 2
 
 # A free block's place in its pool: by size, then by address, as one number, because numbers compare fast.
 ADDRESS_BITS: Final = 50
+_UNLIMITED: Final = 1 << 62
+# Segments start on multiples of the larger page, so that pages of either size can be counted from address 0.
+_FIRST_ADDRESS: Final = LARGE_SEGMENT_BYTES << 20
+_ADDRESS_SPACE_BYTES: Final = 1 << 42
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A piece of a segment, in use, free or not backed by memory; `malloc` gives it and `free` takes it."""
 
-    __slots__ = ("address", "following", "pool", "previous", "size_bytes", "state")
-
-    def __init__(self, address: int, size_bytes: int, pool: Pool, state: int = ACTIVE) -> None:
-        self.address = address
-        self.size_bytes = size_bytes
-        self.pool = pool
-        self.state = state
-        self.previous: Block | None = None
-        self.following: Block | None = None
+    address: int
+    size_bytes: int
+    pool: Pool
+    state: int = ACTIVE
+    previous: Block | None = None
+    following: Block | None = None
 
 
 class Pool:
     """The free blocks of one stream and one kind, small or large, sorted by size and address."""
 
-    __slots__ = ("free", "keys", "page_bytes", "split_bytes", "stream", "unmapped")
+    __slots__ = ("free", "is_small", "keys", "page_bytes", "split_bytes", "stream", "unmapped")
 
     def __init__(self, stream: int, small: bool, expandable: bool) -> None:
-        self.stream = stream
+        self.stream, self.is_small = stream, small
         self.keys: list[int] = []
         self.free: dict[int, Block] = {}
         self.unmapped: list[Block] = []
         self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         self.split_bytes = MIN_BLOCK_BYTES if small or expandable else SMALL_BYTES + 1
-
-    @property
-    def is_small(self) -> bool:
-        return self.page_bytes == SMALL_SEGMENT_BYTES
 
     def add(self, block: Block) -> None:
         key = block.size_bytes << ADDRESS_BITS | block.address
@@ -87,12 +87,6 @@ class Pool:
         key = block.size_bytes << ADDRESS_BITS | block.address
         del self.keys[bisect_left(self.keys, key)]
         del self.free[key]
-
-
-def expandable_bytes(block: Block) -> int:
-    """What a free block can grow to."""
-    hole = block.following
-    return block.size_bytes + (hole.size_bytes if hole is not None and hole.state == UNMAPPED else 0)
 
 
 def split(block: Block, size: int) -> Block:
@@ -113,20 +107,8 @@ def absorb(block: Block, following: Block) -> None:
         following.following.previous = block
 
 
-def insert_by_address(blocks: list[Block], block: Block) -> None:
-    insort(blocks, block, key=lambda other: other.address)
-
-
-MIN_LARGE_BYTES: Final = 10 << 20
-LARGE_ROUNDING_BYTES: Final = 2 << 20
-
-_UNLIMITED: Final = 1 << 62
-# Segments start on multiples of the larger page, so that pages of either size can be counted from address 0.
-_FIRST_ADDRESS: Final = LARGE_SEGMENT_BYTES << 20
-_ADDRESS_SPACE_BYTES: Final = 1 << 42
-
 Watch = Callable[[int, int, int], None]
-"""Told of what the driver gives (positive bytes) and gets back (negative): address, bytes and stream."""
+"""Called with (address, bytes, stream) when the driver gives memory (positive bytes) or gets it back (negative)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +152,11 @@ class CachingAllocator:
     def malloc(self, size_bytes: int, stream: int = 0) -> Block | None:
         """A block of at least `size_bytes`, or None when memory has run out (see `out_of_memory`)."""
         size = (size_bytes + 511) & -512 or MIN_BLOCK_BYTES
-        pools = self._small if size <= SMALL_BYTES else self._large
-        pool = pools.get(stream) or self._add_pool(pools, stream)
+        small = size <= SMALL_BYTES
+        pools = self._small if small else self._large
+        pool = pools.get(stream)
+        if pool is None:
+            pool = pools[stream] = Pool(stream, small, self.expandable_segments)
         keys = pool.keys
         place = bisect_left(keys, size << ADDRESS_BITS)
         if place < len(keys):
@@ -179,7 +164,13 @@ class CachingAllocator:
                 place = self._least_expandable(pool, place)
             block = pool.free.pop(keys.pop(place))
         else:
-            found = self._new_block(pool, size)
+            # Memory from the driver; at the limit, once more after giving back all that is unused.
+            obtain = self._expand if self.expandable_segments else self._new_segment
+            found = obtain(pool, size)
+            if found is None:
+                self.retries += 1
+                self.empty_cache()
+                found = obtain(pool, size)
             if found is None:
                 self.out_of_memory = self.out_of_memory or OutOfMemory(size, self.allocated_bytes, self.reserved_bytes)
                 return None
@@ -250,20 +241,6 @@ class CachingAllocator:
 
     # -- new memory
 
-    def _add_pool(self, pools: dict[int, Pool], stream: int) -> Pool:
-        pools[stream] = pool = Pool(stream, pools is self._small, self.expandable_segments)
-        return pool
-
-    def _new_block(self, pool: Pool, size: int) -> Block | None:
-        """Memory from the driver; at the limit, once more after giving back all that is unused."""
-        obtain = self._expand if self.expandable_segments else self._new_segment
-        block = obtain(pool, size)
-        if block is None:
-            self.retries += 1
-            self.empty_cache()
-            block = obtain(pool, size)
-        return block
-
     def _new_segment(self, pool: Pool, size: int) -> Block | None:
         segment_bytes = pool.page_bytes
         if size >= MIN_LARGE_BYTES:
@@ -271,12 +248,9 @@ class CachingAllocator:
         if not self._reserve(segment_bytes):
             return None
         block = self._place_segment(pool, segment_bytes, ACTIVE)
-        self._tell(block.address, segment_bytes, pool)
-        return block
-
-    def _tell(self, address: int, size: int, pool: Pool) -> None:
         if self._watch is not None:
-            self._watch(address, size, pool.stream)
+            self._watch(block.address, segment_bytes, pool.stream)
+        return block
 
     def _place_segment(self, pool: Pool, size: int, state: int) -> Block:
         """A block of its own, with a gap after it, at higher addresses than all before."""
@@ -286,7 +260,7 @@ class CachingAllocator:
         return block
 
     def _reserve(self, size: int) -> bool:
-        """Take bytes from the driver when there are as many."""
+        """Take bytes from the driver; False when that would pass the limit."""
         reserved = self.reserved_bytes + size
         if reserved > self._limit:
             return False
@@ -300,20 +274,25 @@ class CachingAllocator:
             if block.previous is None and block.following is None:
                 pool.remove(block)
                 del self._segments[block.address]
-                self.reserved_bytes -= block.size_bytes
-                self._tell(block.address, -block.size_bytes, pool)
+                self._give_back(block)
+
+    def _give_back(self, block: Block) -> None:
+        self.reserved_bytes -= block.size_bytes
+        if self._watch is not None:
+            self._watch(block.address, -block.size_bytes, block.pool.stream)
 
     # -- expandable segments
 
     def _least_expandable(self, pool: Pool, place: int) -> int:
         """From the best fit on, step on while the next free block could grow to less than this one."""
-        keys, free = pool.keys, pool.free
-        size = expandable_bytes(free[keys[place]])
-        while place + 1 < len(keys):
-            larger = expandable_bytes(free[keys[place + 1]])
-            if larger >= size:
-                break
-            place, size = place + 1, larger
+
+        def could_grow_to(place: int) -> int:
+            block = pool.free[pool.keys[place]]
+            hole = block.following
+            return block.size_bytes + (hole.size_bytes if hole is not None and hole.state == UNMAPPED else 0)
+
+        while place + 1 < len(pool.keys) and could_grow_to(place + 1) < could_grow_to(place):
+            place += 1
         return place
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
@@ -349,15 +328,12 @@ class CachingAllocator:
                 room, block = room + block.size_bytes, block.following
             if room >= size:
                 return start
-        segment = self._place_segment(pool, self._address_space(pool, size), UNMAPPED)
-        pool.unmapped.append(segment)
-        return segment
-
-    def _address_space(self, pool: Pool, size: int) -> int:
-        """Addresses of a new segment: 1 1/8 of the device's memory, in whole pages."""
+        # A new segment has addresses for 1 1/8 of the device's memory, in whole pages.
         known = self.capacity_bytes
         space = _ADDRESS_SPACE_BYTES if known is None else max(known + known // 8, size)
-        return -(-space // pool.page_bytes) * pool.page_bytes
+        segment = self._place_segment(pool, -(-space // pool.page_bytes) * pool.page_bytes, UNMAPPED)
+        pool.unmapped.append(segment)
+        return segment
 
     def _map(self, pool: Pool, hole: Block, size: int) -> Block | None:
         """Back the start of a hole with pages; returns the free block it is now part of."""
@@ -368,30 +344,26 @@ class CachingAllocator:
         if size < hole.size_bytes:
             rest = split(hole, size)
             rest.state = UNMAPPED
-            insert_by_address(pool.unmapped, rest)
+            insort(pool.unmapped, rest, key=_address)
         hole.state = FREE
-        self._tell(hole.address, size, pool)
+        if self._watch is not None:
+            self._watch(hole.address, size, pool.stream)
         block = self._merged(hole)
         pool.add(block)
         return block
 
     def _merged(self, block: Block) -> Block:
         """One block of this one and its neighbours in the same state, which leave their lists."""
-        before, after = block.previous, block.following
+        pool, before, after = block.pool, block.previous, block.following
+        leave = pool.remove if block.state == FREE else pool.unmapped.remove
         if before is not None and before.state == block.state:
-            self._delist(before)
+            leave(before)
             absorb(before, block)
             block = before
         if after is not None and after.state == block.state:
-            self._delist(after)
+            leave(after)
             absorb(block, after)
         return block
-
-    def _delist(self, block: Block) -> None:
-        if block.state == FREE:
-            block.pool.remove(block)
-        else:
-            block.pool.unmapped.remove(block)
 
     def _unmap_free(self, pool: Pool) -> None:
         for key in tuple(pool.keys):
@@ -399,19 +371,18 @@ class CachingAllocator:
             page = pool.page_bytes
             start = -(-block.address // page) * page
             end = (block.address + block.size_bytes) // page * page
-            if start < end:
-                self._unmap(pool, block, start, end)
+            if start >= end:
+                continue
+            pool.remove(block)
+            if start > block.address:
+                before, block = block, split(block, start - block.address)
+                pool.add(before)
+            if end < block.address + block.size_bytes:
+                pool.add(split(block, end - block.address))
+            block.state = UNMAPPED
+            self._give_back(block)
+            insort(pool.unmapped, self._merged(block), key=_address)
 
-    def _unmap(self, pool: Pool, block: Block, start: int, end: int) -> None:
-        pool.remove(block)
-        if start > block.address:
-            whole, block = block, split(block, start - block.address)
-            pool.add(whole)
-        if end < block.address + block.size_bytes:
-            rest = split(block, end - block.address)
-            rest.state = FREE
-            pool.add(rest)
-        block.state = UNMAPPED
-        self.reserved_bytes -= block.size_bytes
-        self._tell(block.address, -block.size_bytes, pool)
-        insert_by_address(pool.unmapped, self._merged(block))
+
+def _address(block: Block) -> int:
+    return block.address

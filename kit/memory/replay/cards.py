@@ -1,11 +1,11 @@
-"""What a prediction is for: a GPU model from a table, a number of bytes, or this machine.
+"""The device a prediction is for: a GPU model from a table, a number of bytes, or this machine.
 
-A card's bytes are what CUDA offers a process (`torch.cuda.mem_get_info()[1]`), less than what is printed on the box;
-the lowest figure seen is taken where machines differ. This machine is asked through NVML and cgroups, and counts what
-is free now. Without a GPU it is the CPU: its memory is shared by all ranks, its allocator caches and rounds nothing.
+A card's bytes are what CUDA offers a process (`torch.cuda.mem_get_info()[1]`), which is less than the size it is sold
+with; where machines differ, the lowest figure counts. This machine is read through NVML and cgroups: what is free now.
+Without a GPU it is the CPU, whose memory all ranks share and whose allocator neither caches nor rounds.
 
-Beside the allocator a process holds what nobody can plan to the byte: CUDA's context and the kernels loaded so far.
-It is a range: (low, high) bytes.
+Beside the allocator a process holds CUDA's context and the kernels loaded so far. That varies: it is a range of bytes,
+(low, high).
 """
 
 from __future__ import annotations
@@ -48,26 +48,17 @@ class Card:
 
     @property
     def context_bytes(self) -> tuple[int, int]:
-        """(low, high) held outside the allocator by one process."""
-        return context_bytes(self.capability)
+        """(low, high) of CUDA's context and loaded kernels, outside the allocator, for one process."""
+        return _CONTEXT_BYTES_HOPPER if self.capability >= (9, 0) else _CONTEXT_BYTES
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """What cuBLAS takes from the allocator per thread that multiplies matrices."""
-        return cublas_workspace_bytes(self.capability)
+        """What cuBLAS takes from the allocator per thread that multiplies matrices: torch's default.
 
-
-def context_bytes(capability: tuple[int, int]) -> tuple[int, int]:
-    """(low, high) bytes of CUDA's context and the kernels loaded."""
-    return _CONTEXT_BYTES_HOPPER if capability >= (9, 0) else _CONTEXT_BYTES
-
-
-def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
-    """Bytes per handle and stream, as torch's default chooses (aten/src/ATen/cuda/CublasHandlePool.cpp).
-
-    `:4096:2:16:8` in KiB is 8,519,680 bytes (seen so in pytorch#95668); Hopper and Blackwell take 32 MiB.
-    """
-    return 32 * _MIB if capability >= (9, 0) else (4096 * 2 + 16 * 8) << 10
+        `:4096:2:16:8` in KiB is 8,519,680 bytes (seen so in pytorch#95668); Hopper and Blackwell take 32 MiB
+        (aten/src/ATen/cuda/CublasHandlePool.cpp).
+        """
+        return 32 * _MIB if self.capability >= (9, 0) else (4096 * 2 + 16 * 8) << 10
 
 
 def _card(name: str, gibibytes: float, capability: tuple[int, int]) -> Card:
@@ -157,51 +148,42 @@ def target_of(device: str | int | DeviceTarget, machine: Machine | None = None, 
     if isinstance(device, str) and device.strip().lower() == THIS_MACHINE:
         return _here(hardware() if machine is None else machine, world_size)
     if isinstance(device, int) or re.match(r"\s*-?\d+(\.\d+)?\s*([a-z]*b)?\s*$", device, re.IGNORECASE):
-        return _of_size(device)
+        try:
+            size_bytes = parse_bytes(device)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        if size_bytes <= 0:
+            raise PlanError(f"a device of {device!r} has no memory; give a positive size, such as '24 GiB'")
+        reason = "only a size is given: kernels and number formats are taken as those of capability 8.0"
+        return _of_cuda(f"a device of {format_bytes(size_bytes)}", size_bytes, (8, 0), reason)
     card = find_card(device)
     return _of_cuda(card.name, card.memory_bytes, card.capability)
 
 
 def _of_cuda(name: str, capacity_bytes: int, capability: tuple[int, int], *reasons: str) -> DeviceTarget:
+    card = Card(name=name, memory_bytes=capacity_bytes, capability=capability)
     return DeviceTarget(
         name=name, capacity_bytes=capacity_bytes, device_kind="cuda", capability=capability,
-        outside_bytes=context_bytes(capability), cublas_workspace_bytes=cublas_workspace_bytes(capability),
-        reasons=reasons,
+        outside_bytes=card.context_bytes, cublas_workspace_bytes=card.cublas_workspace_bytes, reasons=reasons,
     )  # fmt: skip
-
-
-def _of_size(size: str | int) -> DeviceTarget:
-    """A GPU known by its bytes only, taken for one of the Ampere generation."""
-    try:
-        size_bytes = parse_bytes(size)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
-    if size_bytes <= 0:
-        raise PlanError(f"a device of {size!r} has no memory; give a positive size, such as '24 GiB'")
-    reason = "only a size is given: kernels and number formats are taken as those of capability 8.0"
-    return _of_cuda(f"a device of {format_bytes(size_bytes)}", size_bytes, (8, 0), reason)
 
 
 def _here(machine: Machine, world_size: int) -> DeviceTarget:
     if not machine.gpus:
-        return _of_cpu(machine, world_size)
-    chosen = machine.auto.devices
-    gpu = next(gpu for gpu in machine.gpus if gpu.uuid in chosen)
+        free = machine.memory_available_bytes
+        reasons = [f"the CPU: {format_bytes(free)} of {format_bytes(machine.memory_bytes)} are available now"]
+        if world_size > 1:
+            reasons.append(f"{world_size} ranks share them, {format_bytes(free // world_size)} each")
+        return DeviceTarget(
+            name=THIS_MACHINE, capacity_bytes=free // world_size, device_kind="cpu", capability=None,
+            outside_bytes=_HOST_PROCESS_BYTES, cublas_workspace_bytes=0, reasons=tuple(reasons),
+        )  # fmt: skip
+    gpu = next(gpu for gpu in machine.gpus if gpu.uuid in machine.auto.devices)
     card = _card_of(gpu)
     capability = gpu.capability or (card.capability if card else (8, 0))
     capacity = min(gpu.free_bytes, card.memory_bytes) if card else gpu.free_bytes
     reason = f"{gpu.name}: {format_bytes(capacity)} of {format_bytes(gpu.total_bytes)} can be used now"
     return _of_cuda(THIS_MACHINE, capacity, capability, reason)
-
-
-def _of_cpu(machine: Machine, world_size: int) -> DeviceTarget:
-    free = machine.memory_available_bytes
-    reason = f"the CPU: {format_bytes(free)} of {format_bytes(machine.memory_bytes)} are available now"
-    shared = () if world_size == 1 else (f"{world_size} ranks share them, {format_bytes(free // world_size)} each",)
-    return DeviceTarget(
-        name=THIS_MACHINE, capacity_bytes=free // world_size, device_kind="cpu", capability=None,
-        outside_bytes=_HOST_PROCESS_BYTES, cublas_workspace_bytes=0, reasons=(reason, *shared),
-    )  # fmt: skip
 
 
 def _card_of(gpu: Gpu) -> Card | None:

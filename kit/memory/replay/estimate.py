@@ -1,4 +1,4 @@
-"""What a training step needs of a device, and whether it has it: the answer that a recording and a target give.
+"""What a training step needs of a device, and whether it fits: the answer that a recording and a target give.
 
 Allocated and reserved bytes are as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count them; beside them
 stands a range for what the process holds outside the allocator. The verdict comes from playing the recording through
@@ -9,25 +9,15 @@ the allocator, never from comparing sums alone:
     does not fit    a request cannot be met even then
     unknown         activations are unknown, and what is known would fit
 
-Known error: not compared with a GPU yet. Fragmentation depends on addresses that CUDA chooses; kernels may take scratch
-memory that nobody records. The invariant: the breakdown adds up to the allocated bytes, exactly.
+A timeline counts time in events. Its clock is the bytes allocated since the first batch began, freed or not, because a
+predicted and a measured run (`MeasuredMemory`) differ in speed but request memory in the same order.
 
-Where the peak is and what it is made of: the allocated bytes of a recording, over time and by category.
-
-Time is counted in events. Beside it runs a clock that a measured run shares: the bytes allocated since the first batch
-began, however many of them were freed again. Bytes are as the device holds them (`Replay.held_bytes`), so that the
-categories add up to its allocated bytes exactly, at every event.
-
-MeasuredMemory: what an allocator did during a few real training steps, in bytes by event, kept with the run.
-
-It stands beside a prediction. Both share one clock, the bytes allocated so far as a fraction of all that were, because
-predicted and real steps run at different speeds but ask for memory in the same order. The invariant: `allocated_bytes`
-is what was held after each event, and its largest value is `peak_bytes`.
+Invariant: the categories add up to the allocated bytes, exactly and at every event. Known error: fragmentation depends
+on addresses that CUDA chooses, and kernels may take scratch memory that nobody records.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -37,9 +27,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.errors import PlanError
-from kit.json_text import read_json
 from kit.memory.replay.cards import DeviceTarget
-from kit.memory.replay.replay import CATEGORIES, PHASES, Recording, Replay, changes, replay, with_cublas_workspaces
+from kit.memory.replay.replay import (
+    CATEGORIES,
+    PHASES,
+    Recording,
+    Replay,
+    changes,
+    load_arrays,
+    replay,
+    save_arrays,
+    with_cublas_workspaces,
+)
+from kit.registry import Drawable
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
 
@@ -63,7 +63,7 @@ class Residuals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MemoryEstimate:
+class MemoryEstimate(Drawable):
     """Peak memory of one rank on one device. Print it, show it, or read its fields."""
 
     device: str
@@ -118,8 +118,8 @@ class MemoryEstimate:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without the recording."""
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "recording"}
-        values |= {"peak": asdict(self.peak), "timeline": self.timeline.to_dict()}
-        values |= {"largest": [asdict(block) for block in self.largest], "breakdown": dict(self.breakdown)}
+        values |= {"peak": asdict(self.peak), "timeline": asdict(self.timeline), "breakdown": dict(self.breakdown)}
+        values["largest"] = [asdict(block) for block in self.largest]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
@@ -145,16 +145,12 @@ class MemoryEstimate:
 
     @property
     def _headline(self) -> str:
-        least = "" if self.complete else "at least "
-        return (
-            f"{self.verdict}: {least}{format_bytes(self.device_allocated_bytes)} allocated, "
-            f"{format_bytes(self.device_reserved_bytes)} reserved, on {self._place}"
-        )
-
-    @property
-    def _place(self) -> str:
         size = format_bytes(self.capacity_bytes)
-        return self.device if size in self.device else f"{self.device} ({size})"
+        place = self.device if size in self.device else f"{self.device} ({size})"
+        return (
+            f"{self.verdict}: {'' if self.complete else 'at least '}{format_bytes(self.device_allocated_bytes)} "
+            f"allocated, {format_bytes(self.device_reserved_bytes)} reserved, on {place}"
+        )
 
     @property
     def _rows(self) -> list[list[str]]:
@@ -172,14 +168,24 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     Raises:
         PlanError: when the recording was made for another kind of device.
     """
-    _check_kind(recording, target)
+    if recording.rounding_bytes != target.rounding_bytes:
+        made_for = "CUDA" if recording.rounding_bytes > 1 else "the CPU"
+        raise PlanError(
+            f"the recording was made for {made_for}, but {target.name} is a {target.device_kind} device with other "
+            "kernels; record it anew for that device"
+        )
     facts = recording.facts
     played_from = with_cublas_workspaces(recording, target.cublas_workspace_bytes)
     played = replay(played_from)
     expandable = replay(played_from, expandable_segments=True)
     outside, why_outside = outside_bytes(recording, target, played.peak_allocated_bytes, residuals)
-    complete = not facts.get("unknown")
-    verdict, why = _judge(played_from, played, expandable, target, outside, complete)
+    verdict, why = _judge(played_from, played, expandable, target, outside)
+    unknown = facts.get("unknown")
+    reasons = [*why_outside, *target.reasons]
+    if unknown:
+        reasons.append(f"activations unknown: {unknown}; all bytes are a lower bound")
+        if verdict != "does not fit":
+            verdict, why = "unknown", f"activations are unknown; of what is known, {why}"
     peak = peak_of(played_from, played.allocated_bytes)
     return MemoryEstimate(
         device=target.name, device_kind=target.device_kind, capacity_bytes=target.capacity_bytes,
@@ -187,7 +193,7 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
         device_reserved_expandable_bytes=expandable.peak_reserved_bytes, outside_bytes=outside, verdict=verdict,
         breakdown=breakdown_at(played_from, peak.event, played.held_bytes), peak=peak,
         largest=largest_at(played_from, peak.event, played.held_bytes), timeline=timeline(played_from, played),
-        reasons=(why, f"the peak is at {peak}", *why_outside, *target.reasons, *_unknown(facts)), complete=complete,
+        reasons=(why, f"the peak is at {peak}", *reasons), complete=not unknown,
         batch_size=recording.batch_size, world_size=int(facts.get("world_size", 1)),
         strategy=str(facts.get("strategy", "none")), precision=str(facts.get("precision", "32-true")),
         accumulate_grad_batches=int(facts.get("accumulate_grad_batches", 1)),
@@ -201,19 +207,22 @@ def outside_bytes(
 ) -> tuple[tuple[int, int], list[str]]:
     """(low, high) outside the allocator, and why: measured where there are measurements, else by rule."""
     low, high = target.outside_bytes
+    unsure = int(recording.facts.get("unsure_workspace_bytes", 0))
     reasons = []
     if residuals is not None and residuals.outside_bytes is not None:
         low, high = residuals.outside_bytes
-        reasons.append(f"{_range(low, high)} outside the allocator, as measured in {residuals.count} runs here")
+        unsure = 0
+        why = f", as measured in {residuals.count} runs here"
+    elif target.device_kind == "cpu":
+        why = " for Python, torch and lightning, by rule and not measured here"
     else:
-        groups = communicators(recording) if target.device_kind == "cuda" else 0
+        groups = communicators(recording)
         low, high = low + groups * _COMMUNICATOR_BYTES[0], high + groups * _COMMUNICATOR_BYTES[1]
-        what = _OUTSIDE[target.device_kind] + (" and NCCL" if groups else "")
-        reasons.append(f"{_range(low, high)} outside the allocator for {what}, by rule and not measured here")
-        unsure = int(recording.facts.get("unsure_workspace_bytes", 0))
-        if unsure:
-            high += unsure
-            reasons.append(f"up to {format_bytes(unsure)} are added for what cuDNN may take inside a convolution")
+        why = f" for CUDA's context and kernels{' and NCCL' if groups else ''}, by rule and not measured here"
+    reasons.append(f"{format_bytes(low)} to {format_bytes(high)} outside the allocator{why}")
+    if unsure:
+        high += unsure
+        reasons.append(f"up to {format_bytes(unsure)} are added for what cuDNN may take inside a convolution")
     if residuals is not None and residuals.highest_ratio > 1:
         above = residuals.highest_ratio - 1
         margin = round(above * allocated_bytes)
@@ -221,9 +230,6 @@ def outside_bytes(
         more = f"{above:.1%}" if above >= 0.001 else "less than 0.1%"
         reasons.append(f"{format_bytes(margin)} are added: a measured peak was {more} above its prediction")
     return (low, high), reasons
-
-
-_OUTSIDE = {"cuda": "CUDA's context and kernels", "cpu": "Python, torch and lightning"}
 
 
 def communicators(recording: Recording) -> int:
@@ -235,20 +241,6 @@ def communicators(recording: Recording) -> int:
 
 
 def _judge(
-    recording: Recording,
-    played: Replay,
-    expandable: Replay,
-    target: DeviceTarget,
-    outside: tuple[int, int],
-    complete: bool,
-) -> tuple[Verdict, str]:
-    verdict, why = _judge_known(recording, played, expandable, target, outside)
-    if complete or verdict == "does not fit":
-        return verdict, why
-    return "unknown", f"activations are unknown; of what is known, {why}"
-
-
-def _judge_known(
     recording: Recording, played: Replay, expandable: Replay, target: DeviceTarget, outside: tuple[int, int]
 ) -> tuple[Verdict, str]:
     """The verdict on what was recorded; a limited replay is needed only where the unlimited one passes the limit."""
@@ -260,7 +252,10 @@ def _judge_known(
         return "tight", f"{reserved} reserved are within {target} only if little is held outside the allocator"
     limit = max(0, target.capacity_bytes - low)
     limited = replay(recording, capacity_bytes=limit)
-    way_out = _way_out(expandable, limit)
+    way_out = ""
+    if expandable.peak_reserved_bytes <= limit:
+        needs = format_bytes(expandable.peak_reserved_bytes)
+        way_out = f"; with PYTORCH_ALLOC_CONF=expandable_segments:True it needs {needs}, which would do"
     if limited.out_of_memory is not None:
         return "does not fit", f"{limited.out_of_memory}, of {format_bytes(limit)} that are left of {target}{way_out}"
     times = "once" if limited.retries == 1 else f"{limited.retries} times"
@@ -268,31 +263,6 @@ def _judge_known(
         f"{reserved} reserved are more than {target} has left, but it runs when unused segments are given back to the "
         f"driver {times}, which costs time{way_out}"
     )
-
-
-def _way_out(expandable: Replay, limit: int) -> str:
-    if expandable.peak_reserved_bytes > limit:
-        return ""
-    needs = format_bytes(expandable.peak_reserved_bytes)
-    return f"; with PYTORCH_ALLOC_CONF=expandable_segments:True it needs {needs}, which would do"
-
-
-def _check_kind(recording: Recording, target: DeviceTarget) -> None:
-    if recording.rounding_bytes != target.rounding_bytes:
-        made_for = "CUDA" if recording.rounding_bytes > 1 else "the CPU"
-        raise PlanError(
-            f"the recording was made for {made_for}, but {target.name} is a {target.device_kind} device with other "
-            "kernels; record it anew for that device"
-        )
-
-
-def _range(low: int, high: int) -> str:
-    return f"{format_bytes(low)} to {format_bytes(high)}"
-
-
-def _unknown(facts: Mapping[str, Any]) -> list[str]:
-    unknown = facts.get("unknown")
-    return [f"activations unknown: {unknown}; all bytes are a lower bound"] if unknown else []
 
 
 MOST_POINTS = 2000
@@ -348,10 +318,6 @@ class Timeline:
     batch_starts: tuple[int, ...]
     """Index of the first point of each micro-batch."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Timeline:
         """The inverse of `to_dict`."""
@@ -380,13 +346,8 @@ def peak_of(recording: Recording, allocated_bytes: NDArray[np.int64]) -> Peak:
     return Peak(
         event=event, operator=recording.names[recording.block_operator[block]],
         module=recording.names[recording.block_module[block]], phase=PHASES[recording.block_phase[block]],
-        step=micro_batch // accumulation(recording), micro_batch=micro_batch,
+        step=micro_batch // max(1, int(recording.facts.get("accumulate_grad_batches", 1))), micro_batch=micro_batch,
     )  # fmt: skip
-
-
-def accumulation(recording: Recording) -> int:
-    """Micro-batches per optimizer step."""
-    return max(1, int(recording.facts.get("accumulate_grad_batches", 1)))
 
 
 def breakdown_at(recording: Recording, event: int, held_bytes: NDArray[np.int64]) -> dict[str, int]:
@@ -419,16 +380,22 @@ def timeline(recording: Recording, played: Replay, most_points: int = MOST_POINT
     allocated = played.allocated_bytes
     points = thin(allocated, most_points)
     series = category_series(recording, played.held_bytes)[:, points]
+    begins = recording.batch_starts[0] if recording.batch_starts else 0
+    counts = recording.event_allocates & (recording.event_time >= begins)
+    clock = np.cumsum(np.where(counts, recording.block_bytes[recording.event_block], 0))
     times = recording.event_time[points]
     starts = np.searchsorted(times, np.array(recording.batch_starts, dtype=np.int64))
-    held = [(name, line) for name, line in zip(CATEGORIES, series, strict=True) if line.any()]
+    operators = len(recording.operator_phase)
+    phases = recording.operator_phase[np.clip(times, 0, operators - 1)].tolist() if operators else [0] * len(times)
     return Timeline(
-        clock_bytes=_plain(_clock(recording)[points]), allocated_bytes=_plain(allocated[points]),
-        reserved_bytes=_plain(played.reserved_bytes[points]),
-        categories={name: _plain(line) for name, line in held},
-        phases=tuple(PHASES[phase] for phase in _phases(recording, times).tolist()),
+        clock_bytes=tuple(clock[points].tolist()), allocated_bytes=tuple(allocated[points].tolist()),
+        reserved_bytes=tuple(played.reserved_bytes[points].tolist()),
+        categories={
+            name: tuple(line.tolist()) for name, line in zip(CATEGORIES, series, strict=True) if line.any()
+        },
+        phases=tuple(PHASES[phase] for phase in phases),
         peak=int(allocated[points].argmax()) if len(points) else -1,
-        batch_starts=_plain(starts[starts < len(points)]),
+        batch_starts=tuple(starts[starts < len(points)].tolist()),
     )  # fmt: skip
 
 
@@ -451,24 +418,6 @@ def _alive(recording: Recording, event: int) -> NDArray[np.bool_]:
     # Of several assignments to one block the last holds: it was freed, or it was not.
     alive[recording.event_block[: event + 1]] = recording.event_allocates[: event + 1]
     return alive
-
-
-def _clock(recording: Recording) -> NDArray[np.int64]:
-    """(events,) bytes asked for since the first batch began."""
-    begins = recording.batch_starts[0] if recording.batch_starts else 0
-    counts = recording.event_allocates & (recording.event_time >= begins)
-    return np.cumsum(np.where(counts, recording.block_bytes[recording.event_block], 0))
-
-
-def _phases(recording: Recording, times: NDArray[np.int32]) -> NDArray[np.uint8]:
-    operators = len(recording.operator_phase)
-    if not operators:
-        return np.zeros(len(times), dtype=np.uint8)
-    return recording.operator_phase[np.clip(times, 0, operators - 1)]
-
-
-def _plain(values: NDArray[Any]) -> tuple[int, ...]:
-    return tuple(values.tolist())
 
 
 @dataclass(frozen=True)
@@ -498,20 +447,12 @@ class MeasuredMemory:
 
     def save(self, path: str | Path) -> None:
         """Write it to a `.npz` file, in one step: a reader sees all of it or nothing."""
-        target = Path(path)
-        draft = target.with_suffix(".tmp.npz")
         meta = {"seconds": self.seconds, "optimizer_steps": self.optimizer_steps, "facts": self.facts}
-        np.savez_compressed(
-            draft,
-            meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8),
-            allocated_bytes=self.allocated_bytes,
-            requested_bytes=self.requested_bytes,
-        )
-        draft.replace(target)
+        arrays = {"allocated_bytes": self.allocated_bytes, "requested_bytes": self.requested_bytes}
+        save_arrays(path, meta, arrays, np.savez_compressed)
 
     @classmethod
     def load(cls, path: str | Path) -> MeasuredMemory:
         """Read what `save` wrote; no pickle is opened."""
-        with np.load(Path(path)) as stored:
-            meta = read_json(stored["meta"].tobytes())
-            return cls(stored["allocated_bytes"], stored["requested_bytes"], **meta)
+        meta, arrays = load_arrays(path)
+        return cls(**arrays, **meta)

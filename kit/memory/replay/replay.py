@@ -1,29 +1,19 @@
-"""Recording: every allocation of a few training steps, as columns of numbers, made once and replayed many times.
+"""Recording: every allocation of a few training steps, as columns of numbers; `replay` plays it through an allocator.
 
-A block is one piece of device memory, from the operator that made it to the one after which it was freed. A recording
-comes from fake tensors (nothing was allocated) or from real ones, and looks the same. It holds numbers and names only:
-no tensor, no module, no torch, so that a kernel can replay it at another batch size or under another limit.
+A block is one piece of device memory, from the operator that allocates it to the one after which it is freed. A
+recording comes from fake tensors (nothing was allocated) or from real ones, and looks the same. It holds numbers and
+names only, no tensor and no module, so that a kernel without torch can replay it at another batch size or limit.
 
-The invariants: each block is allocated once and freed at most once, events are in the order in which they happened, and
-a block's bytes are as requested (an allocator rounds them up, see `kit.memory.replay.allocator`).
-
-A recording played through the allocator of its device: what it reserves, and whether it runs out under a limit.
-
-Recordings of CUDA go through `CachingAllocator`. On the CPU nothing is cached: reserved bytes are allocated bytes, and
-a limit is met when these pass it. Bytes are as the device counts them: a block may hold more than was asked for.
-
-The invariant: events are played in their order, up to the first request that cannot be met and no further.
-
-What cuBLAS takes for itself: one buffer per thread that multiplies matrices, kept from the first product on.
-
-It comes from the caching allocator, but no operator returns it, so a recording cannot hold it, and its size is the
-card's: it is added when a recording meets a card. Forward pass and optimizer run on one thread, backward passes on
-another; each has its own handle. The invariant: everything else of the recording stays as it is.
+Invariants: each block is allocated once and freed at most once, events are in the order in which they happened, and a
+block's bytes are as requested. A replay rounds them as the device's allocator does, and stops at the first request that
+cannot be met. CUDA's allocator caches what is freed (`kit.memory.replay.allocator`); the CPU's does not, so there
+reserved bytes are allocated bytes.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,18 +25,9 @@ from kit.json_text import read_json
 from kit.memory.replay.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator, OutOfMemory
 
 CATEGORIES = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer_state",
-    "inputs",
-    "activations",
-    "autocast_cache",
-    "gathered_parameters",
-    "communication",
-    "workspace",
-    "temporaries",
-)
+    "parameters", "buffers", "gradients", "optimizer_state", "inputs", "activations", "autocast_cache",
+    "gathered_parameters", "communication", "workspace", "temporaries",
+)  # fmt: skip
 """What a block is for, in the order in which it is drawn. `activations` outlive the forward pass that made them,
 `temporaries` do not; `workspace` is what a kernel takes for itself; `gathered_parameters` are unsharded copies."""
 
@@ -109,25 +90,36 @@ class Recording:
 
     def save(self, path: str | Path) -> None:
         """Write it to a `.npz` file, in one step: a reader sees all of it or nothing."""
-        target = Path(path)
-        draft = target.with_suffix(".tmp.npz")
         meta = {name: getattr(self, name) for name in _PLAIN}
-        arrays = {name: getattr(self, name) for name in _ARRAYS}
-        np.savez(draft, meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8), **arrays)
-        draft.replace(target)
+        save_arrays(path, meta, {name: getattr(self, name) for name in _ARRAYS}, np.savez)
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
         """Read what `save` wrote; no pickle is opened."""
-        with np.load(Path(path)) as stored:
-            meta = read_json(stored["meta"].tobytes())
-            arrays = {name: stored[name] for name in _ARRAYS}
+        meta, arrays = load_arrays(path)
         meta["names"], meta["batch_starts"] = tuple(meta["names"]), tuple(meta["batch_starts"])
         return cls(**arrays, **meta)
 
 
 _PLAIN = ("names", "batch_starts", "batch_size", "rounding_bytes", "facts")
 _ARRAYS = tuple(item.name for item in fields(Recording) if item.name not in _PLAIN)
+
+
+def save_arrays(
+    path: str | Path, meta: dict[str, Any], arrays: dict[str, NDArray[Any]], write: Callable[..., None]
+) -> None:
+    """Write arrays, and JSON values beside them, to a `.npz` file, in one step; `write` is numpy's writer."""
+    target = Path(path)
+    draft = target.with_suffix(".tmp.npz")
+    write(draft, meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8), **arrays)
+    draft.replace(target)
+
+
+def load_arrays(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON values and arrays that `save_arrays` wrote; no pickle is opened."""
+    with np.load(Path(path)) as stored:
+        arrays = dict(stored)
+    return read_json(arrays.pop("meta").tobytes()), arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +148,8 @@ def replay(
     fixed_bytes: int = 0,
 ) -> Replay:
     """Play a recording; `capacity_bytes` is what the allocator may reserve, `fixed_bytes` are held all along."""
-    if is_cached(recording):
-        allocator = CachingAllocator(capacity_bytes, expandable_segments)
-        return _play(recording, allocator, fixed_bytes)
-    return _add_up(recording, capacity_bytes, fixed_bytes)
+    play = _play_cached if is_cached(recording) else _play_uncached
+    return play(recording, capacity_bytes, expandable_segments, fixed_bytes)
 
 
 def is_cached(recording: Recording) -> bool:
@@ -167,8 +157,9 @@ def is_cached(recording: Recording) -> bool:
     return recording.rounding_bytes == MIN_BLOCK_BYTES
 
 
-def _play(recording: Recording, allocator: CachingAllocator, fixed_bytes: int) -> Replay:
-    blocks, allocates = _events(recording)
+def _play_cached(recording: Recording, capacity_bytes: int | None, expandable: bool, fixed_bytes: int) -> Replay:
+    allocator = CachingAllocator(capacity_bytes, expandable)
+    blocks, allocates = recording.event_block.tolist(), recording.event_allocates.tolist()
     sizes, streams = recording.block_bytes.tolist(), recording.block_stream.tolist()
     held = [0] * len(sizes)
     alive: dict[int, Block] = {}
@@ -189,7 +180,7 @@ def _play(recording: Recording, allocator: CachingAllocator, fixed_bytes: int) -
             free(alive.pop(block))
         note(allocator.reserved_bytes)
     held_bytes = np.array(held, dtype=np.int64)
-    allocated = base + running_total(recording, held_bytes)[: len(reserved)]
+    allocated = base + np.cumsum(changes(recording, held_bytes))[: len(reserved)]
     return Replay(
         allocated_bytes=allocated, reserved_bytes=np.array(reserved, dtype=np.int64), held_bytes=held_bytes,
         peak_allocated_bytes=allocator.peak_allocated_bytes, peak_reserved_bytes=allocator.peak_reserved_bytes,
@@ -197,18 +188,13 @@ def _play(recording: Recording, allocator: CachingAllocator, fixed_bytes: int) -
     )  # fmt: skip
 
 
-def _events(recording: Recording) -> tuple[list[int], list[bool]]:
-    return recording.event_block.tolist(), recording.event_allocates.tolist()
-
-
-def _add_up(recording: Recording, capacity_bytes: int | None, fixed_bytes: int) -> Replay:
-    """The CPU's case: no cache, so that sums will do."""
+def _play_uncached(recording: Recording, capacity_bytes: int | None, _expandable: bool, fixed_bytes: int) -> Replay:
     held = recording.rounded_bytes
-    allocated = fixed_bytes + running_total(recording, held)
-    over = allocated > capacity_bytes if capacity_bytes is not None else np.zeros(len(allocated), dtype=np.bool_)
+    allocated = fixed_bytes + np.cumsum(changes(recording, held))
+    over = np.flatnonzero(allocated > (np.inf if capacity_bytes is None else capacity_bytes))
     failed = None
-    if over.any():
-        event = int(over.argmax())
+    if len(over):
+        event = int(over[0])
         before = int(allocated[event - 1]) if event else fixed_bytes
         failed = OutOfMemory(int(held[recording.event_block[event]]), before, before)
         allocated = allocated[:event]
@@ -219,11 +205,6 @@ def _add_up(recording: Recording, capacity_bytes: int | None, fixed_bytes: int) 
     )  # fmt: skip
 
 
-def running_total(recording: Recording, held_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(events,) the sum of the blocks alive after each event."""
-    return np.cumsum(changes(recording, held_bytes))
-
-
 def changes(recording: Recording, held_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
     """(events,) what each event adds, or takes away."""
     sizes = held_bytes[recording.event_block]
@@ -231,20 +212,29 @@ def changes(recording: Recording, held_bytes: NDArray[np.int64]) -> NDArray[np.i
 
 
 OPERATOR = "cublas_workspace"
-
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "linear_backward"})
-_BACKWARD = PHASES.index("backward")
 
 
 def with_cublas_workspaces(recording: Recording, workspace_bytes: int) -> Recording:
-    """The recording with a block of `workspace_bytes` before each thread's first product of matrices is done."""
-    firsts = _first_products(recording) if workspace_bytes else []
-    if not firsts:
+    """The recording with the workspace that cuBLAS keeps for each thread, from its first matrix product on.
+
+    It comes from the caching allocator, but no operator returns it and its size depends on the card, so it is added
+    when a recording meets a card. Forward pass and optimizer run on one thread, backward passes on another. A product
+    allocates its result first, and the workspace after it.
+    """
+    names = [place for place, name in enumerate(recording.names) if name.partition(".")[0] in _PRODUCTS]
+    products = np.isin(recording.operator_name, names)
+    backward = recording.operator_phase == PHASES.index("backward")
+    threads = [np.flatnonzero(products & on_thread) for on_thread in (~backward, backward)]
+    operators = np.array(sorted(int(found[0]) for found in threads if len(found)))
+    count = len(operators)
+    if not count or not workspace_bytes:
         return recording
-    count = len(firsts)
-    places = [_after_output(recording, operator) for operator in firsts]
-    names = (*recording.names, OPERATOR)
-    operators = np.array(firsts)
+    places = []
+    for operator in operators:
+        place = int(np.searchsorted(recording.event_time, operator))
+        own = place < len(recording.event_time) and recording.event_time[place] == operator
+        places.append(place + int(own and recording.event_allocates[place]))
 
     def longer(values: NDArray[np.generic], more: object) -> NDArray[np.generic]:
         return np.append(values, np.full(count, more, dtype=values.dtype))
@@ -252,7 +242,7 @@ def with_cublas_workspaces(recording: Recording, workspace_bytes: int) -> Record
     changed = {
         "block_bytes": longer(recording.block_bytes, workspace_bytes),
         "block_category": longer(recording.block_category, CATEGORIES.index("workspace")),
-        "block_operator": longer(recording.block_operator, len(names) - 1),
+        "block_operator": longer(recording.block_operator, len(recording.names)),
         "block_module": np.append(recording.block_module, recording.operator_module[operators]),
         "block_phase": np.append(recording.block_phase, recording.operator_phase[operators]),
         "block_stream": longer(recording.block_stream, 0),
@@ -260,20 +250,4 @@ def with_cublas_workspaces(recording: Recording, workspace_bytes: int) -> Record
         "event_allocates": np.insert(recording.event_allocates, places, np.ones(count, dtype=np.bool_)),
         "event_time": np.insert(recording.event_time, places, operators),
     }
-    return replace(recording, names=names, **changed)  # type: ignore[arg-type]
-
-
-def _first_products(recording: Recording) -> list[int]:
-    """The first product on the main thread and the first in a backward pass, where there are any; in that order."""
-    names = [place for place, name in enumerate(recording.names) if name.partition(".")[0] in _PRODUCTS]
-    products = np.isin(recording.operator_name, names)
-    backward = recording.operator_phase == _BACKWARD
-    found = [np.flatnonzero(products & on_thread) for on_thread in (~backward, backward)]
-    return sorted(int(operators[0]) for operators in found if len(operators))
-
-
-def _after_output(recording: Recording, operator: int) -> int:
-    """Where in the events: a product first allocates what it returns, then asks for its handle."""
-    place = int(np.searchsorted(recording.event_time, operator))
-    own = place < len(recording.event_time) and recording.event_time[place] == operator
-    return place + int(own and recording.event_allocates[place])
+    return replace(recording, names=(*recording.names, OPERATOR), **changed)  # type: ignore[arg-type]

@@ -2,15 +2,13 @@
 
     bytes(batch) = bytes(first) + (bytes(second) - bytes(first)) / (second - first) × (batch - first)
 
-Bytes are those asked for; rounding up comes after. It holds where both recordings tell the same story: the same
-operators in the same order, the same blocks born and freed at the same operators. Blocks are matched by the order of
-their creation; frees at one operator may come in another order, as those of the autocast cache do.
+Bytes are as requested; the allocator rounds them later. It holds where both recordings show the same operators in the
+same order, and the same blocks allocated and freed at the same operators. Blocks are matched by the order of their
+creation; frees at one operator may come in another order, as those of the autocast cache do.
 
-Refused, with the reason: stories that differ, a block that grows by a fraction of a byte per sample, and one that would
-be smaller than nothing at batch size 0, as whatever grows faster than the batch would be (a similarity of all pairs).
-Known limit: what grows in stairs looks flat or steep between two points; `differs_from` a third recording tells.
-
-The fact `unsure_workspace_bytes` is the largest of many operators' and may bend, so that it is bounded from above.
+Refused, with the reason: recordings that differ otherwise, a block that grows by a fraction of a byte per sample, and a
+block that would be negative at batch size 0 because it grows faster than the batch (a similarity of all pairs).
+Known limit: what grows in stairs looks flat or steep between two points; `differs_from` a third recording shows it.
 """
 
 from __future__ import annotations
@@ -62,31 +60,30 @@ class BatchScaling:
         return replace(first, block_bytes=sizes, batch_size=batch_size, facts=facts)
 
     def differs_from(self, recording: Recording) -> str:
-        """What a third recording shows to be otherwise than foretold; empty when nothing is."""
+        """The first difference between a third recording and the predicted one; empty when there is none."""
         reason = difference(self._first, recording)
         if reason:
             return reason
-        foretold = self.at(recording.batch_size)
-        wrong = np.flatnonzero(foretold.block_bytes != recording.block_bytes)
-        if not len(wrong):
+        predicted = self.at(recording.batch_size)
+        block = _first_unequal(predicted.block_bytes, recording.block_bytes)
+        if block is None:
             return ""
-        block = int(wrong[0])
         return (
-            f"{_block(foretold, block)} was foretold to take {foretold.block_bytes[block]} bytes at batch size "
+            f"{_block(predicted, block)} was predicted to take {predicted.block_bytes[block]} bytes at batch size "
             f"{recording.batch_size}, but takes {recording.block_bytes[block]}"
         )
 
 
 def _unsure_at(batch_size: int, *recordings: Recording) -> dict[str, int]:
-    """What may be needed beyond the blocks at a batch size, where the recordings say so.
+    """The fact `unsure_workspace_bytes` at a batch size, where the recordings have one.
 
-    Each operator's share grows at most in proportion to the batch, and never shrinks.
+    It is the largest share of many operators, each of which grows at most in proportion to the batch and never shrinks.
+    So the recording at the next larger batch bounds it from above, or the largest one scaled up.
     """
     known = {recording.batch_size: int(recording.facts.get(_UNSURE, 0)) for recording in recordings}
     if not any(known.values()):
         return {}
-    above = [batch for batch in known if batch >= batch_size]
-    if above:
+    if above := [batch for batch in known if batch >= batch_size]:
         return {_UNSURE: known[min(above)]}
     largest = max(known)
     return {_UNSURE: -(-known[largest] * batch_size // largest)}
@@ -120,10 +117,6 @@ def difference(first: Recording, second: Recording) -> str:
     ):
         if one != other:
             return f"the recordings differ in the {what}: {one} and {other}"
-    return _other_operators(first, second) or _other_blocks(first, second) or _other_lives(first, second)
-
-
-def _other_operators(first: Recording, second: Recording) -> str:
     same = _renamed(second, first)
     for column in ("operator_name", "operator_module"):
         at = _first_unequal(getattr(first, column), same[getattr(second, column)])
@@ -131,30 +124,22 @@ def _other_operators(first: Recording, second: Recording) -> str:
             one, other = (recording.names[getattr(recording, column)[at]] for recording in (first, second))
             return f"operator {at} differs: {one!r} and {other!r}"
     at = _first_unequal(first.operator_phase, second.operator_phase)
-    return "" if at is None else f"operator {at} runs in another phase"
-
-
-def _other_blocks(first: Recording, second: Recording) -> str:
-    same = _renamed(second, first)
-    for what, one, other in (
+    if at is not None:
+        return f"operator {at} runs in another phase"
+    for what, mine, theirs in (
         ("operator", first.block_operator, same[second.block_operator]),
         ("module", first.block_module, same[second.block_module]),
         ("phase", first.block_phase, second.block_phase),
         ("category", first.block_category, second.block_category),
         ("stream", first.block_stream, second.block_stream),
     ):
-        at = _first_unequal(one, other)
+        at = _first_unequal(mine, theirs)
         if at is not None:
             return f"{_block(first, at)} and {_block(second, at)} differ in their {what}"
-    return ""
-
-
-def _other_lives(first: Recording, second: Recording) -> str:
-    """Blocks born in another order, or freed at another operator."""
-    born = [recording.event_block[recording.event_allocates] for recording in (first, second)]
-    at = _first_unequal(*born)
+    created, created_too = (recording.event_block[recording.event_allocates] for recording in (first, second))
+    at = _first_unequal(created, created_too)
     if at is not None:
-        return f"{_block(first, int(born[0][at]))} is allocated in another order"
+        return f"{_block(first, int(created[at]))} is allocated in another order"
     for what, allocates in (("allocated", True), ("freed", False)):
         at = _first_unequal(_times(first, allocates), _times(second, allocates))
         if at is not None:

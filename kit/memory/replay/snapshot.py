@@ -46,115 +46,90 @@ def to_snapshot(
 
     A recording of the CPU is drawn too, in the segments that CUDA would have used for it.
     """
-    return _Writer(recording, capacity_bytes, expandable_segments).written()
+    writer = _Writer(recording, capacity_bytes, expandable_segments)
+    for block, allocates, time in zip(
+        recording.event_block.tolist(), recording.event_allocates.tolist(), recording.event_time.tolist(), strict=True
+    ):
+        if recording.block_bytes[block] and not writer.play(block, allocates, time):
+            break
+    owners = {id(place): block for block, place in writer.alive.items()}
+    return {
+        "segments": [writer.segment_entry(places, owners) for places in writer.allocator.segments()],
+        "device_traces": [writer.trace], "allocator_settings": {"expandable_segments": expandable_segments},
+        "external_annotations": [],
+    }  # fmt: skip
 
 
 class _Writer:
+    """The trace of a replay: an entry for each event, and for what the driver gave or got back meanwhile."""
+
     def __init__(self, recording: Recording, capacity_bytes: int | None, expandable_segments: bool) -> None:
-        self.recording = recording
-        self.allocator = CachingAllocator(capacity_bytes, expandable_segments, self._segment)
+        self.allocator = CachingAllocator(capacity_bytes, expandable_segments, self._driver)
         self.trace: list[Entry] = []
         self.alive: dict[int, Block] = {}
-        self.frames = _frames(recording)
-        self.now = self.block = 0
+        self._sizes, self._streams = recording.block_bytes.tolist(), recording.block_stream.tolist()
+        self._frames = _frames(recording)
+        self._now = self._block = 0
 
-    def written(self) -> dict[str, Any]:
-        events = self.recording
-        for block, allocates, time in zip(
-            events.event_block.tolist(), events.event_allocates.tolist(), events.event_time.tolist(), strict=True
-        ):
-            self.block, self.now = block, time
-            if not events.block_bytes[block]:
-                continue
-            if not allocates:
-                self._free()
-            elif not self._allocate():
-                break
-        settings = {"expandable_segments": self.allocator.expandable_segments}
-        return {
-            "segments": self._segments(), "device_traces": [self.trace], "allocator_settings": settings,
-            "external_annotations": [],
-        }  # fmt: skip
-
-    def _allocate(self) -> bool:
-        size, stream = self._size(), self._stream()
-        place = self.allocator.malloc(size, stream)
-        if place is None:
+    def play(self, block: int, allocates: bool, time: int) -> bool:
+        """Play one event; False when memory runs out."""
+        self._block, self._now = block, time
+        size, stream = self._sizes[block], self._streams[block]
+        if not allocates:
+            place = self.alive.pop(block)
+            address = place.address
+            self.allocator.free(place)
+            for action in ("free_requested", "free_completed"):
+                self._note(action, address, size, stream)
+            return True
+        found = self.allocator.malloc(size, stream)
+        if found is None:
             free = (self.allocator.capacity_bytes or 0) - self.allocator.reserved_bytes
             self._note("oom", free, size, stream, device_free=free)
             return False
-        self.alive[self.block] = place
-        self._note("alloc", place.address, size, stream)
+        self.alive[block] = found
+        self._note("alloc", found.address, size, stream)
         return True
 
-    def _free(self) -> None:
-        place = self.alive.pop(self.block)
-        address = place.address
-        self.allocator.free(place)
-        for action in ("free_requested", "free_completed"):
-            self._note(action, address, self._size(), self._stream())
-
-    def _segment(self, address: int, size: int, stream: int) -> None:
-        """The driver gave memory, or got it back."""
-        given, taken = (
-            ("segment_map", "segment_unmap")
-            if self.allocator.expandable_segments
-            else ("segment_alloc", "segment_free")
-        )
-        self._note(given if size > 0 else taken, address, abs(size), stream)
+    def _driver(self, address: int, size: int, stream: int) -> None:
+        given, taken = ("map", "unmap") if self.allocator.expandable_segments else ("alloc", "free")
+        self._note(f"segment_{given if size > 0 else taken}", address, abs(size), stream)
 
     def _note(self, action: str, address: int, size: int, stream: int, **more: int) -> None:
-        frames = self.frames[self.block]
-        self.trace.append(
-            {"action": action, "addr": address, "size": size, "stream": stream, "frames": frames, "time_us": self.now}
-            | more
-        )
+        frames = self._frames[self._block]
+        entry = {"action": action, "addr": address, "size": size, "stream": stream, "frames": frames}
+        self.trace.append({**entry, "time_us": self._now, **more})
 
-    def _size(self) -> int:
-        return int(self.recording.block_bytes[self.block])
-
-    def _stream(self) -> int:
-        return int(self.recording.block_stream[self.block])
-
-    def _segments(self) -> list[Entry]:
-        owners = {id(place): block for block, place in self.alive.items()}
-        return [self._segment_entry(blocks, owners) for blocks in self.allocator.segments()]
-
-    def _segment_entry(self, blocks: list[Block], owners: dict[int, int]) -> Entry:
-        pool = blocks[0].pool
-        entries = [self._block_entry(block, owners.get(id(block))) for block in blocks]
-        active = sum(block.size_bytes for block in blocks if block.state == ACTIVE)
-        requested = sum(entry["requested_size"] for entry in entries if entry["state"] == "active_allocated")
-        return {
-            "device": 0, "address": blocks[0].address, "total_size": sum(block.size_bytes for block in blocks),
-            "allocated_size": active, "active_size": active, "requested_size": requested, "stream": pool.stream,
-            "segment_type": "small" if pool.is_small else "large", "segment_pool_id": (0, 0),
-            "is_expandable": self.allocator.expandable_segments, "frames": [], "blocks": entries,
-        }  # fmt: skip
-
-    def _block_entry(self, place: Block, block: int | None) -> Entry:
-        if block is None:
-            return {
+    def segment_entry(self, places: list[Block], owners: dict[int, int]) -> Entry:
+        pool = places[0].pool
+        blocks: list[Entry] = []
+        for place in places:
+            entry: Entry = {
                 "address": place.address, "size": place.size_bytes, "requested_size": 0, "state": "inactive",
                 "frames": [],
             }  # fmt: skip
+            if (block := owners.get(id(place))) is not None:
+                requested = self._sizes[block]
+                entry |= {"requested_size": requested, "state": "active_allocated", "frames": self._frames[block]}
+            blocks.append(entry)
+        active = sum(place.size_bytes for place in places if place.state == ACTIVE)
         return {
-            "address": place.address, "size": place.size_bytes,
-            "requested_size": int(self.recording.block_bytes[block]), "state": "active_allocated",
-            "frames": self.frames[block],
+            "device": 0, "address": places[0].address, "total_size": sum(place.size_bytes for place in places),
+            "allocated_size": active, "active_size": active,
+            "requested_size": sum(entry["requested_size"] for entry in blocks), "stream": pool.stream,
+            "segment_type": "small" if pool.is_small else "large", "segment_pool_id": (0, 0),
+            "is_expandable": self.allocator.expandable_segments, "frames": [], "blocks": blocks,
         }  # fmt: skip
 
 
 def _frames(recording: Recording) -> list[list[Entry]]:
     """Per block, what stands for a stack."""
     names = recording.names
+    columns = (recording.block_operator, recording.block_category, recording.block_module, recording.block_phase)
     return [
         [
             {"name": names[operator] or "-", "filename": CATEGORIES[category], "line": 0},
             {"name": names[module] or "-", "filename": PHASES[phase], "line": 0},
         ]
-        for operator, category, module, phase in zip(
-            recording.block_operator.tolist(), recording.block_category.tolist(), recording.block_module.tolist(),
-            recording.block_phase.tolist(), strict=True,
-        )
-    ]  # fmt: skip
+        for operator, category, module, phase in zip(*(column.tolist() for column in columns), strict=True)
+    ]
