@@ -1,48 +1,53 @@
-"""PoissonNMF: topics of a count matrix, by gradient descent; the model, loss and schedule of tinytopics.
+"""Topics: a corpus of known topics, the topic model of tinytopics, and how much of the truth it found.
 
+`Corpus` makes documents of which the topics are known, any row block first, of any size. Term counts are Poisson with
+mean `length` × share × term, so a document has Poisson(`length`) terms in all and their kinds are multinomial: what
+tinytopics draws, without a draw for each document. Shares are Dirichlet(`mixing`) and terms of a topic
+Dirichlet(`spread`). Documents are drawn in groups of GROUP, each from a generator of its own: equal seeds give equal
+documents however they are cut into row blocks, and memory holds one group and the topics.
+
+`PoissonNMF` finds the topics of a count matrix by gradient descent, with the model, loss and schedule of tinytopics.
 Document d draws its terms from a mixture of topics: X[d] ~ Poisson with rates shares[d] @ terms, both rows of
 probabilities, kept as the logits of a softmax. The loss is the sum over the samples of a batch of
 
     rate - X log(max(rate, 1e-10)),
 
-AdamW lowers it, and cosine annealing with warm restarts moves its rate after every batch. Initial weights are drawn as
-tinytopics draws them: the same torch seed gives the same ones. A batch is what `kit.RowData` yields, and only batches
-are ever on the device.
+AdamW lowers it, and cosine annealing with warm restarts changes the learning rate after every batch. Initial weights
+are drawn as tinytopics draws them: the same torch seed gives the same ones. A batch is what `kit.data.RowData` yields,
+and only batches are ever on the device. Three things differ from tinytopics and give the same numbers, but for
+rounding. Rates of a row add to one, so their sum is the number of samples, and their gradient vanishes behind the
+softmax: neither is computed. Rows of the document table that a batch does not touch wait (`RowAdamW`). The arithmetic
+is in 32 bits, whatever the precision of the Trainer. On several devices each rank's loss is its samples' times the
+number of
+ranks: averaged gradients are then those of the global batch, and so is the mean of the ranks' losses. Rank 0 alone
+writes the topics.
 
-What is done otherwise gives the same numbers, but for rounding. Rates of a row add to one, so their sum is the number
-of samples, and their gradient vanishes behind the softmax: neither is computed. Rows of the document table that a batch
-does not touch wait (`kit.models.topics`). The arithmetic is in 32 bits, whatever the precision of the Trainer.
-
-On several devices each rank's loss is its samples' times the number of ranks: averaged gradients are then those of the
-global batch, and so is the mean of the ranks' losses. Rank 0 alone writes what was found.
-
-RowAdamW: AdamW whose largest parameter is a table of which a step touches only a few rows; equal to AdamW's.
-
-AdamW moves every row at every step, also those without a gradient: averages fade, what they still hold moves the row,
-and decay shrinks it. For a table of as many rows as there are documents that is nearly all the time and traffic of a
-step. Here a row catches up when it is next touched: with averages m and v, over steps s = t + 1 ... now since its last,
+`RowAdamW` is AdamW whose largest parameter is a table of which a step touches only a few rows, and equal to AdamW.
+AdamW moves every row at every step, also those without a gradient: averages fade, their remainder moves the row, and
+decay shrinks it. For a table of as many rows as there are documents that is nearly all the time and traffic of a step.
+Here a row catches up when it is next touched: with averages m and v, over steps s = t + 1 ... now since its last,
 
     row = row (d_now / d_t) - m sum_s (d_now / d_s) lr_s b1^(s-t) / (1 - b1^s) / (sqrt(v b2^(s-t) / (1 - b2^s)) + eps)
 
 where d_s is the product of (1 - lr weight_decay) up to s. The sum ends where b1^(s-t) falls below 1e-8: less than a
 32-bit number can tell. A step costs the rows it touches and not the table; nothing is left out, nothing approximated
-beyond rounding.
+beyond rounding. The table itself is right after `settle`, which every `state_dict` does first; so a checkpoint is one
+of plain AdamW, and either goes on from the other's. Between ranks only touched rows travel, as mean gradients, like
+those of DDP.
 
-The table itself is right after `settle`, which every `state_dict` does first; so a checkpoint is one of plain AdamW,
-and either goes on from the other's. Between ranks only touched rows travel, as mean gradients, like those of DDP.
-
-Corpus: documents of which the topics are known, any row block first, of any size.
-
-Term counts are Poisson with mean `length` × share × term, so a document has Poisson(`length`) terms in all and their
-kinds are multinomial: what tinytopics draws, without a draw for each document. Shares are Dirichlet(`mixing`) and terms
-of a topic Dirichlet(`spread`). Documents are drawn in groups of GROUP, each from a generator of its own: equal seeds
-give equal documents however they are cut into row blocks, and memory holds one group and the topics.
+`compare_topics` pairs each true topic with one that was found, so that the cosines of their terms add to the most
+(`assign`, exact). A pair is described by the cosine of its terms, from 0 to 1, and by the correlation (Pearson) of its
+shares over the documents, from -1 to 1; NaN where one of them is the same in all.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import statistics
+import zipfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -54,7 +59,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.optim import AdamW
@@ -62,8 +67,9 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from typing_extensions import override
 
 from kit.config import resolve_path
-from kit.errors import ConfigError, Problem
-from kit.models.topic_recovery import Topics
+from kit.errors import ConfigError, PlanError, Problem, StoreError
+from kit.tables import FRAME, html_table, text_table
+from kit.targets import load_module_of_file
 
 LEAST_RATE = 1e-10
 _PRECISIONS = ("32-true", "bf16-mixed")
@@ -475,7 +481,7 @@ GROUP = 128
 
 
 class Corpus:
-    """`rows` is what `kit.write_rows` takes, with `shape`.
+    """`rows` is what `kit.data.write_rows` takes, with `shape`.
 
     Args:
         documents: Rows.
@@ -557,3 +563,211 @@ class Corpus:
         """Shares of a whole group, and the generator that goes on with its counts."""
         random = np.random.default_rng([self.seed, 1, number])
         return random, random.dirichlet(np.full(self.topics, self.mixing), size=GROUP)
+
+
+# -- what was found, beside the truth
+
+
+@dataclass(frozen=True, eq=False)
+class Topics:
+    """Shares and terms.
+
+    Raises:
+        ConfigError: when their shapes do not fit each other.
+    """
+
+    shares: NDArray[Any]
+    """How much of each document is of each topic, (documents, topics)."""
+    terms: NDArray[Any]
+    """How likely each term is in each topic, (topics, terms)."""
+
+    def __post_init__(self) -> None:
+        if self.shares.ndim != 2 or self.terms.ndim != 2 or self.shares.shape[1] != self.terms.shape[0]:
+            shapes = f"shares {self.shares.shape} and terms {self.terms.shape}"
+            raise ConfigError(f"{shapes} are not (documents, topics) and (topics, terms)")
+
+    @property
+    def count(self) -> int:
+        """Number of topics."""
+        return len(self.terms)
+
+    def __repr__(self) -> str:
+        documents, terms = len(self.shares), self.terms.shape[1]
+        return f"{self.count} topics of {documents:,} documents and {terms:,} terms"
+
+    def figure(self, kind: Literal["structure", "terms"] = "structure", *given: Any, **options: Any) -> Any:
+        """The shares of every document, or the most likely terms of each topic; see `charts.py` beside this file."""
+        charts = load_module_of_file(Path(__file__).with_name("charts.py"))
+        return getattr(charts, f"{kind}_figure")(self, *given, **options)
+
+    def save(self, path: str | Path) -> Path:
+        """Write an .npz file, in place of one that is there; returns where it is.
+
+        Raises:
+            StoreError: when it cannot be written.
+        """
+        place = resolve_path(path)
+        part = place.with_name(f".{place.name}.{os.getpid()}.part")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                np.savez(file, shares=self.shares, terms=self.terms)
+            part.replace(place)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise StoreError(f"{place} cannot be written: {error.strerror or error}; give another place") from error
+        return place
+
+
+def open_topics(path: str | Path) -> Topics:
+    """Topics that `Topics.save`, or `PoissonNMF` with a `save_path`, wrote.
+
+    Raises:
+        StoreError: when there is no such file, or it holds something else.
+    """
+    place = resolve_path(path)
+    try:
+        with np.load(place, allow_pickle=False) as kept:
+            return Topics(kept["shares"], kept["terms"])
+    except FileNotFoundError:
+        raise StoreError(f"{place} is not there; a fit writes it at its end, with model.arguments.save_path") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        raise StoreError(f"{place} holds no topics ({error}); PoissonNMF writes it") from error
+
+
+_COLUMNS = ("true topic", "found as", "share of all", "cosine of terms", "correlation of shares")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TopicRecovery:
+    """Each true topic beside the one that was found for it."""
+
+    order: tuple[int, ...]
+    """The topic found, for each true one."""
+    sizes: tuple[float, ...]
+    """How much of all documents is of each true topic."""
+    cosines: tuple[float, ...]
+    correlations: tuple[float, ...]
+    aligned: Topics
+    """What was found, in the order of the true topics."""
+
+    @property
+    def median_cosine(self) -> float:
+        return statistics.median(self.cosines)
+
+    @property
+    def median_correlation(self) -> float:
+        known = [value for value in self.correlations if math.isfinite(value)]
+        return statistics.median(known) if known else math.nan
+
+    @property
+    def sentence(self) -> str:
+        """In one line."""
+        worst = min(self.cosines)
+        return (
+            f"{len(self.order)} topics: median cosine of terms {self.median_cosine:.3f}, least {worst:.3f}; "
+            f"median correlation of shares {self.median_correlation:.3f}"
+        )
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        values = zip(self.order, self.sizes, self.cosines, self.correlations, strict=True)
+        return [
+            [str(place), str(found), f"{size:.1%}", f"{cosine:.3f}", f"{correlation:.3f}"]
+            for place, (found, size, cosine, correlation) in enumerate(values)
+        ]
+
+    def __repr__(self) -> str:
+        return f"{self.sentence}\n{text_table(_COLUMNS, self._rows)}"
+
+    def _repr_html_(self) -> str:
+        return f'<div style="{FRAME}">{self.sentence}</div>{html_table(_COLUMNS, self._rows)}'
+
+
+def compare_topics(found: Topics, truth: Topics) -> TopicRecovery:
+    """What was found beside the truth.
+
+    Args:
+        found: With at least as many topics.
+        truth: Of the same documents and terms.
+
+    Raises:
+        ConfigError: when they are not of the same documents and terms, or there are fewer topics than true ones.
+    """
+    sizes = [(len(one.shares), one.terms.shape[1]) for one in (found, truth)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"found are topics of {sizes[0]} documents and terms, true ones of {sizes[1]}; compare equals"
+        )
+    if found.count < truth.count:
+        raise ConfigError(f"{found.count} topics cannot be paired with {truth.count} true ones; find at least as many")
+    cosines = _unit(truth.terms) @ _unit(found.terms).T
+    order = assign(-cosines)
+    aligned = Topics(found.shares[:, list(order)], found.terms[list(order)])
+    return TopicRecovery(
+        order=order,
+        sizes=tuple(truth.shares.mean(0).tolist()),
+        cosines=tuple(cosines[place, column].item() for place, column in enumerate(order)),
+        correlations=tuple(_correlations(truth.shares, aligned.shares).tolist()),
+        aligned=aligned,
+    )
+
+
+def _unit(rows: NDArray[Any]) -> NDArray[Any]:
+    wide = rows.astype(np.float64)
+    return np.asarray(wide / np.linalg.norm(wide, axis=1, keepdims=True))
+
+
+def _correlations(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
+    """Of each column with the same one of the other."""
+    apart, also = (values - values.mean(0, dtype=np.float64) for values in (one, other))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray((apart * also).sum(0) / np.sqrt((apart**2).sum(0) * (also**2).sum(0)))
+
+
+def assign(costs: ArrayLike) -> tuple[int, ...]:
+    """The column of each row, no two the same, so that their costs add to the least.
+
+    The Hungarian method as shortest augmenting paths (Kuhn 1955; Jonker and Volgenant 1987), O(rows² × columns): one
+    row after another is placed, and those placed before make way along the cheapest path.
+
+    Args:
+        costs: (rows, columns), finite, with no more rows than columns.
+
+    Raises:
+        PlanError: for costs of another form.
+    """
+    given = np.asarray(costs, dtype=np.float64)
+    if given.ndim != 2 or given.shape[0] > given.shape[1] or not np.isfinite(given).all():
+        raise PlanError(f"costs {given.shape} are no finite (rows, columns) with at least as many columns as rows")
+    rows, columns = given.shape
+    of_row, of_column = np.zeros(rows), np.zeros(columns + 1)
+    taken = np.full(columns + 1, -1)  # the row that has each column; the last column is where a search begins
+    for row in range(rows):
+        _place(row, given, of_row, of_column, taken)
+    found = dict(zip(taken[:-1].tolist(), range(columns), strict=True))
+    return tuple(found[row] for row in range(rows))
+
+
+def _place(row: int, costs: NDArray[Any], of_row: NDArray[Any], of_column: NDArray[Any], taken: NDArray[Any]) -> None:
+    """Give `row` a column, by the cheapest path of rows that move on."""
+    columns = costs.shape[1]
+    least, before = np.full(columns, np.inf), np.full(columns, columns)
+    seen = np.zeros(columns + 1, bool)
+    at, taken[columns] = columns, row
+    while taken[at] >= 0:
+        seen[at] = True
+        here = taken[at]
+        reduced = costs[here] - of_row[here] - of_column[:-1]
+        nearer = ~seen[:-1] & (reduced < least)
+        least[nearer], before[nearer] = reduced[nearer], at
+        open_ = np.where(seen[:-1], np.inf, least)
+        following = int(open_.argmin())
+        step = open_[following]
+        of_row[taken[seen]] += step
+        of_column[seen] -= step
+        least[~seen[:-1]] -= step
+        at = following
+    while at != columns:
+        taken[at] = taken[before[at]]
+        at = int(before[at])

@@ -30,14 +30,14 @@ def train(asked: argparse.Namespace) -> None:
     corpus = kit.Corpus(asked.documents, asked.terms, asked.topics, asked.length, asked.seed)
     source, found = _write(corpus, asked.folder), asked.folder / "topics.npz"
     config = _config(asked, source, found)
-    print(kit.predict_memory(None, "kit:RowData", config))
-    trial = kit.fit(None, "kit:RowData", config).wait()
+    print(kit.predict_memory(config, data="kit.data:RowData"))
+    trial = kit.fit(config, data="kit.data:RowData").wait()
     print(trial)
     topics = kit.open_topics(found)
     recovery = kit.compare_topics(topics, corpus.truth)
     print(recovery)
-    figures = {"loss": kit.loss_figure(trial), "structure": kit.structure_figure(recovery.aligned)}
-    figures["terms"] = kit.terms_figure(recovery.aligned)
+    figures = {"loss": trial.figure("loss"), "structure": recovery.aligned.figure("structure")}
+    figures["terms"] = recovery.aligned.figure("terms")
     for name, figure in figures.items():
         figure.savefig(asked.folder / f"{name}.png", facecolor="white", dpi=200)
         print(asked.folder / f"{name}.png")
@@ -47,19 +47,21 @@ def _write(corpus: kit.Corpus, folder: Path) -> Path:
     settings = {name: value for name, value in vars(corpus).items() if isinstance(value, int | float | tuple)}
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:10]
     path = folder / f"corpus-{digest}.npy"
-    print(kit.array_bytes(corpus.shape, path=path))
+    print(kit.data.array_bytes(corpus.shape, path=path))
     if not path.exists():
-        kit.write_rows(path, corpus.rows, corpus.shape)
+        kit.data.write_rows(path, corpus.rows, corpus.shape)
     return path
 
 
 def _config(asked: argparse.Namespace, source: Path, found: Path) -> kit.Config:
     sizes = {"documents": asked.documents, "terms": asked.terms, "topics": asked.topics}
     steps = asked.epochs * -(-asked.documents // (asked.batch_size * asked.devices))
-    return kit.Config.load(Path(__file__).with_name("recipe.yaml")).replace({
+    here = Path(__file__)
+    return kit.Config.load(here.with_name("recipe.yaml")).replace({
         "hardware.accelerator": "auto", "hardware.devices": asked.devices,
         "hardware.strategy": "ddp" if asked.devices > 1 else "none", "training.seed": asked.seed,
         "loader.batch_size": asked.batch_size, "data.arguments": {"source": str(source)},
+        "model.target": f"{here.with_name('topics.py')}:PoissonNMF",
         "model.arguments": {**sizes, "save_path": str(found)}, "trial.max_steps": steps,
         "trial.folder": str(asked.folder / "runs"),
     })  # fmt: skip

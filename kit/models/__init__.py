@@ -1,16 +1,16 @@
 """Small honest models whose size is one dial. Importing this package imports torch and lightning."""
 
+from typing import Any
+
 from kit.models.gpt import GPT, Tokens
-from kit.models.topics import Corpus, PoissonNMF
 from kit.models.unet import UNet
 from kit.models.zoo import Encoder, Field, RandomData, Recommender, Recurrent, ResNet, Sketches, SketchModel
+from kit.registry import load_file
 
 __all__ = [
     "GPT",
-    "Corpus",
     "Encoder",
     "Field",
-    "PoissonNMF",
     "RandomData",
     "Recommender",
     "Recurrent",
@@ -20,3 +20,12 @@ __all__ = [
     "Tokens",
     "UNet",
 ]
+
+_BESIDE_DATASETS = {"Corpus": "datasets/topics/topics.py", "PoissonNMF": "datasets/topics/topics.py"}
+"""Files of earlier versions name them here."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _BESIDE_DATASETS:
+        raise AttributeError(f"module 'kit.models' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(load_file(_BESIDE_DATASETS[name]), name)

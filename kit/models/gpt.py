@@ -9,23 +9,21 @@ It can be trained in sequence chunks (`levers.sequence_chunk`): the keys and val
 of them, or as many as the window reaches. The loss is that of the whole sequence; the gradient is not quite: it ends at
 the state, so that no token teaches the keys and values of an earlier chunk.
 
-`Tokens` are uniformly random and seeded: enough to measure a model, and its loss can fall no lower than the tokens that
-are repeated let it. Nothing here reads a file.
+`Tokens` are uniformly random and seeded: enough to measure a model, and its loss falls only as far as repeated tokens
+allow. Nothing here reads a file.
 """
 
 from __future__ import annotations
 
 import math
-from typing import overload
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
 from kit.errors import ConfigError
-from kit.models.zoo import Field, RandomData
+from kit.models.zoo import Field, Learner, RandomData
 
 Seen = tuple[()] | tuple[Tensor, Tensor]
 """Keys and values of earlier tokens, (batch, head, token, width) each, as one block computed them; () of none."""
@@ -46,12 +44,8 @@ class DecoderBlock(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
         )
 
-    @overload
-    def forward(self, values: Tensor) -> Tensor: ...
-    @overload
-    def forward(self, values: Tensor, seen: Seen) -> tuple[Tensor, Seen]: ...
     def forward(self, values: Tensor, seen: Seen | None = None) -> Tensor | tuple[Tensor, Seen]:
-        """Of a whole sequence the values; with what was `seen` before, also what the tokens after these will see."""
+        """The values of a whole sequence; after tokens already `seen`, also what later tokens will see."""
         values, now = self._attended(values, seen)
         values = values + self.perceptron(self.norm_perceptron(values))
         return values if seen is None else (values, now)
@@ -63,12 +57,11 @@ class DecoderBlock(nn.Module):
             keys, mixed = torch.cat([seen[0], keys], dim=2), torch.cat([seen[1], mixed], dim=2)
         found = attend(queries, keys, mixed, self.window)
         values = values + self.projection(found.transpose(1, 2).flatten(2))
-        return values, () if seen is None else self._seen_later(keys, mixed)
-
-    def _seen_later(self, keys: Tensor, values: Tensor) -> Seen:
-        """A copy of what the window still reaches, which does not hold the rest."""
+        if seen is None:
+            return values, ()
+        # A copy of what the window still reaches, which does not keep the rest alive.
         first = 0 if self.window is None else max(0, keys.shape[2] - self.window + 1)
-        return keys[:, :, first:].detach().clone(), values[:, :, first:].detach().clone()
+        return values, (keys[:, :, first:].detach().clone(), mixed[:, :, first:].detach().clone())
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
@@ -122,7 +115,7 @@ def _with_block_before(blocks: Tensor) -> Tensor:
     return torch.cat([blocks[:, :, :-1], blocks[:, :, 1:]], dim=3)
 
 
-class GPT(LightningModule):
+class GPT(Learner):
     """A causal language model.
 
     Args:
@@ -148,22 +141,18 @@ class GPT(LightningModule):
         learning_rate: float = 3e-4,
         window: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate)
         if window is not None and window < 1:
             raise ConfigError(f"a window of {window} tokens sees nothing; use 1 or more, or none")
         if width % heads:
             raise ConfigError(f"GPT's width {width} cannot be shared by {heads} heads; make it a multiple of {heads}")
         self.save_hyperparameters()
-        self.context, self.learning_rate = context, learning_rate
+        self.context = context
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(DecoderBlock(width, heads, window) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self._initialize(layers)
-        self.head.weight = self.tokens.weight
-
-    def _initialize(self, layers: int) -> None:
-        """GPT-2's: deviation 0.02, and less for what adds up along the shortcuts."""
+        # As GPT-2: deviation 0.02, and less for what adds up along the shortcuts.
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -172,6 +161,7 @@ class GPT(LightningModule):
         for name, weight in self.named_parameters():
             if name.endswith(("projection.weight", "perceptron.2.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
+        self.head.weight = self.tokens.weight
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
@@ -197,6 +187,7 @@ class GPT(LightningModule):
         values: Tensor = self.tokens(tokens) + self.positions(torch.arange(before, length, device=tokens.device))
         return values
 
+    @override
     def loss(self, batch: Tensor) -> Tensor:
         """Mean cross-entropy of the token that follows each, over (batch, token + 1)."""
         return _cross_entropy(self(batch[:, :-1]), batch[:, 1:])
@@ -223,16 +214,6 @@ class GPT(LightningModule):
         self.log("loss", loss, batch_size=len(tokens))
         return loss, (before + tokens.shape[1], now)
 
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss, batch_size=len(batch))
-        return loss
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
-
 
 def _cross_entropy(logits: Tensor, following: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
@@ -243,7 +224,7 @@ class Tokens(RandomData):
 
     Args:
         vocabulary: Number of different tokens.
-        context: Tokens of a sequence that are read; one more is there to be foretold.
+        context: Tokens of a sequence that are read; one more is there to be predicted.
         batch_size: Sequences per batch on each device.
         sequences: Sequences in an epoch.
         seed: Equal seeds give equal sequences.

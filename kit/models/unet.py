@@ -2,8 +2,8 @@
 
 It predicts the change from the latest slice it sees, so that an untrained network is exactly persistence ("tomorrow is
 like today"), and pays the mean squared error over the elements that are valid. Missing elements are neither read nor
-scored. Under data parallelism each rank averages over its own valid elements, so ranks with fewer of them weigh more
-per element than in one large batch.
+scored. The mean is over the valid elements of all ranks, so that gradients are those of one large batch on one rank.
+With accumulation each micro-batch has a mean of its own: one with fewer valid elements then weighs more per element.
 
 The channels are `width` at full resolution and double at each of `depth` halvings. Any spatial size works: it is padded
 at its far edges to a multiple of 2**depth and cropped again.
@@ -15,16 +15,16 @@ import math
 from typing import TypedDict
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
 from kit.errors import ConfigError
+from kit.models.zoo import Learner
 
 
 class Batch(TypedDict):
-    """What `kit.PatchData` yields."""
+    """What `kit.data.PatchData` yields."""
 
     values: Tensor
     """(batch, variable, time, lat, lon), float32, in standard deviations."""
@@ -53,7 +53,7 @@ class ConvolutionBlock(nn.Module):
         return kept + change
 
 
-class UNet(LightningModule):
+class UNet(Learner):
     """Forecast of gridded fields.
 
     Args:
@@ -67,9 +67,9 @@ class UNet(LightningModule):
     def __init__(
         self, variables: int = 3, history: int = 1, width: int = 16, depth: int = 3, learning_rate: float = 1e-3
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate)
         self.save_hyperparameters()
-        self.variables, self.history, self.depth, self.learning_rate = variables, history, depth, learning_rate
+        self.variables, self.history, self.depth = variables, history, depth
         channels = [width * 2**level for level in range(depth + 1)]
         inputs = [variables * history, *channels[:-1]]
         pairs = list(zip(channels[1:], channels[:-1], strict=True))
@@ -86,7 +86,9 @@ class UNet(LightningModule):
     def forward(self, past: Tensor) -> Tensor:
         """(batch, variable, history, lat, lon) to the slice after it, (batch, variable, lat, lon)."""
         height, breadth = past.shape[-2:]
-        features = functional.pad(past.flatten(1, 2), self._padding(height, breadth), mode="replicate")
+        multiple = 2**self.depth
+        padding = 0, -breadth % multiple, 0, -height % multiple
+        features = functional.pad(past.flatten(1, 2), padding, mode="replicate")
         kept: list[Tensor] = []
         for level, block in enumerate(self.encoder):
             features = block(features if level == 0 else functional.avg_pool2d(features, 2))
@@ -97,10 +99,7 @@ class UNet(LightningModule):
         change: Tensor = self.head(features)[..., :height, :breadth]
         return past[:, :, -1] + change
 
-    def _padding(self, height: int, breadth: int) -> tuple[int, int, int, int]:
-        multiple = 2**self.depth
-        return 0, -breadth % multiple, 0, -height % multiple
-
+    @override
     def loss(self, batch: Batch) -> Tensor:
         """Mean squared error over the valid elements of the last slice.
 
@@ -111,8 +110,7 @@ class UNet(LightningModule):
         self._check(values)
         values = values.where(valid, 0.0)
         error: Tensor = (self(values[:, :, : self.history]) - values[:, :, -1]) ** 2
-        scored = valid[:, :, -1]
-        return (error * scored).sum() / scored.sum().clamp(min=1)
+        return self.masked_mean(error, valid[:, :, -1])
 
     def _check(self, values: Tensor) -> None:
         if values.ndim != 5:
@@ -127,13 +125,3 @@ class UNet(LightningModule):
                 f"a patch has {time} time slices, {self.history} of history and 1 to forecast need "
                 f"{self.history + 1}; set {wanted}"
             )
-
-    @override
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss, batch_size=len(batch["values"]))
-        return loss
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)

@@ -1,27 +1,20 @@
-"""One model of each kind that behaves differently in memory, small enough to read, real enough to be measured.
+"""Small models of the kinds that differ in memory, random samples for them, and a model of entities and their events.
 
 `ResNet` holds activations of convolutions, `Encoder` attention with dropout, `Recommender` parameters that few samples
 touch, `Recurrent` a state that lives through time. With `GPT` and `UNet` they are what kit's predictions are tried on.
 The defaults are sizes that people train: ResNet-50, BERT base, 64 million numbers of embeddings.
 
-Random samples of given shapes: enough to measure a model, and there is nothing to download.
+`RandomData` draws sample i from a generator seeded by i: nothing is kept in memory, samples come in any order, and
+equal seeds give equal samples on any machine.
 
-Sample i is drawn from a generator seeded by i, so that nothing is kept in memory, any sample comes first, and equal
-seeds give equal samples on any machine.
-
-SketchModel: foretells what an entity will do next from sketches of what it did, whose size is set by its dials.
-
-A batch is what `kit.EventData` gives (see `kit.data.tables.features`): sketches, numbers and categories of an entity's
-earlier events, and as target the sketch of its later ones. Nothing is labelled by hand. The square root of a sketch has
-length 1 in each row of buckets, so that rare and frequent values weigh alike; it goes through one linear layer, as the
-numbers do, to which an embedding of each category is added. Then come `num_layers` residual blocks and a linear layer
-that gives a distribution over each row of buckets.
-
-The loss is the Kullback-Leibler divergence of the target from that distribution, in nats, averaged over the rows of
-buckets that have a target: 0 when every later event is foretold with its frequency. A model that gives every bucket of
-a row the same chance has the logarithm of the width less the entropy of the target.
-
-`Sketches` are random sketches of that form: enough to measure a model, with nothing in them to be learnt.
+`SketchModel` predicts what an entity will do next from sketches of what it did. A batch is what `kit.data.EventData`
+gives (see `kit.data.tables.features`): sketches, numbers and categories of an entity's earlier events, and as target
+the sketch of its later ones, so nothing is labelled by hand. The square root of a sketch has length 1 in each row of
+buckets, so that rare and frequent values weigh alike; it goes through one linear layer, as the numbers do, to which an
+embedding of each category is added. Then come `num_layers` residual blocks and a linear layer that gives a distribution
+over each row of buckets. The loss is the Kullback-Leibler divergence of the target from that distribution, in nats,
+averaged over the rows of buckets that have a target: 0 when every later event is predicted with its frequency. A model
+that gives every bucket of a row the same chance has the logarithm of the width less the entropy of the target.
 """
 
 from __future__ import annotations
@@ -44,25 +37,53 @@ Pair = tuple[Tensor, Tensor]
 """What goes in, and what should come out."""
 
 
-class _Learner(LightningModule):
-    """Says by `loss` what a batch costs; AdamW lowers it."""
+class Learner(LightningModule):
+    """A module whose `loss` of a batch AdamW lowers."""
 
     def __init__(self, learning_rate: float) -> None:
         super().__init__()
         self.learning_rate = learning_rate
 
-    def loss(self, batch: Pair) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         raise NotImplementedError
 
     @override
-    def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._logged("loss", batch)
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._logged("val_loss", batch)
+
+    def masked_mean(self, values: Tensor, weights: Tensor) -> Tensor:
+        """The mean of `values` by `weights` over the batches of all ranks, as one rank with all of them would have it.
+
+        Each rank gives its part, times the number of ranks: the mean over the ranks, which ddp and fsdp take of
+        gradients, is then that of all. A rank's own mean would make the values of a rank with few of them weigh more.
+        Validation takes a rank's own, because its ranks may have different numbers of batches.
+        """
+        whole = weights.sum().float()
+        if self.training and self._trainer is not None and self._trainer.world_size > 1:
+            whole = self._trainer.strategy.reduce(whole.detach(), reduce_op="mean")
+        return (values * weights).sum() / torch.where(whole > 0, whole, 1.0)
+
+    def _logged(self, name: str, batch: Any) -> Tensor:
         loss = self.loss(batch)
-        self.log("loss", loss, batch_size=len(batch[0]))
+        parts = [batch] if isinstance(batch, Tensor) else [*batch.values()] if isinstance(batch, Mapping) else batch
+        self.log(name, loss, batch_size=len(parts[0]), sync_dist=name != "loss")
         return loss
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+
+class Classifier(Learner):
+    """A learner whose logits are compared with classes; a batch is (inputs, classes)."""
+
+    @override
+    def loss(self, batch: Pair) -> Tensor:
+        return functional.cross_entropy(self(batch[0]), batch[1])
 
 
 class Bottleneck(nn.Module):
@@ -92,7 +113,7 @@ def _convolution(channels_in: int, channels: int, side: int, stride: int = 1) ->
     return convolution, nn.BatchNorm2d(channels)
 
 
-class ResNet(_Learner):
+class ResNet(Classifier):
     """Residual convolutions that classify images; the defaults are ResNet-50 (25,557,032 parameters).
 
     A batch is (batch, 3, height, width) and (batch,) classes.
@@ -105,11 +126,7 @@ class ResNet(_Learner):
     """
 
     def __init__(
-        self,
-        width: int = 64,
-        blocks: Sequence[int] = (3, 4, 6, 3),
-        classes: int = 1000,
-        learning_rate: float = 1e-3,
+        self, width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000, learning_rate: float = 1e-3
     ) -> None:
         super().__init__(learning_rate)
         self.save_hyperparameters()
@@ -130,12 +147,8 @@ class ResNet(_Learner):
         logits: Tensor = self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
         return logits
 
-    @override
-    def loss(self, batch: Pair) -> Tensor:
-        return functional.cross_entropy(self(batch[0]), batch[1])
 
-
-class Encoder(_Learner):
+class Encoder(Classifier):
     """A transformer encoder that classifies sequences, of torch's own layers; the defaults are BERT base.
 
     A batch is (batch, token) and (batch,) classes.
@@ -178,12 +191,8 @@ class Encoder(_Learner):
         logits: Tensor = self.head(self.encoder(self.tokens(tokens) + self.positions(places)).mean(dim=1))
         return logits
 
-    @override
-    def loss(self, batch: Pair) -> Tensor:
-        return functional.cross_entropy(self(batch[0]), batch[1])
 
-
-class Recommender(_Learner):
+class Recommender(Learner):
     """Features of many values each, looked up and judged by a perceptron: nearly all parameters are embeddings.
 
     A batch is (batch, feature) values, each below `values`, and (batch,) answers, 0 or 1.
@@ -213,8 +222,8 @@ class Recommender(_Learner):
         return functional.binary_cross_entropy_with_logits(self(batch[0]), batch[1].float())
 
 
-class Recurrent(_Learner):
-    """An LSTM that foretells the next values of a series from all those before.
+class Recurrent(Learner):
+    """An LSTM that predicts the next values of a series from all earlier ones.
 
     A batch is (batch, time, feature) and the same, one step later.
 
@@ -234,8 +243,8 @@ class Recurrent(_Learner):
     @override
     def forward(self, series: Tensor) -> Tensor:
         """(batch, time, feature) to the same, one step later."""
-        foretold: Tensor = self.head(self.memory(series)[0])
-        return foretold
+        predicted: Tensor = self.head(self.memory(series)[0])
+        return predicted
 
     @override
     def loss(self, batch: Pair) -> Tensor:
@@ -279,7 +288,9 @@ class RandomSamples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index}: there are {self.samples}, numbered from 0")
-        generator = torch.Generator().manual_seed(self.seed * self.samples + index)
+        return self.draw(index, torch.Generator().manual_seed(self.seed * self.samples + index))
+
+    def draw(self, index: int, generator: torch.Generator) -> Any:  # noqa: ARG002
         if isinstance(self.fields, Field):
             return self.fields.draw(generator)
         if isinstance(self.fields, Mapping):
@@ -323,7 +334,7 @@ class ResidualBlock(nn.Module):
         return changed
 
 
-class SketchModel(LightningModule):
+class SketchModel(Learner):
     """A model of entities over sketches of their events.
 
     `Features.model_arguments()` are the arguments that the data decides.
@@ -359,9 +370,8 @@ class SketchModel(LightningModule):
         sketch_quality: float = 1.0,
         learning_rate: float = 1e-4,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate)
         self.save_hyperparameters()
-        self.learning_rate = learning_rate
         self.rows, self.buckets = sketched_columns * DEPTH, sketch_width(sketch_quality)
         self.sketches = nn.Linear(self.rows * self.buckets, hidden_dim)
         self.numbers = nn.Linear(numbers, hidden_dim)
@@ -373,27 +383,24 @@ class SketchModel(LightningModule):
             nn.init.normal_(embedding.weight, std=0.02)  # type: ignore[arg-type]
 
     def represent(self, batch: Events) -> Tensor:
-        """What is known of each entity, (entity, hidden_dim).
+        """The representation of each entity, (entity, hidden_dim).
 
         Raises:
             ConfigError: for sketches of another width than the model was made for.
         """
-        self._check(batch)
-        values: Tensor = self.sketches(batch["sketch"].sqrt()) + self.numbers(batch["numeric"])
-        for place, embedding in enumerate(self.categories):
-            values = values + embedding(batch["categorical"][:, place])
-        for block in self.blocks:
-            values = block(values)
-        known: Tensor = self.norm(values)
-        return known
-
-    def _check(self, batch: Events) -> None:
         given, made = batch["sketch"].shape[1], self.rows * self.buckets
         if given != made:
             raise ConfigError(
                 f"SketchModel was made for sketches of {made} numbers, the data has {given}; give model.arguments what "
                 "features.model_arguments() says, with the same sketch_quality in data.arguments"
             )
+        values: Tensor = self.sketches(batch["sketch"].sqrt()) + self.numbers(batch["numeric"])
+        for place, embedding in enumerate(self.categories):
+            values = values + embedding(batch["categorical"][:, place])
+        for block in self.blocks:
+            values = block(values)
+        represented: Tensor = self.norm(values)
+        return represented
 
     @override
     def forward(self, batch: Events) -> Tensor:
@@ -401,56 +408,40 @@ class SketchModel(LightningModule):
         logits: Tensor = self.head(self.represent(batch)).view(-1, self.rows, self.buckets)
         return logits
 
+    @override
     def loss(self, batch: Events) -> Tensor:
-        """Mean divergence of the target from what is foretold, in nats; 0 for a batch without targets."""
+        """Mean divergence of the target from the prediction, in nats; 0 for a batch without targets."""
         target = batch["target"].view(-1, self.rows, self.buckets)
         missed = functional.kl_div(self(batch).log_softmax(dim=-1), target, reduction="none").sum(dim=-1)
         known = target.sum(dim=-1)
-        loss: Tensor = (missed * known).sum() / known.sum().clamp(min=1)
-        return loss
-
-    @override
-    def training_step(self, batch: Events, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss, batch_size=len(batch["sketch"]))
-        return loss
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+        return self.masked_mean(missed, known)
 
 
-class _RandomEntities(Dataset[dict[str, Tensor]]):
-    """Entities of one event before and one after, each seeded by its number."""
+class _RandomEntities(RandomSamples):
+    """Entities of one event before and one after."""
 
     def __init__(
         self, columns: int, numbers: int, categories: Sequence[int], quality: float, count: int, seed: int
     ) -> None:
-        self.columns, self.numbers, self.categories, self.count, self.seed = columns, numbers, categories, count, seed
-        self.buckets = sketch_width(quality)
+        super().__init__(Field(shape=(numbers,)), count, seed)
+        self.columns, self.categories, self.buckets = columns, categories, sketch_width(quality)
 
-    def __len__(self) -> int:
-        return self.count
+    @override
+    def draw(self, index: int, generator: torch.Generator) -> dict[str, Tensor]:
+        def sketch() -> Tensor:
+            chosen = torch.randint(self.buckets, (self.columns * DEPTH,), generator=generator)
+            return functional.one_hot(chosen, self.buckets).flatten().float()
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < self.count:
-            raise IndexError(f"entity {index}: there are {self.count}, numbered from 0")
-        generator = torch.Generator().manual_seed(self.seed * self.count + index)
-        sketch, target = (self._sketch(generator) for _ in range(2))
+        sketched, target = sketch(), sketch()
         chosen = [int(torch.randint(values, (), generator=generator)) for values in self.categories]
         return {
-            "entity": torch.tensor(index), "events": torch.tensor(1),
-            "numeric": torch.randn(self.numbers, generator=generator),
-            "categorical": torch.tensor(chosen, dtype=torch.int64), "sketch": sketch, "target": target,
+            "entity": torch.tensor(index), "events": torch.tensor(1), "numeric": super().draw(index, generator),
+            "categorical": torch.tensor(chosen, dtype=torch.int64), "sketch": sketched, "target": target,
         }  # fmt: skip
-
-    def _sketch(self, generator: torch.Generator) -> Tensor:
-        chosen = torch.randint(self.buckets, (self.columns * DEPTH,), generator=generator)
-        return functional.one_hot(chosen, self.buckets).flatten().float()
 
 
 class Sketches(LightningDataModule):
-    """Batches of random entities, in the same order every epoch.
+    """Batches of random entities, in the same order every epoch: enough to measure a model, with nothing to be learnt.
 
     Args:
         sketched_columns: Columns that a sketch is of.
