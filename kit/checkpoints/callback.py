@@ -1,23 +1,13 @@
-"""CheckpointUpload: checkpoints copied to a path or URL while training goes on; seen there only when whole.
+"""CheckpointUpload: checkpoints copied to a path or URL while training goes on; visible there only when complete.
 
 It copies what the Trainer's own ModelCheckpoint saves (or any callback that writes to `folder`), so it decides nothing
-about the training and its ranks exchange nothing: rank 0 looks for the newest checkpoint every so often and hands it to
-a thread. A newer one takes the place of one that waits. Before it waits, its files are given second names (hard links)
-in `.kit-upload` beside it, so that ModelCheckpoint may remove it meanwhile.
+about the training and its ranks exchange nothing: rank 0 looks for the newest checkpoint every so often and offers it
+to a thread, which copies one at a time. A newer one replaces the one that waits. Its files are first hard-linked into
+`.kit-upload` beside it, so that ModelCheckpoint may remove it meanwhile.
 
 What is killed leaves nothing half visible, and a run resumed from that checkpoint sends only the parts that are
-missing. `kit.fetch_checkpoint(url)` brings the newest back, for `trainer.fit(ckpt_path=...)`. A sharded checkpoint is a
-folder; rank 0 must see the files of all ranks, so on several nodes it has to lie on a shared disk.
-
-DownloadedData: a data module whose files are brought once to each machine before any rank reads them.
-
-Lightning calls `prepare_data` in one rank of each node and holds the others until it returns; trainers of several
-processes that share a machine without knowing of each other take turns besides (see `kit.checkpoints.downloading`).
-
-LatestOnlyWorker: one thread that delivers, while another goes on; at most one delivery waits, and it is the newest.
-
-What is offered while one is under way takes the place of what waits, so a slow network never builds up a queue. Nothing
-is raised in the thread that offers: it asks for outcomes. The thread dies with the process.
+missing. `kit.checkpoints.download(url)` brings the newest back, for `trainer.fit(ckpt_path=...)`. A sharded checkpoint
+is a folder; rank 0 must see the files of all ranks, so on several nodes it has to lie on a shared disk.
 """
 
 from __future__ import annotations
@@ -31,21 +21,21 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from typing_extensions import override
 
 from kit.checkpoints.downloading import download_once
 from kit.checkpoints.parts import Signature, saved_at, signature
-from kit.checkpoints.uploading import Parcels, SourceChanged, Upload
+from kit.checkpoints.uploading import BundleStore, SourceChanged, Upload
 from kit.config import Checkpoint, resolve_path
 from kit.data.stores.url import redact, resolve_url
 from kit.errors import KitWarning, StoreError
 from kit.units import format_seconds
 
 _DEFAULTS = Checkpoint()
-_SECOND_NAMES = ".kit-upload"
+_LINKS = ".kit-upload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +44,66 @@ class _Saved:
 
     path: Path
     signature: Signature
+
+
+class UploadThread:
+    """One thread that runs `work(item, cancelled)` for one item at a time; call from one other thread.
+
+    An item offered meanwhile replaces the one that waits, so a slow network never builds up a queue. Errors are not
+    raised but returned by `take_outcomes`. The thread dies with the process.
+    """
+
+    def __init__(self, work: Callable[[Any, threading.Event], Any]) -> None:
+        self._work = work
+        self._changed = threading.Condition()
+        self._waiting: Any = None
+        self._busy = False
+        self._cancelled = threading.Event()
+        self._outcomes: list[tuple[Any, Any]] = []
+        self._thread = threading.Thread(target=self._run, name="kit-upload", daemon=True)
+        self._thread.start()
+
+    def offer(self, item: Any) -> Any:
+        """Work on this next; returns the item that waited instead, or None."""
+        with self._changed:
+            replaced, self._waiting = self._waiting, item
+            self._changed.notify_all()
+            return replaced
+
+    def finish(self, seconds: float) -> bool:
+        """Wait until nothing waits or is under way; whether that came within `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting is None and not self._busy, max(0.0, seconds))
+
+    def stop(self, seconds: float = 5.0) -> None:
+        """Cancel what waits and what is under way."""
+        with self._changed:
+            self._waiting = None
+            self._cancelled.set()
+            self._changed.notify_all()
+        self._thread.join(seconds)
+
+    def take_outcomes(self) -> list[tuple[Any, Any]]:
+        """Each item with its result or its exception, in order; those not taken yet."""
+        with self._changed:
+            taken, self._outcomes = self._outcomes, []
+            return taken
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._cancelled.is_set())
+                if self._cancelled.is_set():
+                    return
+                item, self._waiting, self._busy = self._waiting, None, True
+            try:
+                outcome = self._work(item, self._cancelled)
+            except BaseException as error:
+                outcome = error
+            with self._changed:
+                self._busy = False
+                self._outcomes.append((item, outcome))
+                self._changed.notify_all()
 
 
 class CheckpointUpload(Callback):
@@ -105,8 +155,8 @@ class CheckpointUpload(Callback):
         self.folder = folder
         self.uploads: list[Upload] = []
         """What was copied, in order."""
-        self._parcels: Parcels | None = None
-        self._courier: LatestOnlyWorker[_Saved, Upload] | None = None
+        self._bundles: BundleStore | None = None
+        self._worker: UploadThread | None = None
         self._last: Signature = ()
         self._raised: StoreError | None = None
         self._looked_seconds, self._looked_step = 0.0, 0
@@ -117,7 +167,13 @@ class CheckpointUpload(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        failed = self._open() if trainer.is_global_zero else ""
+        failed = ""
+        if trainer.is_global_zero:
+            try:
+                self._bundles = BundleStore.open(self.settings.url, self.settings.credentials)
+                self._bundles.check_writable()
+            except StoreError as error:
+                failed = str(error)
         failed = trainer.strategy.broadcast(failed)
         if failed:
             raise StoreError(f"checkpoints cannot be copied: {failed}")
@@ -127,33 +183,35 @@ class CheckpointUpload(Callback):
         if not trainer.is_global_zero:
             return
         self._looked_seconds, self._looked_step = time.monotonic(), trainer.global_step
-        self._courier = LatestOnlyWorker(self._deliver)
+        self._worker = UploadThread(self._copy)
         for folder in self._folders(trainer):
-            shutil.rmtree(folder / _SECOND_NAMES, ignore_errors=True)
+            shutil.rmtree(folder / _LINKS, ignore_errors=True)
         resumed = _local(trainer.ckpt_path)
         if resumed is not None and self.settings.during_training:
-            self._offer(resumed)
+            self._offer(_look(resumed))
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._courier is None:
+        if self._worker is None:
             return
-        self._tell(self._courier)
-        if self.settings.during_training and self._is_due(trainer.global_step):
+        self._report(self._worker)
+        seconds, steps = time.monotonic() - self._looked_seconds, trainer.global_step - self._looked_step
+        is_due = seconds >= self.settings.every_seconds and steps >= self.settings.every_steps
+        if self.settings.during_training and is_due:
             self._looked_seconds, self._looked_step = time.monotonic(), trainer.global_step
             self._offer(self._newest(trainer))
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._courier is not None:
+        if self._worker is not None:
             self._finish(trainer, self.settings.on_fit_end)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Finish after an error or a notice to leave, so that what was saved outlives the machine; else give up."""
-        if self._courier is None:
+        """Finish after an error or a notice to leave, so that what was saved outlives the machine; else cancel."""
+        if self._worker is None:
             return
         if isinstance(exception, Exception | SystemExit) and exception is not self._raised:
             with contextlib.suppress(StoreError):  # the exception under way says more
@@ -163,8 +221,7 @@ class CheckpointUpload(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._courier is not None:
-            self._stop()
+        self._stop()
 
     # -- what is saved
 
@@ -172,94 +229,70 @@ class CheckpointUpload(Callback):
         given = [self.folder] if self.folder else [
             getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks
         ]  # fmt: skip
-        found = [_local(folder) for folder in given]
-        return [folder for folder in dict.fromkeys(found) if folder is not None]
+        return [folder for folder in dict.fromkeys(map(_local, given)) if folder is not None]
 
     def _newest(self, trainer: Trainer) -> _Saved | None:
         found = [saved for folder in self._folders(trainer) for saved in map(_look, folder.glob("*.ckpt")) if saved]
         return max(found, key=lambda saved: saved_at(saved.signature), default=None)
 
-    def _is_due(self, step: int) -> bool:
-        long_enough = time.monotonic() - self._looked_seconds >= self.settings.every_seconds
-        return long_enough and step - self._looked_step >= self.settings.every_steps
+    # -- copying it
 
-    # -- sending it
-
-    def _open(self) -> str:
-        """Why checkpoints cannot be copied; empty when they can."""
-        try:
-            self._parcels = Parcels.open(self.settings.url, self.settings.credentials)
-            self._parcels.check_writable()
-        except StoreError as error:
-            return str(error)
-        return ""
-
-    def _offer(self, saved: _Saved | Path | None) -> None:
+    def _offer(self, saved: _Saved | None) -> None:
         """Let the thread copy it, unless it is the one offered last."""
-        found = _look(saved) if isinstance(saved, Path) else saved
-        if found is None or found.signature == self._last or self._courier is None:
+        if saved is None or saved.signature == self._last or self._worker is None:
             return
-        self._last = found.signature
-        replaced = self._courier.offer(_with_second_names(found))
+        self._last = saved.signature
+        replaced = self._worker.offer(_linked(saved))
         if replaced is not None:
-            _forget(replaced)
+            _remove_links(replaced)
 
-    def _deliver(self, saved: _Saved, cancelled: threading.Event) -> Upload:
-        assert self._parcels is not None
-        settings = self.settings
+    def _copy(self, saved: _Saved, cancelled: threading.Event) -> Upload:
+        assert self._bundles is not None
+        part_bytes, at_once = self.settings.part_bytes, self.settings.parts_in_flight
         try:
-            sent = self._parcels.send(
-                saved.path,
-                part_bytes=settings.part_bytes,
-                at_once=settings.parts_in_flight,
-                cancelled=cancelled,
-            )
-            self._parcels.prune(settings.keep)
+            sent = self._bundles.send(saved.path, part_bytes=part_bytes, at_once=at_once, cancelled=cancelled)
+            self._bundles.prune(self.settings.keep)
             return sent
         finally:
-            _forget(saved)
+            _remove_links(saved)
 
     def _finish(self, trainer: Trainer, newest: bool) -> None:
-        courier = self._courier
-        assert courier is not None
+        worker = self._worker
+        assert worker is not None
         give_up = time.monotonic() + self.settings.deadline_seconds
-        wanted = [self._newest(trainer), _best(trainer)] if newest else []
-        done = courier.finish(self.settings.deadline_seconds)
+        best = [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks]
+        found = [_look(path) for path in map(_local, best) if path is not None]
+        wanted = [self._newest(trainer), next(filter(None, found), None)] if newest else []
+        done = worker.finish(self.settings.deadline_seconds)
         for saved in wanted:
             if done and saved is not None and not self._is_there(saved):
                 self._offer(saved)
-                done = courier.finish(give_up - time.monotonic())
+                done = worker.finish(give_up - time.monotonic())
         self._stop()
-        self._tell(courier)
+        self._report(worker)
         if not done:
             self._complain(
                 f"the last checkpoint was not at {redact(self.settings.url)} "
                 f"{format_seconds(self.settings.deadline_seconds)} after the end of training; "
-                "kit.upload_checkpoint(path, url) sends what is missing"
+                "kit.checkpoints.upload(path, url) sends what is missing"
             )
 
     def _is_there(self, saved: _Saved) -> bool:
         """Whether it was copied by this run, and has not changed since."""
         name, at = saved.path.name, saved_at(saved.signature)
-        return any(done.parcel.name == name and done.parcel.saved == at for done in self.uploads)
+        return any(done.bundle.name == name and done.bundle.saved == at for done in self.uploads)
 
     def _stop(self) -> None:
-        courier, self._courier = self._courier, None
-        if courier is not None:
-            courier.stop()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop()
 
-    # -- what became of it
-
-    def _tell(self, courier: LatestOnlyWorker[_Saved, Upload]) -> None:
-        for outcome in courier.take_outcomes():
-            if outcome.result is not None:
-                self.uploads.append(outcome.result)
-            elif not self._is_superseded(outcome):
-                self._complain(f"{outcome.item.path.name} was not copied: {outcome.error}")
-
-    def _is_superseded(self, outcome: Outcome[_Saved, Upload]) -> bool:
-        """Whether the file was written anew while it was read, so that the next look finds it."""
-        return isinstance(outcome.error, SourceChanged) and self._courier is not None
+    def _report(self, worker: UploadThread) -> None:
+        for saved, outcome in worker.take_outcomes():
+            if isinstance(outcome, Upload):
+                self.uploads.append(outcome)
+            elif not isinstance(outcome, SourceChanged) or self._worker is None:  # else the next look finds it anew
+                self._complain(f"{saved.path.name} was not copied: {outcome}")
 
     def _complain(self, text: str) -> None:
         if self.settings.required:
@@ -285,37 +318,33 @@ def _look(path: Path) -> _Saved | None:
     return _Saved(path.resolve(), found) if found and not path.name.startswith(".") else None
 
 
-def _best(trainer: Trainer) -> _Saved | None:
-    paths = [getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks]
-    found = [_look(path) for path in map(_local, paths) if path is not None]
-    return next((saved for saved in found if saved is not None), None)
-
-
-def _with_second_names(saved: _Saved) -> _Saved:
-    """The same files under names of our own; as they are, where the disk knows no second names."""
-    place = saved.path.parent / _SECOND_NAMES / f"{time.time_ns():x}" / saved.path.name
+def _linked(saved: _Saved) -> _Saved:
+    """The same files by hard links of our own; as they are, where the disk knows none."""
+    place = saved.path.parent / _LINKS / f"{time.time_ns():x}" / saved.path.name
     try:
         for path, _, _ in saved.signature:
-            second = place / path if path else place
-            second.parent.mkdir(parents=True, exist_ok=True)
-            os.link(saved.path / path if path else saved.path, second)
+            link = place / path if path else place
+            link.parent.mkdir(parents=True, exist_ok=True)
+            os.link(saved.path / path if path else saved.path, link)
         return _Saved(place, saved.signature)
     except OSError:
         shutil.rmtree(place.parent, ignore_errors=True)
         return saved
 
 
-def _forget(saved: _Saved) -> None:
-    """Remove second names, and nothing else."""
+def _remove_links(saved: _Saved) -> None:
     folder = saved.path.parent
-    if folder.parent.name == _SECOND_NAMES:
+    if folder.parent.name == _LINKS:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             folder.parent.rmdir()
 
 
 class DownloadedData(LightningDataModule):
-    """Derive from it and read `self.path` in `setup` and in the loaders.
+    """A data module whose files are brought once to each machine before any rank reads them.
+
+    Derive from it and read `self.path` in `setup` and in the loaders. Lightning calls `prepare_data` in one rank of
+    each node and holds the others until it returns; trainers that share a machine take turns besides.
 
     Args:
         url: What to bring: a folder of objects, or one object.
@@ -334,83 +363,6 @@ class DownloadedData(LightningDataModule):
         """Bring it, unless it is there.
 
         Raises:
-            StoreError: when that fails; see `kit.download_once`.
+            StoreError: when that fails; see `kit.data.download_once`.
         """
         download_once(self.url, self.path, credentials=self.credentials, sha256=self.sha256)
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome(Generic[Item, Result]):
-    """How one delivery went."""
-
-    item: Item
-    result: Result | None = None
-    error: BaseException | None = None
-
-
-class LatestOnlyWorker(Generic[Item, Result]):
-    """Delivers items by `deliver(item, cancelled)`, which gives up when `cancelled` is set."""
-
-    def __init__(self, deliver: Callable[[Item, threading.Event], Result]) -> None:
-        self._deliver = deliver
-        self._changed = threading.Condition()
-        self._waiting: list[Item] = []
-        self._busy = False
-        self._over = threading.Event()
-        self._outcomes: list[Outcome[Item, Result]] = []
-        self._thread = threading.Thread(target=self._run, name="kit-courier", daemon=True)
-        self._thread.start()
-
-    def offer(self, item: Item) -> Item | None:
-        """Deliver this next; what waited instead, which will not be delivered."""
-        with self._changed:
-            replaced = self._waiting.pop() if self._waiting else None
-            self._waiting = [item]
-            self._changed.notify_all()
-            return replaced
-
-    def finish(self, seconds: float) -> bool:
-        """Wait until nothing waits or is under way; whether that came within `seconds`."""
-        give_up = time.monotonic() + seconds
-        with self._changed:
-            return self._changed.wait_for(self._is_idle, timeout=max(0.0, give_up - time.monotonic()))
-
-    def stop(self, seconds: float = 5.0) -> None:
-        """Give up what waits and what is under way."""
-        with self._changed:
-            self._waiting.clear()
-            self._over.set()
-            self._changed.notify_all()
-        self._thread.join(seconds)
-
-    def take_outcomes(self) -> list[Outcome[Item, Result]]:
-        """Those not taken yet, in order."""
-        with self._changed:
-            taken, self._outcomes = self._outcomes, []
-            return taken
-
-    def _is_idle(self) -> bool:
-        return not self._waiting and not self._busy
-
-    def _run(self) -> None:
-        while (item := self._next()) is not None:
-            try:
-                outcome = Outcome(item, result=self._deliver(item, self._over))
-            except BaseException as error:
-                outcome = Outcome(item, error=error)
-            with self._changed:
-                self._busy = False
-                self._outcomes.append(outcome)
-                self._changed.notify_all()
-
-    def _next(self) -> Item | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._over.is_set())
-            if self._over.is_set():
-                return None
-            self._busy = True
-            return self._waiting.pop()

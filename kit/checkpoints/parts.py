@@ -1,22 +1,25 @@
-"""Parcels: a file or folder in a store, cut into parts, seen only when whole.
+"""Bundles: how a checkpoint, a file or a folder, lies in a store: cut into parts, and visible only when complete.
 
-A parcel `name` below a URL is `name/parts/<sha256>`, one object per part, and `name/kit-parcel.json`, its list, which
-is written last: without the list there is no parcel, and the list of an earlier one of that name holds until it is
-replaced. A part is named after its content, so a part that is there with its size need not be sent again, and a reader
-can tell that it has read the right bytes. Joined in the order of the list, the parts of a file are the file.
+A bundle `name` below a URL is `name/parts/<sha256>`, one object per part, and `name/kit-parcel.json`, its list of
+parts, which is written last: without the list there is no bundle, and the list of an earlier bundle of that name holds
+until it is replaced. A part is named after its content, so a part that is there with its size need not be sent again,
+and a reader can tell that it has read the right bytes. Joined in the order of the list, the parts of a file are the
+file.
 
-Sizes are bytes; `saved` is when the newest file was last changed, in seconds since the epoch, and orders parcels.
+Sizes are bytes; `saved` is when the newest file was last changed, in seconds since the epoch, and orders bundles.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from kit.data.stores.local import check_names, why_not
 from kit.errors import StoreError
@@ -24,23 +27,28 @@ from kit.json_text import read_json
 
 LIST_NAME = "kit-parcel.json"
 _FORMAT = "kit parcel 1"
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Signature = tuple[tuple[str, int, int], ...]
 """(path within, bytes, time of change in nanoseconds) of every file: what changes when the content does."""
+
+
+def _plain_name(name: str) -> str:
+    if name.startswith(".") or "/" in name or why_not(name):
+        raise ValueError(f"{name!r} cannot name a checkpoint")
+    return name
 
 
 @dataclass(frozen=True, slots=True)
 class BundlePart:
     """Some bytes of a file."""
 
-    sha256: str
-    size_bytes: int
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    size_bytes: Annotated[int, Field(strict=True, ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """One file: its path within the parcel (empty when the parcel is a file) and its parts in order."""
+    """One file: its path within the bundle (empty when the bundle is a file) and its parts in order."""
 
     path: str
     parts: tuple[BundlePart, ...]
@@ -52,9 +60,9 @@ class PackedFile:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What is in one parcel."""
+    """What is in one bundle."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_plain_name)]
     saved: float
     files: tuple[PackedFile, ...]
 
@@ -76,25 +84,24 @@ class Bundle:
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Bundle:
-        """The parcel of a stored list.
+        """The bundle of a stored list.
 
         Raises:
             StoreError: when it is none, or would write outside its folder.
         """
         try:
             values = read_json(data)
-            if values["format"] != _FORMAT:
-                raise ValueError(values["format"])
-            files = tuple(_file(item) for item in values["files"])
-            parcel = cls(_name(values["name"]), float(values["saved"]), files)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            if not isinstance(values, dict) or values.get("format") != _FORMAT:
+                raise ValueError(f"its format is not {_FORMAT!r}")
+            bundle = TypeAdapter(cls).validate_python(values)
+        except ValueError as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise StoreError(
                 f"{where}/{LIST_NAME} is not a list of parts ({reason}); it was edited, or is newer"
             ) from None
-        if parcel.is_folder:
-            check_names((file.path for file in files), where)
-        return parcel
+        if bundle.is_folder:
+            check_names((file.path for file in bundle.files), where)
+        return bundle
 
 
 def part_key(name: str, sha256: str) -> str:
@@ -106,13 +113,13 @@ def list_key(name: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name, when a parcel can bear it.
+    """The name, when a bundle can have it.
 
     Raises:
         StoreError: when it is no plain name.
     """
     try:
-        return _name(name)
+        return _plain_name(name)
     except ValueError as error:
         raise StoreError(f"{error}; give a plain name such as step-1000.ckpt") from None
 
@@ -123,10 +130,12 @@ def signature(source: Path) -> Signature:
     Raises:
         OSError: when it is not there, or changes while it is looked at.
     """
-    if not source.is_dir():
-        return (_seen("", source),)
-    files = sorted(path for path in source.rglob("*") if path.is_file())
-    return tuple(_seen(path.relative_to(source).as_posix(), path) for path in files)
+    files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+    stats = [(file, os.stat(file)) for file in files]  # noqa: PTH116 - through links, as it will be read
+    return tuple(
+        ("" if file is source else file.relative_to(source).as_posix(), found.st_size, found.st_mtime_ns)
+        for file, found in stats
+    )
 
 
 def saved_at(seen: Signature) -> float:
@@ -137,26 +146,3 @@ def saved_at(seen: Signature) -> float:
 def spans(size_bytes: int, part_bytes: int) -> list[tuple[int, int]]:
     """(first byte, one past the last) of each part; an empty file has none."""
     return [(first, min(first + part_bytes, size_bytes)) for first in range(0, size_bytes, part_bytes)]
-
-
-def _seen(path: str, file: Path) -> tuple[str, int, int]:
-    found = os.stat(file)  # noqa: PTH116 - through links, as it will be read
-    return path, found.st_size, found.st_mtime_ns
-
-
-def _file(values: Any) -> PackedFile:
-    if not isinstance(values["path"], str):
-        raise TypeError(f"{values['path']!r} is no path")
-    return PackedFile(values["path"], tuple(_part(item) for item in values["parts"]))
-
-
-def _part(values: Any) -> BundlePart:
-    if not _SHA256.fullmatch(values["sha256"]) or not isinstance(values["size_bytes"], int) or values["size_bytes"] < 1:
-        raise ValueError(f"{values} is no part")
-    return BundlePart(values["sha256"], values["size_bytes"])
-
-
-def _name(name: str) -> str:
-    if not isinstance(name, str) or name.startswith(".") or "/" in name or why_not(name):
-        raise ValueError(f"{name!r} cannot name a parcel")
-    return name
