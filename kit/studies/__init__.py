@@ -1,0 +1,26 @@
+"""Studies: each asks one question with several short trials, or of trials that ran.
+
+Names are loaded when first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from kit.registry import lazy
+
+if TYPE_CHECKING:
+    from kit.records.timing import timing as timing
+    from kit.studies.batch_size import back_off as back_off
+    from kit.studies.batch_size import find_batch_size as find_batch_size
+    from kit.studies.calibration.result import calibrate as calibrate
+    from kit.studies.comparison import compare as compare
+    from kit.studies.diagnosis.diagnose import diagnose as diagnose
+    from kit.studies.diagnosis.peaks import device_peaks as device_peaks
+    from kit.studies.levers import verify_levers as verify_levers
+    from kit.studies.levers import verify_sequences as verify_sequences
+    from kit.studies.placement import placements as placements
+    from kit.studies.profiling.profile import profile as profile
+    from kit.studies.repeats import try_change as try_change
+    from kit.studies.scaling.predict import predict_run as predict_run
+    from kit.studies.scaling.recommend import recommend as recommend
+
+__getattr__, __dir__ = lazy(__name__)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from kit.config import Config
 from kit.errors import ConfigError, Problem, TrialError
 from kit.records.results import Results
 from kit.records.row import UNREADABLE, Row, config_of, flat, row_of
-from kit.studies.repeats import Side, Tried
-from kit.tables import html_list, html_table, text_table
+from kit.registry import Drawable
+from kit.studies.repeats import Tried
+from kit.tables import cell, html_list, html_table, text_table
 from kit.trial.directory import RunPaths, find_runs, runs_folder
 from kit.trial.trial import Trial
 from kit.units import format_bytes
@@ -94,7 +97,7 @@ class RunGroup:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Comparison:
+class Comparison(Drawable):
     """Groups, the first of which the others are held against."""
 
     groups: tuple[RunGroup, ...]
@@ -116,7 +119,8 @@ class Comparison:
 
     def scaling_efficiency(self, group: RunGroup) -> float | None:
         """Against the group that differs in its devices only and has the fewest; None where there is none."""
-        alike = [other for other in self.groups if set(other.config.diff(group.config)) <= _may_differ()]
+        allowed = {*NO_DIFFERENCE, *DEVICES}
+        alike = [other for other in self.groups if set(other.config.diff(group.config)) <= allowed]
         base = min(alike, key=lambda other: other.world_size)
         mine, theirs = (found.figure("samples_per_second").mean for found in (group, base))
         if base.world_size == group.world_size or not theirs > 0:
@@ -135,16 +139,15 @@ class Comparison:
 
     @property
     def rows(self) -> list[list[str]]:
-        return [self._row(place, group) for place, group in enumerate(self.groups)]
-
-    def _row(self, place: int, group: RunGroup) -> list[str]:
-        settings = [setting_text(values[place]) for values in self.differences.values()]
-        figures = [group.figure(quantity.column).text(quantity.form) for quantity in self.quantities]
-        speed = group.figure("samples_per_second").mean / self.groups[0].figure("samples_per_second").mean
-        against = _MISSING if math.isnan(speed) else f"{speed:.2f} ×"
-        efficiency = self.scaling_efficiency(group)
-        scaling = ([_MISSING if efficiency is None else f"{efficiency:.2f}"]) if self._scales else []
-        return [group.name, str(len(group.rows)), *settings, *figures, against, *scaling]
+        first, scales, rows = self.groups[0].figure("samples_per_second").mean, self._scales, []
+        for place, group in enumerate(self.groups):
+            settings = [setting_text(values[place]) for values in self.differences.values()]
+            figures = [group.figure(quantity.column).text(quantity.form) for quantity in self.quantities]
+            speed = group.figure("samples_per_second").mean / first
+            against = _MISSING if math.isnan(speed) else f"{speed:.2f} ×"
+            scaling = [cell(self.scaling_efficiency(group), "{:.2f}".format)] if scales else []
+            rows.append([group.name, str(len(group.rows)), *settings, *figures, against, *scaling])
+        return rows
 
     @property
     def changed(self) -> set[tuple[int, int]]:
@@ -158,12 +161,12 @@ class Comparison:
 
     @property
     def remarks(self) -> list[str]:
-        """How to read it."""
+        """How to read the table."""
         seeds = {group.config.training.seed for group in self.groups}
         runs = {len(group.rows) for group in self.groups}
         lines = [f"seed {seeds.pop()} in all of them" if len(seeds) == 1 else "seeds differ between the groups"]
         if runs == {1}:
-            lines.append("single runs: what is noise is not known; kit.try_change repeats them")
+            lines.append("single runs: their noise is not known; kit.studies.try_change repeats them")
         else:
             lines.append("mean ± standard deviation over the runs of a config")
         if not self.differences and len(self.groups) > 1:
@@ -189,8 +192,6 @@ class Comparison:
         ]
         return "\n".join([text_table(self.columns, cells), *(f"- {text}" for text in self.sentences)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         """A column a config while they are few, as names of settings are long; else a row."""
         caption = f"{len(self.groups)} configs, settings that differ from the first marked"
@@ -203,16 +204,28 @@ class Comparison:
 
 
 def compare(*runs: Trial | Tried | Results | Row | str | Path | Iterable[Any], names: Sequence[str] = ()) -> Comparison:
-    """Put runs beside each other.
+    """Compare runs: the settings that differ, and speed and memory as mean and spread.
+
+    Runs with the same config, module and data are repeats of each other: they form one group. Groups are compared with
+    the first. Fields that only say where and how a run is kept are no difference. Scaling efficiency is the throughput
+    over that of the group with the fewest devices, divided by the ratio of devices, among groups that differ in their
+    devices only (weak scaling; 1 is perfect).
 
     Args:
-        runs: Trials, run directories, folders of runs, rows of `kit.results`, what `kit.try_change` gave, or lists of
-            these.
-        names: What the groups are called, in the order in which they first come; by default the name of their config.
+        runs: Trials, run directories, folders of runs, `kit.results()`, rows of it, or what `kit.studies.try_change`
+            returned.
+        names: Names of the groups, in their order.
+
+    Returns:
+        The comparison, a row for each group.
 
     Raises:
-        TrialError: for what is no run, or when none of them can be read.
-        ConfigError: for no runs, or more names than groups.
+        ConfigError: for no runs, and more names than groups.
+        TrialError: for what is no run, or when no run can be read.
+
+    Example:
+        >>> len(kit.studies.compare(trial).groups)
+        1
     """
     pairs = [pair for item in runs for pair in _labelled(item)]
     unreadable = tuple(row for _, row in pairs if row["state"] == UNREADABLE)
@@ -223,14 +236,22 @@ def compare(*runs: Trial | Tried | Results | Row | str | Path | Iterable[Any], n
         raise ConfigError([Problem("runs", "no runs to compare; give trials, run directories or a folder of runs")])
     if len(names) > len(groups):
         raise ConfigError([Problem("names", f"{len(names)} names for {len(groups)} configs")])
-    found = [_group(label, rows) for (label, *_), rows in groups.items()]
-    return Comparison(tuple(_named(found, names)), unreadable)
+    found: list[RunGroup] = []
+    taken: Counter[str] = Counter()
+    for (label, *_), rows, given in zip_longest(groups, groups.values(), names):
+        config = _config(rows[0])
+        name = given or label or config.name
+        taken[name] += 1
+        unique = name if taken[name] == 1 else f"{name} ({taken[name]})"
+        found.append(RunGroup(name=unique, config=config, rows=tuple(rows)))
+    return Comparison(tuple(found), unreadable)
 
 
 def _labelled(item: Any) -> Iterable[tuple[str, Row]]:
     """(label, row) of each run; runs of one label and one config are repeats."""
     if isinstance(item, Tried):
-        return [(side.name, row) for side in (item.before, item.after) for row in _of_side(side)]
+        sides = [(side.name, folder) for side in (item.before, item.after) for folder in side.run_directories]
+        return [(name, row_of(RunPaths.open(folder))) for name, folder in sides]
     if isinstance(item, Trial):
         return [("", row_of(item.paths))]
     if isinstance(item, Results):
@@ -248,25 +269,25 @@ def _labelled(item: Any) -> Iterable[tuple[str, Row]]:
     return [("", row_of(RunPaths.open(folder)))]
 
 
-def _of_side(side: Side) -> list[Row]:
-    return [row_of(RunPaths.open(folder)) for folder in side.run_directories]
-
-
 def _grouped(pairs: Sequence[tuple[str, Row]]) -> dict[tuple[str, ...], list[Row]]:
     """By label, config, module and data, in the order in which they first come.
 
-    A run that failed before it had a module, and so before its loader stood, is one of those that were asked for with
-    the same config and parts; without any it stands alone.
+    A run that failed before its module was made does not say which module and data it had. It joins the first group
+    whose runs were started with the same config and parts; without such a group it stands alone.
     """
-    asked = [(label, str(row["fingerprint"])) for label, row in pairs]
-    doubtful = {key for key, (_, row) in zip(asked, pairs, strict=True) if row["module"] is None}
-    given = [(*key, _given(row)) if key in doubtful else key for key, (_, row) in zip(asked, pairs, strict=True)]
-    places = [(label, _key(row), str(row["module"]), str(row["data"])) for label, row in pairs]
-    known = [(one, place) for one, place, (_, row) in zip(given, places, pairs, strict=True) if row["module"]]
-    alike = dict(reversed(known))
+    started = [(label, str(row["fingerprint"])) for label, row in pairs]
+    doubtful = {key for key, (_, row) in zip(started, pairs, strict=True) if row["module"] is None}
+    alike: dict[tuple[str, ...], tuple[str, ...]] = {}
+    keyed: list[tuple[tuple[str, ...], tuple[str, ...], Row]] = []
+    for key, (label, row) in zip(started, pairs, strict=True):
+        given = (*key, _given(row)) if key in doubtful else key
+        group = (label, _key(row), str(row["module"]), str(row["data"]))
+        keyed.append((given, group, row))
+        if row["module"]:
+            alike.setdefault(given, group)
     groups: dict[tuple[str, ...], list[Row]] = {}
-    for one, place, (_, row) in zip(given, places, pairs, strict=True):
-        groups.setdefault(place if row["module"] else alike.get(one, (*one, place[1])), []).append(row)
+    for start, place, row in keyed:
+        groups.setdefault(place if row["module"] else alike.get(start, (*start, place[1])), []).append(row)
     return groups
 
 
@@ -287,27 +308,6 @@ def _key(row: Row) -> str:
 
 def _config(row: Row) -> Config:
     return config_of(row) if row["config"] else Config.load(RunPaths.open(row["run_directory"]).config)
-
-
-def _group(label: str, rows: Sequence[Row]) -> RunGroup:
-    config = _config(rows[0])
-    return RunGroup(name=label or config.name, config=config, rows=tuple(rows))
-
-
-def _named(groups: Sequence[RunGroup], names: Sequence[str]) -> list[RunGroup]:
-    """Given names first; equal ones are numbered."""
-    wanted = [*names, *(group.name for group in groups[len(names) :])]
-    taken: dict[str, int] = {}
-    found = []
-    for group, name in zip(groups, wanted, strict=True):
-        taken[name] = taken.get(name, 0) + 1
-        unique = name if taken[name] == 1 else f"{name} ({taken[name]})"
-        found.append(RunGroup(name=unique, config=group.config, rows=group.rows))
-    return found
-
-
-def _may_differ() -> set[str]:
-    return {*NO_DIFFERENCE, *DEVICES}
 
 
 def setting_text(value: Any) -> str:

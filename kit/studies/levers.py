@@ -1,33 +1,31 @@
-"""verify_levers: the same trial with and without a lever, or up a whole ladder of them; predicted beside measured.
+"""verify_levers and verify_sequences: what a lever changes, predicted beside measured.
 
-Each rung is a config that differs from the one before in what its lever changes. Every rung is a trial in fresh
-processes, one after another and never two at once, so that they do not slow each other. Memory is predicted before the
-trials and measured in them; throughput is measured only. Savings are those of this machine on this day: no percentage
-here comes from a book.
+**verify_levers** runs the config as it is and then with levers added, on top of each other or each alone. Every step is
+a trial in fresh processes, one after another, so that they do not slow each other. Memory is predicted before the trial
+and measured in it; throughput is measured only. Savings are those of this machine on this day: no percentage here comes
+from a book. A step that cannot run, or fails, stands in the table with its reason, and the next builds on the last that
+ran.
 
-A rung that cannot be run, or fails, stands in the table with its reason, and the next one builds on the last that ran.
-
-verify_sequences: peak memory against the length of a sequence, whole and in sequence chunks; predicted | measured.
-
-For every length the same trial runs twice, once with whole sequences and once in chunks, each in fresh processes. The
-model and all else stay as they are: only the data grows. Without chunks memory grows with the length, because every
-position keeps its activations; with chunks it stays nearly flat, because a step keeps one chunk, its state, and the
-batch itself. A module without `chunk_step` (`kit.train.SequenceChunks`) has no second line, and the reason is said.
+**verify_sequences** compares peak memory at several sequence lengths, with whole sequences and with sequence chunks.
+Nothing but the length changes. Whole sequences need memory in proportion to the length, because every position keeps
+its activations; with chunks it stays nearly flat, because a step keeps one chunk, its state and the batch. A module
+without `chunk_step` (`kit.train.SequenceChunks`) has no second line, and the reason is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
+from kit.arguments import config_first
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem
 from kit.memory.prediction import predict_memory
+from kit.registry import Drawable
 from kit.studies.series import measured_bytes, samples_per_second
-from kit.tables import html_list, html_table, text_table
+from kit.tables import cell, html_list, html_table, text_table
 from kit.trial.trial import try_out
-from kit.units import format_bytes
 
 Change = Mapping[str, Any]
 LEVERS: dict[str, dict[str, Any]] = {
@@ -38,14 +36,15 @@ LEVERS: dict[str, dict[str, Any]] = {
     "flash attention": {"levers.attention": "flash"},
 }
 """Levers by name, and what each changes."""
+_two = "{:.2f}".format
 _COLUMNS = (
-    "rung", "predicted", "measured", "ratio", "memory against first", "samples/s", "speed against first",
+    "config", "predicted", "measured", "ratio", "saved", "memory against first", "samples/s", "speed against first",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeverStep:
-    """One config of a ladder and what came of it."""
+    """One config of the check and its figures."""
 
     name: str
     config: Config
@@ -73,101 +72,112 @@ class LeverStep:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LeversCheck:
-    """The rungs in order; the first is what the others are held against."""
+class LeversCheck(Drawable):
+    """The steps in order; the others are compared with the first."""
 
-    rungs: tuple[LeverStep, ...]
+    steps: tuple[LeverStep, ...]
+    cumulative: bool = True
+    """Whether each holds the levers of those before it."""
 
-    def memory_fraction(self, rung: LeverStep) -> float | None:
-        """Measured memory as a fraction of the first rung's."""
-        first = self.rungs[0].measured_bytes
-        return rung.measured_bytes / first if first and rung.measured_bytes else None
+    def memory_fraction(self, step: LeverStep) -> float | None:
+        """Measured memory as a fraction of the first step's."""
+        first = self.steps[0].measured_bytes
+        return step.measured_bytes / first if first and step.measured_bytes else None
 
-    def predicted_fraction(self, rung: LeverStep) -> float | None:
-        """Predicted memory as a fraction of the first rung's."""
-        first = self.rungs[0].predicted_bytes
-        return rung.predicted_bytes / first if first and rung.predicted_bytes else None
+    def saved_bytes(self, step: LeverStep) -> int | None:
+        """Measured memory that this lever took away: from the step before that ran, or the first where each is alone.
 
-    def speed_fraction(self, rung: LeverStep) -> float | None:
-        """Throughput as a fraction of the first rung's."""
-        first = self.rungs[0].samples_per_second
-        return rung.samples_per_second / first if first and rung.samples_per_second else None
+        Below 0 where it needs more; None for the first step and what was not measured.
+        """
+        place = self.steps.index(step)
+        before = [one.measured_bytes for one in self.steps[:place] if one.measured_bytes]
+        if not before or not step.measured_bytes:
+            return None
+        return before[-1 if self.cumulative else 0] - step.measured_bytes
+
+    def predicted_fraction(self, step: LeverStep) -> float | None:
+        """Predicted memory as a fraction of the first step's."""
+        first = self.steps[0].predicted_bytes
+        return step.predicted_bytes / first if first and step.predicted_bytes else None
+
+    def speed_fraction(self, step: LeverStep) -> float | None:
+        """Throughput as a fraction of the first step's."""
+        first = self.steps[0].samples_per_second
+        return step.samples_per_second / first if first and step.samples_per_second else None
 
     @property
     def rows(self) -> list[list[str]]:
-        return [self._row(rung) for rung in self.rungs]
-
-    def _row(self, rung: LeverStep) -> list[str]:
-        speed = "–" if rung.samples_per_second is None else f"{rung.samples_per_second:,.1f}"
         return [
-            rung.name, _bytes(rung.predicted_bytes), _bytes(rung.measured_bytes), _times(rung.ratio),
-            _times(self.memory_fraction(rung)), speed, _times(self.speed_fraction(rung)),
+            [
+                step.name, cell(step.predicted_bytes), cell(step.measured_bytes), cell(step.ratio, _two),
+                cell(self.saved_bytes(step)), cell(self.memory_fraction(step), _two),
+                cell(step.samples_per_second, "{:,.1f}".format), cell(self.speed_fraction(step), _two),
+            ]
+            for step in self.steps
         ]  # fmt: skip
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        same = "memory is the peak allocated on one device, speed that of all devices together"
-        notes = (f"{rung.name}: {rung.note}" for rung in self.rungs if rung.note)
-        return (same, "a fraction below 1 is less than the first rung has", *notes)
+        units = "memory is the peak allocated on one device, speed that of all devices together"
+        notes = (f"{step.name}: {step.note}" for step in self.steps if step.note)
+        against = "the row above" if self.cumulative else "the first"
+        compared = f"saved is measured against {against}; a fraction below 1 is less than that of the first config"
+        return (units, compared, *notes)
 
     def __repr__(self) -> str:
         return "\n".join([text_table(_COLUMNS, self.rows), *(f"- {text}" for text in self.sentences)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
-        caption = f"{len(self.rungs) - 1} levers, each with those above it"
+        caption = f"{len(self.steps) - 1} levers, each {'with those above it' if self.cumulative else 'alone'}"
         return html_table(_COLUMNS, self.rows, caption=caption) + html_list(self.sentences)
 
 
-@overload
+@config_first
 def verify_levers(
-    config: Config, /, *, levers: Sequence[str | Change] | None = None, ladder: bool = True
-) -> LeversCheck: ...
-@overload
-def verify_levers(
-    module: Any, data: Any, config: Config, *, levers: Sequence[str | Change] | None = None, ladder: bool = True
-) -> LeversCheck: ...
-def verify_levers(
-    module: Any, data: Any = None, config: Config | None = None, *,
-    levers: Sequence[str | Change] | None = None, ladder: bool = True,
+    config: Any = None, module: Any = None, data: Any = None, *,
+    levers: Sequence[str | Change] | None = None, cumulative: bool = True,
 ) -> LeversCheck:  # fmt: skip
-    """Run the config, then run it again with each lever, and wait for all of it.
+    """Run a config, then run it again with each memory lever, and wait for all of it.
 
     Args:
-        module: What `kit.fit` takes as module.
-        data: What `kit.fit` takes as data.
-        config: What the levers are added to. `verify_levers(config)` alone takes module and data from it.
-        levers: Names out of `LEVERS`, or `{"section.field": value}` of your own; by default every lever that the config
-            does not have yet.
-        ladder: Each lever comes on top of those before; False takes each alone.
+        config: What the levers are added to; the default config when left out.
+        module: What is trained, as `kit.fit` takes it.
+        data: What it is trained on, as `kit.fit` takes it.
+        levers: Names out of `kit.studies.levers.LEVERS`, or `{"section.field": value}`. None takes every lever that the
+            config does not have yet.
+        cumulative: Add each lever to those before. False takes each alone.
+
+    Returns:
+        A row for each lever: memory and samples per second, predicted and measured.
 
     Raises:
-        ConfigError: for an unknown lever, a ladder without rungs, and what `kit.fit` refuses of the config itself.
+        ConfigError: for an unknown lever, no levers at all, and what `kit.fit` refuses of the config itself.
         TrialError: when the trial of the config itself fails.
+
+    Example:
+        >>> check = kit.studies.verify_levers(config, MyModule, MyData, levers=[{"levers.optimizer": "sgd"}])
     """
-    if config is None and isinstance(module, Config):
-        module, config = None, module
-    if not isinstance(config, Config):
-        raise ConfigError(f"verify_levers takes a Config, got {type(config).__name__}")
     changes = _changes(config, levers)
-    first = run_rung("as configured", module, data, config)
-    rungs, below = [first], config
+    steps, below = [_measured("as configured", module, data, config)], config
     for name, change in changes.items():
+        shown = f"+ {name}" if cumulative else name
         try:
             changed = below.replace(change)
-            rungs.append(run_rung(f"+ {name}" if ladder else name, module, data, changed))
+            steps.append(_measured(shown, module, data, changed))
         except KitError as error:
-            rungs.append(not_run(f"+ {name}" if ladder else name, below, str(error)))
+            steps.append(_failed(shown, below, error))
             continue
-        below = changed if ladder else config
-    return LeversCheck(tuple(rungs))
+        below = changed if cumulative else config
+    return LeversCheck(tuple(steps), cumulative)
 
 
 def _changes(config: Config, levers: Sequence[str | Change] | None) -> dict[str, Change]:
     if levers is None:
-        names = [name for name, change in LEVERS.items() if name != "fused optimizer" and _is_new(config, change)]
-        return {name: LEVERS[name] for name in names}
+        return {
+            name: change
+            for name, change in LEVERS.items()
+            if name != "fused optimizer" and any(config.get(path) != value for path, value in change.items())
+        }
     found: dict[str, Change] = {}
     for lever in levers:
         if isinstance(lever, Mapping):
@@ -178,18 +188,14 @@ def _changes(config: Config, levers: Sequence[str | Change] | None) -> dict[str,
             known = ", ".join(LEVERS)
             raise ConfigError([Problem("levers", f"{lever!r} is none of {known}; or give {{'section.field': value}}")])
     if not found:
-        raise ConfigError([Problem("levers", "no levers are no ladder; leave it out for all of them")])
+        raise ConfigError([Problem("levers", "no levers are listed; leave it out to try all of them")])
     return found
 
 
-def _is_new(config: Config, change: Change) -> bool:
-    return any(config.get(path) != value for path, value in change.items())
-
-
-def run_rung(name: str, module: Any, data: Any, config: Config) -> LeverStep:
+def _measured(name: str, module: Any, data: Any, config: Config) -> LeverStep:
     """Predict one config, run it, and wait for it."""
-    given = (module, data) if module is not None or data is not None else None
-    predicted = _predict(given, config)
+    estimate = predict_memory(config, module, data)
+    predicted = estimate.device_allocated_bytes if estimate.complete else None
     quiet = config.replace({"trial.predict_memory": False, "trial.measure_memory": True})
     trial = try_out(module, data, quiet).wait()
     return LeverStep(
@@ -199,25 +205,11 @@ def run_rung(name: str, module: Any, data: Any, config: Config) -> LeverStep:
     )  # fmt: skip
 
 
-def _predict(given: tuple[Any, Any] | None, config: Config) -> int | None:
-    estimate = predict_memory(*given, config) if given else predict_memory(config)
-    return estimate.device_allocated_bytes if estimate.complete else None
-
-
-def not_run(name: str, config: Config, reason: str) -> LeverStep:
-    """What stands in place of a rung that could not be run."""
+def _failed(name: str, config: Config, error: KitError) -> LeverStep:
     return LeverStep(
         name=name, config=config, predicted_bytes=None, measured_bytes=None, samples_per_second=None, precision="",
-        run_directory="", note=f"not run: {reason}",
+        run_directory="", note=f"not run: {error}",
     )  # fmt: skip
-
-
-def _bytes(value: int | None) -> str:
-    return "–" if value is None else format_bytes(value)
-
-
-def _times(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 _SEQUENCE_COLUMNS = ("sequences", "positions", "predicted", "measured", "ratio", "samples/s")
@@ -225,8 +217,8 @@ _STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SequenceCheck:
-    """What a device held at each length: `whole` and `chunked` hold one rung for each of `lengths`."""
+class SequenceCheck(Drawable):
+    """What a device held at each length: `whole` and `chunked` hold one step for each of `lengths`."""
 
     lengths: tuple[int, ...]
     chunk: int
@@ -238,85 +230,94 @@ class SequenceCheck:
     def curves(self) -> dict[str, dict[int, LeverStep]]:
         """Name of a line to length to what came of it."""
         named = {"whole": self.whole, f"in chunks of {self.chunk}": self.chunked}
-        return {name: dict(zip(self.lengths, rungs, strict=True)) for name, rungs in named.items()}
+        return {name: dict(zip(self.lengths, steps, strict=True)) for name, steps in named.items()}
 
-    def growth(self, rungs: Sequence[LeverStep]) -> float | None:
+    def growth(self, steps: Sequence[LeverStep]) -> float | None:
         """Measured memory at the longest sequence as a multiple of that at the shortest."""
-        first, last = rungs[0].measured_bytes, rungs[-1].measured_bytes
+        first, last = steps[0].measured_bytes, steps[-1].measured_bytes
         return last / first if first and last else None
 
     @property
     def rows(self) -> list[list[str]]:
-        return list(self._rows())
-
-    def _rows(self) -> Iterator[list[str]]:
-        for name, of_length in self.curves.items():
-            for length, rung in of_length.items():
-                sizes = [_bytes(rung.predicted_bytes), _bytes(rung.measured_bytes)]
-                ratio = "–" if rung.ratio is None else f"{rung.ratio:.3f}"
-                speed = "–" if rung.samples_per_second is None else f"{rung.samples_per_second:,.1f}"
-                yield [name, str(length), *sizes, ratio, speed]
+        return [
+            [
+                name, str(length), cell(step.predicted_bytes), cell(step.measured_bytes),
+                cell(step.ratio, "{:.3f}".format), cell(step.samples_per_second, "{:,.1f}".format),
+            ]
+            for name, curve in self.curves.items()
+            for length, step in curve.items()
+        ]  # fmt: skip
 
     @property
     def sentences(self) -> tuple[str, ...]:
         longer = self.lengths[-1] / self.lengths[0]
         grown = [
             f"{name}: {longer:.3g} times the length held {growth:.2f} times the memory"
-            for name, rungs in (("whole", self.whole), ("in chunks", self.chunked))
-            if (growth := self.growth(rungs)) is not None
+            for name, steps in (("whole", self.whole), ("in chunks", self.chunked))
+            if (growth := self.growth(steps)) is not None
         ]
-        notes = dict.fromkeys(rung.note for rung in (*self.whole, *self.chunked) if rung.note)
+        notes = dict.fromkeys(step.note for step in (*self.whole, *self.chunked) if step.note)
         return ("memory is the peak allocated on one device", *grown, *notes)
 
     def __repr__(self) -> str:
         return "\n".join([text_table(_SEQUENCE_COLUMNS, self.rows), *(f"- {text}" for text in self.sentences)])
-
-    __str__ = __repr__
 
     def _repr_html_(self) -> str:
         caption = f"Sequences whole and in chunks of {self.chunk} positions"
         return html_table(_SEQUENCE_COLUMNS, self.rows, caption=caption) + html_list(self.sentences)
 
 
+@config_first
 def verify_sequences(
-    module: Any, data: Any, config: Config, *, lengths: Sequence[int], chunk: int, argument: str = "context"
+    config: Any = None,
+    module: Any = None,
+    data: Any = None,
+    *,
+    lengths: Sequence[int],
+    chunk: int,
+    argument: str = "context",
 ) -> SequenceCheck:
-    """Predict and measure memory at several lengths, with and without sequence chunks, and wait for all of it.
+    """Predict and measure memory at several sequence lengths, with and without sequence chunks, and wait for all of it.
 
     Args:
-        module: What `kit.fit` takes as module; it must take sequences of every length as it is.
+        config: What runs, but for the length of its sequences; the default config when left out.
+        module: What is trained, as `kit.fit` takes it. It must take sequences of every length.
         data: A class or an import path, as `kit.fit` takes it, that is made with the length as a keyword argument.
-        config: What runs, but for the length of its sequences.
-        lengths: Positions of a sequence, at least two of them.
+        lengths: Positions of a sequence, at least two numbers.
         chunk: Positions of a sequence chunk.
-        argument: The keyword that takes the length.
+        argument: The keyword argument for the length.
+
+    Returns:
+        The peaks by length, whole and in chunks, predicted and measured.
 
     Raises:
         ConfigError: for fewer than two lengths, a chunk without positions, and what `kit.fit` refuses.
         TrialError: when a trial of whole sequences fails.
+
+    Example:
+        >>> check = kit.studies.verify_sequences(gpt, data="kit.models:Tokens", lengths=[16, 32], chunk=8)
+        >>> sorted(check.lengths)
+        [16, 32]
     """
     ordered = tuple(sorted(set(lengths)))
     if len(ordered) < 2 or ordered[0] < 1:
-        message = f"{list(lengths)} draw no line; give two or more numbers of positions, 1 or more each"
+        message = f"{list(lengths)} are too few to compare; give two or more numbers of positions, 1 or more each"
         raise ConfigError([Problem("lengths", message)])
     if chunk < 1:
-        raise ConfigError([Problem("chunk", f"{chunk} positions are no chunk; use 1 or more")])
+        raise ConfigError([Problem("chunk", f"a chunk of {chunk} positions is empty; use 1 or more")])
     if not (isinstance(data, type | str)):
-        message = f"a {type(data).__name__} has its length already; give a class or an import path, to be made with "
+        message = f"the length of a {type(data).__name__} is fixed; give a class or an import path, to be made with "
         raise ConfigError([Problem("data", f"{message}{argument}=length")])
     steps = {"trial.max_steps": min(_STEPS, config.trial.max_steps), "trial.warmup_steps": 1}
     short = config.replace({**steps, "levers.sequence_chunk": 0})
-    configs = [_of_length(short, argument, length) for length in ordered]
-    whole = tuple(run_rung("whole", module, data, one) for one in configs)
-    return SequenceCheck(ordered, chunk, whole, tuple(_in_chunks(module, data, one, chunk) for one in configs))
-
-
-def _of_length(config: Config, argument: str, length: int) -> Config:
-    return config.replace({"data.arguments": {**config.data.arguments, argument: length}})
-
-
-def _in_chunks(module: Any, data: Any, config: Config, chunk: int) -> LeverStep:
-    try:
-        return run_rung("in chunks", module, data, config.replace({"levers.sequence_chunk": chunk}))
-    except KitError as error:
-        return not_run("in chunks", config, str(error))
+    arguments = [{**config.data.arguments, argument: length} for length in ordered]
+    configs = [short.replace({"data.arguments": values}) for values in arguments]
+    whole = tuple(_measured("whole", module, data, one) for one in configs)
+    chunked: list[LeverStep] = []
+    for one in configs:
+        try:
+            changed = one.replace({"levers.sequence_chunk": chunk})
+            chunked.append(_measured("in chunks", module, data, changed))
+        except KitError as error:
+            chunked.append(_failed("in chunks", one, error))
+    return SequenceCheck(ordered, chunk, whole, tuple(chunked))

@@ -1,16 +1,17 @@
-"""try_change: the same trial before and after a change, several times each, and whether they differ by more than noise.
+"""try_change: the same trial before and after a change, several times each, and whether the difference exceeds noise.
 
 Trials run one after another, before and after in turn (before after, after before, ...), so that a machine that slows
-down slows both. What is compared is samples a second after the warm-up steps; seeds are the config's, the same in every
-run. The noise is that of repeated runs: the change helps, or hurts, when Student's t-test on the logarithms (noise is
-in proportion, and taken to be alike on both sides) tells the two apart at 95 %; else it is said to be within the noise,
-and not to help. Speeds are geometric means for that reason. With few repeats only large effects can be told.
+down slows both. Samples per second after the warm-up steps are compared; the seed is the config's in every run. The
+change helps, or hurts, when Student's t-test at 95 % tells the two sides apart; otherwise the difference is within the
+noise. The test is on logarithms, since noise is proportional, with one variance for both sides; so speeds are geometric
+means. With few repeats only large effects show.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -27,7 +28,7 @@ from kit.trial.trial import Trial, try_out
 Verdict = Literal["helps", "hurts", "within the noise", "did not run"]
 Change = Mapping[str, Any]
 _STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228, 15: 2.131, 30: 2.042}
-"""Student's t, two-sided 95 %, by degrees of freedom; between two, those of fewer."""
+"""Student's t, two-sided 95 %, by degrees of freedom; between two of them the value of the fewer holds."""
 _COLUMNS = ("", "runs", "samples/s", "spread", "against before")
 
 
@@ -43,20 +44,26 @@ class RunSource:
     """Whether an earlier trial is run again also when this user did not write it here."""
 
     @classmethod
-    def of(cls, given: Sequence[Any]) -> RunSource:
-        """From the arguments of a call: a trial, a config, or module, data and config.
+    def of(cls, given: Sequence[Any], **named: Any) -> RunSource:
+        """From the arguments of a call: a trial, or a config with or without module and data, which may be `named`.
 
         Raises:
             ConfigError: for anything else.
         """
-        if len(given) == 1 and isinstance(given[0], Trial):
+        named = {name: part for name, part in named.items() if part is not None}
+        if len(given) == 1 and isinstance(given[0], Trial) and not named:
             return cls(None, None, given[0].config, given[0])
-        if len(given) == 1 and isinstance(given[0], Config):
-            return cls(None, None, given[0])
         if len(given) == 3 and isinstance(given[2], Config):
-            return cls(*given)
-        names = ", ".join(type(item).__name__ for item in given)
-        message = f"got ({names}); give a trial, a config, or module, data and config, as to kit.fit"
+            message = "(module, data, config) is the order of kit 0.1; give (config, module, data)"
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
+            given = (given[2], *given[:2])
+        if len(given) in (1, 2, 3) and isinstance(given[0], Config):
+            parts = dict(zip(("module", "data"), given[1:], strict=False))
+            if not parts.keys() & named.keys():
+                parts |= named
+                return cls(parts.get("module"), parts.get("data"), given[0])
+        names = ", ".join([*(type(item).__name__ for item in given), *(f"{name}=" for name in named)])
+        message = f"got ({names}); give a trial, or config, module and data, as to kit.fit"
         raise ConfigError([Problem("arguments", message)])
 
     def start(self, config: Config) -> Trial:
@@ -99,7 +106,7 @@ class Tried:
     before: Side
     after: Side
     predicted_gain: float | None
-    """What was foreseen, at most; None where nothing was."""
+    """The predicted gain at most; None where none was predicted."""
 
     @property
     def gain(self) -> float:
@@ -108,8 +115,13 @@ class Tried:
 
     @property
     def noise(self) -> tuple[float, float]:
-        """The 95 % interval of `gain`."""
-        half = _half_width(self.before.samples_per_second, self.after.samples_per_second)
+        """The 95 % interval of `gain`: from the difference of mean logarithms, with the variance of both pooled."""
+        before, after = self.before.samples_per_second, self.after.samples_per_second
+        logarithms = [[math.log(value) for value in side] for side in (before, after)]
+        freedom = len(before) + len(after) - 2
+        squares = sum(statistics.variance(side) * (len(side) - 1) for side in logarithms)
+        student = _STUDENT[max(known for known in _STUDENT if known <= freedom)]
+        half = student * math.sqrt(squares / freedom * (1 / len(before) + 1 / len(after)))
         return self.gain * math.exp(-half), self.gain * math.exp(half)
 
     @property
@@ -123,16 +135,21 @@ class Tried:
     def sentence(self) -> str:
         if self.verdict == "did not run":
             return f"The change did not run: {self.after.note}"
-        foreseen = "" if self.predicted_gain is None else f"; predicted was {self.predicted_gain:.2f} × at most"
+        predicted = "" if self.predicted_gain is None else f"; predicted was {self.predicted_gain:.2f} × at most"
         low, high = self.noise
-        measured = f"{self.gain:.2f} × as fast, by the noise of repeated runs {low:.2f} to {high:.2f} ×{foreseen}"
+        measured = f"{self.gain:.2f} × as fast, by the noise of repeated runs {low:.2f} to {high:.2f} ×{predicted}"
         if self.verdict == "within the noise":
-            return f"It is not seen to help, the difference is within the noise: {measured}."
+            return f"No effect is seen, the difference is within the noise: {measured}."
         return f"It {self.verdict}: {measured}."
 
     @property
     def rows(self) -> list[list[str]]:
-        return [_row(self.before, self.before), _row(self.after, self.before)]
+        rows = []
+        for side in (self.before, self.after):
+            speeds, against = side.samples_per_second, f"{side.mean / self.before.mean:.2f} ×"
+            figures = [f"{side.mean:,.4g}", f"± {side.spread:,.2g}", against] if speeds else ["–"] * 3
+            rows.append([side.name, str(len(speeds)), *figures])
+        return rows
 
     @property
     def sentences(self) -> list[str]:
@@ -142,78 +159,72 @@ class Tried:
     def __repr__(self) -> str:
         return "\n".join([text_table(_COLUMNS, self.rows), *(f"- {text}" for text in self.sentences)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
-        said = f'<div style="{FRAME}; font-weight: bold">{escape(self.sentence)}</div>'
-        return said + html_table(_COLUMNS, self.rows) + html_list(self.sentences[1:])
+        title = f'<div style="{FRAME}; font-weight: bold">{escape(self.sentence)}</div>'
+        return title + html_table(_COLUMNS, self.rows) + html_list(self.sentences[1:])
 
 
 def try_change(
-    *given: Any, change: Change | None = None, new_module: Any = None, new_data: Any = None, repeats: int = 3,
-    predicted_gain: float | None = None, on_run: Callable[[Trial], object] | None = None, trust: bool = False,
+    *given: Any, module: Any = None, data: Any = None, change: Change | None = None, new_module: Any = None,
+    new_data: Any = None, repeats: int = 3, predicted_gain: float | None = None,
+    on_run: Callable[[Trial], object] | None = None, trust: bool = False,
 ) -> Tried:  # fmt: skip
-    """Run before and after, `repeats` times each, and wait for all of it.
+    """Measure what a change brings: run before and after several times each, and wait for all of it.
 
     Args:
-        given: A trial, a config, or module, data and config, as `kit.fit` takes them.
-        change: `{"section.field": value}`. One that names another store has that built first, where it is not there.
-        new_module: Trained afterwards in place of the module.
-        new_data: Trained on afterwards in place of the data.
-        repeats: Runs of each, two at least: one run says nothing of noise.
-        predicted_gain: What the change was foreseen to bring, to stand beside what it did.
-        on_run: Called with each trial when it has started.
+        given: A trial, a config, or config, module and data as `kit.fit` takes them.
+        module: What is trained, where it is not given so.
+        data: What it is trained on, where that is not given so.
+        change: `{"section.field": value}`. A store that a change names and that is not there is built first.
+        new_module: Trained afterwards instead of the module.
+        new_data: Trained on afterwards instead of the data.
+        repeats: Runs of each, two at least: a single run says nothing about noise.
+        predicted_gain: The gain that was predicted, to stand beside the measured one.
+        on_run: Is called with each trial when it has started.
         trust: Run the code of a trial also when this user did not write its run directory here.
 
+    Returns:
+        Both groups of runs, the gain, and whether it is larger than the noise.
+
     Raises:
-        ConfigError: for changes of nothing, fewer than two repeats, and what `kit.fit` refuses of the config itself.
+        ConfigError: for no change, fewer than two repeats, and what `kit.fit` refuses of the config itself.
         ForeignRunError: for a trial that this user did not write here, before anything of it is run.
         TrialError: when a trial before the change fails.
         BuildError: when the store that a change names cannot be built.
+
+    Example:
+        >>> tried = kit.studies.try_change(config, MyModule, MyData, change={"loader.pin_memory": True}, repeats=2)
     """
-    source = replace(RunSource.of(given), trust=trust)
+    source = replace(RunSource.of(given, module=module, data=data), trust=trust)
     if source.earlier is not None:
         contents_to_run(source.earlier.paths, trust)
-    before = _Runs("before", source)
-    after = _Runs("after", _afterwards(source, change, new_module, new_data, repeats))
+    changed = _afterwards(source, change, new_module, new_data, repeats)
+    before = Side(name="before", config=source.config, samples_per_second=(), run_directories=())
+    after = Side(name="after", config=changed.config, samples_per_second=(), run_directories=())
     for number in range(repeats):
-        for runs in (before, after) if number % 2 == 0 else (after, before):
-            runs.add(on_run)
-        if before.error is not None:
-            raise before.error
-    return Tried(before=before.side, after=after.side, predicted_gain=predicted_gain)
+        for name in ("before", "after") if number % 2 == 0 else ("after", "before"):
+            if name == "before":
+                before = _with_run(before, source, on_run)
+            elif not after.note:
+                try:
+                    after = _with_run(after, changed, on_run)
+                except KitError as error:
+                    after = replace(after, samples_per_second=(), note=str(error))
+    return Tried(before=before, after=after, predicted_gain=predicted_gain)
 
 
-class _Runs:
-    """The runs of one side so far; the first that fails is the last."""
-
-    def __init__(self, name: str, source: RunSource) -> None:
-        self.name, self.source = name, source
-        self.error: KitError | None = None
-        self._trials: list[Trial] = []
-        self._speeds: list[float] = []
-
-    def add(self, on_run: Callable[[Trial], object] | None) -> None:
-        if self.error is not None:
-            return
-        try:
-            # Nothing beside the trial that could slow it.
-            trial = self.source.start(self.source.config.replace({"trial.predict_memory": False}))
-            if on_run is not None:
-                on_run(trial)
-            self._speeds.append(_speed(trial.wait()))
-            self._trials.append(trial)
-        except KitError as error:
-            self.error = error
-
-    @property
-    def side(self) -> Side:
-        failed = self.error is not None
-        return Side(
-            name=self.name, config=self.source.config, samples_per_second=() if failed else tuple(self._speeds),
-            run_directories=tuple(str(trial.run_directory) for trial in self._trials),
-            note=str(self.error) if failed else "",
-        )  # fmt: skip
+def _with_run(side: Side, source: RunSource, on_run: Callable[[Trial], object] | None) -> Side:
+    """The side with one more run."""
+    trial = source.start(side.config.replace({"trial.predict_memory": False}))  # a prediction would slow the trial
+    if on_run is not None:
+        on_run(trial)
+    speed = samples_per_second(trial.wait())
+    if not speed:
+        raise TrialError(f"{trial.name} measured no step after its {trial.config.trial.warmup_steps} warm-up steps")
+    return replace(
+        side, samples_per_second=(*side.samples_per_second, speed),
+        run_directories=(*side.run_directories, str(trial.run_directory)),
+    )  # fmt: skip
 
 
 def _afterwards(source: RunSource, change: Change | None, new_module: Any, new_data: Any, repeats: int) -> RunSource:
@@ -222,52 +233,18 @@ def _afterwards(source: RunSource, change: Change | None, new_module: Any, new_d
     if not change and new_module is None and new_data is None:
         raise ConfigError([Problem("change", "nothing is changed; give {'section.field': value}, or a new module")])
     if source.earlier is not None and (new_module is not None or new_data is not None):
-        raise ConfigError(
-            [Problem("new_module", "give module, data and config in place of a trial, then its new ones")]
-        )
+        message = "an earlier trial keeps its module and data; give module, data and config in its place"
+        raise ConfigError([Problem("new_module", message)])
     config = source.config.replace(change or {})
-    _build(source.config, config)
+    if config.data.url != source.config.data.url and config.data.source is not None:
+        from kit.data.build.build import build
+        from kit.data.dataset import open_dataset
+
+        try:
+            open_dataset(config)
+        except StoreError:
+            build(config)
     if source.earlier is not None:
         return replace(source, config=config)
     module = source.module if new_module is None else new_module
     return RunSource(module, source.data if new_data is None else new_data, config)
-
-
-def _build(before: Config, after: Config) -> None:
-    """The store that only the changed config names, where it is not there."""
-    if after.data.url == before.data.url or after.data.source is None:
-        return
-    from kit.data.build.build import build
-    from kit.data.dataset import open_dataset
-
-    try:
-        open_dataset(after)
-    except StoreError:
-        build(after)
-
-
-def _speed(trial: Trial) -> float:
-    found = samples_per_second(trial)
-    if not found:
-        raise TrialError(f"{trial.name} measured no step after its {trial.config.trial.warmup_steps} warm-up steps")
-    return found
-
-
-def _half_width(before: Sequence[float], after: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of the difference of mean logarithms, with the variance of both pooled."""
-    logarithms = [[math.log(value) for value in side] for side in (before, after)]
-    freedom = len(before) + len(after) - 2
-    squares = sum(statistics.variance(side) * (len(side) - 1) for side in logarithms)
-    return _student(freedom) * math.sqrt(squares / freedom * (1 / len(before) + 1 / len(after)))
-
-
-def _student(freedom: int) -> float:
-    return _STUDENT[max(known for known in _STUDENT if known <= freedom)]
-
-
-def _row(side: Side, before: Side) -> list[str]:
-    if not side.samples_per_second:
-        return [side.name, "0", "–", "–", "–"]
-    count = str(len(side.samples_per_second))
-    against = f"{side.mean / before.mean:.2f} ×"
-    return [side.name, count, f"{side.mean:,.4g}", f"± {side.spread:,.2g}", against]

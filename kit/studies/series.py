@@ -1,21 +1,17 @@
-"""Series: several trials one after another, in a thread of this kernel, never two at once.
+"""Series of trials: one after another, each in fresh processes, in a thread of this kernel.
 
-A call that starts one returns at once. `stop()` ends the trial that runs and asks for no other, and what was found
-until then is kept. A thread has nobody to raise to: what went wrong is kept, and `wait()` raises it.
+Starting one returns at once, and no two of its trials run at the same time. `stop()` ends the running trial and starts
+no other; what was found until then is kept. A thread has nobody to raise to: its error is kept, and `wait()` raises it.
 
-Attempts: one trial after another, each in fresh processes, until a rule has its answer.
+`Attempts` is a series that tries batch sizes. A rule (a generator) yields each size and is sent whether it fitted;
+`kit.studies.find_batch_size` and `kit.studies.back_off` are two such rules. Only running out of memory, on the device
+or the host, says that a size does not fit: any other failure ends the series. After every attempt the results file is
+replaced in one move.
 
-A search and a back-off are both a rule that names batch sizes and hears whether each fitted. The trials run in a thread
-of this kernel, so a call returns at once; `stop()` ends the trial that runs and asks for no other, and what was found
-until then is kept. Every attempt is written to the results file when it is over, the file replaced in one move.
-
-Out of memory is what the trial says it died of, on the device or on the host. Any other failure is no answer: it ends
-the series, and `wait()` raises it.
-
-The last safe batch of a configuration, remembered below the folder of its runs.
-
-A configuration is all that decides what a step allocates, but the batch itself: model, data, levers, strategy, kind of
-device and its memory. One small file each, replaced in one move, so that two kernels can remember at once.
+The largest batch that fitted is remembered below the folder of the runs, in a file for each configuration. All that
+decides what a step allocates counts as the configuration (model, data, levers, strategy, kind and memory of the
+device, and whether gradients accumulate, since they are then held through the whole step), except the batch itself and
+the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -38,16 +34,15 @@ from typing_extensions import override
 
 from kit.config import Config
 from kit.errors import ConfigError, KitError, TrialError, TrialStopped
-from kit.json_text import read_json
-from kit.memory.query import Payload, hollow, make_query
+from kit.json_text import read_json, write_json
+from kit.memory.query import Payload, make_query, strip_weights
 from kit.memory.replay.cards import THIS_MACHINE
 from kit.registry import load
-from kit.tables import html_list, html_table, text_table
+from kit.tables import cell, html_list, html_table, text_table
 from kit.trial.directory import runs_folder
 from kit.trial.payload import Part
 from kit.trial.submit import REHEARSAL, prepare
 from kit.trial.trial import Trial
-from kit.units import format_bytes
 
 State = Literal["RUNNING", "COMPLETE", "STOPPED", "FAILED"]
 _TICK_SECONDS = 0.02
@@ -55,7 +50,7 @@ _ENDING_SECONDS = 10
 
 
 class Series:
-    """The thread, and how it is waited for, stopped and watched; `work` is what it does."""
+    """The thread that runs `work`, and how it is waited for, stopped and watched."""
 
     def __init__(self, title: str, grace_seconds: float) -> None:
         self.title = title
@@ -69,18 +64,18 @@ class Series:
         self._callbacks: list[Callable[[Any], object]] = []
         self._lock = threading.Lock()
 
-    # -- to be said by those who inherit
+    # -- what a subclass defines
 
     def work(self) -> None:
-        """Everything, in the thread; may set `error`, or raise it."""
+        """Run all trials, in the thread; may set `error`, or raise it."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """What is done at the end, however it came."""
+        """Called at the end, after success and after failure."""
 
     @property
     def kept(self) -> str:
-        """What an interrupt says of what was found."""
+        """The message of an interrupt: where the results so far are kept."""
         return "interrupted"
 
     # -- running
@@ -100,21 +95,19 @@ class Series:
         finally:
             self.finish()
             self._ended.set()
-            self._tell()
+            self._notify()
 
     def follow(self, trial: Trial) -> None:
-        """Return when it has ended; stop it when the series is stopped."""
+        """Return when the trial has ended; stop it when the series is stopped."""
         self.trial = trial
-        self._tell()
+        self._notify()
         while trial.poll() not in ("COMPLETE", "FAILED", "STOPPED", "LOST"):
             if self._stopping.is_set():
                 trial.stop()
             time.sleep(_TICK_SECONDS)
 
-    # -- ending it
-
     def stop(self) -> None:
-        """End the trial that runs and ask for no other. Returns at once."""
+        """End the trial that runs and start no other. Returns at once."""
         self._stopping.set()
 
     @property
@@ -154,7 +147,7 @@ class Series:
             raise
         return self.wait()
 
-    # -- telling
+    # -- display
 
     def on_change(self, callback: Callable[[Any], object]) -> Callable[[], None]:
         """Call `callback(self)` after every trial, from a background thread; the function returned ends that."""
@@ -164,7 +157,7 @@ class Series:
             callback(self)
         return lambda: self._callbacks.remove(callback)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._lock:
             callbacks = list(self._callbacks)
         for callback in callbacks:
@@ -182,8 +175,8 @@ class Series:
 
 
 Outcome = Literal["fits", "out of memory", "data ends"]
-Looks = Generator[int, bool, None]
-"""A rule: yields the batch size to try, hears whether it fitted."""
+SizeRule = Generator[int, bool, None]
+"""Yields the batch size to try and is sent whether it fitted."""
 
 _COLUMNS = ("batch", "outcome", "predicted", "measured", "ratio", "samples/s")
 
@@ -212,49 +205,44 @@ class Attempt:
         predicted, measured = self.predicted_bytes, self.measured_bytes
         return measured / predicted if predicted and measured else None
 
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What is tried: as `kit.fit` takes it."""
-
-    module: Any
-    data: Any
-    config: Config
-    folder: Path
-    """Where run directories and the results file go."""
-    predict: Callable[[int], int | None]
-    """Peak allocated bytes at a batch size."""
-
     @property
-    def own_data(self) -> bool:
-        return self.data is None
+    def cells(self) -> list[str]:
+        accumulated = f" × {self.accumulate_grad_batches}" if self.accumulate_grad_batches > 1 else ""
+        return [
+            f"{self.batch_size}{accumulated}", self.outcome, cell(self.predicted_bytes), cell(self.measured_bytes),
+            cell(self.ratio, "{:.2f}".format), cell(self.samples_per_second, "{:,.0f}".format),
+        ]  # fmt: skip
 
 
 class Attempts(Series):
-    """A series of trials in a thread; `looks` is the rule, `adapt` makes the config of a batch size."""
-
-    def __init__(self, title: str, task: Task) -> None:
-        super().__init__(title, task.config.trial.grace_seconds)
-        self.task = task
-        self.attempts: list[Attempt] = []
-        self.reasons: list[str] = []
-        self.path = task.folder / "attempts.json"
-        """The results file."""
-
-    # -- to be said by those who inherit
+    """A series of trials of batch sizes."""
 
     confined = False
-    """Whether its trials only try sizes out, and what they write is kept from everybody."""
+    """Whether its trials only try sizes out: then what they write is discarded."""
 
-    def looks(self) -> Looks:
+    def __init__(
+        self, title: str, module: Any, data: Any, base: Config, folder: Path,
+        predict: Callable[[int], int | None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """Module and data as `kit.fit` takes them; `predict` gives peak allocated bytes at a batch size."""
+        super().__init__(title, base.trial.grace_seconds)
+        self.module, self.data, self.base, self.predict = module, data, base, predict
+        self.attempts: list[Attempt] = []
+        self.reasons: list[str] = []
+        self.path = folder / "attempts.json"
+        """The results file."""
+
+    # -- what a subclass defines
+
+    def sizes(self) -> SizeRule:
         raise NotImplementedError
 
     def adapt(self, batch_size: int) -> Config:
         """The config that tries `batch_size`."""
-        return self.task.config.replace({"loader.batch_size": batch_size})
+        return self.base.replace({"loader.batch_size": batch_size})
 
     def conclude(self) -> None:
-        """What follows from the attempts, when the rule has ended and nobody has stopped it."""
+        """Called when the rule has ended, unless the series was stopped."""
 
     @property
     def answer(self) -> str:
@@ -264,82 +252,65 @@ class Attempts(Series):
 
     @override
     def start(self) -> Self:
-        self.task.folder.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         return super().start()
 
     @override
     def work(self) -> None:
-        self._follow(self.looks())
+        rule = self.sizes()
+        with contextlib.suppress(StopIteration):
+            batch_size = next(rule)
+            while not self._stopping.is_set() and (attempt := self._try(batch_size)) is not None:
+                self.attempts.append(attempt)
+                self.finish()
+                self._notify()
+                batch_size = rule.send(attempt.outcome == "fits")
         if not self._stopping.is_set():
             self.conclude()
 
     @override
     def finish(self) -> None:
-        self._write()
+        write_json(self.path, self.to_dict(), indent=2)
 
     @property
     @override
     def kept(self) -> str:
         return f"interrupted after {len(self.attempts)} trials; they are kept in {self.path}"
 
-    def _follow(self, looks: Looks) -> None:
-        try:
-            batch_size = next(looks)
-            while not self._stopping.is_set():
-                attempt = self._try(batch_size)
-                if attempt is None:
-                    return
-                self.attempts.append(attempt)
-                self._write()
-                self._tell()
-                batch_size = looks.send(attempt.outcome == "fits")
-        except StopIteration:
-            return
-
     def _try(self, batch_size: int) -> Attempt | None:
         """One trial; None when it was stopped."""
-        config = self.adapt(batch_size)
-        predicted = self.task.predict(batch_size)
+        config, predicted = self.adapt(batch_size), self.predict(batch_size)
+
+        def attempt(outcome: Outcome, message: str, trial: Trial | None = None) -> Attempt:
+            return Attempt(
+                batch_size=batch_size, accumulate_grad_batches=config.levers.accumulate_grad_batches, outcome=outcome,
+                predicted_bytes=predicted, measured_bytes=None if trial is None else measured_bytes(trial),
+                samples_per_second=None if trial is None else samples_per_second(trial), message=message,
+                run_directory="" if trial is None else str(trial.run_directory),
+            )  # fmt: skip
+
+        given_size, confined = None if self.data is None else batch_size, REHEARSAL if self.confined else ""
         try:
-            self.trial = self._submit(config, batch_size)
+            trial = Trial(prepare(self.module, self.data, config, given_size, confined=confined), config)
+            trial.submit()
         except ConfigError as error:
-            if not self._is_too_large_for_data(error):
-                raise
-            return _attempt(config, batch_size, "data ends", predicted, None, str(error))
-        self.follow(self.trial)
-        return self._judged(self.trial, config, batch_size, predicted)
-
-    def _submit(self, config: Config, batch_size: int) -> Trial:
-        task = self.task
-        asked = None if task.own_data else batch_size
-        confined = REHEARSAL if self.confined else ""
-        trial = Trial(prepare(task.module, task.data, config, asked, confined=confined), config)
-        trial.submit()
-        return trial
-
-    @staticmethod
-    def _is_too_large_for_data(error: ConfigError) -> bool:
-        return any(problem.path == "loader.batch_size" for problem in error.problems)
-
-    def _judged(self, trial: Trial, config: Config, batch_size: int, predicted: int | None) -> Attempt | None:
+            if any(problem.path == "loader.batch_size" for problem in error.problems):
+                return attempt("data ends", str(error))
+            raise
+        self.follow(trial)
         if trial.state == "STOPPED":
             self._stopping.set()
             return None
         if trial.state == "FAILED" and trial.cause in ("device_oom", "host_oom"):
-            return _attempt(config, batch_size, "out of memory", predicted, trial, trial.message)
+            return attempt("out of memory", trial.message, trial)
         if trial.state != "COMPLETE":
             raise trial.failure()
         most = max((int(event["samples"]) for event in trial.steps), default=batch_size)
         if most < batch_size:
-            return _attempt(config, batch_size, "data ends", predicted, trial, f"a batch holds {most} samples at most")
-        return _attempt(config, batch_size, "fits", predicted, trial, trial.message)
+            return attempt("data ends", f"a batch holds {most} samples at most", trial)
+        return attempt("fits", trial.message, trial)
 
-    # -- telling
-
-    def _write(self) -> None:
-        draft = self.path.with_suffix(".tmp")
-        draft.write_text(json.dumps(self.to_dict(), indent=2), encoding="utf-8")
-        draft.replace(self.path)
+    # -- display
 
     def to_dict(self) -> dict[str, Any]:
         """Everything found, as JSON values."""
@@ -347,12 +318,12 @@ class Attempts(Series):
         error = None if self.error is None else str(self.error)
         return {
             "title": self.title, "state": self.state, "answer": self.answer, "reasons": self.reasons, "error": error,
-            "attempts": attempts, "config": self.task.config.values(),
+            "attempts": attempts, "config": self.base.values(),
         }  # fmt: skip
 
     @property
     def rows(self) -> list[list[str]]:
-        return [_row(attempt) for attempt in self.attempts]
+        return [attempt.cells for attempt in self.attempts]
 
     @property
     def sentences(self) -> list[str]:
@@ -368,17 +339,6 @@ class Attempts(Series):
         return table + html_list(self.sentences)
 
 
-def _attempt(
-    config: Config, batch_size: int, outcome: Outcome, predicted: int | None, trial: Trial | None, message: str
-) -> Attempt:
-    return Attempt(
-        batch_size=batch_size, accumulate_grad_batches=config.levers.accumulate_grad_batches, outcome=outcome,
-        predicted_bytes=predicted, measured_bytes=None if trial is None else measured_bytes(trial),
-        samples_per_second=None if trial is None else samples_per_second(trial), message=message,
-        run_directory="" if trial is None else str(trial.run_directory),
-    )  # fmt: skip
-
-
 def measured_bytes(trial: Trial) -> int | None:
     """Peak allocated bytes of the fullest device; None where they were not measured."""
     found = [event["device_allocated_bytes"] for event in trial.events if event["kind"] == "memory_measured"]
@@ -387,58 +347,44 @@ def measured_bytes(trial: Trial) -> int | None:
 
 def samples_per_second(trial: Trial) -> float | None:
     """Of all devices together, after the warm-up steps; None before there is one."""
-    warmup = trial.config.trial.warmup_steps
-    steps = [event for event in trial.steps if int(event["step"]) > warmup]
     seconds: dict[int, float] = {}
     samples: dict[int, int] = {}
-    for event in steps:
-        rank = int(event["rank"])
-        seconds[rank] = seconds.get(rank, 0.0) + float(event["step_seconds"])
-        samples[rank] = samples.get(rank, 0) + int(event["samples"])
+    for event in trial.steps:
+        if int(event["step"]) > trial.config.trial.warmup_steps:
+            rank = int(event["rank"])
+            seconds[rank] = seconds.get(rank, 0.0) + float(event["step_seconds"])
+            samples[rank] = samples.get(rank, 0) + int(event["samples"])
     return sum(samples[rank] / seconds[rank] for rank in seconds if seconds[rank] > 0) or None
 
 
-def _row(attempt: Attempt) -> list[str]:
-    sizes = [
-        "–" if value is None else format_bytes(value) for value in (attempt.predicted_bytes, attempt.measured_bytes)
-    ]
-    ratio = "–" if attempt.ratio is None else f"{attempt.ratio:.2f}"
-    speed = "–" if attempt.samples_per_second is None else f"{attempt.samples_per_second:,.0f}"
-    accumulated = f" × {attempt.accumulate_grad_batches}" if attempt.accumulate_grad_batches > 1 else ""
-    return [f"{attempt.batch_size}{accumulated}", attempt.outcome, *sizes, ratio, speed]
-
-
-_FOLDER = ".safe-batches"
-
-
 def batch_key(module: Any, data: Any, config: Config) -> str:
-    """Hexadecimal digits, the same for configurations that differ in their batch only.
+    """Hexadecimal digits, the same for configurations that differ in batch or number of micro-batches only.
 
     Raises:
         KitError: what `predict_memory` refuses.
     """
-    plain = config.replace({"loader.batch_size": 1, "levers.accumulate_grad_batches": 1})
-    question, target = make_query(module, data, plain, THIS_MACHINE)
+    micro_batches = min(2, config.levers.accumulate_grad_batches)
+    plain = config.replace({"loader.batch_size": 1, "levers.accumulate_grad_batches": micro_batches})
+    query, target = make_query(module, data, plain, THIS_MACHINE)
     # Loaders that were made twice pickle differently; without the numbers in them they do not.
-    shapes = hollow(question.data, Part("default")).module
-    question = dataclasses.replace(question, parcel=Payload(question.parcel.module, shapes))
+    shapes = strip_weights(query.data, Part("default")).module
+    query = dataclasses.replace(query, payload=Payload(query.payload.module, shapes))
     device = [target.device_kind, target.capability, config.hardware.device_memory_bytes]
-    return hashlib.sha256(json.dumps([question.key, device]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([query.key, device]).encode()).hexdigest()[:16]
+
+
+def _safe_batch_file(key: str, config: Config) -> Path:
+    return runs_folder(config.trial.folder) / ".safe-batches" / f"{key}.json"
 
 
 def remember(key: str, config: Config, batch_size: int) -> Path:
     """Keep `batch_size` as the last that was safe."""
-    folder = runs_folder(config.trial.folder) / _FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{key}.json"
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps({"batch_size": batch_size, "name": config.name}), encoding="utf-8")
-    return draft.replace(path)
+    return write_json(_safe_batch_file(key, config), {"batch_size": batch_size, "name": config.name})
 
 
 def remembered(key: str, config: Config) -> int | None:
     """The last safe batch, or None when there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = read_json((runs_folder(config.trial.folder) / _FOLDER / f"{key}.json").read_text())["batch_size"]
+        found = read_json(_safe_batch_file(key, config).read_text())["batch_size"]
         return int(found) if int(found) > 0 else None
     return None

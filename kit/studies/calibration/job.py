@@ -1,14 +1,12 @@
-"""Calibrating the loader: as a job of its own, and before a fit.
+"""Calibrating the loader in a worker process: as a job, and before a fit.
 
-Before a fit, rank 0 measures in a process forked for it and the other ranks wait for the file it writes: the processes
-that train have opened no store, touched no device and drawn no random number for it. What cannot be calibrated trains
-with the settings of the config, and a warning says why.
+`kit.studies.calibration.search` decides which settings are measured; this measures them on the data of one rank, on its
+share of the cores, and chooses. Reads of the other ranks at the same time are not seen. A candidate that cannot run is
+left out with its reason; the first one must run.
 
-The sweep: measures what the rules of `kit.studies.calibration.rules` ask for, on one rank's data, and says what it
-chose.
-
-`kit.studies.calibration.search` asks, this measures. One rank does, on its share of the cores: what the other ranks
-read at the same time is not seen. A candidate that cannot run is left out with its reason; the first one must run.
+Before a fit, rank 0 measures in a process forked for it, and the other ranks wait for the file that it writes. So the
+processes that train have opened no store, touched no device and drawn no random number. Where calibration fails, the
+fit uses the settings of the config, with a warning.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import shutil
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,10 +44,10 @@ from kit.studies.calibration.measure import (
     subject_of,
 )
 from kit.studies.calibration.result import Calibration, changed, saved_path
-from kit.studies.calibration.rules import LoaderSetting, Measurement, MemoryCap, choose, cpu_cap, why_chosen
+from kit.studies.calibration.rules import PARAMETERS, LoaderSetting, Measurement, MemoryCap, choose, cpu_cap, why_chosen
 from kit.studies.calibration.search import (
     Bounds,
-    Looks,
+    Measure,
     MeasurementRequest,
     search,
     sweep_engine,
@@ -72,18 +70,26 @@ def calibrate(context: Context) -> None:
         show_cells(context.cells)
         seed_everything(context.config.training.seed, workers=True, verbose=False)
         try:
-            measuring = _Measuring(context, make_data(payload["data"], context.config))
-            measuring.sweep().save(context.paths.calibration)
+            data = make_data(payload["data"], context.config)
+            _measured(context, data, reuse=False).save(context.paths.calibration)
         except StoppedError:
             stopped = True
     context.writer.write("calibration_ended", stopped=stopped)
 
 
 def calibrated(context: Context, data: dict[str, Any]) -> dict[str, Any]:
-    """The data of a fit, read at the setting that was measured or taken up again."""
+    """The data of a fit, read at the setting that was measured now or in an earlier run."""
+    path = context.paths.calibration
     if context.rank == 0:
-        _measure_apart(context, data)
-    found = _result(context)
+        child = multiprocessing.get_context("fork").Process(target=_in_child, args=(context, data))
+        child.start()
+        child.join()
+        if not path.exists():
+            why = f"the measuring process ended with exit code {child.exitcode}"
+            Calibration(chosen=None, error=why).save(path)
+    while not path.exists():  # rank 0 writes it whatever its measuring ends with
+        time.sleep(_LOOK_SECONDS)
+    found = Calibration.load(path)
     if context.rank == 0:
         changes = found.chosen.changes if found.chosen else {}
         context.writer.write("calibrated", headline=found.headline, changes=changes, reasons=list(found.reasons))
@@ -94,20 +100,6 @@ def calibrated(context: Context, data: dict[str, Any]) -> dict[str, Any]:
     return apply_setting(data, found.chosen)
 
 
-def _result(context: Context) -> Calibration:
-    while not context.paths.calibration.exists():  # rank 0 writes it however its measuring ends
-        time.sleep(_LOOK_SECONDS)
-    return Calibration.load(context.paths.calibration)
-
-
-def _measure_apart(context: Context, data: dict[str, Any]) -> None:
-    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(context, data))
-    child.start()
-    child.join()
-    if not context.paths.calibration.exists():
-        _failed(f"the measuring process ended with exit code {child.exitcode}").save(context.paths.calibration)
-
-
 def _in_child(context: Context, data: dict[str, Any]) -> None:
     saved_path(context.config).parent.mkdir(parents=True, exist_ok=True)
     own = [context.paths.directory, saved_path(context.config).parent, *cache_folders(context.config)]
@@ -115,73 +107,55 @@ def _in_child(context: Context, data: dict[str, Any]) -> None:
     die_with_parent(os.getppid())  # a new user namespace forgets it
     try:
         with confined("the calibration") as kept:
-            found = _Measuring(context, data).found()
+            found = _measured(context, data, reuse=True)
         for note in kept.notes:
             context.writer.write("warned", message=note)
         if found.chosen is not None:
             found.save(saved_path(context.config))
     except StoppedError:
-        found = _failed("the trial was stopped")
+        found = Calibration(chosen=None, error="the trial was stopped")
     except BaseException as error:
         traceback.print_exc()
-        found = _failed((str(error).splitlines() or [type(error).__name__])[0])
+        found = Calibration(chosen=None, error=_first_line(error))
     found.save(context.paths.calibration)
 
 
-def _failed(why: str) -> Calibration:
-    return Calibration(chosen=None, error=why)
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-class _Measuring:
-    """The data of this process, on its share of the machine."""
-
-    def __init__(self, context: Context, data: dict[str, Any]) -> None:
-        mine = share()  # of the machine: from here on this process keeps to its part of it
-        self._context, self._config = context, context.config
-        self._resources = Resources.of(mine, context.world_size)
-        _stay_on(self._resources.cores)
-        self._subject = subject_of(data)
-        identity = identity_of(self._subject, self._config, context.world_size, mine)
-        self._identity: dict[str, Any] = json.loads(json.dumps(identity))  # as it will be read back
-
-    def found(self) -> Calibration:
-        """The result of an earlier run where it still holds, else a new one that says why."""
-        path = saved_path(self._config)
-        if not path.exists():
-            return self.sweep()
+def _measured(context: Context, data: dict[str, Any], reuse: bool) -> Calibration:
+    """A new result, or that of an earlier run where it still holds and may be reused."""
+    config, control = context.config, context.control
+    mine = share()  # of the machine: from here on this process uses only its part of the cores
+    resources = Resources.of(mine, context.world_size)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: resources.cores])
+    subject = subject_of(data)
+    identity = json.loads(json.dumps(identity_of(subject, config, context.world_size, mine)))  # as it will be read back
+    again, path = "", saved_path(config)
+    if reuse and path.exists():
         try:
             earlier = Calibration.load(path)
+            news = changed(earlier.identity, identity)
+            if not news:
+                return replace(earlier, reloaded=True)
+            again = news[0] + (f", and {len(news) - 1} more" if len(news) > 1 else "")
         except TrialError as error:
-            return self.sweep(str(error))
-        news = changed(earlier.identity, self._identity)
-        if news:
-            more = f", and {len(news) - 1} more" if len(news) > 1 else ""
-            return self.sweep(f"{news[0]}{more}")
-        return replace(earlier, reloaded=True)
+            again = str(error)
 
-    def sweep(self, again: str = "") -> Calibration:
-        """A new result; `again` says why there had to be one, where there was another."""
-        stopping = self._context.control
-        sweep = Sweep(self._subject, self._config, self._resources, self._tell, lambda: stopping.requested > 0)
-        found = sweep.run()
-        return replace(found, identity=self._identity, again=again)
-
-    def _tell(self, item: Measurement) -> None:
-        self._context.writer.write(
+    def report(item: Measurement) -> None:
+        context.writer.write(
             "calibration_step", setting=str(item.setting), batches_per_second=item.batches_per_second,
             again=item.turns > 0,
         )  # fmt: skip
 
-
-def _stay_on(cores: int) -> None:
-    """Keep to a share of the cores, where the system lets a process do so."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    found = Sweep(subject, config, resources, report, lambda: control.requested > 0).run()
+    return replace(found, identity=identity, again=again)
 
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PROBE_BATCHES = 4
-_DIALS = ("num_workers", "prefetch_factor", "requests_in_flight", "batches_ahead", "cache_bytes")
 
 
 @dataclass(slots=True)
@@ -205,17 +179,17 @@ class Sweep:
 
     Args:
         subject: The data of this rank.
-        config: What asks for it.
+        config: Its `calibration` section says what to try.
         resources: What this rank may use.
-        tell: Hears each measurement; one that was taken again in turn counts a turn.
-        stopping: Whether to leave.
+        report: Called with each measurement; one that was repeated in turn counts a turn.
+        stopping: Whether to end early.
     """
 
     def __init__(
         self, subject: Subject, config: Config, resources: Resources,
-        tell: Callable[[Measurement], None] = lambda _: None, stopping: Callable[[], bool] = lambda: False,
+        report: Callable[[Measurement], None] = lambda _: None, stopping: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        self._subject, self._config, self._resources, self._tell = subject, config, resources, tell
+        self._subject, self._config, self._resources, self._report = subject, config, resources, report
         asked = config.calibration
         self._limits = MeasurementLimits(
             timeout_seconds=asked.timeout_seconds, most_batches=asked.max_measure_batches,
@@ -236,21 +210,23 @@ class Sweep:
 
         Raises:
             ConfigError: when there is nothing to measure.
-            StoppedError: when asked to leave.
+            StoppedError: when `stopping` says so.
         """
         began = time.perf_counter()
-        bounds = Bounds(timeout_seconds=self._limits.timeout_seconds, most_batches=self._limits.most_batches)
-        found = self._answer(
-            search(self._rule, bounds, self._figures, self._eligible, lambda: self._observed.batch_bytes)
-        )
+        observed = self._observed
+        found = search(self._rule, self._try, self._bounds, self._figures, self._eligible, lambda: observed.batch_bytes)
         candidates = [item for item in self._figures.values() if self._eligible(item.setting)]
         if not candidates:
             raise self._nothing()
-        chosen = choose(candidates, self._observed.batch_bytes)
+        chosen = choose(candidates, observed.batch_bytes)
         return Calibration(
             chosen=chosen.setting, measured=tuple(self._figures.values()), dropped=tuple(self._dropped.items()),
-            reasons=(why_chosen(chosen, candidates), *found, *self._reasons), limits=self._facts(),
-            seconds=time.perf_counter() - began,
+            reasons=(why_chosen(chosen, candidates), *found, *self._reasons), seconds=time.perf_counter() - began,
+            limits={
+                "cores": self._resources.cores, "busy": observed.busy, "cpu_workers": self._cpu_workers,
+                "free_bytes": self._resources.free_bytes, "shared_bytes": self._resources.shared_bytes,
+                "worker_bytes": observed.worker_bytes, "batch_bytes": observed.batch_bytes,
+            },
         )  # fmt: skip
 
     def _eligible(self, setting: LoaderSetting) -> bool:
@@ -259,28 +235,24 @@ class Sweep:
 
     # -- what to try
 
-    def _rule(self) -> Looks:
-        """The engine's dials, then processes."""
+    def _rule(self, measure_setting: Measure) -> list[str]:
+        """The engine's parameters, then processes."""
         step, prefetch = self._limits.step_seconds, self._config.calibration.candidate_prefetch
         ceiling, best, reasons = 1 / step if step else math.inf, 0.0, list[str]()
         base = self._subject.present()
         if isinstance(self._subject, OwnSubject):
-            reasons += yield from sweep_engine(base, self._caches(self._subject), lambda _: "", ceiling)
+            own, data = self._subject.config, self._subject.dataset
+            largest = min(sum(info.nbytes for info in data.select(own.data.variables)), own.loader.memory_bytes // 2)
+            caches = [] if own.data.order == "block" else [largest]  # in blocks each chunk is read once an epoch
+            reasons += sweep_engine(measure_setting, base, caches, lambda _: "", ceiling)
             alone = [item for item in self._figures.values() if not item.setting.num_workers]
             if not alone:
                 raise self._nothing()
             best = max(item.batches_per_second for item in alone)
             self._base = self._base or choose(alone, self._observed.batch_bytes).setting
             base = self._base
-        reasons += yield from sweep_workers(base, self._counts(), prefetch, self._why_not, best, ceiling)
-        return reasons
-
-    @staticmethod
-    def _caches(subject: OwnSubject) -> list[int]:
-        """Sizes to try: none where each chunk is read once an epoch."""
-        config, arrays = subject.config, subject.dataset.select(subject.config.data.variables)
-        largest = min(sum(info.nbytes for info in arrays), config.loader.memory_bytes // 2)
-        return [] if config.data.order == "block" else [largest]
+        counts = self._counts()
+        return reasons + sweep_workers(measure_setting, base, counts, prefetch, self._why_not, best, ceiling)
 
     def _counts(self) -> Iterator[int]:
         named = self._config.calibration.candidate_workers
@@ -292,7 +264,7 @@ class Sweep:
             yield self._subject.present().num_workers
             return
         counts = worker_counts(named, self._cpu_cap)
-        yield from (count for count in counts if count or not self._subject.own)  # 0 was measured with the dials
+        yield from (count for count in counts if count or not self._subject.own)  # the engine sweep has measured 0
 
     def _nothing(self) -> ConfigError:
         why = "; ".join(f"{text}: {reason}" for text, reason in self._dropped.items())
@@ -300,31 +272,23 @@ class Sweep:
 
     # -- measuring
 
-    def _answer(self, asks: Generator[MeasurementRequest, Measurement | None, list[str]]) -> list[str]:
-        try:
-            ask = next(asks)
-            while True:
-                ask = asks.send(self._try(ask))
-        except StopIteration as end:
-            return list(end.value)
-
-    def _try(self, ask: MeasurementRequest) -> Measurement | None:
-        most = ask.fraction * self._limits.most_batches
+    def _try(self, request: MeasurementRequest) -> Measurement | None:
+        again, most = request.again, request.fraction * self._limits.most_batches
         limits = replace(
-            self._limits, rival=ask.rival, timeout_seconds=ask.fraction * self._limits.timeout_seconds,
-            most_batches=round(most) if ask.again else math.ceil(most),
-            slow_start_seconds=math.inf if ask.again else self._bounds.slow_start_seconds, growth=1 / ask.fraction,
+            self._limits, rival=request.rival, timeout_seconds=request.fraction * self._limits.timeout_seconds,
+            most_batches=round(most) if again else math.ceil(most), growth=1 / request.fraction,
+            slow_start_seconds=math.inf if again else self._bounds.slow_start_seconds,
         )  # fmt: skip
         try:
-            found = self._measure(ask.setting, limits, replace(self._observed) if ask.again else self._observed)
+            found = self._measure(request.setting, limits, replace(self._observed) if again else self._observed)
         except StoppedError:
             raise
         except Exception as error:
             if not self._figures and not isinstance(error, ConfigError):
                 raise
-            self._dropped[str(ask.setting)] = (str(error).splitlines() or [type(error).__name__])[0]
+            self._dropped[str(request.setting)] = _first_line(error)
             return None
-        self._tell(replace(found, turns=int(ask.again)))
+        self._report(replace(found, turns=int(again)))
         return found
 
     def _measure(self, setting: LoaderSetting, limits: MeasurementLimits, observed: Observed) -> Measurement:
@@ -348,11 +312,11 @@ class Sweep:
         return self._cpu_workers
 
     def _say(self, reason: str) -> None:
-        """Once, however often a sweep is gone through."""
+        """Once, however often a sweep is repeated."""
         self._reasons[reason] = None
 
     def _why_not(self, setting: LoaderSetting) -> str:
-        """One process is what memory is measured on; more of them must fit."""
+        """Memory is measured with one process, which is never left out; more of them must fit."""
         if not self._config.calibration.cap_workers_by_ram or setting.num_workers < 2:
             return ""
         reason = self._memory_cap(setting).why_not(setting)
@@ -370,38 +334,27 @@ class Sweep:
                 margin=self._config.calibration.ram_safety_margin, worker_bytes=self._observed.worker_bytes,
                 batch_bytes=self._observed.batch_bytes,
             )  # fmt: skip
-            self._say(self._told(self._memory))
+            cap = self._memory
+            self._say(
+                f"a process takes {format_bytes(cap.worker_bytes)} for itself and a batch "
+                f"{format_bytes(cap.batch_bytes)}: {format_bytes(cap.free_bytes * (1 - cap.margin))} of memory are "
+                f"enough for {cap.most(2)} processes of two batches"
+            )
         return self._memory
-
-    @staticmethod
-    def _told(cap: MemoryCap) -> str:
-        return (
-            f"a process holds {format_bytes(cap.worker_bytes)} for itself and a batch is "
-            f"{format_bytes(cap.batch_bytes)}: {format_bytes(cap.free_bytes * (1 - cap.margin))} of memory hold "
-            f"{cap.most(2)} processes of two batches"
-        )
-
-    def _facts(self) -> dict[str, float]:
-        return {
-            "cores": self._resources.cores, "busy": self._observed.busy, "cpu_workers": self._cpu_workers,
-            "free_bytes": self._resources.free_bytes, "shared_bytes": self._resources.shared_bytes,
-            "worker_bytes": self._observed.worker_bytes, "batch_bytes": self._observed.batch_bytes,
-        }  # fmt: skip
 
 
 def identity_of(subject: Subject, config: Config, ranks: int, mine: Share | None = None) -> dict[str, Any]:
     """What a result holds for: the machine, the data, and the settings that change how fast it is read."""
     mine = mine or share()
     values = config.values()
-    loader = {name: value for name, value in values["loader"].items() if name not in _DIALS}
+    loader = {name: value for name, value in values["loader"].items() if name not in PARAMETERS}
     calibration = {name: value for name, value in values["calibration"].items() if name != "enabled"}
-    wanted = {"loader": loader, "calibration": calibration, "ranks": ranks}
+    settings = {"loader": loader, "calibration": calibration, "ranks": ranks}
     if subject.own:
-        wanted |= {"data": values["data"], "chunking": values["chunking"], "cache": values["cache"]}
+        settings |= {"data": values["data"], "chunking": values["chunking"], "cache": values["cache"]}
     else:
-        wanted["data.arguments"] = values["data"]["arguments"]
+        settings["data.arguments"] = values["data"]["arguments"]
     return {
         "machine": {"cores": mine.cores, "memory_bytes": mine.memory_bytes, "system": platform.platform()},
-        "data": subject.identity(),
-        "config": wanted,
-    }
+        "data": subject.identity(), "config": settings,
+    }  # fmt: skip

@@ -1,16 +1,14 @@
-"""How fast a loader gives batches, what the processor does meanwhile, and what each of its processes holds.
+"""Measuring a loader at one setting: its batches per second, its CPU time, and the memory of its processes.
 
-The consumer takes a batch, spends the time of a training step that is to be simulated, and asks for the next. Pass
-follows pass: what the start of a later pass costs counts, as it does in training. A batch under way is waited for, so
-the time allowed is overrun by one batch at most.
+The consumer takes a batch, sleeps for the simulated training step, and takes the next. Pass follows pass: the start of
+a later pass counts, as it does in training. A batch under way is waited for, so the time limit is exceeded by one batch
+at most.
 
-Subject: data whose loader can be set, tried at one setting after another and then handed to a Trainer.
-
-kit's own loader takes every dial, its loader of rows processes and prefetch factor. A torch DataLoader takes processes
-and prefetch factor: it is copied for each try, so the one that trains has not been iterated. An iterable data set keeps
-its number of processes, unless the config names candidates: where it does not share its samples out among them, more
-processes would train on each sample several times. What makes its batches in another way is refused. Loaders for
-validation stay as they are.
+A `Subject` is data whose loader can be set. kit's own loader takes every parameter; its loader of rows and a torch
+DataLoader take processes and prefetch factor. A DataLoader is copied for each try, so the one that trains has not been
+iterated. An iterable data set keeps its number of processes unless the config names candidates: where it does not share
+its samples out among them, more processes would train on each sample several times. Other loaders are refused.
+Validation loaders stay as they are.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from kit.data.rows.loader import RowData
 from kit.data.stores.url import redact
 from kit.errors import ConfigError, Problem
 from kit.studies.calibration.rules import (
+    PARAMETERS,
     SLOW_SECONDS,
     LoaderSetting,
     Measurement,
@@ -47,7 +46,7 @@ from kit.studies.calibration.rules import (
 
 
 class StoppedError(Exception):
-    """The trial was asked to end."""
+    """The trial was stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ class MeasurementLimits:
 
 @dataclass(slots=True)
 class Observed:
-    """What is learned beside the speed."""
+    """What is measured beside the speed."""
 
     batch_bytes: int = 0
     busy: float = 0.0
@@ -104,18 +103,13 @@ class _Clock:
         if not self.skipped:
             if self.seen >= self.warmup_batches or (self.seen > 1 and passed > timeout_seconds / 2):
                 self.skipped, self.cpu, self.marks = self.seen, time.process_time(), [(self.seen, self.last)]
-        elif self._block_is_full:
-            self.marks.append((self.seen, self.last))
-        most = self.skipped > 0 and self.seen - self.skipped >= most_batches
-        return passed >= timeout_seconds or most or self._enough
-
-    @property
-    def _block_is_full(self) -> bool:
-        batches, seconds = self.seen - self.marks[-1][0], self.last - self.marks[-1][1]
-        return batches >= block_size(self.setting) or (batches >= together(self.setting) and seconds >= SLOW_SECONDS)
-
-    @property
-    def _enough(self) -> bool:
+        else:
+            batches, seconds = self.seen - self.marks[-1][0], self.last - self.marks[-1][1]
+            slow = batches >= together(self.setting) and seconds >= SLOW_SECONDS
+            if slow or batches >= block_size(self.setting):
+                self.marks.append((self.seen, self.last))
+        if passed >= timeout_seconds or (self.skipped and self.seen - self.skipped >= most_batches):
+            return True
         if self.limits.to_the_end or len(self.marks) < 2:
             return False
         return long_enough(self.paces, self.marks[-1][1] - self.marks[0][1], self.limits.rival)
@@ -162,42 +156,31 @@ def measure(
         ConfigError: when the loader gives no batch.
         StoppedError: when `limits.stopping` says so.
     """
-    clock = _Clock(setting, limits, max(setting.warmup_batches, filling))
-    while not _pass(loader, clock, limits, observed):
-        continue
+    clock, enough = _Clock(setting, limits, max(setting.warmup_batches, filling)), False
+    while not enough:  # pass follows pass
+        before, batches = clock.seen, iter(loader)
+        try:
+            for batch in batches:
+                if not clock.seen:
+                    clock.first = time.perf_counter()
+                    observed.batch_bytes = max(observed.batch_bytes, batch_bytes(batch))
+                del batch
+                if limits.stopping():
+                    raise StoppedError
+                if limits.step_seconds:
+                    time.sleep(limits.step_seconds)
+                if enough := clock.tick():
+                    observed.worker_bytes = max(observed.worker_bytes, worker_bytes() if setting.num_workers else 0)
+                    break
+        finally:  # ends the processes of a pass that was left early, before the next candidate starts its own
+            for name in ("_shutdown_workers", "close"):
+                if hasattr(batches, name):
+                    getattr(batches, name)()
+        if clock.seen == before:
+            raise ConfigError([Problem("data", "the loader gives no batch, so there is nothing to calibrate")])
     if not setting.num_workers:
         observed.busy = clock.busy or observed.busy
     return clock.result()
-
-
-def _pass(loader: Iterable[Any], clock: _Clock, limits: MeasurementLimits, observed: Observed) -> bool:
-    """One pass over the loader; whether that was enough."""
-    before, batches = clock.seen, iter(loader)
-    try:
-        for batch in batches:
-            if not clock.seen:
-                clock.first = time.perf_counter()
-                observed.batch_bytes = max(observed.batch_bytes, batch_bytes(batch))
-            del batch
-            if limits.stopping():
-                raise StoppedError
-            if limits.step_seconds:
-                time.sleep(limits.step_seconds)
-            if clock.tick():
-                observed.worker_bytes = max(observed.worker_bytes, worker_bytes() if clock.setting.num_workers else 0)
-                return True
-    finally:
-        _end(batches)
-    if clock.seen == before:
-        raise ConfigError([Problem("data", "the loader gives no batch, so there is nothing to calibrate")])
-    return False
-
-
-def _end(batches: Any) -> None:
-    """End the processes of a pass that was left early, before the next candidate starts its own."""
-    for name in ("_shutdown_workers", "close"):
-        if hasattr(batches, name):
-            getattr(batches, name)()
 
 
 def batch_bytes(batch: Any) -> int:
@@ -235,7 +218,7 @@ class Subject(Protocol):
     """Whether any number of processes gives the same samples."""
 
     def present(self) -> LoaderSetting:
-        """Where its dials stand."""
+        """Its setting as it is."""
 
     def loader(self, setting: LoaderSetting, turn: int) -> AbstractContextManager[Iterable[Any]]:
         """Its batches at a setting; another `turn` draws other samples where the order is random."""
@@ -244,21 +227,36 @@ class Subject(Protocol):
         """What must be the same for a result to hold, as JSON values."""
 
 
-class RowSubject:
+class _KitSubject:
+    """A data module of kit's own."""
+
+    own: bool
+    workers_change_nothing = True
+
+    def __init__(self, data: PatchData | RowData) -> None:
+        self._data = data
+
+    @contextmanager
+    def loader(self, setting: LoaderSetting, turn: int) -> Iterator[Iterable[Any]]:
+        tried = copy.copy(self._data)
+        tried.config, tried.loader = self._data.config.replace(setting.changes), None
+        loader = tried.train_dataloader()
+        loader.set_epoch(turn)
+        try:
+            yield loader
+        finally:
+            loader.close()
+
+
+class RowSubject(_KitSubject):
     """Rows, whose loader reads whole batches in threads or processes."""
 
     own = False
-    workers_change_nothing = True
-
-    def __init__(self, data: RowData) -> None:
-        self._data = data
+    _data: RowData
 
     def present(self) -> LoaderSetting:
         loader = self._data.config.loader
         return LoaderSetting(num_workers=loader.num_workers, prefetch_factor=loader.prefetch_factor)
-
-    def loader(self, setting: LoaderSetting, turn: int) -> AbstractContextManager[Iterable[Any]]:
-        return _at(self._data, setting, turn)
 
     def identity(self) -> dict[str, Any]:
         rows = self._data.rows
@@ -266,14 +264,13 @@ class RowSubject:
         return {"place": rows.place, "shape": [*rows.shape], "dtype": rows.stored_dtype, "order": order}
 
 
-class OwnSubject:
+class OwnSubject(_KitSubject):
     """kit's engine."""
 
     own = True
-    workers_change_nothing = True
 
     def __init__(self, data: PatchData) -> None:
-        self._data = data
+        super().__init__(data)
         data.setup()
         assert data.dataset is not None
         self.dataset = data.dataset
@@ -284,10 +281,8 @@ class OwnSubject:
         return self._data.config
 
     def present(self) -> LoaderSetting:
-        return setting_of(self.config.loader)
-
-    def loader(self, setting: LoaderSetting, turn: int) -> AbstractContextManager[Iterable[Any]]:
-        return _at(self._data, setting, turn)
+        loader = self.config.loader
+        return LoaderSetting(**{name: getattr(loader, name) for name in PARAMETERS})
 
     def identity(self) -> dict[str, Any]:
         found = self.dataset.manifest
@@ -321,32 +316,21 @@ class TorchSubject:
 
     def identity(self) -> dict[str, Any]:
         dataset = self._loader.dataset
-        kind = type(dataset)
+        kind, source = type(dataset), ""
         size = len(dataset) if hasattr(dataset, "__len__") else 0
+        with contextlib.suppress(OSError, TypeError):  # by its text, an edited transform counts as other data
+            source = hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:12]
         return {
-            "class": f"{kind.__module__}.{kind.__qualname__}", "samples": size, "source": _source(kind),
+            "class": f"{kind.__module__}.{kind.__qualname__}", "samples": size, "source": source,
             "batch_size": self._loader.batch_size or 0,
         }  # fmt: skip
-
-
-@contextmanager
-def _at(data: PatchData | RowData, setting: LoaderSetting, turn: int) -> Iterator[Iterable[Any]]:
-    """The loader of a copy of kit's own data, at a setting."""
-    tried = copy.copy(data)
-    tried.config, tried.loader = data.config.replace(setting.changes), None
-    loader = tried.train_dataloader()
-    loader.set_epoch(turn)
-    try:
-        yield loader
-    finally:
-        loader.close()
 
 
 def subject_of(data: Data) -> Subject:
     """The subject in what `Trainer.fit` takes.
 
     Raises:
-        ConfigError: for a loader whose dials cannot be set.
+        ConfigError: for a loader whose settings cannot be changed.
     """
     module = data.get("datamodule")
     if isinstance(module, PatchData):
@@ -376,47 +360,28 @@ def apply_setting(data: Data, setting: LoaderSetting) -> Data:
     return {"datamodule": module}
 
 
-def setting_of(loader: Loader) -> LoaderSetting:
-    """Where a config's dials stand."""
-    return LoaderSetting(
-        num_workers=loader.num_workers, prefetch_factor=loader.prefetch_factor, batches_ahead=loader.batches_ahead,
-        requests_in_flight=loader.requests_in_flight, cache_bytes=loader.cache_bytes,
-    )  # fmt: skip
-
-
 _KEPT = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
 
 
 def set_loader(loader: DataLoader[Any], setting: LoaderSetting) -> DataLoader[Any]:
     """A loader of the same batches at another number of processes and prefetch factor.
 
-    A plain one is made anew, so that what Lightning knows of it is true when it puts a sampler of its own in place.
+    A plain one is made anew, since Lightning reads its arguments again when it replaces the sampler.
     """
     workers = setting.num_workers
-    dials: dict[str, Any] = {"num_workers": workers, "prefetch_factor": setting.prefetch_factor if workers else None}
+    factor = setting.prefetch_factor if workers else None
+    arguments: dict[str, Any] = {"num_workers": workers, "prefetch_factor": factor}
     if type(loader) is not DataLoader:
         changed = copy.copy(loader)
-        changed.__dict__.update(**dials, _iterator=None)
+        changed.__dict__.update(**arguments, _iterator=None)
         return changed
-    dials["multiprocessing_context"] = loader.multiprocessing_context if workers else None
-    dials["persistent_workers"] = loader.persistent_workers and workers > 0
-    kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
-    return DataLoader(loader.dataset, **kept, **dials, **_batching(loader))
-
-
-def _batching(loader: DataLoader[Any]) -> dict[str, Any]:
-    if loader.batch_size is None and loader.batch_sampler is not None:
-        return {"batch_sampler": loader.batch_sampler}
-    sampler = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
-    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        return {"batch_sampler": loader.batch_sampler}
-    return {"batch_size": loader.batch_size, "drop_last": loader.drop_last, **sampler}
-
-
-def _source(kind: type) -> str:
-    """Digits of the class's text, so that an edited transform counts as other data; empty where there is no text."""
-    try:
-        text = inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    arguments |= {name: getattr(loader, name) for name in _KEPT}
+    arguments["multiprocessing_context"] = loader.multiprocessing_context if workers else None
+    arguments["persistent_workers"] = loader.persistent_workers and workers > 0
+    plain = type(loader.batch_sampler) in (BatchSampler, type(None))
+    if not plain or (loader.batch_size is None and loader.batch_sampler is not None):
+        arguments["batch_sampler"] = loader.batch_sampler
+    else:
+        arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        arguments |= {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
+    return DataLoader(loader.dataset, **arguments)

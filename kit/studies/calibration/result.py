@@ -1,41 +1,38 @@
-"""Calibration: the loader setting that was chosen, with its evidence; kept in the run directory, taken up again.
+"""calibrate: find the cheapest loader setting that is fast enough, by measurement, in a process of its own.
 
-A result holds as long as machine, data and config are those it was measured on; `changed` names what is not. It is one
-JSON file beside the run, and one for each experiment name below the folder of runs, where the next run finds it.
+`kit.fit` does the same before training where `calibration.enabled` is set. The loader is measured alone;
+`calibration.step_seconds` simulates a training step, and then a setting is enough that keeps up with it.
 
-calibrate: find the cheapest fast loader settings now, by measurement, in a process of its own.
-
-What `kit.fit` does before training where `calibration.enabled` is set, without the training. The setting that is found
-is that of the loader alone; give `calibration.step_seconds` to find what is enough for a step of that length.
+A result holds for the machine, data and config it was measured on; `changed` names the differences. It is a JSON file
+in the run directory, and another for each experiment name below the folder of runs, where the next run finds it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
+from kit.arguments import config_first
 from kit.config import Config
 from kit.errors import ConfigError, Problem, TrialError, TrialStopped
-from kit.json_text import read_json
+from kit.json_text import read_json, write_json
+from kit.registry import Drawable
 from kit.studies.calibration.rules import LoaderSetting, Measurement
 from kit.tables import html_list, html_table, text_table
-from kit.trial.directory import runs_folder
+from kit.trial.directory import CALIBRATIONS, runs_folder
 from kit.trial.submit import prepare
 from kit.trial.trial import Trial
 from kit.units import format_count, format_seconds
 
-FOLDER = ".calibrations"
-"""Below the folder of runs."""
 _COLUMNS = ("processes × prefetch factor", "batches/s", "±", "of peak", "batches", "turns", "first batch")
 _OWN_COLUMNS = ("setting", *_COLUMNS[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Calibration:
-    """What a sweep found; print it, draw it with `kit.calibration_figure`, or `apply` it."""
+class Calibration(Drawable):
+    """What a sweep found; print it, draw it with `figure()`, or `apply` it."""
 
     chosen: LoaderSetting | None
     """None when nothing could be measured."""
@@ -45,15 +42,15 @@ class Calibration:
     """Settings left out, and why."""
     reasons: tuple[str, ...] = ()
     limits: Mapping[str, float] = field(default_factory=dict)
-    """What the caps on processes were made from: cores, bytes, and how busy loading keeps a core."""
+    """The inputs of the caps on processes: cores, bytes, and how busy loading keeps a core."""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Machine, data and config that it holds for."""
     seconds: float = 0.0
     """What the sweep took."""
     reloaded: bool = False
-    """Whether it was taken up from an earlier run."""
+    """Whether it is the result of an earlier run."""
     again: str = ""
-    """Why an earlier result was not; empty where there was none."""
+    """Why the result of an earlier run was not used; empty where there was none."""
     error: str = ""
 
     @property
@@ -85,22 +82,19 @@ class Calibration:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """What `to_dict` gave."""
-        chosen = values["chosen"]
-        measured = [_measurement(item) for item in values["measured"]]
+        chosen, measured = values["chosen"], []
+        for item in values["measured"]:
+            paces = tuple(item.get("paces", ()))
+            measured.append(Measurement(**{**item, "setting": LoaderSetting(**item["setting"]), "paces": paces}))
         read = {
-            "chosen": LoaderSetting(**chosen) if chosen else None,
-            "measured": tuple(measured),
-            "dropped": tuple((text, reason) for text, reason in values["dropped"]),
-            "reasons": tuple(values["reasons"]),
-        }
+            "chosen": LoaderSetting(**chosen) if chosen else None, "measured": tuple(measured),
+            "dropped": tuple((text, reason) for text, reason in values["dropped"]), "reasons": tuple(values["reasons"]),
+        }  # fmt: skip
         return cls(**{**values, **read})
 
     def save(self, path: Path) -> Path:
         """Write it; the file is replaced in one move."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(self.to_dict(), indent=2), encoding="utf-8")
-        return draft.replace(path)
+        return write_json(path, self.to_dict(), indent=2)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -112,7 +106,9 @@ class Calibration:
         try:
             return cls.from_dict(read_json(Path(path).read_bytes()))
         except Exception as error:  # whatever the file says
-            raise TrialError(f"{path} holds no calibration: {error}; calibrate again with kit.calibrate") from error
+            raise TrialError(
+                f"{path} holds no calibration: {error}; calibrate again with kit.studies.calibrate"
+            ) from error
 
     # -- showing it
 
@@ -122,13 +118,13 @@ class Calibration:
 
     @property
     def rows(self) -> list[list[str]]:
-        return [self._row(item) for item in self.measured]
-
-    def _row(self, item: Measurement) -> list[str]:
         return [
-            str(item.setting), format_count(item.batches_per_second), f"{item.error:.0%}" if item.error < 1 else "?",
-            f"{item.batches_per_second / self.peak:.0%}", str(item.batches), str(item.turns or ""),
-            format_seconds(item.first_batch_seconds),
+            [
+                str(item.setting), format_count(item.batches_per_second),
+                f"{item.error:.0%}" if item.error < 1 else "?", f"{item.batches_per_second / self.peak:.0%}",
+                str(item.batches), str(item.turns or ""), format_seconds(item.first_batch_seconds),
+            ]
+            for item in self.measured
         ]  # fmt: skip
 
     @property
@@ -136,7 +132,7 @@ class Calibration:
         if self.chosen is None:
             return f"loader not calibrated: {self.error}"
         speed = f"{format_count(self.batches_per_second)} batches/s"
-        how = "taken up again" if self.reloaded else f"measured in {format_seconds(self.seconds)}"
+        how = "from an earlier run" if self.reloaded else f"measured in {format_seconds(self.seconds)}"
         again = f"; again, since {self.again}" if self.again and not self.reloaded else ""
         return f"loader calibrated: {self.chosen}, {speed} ({how}{again})"
 
@@ -153,28 +149,26 @@ class Calibration:
         table = [text_table(self._columns, self.rows, self._marked)] if self.measured else []
         return "\n".join([self.headline, *table, *(f"- {text}" for text in self.sentences)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         table = html_table(self._columns, self.rows, caption=self.headline, marked=self._marked)
         return table + html_list(self.sentences)
 
 
-def _measurement(values: Mapping[str, Any]) -> Measurement:
-    read = {"setting": LoaderSetting(**values["setting"]), "paces": tuple(values.get("paces", ()))}
-    return Measurement(**{**values, **read})
-
-
 def saved_path(config: Config) -> Path:
     """Where the last result of an experiment is kept for its next run."""
-    return runs_folder(config.trial.folder) / FOLDER / f"{config.name}.json"
+    return runs_folder(config.trial.folder) / CALIBRATIONS / f"{config.name}.json"
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is no longer as it was, each as a sentence; empty when a result still holds."""
     old, new = dict(_flat(before)), dict(_flat(now))
+
+    def short(value: Any) -> str:
+        text = "not there" if value is None else str(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return [f"{name} was {_short(old.get(name))}, now {_short(new.get(name))}" for name in names]
+    return [f"{name} was {short(old.get(name))}, now {short(new.get(name))}" for name in names]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -185,40 +179,34 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, value
 
 
-def _short(value: Any) -> str:
-    text = "not there" if value is None else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-@overload
-def calibrate(config: Config, /, *, on_start: Callable[[Trial], object] | None = None) -> Calibration: ...
-@overload
+@config_first
 def calibrate(
-    module: Any, data: Any, config: Config, *, on_start: Callable[[Trial], object] | None = None
-) -> Calibration: ...
-def calibrate(
-    module: Any, data: Any = None, config: Config | None = None, *, on_start: Callable[[Trial], object] | None = None
+    config: Any = None, module: Any = None, data: Any = None, *, on_start: Callable[[Trial], object] | None = None
 ) -> Calibration:
-    """Measure loader settings, and return when there is an answer; it is kept for the next fit of this experiment.
+    """Measure loader settings and wait for the answer. It is kept for the next trial of this experiment.
 
     Args:
-        module: What `kit.fit` takes as module; nothing is trained.
-        data: What `kit.fit` takes as data.
-        config: What would run. `calibrate(config)` alone takes module and data from it.
-        on_start: Called with the running job, whose `events` tell what has been measured and which can be stopped.
+        config: What would run; the default config when left out.
+        module: As `kit.fit` takes it. Nothing is trained.
+        data: What is loaded, as `kit.fit` takes it.
+        on_start: Is called with the running job, whose `events` tell what has been measured.
+
+    Returns:
+        The cheapest setting that reaches 90 % of the fastest, with all measurements. `apply(config)` takes it over.
 
     Raises:
         ConfigError: for what `kit.fit` refuses, and a loader whose settings cannot be changed.
         TrialError: when no setting could be measured.
         TrialStopped: after an interrupt, or when the job was stopped.
+
+    Example:
+        >>> few = {"calibration.candidate_workers": [0], "calibration.max_measure_batches": 4}
+        >>> kit.studies.calibrate(config.replace(few), MyModule, MyData).chosen.num_workers
+        0
     """
-    if config is None and isinstance(module, Config):
-        module, config = None, module
-    if not isinstance(config, Config):
-        raise ConfigError([Problem("", f"calibrate takes a Config, got {type(config).__name__}")])
-    folder = runs_folder(config.trial.folder) / FOLDER
+    folder = runs_folder(config.trial.folder) / CALIBRATIONS
     short = config.replace({"trial.folder": str(folder), "trial.predict_memory": False})
-    trial = Trial(prepare(module, data, short, job="calibrate", confined="the calibration"), short)
+    trial = Trial(prepare(module, data, short, job="calibrate", confined="the calibration", kind="calibration"), short)
     trial.submit()
     if on_start is not None:
         on_start(trial)

@@ -1,43 +1,40 @@
-"""Calibration: one loader setting, what it gave, how many fit, and which is chosen. Rules only; nothing is measured.
+"""Calibration rules: one loader setting, what it gave, how many processes fit, and which is chosen. Pure; no clock.
 
-As in the description that it follows: a cap on loader processes from CPUs and free memory, a sweep of num_workers ×
-prefetch_factor in batches per second, warm-up batches skipped, an early stop on a plateau, and the cheapest setting
-that reaches at least 90 % of the peak. What that leaves open is fixed here, in `kit.studies.calibration.search` (which
-settings are tried, and what a plateau is) and in `kit.studies.calibration.rules` (how long each is measured), so:
+Loader processes are capped by CPUs and free memory, num_workers × prefetch_factor are swept in batches per second, and
+the cheapest setting that reaches at least 90 % of the peak is chosen. `kit.studies.calibration.search` says which
+settings are tried. Here:
 
 - **CPU cap**: a rank's share of the cores, over how busy loading keeps one core (its CPU seconds a second, measured
-  without processes, between 1/16 and 1), rounded down: processes that wait for a disk or a network hold no core. Counts
+  without processes, between 1/16 and 1), rounded down: processes that wait for a disk or a network need no core. Counts
   that the caller names are not capped by CPUs.
-- **memory cap**: free memory less its safety margin, shared among the ranks, over what one process was measured to hold
-  for itself, plus its prefetch factor × the bytes of a batch. Batches on their way lie in shared memory, which must
-  have room for them too.
+- **memory cap**: free memory less its safety margin, shared among the ranks, over what one process was measured to
+  allocate for itself, plus its prefetch factor × the bytes of a batch. Batches travel in shared memory, which must have
+  space for them too.
 - **warm-up**: two batches, and as many as are on order before the first is taken (processes × prefetch factor, or the
   batches the engine reads ahead).
 - **cheapest**: fewest processes, then fewest bytes kept ready (batches on order, cache), then fewest requests in
   flight.
-- **again, in turn**: a machine is faster in one second than in the next, so settings measured at different times do not
-  compare. Before a choice stands, it is measured again in turn with what decides it: the fastest setting (or the
-  fastest of the dearer ones, when it is itself the fastest), and what is cheaper and may reach 90 % within twice the
-  standard error. That is done once, and while the choice is in doubt up to three times in all. What was measured in
-  turn replaces the first look. Where the figures then ask the sweep for more settings, they are measured, and it is
-  done again. A setting with a cache is measured once, since it would have to be filled again: where it is chosen,
-  there are no turns.
+- **turns**: a machine is faster in one second than in the next, so settings measured at different times do not compare.
+  Before a choice stands, it is measured again in turn with its rivals: the fastest setting (or the fastest of the
+  dearer ones, when it is itself the fastest), and cheaper ones that may reach 90 % within twice the standard error.
+  That is done once, and while the choice is in doubt up to three times in all; these figures replace the first ones. A
+  setting with a cache is measured once, since the cache would have to be filled again: where it is chosen, there are no
+  turns.
 
-Loader pace: how long one loader setting is timed before its batches per second are known. Rules only; no clock.
-
-Batches are timed in blocks, since those of several processes come in bursts: a block is the least multiple of the
-processes (or of half of what the engine reads ahead) that is five batches or more, 40 at most; where loading is
-slow, half a second and one batch of each process are enough. At the first look a setting is timed until
+How long one setting is timed: batches are timed in blocks, since those of several processes come in bursts. A block is
+the least multiple of the processes (or of half of what the engine reads ahead) that is five batches or more, 40 at
+most; where loading is slow, half a second and one batch of each process are enough. The first time, a setting is timed
+until
 
 - its mean is known to 3 % (standard error over the blocks), or
-- it is plain that it is no rival or a clear gain: below 90 % of the fastest so far, or 5 % above it, by twice the
-  standard error, or
+- it is plainly no rival or plainly a gain: below 90 % of the fastest so far, or 5 % above it, by twice the standard
+  error, or
 - ten blocks have passed, or a quarter of the batches or of the time that the config allows one candidate,
 
-but in the first two cases never before five blocks and a quarter of a second. What is then measured in turn gets an
-eighth of batches and time each turn, or as much as two blocks take up to a quarter, in three rounds at most: together
-no more than the config allows. Turns of fewer than five batches, or whose start takes half of their time, are not
-worth it: what has no turns may use up all batches and time at its first look. So may a setting with a cache.
+but in the first two cases never before five blocks and a quarter of a second. A turn gets an eighth of batches and
+time, or as much as two blocks take up to a quarter. Where a turn would have fewer than five batches, or its start would
+take half of its time, and for a setting with a cache, there are no turns, and the first time may use up all batches and
+time.
 
 In simulations of 1,000 pipelines whose batches vary by 2 to 40 %, on machines that drift by up to 15 %, the rules chose
 a setting within 10 % of the best in 96 %, in a third of the time of exhaustive search in 97 % (`tests/plan`).
@@ -45,7 +42,6 @@ a setting within 10 % of the best in 96 %, in a third of the time of exhaustive 
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -63,11 +59,13 @@ DOUBT = 2.0
 """Standard errors within which two figures may be the same."""
 _SHARE = 1 / 16
 """The least that loading is taken to keep a core busy."""
+PARAMETERS = ("num_workers", "prefetch_factor", "requests_in_flight", "batches_ahead", "cache_bytes")
+"""Fields of the config's `loader` that a setting has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSetting:
-    """One point of the sweep; the engine's dials are None for a loader that is not kit's own."""
+    """One point of the sweep; the engine's parameters are None for a loader that is not kit's own."""
 
     num_workers: int
     prefetch_factor: int
@@ -93,9 +91,8 @@ class LoaderSetting:
     @property
     def changes(self) -> dict[str, Any]:
         """The fields of a Config that it sets."""
-        names = ("num_workers", "prefetch_factor", "requests_in_flight", "batches_ahead", "cache_bytes")
-        found = {f"loader.{name}": getattr(self, name) for name in names}
-        return {path: value for path, value in found.items() if value is not None}
+        values = {f"loader.{name}": getattr(self, name) for name in PARAMETERS}
+        return {path: value for path, value in values.items() if value is not None}
 
     def cost(self, batch_bytes: int) -> tuple[int, int, int]:
         """(processes, bytes kept ready, requests in flight): what is compared to find the cheapest."""
@@ -108,8 +105,7 @@ class LoaderSetting:
         if not self.own:
             return "".join(processes) or "no processes"
         cache = [f"cache {format_bytes(self.cache_bytes)}"] if self.cache_bytes else []
-        dials = [f"{self.requests_in_flight} requests", f"{self.batches_ahead} ahead"]
-        return ", ".join([*processes, *dials, *cache])
+        return ", ".join([*processes, f"{self.requests_in_flight} requests", f"{self.batches_ahead} ahead", *cache])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +137,7 @@ def cpu_cap(cores: int, busy: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCap:
-    """What loader processes may hold, and what each was measured to hold."""
+    """What loader processes may allocate, and what each was measured to allocate."""
 
     free_bytes: int
     """Of this rank's share."""
@@ -197,7 +193,7 @@ def why_chosen(chosen: Measurement, measured: Sequence[Measurement]) -> str:
 def finalists(
     measured: Sequence[Measurement], batch_bytes: int, able: Callable[[Measurement], bool] = lambda _: True
 ) -> list[Measurement]:
-    """What must be measured in turn before the choice stands, in the order of `measured`; none where nothing can be.
+    """The settings to measure in turn before the choice stands, in the order of `measured`; empty for no turns.
 
     Args:
         measured: What may be chosen.
@@ -207,17 +203,13 @@ def finalists(
     chosen = choose(measured, batch_bytes)
     if not able(chosen):
         return []
-    rivals = filter(able, _rivals(measured, chosen, batch_bytes))
-    doubted = filter(able, _cheaper_in_doubt(measured, chosen, batch_bytes))
-    ids = {id(item) for item in (chosen, *itertools.islice(rivals, 1), *doubted)}
-    return [item for item in measured if id(item) in ids] if len(ids) > 1 else []
-
-
-def _rivals(measured: Sequence[Measurement], chosen: Measurement, batch_bytes: int) -> list[Measurement]:
-    """From the fastest down, the dearer ones first: they would be worth their price next."""
     cost = chosen.setting.cost(batch_bytes)
-    others = [item for item in measured if item is not chosen]
-    return sorted(others, key=lambda item: (item.setting.cost(batch_bytes) <= cost, -item.batches_per_second))
+    others = [item for item in measured if item is not chosen and able(item)]
+    # The fastest of the dearer ones comes first: it would be worth its price next.
+    rivals = sorted(others, key=lambda item: (item.setting.cost(batch_bytes) <= cost, -item.batches_per_second))
+    doubted = filter(able, _cheaper_in_doubt(measured, chosen, batch_bytes))
+    ids = {id(item) for item in (chosen, *rivals[:1], *doubted)}
+    return [item for item in measured if id(item) in ids] if len(ids) > 1 else []
 
 
 def in_doubt(measured: Sequence[Measurement], batch_bytes: int) -> bool:
@@ -277,10 +269,7 @@ def long_enough(paces: Sequence[float], seconds: float, rival: float = 0.0) -> b
     """
     if len(paces) < _BLOCKS or seconds < _SECONDS:
         return False
-    error = standard_error(paces)
-    return error <= _SETTLED or len(paces) >= _MOST_BLOCKS or _plain(1 / statistics.fmean(paces), error, rival)
-
-
-def _plain(speed: float, error: float, rival: float) -> bool:
+    error, speed = standard_error(paces), 1 / statistics.fmean(paces)
     low, high = speed * (1 - DOUBT * error), speed * (1 + DOUBT * error)
-    return rival > 0 and (high < ENOUGH * rival or low > GAIN * rival)
+    plain = rival > 0 and (high < ENOUGH * rival or low > GAIN * rival)
+    return error <= _SETTLED or len(paces) >= _MOST_BLOCKS or plain

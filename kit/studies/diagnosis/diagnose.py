@@ -1,12 +1,12 @@
-"""diagnose: what a trial suffers from, in sentences, with what to change, what that should bring, and how to try it.
+"""diagnose: what limits a trial, in sentences, with what to change, the gain predicted, and how to try it.
 
 The evidence is the trial's own (`kit.studies.diagnosis.evidence`), the rules are data (`kit.studies.diagnosis.rules`).
-A finding names one thing that is wrong; rules that were asked and found nothing are told too, and so are those that the
-trial could not answer, with what they need. Specific causes come before the general complaint they explain, larger
-effects before smaller ones. No finding is a clean bill. Nothing is changed by itself: `finding.try_it()` runs the
-change beside the config as it is, and says whether it helped (`kit.try_change`).
+A finding names one thing that is wrong. Rules that found nothing are listed too, and so are those that the trial could
+not answer, with what they need. A specific cause comes before the general complaint that it explains, a larger effect
+before a smaller one. No finding is a clean result. Nothing is changed by itself: `finding.try_it()` runs the change
+beside the config as it is, and says whether it helped (`kit.studies.try_change`).
 
-Roofline: achieved FLOP/s against the peak of the device, and what bounds the step.
+The roofline compares the achieved FLOP/s with the peak of the device and says what bounds the step:
 
     achieved  = FLOPs of a sample × samples a second
     MFU       = Σ FLOPs in a format ÷ its peak, over the time of a step: model FLOPs utilisation (Chowdhery et al.
@@ -14,7 +14,7 @@ Roofline: achieved FLOP/s against the peak of the device, and what bounds the st
     roof      = min(peak, intensity × bandwidth), intensity = FLOPs ÷ bytes (Williams, Waterman, Patterson 2009)
 
 FLOPs and bytes are counted operation by operation (`kit.trial.meters`). Bytes are an upper bound, so the intensity is a
-lower one, and "memory bandwidth" is said too often rather than too seldom where caches are large enough. Peaks are
+lower one, and "memory bandwidth" is named too often rather than too seldom where caches are large enough. Peaks are
 measured, or stated by the maker where known (`kit.studies.diagnosis.peaks`). What bounds the step is the largest of
 waiting for data, communication and work; work is bound by compute or memory bandwidth, whichever roof needs more time,
 or by neither where both together explain less than `EXPLAINED` of it: then it is calls and Python.
@@ -30,16 +30,15 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem, TrialError
-from kit.registry import load
+from kit.registry import Drawable, load
 from kit.studies.diagnosis.evidence import Evidence, evidence_of
 from kit.studies.diagnosis.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.rules import RULES, Change, Rule, show
 from kit.studies.profiling.profile import Profile
 from kit.studies.repeats import RunSource, Tried, try_change
 from kit.tables import FRAME, html_list, html_table, text_table
-from kit.trial.trial import Trial
+from kit.trial.trial import Trial, try_out
 from kit.units import format_bytes, format_count
 
 GENERAL = ("waiting for data", "training shorter than preprocessing")
@@ -82,15 +81,17 @@ class Finding:
     @property
     def effect(self) -> str:
         if self.predicted_gain is None:
-            return "cannot be foreseen"
+            return "cannot be predicted"
         return f"{self.predicted_gain:.2f} × as fast at most"
 
     @property
     def reasons(self) -> dict[str, str]:
         """What to change, what that should bring, and why one may believe it."""
         code = {"in code": self.code} if self.code else {}
-        told = {"change": self.setting, **code, "predicted": self.effect}
-        return {**told, "evidence": self.evidence, "threshold": self.threshold}
+        return {
+            "change": self.setting, **code, "predicted": self.effect, "evidence": self.evidence,
+            "threshold": self.threshold,
+        }  # fmt: skip
 
     @property
     def code(self) -> str:
@@ -99,16 +100,19 @@ class Finding:
         return changed.as_code(self.source.config) if changed is not None else ""
 
     def try_it(self, repeats: int = 3, on_run: Callable[[Trial], object] | None = None, trust: bool = False) -> Tried:
-        """Run before and after, `repeats` times each, and wait; `trust` as `kit.try_change` takes it.
+        """Run before and after, `repeats` times each, and wait; `trust` as `kit.studies.try_change` takes it.
 
         Raises:
             ForeignRunError: for a trial that this user did not write here.
-            ConfigError: where no field of the config makes the change; `kit.try_change` takes a new module or new data.
+            ConfigError: where no field of the config makes the change; `kit.studies.try_change` takes a new module or
+                new data.
         """
         given = (self.source.earlier,) if self.source.earlier else (
-            self.source.module, self.source.data, self.source.config)  # fmt: skip
+            self.source.config, self.source.module, self.source.data)  # fmt: skip
         if not self.change:
-            message = f"no setting does it ({self.setting}); try kit.try_change(..., new_module=...) or new_data"
+            message = (
+                f"no setting does it ({self.setting}); try kit.studies.try_change(..., new_module=...) or new_data"
+            )
             raise ConfigError([Problem(self.name, message)])
         return try_change(
             *given, change=self.change, repeats=repeats, predicted_gain=self.predicted_gain, on_run=on_run, trust=trust
@@ -116,14 +120,14 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Diagnosis:
+class Diagnosis(Drawable):
     """What the rules say of one trial."""
 
     evidence: Evidence
     findings: tuple[Finding, ...]
-    """What is wrong, the most worth mending first."""
+    """The largest effect first."""
     values: dict[str, float]
-    """What each rule that was asked measured, by its name."""
+    """The value that each applied rule measured, by its name."""
     unasked: tuple[Rule, ...]
     """Rules that the trial could not answer."""
     roofline: Roofline | None
@@ -150,11 +154,11 @@ class Diagnosis:
 
     @property
     def headline(self) -> str:
-        asked = f"{len(self.values)} of {len(RULES)} rules asked"
+        applied = f"{len(self.values)} of {len(RULES)} rules applied"
         if self.clean:
-            return f"Nothing found: {asked}."
+            return f"Nothing found: {applied}."
         count = len(self.findings)
-        return f"{count} findings, the most worth mending first; {asked}." if count > 1 else f"1 finding; {asked}."
+        return f"{count} findings, the largest effect first; {applied}." if count > 1 else f"1 finding; {applied}."
 
     @property
     def sentences(self) -> list[str]:
@@ -168,22 +172,23 @@ class Diagnosis:
     @property
     def rows(self) -> list[list[str]]:
         """Every rule: what was found, from which value on it is a finding, and who says so."""
-        return [self._row(rule) for rule in RULES]
-
-    def _row(self, rule: Rule) -> list[str]:
-        value = self.values.get(rule.name)
-        found = f"not told: needs {rule.needs}" if value is None else show(rule.unit, value)
-        return [rule.name, found, show(rule.unit, rule.threshold), rule.source]
+        rows = []
+        for rule in RULES:
+            value = self.values.get(rule.name)
+            found = f"unknown: needs {rule.needs}" if value is None else show(rule.unit, value)
+            rows.append([rule.name, found, show(rule.unit, rule.threshold), rule.source])
+        return rows
 
     @property
     def table(self) -> str:
         return text_table(_COLUMNS, self.rows)
 
     def __repr__(self) -> str:
-        told = [line for finding in self.findings for line in _told(finding)]
-        return "\n".join([self.headline, *told, *(f"- {text}" for text in self._rest)])
-
-    __str__ = __repr__
+        lines = [self.headline]
+        for finding in self.findings:
+            lines += [f"- {finding.name}: {finding.sentence}"]
+            lines += [f"    {name}: {text}" for name, text in finding.reasons.items()]
+        return "\n".join([*lines, *(f"- {text}" for text in self._rest)])
 
     def _repr_html_(self) -> str:
         return self.findings_html + self.details_html
@@ -213,37 +218,53 @@ def finding_html(finding: Finding) -> str:
         f"{FRAME}; border-left: 4px solid var(--jp-warn-color1, #c77700); padding: 2px 8px 2px 10px; margin: 10px 0 2px"
     )
     columns = "display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 1px 12px; margin-top: 3px"
-    rows = "".join(_reason_html(name, text) for name, text in finding.reasons.items())
+    rows = ""
+    for name, text in finding.reasons.items():
+        shown = f"<code>{escape(text)}</code>" if name == "in code" else escape(text)
+        rows += f'<span style="opacity: 0.75">{name}</span><span style="overflow-wrap: anywhere">{shown}</span>'
     return (
         f'<div style="{frame}; line-height: 1.45"><b>{escape(finding.name)}</b>: {escape(finding.sentence)}'
         f'<div style="{columns}; font-size: 0.92em">{rows}</div></div>'
     )
 
 
-def _reason_html(name: str, text: str) -> str:
-    shown = f"<code>{escape(text)}</code>" if name == "in code" else escape(text)
-    return f'<span style="opacity: 0.75">{name}</span><span style="overflow-wrap: anywhere">{shown}</span>'
-
-
-def _told(finding: Finding) -> list[str]:
-    reasons = (f"    {name}: {text}" for name, text in finding.reasons.items())
-    return [f"- {finding.name}: {finding.sentence}", *reasons]
-
-
-def diagnose(*given: Any, peaks: Peaks | bool = True, profile: Profile | None = None) -> Diagnosis:
-    """Say what a trial suffers from.
+def diagnose(
+    *given: Any, module: Any = None, data: Any = None, peaks: Peaks | bool = True, profile: Profile | None = None
+) -> Diagnosis:
+    """Say what slows a trial, what to change, and what that would bring at most.
 
     Args:
-        given: A trial, or its run directory; or what `kit.fit` takes, which is then run, and waited for.
-        peaks: What the device can do, measured where it is not known yet (two seconds); False leaves out what needs it.
-        profile: A finished profile of the same, for the rules that ask for traces and functions.
+        given: A trial or its run directory; or config, module and data as `kit.fit` takes them, to be run first.
+        module: What is trained, where it is not given so.
+        data: What it is trained on, where that is not given so.
+        peaks: What the device can do, measured where it is not known yet (two seconds). False leaves out the rules
+            that need it.
+        profile: A finished profile of the same config, for the rules that need traces and functions.
+
+    Returns:
+        The findings, the largest gain first. `diagnosis["no prefetch"].try_it()` tries one.
 
     Raises:
         TrialError: when the trial has failed, or has not measured a step.
         ConfigError: for arguments that are none of these.
+
+    Example:
+        >>> diagnosis = kit.studies.diagnose(trial, peaks=False)
     """
-    trial, source = _trial(given)
-    found, notes = _peaks(trial.config, peaks)
+    if len(given) == 1 and isinstance(given[0], str | Path):
+        given = (Trial.open(given[0]),)
+    source = RunSource.of(given, module=module, data=data)
+    trial, notes = source.earlier, list[str]()
+    if trial is None:
+        trial = try_out(source.module, source.data, source.config, "trial").wait()
+    elif trial.poll() in ("FAILED", "LOST"):
+        raise trial.failure()
+    found = peaks if isinstance(peaks, Peaks) else None
+    if peaks is True:
+        try:
+            found = device_peaks(trial.config)
+        except KitError as error:
+            notes.append(f"the peak of the device was not measured: {error}")
     try:
         evidence = evidence_of(trial, found, profile)
     except ValueError as error:
@@ -256,76 +277,36 @@ def judge(evidence: Evidence, source: RunSource, notes: Sequence[str] = ()) -> D
     measured = {rule: rule.measure(evidence) for rule in RULES}
     known = {rule: value for rule, value in measured.items() if value is not None and math.isfinite(value)}
     findings = [_finding(rule, value, evidence, source) for rule, value in known.items() if value >= rule.threshold]
+    specific = any(finding.name in _SPECIFIC for finding in findings)
+    for place, finding in enumerate(findings):
+        if specific and finding.name in GENERAL:
+            findings[place] = replace(finding, sentence=f"{finding.sentence} Findings above say why.")
+    findings.sort(key=lambda one: (specific and one.name in GENERAL, -(one.predicted_gain or 0.0)))
+    remarks = [*evidence.notes]
+    # The rules hold on a busy machine too: what is wrong there is seldom right on a quiet one.
+    if (queued := evidence.queued_fraction or 0.0) >= _BUSY_FRACTION:
+        remarks.append(
+            f"the machine was busy: training waited {queued:.0%} of the time for a core; figures and predicted effects "
+            "are of that time, so run it again when less else runs"
+        )
     return Diagnosis(
-        evidence=evidence, findings=tuple(_sorted(findings)), roofline=roofline_of(evidence),
+        evidence=evidence, findings=tuple(findings), roofline=roofline_of(evidence),
         values={rule.name: value for rule, value in known.items()},
-        unasked=tuple(rule for rule in RULES if rule not in known), notes=(*evidence.notes, *_busy(evidence), *notes),
+        unasked=tuple(rule for rule in RULES if rule not in known), notes=(*remarks, *notes),
     )  # fmt: skip
-
-
-def _busy(evidence: Evidence) -> tuple[str, ...]:
-    """Rules are asked all the same: what is wrong on a busy machine is seldom right on a quiet one."""
-    queued = evidence.queued_fraction or 0.0
-    if queued < _BUSY_FRACTION:
-        return ()
-    return (
-        f"the machine was busy: training waited {queued:.0%} of the time for a core that others had; figures and "
-        "predicted effects are of that time, so run it again when less else runs",
-    )
 
 
 def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) -> Finding:
-    change, gain = rule.change(evidence), rule.effect(evidence)
+    change, gain, config = dict(rule.change(evidence)), rule.effect(evidence), evidence.config
+    try:  # leave out a change that the config refuses or has already
+        change = change if config.diff(config.replace(change)) else {}
+    except ConfigError:
+        change = {}
     return Finding(
         rule=rule, value=value, sentence=rule.sentence(evidence, value), setting=rule.setting(evidence),
-        change=_possible(change, evidence.config), source=source,
+        change=change, source=source,
         predicted_gain=gain if gain is not None and math.isfinite(gain) else None,
     )  # fmt: skip
-
-
-def _possible(change: Change, config: Config) -> Change:
-    """The change, unless the config refuses it or has it already."""
-    try:
-        return dict(change) if config.diff(config.replace(change)) else {}
-    except ConfigError:
-        return {}
-
-
-def _sorted(findings: Sequence[Finding]) -> list[Finding]:
-    """Complaints that others explain come last, and say so."""
-    explained = [one for one in findings if one.name in GENERAL and any(two.name in _SPECIFIC for two in findings)]
-    others = [one for one in findings if one not in explained]
-    told = [replace(one, sentence=f"{one.sentence} Findings above say why.") for one in explained]
-    return [*sorted(others, key=_order), *sorted(told, key=_order)]
-
-
-def _order(finding: Finding) -> float:
-    return -(finding.predicted_gain or 0.0)
-
-
-def _trial(given: Sequence[Any]) -> tuple[Trial, RunSource]:
-    if len(given) == 1 and isinstance(given[0], str | Path):
-        given = (Trial.open(given[0]),)
-    source = RunSource.of(given)
-    trial = source.earlier
-    if trial is None:
-        from kit.trial.trial import try_out
-
-        trial = try_out(source.module, source.data, source.config).wait()
-    elif trial.poll() in ("FAILED", "LOST"):
-        raise trial.failure()
-    return trial, source
-
-
-def _peaks(config: Config, asked: Peaks | bool) -> tuple[Peaks | None, tuple[str, ...]]:
-    if isinstance(asked, Peaks):
-        return asked, ()
-    if not asked:
-        return None, ()
-    try:
-        return device_peaks(config), ()
-    except KitError as error:
-        return None, (f"the peak of the device was not measured: {error}",)
 
 
 Bound = Literal["data", "communication", "compute", "memory bandwidth", "calls and Python"]
@@ -364,7 +345,7 @@ class Roofline:
 
     @property
     def roof_flops_per_second(self) -> float:
-        """What could be had at this intensity."""
+        """The most that is possible at this intensity."""
         return min(self.peak_flops_per_second, self.intensity * self.peak_bytes_per_second)
 
     @property
@@ -394,9 +375,8 @@ def roofline_of(evidence: Evidence) -> Roofline | None:
     flops = sum(work.flops.values())
     dtype = max(work.flops, key=lambda name: work.flops[name])
     step_seconds = work.samples / rate  # of one global batch
-    compute_seconds = sum(count / (devices * peaks.peak(name)) for name, count in work.flops.items())
-    memory_seconds = work.bytes / (devices * peaks.bytes_per_second)
-    compute, memory = compute_seconds / step_seconds, memory_seconds / step_seconds
+    compute = sum(count / (devices * peaks.peak(name)) for name, count in work.flops.items()) / step_seconds
+    memory = work.bytes / (devices * peaks.bytes_per_second) / step_seconds
     wait, communication = evidence.shares.get("wait", 0.0), evidence.shares.get("communication", 0.0)
     return Roofline(
         device=peaks.device, dtype=dtype, flops_per_second=flops / step_seconds,

@@ -1,8 +1,8 @@
 """Evidence: everything a trial tells about where its time and memory went, as one flat record that rules read.
 
 Seconds, bytes, fractions and counts of one trial, after its warm-up steps; None where the trial does not tell. Times
-are means over all ranks, memory is of the fullest rank or of all ranks together as the name says. What profiler passes
-found can be given beside it. Nothing is judged here.
+are means over all ranks; memory is of the fullest rank, or of all ranks together, as the field says. A finished profile
+adds its trace and functions. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kit.errors import KitError
 from kit.events import Event, number
 from kit.machine.machine import hardware
 from kit.machine.processes import machine
-from kit.records.trace import merged
+from kit.records.trace import BESIDE_TRAINING, merged
 from kit.studies.diagnosis.peaks import Peaks
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
@@ -45,8 +45,8 @@ class StoreLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRequests:
-    """What one step asked for, of all ranks together (see `kit.trial.meters`)."""
+class CountedWork:
+    """The work of one step, of all ranks together (see `kit.trial.meters`)."""
 
     samples: int
     flops: Mapping[str, float]
@@ -75,7 +75,7 @@ class Evidence:
     accelerator: str
     world_size: int
     own_loader: bool
-    """Whether kit's streaming engine read the data, so that its dials apply."""
+    """Whether kit's streaming engine read the data, so that its settings apply."""
     given_loader: bool
     """Whether the caller's own data made the loader, so that the config's `loader` section may not reach it."""
     cores: int | None
@@ -90,9 +90,9 @@ class Evidence:
     rank_seconds: Mapping[int, float]
     """Seconds a batch that each rank spent on its own: neither in backward, communication nor validation."""
     start_up_seconds: float | None
-    """From the first batch asked for to the first in hand, of the slowest rank."""
+    """From the request for the first batch to its arrival, of the slowest rank."""
     total_seconds: float | None
-    """From the first batch asked for to the end of the last step."""
+    """From the request for the first batch to the end of the last step."""
     read_seconds: float | None
     """Time a batch during which batches were being read, several at once counted once."""
     requests_per_sample: float | None
@@ -112,7 +112,7 @@ class Evidence:
     host_bytes: float | None
     """Peak resident memory of all ranks together."""
     host_limit_bytes: float | None
-    work: StepRequests | None
+    work: CountedWork | None
     peaks: Peaks | None
     warnings: tuple[str, ...] = ()
     trace: TraceInfo | None = None
@@ -123,14 +123,24 @@ class Evidence:
     """What could not be learned, and why."""
 
     @property
+    def user_loader(self) -> bool:
+        """Whether the caller's data makes its loader without kit's engine, so that only calibrating reaches it."""
+        return self.given_loader and not self.own_loader
+
+    @property
+    def wait_fraction(self) -> float | None:
+        return self.shares.get("wait")
+
+    @property
     def wait_seconds(self) -> float:
         """A batch, on one rank."""
         return self.shares.get("wait", math.nan) * self.step_seconds
 
     @property
     def train_seconds(self) -> float:
-        """A batch on one rank, from the batch in hand to the next one wanted, without validation."""
-        return self.step_seconds * (1 - self.shares.get("wait", math.nan) - self.shares.get("validation", 0.0))
+        """A batch on one rank, from having the batch to requesting the next, without validation."""
+        beside = math.fsum(self.shares.get(phase, 0.0) for phase in BESIDE_TRAINING)
+        return self.step_seconds * (1 - self.shares.get("wait", math.nan) - beside)
 
     @property
     def on_gpu(self) -> bool:
@@ -158,60 +168,56 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
     started = trial.event("fit_started") or {}
     here = trial.environment.get("machine") == machine()
     own = any(event.get("counters") for event in trial.events if event["kind"] == "fit_ended")
-    layout, notes = _layout(config) if own else (None, ())
+    layout, notes = None, list[str]()
+    try:
+        layout = store_layout(config) if own else None
+    except KitError as error:
+        notes.append(f"the layout of the store was not judged: {error}")
+    given = trial.environment.get("given", {}).get("data", "default") not in ("default", "dataset")
+    profiled: dict[str, Any] = {}
+    if profile is not None:
+        functions = tuple(profile.functions) if "advanced" in profile.passes else None
+        profiled = {"trace": profile.trace, "functions": functions}
     return Evidence(
         config=config, accelerator=str(started.get("accelerator", "cpu")), world_size=int(started.get("world_size", 1)),
-        own_loader=own, given_loader=_given(trial), cores=hardware().cores if here else None, batches=len(steps),
+        own_loader=own, given_loader=given, cores=hardware().cores if here else None, batches=len(steps),
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
-        notes=notes, work=_work(trial), read_seconds=_read_seconds(steps), **_times(steps), **_start_up(trial),
-        **_reading(trial), **_cpu(trial), **_memory(trial, here), **_profiled(profile),
+        notes=tuple(notes), work=_work(trial), read_seconds=_read_seconds(steps), **_times(steps), **_start_up(trial),
+        **_reading(trial), **_cpu(trial), **_memory(trial, here), **profiled,
     )  # fmt: skip
-
-
-def _profiled(profile: Profile | None) -> dict[str, Any]:
-    if profile is None:
-        return {}
-    return {"trace": profile.trace, "functions": tuple(profile.functions) if "advanced" in profile.passes else None}
-
-
-def _given(trial: Trial) -> bool:
-    return trial.environment.get("given", {}).get("data", "default") not in ("default", "dataset")
 
 
 def _times(steps: Sequence[Event]) -> dict[str, Any]:
     parts = sorted({name for step in steps for name in step if name.endswith(_SUFFIX) and name not in _NO_PART})
     seconds = {name.removesuffix(_SUFFIX): sum(_finite(step.get(name)) for step in steps) for name in parts}
     total = sum(seconds.values()) or math.nan
+    alone = [name for name in parts if name.split("_")[0] not in _SHARED]
+    ranks: defaultdict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        ranks[int(step["rank"])].append(sum(_finite(step.get(part)) for part in alone))
     return {
         "step_seconds": sum(_finite(step["step_seconds"]) for step in steps) / len(steps),
         "shares": {part: value / total for part, value in seconds.items()},
-        "rank_seconds": _rank_seconds(steps, [name for name in parts if name.split("_")[0] not in _SHARED]),
+        "rank_seconds": {rank: statistics.fmean(values) for rank, values in sorted(ranks.items())},
     }
 
 
-_SHARED = ("backward", "communication", "validation", "other")
+_SHARED = ("backward", "communication", *BESIDE_TRAINING, "other")
 """Parts in which a rank may wait for the others."""
 
 
-def _rank_seconds(steps: Sequence[Event], parts: Sequence[str]) -> dict[int, float]:
-    found: defaultdict[int, list[float]] = defaultdict(list)
-    for step in steps:
-        found[int(step["rank"])].append(sum(_finite(step.get(part)) for part in parts))
-    return {rank: statistics.fmean(values) for rank, values in sorted(found.items())}
-
-
 def _start_up(trial: Trial) -> dict[str, Any]:
-    asked = {event["rank"]: event["time"] for event in trial.events if event["kind"] == "fit_started"}
+    started = {event["rank"]: event["time"] for event in trial.events if event["kind"] == "fit_started"}
     first: dict[int, float] = {}
     last = -math.inf
     for event in trial.steps:
         if "train_started" in event:
             first.setdefault(event["rank"], event["train_started"])
             last = max(last, event["train_ended"])
-    waits = [first[rank] - asked[rank] for rank in first.keys() & asked.keys()]
+    waits = [first[rank] - started[rank] for rank in first.keys() & started.keys()]
     if not waits:
         return {"start_up_seconds": None, "total_seconds": None}
-    return {"start_up_seconds": max(waits), "total_seconds": last - min(asked.values())}
+    return {"start_up_seconds": max(waits), "total_seconds": last - min(started.values())}
 
 
 def _read_seconds(steps: Sequence[Event]) -> float | None:
@@ -239,34 +245,36 @@ def _reading(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _layout(config: Config) -> tuple[StoreLayout | None, tuple[str, ...]]:
+def store_layout(config: Config) -> StoreLayout:
+    """How the store is cut, beside the chunks that `kit.plan_chunks` would choose.
+
+    Raises:
+        KitError: when the store does not open, or its costs cannot be predicted.
+    """
     from kit.data.build.layout import plan_chunks, price_store
     from kit.data.dataset import open_dataset
 
-    try:
-        stored = price_store(config, open_dataset(config))
-        free = config.replace({"chunking.chunk": "auto", "chunking.shard": "auto", "data.source": None})
-        plan = plan_chunks(free)
-    except KitError as error:
-        return None, (f"the layout of the store was not judged: {error}",)
+    stored = price_store(config, open_dataset(config))
+    plan = plan_chunks(config.replace({"chunking.chunk": "auto", "chunking.shard": "auto", "data.source": None}))
     return StoreLayout(
         seconds_per_batch=sum(cost.seconds_per_batch for cost in stored),
         planned_seconds_per_batch=plan.seconds_per_batch, chunk=stored[0].chunk, planned_chunk=plan.chunk,
         dims=plan.dims,
-    ), ()  # fmt: skip
+    )  # fmt: skip
 
 
 def _cpu(trial: Trial) -> dict[str, Any]:
     found = [event for event in trial.events if event["kind"] == "cpu_used" and event["wall_seconds"] > 0]
     if not found:
         return {"thread_cores": None, "process_cores": None, "workers": None, "queued_fraction": None}
-    used = [(event["process_seconds"] + event["workers_seconds"]) / event["wall_seconds"] for event in found]
+
+    def cores(event: Event, *names: str) -> float:
+        return float(sum(event[f"{name}_seconds"] for name in names) / event["wall_seconds"])
+
     return {
-        "thread_cores": max(
-            (event["thread_seconds"] + event["queued_seconds"]) / event["wall_seconds"] for event in found
-        ),
-        "queued_fraction": max(event["queued_seconds"] / event["wall_seconds"] for event in found),
-        "process_cores": sum(used),
+        "thread_cores": max(cores(event, "thread", "queued") for event in found),
+        "queued_fraction": max(cores(event, "queued") for event in found),
+        "process_cores": sum(cores(event, "process", "workers") for event in found),
         "workers": max(int(event["workers"]) for event in found),
     }
 
@@ -274,24 +282,24 @@ def _cpu(trial: Trial) -> dict[str, Any]:
 def _memory(trial: Trial, here: bool) -> dict[str, Any]:
     devices = set(trial.environment.get("devices", ()))
     gpus = [gpu.total_bytes for gpu in hardware().gpus if gpu.uuid in devices] if here else []
-    asked = trial.config.hardware.device_memory_bytes
+    given = trial.config.hardware.device_memory_bytes
     host: dict[int, float] = {}
     for event in trial.steps:
         host[event["rank"]] = max(host.get(event["rank"], 0.0), _finite(event.get("host_rss_bytes")))
+
+    def most(name: str) -> float | None:
+        return max((_finite(step.get(name)) for step in trial.steps), default=0.0) or None
+
     return {
-        "device_allocated_bytes": _most(trial.steps, "device_allocated_bytes") or measured_bytes(trial),
-        "device_reserved_bytes": _most(trial.steps, "device_reserved_bytes"),
-        "device_limit_bytes": asked or min(gpus, default=None),
+        "device_allocated_bytes": most("device_allocated_bytes") or measured_bytes(trial),
+        "device_reserved_bytes": most("device_reserved_bytes"),
+        "device_limit_bytes": given or min(gpus, default=None),
         "host_bytes": sum(host.values()) or None,
         "host_limit_bytes": hardware().memory_bytes if here else None,
     }
 
 
-def _most(steps: Sequence[Event], name: str) -> float | None:
-    return max((_finite(step.get(name)) for step in steps), default=0.0) or None
-
-
-def _work(trial: Trial) -> StepRequests | None:
+def _work(trial: Trial) -> CountedWork | None:
     found = [event for event in trial.events if event["kind"] == "work_counted"]
     if not found:
         return None
@@ -300,7 +308,7 @@ def _work(trial: Trial) -> StepRequests | None:
         for name, count in event["flops"].items():
             flops[name] += count
     first = min(found, key=lambda event: int(event["rank"]))
-    return StepRequests(
+    return CountedWork(
         samples=sum(int(event["samples"]) for event in found), flops=dict(flops),
         bytes=sum(event["bytes"] for event in found), calls=first["calls"], own_syncs=first["own_syncs"],
         batch_norms_again=max(event["batch_norms_again"] for event in found), lines=tuple(first["lines"]),

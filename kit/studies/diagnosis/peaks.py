@@ -1,8 +1,8 @@
-"""device_peaks: the FLOP/s and bytes/s that the devices of a trial reach at most, measured once and remembered.
+"""device_peaks: the most FLOP/s and bytes/s that the devices of a trial reach, measured once and remembered.
 
-Measured in a process of its own on the device the config names, with the threads that its ranks have together; on a
-GPU what its maker states stands beside it. Kept below the folder of the runs, by device, threads and number format. A
-busy machine measures too low a peak; `again=True` measures anew.
+They are measured in a separate process on the device that the config names, with the threads of all its ranks; for a
+GPU the maker's figures stand beside them. They are kept below the folder of the runs, by device and threads. On a busy
+machine the measured peak is too low; `again=True` measures anew.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kit.config import Config
-from kit.json_text import read_json
+from kit.json_text import read_json, write_json
 from kit.machine.claims import release
 from kit.machine.machine import Resolved, hardware
 from kit.trial import scratch
@@ -27,7 +26,6 @@ from kit.trial.submit import environment_of, take_devices, write_run
 from kit.trial.trial import ENDED, Trial
 from kit.units import format_bytes, format_count
 
-_FOLDER = ".peaks"
 _DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("float32", "bfloat16", "float16")}
 _PREFIX = "kit-peaks-"
 _TIMEOUT_SECONDS = 120.0
@@ -47,7 +45,7 @@ class Peaks:
     """Read and written, measured by a copy."""
 
     def peak(self, dtype: str) -> float:
-        """What the device could do in this number format: stated if known, else measured."""
+        """The peak in this number format: stated if known, else measured."""
         measured = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
         return self.nominal_flops_per_second.get(dtype) or measured
 
@@ -58,16 +56,29 @@ class Peaks:
 
 
 def device_peaks(config: Config, *, again: bool = False) -> Peaks:
-    """The peaks of the devices that `config` trains on; measured in about two seconds where they are not known.
+    """The peak FLOP/s and bandwidth of the devices that a config trains on, measured in about two seconds.
+
+    Args:
+        config: Names the devices.
+        again: Measure them even if they are known.
+
+    Returns:
+        The peaks, measured by matrix products and copies of several sizes.
 
     Raises:
         HardwareError: for devices that are not there.
         TrialError: when the measuring process fails.
+
+    Example:
+        >>> peaks = kit.studies.device_peaks(config)
     """
-    taken = take_devices(config.replace({"hardware.strategy": "none", "hardware.devices": _one(config)}))
+    devices = config.hardware.devices
+    one = devices[:1] if isinstance(devices, tuple) else "auto" if devices == "auto" else 1
+    taken = take_devices(config.replace({"hardware.strategy": "none", "hardware.devices": one}))
     try:
         resolved = _whole(taken.resolved, config)
-        path = _path(config, resolved)
+        key = hashlib.sha256(json.dumps([_device(resolved), resolved.threads_per_rank]).encode()).hexdigest()[:16]
+        path = runs_folder(config.trial.folder) / ".peaks" / f"{key}.json"
         known = None if again else _read(path)
         if known is not None:
             release(taken.claims)
@@ -76,14 +87,8 @@ def device_peaks(config: Config, *, again: bool = False) -> Peaks:
     except BaseException:
         release(taken.claims)
         raise
-    _keep(path, found)
+    write_json(path, asdict(found))
     return found
-
-
-def _one(config: Config) -> Any:
-    """One of the devices; a list names its first."""
-    devices = config.hardware.devices
-    return devices[:1] if isinstance(devices, tuple) else "auto" if devices == "auto" else 1
 
 
 def _whole(resolved: Resolved, config: Config) -> Resolved:
@@ -94,11 +99,6 @@ def _whole(resolved: Resolved, config: Config) -> Resolved:
     ranks = devices if isinstance(devices, int) and devices > 0 else 1
     cores = hardware().cores
     return replace(resolved, threads_per_rank=min(cores, threads * ranks) if threads else cores)
-
-
-def _path(config: Config, resolved: Resolved) -> Path:
-    key = hashlib.sha256(json.dumps([_device(resolved), resolved.threads_per_rank]).encode()).hexdigest()[:16]
-    return runs_folder(config.trial.folder) / _FOLDER / f"{key}.json"
 
 
 def _device(resolved: Resolved) -> str:
@@ -116,29 +116,23 @@ def _read(path: Path) -> Peaks | None:
     return None
 
 
-def _keep(path: Path, peaks: Peaks) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(peaks)), encoding="utf-8")
-    draft.replace(path)
-
-
 def _measure(config: Config, resolved: Resolved, claims: list[str]) -> Peaks:
     """Run the job in a directory of its own and read what it says."""
     quick = config.replace({"trial.timeout_seconds": _TIMEOUT_SECONDS, "trial.start": "warm"})
     paths = RunPaths(scratch.make(_PREFIX))
     try:
         paths.marker.touch()
-        task = {
-            "job": "peaks",
-            "peaks": {"dtypes": _DTYPES[resolved.accelerator]},
-            "removed": "when lost",
-        }
+        task = {"job": "peaks", "peaks": {"dtypes": _DTYPES[resolved.accelerator]}, "removed": "when lost"}
         environment = {**environment_of(resolved), **task, "claims": claims}
         write_run(paths, json.dumps(quick.values()), pack(Part("default"), Part("default")), environment)
         trial = Trial(paths, quick)
         trial.submit()
-        _wait(trial)
+        try:
+            while trial.poll() not in ENDED:
+                time.sleep(_TICK_SECONDS)
+        except BaseException:
+            trial.kill()
+            raise
         found = trial.event("peaks_measured")
         if found is None:
             raise trial.failure()
@@ -146,13 +140,3 @@ def _measure(config: Config, resolved: Resolved, claims: list[str]) -> Peaks:
         scratch.remove_folder(paths.directory)
     names = ("flops_per_second", "bytes_per_second", "nominal_flops_per_second")
     return Peaks(device=_device(resolved), **{name: found[name] for name in names})
-
-
-def _wait(trial: Trial) -> None:
-    """Until it has ended; an interrupt ends it."""
-    try:
-        while trial.poll() not in ENDED:
-            time.sleep(_TICK_SECONDS)
-    except BaseException:
-        trial.kill()
-        raise

@@ -22,52 +22,38 @@ _PATIENCE_SECONDS = 2.0
 def peaks(context: Context) -> None:
     """Write one `peaks_measured` event."""
     device = torch.device("cuda", 0) if context.environment["accelerator"] == "gpu" else torch.device("cpu")
-    flops = {name: _matrix_product(device, getattr(torch, name)) for name in context.environment["peaks"]["dtypes"]}
-    context.writer.write(
-        "peaks_measured",
-        flops_per_second=flops,
-        bytes_per_second=_copy(device),
-        nominal_flops_per_second={name: _nominal(device, getattr(torch, name)) for name in flops},
-    )
-
-
-def _matrix_product(device: torch.device, dtype: torch.dtype) -> float:
     side = _CPU_SIDE if device.type == "cpu" else _GPU_SIDE
-    left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2 * side**3 / _best_seconds(lambda: left @ right, device)
-
-
-def _copy(device: torch.device) -> float:
-    """Bytes read and written a second."""
+    flops: dict[str, float] = {}
+    for name in context.environment["peaks"]["dtypes"]:
+        factor = torch.ones(side, side, device=device, dtype=getattr(torch, name))
+        flops[name] = 2 * side**3 / _best_seconds(factor.matmul, torch.ones_like(factor))
     size = _CPU_COPY_BYTES
     if device.type == "cuda":
         size = max(_LEAST_COPY_BYTES, min(_GPU_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 8))
     source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / _best_seconds(lambda: target.copy_(source), device)
+    copied = 2 * size / _best_seconds(torch.empty_like(source).copy_, source)  # bytes read and written
+    nominal = {name: _nominal(device, getattr(torch, name)) for name in flops}
+    context.writer.write(
+        "peaks_measured", flops_per_second=flops, bytes_per_second=copied, nominal_flops_per_second=nominal
+    )
 
 
-def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of several runs, the first left out: more where they are short, as one of them must find its core free."""
-    _timed(work, device)
+def _best_seconds(work: Callable[[torch.Tensor], object], argument: torch.Tensor) -> float:
+    """Of several calls, the first left out: more where they are short, as one of them must find its core free."""
+
+    def timed() -> float:
+        began = time.perf_counter()
+        work(argument)
+        if argument.is_cuda:
+            torch.cuda.synchronize(argument.device)
+        return time.perf_counter() - began
+
+    timed()
     began, spent, best, count = time.perf_counter(), 0.0, float("inf"), 0
     while spent < _PATIENCE_SECONDS and (count < _REPEATS or spent < _LEAST_SECONDS):
-        best, count = min(best, _timed(work, device)), count + 1
+        best, count = min(best, timed()), count + 1
         spent = time.perf_counter() - began
     return best
-
-
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    _settle(device)
-    began = time.perf_counter()
-    work()
-    _settle(device)
-    return time.perf_counter() - began
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _nominal(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -1,26 +1,12 @@
-"""Rule: one thing that can be wrong with a trial, as data: what is looked at, from which value on it is a finding, who
-says so, and what to do about it.
+"""The rules of diagnosis, each as data: what it measures, the threshold and its source, and what to change.
 
-A rule measures one number of the evidence; None means that this trial does not tell, with what it would take in
-`needs`. A finding is a value at or above the threshold. The predicted effect is a factor on throughput, an upper bound
-from the parts of a step that were measured (Amdahl's law: what is not changed takes as long as before); a rule that
-cannot bound it says None. Nothing here runs, reads or draws anything.
+A rule measures one number of the evidence; None means that the trial does not tell, and `needs` says what it would
+take. A finding is a value at or above the threshold. The predicted effect is a factor on throughput, an upper bound
+from the measured parts of a step (Amdahl's law: a part that does not change takes as long as before); a rule that
+cannot bound it gives None. Nothing here runs, reads or draws anything.
 
-Sources are published guides by title; *kit* are thresholds of our own, each with its reason.
-
-RULES: every rule of a diagnosis, in the order in which a table names them.
-
-Rules about data: waiting for it, reading it ahead, its chunks, its Python, its start-up, its way to the GPU.
-
-They are asked of the evidence as `kit.studies.diagnosis.rules` says.
-
-Rules about the step itself: syncs, number format, tiny operations and calls, idle gaps.
-
-They are asked of the evidence as `kit.studies.diagnosis.rules` says.
-
-Rules about devices and the ranks on them: memory near its limit, fragments, stragglers, communication, BatchNorm.
-
-They are asked of the evidence as `kit.studies.diagnosis.rules` says.
+Sources are published guides by title; *kit* marks thresholds of our own, each with its reason. `RULES` has all of them,
+in the order of the table of a diagnosis: about data, about the step itself, about devices and ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.profiling.profile import MANY_CALLS, MANY_CALLS_FRACTION, SHORT_CALL_SECONDS
+from kit.studies.profiling.profile import MANY_CALLS_FRACTION, many_short_calls
 from kit.units import format_bytes, format_count, format_seconds
 
 Change = Mapping[str, Any]
@@ -40,14 +26,6 @@ TRAINING_AT_SCALE = "Training at Larger Scale, ch. 7"
 BASEMODEL = "BaseModel, Scaling & Memory"
 SLIVER = 0.1
 """A wait below a tenth of the time is not worth advice."""
-
-
-def _nothing(_: Evidence) -> Change:
-    return {}
-
-
-def _unknown(_: Evidence) -> float | None:
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +39,15 @@ class Rule:
     threshold: float
     source: str
     needs: str
-    """What a trial must have told for the rule to be asked."""
+    """What a trial must have recorded for the rule to apply."""
     measure: Callable[[Evidence], float | None]
     sentence: Callable[[Evidence, float], str]
     """What is wrong, in one sentence."""
     setting: Callable[[Evidence], str]
     """What to change, in words."""
-    change: Callable[[Evidence], Change] = _nothing
+    change: Callable[[Evidence], Change] = lambda _: {}
     """Fields of the config that do it; empty where none does."""
-    effect: Callable[[Evidence], float | None] = _unknown
+    effect: Callable[[Evidence], float | None] = lambda _: None
     """Throughput after the change over throughput before, at most."""
 
 
@@ -94,11 +72,9 @@ def _without_wait(found: Evidence) -> float | None:
 
 def _with_workers(found: Evidence) -> float | None:
     """Preparing a batch in several processes: as fast as they, the training, and all cores together allow."""
-    workers, cores = _workers(found), found.cores or 1
     train, wait = found.train_seconds, found.wait_seconds
-    ranks = max(1, found.world_size)
     busy = train * (0 if found.on_gpu else 1) + wait
-    after = max(train, wait / workers, busy * ranks / cores)
+    after = max(train, wait / _workers(found), busy * max(1, found.world_size) / (found.cores or 1))
     return (train + wait) / after if after > 0 else None
 
 
@@ -108,32 +84,23 @@ def _workers(found: Evidence) -> int:
     return max(1, each - (0 if found.on_gpu else 1), min(2, each))
 
 
-def _makes_own(found: Evidence) -> bool:
-    """Whether the caller's data makes its loader without kit's engine, so that only calibrating reaches it."""
-    return found.given_loader and not found.own_loader
-
-
 def _worker_change(found: Evidence) -> Change:
-    if _makes_own(found):
+    if found.user_loader:
         return {"calibration.enabled": True}
     workers = _workers(found)
     return {} if workers <= found.config.loader.num_workers else {"loader.num_workers": workers}
 
 
-def _wait(found: Evidence) -> float | None:
-    return found.shares.get("wait")
-
-
 def _wait_setting(found: Evidence) -> str:
     if found.own_loader and found.config.loader.num_workers == 0:
-        return "loader.batches_ahead and loader.requests_in_flight: read more at once; kit.calibrate finds the best"
+        return "loader.batches_ahead and loader.requests_in_flight: read more at once; kit.studies.calibrate finds them"
     return f"{_workers_words(found)}: prepare more batches at once"
 
 
 def _workers_words(found: Evidence) -> str:
-    if _makes_own(found):
+    if found.user_loader:
         return "num_workers and prefetch_factor of your own DataLoader, which calibration.enabled finds and sets"
-    return "loader.num_workers and loader.prefetch_factor, whose best values kit.calibrate finds"
+    return "loader.num_workers and loader.prefetch_factor, whose best values kit.studies.calibrate finds"
 
 
 def _wait_change(found: Evidence) -> Change:
@@ -147,25 +114,14 @@ def _wait_change(found: Evidence) -> Change:
 
 
 def _no_prefetch(found: Evidence) -> float | None:
-    wait = found.shares.get("wait")
-    if wait is None or found.workers is None:
+    if found.wait_fraction is None or found.workers is None:
         return None
     ahead = found.config.loader.batches_ahead if found.own_loader else 0
-    return wait if found.workers == 0 and ahead == 0 else 0.0
-
-
-def _prefetch_change(found: Evidence) -> Change:
-    return {"loader.batches_ahead": 4} if found.own_loader else _worker_change(found)
-
-
-def _prefetch_setting(found: Evidence) -> str:
-    if found.own_loader:
-        return "loader.batches_ahead: read the next batches while the model trains"
-    return f"{_workers_words(found)}: let other processes prepare the next batches"
+    return found.wait_fraction if found.workers == 0 and ahead == 0 else 0.0
 
 
 def _chunks(found: Evidence) -> float | None:
-    layout, wait = found.layout, found.shares.get("wait")
+    layout, wait = found.layout, found.wait_fraction
     if layout is None or wait is None or not layout.planned_seconds_per_batch > 0:
         return None
     return layout.seconds_per_batch / layout.planned_seconds_per_batch if wait >= SLIVER else 1.0
@@ -187,40 +143,28 @@ def _chunks_change(found: Evidence) -> Change:
         return {}
     chunk = dict(zip(layout.dims, layout.planned_chunk, strict=True))
     named = "x".join(map(str, layout.planned_chunk))
-    change = {"chunking.chunk": chunk, "chunking.shard": "auto", "data.url": _beside(config.data.url, named)}
+    url = f"{config.data.url.rstrip('/').removesuffix('.zarr')}-{named}.zarr"
+    change = {"chunking.chunk": chunk, "chunking.shard": "auto", "data.url": url}
     return change if config.data.source else {**change, "data.source": config.data.url}
 
 
-def _beside(url: str, name: str) -> str:
-    stem = url.rstrip("/").removesuffix(".zarr")
-    return f"{stem}-{name}.zarr"
-
-
-def _chunks_effect(found: Evidence) -> float | None:
-    value = _chunks(found)
-    return None if value is None else shorter(found, found.wait_seconds, value)
-
-
 def _preparing(found: Evidence) -> float | None:
-    wait = found.shares.get("wait")
-    if wait is None or not found.train_seconds > 0:
+    if found.wait_fraction is None or not found.train_seconds > 0:
         return None
     seconds = max(found.read_seconds or 0.0, found.wait_seconds)
-    return seconds / found.train_seconds if wait >= SLIVER else 0.0
+    return seconds / found.train_seconds if found.wait_fraction >= SLIVER else 0.0
 
 
 def _one_core(found: Evidence) -> float | None:
-    wait = found.shares.get("wait")
-    if wait is None or found.thread_cores is None or found.busy_wait_fraction is None:
+    if found.wait_fraction is None or found.busy_wait_fraction is None:
         return None
-    return found.busy_wait_fraction if wait >= 2 * SLIVER else 0.0
+    return found.busy_wait_fraction if found.wait_fraction >= 2 * SLIVER else 0.0
 
 
 def _all_cores(found: Evidence) -> float | None:
-    wait = found.shares.get("wait")
-    if not found.on_gpu or wait is None or found.process_cores is None or not found.cores:
+    if not found.on_gpu or found.wait_fraction is None or found.process_cores is None or not found.cores:
         return None
-    return found.process_cores / found.cores if wait >= SLIVER else 0.0
+    return found.process_cores / found.cores if found.wait_fraction >= SLIVER else 0.0
 
 
 def _start_up(found: Evidence) -> float | None:
@@ -230,82 +174,6 @@ def _start_up(found: Evidence) -> float | None:
 
 
 _LEAST_START_UP_SECONDS = 1.0
-
-
-def _transfer(found: Evidence) -> float | None:
-    return found.shares.get("transfer") if found.on_gpu and not found.config.loader.pin_memory else None
-
-
-DATA_RULES: tuple[Rule, ...] = (
-    Rule(
-        name="waiting for data", looks_at="share of the time spent waiting for a batch", unit="fraction", threshold=0.4,
-        source=f"{TRAINING_AT_SCALE}: above 40 % a pipeline is I/O-bound", needs="timed steps", measure=_wait,
-        sentence=lambda _, value: f"Training waits for data {value:.0%} of the time: reading sets the pace, not the "
-        "model.",
-        setting=_wait_setting, change=_wait_change, effect=_without_wait,
-    ),
-    Rule(
-        name="no prefetch", looks_at="share of the time spent waiting, with nothing read ahead", unit="fraction",
-        threshold=SLIVER, source=f"{BASEMODEL}: a GPU idle between batches asks for a higher prefetch; a tenth is "
-        "kit's", needs="cpu_used and timed steps", measure=_no_prefetch,
-        sentence=lambda _, value: "Each batch is read only once the one before is trained on, so the model waits "
-        f"{value:.0%} of the time.",
-        setting=_prefetch_setting, change=_prefetch_change, effect=_without_wait,
-    ),
-    Rule(
-        name="chunks that do not fit", looks_at="time to read a batch, over that with the chunks kit plans",
-        unit="ratio", threshold=3.0, source=f"{TRAINING_AT_SCALE}: too small chunks are many requests, too large ones "
-        "wasted bytes; the factor is kit's, beyond the error of its cost model", needs="data that kit reads",
-        measure=_chunks, sentence=_chunks_sentence,
-        setting=lambda _: "chunking.chunk: build the store again, with the chunks that kit.plan_chunks chooses",
-        change=_chunks_change, effect=_chunks_effect,
-    ),
-    Rule(
-        name="Python in the data", looks_at="part of the wait in which the training thread itself computes",
-        unit="fraction", threshold=0.5, source="one core at 100 % (kit): a thread that waits for a disk or a network "
-        "uses no CPU", needs="cpu_used, and a wait of a fifth of the time", measure=_one_core,
-        sentence=lambda found, _: "One core is at 100 % making batches in Python while everything else waits for it: "
-        f"{format_seconds(found.wait_seconds)} a batch.",
-        setting=lambda found: f"{_workers_words(found)}: make batches in several processes, or do the "
-        "transform for a whole batch at once",
-        change=_worker_change, effect=_with_workers,
-    ),
-    Rule(
-        name="all cores busy", looks_at="cores used, over those there are, while the GPU waits for data",
-        unit="fraction", threshold=0.9, source="kit: more loader processes cannot help beyond that",
-        needs="a GPU and cpu_used", measure=_all_cores,
-        sentence=lambda found, _: f"All {found.cores} cores are busy making batches and the GPU still waits: more "
-        "loader processes cannot help.",
-        setting=lambda _: "the transform or the compression: do less work a sample, on the GPU, or once while building "
-        "the store", effect=_without_wait,
-    ),
-    Rule(
-        name="training shorter than preprocessing", looks_at="time to prepare a batch, over the time to train on it",
-        unit="ratio", threshold=1.0, source=f"{TRAINING_AT_SCALE}: then the device is under-used",
-        needs="timed steps, and a wait of a tenth of the time", measure=_preparing,
-        sentence=lambda found, value: f"Preparing a batch takes {value:.2g} times as long as training on it, so the "
-        f"{'GPU' if found.on_gpu else 'model'} is under-used however far ahead is read.",
-        setting=_wait_setting, change=_wait_change, effect=_without_wait,
-    ),
-    Rule(
-        name="loader start-up", looks_at="share of the trial until its first batch", unit="fraction", threshold=0.3,
-        source="kit: with a third of the trial gone before it, its length says little about a long run; a second at "
-        "least", needs="the time of the first batch", measure=_start_up,
-        sentence=lambda found, value: f"The first batch took {format_seconds(found.start_up_seconds or 0.0)}, "
-        f"{value:.0%} of this short trial: a long run pays that once.",
-        setting=lambda _: "trial.max_steps: judge by a longer trial",
-        change=lambda found: {"trial.max_steps": 4 * found.config.trial.max_steps},
-    ),
-    Rule(
-        name="slow transfer", looks_at="share of the time spent copying batches to the GPU, from unpinned memory",
-        unit="fraction", threshold=SLIVER, source=f"{BASEMODEL}: slow copies ask for pin_memory; a tenth is kit's",
-        needs="a GPU, and loader.pin_memory off", measure=_transfer,
-        sentence=lambda _, value: f"Copying batches to the GPU takes {value:.0%} of the time.",
-        setting=lambda found: "pin_memory of your own DataLoader" if found.given_loader else "loader.pin_memory",
-        change=lambda found: {} if found.given_loader else {"loader.pin_memory": True},
-        effect=lambda found: shorter(found, found.shares["transfer"] * found.step_seconds, 1e9),
-    ),
-)  # fmt: skip
 
 
 def _syncs(found: Evidence) -> float | None:
@@ -359,12 +227,6 @@ def _mixed(found: Evidence) -> str:
     return "auto" if found.on_gpu else "bf16-mixed"
 
 
-def _precision_effect(found: Evidence) -> float | None:
-    value = _precision(found)
-    passes = found.shares.get("forward", 0.0) + found.shares.get("backward", 0.0)
-    return None if value is None else shorter(found, passes * found.step_seconds, value)
-
-
 def _calls(found: Evidence) -> float | None:
     if found.work is None or not found.work.calls or not found.train_seconds > 0:
         return None
@@ -385,35 +247,161 @@ def _calls_sentence(found: Evidence, value: float) -> str:
 def _functions(found: Evidence) -> float | None:
     if found.functions is None:
         return None
-    return max((row["own_fraction"] for row in found.functions if _is_tiny(row)), default=0.0)
-
-
-def _is_tiny(row: Mapping[str, Any]) -> bool:
-    return bool(row["calls"] >= MANY_CALLS and row["call_seconds"] <= SHORT_CALL_SECONDS)
+    return next((row["own_fraction"] for row in many_short_calls(found.functions)), 0.0)
 
 
 def _functions_sentence(found: Evidence, value: float) -> str:
-    worst = max(filter(_is_tiny, found.functions or ()), key=lambda row: row["own_fraction"])
+    worst = many_short_calls(found.functions or ())[0]
     calls, each = format_count(worst["calls"]), format_seconds(worst["call_seconds"])
     return f"{worst['function']} was called {calls} times, {each} each, {value:.0%} of the time."
 
 
+def _causes(found: Evidence) -> dict[str, float]:
+    """Seconds of the gaps that are long enough to have a cause."""
+    gaps = found.trace.gap_seconds if found.trace else {}
+    return {cause: seconds for cause, seconds in gaps.items() if cause != "launching"}
+
+
 def _gaps(found: Evidence) -> float | None:
-    """Gaps long enough to have a cause."""
-    trace = found.trace
-    if trace is None:
-        return None
-    return sum(seconds for cause, seconds in trace.gap_seconds.items() if cause != "launching") / trace.window_seconds
+    return sum(_causes(found).values()) / found.trace.window_seconds if found.trace else None
 
 
 def _gaps_sentence(found: Evidence, value: float) -> str:
-    causes = dict(found.trace.gap_seconds) if found.trace else {}
-    causes.pop("launching", None)
+    causes = _causes(found)
     cause = max(causes, key=lambda name: causes[name])
     return f"The device stands idle {value:.0%} of the time, mostly because of {cause}."
 
 
-STEP_RULES: tuple[Rule, ...] = (
+def _device_full(found: Evidence) -> float | None:
+    used, limit = found.device_reserved_bytes or found.device_allocated_bytes, found.device_limit_bytes
+    return used / limit if used and limit else None
+
+
+def _fragmentation(found: Evidence) -> float | None:
+    allocated, reserved = found.device_allocated_bytes, found.device_reserved_bytes
+    if not allocated or not reserved:
+        return None
+    return reserved / allocated if reserved - allocated >= _LEAST_FRAGMENTS_BYTES else 1.0
+
+
+_LEAST_FRAGMENTS_BYTES = 1 << 30
+
+
+def _device_setting(found: Evidence) -> str:
+    batch = "batch of your own loader" if found.given_loader else "loader.batch_size"
+    smaller = f"a smaller {batch} with levers.accumulate_grad_batches"
+    if found.config.levers.gradient_checkpointing:
+        return f"{smaller}, or hardware.strategy fsdp"
+    return f"levers.gradient_checkpointing, or {smaller}; kit.studies.find_batch_size finds the largest that fits"
+
+
+def _device_change(found: Evidence) -> Change:
+    config = found.config
+    if not config.levers.gradient_checkpointing:
+        return {"levers.gradient_checkpointing": True}
+    half = 0 if found.given_loader else config.loader.batch_size // 2  # the caller's loader keeps its size
+    accumulate = 2 * config.levers.accumulate_grad_batches
+    return {"loader.batch_size": half, "levers.accumulate_grad_batches": accumulate} if half else {}
+
+
+def _straggler(found: Evidence) -> float | None:
+    if found.world_size < 2 or len(found.rank_seconds) < 2:
+        return None
+    *others, most = sorted(found.rank_seconds.values())
+    usual = others[len(others) // 2]
+    return 1.0 if not usual > 0 or most - usual < _LEAST_LAG * found.step_seconds else most / usual
+
+
+_LEAST_LAG = 0.05
+
+
+def _straggler_sentence(found: Evidence, value: float) -> str:
+    slowest = max(found.rank_seconds, key=lambda rank: found.rank_seconds[rank])
+    return f"Rank {slowest} takes {value:.2g} times as long as the others over its own work, and they wait for it."
+
+
+def _straggler_effect(found: Evidence) -> float | None:
+    *others, slowest = sorted(found.rank_seconds.values())
+    return shorter(found, slowest - others[len(others) // 2], 1e9)
+
+
+RULES: tuple[Rule, ...] = (
+    # -- data
+    Rule(
+        name="waiting for data", looks_at="share of the time spent waiting for a batch", unit="fraction", threshold=0.4,
+        source=f"{TRAINING_AT_SCALE}: above 40 % a pipeline is I/O-bound", needs="timed steps",
+        measure=lambda found: found.wait_fraction,
+        sentence=lambda _, value: f"Training waits for data {value:.0%} of the time: reading sets the pace, not the "
+        "model.",
+        setting=_wait_setting, change=_wait_change, effect=_without_wait,
+    ),
+    Rule(
+        name="no prefetch", looks_at="share of the time spent waiting, with nothing read ahead", unit="fraction",
+        threshold=SLIVER, source=f"{BASEMODEL}: a GPU idle between batches asks for a higher prefetch; a tenth is "
+        "kit's", needs="cpu_used and timed steps", measure=_no_prefetch,
+        sentence=lambda _, value: "Each batch is read only once the one before is trained on, so the model waits "
+        f"{value:.0%} of the time.",
+        setting=lambda found: "loader.batches_ahead: read the next batches while the model trains"
+        if found.own_loader else f"{_workers_words(found)}: let other processes prepare the next batches",
+        change=lambda found: {"loader.batches_ahead": 4} if found.own_loader else _worker_change(found),
+        effect=_without_wait,
+    ),
+    Rule(
+        name="chunks that do not fit", looks_at="time to read a batch, over that with the chunks kit plans",
+        unit="ratio", threshold=3.0, source=f"{TRAINING_AT_SCALE}: too small chunks are many requests, too large ones "
+        "wasted bytes; the factor is kit's, beyond the error of its cost model", needs="data that kit reads",
+        measure=_chunks, sentence=_chunks_sentence,
+        setting=lambda _: "chunking.chunk: build the store again, with the chunks that kit.plan_chunks chooses",
+        change=_chunks_change, effect=lambda found: shorter(found, found.wait_seconds, _chunks(found) or 1.0),
+    ),
+    Rule(
+        name="Python in the data", looks_at="part of the wait in which the training thread itself computes",
+        unit="fraction", threshold=0.5, source="one core at 100 % (kit): a thread that waits for a disk or a network "
+        "uses no CPU", needs="cpu_used, and a wait of a fifth of the time", measure=_one_core,
+        sentence=lambda found, _: "One core is at 100 % making batches in Python while everything else waits for it: "
+        f"{format_seconds(found.wait_seconds)} a batch.",
+        setting=lambda found: f"{_workers_words(found)}: make batches in several processes, or do the "
+        "transform for a whole batch at once",
+        change=_worker_change, effect=_with_workers,
+    ),
+    Rule(
+        name="all cores busy", looks_at="cores used, over those there are, while the GPU waits for data",
+        unit="fraction", threshold=0.9, source="kit: more loader processes cannot help beyond that",
+        needs="a GPU and cpu_used", measure=_all_cores,
+        sentence=lambda found, _: f"All {found.cores} cores are busy making batches and the GPU still waits: more "
+        "loader processes cannot help.",
+        setting=lambda _: "the transform or the compression: do less work a sample, on the GPU, or once while building "
+        "the store", effect=_without_wait,
+    ),
+    Rule(
+        name="training shorter than preprocessing", looks_at="time to prepare a batch, over the time to train on it",
+        unit="ratio", threshold=1.0, source=f"{TRAINING_AT_SCALE}: then the device is under-used",
+        needs="timed steps, and a wait of a tenth of the time", measure=_preparing,
+        sentence=lambda found, value: f"Preparing a batch takes {value:.2g} times as long as training on it, so the "
+        f"{'GPU' if found.on_gpu else 'model'} is under-used however far ahead is read.",
+        setting=_wait_setting, change=_wait_change, effect=_without_wait,
+    ),
+    Rule(
+        name="loader start-up", looks_at="share of the trial until its first batch", unit="fraction", threshold=0.3,
+        source="kit: with a third of the trial gone before it, its length says little about a long run; a second at "
+        "least", needs="the time of the first batch", measure=_start_up,
+        sentence=lambda found, value: f"The first batch took {format_seconds(found.start_up_seconds or 0.0)}, "
+        f"{value:.0%} of this short trial: a long run pays that once.",
+        setting=lambda _: "trial.max_steps: judge by a longer trial",
+        change=lambda found: {"trial.max_steps": 4 * found.config.trial.max_steps},
+    ),
+    Rule(
+        name="slow transfer", looks_at="share of the time spent copying batches to the GPU, from unpinned memory",
+        unit="fraction", threshold=SLIVER, source=f"{BASEMODEL}: slow copies ask for pin_memory; a tenth is kit's",
+        needs="a GPU, and loader.pin_memory off",
+        measure=lambda found: None if not found.on_gpu or found.config.loader.pin_memory
+        else found.shares.get("transfer"),
+        sentence=lambda _, value: f"Copying batches to the GPU takes {value:.0%} of the time.",
+        setting=lambda found: "pin_memory of your own DataLoader" if found.given_loader else "loader.pin_memory",
+        change=lambda found: {} if found.given_loader else {"loader.pin_memory": True},
+        effect=lambda found: shorter(found, found.shares["transfer"] * found.step_seconds, 1e9),
+    ),
+    # -- the step itself
     Rule(
         name="sync in the step", looks_at="values asked of tensors in the user's code, in one step (on the CPU: from "
         f"{_SYNCS_ON_CPU} on)", unit="count", threshold=1.0, source=f"{TRAINING_AT_SCALE}: gaps come from syncs of "
@@ -430,7 +418,10 @@ STEP_RULES: tuple[Rule, ...] = (
         "in 16 bits.",
         setting=lambda found: f"hardware.precision: {_mixed(found)}",
         change=lambda found: {"hardware.precision": _mixed(found)},
-        effect=_precision_effect,
+        effect=lambda found: shorter(
+            found, (found.shares.get("forward", 0.0) + found.shares.get("backward", 0.0)) * found.step_seconds,
+            _precision(found) or 1.0,
+        ),
     ),
     Rule(
         name="many tiny operations", looks_at=f"operations of a step that take {_TINY_CALL_SECONDS * 1e6:.0f} µs or "
@@ -458,84 +449,7 @@ STEP_RULES: tuple[Rule, ...] = (
         "transfer, the step itself for syncs and Python",
         effect=lambda found: 1 / max(1e-3, 1 - (_gaps(found) or 0.0)),
     ),
-)  # fmt: skip
-
-
-def _near(used: float | None, limit: float | None) -> float | None:
-    return used / limit if used and limit else None
-
-
-def _device_full(found: Evidence) -> float | None:
-    return _near(found.device_reserved_bytes or found.device_allocated_bytes, found.device_limit_bytes)
-
-
-def _host_full(found: Evidence) -> float | None:
-    return _near(found.host_bytes, found.host_limit_bytes)
-
-
-def _fragmentation(found: Evidence) -> float | None:
-    allocated, reserved = found.device_allocated_bytes, found.device_reserved_bytes
-    if not allocated or not reserved:
-        return None
-    return reserved / allocated if reserved - allocated >= _LEAST_FRAGMENTS_BYTES else 1.0
-
-
-_LEAST_FRAGMENTS_BYTES = 1 << 30
-
-
-def _device_setting(found: Evidence) -> str:
-    batch = "batch of your own loader" if found.given_loader else "loader.batch_size"
-    smaller = f"a smaller {batch} with levers.accumulate_grad_batches"
-    if found.config.levers.gradient_checkpointing:
-        return f"{smaller}, or hardware.strategy fsdp"
-    return f"levers.gradient_checkpointing, or {smaller}; kit.find_batch_size finds the largest that fits"
-
-
-def _device_change(found: Evidence) -> Change:
-    config = found.config
-    if not config.levers.gradient_checkpointing:
-        return {"levers.gradient_checkpointing": True}
-    half = 0 if found.given_loader else config.loader.batch_size // 2  # a loader of one's own keeps its size
-    accumulate = 2 * config.levers.accumulate_grad_batches
-    return {"loader.batch_size": half, "levers.accumulate_grad_batches": accumulate} if half else {}
-
-
-def _batch_norm(found: Evidence) -> float | None:
-    left_out = any("BatchNorm would count every batch twice" in text for text in found.warnings)
-    again = found.work.batch_norms_again if found.work else None
-    return 1.0 if left_out else again
-
-
-def _straggler(found: Evidence) -> float | None:
-    if found.world_size < 2 or len(found.rank_seconds) < 2:
-        return None
-    slowest = max(found.rank_seconds, key=lambda rank: found.rank_seconds[rank])
-    others = [seconds for rank, seconds in found.rank_seconds.items() if rank != slowest]
-    most, usual = found.rank_seconds[slowest], sorted(others)[len(others) // 2]
-    if not usual > 0 or most - usual < _LEAST_LAG * found.step_seconds:
-        return 1.0
-    return most / usual
-
-
-_LEAST_LAG = 0.05
-
-
-def _straggler_sentence(found: Evidence, value: float) -> str:
-    slowest = max(found.rank_seconds, key=lambda rank: found.rank_seconds[rank])
-    return f"Rank {slowest} takes {value:.2g} times as long as the others over its own work, and they wait for it."
-
-
-def _straggler_effect(found: Evidence) -> float | None:
-    slowest = max(found.rank_seconds.values())
-    usual = sorted(found.rank_seconds.values())[(len(found.rank_seconds) - 1) // 2]
-    return shorter(found, slowest - usual, 1e9)
-
-
-def _communication(found: Evidence) -> float | None:
-    return found.shares.get("communication") if found.world_size > 1 else None
-
-
-DEVICE_RULES: tuple[Rule, ...] = (
+    # -- devices and ranks
     Rule(
         name="device memory near its limit", looks_at="peak memory of the fullest device, over what it has",
         unit="fraction", threshold=0.9, source="kit: a slightly longer sequence or another allocation order takes the "
@@ -546,7 +460,9 @@ DEVICE_RULES: tuple[Rule, ...] = (
     Rule(
         name="host memory near its limit", looks_at="peak resident memory of all ranks, over what the machine has",
         unit="fraction", threshold=0.9, source="kit: beyond it the system ends processes", needs="a trial of this "
-        "machine", measure=_host_full,
+        "machine",
+        measure=lambda found: found.host_bytes / found.host_limit_bytes
+        if found.host_bytes and found.host_limit_bytes else None,
         sentence=lambda _, value: f"The ranks used {value:.0%} of the machine's memory: beyond it the system ends one "
         "of them.",
         setting=lambda found: "loader.memory_bytes, or loader.num_workers"
@@ -572,7 +488,8 @@ DEVICE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="communication", looks_at="share of the time in communication between ranks", unit="fraction",
-        threshold=0.3, source="kit: a third of every device's time", needs="several ranks", measure=_communication,
+        threshold=0.3, source="kit: a third of every device's time", needs="several ranks",
+        measure=lambda found: found.shares.get("communication") if found.world_size > 1 else None,
         sentence=lambda _, value: f"The ranks spend {value:.0%} of the time exchanging gradients and parameters.",
         setting=lambda _: "levers.accumulate_grad_batches: exchange gradients once for several batches",
         change=lambda found: {"levers.accumulate_grad_batches": 2 * found.config.levers.accumulate_grad_batches},
@@ -581,7 +498,9 @@ DEVICE_RULES: tuple[Rule, ...] = (
     Rule(
         name="BatchNorm under checkpointing", looks_at="batch statistics that are, or would be, taken twice a step",
         unit="count", threshold=1.0, source="kit, measured: running statistics are updated again when activations are "
-        "recomputed", needs="counted work", measure=_batch_norm,
+        "recomputed", needs="counted work",
+        measure=lambda found: 1.0 if any("BatchNorm would count every batch twice" in x for x in found.warnings)
+        else found.work.batch_norms_again if found.work else None,
         sentence=lambda _, __: "Gradient checkpointing computes blocks with BatchNorm twice, which would count every "
         "batch twice in its statistics.",
         setting=lambda _: "your model: GroupNorm or LayerNorm in the checkpointed blocks, or "
@@ -590,6 +509,3 @@ DEVICE_RULES: tuple[Rule, ...] = (
         if found.config.levers.gradient_checkpointing else {},
     ),
 )  # fmt: skip
-
-
-RULES: tuple[Rule, ...] = (*DATA_RULES, *STEP_RULES, *DEVICE_RULES)

@@ -1,12 +1,12 @@
-"""Profile: a trial run three times, each under another profiler of Lightning, and what they say as tables.
+"""profile: a trial run three times, each under another profiler of Lightning, and the results as tables.
 
-The files have the names and the folder of the seeds' script, `output/profiler/{name}/profiler_logs`, and every rank has
-its own: `fit-simple_profiler_output.txt`, `fit-advanced_profiler_output.txt` (with a `.prof` of the whole fit),
-`fit-pytorch_profiler_output.txt` and its trace; with several ranks `-{rank}` is added. Tables are read from what lies
-beside them as JSON, never from text. A folder of an earlier profile is kept under the next free number.
+The files lie in `output/profiler/{name}/profiler_logs`, with the names that Lightning gives them; every rank writes its
+own: `fit-simple_profiler_output.txt`, `fit-advanced_profiler_output.txt` (with a `.prof` of the whole fit),
+`fit-pytorch_profiler_output.txt` and its trace; with several ranks `-{rank}` is added. Tables are read from the JSON
+files beside them, never from text. A folder of an earlier profile is kept under the next free number.
 
-A profiler slows what it looks at, the advanced one most; `kit.timing` is what to believe about speed. Passes predict
-and measure no memory, which would be seen in them.
+A profiler slows what it measures, the advanced one most; take speeds from `kit.studies.timing`. The passes neither
+predict nor measure memory, since that would show in the profile.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from kit.arguments import config_first
 from kit.config import Config, project_folder
 from kit.errors import ConfigError, Problem, TrialError
 from kit.json_text import read_json
 from kit.records.row import read_whole
-from kit.registry import load
+from kit.registry import Drawable
 from kit.studies.profiling.trace import TraceInfo, read_trace
 from kit.studies.profiling.viewer import TraceViewer
 from kit.studies.series import Series
@@ -34,7 +36,7 @@ from kit.trial.trial import Trial
 from kit.units import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 PASSES = ("simple", "advanced", "pytorch")
 MANY_CALLS, SHORT_CALL_SECONDS, MANY_CALLS_FRACTION = 1000, 20e-6, 0.03
@@ -44,7 +46,7 @@ _PREFIX = "fit-"
 Row = dict[str, Any]
 
 
-class Profile(Series):
+class Profile(Drawable, Series):
     """A running or finished profile; print it, or read `actions`, `functions`, `traces`."""
 
     def __init__(self, folder: Path, passes: Sequence[str], grace_seconds: float = 5.0) -> None:
@@ -65,7 +67,7 @@ class Profile(Series):
         place = Path(folder)
         found = [which for which in PASSES if [*place.glob(f"{_PREFIX}{which}_profiler_output*")]]
         if not found:
-            raise TrialError(f"{place} holds no output of a profiler; kit.profile(config) makes it")
+            raise TrialError(f"{place} holds no output of a profiler; kit.studies.profile(config) makes it")
         profile_ = cls(place, found)
         profile_.state = "COMPLETE"
         profile_._ended.set()
@@ -75,7 +77,9 @@ class Profile(Series):
         """Start the passes, one after another; the first is checked before anything is made or moved."""
         self._task = (module, data, config)
         first = self._prepare(self.passes[0])
-        _make_room(self.folder)
+        if self.folder.exists():  # an earlier profile moves to the next free number
+            others = (self.folder.with_name(f"{self.folder.name}.{number}") for number in itertools.count(1))
+            self.folder.rename(next(path for path in others if not path.exists()))
         self.folder.mkdir(parents=True)
         first.submit()
         self.start()
@@ -100,7 +104,7 @@ class Profile(Series):
         assert self._task is not None
         module, data, config = self._task
         looking = {"pass": which, "folder": str(self.folder)}
-        trial = Trial(prepare(module, data, config, profile=looking, confined=REHEARSAL), config)
+        trial = Trial(prepare(module, data, config, profile=looking, confined=REHEARSAL, kind="profile"), config)
         self.trials[which] = trial
         return trial
 
@@ -118,25 +122,25 @@ class Profile(Series):
 
     @property
     def actions(self) -> list[Row]:
-        """Lightning's actions of every rank, those with most time of their own first."""
-        rows = []
-        for found in self._read("simple"):
-            for row in found["actions"]:
-                share = row["own_seconds"] / found["fit_seconds"]
-                rows.append({"rank": found["rank"], **row, "own_fraction": share})
+        """Lightning's actions of every rank, those with most exclusive time first."""
+        rows = [
+            {"rank": found["rank"], **row, "own_fraction": row["own_seconds"] / found["fit_seconds"]}
+            for found in self._read("simple")
+            for row in found["actions"]
+        ]
         return sorted(rows, key=lambda row: -row["own_seconds"])
 
     @property
     def functions(self) -> list[Row]:
-        """Python functions of every rank, those with most time of their own first; fractions of what was accounted."""
-        rows = []
-        for found in self._read("advanced"):
-            for row in found["functions"]:
-                more = {
-                    "own_fraction": row["own_seconds"] / (found["accounted_seconds"] or math.nan),
-                    "call_seconds": row["own_seconds"] / row["calls"],
-                }
-                rows.append({"rank": found["rank"], **row, **more})
+        """Python functions of every rank, those with most exclusive time first; fractions of the accounted time."""
+        rows = [
+            {
+                "rank": found["rank"], **row, "call_seconds": row["own_seconds"] / row["calls"],
+                "own_fraction": row["own_seconds"] / (found["accounted_seconds"] or math.nan),
+            }
+            for found in self._read("advanced")
+            for row in found["functions"]
+        ]  # fmt: skip
         return sorted(rows, key=lambda row: -row["own_seconds"])
 
     @property
@@ -146,15 +150,9 @@ class Profile(Series):
         return min((rank["accounted_seconds"] / rank["fit_seconds"] for rank in found), default=math.nan)
 
     @property
-    def many_calls(self) -> list[Row]:
+    def many_calls(self) -> list[Mapping[str, Any]]:
         """Functions called very often, briefly each time, that are costly together."""
-        return [
-            row
-            for row in self.functions
-            if row["calls"] >= MANY_CALLS
-            and row["call_seconds"] <= SHORT_CALL_SECONDS
-            and row["own_fraction"] >= MANY_CALLS_FRACTION
-        ]
+        return [row for row in many_short_calls(self.functions) if row["own_fraction"] >= MANY_CALLS_FRACTION]
 
     @property
     def traces(self) -> dict[int, TraceInfo]:
@@ -182,14 +180,9 @@ class Profile(Series):
         """
         files = self.trace_files
         if rank not in files:
-            raise TrialError(
-                f"no trace of rank {rank} in {self.folder}; there are {', '.join(map(str, files)) or 'none'}"
-            )
+            known = ", ".join(map(str, files)) or "none"
+            raise TrialError(f"no trace of rank {rank} in {self.folder}; there are {known}")
         return TraceViewer(files[rank])
-
-    def figure(self) -> Figure:
-        """What `kit.profile_figure` draws."""
-        return load("profile.figure")(self)  # type: ignore[no-any-return]
 
     def _read(self, which: str) -> list[Mapping[str, Any]]:
         files = sorted(self.folder.glob(f"{_PREFIX}{which}_profiler_output*.json"))
@@ -213,11 +206,15 @@ class Profile(Series):
     @property
     def tables(self) -> dict[str, tuple[list[str], list[list[str]]]]:
         """By title: columns and rows, as they are shown."""
+        actions = _timed_rows(self.actions, lambda row: str(row["action"]), "total_seconds")
+        functions = _timed_rows(self.functions, _place, "call_seconds")
+        operations, gaps = _trace_rows(self.trace)
+        timed = ["calls", "its own", "share"]
         found = {
-            "Lightning's actions, by time of their own": _shown_actions(self.actions),
-            "Python functions, by time of their own": _shown_functions(self.functions),
-            "operations, by time of their own": _shown_operations(self.trace),
-            "time without work for the device": _shown_gaps(self.trace),
+            "Lightning's actions, by time of their own": (["action", *timed, "with all inside"], actions),
+            "Python functions, by time of their own": (["function", *timed, "a call"], functions),
+            "operations, by time of their own": (["operation", "calls", "host", "device", "share"], operations),
+            "time without work for the device": (["meanwhile", "time", "share", "gaps"], gaps),
         }
         return {title: table for title, table in found.items() if table[1]}
 
@@ -241,33 +238,31 @@ class Profile(Series):
         return html_list(self.sentences) + tables
 
 
-@overload
-def profile(config: Config, /, *, passes: Sequence[str] | None = None, memory: bool | None = None) -> Profile: ...
-@overload
+@config_first
 def profile(
-    module: Any, data: Any, config: Config, *, passes: Sequence[str] | None = None, memory: bool | None = None
-) -> Profile: ...
-def profile(
-    module: Any, data: Any = None, config: Config | None = None, *, passes: Sequence[str] | None = None,
+    config: Any = None, module: Any = None, data: Any = None, *, passes: Sequence[str] | None = None,
     memory: bool | None = None,
 ) -> Profile:  # fmt: skip
-    """Run the trial under each profiler, one after another, and return at once; `wait()` for the tables.
+    """Run a trial under each profiler, one after another. Returns at once.
 
     Args:
-        module: What `kit.fit` takes as module.
-        data: What `kit.fit` takes as data.
-        config: What to run. `profile(config)` alone takes module and data from it.
-        passes: Some of simple, advanced, pytorch; by default `profiler.passes`.
-        memory: Record every allocation in the pytorch pass; by default `profiler.memory`.
+        config: What to run; the default config when left out.
+        module: What is trained, as `kit.fit` takes it.
+        data: What it is trained on, as `kit.fit` takes it.
+        passes: Some of simple, advanced and pytorch. None takes `profiler.passes`.
+        memory: Record every allocation in the pytorch pass. None takes `profiler.memory`.
+
+    Returns:
+        The profile as it runs. `wait()` waits for its tables, `viewer()` shows the timeline.
 
     Raises:
         ConfigError: for an unknown pass, a trial too short for the pytorch pass, and what `kit.fit` refuses.
         HardwareError: for devices that are not there.
+
+    Example:
+        >>> sorted(kit.studies.profile(config, MyModule, MyData, passes=["simple"]).wait().tables)
+        ["Lightning's actions, by time of their own"]
     """
-    if config is None and isinstance(module, Config):
-        module, config = None, module
-    if not isinstance(config, Config):
-        raise ConfigError(f"profile takes a Config, got {type(config).__name__}")
     asked = check_passes(config.profiler.passes if passes is None else tuple(passes))
     if "pytorch" in asked and config.trial.max_steps * config.levers.accumulate_grad_batches < 3:
         message = f"{config.trial.max_steps} steps are too few: the pytorch pass needs 3, one of them to warm up"
@@ -277,6 +272,13 @@ def profile(
         "trial.predict_memory": False, "trial.measure_memory": False, "trial.count_work": False,
     })  # fmt: skip
     return Profile(profile_folder(config), asked, config.trial.grace_seconds).begin(module, data, watched)
+
+
+def many_short_calls(functions: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Functions that are called often and briefly, the costliest first."""
+    often = (row for row in functions if row["calls"] >= MANY_CALLS)
+    short = (row for row in often if row["call_seconds"] <= SHORT_CALL_SECONDS)
+    return sorted(short, key=lambda row: -row["own_fraction"])
 
 
 def check_passes(passes: Sequence[str]) -> tuple[str, ...]:
@@ -297,13 +299,6 @@ def profile_folder(config: Config) -> Path:
     return (given if given.is_absolute() else project_folder() / given) / config.name / "profiler_logs"
 
 
-def _make_room(folder: Path) -> None:
-    """An earlier profile moves to the next free number."""
-    if folder.exists():
-        others = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-        folder.rename(next(path for path in others if not path.exists()))
-
-
 @functools.lru_cache(maxsize=16)
 def _trace(path: Path, changed: int) -> TraceInfo:  # noqa: ARG001 - a file that has changed is another one
     return read_trace(path)
@@ -312,59 +307,36 @@ def _trace(path: Path, changed: int) -> TraceInfo:  # noqa: ARG001 - a file that
 # -- rows as they are shown
 
 
-def _shown_actions(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    columns = ["action", "calls", "its own", "share", "with all inside"]
-    return columns, [
+def _timed_rows(rows: Sequence[Row], name: Callable[[Row], str], last: str) -> list[list[str]]:
+    return [
         [
-            _ranked(row, row["action"]), format_count(row["calls"]), format_seconds(row["own_seconds"]),
-            f"{row['own_fraction']:.0%}", format_seconds(row["total_seconds"]),
+            f"{name(row)} (rank {row['rank']})" if row["rank"] else name(row), format_count(row["calls"]),
+            format_seconds(row["own_seconds"]), f"{row['own_fraction']:.0%}", format_seconds(row[last]),
         ]
         for row in rows[:_SHOWN]
     ]  # fmt: skip
 
 
-def _shown_functions(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    columns = ["function", "calls", "its own", "share", "a call"]
-    return columns, [
-        [
-            _ranked(row, _place(row)), format_count(row["calls"]), format_seconds(row["own_seconds"]),
-            f"{row['own_fraction']:.0%}", format_seconds(row["call_seconds"]),
-        ]
-        for row in rows[:_SHOWN]
-    ]  # fmt: skip
-
-
-def _shown_operations(trace: TraceInfo | None) -> tuple[list[str], list[list[str]]]:
-    columns = ["operation", "calls", "host", "device", "share"]
+def _trace_rows(trace: TraceInfo | None) -> tuple[list[list[str]], list[list[str]]]:
+    """(operations, gaps)."""
     if trace is None:
-        return columns, []
-    on_gpu = trace.device == "gpu"
-    rows = []
+        return [], []
+    on_gpu, operations = trace.device == "gpu", []
     for operation in trace.operations[:_SHOWN]:
         seconds = operation.device_seconds if on_gpu else operation.own_seconds
-        device = format_seconds(operation.device_seconds) if on_gpu else "–"
-        share = f"{seconds / trace.window_seconds:.0%}"
-        calls, own = format_count(operation.calls), format_seconds(operation.own_seconds)
-        rows.append([operation.name, calls, own, device, share])
-    return columns, rows
-
-
-def _shown_gaps(trace: TraceInfo | None) -> tuple[list[str], list[list[str]]]:
-    columns = ["meanwhile", "time", "share", "gaps"]
-    if trace is None:
-        return columns, []
-    counted = [gap.cause for gap in trace.gaps]
+        operations.append([
+            operation.name, format_count(operation.calls), format_seconds(operation.own_seconds),
+            format_seconds(operation.device_seconds) if on_gpu else "–", f"{seconds / trace.window_seconds:.0%}",
+        ])  # fmt: skip
+    counted = Counter(gap.cause for gap in trace.gaps)
     ordered = sorted(trace.gap_seconds.items(), key=lambda item: -item[1])
-    return columns, [
-        [cause, format_seconds(seconds), f"{trace.gap_fraction(cause):.0%}", str(counted.count(cause) or "many")]
+    gaps = [
+        [cause, format_seconds(seconds), f"{trace.gap_fraction(cause):.0%}", str(counted[cause] or "many")]
         for cause, seconds in ordered
     ]
+    return operations, gaps
 
 
-def _ranked(row: Row, text: str) -> str:
-    return f"{text} (rank {row['rank']})" if row["rank"] else text
-
-
-def _place(row: Row) -> str:
+def _place(row: Mapping[str, Any]) -> str:
     """A function as a reader finds it; what is built in has no file."""
     return row["function"] if row["file"] == "~" else f"{row['function']}, {Path(row['file']).name}:{row['line']}"

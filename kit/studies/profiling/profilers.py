@@ -1,19 +1,17 @@
-"""The three profilers of Lightning, under the names it gives their files, with their accounting put right.
+"""The three profilers of Lightning, with their accounting corrected; files keep the names that Lightning gives them.
 
-Lightning's own, as of 2.6, say three things that are not so. `SimpleProfiler` divides by the time since it was made,
-and its `optimizer_step` contains forward and backward: here percentages are of the fit, and every action has the time
-of its own as well, which adds up. `AdvancedProfiler` stops the outer profile when an inner action begins and never
-resumes it, so that most of a fit is in none: here the outer one goes on. `PyTorchProfiler` is used as it is, with a
-schedule that leaves warm-up out.
+As of Lightning 2.6, `SimpleProfiler` divides by the time since it was made, and its `optimizer_step` contains forward
+and backward: here percentages are of the fit, and every action also has its exclusive time, which adds up.
+`AdvancedProfiler` stops the outer profile when an inner action begins and never resumes it, so most of a fit is in no
+profile: here the outer one is resumed. `PyTorchProfiler` is used as it is, with a schedule that leaves warm-up out.
 
-Each writes the text file that Lightning writes, and beside it what a program can read: a JSON file, a `.prof` of the
-whole fit, or the trace. Every rank writes its own files. `Both` lets the clock of a trial listen to the same actions.
+Each writes the text file that Lightning writes, and beside it a file for programs: JSON, a `.prof` of the whole fit, or
+the trace. Every rank writes its own files. `Both` also passes the same actions to the clock of a trial.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import itertools
 import pstats
 import time
 from collections.abc import Mapping
@@ -25,17 +23,12 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from typing_extensions import override
 
 from kit.config import Config
+from kit.json_text import write_json
 
-PASSES = ("simple", "advanced", "pytorch")
 _LOOKING_ON = ("kit/studies/profiling/profilers.py", "kit/trial/recorder.py", "lightning/pytorch/profilers/profiler.py")
 """Functions that are there because of the profile."""
 _MOST_FUNCTIONS = 400
 """Rows kept in JSON; the `.prof` has all."""
-
-
-def file_name(which: str) -> str:
-    """What Lightning puts its prefix (`fit-`) and the rank around."""
-    return f"{which}_profiler_output"
 
 
 class OwnTimeProfiler(SimpleProfiler):
@@ -76,7 +69,7 @@ class OwnTimeProfiler(SimpleProfiler):
     @override
     def summary(self) -> str:
         if self.dirpath is not None and self.recorded_durations:
-            _write(Path(self.dirpath, self._prepare_filename(extension=".json")), self.to_dict())
+            write_json(Path(self.dirpath, self._prepare_filename(extension=".json")), self.to_dict())
         return super().summary()
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,7 +106,7 @@ class WholeFitProfiler(AdvancedProfiler):
 
     @override
     def stop(self, action_name: str) -> None:
-        if action_name not in self._running:  # Lightning's own raises here, as where a loader's end is told twice
+        if action_name not in self._running:  # Lightning's own raises here, as at a loader that ends twice
             return
         while (ended := self._running.pop()) != action_name:
             self.profiled_actions[ended].disable()
@@ -123,23 +116,24 @@ class WholeFitProfiler(AdvancedProfiler):
 
     @override
     def summary(self) -> str:
-        for name in (*self._running,):
-            self.profiled_actions[name].disable()
-        self._running.clear()
+        self._disable_all()
         for action in [name for name, profile in self.profiled_actions.items() if not profile.getstats()]:
             del self.profiled_actions[action]  # nothing ran in it, and pstats refuses it
         if self.dirpath is not None and self.profiled_actions:
-            _write(Path(self.dirpath, self._prepare_filename(extension=".json")), self.to_dict())
+            write_json(Path(self.dirpath, self._prepare_filename(extension=".json")), self.to_dict())
             whole = pstats.Stats(*self.profiled_actions.values())
             whole.dump_stats(Path(self.dirpath, self._prepare_filename(extension=".prof")))
         return super().summary()
 
     @override
     def teardown(self, stage: str | None) -> None:
+        self._disable_all()
+        super().teardown(stage)
+
+    def _disable_all(self) -> None:
         for name in self._running:
             self.profiled_actions[name].disable()
         self._running.clear()
-        super().teardown(stage)
 
     def to_dict(self) -> dict[str, Any]:
         """The functions that took most time of their own, over all actions, and how much of the fit is in any."""
@@ -147,58 +141,49 @@ class WholeFitProfiler(AdvancedProfiler):
         stats: Mapping[tuple[str, int, str], tuple[int, int, float, float, Any]] = whole.stats  # type: ignore[attr-defined]
         others = [item for item in stats.items() if not item[0][0].endswith(_LOOKING_ON)]
         ordered = sorted(others, key=lambda item: item[1][2], reverse=True)
+        columns = ("function", "file", "line", "calls", "own_seconds", "total_seconds")
+        rows = ((name, *place, calls, own, total) for (*place, name), (_, calls, own, total, _) in ordered)
         return {
-            "rank": self.local_rank,
-            "fit_seconds": time.perf_counter() - self._began,
+            "rank": self.local_rank, "fit_seconds": time.perf_counter() - self._began,
             "accounted_seconds": sum(own for _, _, own, _, _ in stats.values()),
-            "functions": [
-                {
-                    "function": name,
-                    "file": file,
-                    "line": line,
-                    "calls": calls,
-                    "own_seconds": own,
-                    "total_seconds": all_,
-                }
-                for (file, line, name), (_, calls, own, all_, _) in ordered[:_MOST_FUNCTIONS]
-            ],
-        }
+            "functions": [dict(zip(columns, row, strict=True)) for row in itertools.islice(rows, _MOST_FUNCTIONS)],
+        }  # fmt: skip
 
 
 class Both(Profiler):
-    """Tells two profilers the same: the clock of the trial, and the one that was asked for."""
+    """Passes every action to two profilers: the clock of the trial, and that of the pass."""
 
-    def __init__(self, clock: Profiler, asked: Profiler) -> None:
+    def __init__(self, clock: Profiler, profiler: Profiler) -> None:
         super().__init__()
-        self.clock, self.asked = clock, asked
+        self.clock, self.profiler = clock, profiler
         self._lightning_module: Any = None
 
     @override
     def start(self, action_name: str) -> None:
         self.clock.start(action_name)
-        self.asked.start(action_name)
+        self.profiler.start(action_name)
 
     @override
     def stop(self, action_name: str) -> None:
-        self.asked.stop(action_name)
+        self.profiler.stop(action_name)
         self.clock.stop(action_name)
 
     @override
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
-        if isinstance(self.asked, PyTorchProfiler):
-            self.asked._lightning_module = self._lightning_module
-        self.asked.setup(stage, local_rank, log_dir)
+        if isinstance(self.profiler, PyTorchProfiler):
+            self.profiler._lightning_module = self._lightning_module
+        self.profiler.setup(stage, local_rank, log_dir)
 
     @override
     def describe(self) -> None:
-        self.asked.describe()
+        self.profiler.describe()
 
     @override
     def teardown(self, stage: str | None) -> None:
-        asked = getattr(self, "asked", None)
-        if asked is not None:
-            asked.teardown(stage)
+        profiler = getattr(self, "profiler", None)
+        if profiler is not None:
+            profiler.teardown(stage)
 
 
 def beside(clock: Profiler, which: str, folder: Path, config: Config) -> Profiler:
@@ -208,19 +193,16 @@ def beside(clock: Profiler, which: str, folder: Path, config: Config) -> Profile
 
 def make_profiler(which: str, folder: Path, config: Config) -> Profiler:
     """The profiler of one pass, writing into `folder`."""
+    name = f"{which}_profiler_output"  # Lightning adds its prefix (`fit-`) and the rank
     if which == "simple":
-        return OwnTimeProfiler(folder, file_name(which))
+        return OwnTimeProfiler(folder, name)
     if which == "advanced":
-        return WholeFitProfiler(folder, file_name(which))
+        return WholeFitProfiler(folder, name)
     waiting, active = schedule(config)
     return PyTorchProfiler(
-        folder,
-        file_name(which),
-        record_module_names=False,
+        folder, name, record_module_names=False, profile_memory=config.profiler.memory, acc_events=True,
         schedule=torch.profiler.schedule(wait=waiting, warmup=1, active=active, repeat=1),
-        profile_memory=config.profiler.memory,
-        acc_events=True,
-    )
+    )  # fmt: skip
 
 
 def schedule(config: Config) -> tuple[int, int]:
@@ -228,10 +210,3 @@ def schedule(config: Config) -> tuple[int, int]:
     batches = config.trial.max_steps * config.levers.accumulate_grad_batches
     active = max(1, min(config.profiler.active_steps, batches - 2))
     return max(0, min(config.trial.warmup_steps, batches - active - 2)), active
-
-
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(values), encoding="utf-8")
-    draft.replace(path)

@@ -1,13 +1,13 @@
-"""Torch traces: what a `.pt.trace.json` of torch's profiler says, as numbers: operations, gaps, overlap, memory.
+"""Torch traces: a `.pt.trace.json` of torch's profiler as numbers: operations, gaps, overlap, memory.
 
-Any such file will do, from kit or elsewhere, gzipped or not. Looked at is the window of the profiled steps, or all of
-it where none are marked. *Busy* is the time in which the device worked: kernels, copies and fills on a GPU; on the CPU
-operators, save those that load or send data, as there a GPU would stand idle. What is left are gaps; a gap of 20 µs or
-more is put down, piece by piece, to what the host did meanwhile, the first of these that holds: waiting for the device,
-loading data, moving it, communication, forward, backward, optimizer; and Python where it did nothing that has a name.
-Shorter gaps are the pace of launching and are summed as `launching`.
+The file may be from kit or elsewhere, gzipped or not. The numbers are of the window of the profiled steps, or of the
+whole file where none are marked. The device is *busy* during kernels, copies and fills on a GPU; on the CPU during
+operators, except those that load or send data, during which a GPU would be idle. The rest are gaps. A gap of 20 µs or
+more is attributed, piece by piece, to what the host did meanwhile. The first that applies counts: waiting for the
+device, loading data, moving it, communication, forward, backward, optimizer; Python where nothing with a name ran.
+Shorter gaps come from launching operations one by one and are summed as `launching`.
 
-The time of an operation is its own: what others do inside of it is theirs.
+The time of an operation is exclusive: operations inside of it have their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -140,8 +140,10 @@ def read_trace(path: str | Path) -> TraceInfo:
         TrialError: when the file is not there, is no trace, or is an empty one.
     """
     events = read_events(path)
+    rank = re.search(r"profiler_output-(\d+)-", Path(path).name)  # Lightning names several ranks so
     spans = [event for event in events if event.get("ph") == "X" and event.get("dur") is not None]
-    steps = [event for event in spans if str(event["name"]).startswith("ProfilerStep#") and not _on_gpu(event)]
+    steps = [event for event in spans if str(event["name"]).startswith("ProfilerStep#")]
+    steps = [event for event in steps if not str(event.get("cat", "")).startswith("gpu")]
     if not spans:
         raise TrialError(f"{path}: nothing was profiled; give the trial more steps than its warm-up takes")
     low, high = min(map(_begin, steps or spans)), max(map(_end, steps or spans))
@@ -159,20 +161,13 @@ def read_trace(path: str | Path) -> TraceInfo:
         by_cause[gap.cause] += gap.seconds
     by_cause["launching"] += launching
     return TraceInfo(
-        path=Path(path),
-        rank=_rank(path),
-        device="gpu" if on_gpu else "cpu",
-        steps=len(steps) or 1,
-        window_seconds=(high - low) / 1e6,
-        busy_seconds=_length(busy) / 1e6,
-        host_seconds=_length(host) / 1e6,
-        overlap_seconds=_length(_both(host, busy)) / 1e6 if on_gpu else math.nan,
-        gaps=tuple(gaps),
+        path=Path(path), rank=int(rank[1]) if rank else 0, device="gpu" if on_gpu else "cpu", steps=len(steps) or 1,
+        window_seconds=(high - low) / 1e6, busy_seconds=_length(busy) / 1e6, host_seconds=_length(host) / 1e6,
+        overlap_seconds=_length(_both(host, busy)) / 1e6 if on_gpu else math.nan, gaps=tuple(gaps),
         gap_seconds={cause: by_cause[cause] for cause in CAUSES if by_cause[cause] > 0},
-        operations=_operations(operators, on_gpu),
-        syncs_per_step=sum(map(_is_sync, inside)) / (len(steps) or 1),
+        operations=_operations(operators, on_gpu), syncs_per_step=sum(map(_is_sync, inside)) / (len(steps) or 1),
         memory=_memory(events, low),
-    )
+    )  # fmt: skip
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
@@ -201,21 +196,11 @@ def _end(event: Mapping[str, Any]) -> float:
     return float(event["ts"]) + float(event["dur"])
 
 
-def _on_gpu(event: Mapping[str, Any]) -> bool:
-    return str(event.get("cat", "")).startswith("gpu")
-
-
 def _is_sync(event: Mapping[str, Any]) -> bool:
     name = str(event["name"])
     if event.get("cat") in ("cuda_runtime", "cuda_driver"):
         return _SYNC.search(name) is not None and "Event" not in name
     return event.get("cat") == "cpu_op" and name in _SYNC_OPERATIONS
-
-
-def _rank(path: str | Path) -> int:
-    """From the name Lightning gives: `...output-1-[Strategy]...`; 0 for a single device."""
-    found = re.search(r"profiler_output-(\d+)-", Path(path).name)
-    return int(found[1]) if found else 0
 
 
 # -- spans, in microseconds
@@ -260,22 +245,17 @@ def _without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
 
 
 def _annotations(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
-    """When the host did what has a name, by cause."""
+    """The named activities of the host, by the cause of a gap that they are."""
     found: defaultdict[str, list[Span]] = defaultdict(list)
     for event in events:
-        cause = _cause(event)
+        name, kind, cause = str(event["name"]), event.get("cat"), ""
+        if kind in ("cuda_runtime", "cuda_driver"):
+            cause = "host sync" if _is_sync(event) else ""
+        elif kind == "user_annotation" and not name.startswith(("ProfilerStep", "[pl][profile]run_training")):
+            cause = next((cause for pattern, cause in _NAMED if pattern.search(name)), "")
         if cause:
             found[cause].append((_begin(event), _end(event)))
     return {cause: merge(spans) for cause, spans in found.items()}
-
-
-def _cause(event: Mapping[str, Any]) -> str:
-    name, kind = str(event["name"]), event.get("cat")
-    if kind in ("cuda_runtime", "cuda_driver"):
-        return "host sync" if _is_sync(event) else ""
-    if kind != "user_annotation" or name.startswith(("ProfilerStep", "[pl][profile]run_training")):
-        return ""
-    return next((cause for pattern, cause in _NAMED if pattern.search(name)), "")
 
 
 def _gaps(
@@ -285,39 +265,28 @@ def _gaps(
     edges = [(low, low), *busy, (high, high)]
     gaps, short = [], 0.0
     for (_, begin), (end, _) in pairwise(edges):
-        if end - begin >= LEAST_GAP_SECONDS * 1e6:
-            pieces = _pieces((begin, end), causes)
-            gaps += [Gap((piece[0] - low) / 1e6, (piece[1] - low) / 1e6, cause) for piece, cause in pieces]
-        else:
+        if end - begin < LEAST_GAP_SECONDS * 1e6:
             short += (end - begin) / 1e6
+            continue
+        left, pieces = [(begin, end)], list[tuple[Span, str]]()
+        for cause in _NAMED_CAUSES:
+            if cause in causes:
+                pieces += [(piece, cause) for piece in _both(left, causes[cause])]
+                left = _without(left, causes[cause])
+        pieces += [(piece, "python") for piece in left if piece[1] > piece[0]]
+        gaps += [Gap((piece[0] - low) / 1e6, (piece[1] - low) / 1e6, cause) for piece, cause in sorted(pieces)]
     return gaps, short
-
-
-def _pieces(gap: Span, causes: Mapping[str, Sequence[Span]]) -> list[tuple[Span, str]]:
-    """Parts of a gap, in order, each with what the host did in it."""
-    left, found = [gap], []
-    for cause in _NAMED_CAUSES:
-        if cause in causes:
-            found += [(piece, cause) for piece in _both(left, causes[cause])]
-            left = _without(left, causes[cause])
-    return sorted([*found, *((piece, "python") for piece in left if piece[1] > piece[0])])
 
 
 # -- operations and memory
 
 
 def _operations(operators: Sequence[Mapping[str, Any]], on_gpu: Sequence[Mapping[str, Any]]) -> tuple[Operation, ...]:
-    own = _own_seconds(operators)
-    launched = _launched_seconds(operators, on_gpu)
-    calls: defaultdict[str, int] = defaultdict(int)
-    for event in operators:
-        calls[str(event["name"])] += 1
-    found = [Operation(name, calls[name], own[name], launched.get(name, 0.0)) for name in calls]
-    return tuple(sorted(found, key=lambda operation: -(operation.device_seconds if on_gpu else operation.own_seconds)))
-
-
-def _own_seconds(operators: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of each name, what no operator inside of it has."""
+    calls = Counter(str(event["name"]) for event in operators)
+    launchers = {event.get("args", {}).get("External id"): str(event["name"]) for event in operators}
+    launched: defaultdict[str | None, float] = defaultdict(float)
+    for event in on_gpu:
+        launched[launchers.get(event.get("args", {}).get("External id"))] += float(event["dur"]) / 1e6
     own: defaultdict[str, float] = defaultdict(float)
     threads: defaultdict[tuple[Any, Any], list[Mapping[str, Any]]] = defaultdict(list)
     for event in operators:
@@ -331,28 +300,19 @@ def _own_seconds(operators: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             if outer:
                 own[str(outer[-1]["name"])] -= float(event["dur"]) / 1e6
             outer.append(event)
-    return {name: max(0.0, seconds) for name, seconds in own.items()}
-
-
-def _launched_seconds(operators: Sequence[Mapping[str, Any]], on_gpu: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    names = {event.get("args", {}).get("External id"): str(event["name"]) for event in operators}
-    found: defaultdict[str, float] = defaultdict(float)
-    for event in on_gpu:
-        name = names.get(event.get("args", {}).get("External id"))
-        if name:
-            found[name] += float(event["dur"]) / 1e6
-    return found
+    found = [Operation(name, calls[name], max(0.0, own[name]), launched[name]) for name in calls]
+    return tuple(sorted(found, key=lambda operation: -(operation.device_seconds if on_gpu else operation.own_seconds)))
 
 
 def _memory(events: Iterable[Mapping[str, Any]], low: float) -> dict[str, Series]:
     """Allocated bytes over time, by device, as seconds since the window began."""
     series: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
-        held = event.get("args") or {}
-        if event["name"] == "[memory]" and "Total Allocated" in held:
+        values = event.get("args") or {}
+        if event["name"] == "[memory]" and "Total Allocated" in values:
             # torch numbers kinds of devices: 0 is the CPU, 1 is CUDA
-            device = "CPU" if held.get("Device Type") == 0 else f"GPU {held.get('Device Id', 0)}"
-            series[device].append((float(event["ts"]), float(held["Total Allocated"])))
+            device = "CPU" if values.get("Device Type") == 0 else f"GPU {values.get('Device Id', 0)}"
+            series[device].append((float(event["ts"]), float(values["Total Allocated"])))
     return {
         device: (tuple((moment - low) / 1e6 for moment, _ in points), tuple(value for _, value in points))
         for device, points in ((device, sorted(found)) for device, found in series.items())

@@ -1,9 +1,9 @@
-"""TraceViewer: a trace in the notebook, as a page of its own that needs no network and no other program.
+"""TraceViewer: a trace in the notebook, as a page that needs no network and no other program.
 
-One row of bars per thread of the host and per stream of the device, bars inside of bars below them, and the allocated
-memory where the trace has it. Wheel or + and − zoom, dragging or arrow keys move, hovering says what a bar is and how
-long it took, a name typed into the box is lit. What is drawn can be saved as a trace that chrome://tracing and Perfetto
-open. Above `MOST_BARS` the shortest bars are left out, and the page says how many.
+It has a row of bars for each thread of the host and each stream of the device, with nested bars below their parents,
+and the allocated memory where the trace has it. Wheel or + and − zoom, dragging or arrow keys move, hovering shows the
+name and length of a bar, and a name typed into the box is highlighted. The bars can be saved as a trace that
+chrome://tracing and Perfetto open. Above `MOST_BARS` the shortest bars are left out, and the page says how many.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TraceViewer:
     def _repr_html_(self) -> str:
         style = f"width: 100%; height: {_HEIGHT_PIXELS}px; border: 1px solid #ccc"
         title = html.escape(f"trace {self.path.name}")
-        # no way out of the frame: what names an operation is not trusted
+        # sandboxed: names of operations are not trusted
         return (
             f'<iframe title="{title}" sandbox="allow-scripts allow-downloads" style="{style}" '
             f'srcdoc="{html.escape(self.page)}"></iframe>'
@@ -67,26 +67,27 @@ def _page(events: Sequence[Mapping[str, Any]], title: str) -> str:
         raise TrialError(f"{title} holds nothing that took time")
     left_out = max(0, len(spans) - MOST_BARS)
     kept = sorted(spans, key=lambda event: -float(event["dur"]))[:MOST_BARS] if left_out else spans
-    data = _data(kept, events, left_out)
-    return _TEMPLATE.replace("{{title}}", html.escape(title)).replace("{{data}}", _script_safe(data))
-
-
-def _script_safe(data: Mapping[str, Any]) -> str:
-    """JSON that cannot end the script it stands in."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    data = json.dumps(_data(kept, events, left_out), separators=(",", ":"))
+    safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028")  # cannot end the script it stands in
+    return _TEMPLATE.replace("{{title}}", html.escape(title)).replace("{{data}}", safe)
 
 
 def _data(spans: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], left_out: int) -> dict[str, Any]:
     zero = min(float(event["ts"]) for event in spans)
     threads: defaultdict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for event in spans:
-        threads[_thread(event)].append(event)
+    for event in spans:  # steps have their own row: each begins in the middle of what Lightning does
+        is_step = str(event["name"]).startswith("ProfilerStep#")
+        threads[_STEPS if is_step else (str(event.get("pid")), str(event.get("tid")))].append(event)
     names: dict[tuple[str, str], int] = {}
     bars: list[Bar] = []
     rows = []
-    for place, (key, found) in enumerate(sorted(threads.items(), key=_thread_order)):
+    # Steps first, then the host, the busiest thread first.
+    ordered = sorted(threads.items(), key=lambda item: (item[0] != _STEPS, _is_device(item[1]), -len(item[1])))
+    for place, ((process, thread), found) in enumerate(ordered):
         nested = _nested(found)
-        rows.append([_thread_name(key, found), 1 + max(depth for _, depth in nested)])
+        title = f"GPU {process}, stream {thread.removeprefix('stream ')}" if _is_device(found) else f"thread {thread}"
+        title = "steps" if (process, thread) == _STEPS else title
+        rows.append([title, 1 + max(depth for _, depth in nested)])
         for event, depth in nested:
             shown = str(event["name"]).removeprefix("[pl][profile]")
             name = names.setdefault((shown, str(event["cat"])), len(names))
@@ -94,27 +95,8 @@ def _data(spans: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]
     return {"rows": rows, "bars": bars, "names": [*names], "memory": _memory(events, zero), "left_out": left_out}
 
 
-def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
-    """Steps have a row of their own: each begins in the middle of what Lightning does."""
-    if str(event["name"]).startswith("ProfilerStep#"):
-        return _STEPS
-    return str(event.get("pid")), str(event.get("tid"))
-
-
-def _thread_order(item: tuple[tuple[str, str], Sequence[Mapping[str, Any]]]) -> tuple[bool, bool, int]:
-    """Steps first, then the host, the busiest thread first."""
-    key, events = item
-    return key != _STEPS, _is_device(events), -len(events)
-
-
 def _is_device(events: Sequence[Mapping[str, Any]]) -> bool:
     return all(str(event["cat"]).startswith(("kernel", "gpu")) for event in events)
-
-
-def _thread_name(key: tuple[str, str], events: Sequence[Mapping[str, Any]]) -> str:
-    if key == _STEPS:
-        return "steps"
-    return f"GPU {key[0]}, stream {key[1].removeprefix('stream ')}" if _is_device(events) else f"thread {key[1]}"
 
 
 def _nested(events: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:

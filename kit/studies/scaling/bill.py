@@ -1,19 +1,18 @@
-"""Bill: what device-hours come to in money, electricity and carbon dioxide.
+"""The bill of a run: device-hours as money, electricity and carbon dioxide.
 
     money    = device-hours × price + reads and bytes that leave the store, at its prices
     energy   = device-hours × watts of a device × PUE
     watts    = of a device, measured by NVML or rated × utilisation, and of its share of the rest of the server
     CO2      = energy × grams of CO2-equivalent per kWh of the grid
 
-Prices are yours: `PRICES` are examples with their source and date, to be checked before they are believed. Every
-assumption is a field with its source, so that it can be replaced. Not counted: making the hardware, idle devices,
-storage. Known error: a trial's watts are those of its card; utilisation, where nothing was measured, is a guess between
-half and full, and the range says what that makes.
+Prices are yours: `PRICES` are dated examples with their source, to be checked before use. Every assumption is a field
+with its source and can be replaced. Making the hardware, idle devices and storage are not counted. Known error: a
+trial's watts are those of its card; without a measurement utilisation is a guess between half and full, and the range
+shows its effect.
 
-What codecarbon said of trials, and what that makes of a long run: a second opinion beside `kit.studies.scaling.bill`.
-
-Its watts are of the whole machine while the trial trained, memory included and without a data centre's overhead (PUE),
-so they are not those of the bill; grams are of its own table of grids.
+Where codecarbon ran in a trial, `carbon_reasons` gives its estimate as a second opinion. Its watts are of the whole
+machine, with memory and without the overhead of a data centre (PUE), so they differ from those of the bill, and its
+grams are of its own table of grids.
 """
 
 from __future__ import annotations
@@ -24,13 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, Problem, did_you_mean
 from kit.trial.trial import Trial
 
-_WATT_HOURS_PER_KILOWATT_HOUR = 1000.0
 _SECONDS_PER_HOUR = 3600.0
-_BYTES_PER_GIGABYTE = 1e9
-
 RATED_WATTS = {
     "B200": 1000.0, "H200": 700.0, "H100": 700.0, "A100": 400.0, "V100": 300.0, "L40S": 350.0, "A40": 300.0,
     "A10G": 300.0, "L4": 72.0, "T4": 70.0, "RTX-A6000": 300.0, "RTX-5090": 575.0, "RTX-4090": 450.0,
@@ -84,7 +80,7 @@ class RunPrices:
         parts = (
             (self.per_device_hour, device_hours),
             (self.per_thousand_reads, requests / 1000),
-            (self.per_gigabyte, sent_bytes / _BYTES_PER_GIGABYTE),
+            (self.per_gigabyte, sent_bytes / 1e9),
         )
         known = [price * amount for price, amount in parts if price is not None]
         return sum(known) if known else None
@@ -93,20 +89,18 @@ class RunPrices:
         return "–" if amount is None else f"{amount:,.2f} {self.currency}".rstrip()
 
 
-def _example(price: float, source: str) -> RunPrices:
-    return RunPrices(per_device_hour=price, currency="USD", source=source)
-
-
 _MARCH_2026 = "costnimbus.com, GPU prices of March 2026, on demand"
 _TINYTOPICS = "tinytopics documentation, distributed training, 2025: money over hours and devices of its runs"
+_EXAMPLES = {
+    _MARCH_2026: {
+        "AWS H100": 3.90, "GCP H100": 3.00, "Azure H100": 6.98, "Lambda H100": 2.99, "GCP L4": 0.75,
+    },
+    _TINYTOPICS: {"A100-40GB of 2025": 1.29, "H100 of 2025": 3.09},
+}  # fmt: skip
 PRICES: Mapping[str, RunPrices] = {
-    "AWS H100": _example(3.90, _MARCH_2026),
-    "GCP H100": _example(3.00, _MARCH_2026),
-    "Azure H100": _example(6.98, _MARCH_2026),
-    "Lambda H100": _example(2.99, _MARCH_2026),
-    "GCP L4": _example(0.75, _MARCH_2026),
-    "A100-40GB of 2025": _example(1.29, _TINYTOPICS),
-    "H100 of 2025": _example(3.09, _TINYTOPICS),
+    name: RunPrices(per_device_hour=price, currency="USD", source=source)
+    for source, prices in _EXAMPLES.items()
+    for name, price in prices.items()
 }
 """Examples of a device-hour, dated: look prices up before you rely on them."""
 
@@ -122,20 +116,15 @@ def prices_of(value: float | str | Mapping[str, Any] | RunPrices | None) -> RunP
     if isinstance(value, RunPrices):
         return value
     if isinstance(value, str):
-        return _named(value)
+        if value in PRICES:
+            return PRICES[value]
+        hint = did_you_mean(value, PRICES, "examples are {}", cutoff=0.5)
+        raise ConfigError([Problem("prices", f"{value!r} is no example{hint}, or give a number per device-hour")])
     if isinstance(value, Mapping):
         return RunPrices(**_checked("prices", RunPrices, value))
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError([Problem("prices", f"{value!r} is no price; give a number per device-hour")])
     return RunPrices(per_device_hour=float(value))
-
-
-def _named(name: str) -> RunPrices:
-    if name in PRICES:
-        return PRICES[name]
-    close = difflib.get_close_matches(name, PRICES, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"examples are {', '.join(PRICES)}"
-    raise ConfigError([Problem("prices", f"{name!r} is no example; {hint}, or give a number per device-hour")])
 
 
 def _checked(what: str, kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +139,7 @@ def _checked(what: str, kind: type, values: Mapping[str, Any]) -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Power:
-    """What a device and its share of a server take, and what the grid emits."""
+    """Watts of a device and its share of a server, and emissions of the grid."""
 
     device_watts: float
     """While training: measured, or rated watts × the utilisation taken."""
@@ -167,7 +156,7 @@ class Power:
             if not getattr(self, name) >= 0:
                 raise ConfigError([Problem(f"power.{name}", f"{getattr(self, name)} must be at least 0")])
         if not self.pue >= 1:
-            raise ConfigError([Problem("power.pue", f"{self.pue} is below 1: more than the computers get is taken")])
+            raise ConfigError([Problem("power.pue", f"{self.pue} is below 1, the power of the computers alone")])
 
     def watt_hours(self, device_seconds: float) -> tuple[float, float, float]:
         """(taken, low, high) of so many seconds of one device."""
@@ -178,11 +167,11 @@ class Power:
 
     def grams(self, watt_hours: float) -> float:
         """Of CO2-equivalent."""
-        return watt_hours / _WATT_HOURS_PER_KILOWATT_HOUR * self.grams_per_kwh
+        return watt_hours / 1000 * self.grams_per_kwh
 
 
 def power_of(device: str, *, measured_watts: float | None = None, given: Mapping[str, Any] | None = None) -> Power:
-    """What a device takes, with the reasons.
+    """Watts of a device and its server, with the reasons.
 
     Args:
         device: A GPU's name, as in the table of cards or as the driver says it; CPU for one core.
@@ -193,7 +182,12 @@ def power_of(device: str, *, measured_watts: float | None = None, given: Mapping
         ConfigError: for fields that do not exist, unknown grids and impossible values.
     """
     chosen = dict(given or {})
-    grams, grid = _grid(chosen.pop("grid", "world"))
+    name = chosen.pop("grid", "world")
+    if name not in GRAMS_PER_KWH:
+        message = f"{name!r} is no grid in the table; there are {', '.join(GRAMS_PER_KWH)}, or give grams_per_kwh"
+        raise ConfigError([Problem("power.grid", message)])
+    grams, source = GRAMS_PER_KWH[name]
+    grid = f"grid: {name}, {grams:g} g CO2-equivalent per kWh ({source})"
     found = _watts(device, measured_watts)
     found = replace(found, grams_per_kwh=grams, reasons=(*found.reasons, f"PUE {found.pue} (Uptime 2024)", grid))
     if not chosen:
@@ -201,16 +195,8 @@ def power_of(device: str, *, measured_watts: float | None = None, given: Mapping
     if "device_watts" in chosen:
         chosen = {"least_device_watts": chosen["device_watts"], "most_device_watts": chosen["device_watts"], **chosen}
     changed = replace(found, **_checked("power", Power, chosen))
-    said = ", ".join(f"{name} {value}" for name, value in (given or {}).items())
-    return replace(changed, reasons=(*changed.reasons, f"given instead: {said}"))
-
-
-def _grid(name: Any) -> tuple[float, str]:
-    if name not in GRAMS_PER_KWH:
-        message = f"{name!r} is no grid in the table; there are {', '.join(GRAMS_PER_KWH)}, or give grams_per_kwh"
-        raise ConfigError([Problem("power.grid", message)])
-    grams, source = GRAMS_PER_KWH[name]
-    return grams, f"grid: {name}, {grams:g} g CO2-equivalent per kWh ({source})"
+    replaced = ", ".join(f"{name} {value}" for name, value in (given or {}).items())
+    return replace(changed, reasons=(*changed.reasons, f"given instead: {replaced}"))
 
 
 def _watts(device: str, measured: float | None) -> Power:
@@ -222,47 +208,40 @@ def _watts(device: str, measured: float | None) -> Power:
         reason = f"{measured:.0f} W a device, measured by NVML; {SERVER_WATTS:.0f} W for the rest of the server"
         return Power(device_watts=measured, least_device_watts=measured, most_device_watts=measured,
                      server_watts=SERVER_WATTS, reasons=(reason,))  # fmt: skip
-    rated, name = _rated(device)
+    words = set(re.split(r"[^a-z0-9]+", device.lower()))
+    model = next((model for model in RATED_WATTS if set(model.lower().split("-")) <= words), "")
+    rated = RATED_WATTS[model or "A100"]
     low, taken, high = (share * rated for share in UTILISATION)
+    named = model or f"{device} is not in the table, so an A100's"
     reason = (
-        f"{rated:.0f} W rated ({name}) × {UTILISATION[1]:.0%} utilisation, taken, from {UTILISATION[0]:.0%} to full"
+        f"{rated:.0f} W rated ({named}) × {UTILISATION[1]:.0%} utilisation, assumed, from {UTILISATION[0]:.0%} to full"
     )
-    server = f"{SERVER_WATTS:.0f} W for the rest of the server, taken from a DGX H100's data sheet"
+    server = f"{SERVER_WATTS:.0f} W for the rest of the server, from a DGX H100's data sheet"
     return Power(device_watts=taken, least_device_watts=low, most_device_watts=high, server_watts=SERVER_WATTS,
                  reasons=(reason, server))  # fmt: skip
 
 
-def _rated(device: str) -> tuple[float, str]:
-    words = set(re.split(r"[^a-z0-9]+", device.lower()))
-    found = [name for name in RATED_WATTS if set(name.lower().split("-")) <= words]
-    if not found:
-        return RATED_WATTS["A100"], f"{device} is not in the table, so an A100's"
-    return RATED_WATTS[found[0]], found[0]
-
-
-_GRAMS_PER_KILOGRAM = 1000.0
-
-
 def carbon_reasons(trials: Sequence[Trial], seconds: float) -> list[str]:
-    """One sentence for each trial that was asked to estimate it.
+    """One sentence for each trial in which codecarbon ran.
 
     Args:
         trials: Any.
         seconds: Of a run on as many devices as the first of them.
     """
-    found = [(trial, trial.event("carbon_estimated")) for trial in trials]
-    return [_sentence(trial, event, seconds if trial is trials[0] else None) for trial, event in found if event]
-
-
-def _sentence(trial: Trial, event: dict[str, float], seconds: float | None) -> str:
-    watts = event["joules"] / event["seconds"]
-    said = (
-        f"codecarbon {event['version']} on {trial.name}: {watts:.3g} W for the whole machine "
-        f"({event['cpu_joules'] / event['joules']:.0%} processor, {event['gpu_joules'] / event['joules']:.0%} GPU, "
-        f"{event['ram_joules'] / event['joules']:.0%} memory), {event['country']}'s grid"
-    )
-    if seconds is None:
-        return said
-    kilowatt_hours = watts * seconds / _SECONDS_PER_HOUR / _WATT_HOURS_PER_KILOWATT_HOUR
-    kilograms = event["grams"] / event["seconds"] * seconds / _GRAMS_PER_KILOGRAM
-    return f"{said}; {kilowatt_hours:.3g} kWh and {kilograms:.3g} kg for all epochs on its devices, without PUE"
+    sentences = []
+    for trial in trials:
+        event = trial.event("carbon_estimated")
+        if not event:
+            continue
+        watts = event["joules"] / event["seconds"]
+        cpu, gpu, memory = (event[f"{part}_joules"] / event["joules"] for part in ("cpu", "gpu", "ram"))
+        sentence = (
+            f"codecarbon {event['version']} on {trial.name}: {watts:.3g} W for the whole machine ({cpu:.0%} processor, "
+            f"{gpu:.0%} GPU, {memory:.0%} memory), {event['country']}'s grid"
+        )
+        if trial is trials[0]:
+            kilowatt_hours = watts * seconds / _SECONDS_PER_HOUR / 1000
+            kilograms = event["grams"] / event["seconds"] * seconds / 1000
+            sentence += f"; {kilowatt_hours:.3g} kWh and {kilograms:.3g} kg for all epochs on its devices, without PUE"
+        sentences.append(sentence)
+    return sentences

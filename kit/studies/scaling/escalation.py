@@ -1,37 +1,34 @@
-"""Ladder: in which order to change a config that does not fit or is too slow, and what each change costs.
+"""Escalation: the order in which a config is changed that does not fit or is too slow, and the cost of each change.
 
-A rung is a set of changes. Rungs are ordered by the dearest change in them, and the first that fits is taken:
+A step is a set of changes. Steps are ordered by the dearest change in them, and the first that fits is taken:
 
     as configured     nothing
     accumulation      a batch in k parts, one after another: the same global batch. Little time, until parts are small
     checkpointing     activations are computed again: a third more time, since a forward pass is a third of a step
                       (Chen et al. 2016)
-    8-bit optimizer   other numbers: states of AdamW in 8 bits, in the place of the optimizer that the module makes
-    deeper            accumulation down to single samples, where a device has little to do at a time
+    8-bit optimizer   other numbers: AdamW with states in 8 bits replaces the optimizer of the module
+    deeper            accumulation down to single samples, which leave a device little to do at a time
     fsdp              the model over all devices: traffic, and devices that wait for each other
 
 Each comes with every combination of those above it. More than one device means ddp until sharding is needed. A batch
-is that of each device, so the global batch grows with the devices and does not change by anything else. Pure: what
-fits and how long it takes is asked of others.
+is that of each device, so the global batch grows with the devices and does not change by anything else. The time of
+smaller batches is an assumption, `PART_TIME` for each halving.
 
-The time of smaller batches is an assumption, `PART_TIME` for each halving, and said to be one.
-
-A recommendation as it is given: the rungs that were tried, the one that was chosen, and what to set, with reasons.
-
-Plain answers: nothing is predicted here (see `kit.studies.scaling.recommend`). `config` is a changed copy; where
-nothing fits it is refused, by how much.
+Nothing is predicted here (see `kit.studies.scaling.recommend`). A `Recommendation` has the steps that were tried, the
+chosen one, and what to set, with reasons. Its `config` is a changed copy; where nothing fits, `config` raises the
+refusal.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import product
 from typing import Any
 
 from kit.config import Config
-from kit.errors import PlanError
+from kit.errors import PlanError, did_you_mean
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.studies.scaling.bill import RunPrices, prices_of
@@ -61,7 +58,7 @@ class RunTarget:
     money: float | None = None
     """What they may cost, at `prices`."""
     prices: float | str | Mapping[str, Any] | RunPrices | None = None
-    """As `kit.predict_run` takes them."""
+    """As `kit.studies.predict_run` takes them."""
     cores: int | None = None
     """Of a node; by default those of this machine."""
 
@@ -94,9 +91,9 @@ class RunTarget:
     @property
     def limits(self) -> str:
         """In words."""
-        time = [] if self.hours is None else [f"{self.hours:g} h"]
-        money = [] if self.money is None else [self.bill.text(self.money)]
-        return " and ".join(time + money)
+        time = "" if self.hours is None else f"{self.hours:g} h"
+        money = "" if self.money is None else self.bill.text(self.money)
+        return " and ".join(filter(None, (time, money)))
 
 
 def target_from(value: Any) -> RunTarget:
@@ -111,9 +108,7 @@ def target_from(value: Any) -> RunTarget:
         known = [item.name for item in fields(RunTarget)]
         for name in value:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-                raise PlanError(f"a target has no {name!r}; {hint}")
+                raise PlanError(f"a target has no {name!r}{did_you_mean(name, known, 'there are {}')}")
         return RunTarget(**value)
     if isinstance(value, str | DeviceTarget) or (isinstance(value, int) and not isinstance(value, bool)):
         return RunTarget(device=value)
@@ -121,15 +116,15 @@ def target_from(value: Any) -> RunTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
-    """A set of changes, apart from the number of parts that a batch is cut into."""
+class EscalationStep:
+    """A set of changes, without the number of parts of a batch."""
 
     strategy: str
     devices: int
     checkpointing: bool
     eight_bit: bool
     most_parts: int
-    """Of a batch, that this rung allows."""
+    """Of a batch, that this step allows."""
 
     def changes(self) -> dict[str, Any]:
         """What it sets in a config, without the batch."""
@@ -143,31 +138,22 @@ class Rung:
         return float((CHECKPOINTING_TIME if again else 1.0) * PART_TIME ** math.log2(parts))
 
 
-def rungs(config: Config, devices: int) -> Iterator[Rung]:
-    """All rungs on that many devices, in the order in which they are tried."""
-    for strategy in _strategies(config, devices):
-        for most_parts in (MOST_PARTS, 1 << 30):
-            for eight_bit in _eight_bit(config):
-                for checkpointing in (False, True) if not config.levers.gradient_checkpointing else (True,):
-                    yield Rung(
-                        strategy=strategy, devices=devices, checkpointing=checkpointing, eight_bit=eight_bit,
-                        most_parts=most_parts,
-                    )  # fmt: skip
-
-
-def _strategies(config: Config, devices: int) -> tuple[str, ...]:
-    """A config that shards already goes on sharding."""
-    if devices == 1:
-        return ("none",)
+def escalation_steps(config: Config, devices: int) -> Iterator[EscalationStep]:
+    """All steps on that many devices, in the order in which they are tried."""
     named, shards = config.hardware.strategy, config.hardware.shards
-    if shards and shards[0] * shards[1] == devices:
-        return (named,)
-    return ("fsdp",) if named.startswith("fsdp") else ("ddp", "fsdp")
-
-
-def _eight_bit(config: Config) -> tuple[bool, ...]:
-    """Not in the place of an optimizer that has less state."""
-    return (False,) if config.levers.optimizer in ("adamw-8bit", "sgd") else (False, True)
+    if devices == 1:
+        strategies = ["none"]
+    elif shards and shards[0] * shards[1] == devices:
+        strategies = [named]
+    else:  # a config that shards already goes on sharding
+        strategies = ["fsdp"] if named.startswith("fsdp") else ["ddp", "fsdp"]
+    # An optimizer with less state is not replaced.
+    eight_bit = [False] if config.levers.optimizer in ("adamw-8bit", "sgd") else [False, True]
+    checkpointing = [True] if config.levers.gradient_checkpointing else [False, True]
+    for strategy, parts, eight, again in product(strategies, (MOST_PARTS, 1 << 30), eight_bit, checkpointing):
+        yield EscalationStep(
+            strategy=strategy, devices=devices, checkpointing=again, eight_bit=eight, most_parts=parts
+        )  # fmt: skip
 
 
 def parts_of(batch_size: int, most: int) -> list[int]:
@@ -175,7 +161,7 @@ def parts_of(batch_size: int, most: int) -> list[int]:
     return [parts for parts in range(1, min(batch_size, most) + 1) if batch_size % parts == 0]
 
 
-_COLUMNS = ("rung", "devices", "verdict", "needs", "short of", "time")
+_COLUMNS = ("step", "devices", "verdict", "needs", "short of", "time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,21 +178,21 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TriedRung:
-    """One rung, and what was predicted of it."""
+class TriedStep:
+    """One step, and what was predicted of it."""
 
     name: str
-    rung: Rung
+    step: EscalationStep
     parts: int
     """Micro-batches that a batch as configured is cut into."""
     estimate: MemoryEstimate | None
-    """None where it could not be had."""
+    """None where it could not be predicted."""
     time_factor: float
     """Of a step, against the config as given; traffic not counted."""
     run: BigRunRow | None
-    """Time and money with it, where a trial told."""
+    """Time and money with it, where there is a trial."""
     note: str = ""
-    """Why it was passed over, where memory is not the reason."""
+    """Why it was skipped, where memory is not the reason."""
 
     @property
     def short_bytes(self) -> int:
@@ -219,6 +205,15 @@ class TriedRung:
         """Of all epochs."""
         return None if self.run is None else self.run.total_seconds * self.time_factor
 
+    @property
+    def cells(self) -> list[str]:
+        found, devices = self.estimate, str(self.step.devices)
+        if found is None:
+            return [self.name, devices, self.note, "–", "–", "–"]
+        short = format_bytes(self.short_bytes) if self.short_bytes else "–"
+        time = f"× {self.time_factor:.2f}" if self.seconds is None else format_seconds(self.seconds)
+        return [self.name, devices, found.verdict, format_bytes(found.total_bytes[1]), short, time]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Recommendation:
@@ -226,9 +221,9 @@ class Recommendation:
 
     given: Config
     target: RunTarget
-    tried: tuple[TriedRung, ...]
+    tried: tuple[TriedStep, ...]
     """In order; the last is the chosen one where there is one."""
-    chosen: TriedRung | None
+    chosen: TriedStep | None
     changes: tuple[Change, ...]
     """What to set, each with its reason."""
     reasons: tuple[str, ...]
@@ -257,17 +252,13 @@ class Recommendation:
             return self.refusal
         time = "" if self.chosen.seconds is None else f", {format_seconds(self.chosen.seconds)} predicted"
         what = ", ".join(change.name for change in self.changes) or "nothing to change"
-        return f"{what}: fits {self._where}{time}"
-
-    @property
-    def _where(self) -> str:
         count, device = self.target.devices, self.target.device
-        text = format_bytes(device) if isinstance(device, int) else str(device)
-        return f"{count} × {text}" if count > 1 else text
+        shown = format_bytes(device) if isinstance(device, int) else str(device)
+        return f"{what}: fits {f'{count} × ' if count > 1 else ''}{shown}{time}"
 
     @property
     def _rows(self) -> list[list[str]]:
-        return [_cells(one) for one in self.tried]
+        return [one.cells for one in self.tried]
 
     @property
     def _marked(self) -> int | None:
@@ -281,17 +272,6 @@ class Recommendation:
         table = text_table(_COLUMNS, self._rows, self._marked)
         return "\n".join([self._headline, table, *(f"- {text}" for text in self._sentences)])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         table = html_table(_COLUMNS, self._rows, caption=self._headline, marked=self._marked)
         return table + html_list(self._sentences)
-
-
-def _cells(one: TriedRung) -> list[str]:
-    time = f"× {one.time_factor:.2f}" if one.seconds is None else format_seconds(one.seconds)
-    found = one.estimate
-    if found is None:
-        return [one.name, str(one.rung.devices), one.note, "–", "–", "–"]
-    short = format_bytes(one.short_bytes) if one.short_bytes else "–"
-    return [one.name, str(one.rung.devices), found.verdict, format_bytes(found.total_bytes[1]), short, time]

@@ -1,18 +1,18 @@
-"""Measured steps: what trials tell the model of scaling (`kit.studies.scaling.model`): steps, loading, and the
-gradients' size.
+"""The measurements that the model of scaling (`kit.studies.scaling.model`) starts from: steps, loading, gradient size.
 
-Means over the batches after warm-up and over all ranks, in seconds. Trials are of one run when their configs differ in
-devices only; several at one count are averaged. A loader that reads ahead hides its time: how long it needs is known
-only where a step waits for it, beyond `WAITED` of the step, and is then the whole step. What kit's own loader asks of
-the store is counted in the trial, and what the store allows is what the config says (`kit.probe(url).apply(config)`).
+They are means over the batches after warm-up and over all ranks, in seconds. Trials belong to one run when their
+configs differ in devices only; several at one count are averaged. A loader that reads ahead hides its time: it is known
+only where a step waits more than `WAITED` of its time for data, and is then the whole step. The requests of kit's own
+loader are counted in the trial; the limits of the store are those of the config (`kit.data.probe(url).apply(config)`).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kit.config import Config
 from kit.data.build.layout import network_of
 from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.events import number
-from kit.studies.compare import DEVICES, NO_DIFFERENCE
+from kit.studies.comparison import DEVICES, NO_DIFFERENCE
 from kit.studies.diagnosis.evidence import Evidence, evidence_of
 from kit.studies.scaling.model import Loading, Step, Traffic
 from kit.trial.trial import Trial
@@ -65,65 +65,48 @@ def measure(runs: Any) -> MeasuredScaling:
         ConfigError: for no trials, and for trials that differ in more than devices.
         TrialError: for a trial without a step after its warm-up.
     """
-    trials = sorted(map(_opened, _listed(runs)), key=_world)
+    listed = [runs] if isinstance(runs, Trial | str | Path | dict) else list(runs)
+    paths = [run["run_directory"] if isinstance(run, dict) else run for run in listed]
+    trials = [run if isinstance(run, Trial) else Trial.open(run) for run in paths]
     if not trials:
         raise ConfigError([Problem("trials", "none to predict from; run one with kit.fit(config) first")])
-    _check_alike(trials)
-    first = trials[0]
-    found = _evidence(first)
+    for trial in trials:
+        trial.poll()
+    trials.sort(key=_world)
+    first, allowed = trials[0], {*NO_DIFFERENCE, *DEVICES, "trial.max_steps", "trial.warmup_steps"}
+    for other in trials[1:]:
+        differing = [path for path in first.config.diff(other.config) if path not in allowed]
+        if differing:
+            message = f"{first.name} and {other.name} differ in {', '.join(differing)}, not in devices only"
+            raise ConfigError([Problem("trials", message)])
+    try:
+        found = evidence_of(first)
+    except ValueError as error:
+        raise TrialError(f"{first.name}: {error}; give it more steps") from None
     batch = statistics.fmean(float(event["samples"]) for event in _after_warmup(first))
     loading, reasons = _loading(first, found)
+    energies = [event for trial in trials for event in trial.events if event["kind"] == "energy_measured"]
+    watts = statistics.fmean(event["joules"] / event["seconds"] for event in energies) if energies else None
     return MeasuredScaling(
         config=first.config, trials=tuple(trials), evidence=found, steps=tuple(_steps(trials)), loading=loading,
-        traffic=_traffic(first), batch_size=batch, samples_per_epoch=_epoch(first, batch),
-        device=str(first.event("fit_started", "device") or "CPU"), watts=_watts(trials), reasons=tuple(reasons),
+        traffic=_traffic(first), batch_size=batch, samples_per_epoch=_epoch(first, batch), watts=watts,
+        device=str(first.event("fit_started", "device") or "CPU"), reasons=tuple(reasons),
     )  # fmt: skip
-
-
-def _listed(runs: Any) -> Iterable[Any]:
-    return [runs] if isinstance(runs, Trial | str | Path | dict) else list(runs)
-
-
-def _opened(run: Any) -> Trial:
-    if isinstance(run, dict):
-        run = run["run_directory"]
-    trial = run if isinstance(run, Trial) else Trial.open(run)
-    trial.poll()
-    return trial
 
 
 def _world(trial: Trial) -> int:
     return int(trial.event("fit_started", "world_size") or 1)
 
 
-def _check_alike(trials: Sequence[Trial]) -> None:
-    allowed = {*NO_DIFFERENCE, *DEVICES, "trial.max_steps", "trial.warmup_steps"}
-    for other in trials[1:]:
-        differing = [path for path in trials[0].config.diff(other.config) if path not in allowed]
-        if differing:
-            message = f"{trials[0].name} and {other.name} differ in {', '.join(differing)}, not in devices only"
-            raise ConfigError([Problem("trials", message)])
-
-
-def _evidence(trial: Trial) -> Evidence:
-    try:
-        return evidence_of(trial)
-    except ValueError as error:
-        raise TrialError(f"{trial.name}: {error}; give it more steps") from None
-
-
-# -- steps
-
-
 def _steps(trials: Sequence[Trial]) -> list[Step]:
-    counts = sorted({_world(trial) for trial in trials})
-    return [_mean([_step(trial) for trial in trials if _world(trial) == count]) for count in counts]
-
-
-def _mean(steps: Sequence[Step]) -> Step:
+    """One for each number of devices: the mean of its trials."""
+    found: list[Step] = []
     names = [name for name in Step.__slots__ if name != "devices"]
-    means: dict[str, Any] = {name: statistics.fmean(getattr(step, name) for step in steps) for name in names}
-    return replace(steps[0], **means)
+    for _, alike in groupby(trials, key=_world):
+        steps = [_step(trial) for trial in alike]
+        means: dict[str, Any] = {name: statistics.fmean(getattr(step, name) for step in steps) for name in names}
+        found.append(replace(steps[0], **means))
+    return found
 
 
 def _after_warmup(trial: Trial) -> list[dict[str, Any]]:
@@ -154,17 +137,24 @@ def _seconds(event: dict[str, Any], *parts: str) -> float:
     return math.fsum(value for value in values if math.isfinite(value))
 
 
-# -- data
-
-
 def _loading(trial: Trial, found: Evidence) -> tuple[Loading, list[str]]:
     ahead = found.own_loader or bool(found.workers)
     waited = found.shares.get("wait", 0.0)
-    seconds = _load_seconds(found, ahead, waited)
-    reasons = [_said(ahead, waited)]
+    if not ahead:
+        seconds: float | None = found.wait_seconds
+        reasons = [f"batches are made between two steps: {waited:.0%} of a step, on every rank alike"]
+    elif waited > WAITED:
+        seconds = found.step_seconds
+        reasons = [f"a step waited {waited:.0%} of its time for data: the loader determines its length"]
+    else:
+        seconds = None
+        reasons = ["no step waited for data: how fast the loader of a rank could be is not known"]
+    # CPU seconds of loader processes for each batch of a rank.
+    used = sum(float(event["workers_seconds"]) for event in trial.events if event["kind"] == "cpu_used")
+    cpu_seconds = used / len(_after_warmup(trial))
     if not found.own_loader or not found.requests_per_sample:
         reasons.append("the loader does not count its requests, so the store is not among the limits")
-        return Loading(ahead=ahead, seconds=seconds, cpu_seconds=_workers_cpu(trial)), reasons
+        return Loading(ahead=ahead, seconds=seconds, cpu_seconds=cpu_seconds), reasons
     network, batch = network_of(trial.config), statistics.fmean(int(e["samples"]) for e in trial.steps)
     requests = found.requests_per_sample * batch
     reasons.append(
@@ -172,30 +162,10 @@ def _loading(trial: Trial, found: Evidence) -> tuple[Loading, list[str]]:
         f"{found.requests_per_sample:.3g} a sample were counted"
     )
     return Loading(
-        ahead=True, seconds=seconds, cpu_seconds=_workers_cpu(trial) or _engine_cpu(trial.config), requests=requests,
+        ahead=True, seconds=seconds, cpu_seconds=cpu_seconds or _engine_cpu(trial.config), requests=requests,
         stored_bytes=requests * (found.bytes_per_request or 0.0), requests_per_second=network.requests_per_second,
         bytes_per_second=network.total_bandwidth_bytes_per_second,
     ), reasons  # fmt: skip
-
-
-def _load_seconds(found: Evidence, ahead: bool, waited: float) -> float | None:
-    if not ahead:
-        return found.wait_seconds
-    return found.step_seconds if waited > WAITED else None
-
-
-def _said(ahead: bool, waited: float) -> str:
-    if not ahead:
-        return f"batches are made between two steps: {waited:.0%} of a step, on every rank alike"
-    if waited > WAITED:
-        return f"a step waited {waited:.0%} of its time for data: the loader is what it takes so long for"
-    return "no step waited for data: how fast the loader of a rank could be is not known"
-
-
-def _workers_cpu(trial: Trial) -> float:
-    """CPU seconds of loader processes for each batch of a rank."""
-    used = sum(float(event["workers_seconds"]) for event in trial.events if event["kind"] == "cpu_used")
-    return used / len(_after_warmup(trial))
 
 
 def _engine_cpu(config: Config) -> float:
@@ -214,9 +184,6 @@ def _engine_cpu(config: Config) -> float:
     )
 
 
-# -- the rest
-
-
 def _traffic(trial: Trial) -> Traffic:
     parameters = int(trial.event("fit_started", "parameters") or 0)
     element = _HALF_BYTES if str(trial.event("fit_started", "precision")) == "bf16-true" else _FULL_BYTES
@@ -232,9 +199,3 @@ def _epoch(trial: Trial, batch_size: float) -> int | None:
         return data.samples_per_epoch
     batches = trial.event("fit_started", "batches_per_epoch")
     return round(int(batches) * batch_size * _world(trial)) if batches else None
-
-
-def _watts(trials: Sequence[Trial]) -> float | None:
-    """Mean of a device, over those that told (`kit.trial.meters`)."""
-    found = [event for trial in trials for event in trial.events if event["kind"] == "energy_measured"]
-    return statistics.fmean(event["joules"] / event["seconds"] for event in found) if found else None

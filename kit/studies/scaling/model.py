@@ -1,41 +1,40 @@
-"""Scaling: seconds per batch on many devices, from what a batch took on few, and what holds it up.
+"""Scaling: seconds per batch on many devices, predicted from the steps of a few, and the limit that decides.
 
-A device's batch stays as it is, so n devices take n batches at once (weak scaling). Each limit alone asks for so long:
+The batch of a device stays the same, so n devices take n batches at once (weak scaling). Each limit alone needs:
 
-    training   compute(n) + what the backward pass does not hide of the exchange (`kit.studies.scaling.model`) + the
-    slowest rank loading    seconds a rank's loader needs for a batch, from the wait that was measured requests   n ×
-    requests of a batch / requests per second of the store bandwidth  n × stored bytes of a batch / bytes per second of
-    the store loader CPU loading's CPU seconds × devices of a node / cores that the node has left
+    training           compute(n) + the part of the exchange that the backward pass does not hide + the slowest rank
+    loading            seconds a rank's loader needs for a batch, from the measured wait
+    store requests/s   n × requests of a batch / requests per second of the store
+    store bandwidth    n × stored bytes of a batch / bytes per second of the store
+    loader CPU         loading's CPU seconds × devices of a node / free cores of the node
 
     seconds per batch = the largest of them where batches are read ahead, else training + the largest of the others
 
 On a CPU the ranks of a node share its cores: compute(n) = measured × cores that a rank used / cores it gets. The
 slowest of n ranks is `deviation × E[largest of n normals]` behind the mean (Blom 1958). Measurements at several counts
-correct two things: compute, by a factor for each doubling of the ranks of a node, and exchange, by one factor; both
-come with what they leave unexplained, which widens the range.
+correct two things: compute, by a factor for each doubling of the ranks of a node, and exchange, by one factor. The
+difference that both leave unexplained widens the range.
 
-The range is physical, not statistical: low is exchange hidden as well as can be on a link at its best, no rank slower
-than another; high is nothing hidden on a link at its worst, the full spread of steps, ranks of a node in each other's
-way where that was not measured, and a tenth where two limits are near each other. Known error: `benchmarks/scaling.py`
-sets predictions beside real ranks, `tests/plan` beside a simulated pipeline. The invariant: low <= seconds <= high.
+The range is physical, not statistical. Low: the exchange hidden as well as possible on a link at its best, and all
+ranks equally fast. High: nothing hidden on a link at its worst, the full spread of steps, ranks of a node that slow
+each other where that was not measured, and a tenth more where two limits are close. The invariant: low <= seconds <=
+high. `benchmarks/scaling.py` compares predictions with real ranks, `tests/plan` with a simulated pipeline.
 
-Links: the seconds that ranks need to exchange gradients and parameters, by the size of the model and their number.
-
-A ring of n ranks on a link of B bytes a second each way and α seconds a message needs, for S bytes that all have:
+Exchange: a ring of n ranks on a link of B bytes a second each way and α seconds a message needs, for S bytes that all
+ranks have:
 
     all-reduce                  2 (n - 1) / n × S / B + 2 (n - 1) α      (Patarasuk and Yuan 2009)
     all-gather, reduce-scatter    (n - 1) / n × S / B +   (n - 1) α
 
 ddp all-reduces the gradients. fsdp gathers the parameters twice and scatters the gradients once, half as much again
 (Rajbhandari et al. 2020); fsdp:R:S does so over S ranks, and all-reduces the shards of gradients over R. A ring that
-crosses nodes goes at the speed of the network between them. Bytes travel in pieces while the backward pass computes: a
-piece is ready when its part of the pass is done, pieces go one after another, and the last of them is always waited
-for:
+crosses nodes has the speed of the network between them. Bytes travel in pieces while the backward pass computes: a
+piece is sent when its part of the pass is done, pieces follow each other, and the last of them is always waited for:
 
     waited for = max(seconds / pieces, seconds - backward × (1 - 1 / pieces))
 
-Known error: a link never reaches what its maker states; `REACHED` of it is taken, with a range. At hundreds of ranks
-NCCL uses trees, whose latency grows with log n: there the ring is pessimistic. Traffic of others is not known of.
+Known error: a link never reaches the rate its maker states; `REACHED` of it is assumed, with a range. At hundreds of
+ranks NCCL uses trees, whose latency grows with log n: there the ring is pessimistic. Other traffic is not counted.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from kit.errors import PlanError
@@ -55,8 +55,7 @@ Bound = Literal[
 ]
 MOST_DEVICES = 4096
 _NEAR_A_TIE = 0.1
-"""What two limits that need equally long cost together, from simulation: neither waits for the other for nothing."""
-
+"""The extra time of two limits that need equally long, from simulation."""
 _UNMEASURED_CONTENTION = {"cpu": 0.3, "gpu": 0.05}
 """At most, for each doubling: ranks on a CPU share its caches and memory bus, GPUs their host and power. Assumptions;
 on two cores a small GPT lost 18 % (`benchmarks/scaling.py`)."""
@@ -141,7 +140,7 @@ class Point:
     low_seconds: float
     high_seconds: float
     seconds_by_limit: tuple[tuple[Bound, float], ...]
-    """What each limit alone would need, the slowest first; compute and communication, which add up, apart."""
+    """Seconds each limit alone would need, the slowest first; compute and communication, which add up, apart."""
     bound: Bound
 
     def samples_per_second(self, batch_size: float) -> float:
@@ -150,15 +149,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
-    """From how many devices on another limit holds the run up."""
+    """The number of devices from which on this limit decides."""
 
     devices: int
     bound: Bound
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What is known, and the prediction for any number of devices."""
+    """The measurements, and the prediction for any number of devices."""
 
     steps: tuple[Step, ...]
     """By rising number of devices."""
@@ -167,20 +166,11 @@ class Scaling:
     loading: Loading
     steps_per_exchange: int = 1
     """Batches between two exchanges: gradients are accumulated meanwhile."""
-    contention: float = field(init=False)
-    """What compute takes longer for each doubling of the ranks of a node: 0.1 is a tenth."""
-    exchange_factor: float = field(init=False)
-    """Measured communication over that of the formulas."""
-    unexplained_fraction: float = field(init=False)
-    """Largest difference between what was measured and what the fit says of it; 0 for a single measurement."""
 
     def __post_init__(self) -> None:
         counts = [step.devices for step in self.steps]
         if not counts or sorted(set(counts)) != counts or counts[0] < 1:
             raise PlanError(f"measurements at {counts} devices; each count once, rising, from 1")
-        object.__setattr__(self, "contention", self._fit_contention())
-        object.__setattr__(self, "exchange_factor", self._fit_exchange())
-        object.__setattr__(self, "unexplained_fraction", self._unexplained())
 
     @property
     def base(self) -> Step:
@@ -201,13 +191,25 @@ class Scaling:
         """
         if not 1 <= devices <= MOST_DEVICES:
             raise PlanError(f"{devices} devices; predictions go from 1 to {MOST_DEVICES}")
-        compute, exchange = self._compute(devices), self._exchange(devices)
-        limits = self._data(devices)
-        seconds = self._together(compute + exchange, limits)
-        each: dict[Bound, float] = {self._work: compute, "communication": exchange, **limits}
+        compute, exchange, limits = self._compute(devices), self._exchange(devices), self._data_limits(devices)
+        data, ahead = max(limits.values(), default=0.0), self.loading.ahead
+        uncertain = self.base.error_fraction + self.unexplained_fraction
+
+        def together(train: float) -> float:
+            return max(train, data) if ahead else train + data
+
+        seconds = together(compute + exchange)
+        low = together(self._compute(devices) + self._ring(devices, MOST_REACHED)) * max(0.0, 1 - uncertain)
+        # With one count measured it is not known how much ranks slow each other.
+        assumed = None if self.fitted else _UNMEASURED_CONTENTION["cpu" if self.cluster.on_cpu else "gpu"]
+        straggling = self.base.most_deviation_seconds * _largest_of(devices)
+        worst = max(exchange, self._full_ring(devices, LEAST_REACHED) + straggling)
+        train = self._compute(devices, assumed) + worst
+        high = (together(train) + (_NEAR_A_TIE * min(train, data) if ahead else 0.0)) * (1 + uncertain)
+        work: Bound = "cores" if self.cluster.on_cpu else "compute"
+        each: dict[Bound, float] = {work: compute, "communication": exchange, **limits}
         return Point(
-            devices=devices, seconds_per_batch=seconds, low_seconds=min(seconds, self._low(devices, limits)),
-            high_seconds=max(seconds, self._high(devices, limits)),
+            devices=devices, seconds_per_batch=seconds, low_seconds=min(seconds, low), high_seconds=max(seconds, high),
             seconds_by_limit=tuple(sorted(each.items(), key=lambda item: -item[1])),
             bound=self._bound(devices, compute, exchange, limits),
         )  # fmt: skip
@@ -220,29 +222,6 @@ class Scaling:
             if not found or found[-1].bound != bound:
                 found.append(Cap(devices=devices, bound=bound))
         return tuple(found)
-
-    @property
-    def _work(self) -> Bound:
-        return "cores" if self.cluster.on_cpu else "compute"
-
-    def _together(self, train: float, limits: dict[Bound, float]) -> float:
-        data = max(limits.values(), default=0.0)
-        return max(train, data) if self.loading.ahead else train + data
-
-    def _low(self, devices: int, limits: dict[Bound, float]) -> float:
-        fewer = 1 - self.base.error_fraction - self.unexplained_fraction
-        best = self._ring(devices, MOST_REACHED)
-        return self._together(self._compute(devices) + best, limits) * max(0.0, fewer)
-
-    def _high(self, devices: int, limits: dict[Bound, float]) -> float:
-        more = 1 + self.base.error_fraction + self.unexplained_fraction
-        straggling = self.base.most_deviation_seconds * _largest_of(devices)
-        worst = self._full_ring(devices, LEAST_REACHED) + straggling
-        train = self._crowded(devices) + max(self._exchange(devices), worst)
-        data = max(limits.values(), default=0.0)
-        seconds = self._together(train, limits)
-        near = _NEAR_A_TIE * min(train, data) if self.loading.ahead else 0.0
-        return (seconds + near) * more
 
     def _bound(self, devices: int, compute: float, exchange: float, limits: dict[Bound, float]) -> Bound:
         slowest = max(limits, key=lambda name: limits[name], default=None)
@@ -263,25 +242,19 @@ class Scaling:
         rate = self.contention if contention is None else contention
         return seconds * math.pow(1 + rate, self._doublings(devices))
 
-    def _crowded(self, devices: int) -> float:
-        """The same at its worst: with one count measured, it is not known what ranks take from each other."""
-        if self.fitted:
-            return self._compute(devices)
-        return self._compute(devices, _UNMEASURED_CONTENTION["cpu" if self.cluster.on_cpu else "gpu"])
-
     def _doublings(self, devices: int) -> float:
-        """Of the ranks of a node that compute at once, from the fewest that were measured."""
+        """Of the ranks of a node that compute at once, from the fewest measured."""
         return math.log2(self.cluster.at_once(devices) / self.cluster.at_once(self.base.devices))
 
     def _exchange(self, devices: int, factor: float | None = None) -> float:
-        """What a rank waits for the others, each batch."""
+        """Seconds a rank waits for the others, each batch."""
         if devices == 1:
             return 0.0
         waited = self._ring(devices, REACHED) + self.base.deviation_seconds * _largest_of(devices)
         return waited * (self.exchange_factor if factor is None else factor)
 
     def _ring(self, devices: int, reached: float) -> float:
-        """Of an exchange, what the backward pass does not hide, spread over the batches between two."""
+        """The part of an exchange that the backward pass does not hide, spread over the batches between two."""
         seconds = self._full_ring(devices, reached) * self.steps_per_exchange
         hiding = self.base.backward_seconds * self._compute(devices) / max(self.base.train_seconds, 1e-12)
         hidden = waited_for(seconds, hiding, self.traffic.pieces) if devices > 1 else 0.0
@@ -292,12 +265,13 @@ class Scaling:
         seconds = self.traffic.seconds(devices, cluster.within, cluster.between, cluster.devices_per_node, reached)
         return seconds / self.steps_per_exchange
 
-    def _data(self, devices: int) -> dict[Bound, float]:
-        """What each limit of the data alone would need for a batch on every rank."""
+    def _data_limits(self, devices: int) -> dict[Bound, float]:
+        """Seconds that each limit of the data alone would need for a batch on every rank."""
         loading, cluster = self.loading, self.cluster
         found: dict[Bound, float] = {}
-        if loading.seconds is not None:
-            found["loading"] = loading.seconds * self._crowding(devices)
+        if loading.seconds is not None:  # ranks that share cores slow each other's loaders
+            shared = cluster.cores_used(self.base.devices) / cluster.cores_used(devices) if cluster.on_cpu else 1.0
+            found["loading"] = loading.seconds * max(1.0, shared)
         if loading.requests and math.isfinite(loading.requests_per_second):
             found["store requests/s"] = devices * loading.requests / loading.requests_per_second
         if loading.stored_bytes and math.isfinite(loading.bytes_per_second):
@@ -308,36 +282,35 @@ class Scaling:
             found["loader CPU"] = loading.cpu_seconds * ranks / left
         return found
 
-    def _crowding(self, devices: int) -> float:
-        """How much slower a rank's own loader is where ranks share cores."""
-        if not self.cluster.on_cpu:
-            return 1.0
-        return max(1.0, self.cluster.cores_used(self.base.devices) / self.cluster.cores_used(devices))
+    # -- fitted to several measurements
 
-    # -- what several measurements tell
+    @cached_property
+    def contention(self) -> float:
+        """How much slower compute is for each doubling of the ranks of a node: 0.1 is a tenth.
 
-    def _fit_contention(self) -> float:
-        """Least squares through the first measurement, in logarithms; never less than none."""
-        pairs = [(self._doublings(step.devices), self._slowdown(step)) for step in self.steps[1:]]
-        across = sum(x * x for x, _ in pairs)
-        slope = sum(x * y for x, y in pairs) / across if across else 0.0
+        Least squares through the first measurement, in logarithms; never negative.
+        """
+        doublings = [self._doublings(step.devices) for step in self.steps[1:]]
+        slowdowns = [math.log(x.train_seconds / self._compute(x.devices, contention=0.0)) for x in self.steps[1:]]
+        across = sum(x * x for x in doublings)
+        slope = sum(x * y for x, y in zip(doublings, slowdowns, strict=True)) / across if across else 0.0
         return max(0.0, math.exp(slope) - 1)
 
-    def _slowdown(self, step: Step) -> float:
-        return math.log(step.train_seconds / self._compute(step.devices, contention=0.0))
-
-    def _fit_exchange(self) -> float:
-        """Median of measured over foretold; 1 where no count above one was measured."""
+    @cached_property
+    def exchange_factor(self) -> float:
+        """Measured communication over that of the formulas, the median; 1 where no count above one was measured."""
         several = [step for step in self.steps if step.devices > 1]
         pairs = [(step.communication_seconds, self._exchange(step.devices, factor=1.0)) for step in several]
         return statistics.median([mine / theirs for mine, theirs in pairs if theirs > 0] or [1.0])
 
-    def _unexplained(self) -> float:
+    @cached_property
+    def unexplained_fraction(self) -> float:
+        """Largest difference between a measurement and the fit; 0 for a single measurement."""
         if not self.fitted:
             return 0.0
-        said = (self._compute(step.devices) + self._exchange(step.devices) for step in self.steps)
-        real = (step.train_seconds + step.communication_seconds for step in self.steps)
-        return max(abs(theirs / mine - 1) for mine, theirs in zip(said, real, strict=True))
+        predicted = (self._compute(step.devices) + self._exchange(step.devices) for step in self.steps)
+        measured = (step.train_seconds + step.communication_seconds for step in self.steps)
+        return max(abs(theirs / mine - 1) for mine, theirs in zip(predicted, measured, strict=True))
 
 
 def _largest_of(count: int) -> float:
@@ -354,7 +327,7 @@ def counts_up_to(most: int) -> Sequence[int]:
 
 
 REACHED, LEAST_REACHED, MOST_REACHED = 0.7, 0.4, 0.95
-"""Of the stated bytes per second, what a collective reaches: the usual, the least and the most. An assumption."""
+"""The fraction of the stated bytes per second that a collective reaches: usual, least and most. An assumption."""
 PIECE_BYTES = 25 << 20
 """Gradients that ddp sends at a time (`bucket_cap_mb` of torch's DistributedDataParallel)."""
 
@@ -434,7 +407,7 @@ def all_gather_seconds(size_bytes: float, ranks: int, link: Link, reached: float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What ranks exchange in one optimizer step."""
+    """The bytes that ranks exchange in one optimizer step."""
 
     parameter_bytes: float
     """Of the whole model, as they are gathered."""
@@ -467,13 +440,9 @@ class Traffic:
         size = self.shards(ranks)
         inner = within if size <= node or between is None else between
         outer = within if ranks <= node or between is None else between
-        shared = 3 * all_gather_seconds(self._shared_bytes, size, inner, reached) if size > 1 else 0.0
+        gathered = 2 * self.parameter_bytes + self.gradient_bytes  # by two gathers and one scatter
+        shared = 3 * all_gather_seconds(gathered / 3, size, inner, reached) if size > 1 else 0.0
         return shared + all_reduce_seconds(self.gradient_bytes / size, ranks // size, outer, reached)
-
-    @property
-    def _shared_bytes(self) -> float:
-        """Mean of what two gathers and one scatter move."""
-        return (2 * self.parameter_bytes + self.gradient_bytes) / 3
 
 
 def waited_for(seconds: float, work_seconds: float, pieces: int) -> float:

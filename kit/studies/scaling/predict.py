@@ -1,16 +1,12 @@
-"""predict_run: the big run from the small one: time, device-hours, money, energy and CO2 for one to many devices.
+"""predict_run: the big run from a small one: time, device-hours, money, energy and CO2 for one to many devices.
 
-From trials on few devices: what a step was spent on, what the loader asked of the store, and the size of the gradients,
-through the model of `kit.studies.scaling.model`. A device's batch stays what it is, so the global batch grows with the
-devices. Beside each time stands its range, beside each count what holds it up, and whether the run fits the device.
-Counts that were measured stand beside what trials on fewer devices foretell of them, with ratio = measured / predicted.
-Validation, checkpoints, start-up and waiting in a queue are not counted. Nothing is run but, where memory is asked for
-and not known, the dry runs of `kit.predict_memory`.
+Trials on few devices give the times of a step, the requests of the loader and the size of the gradients; the model of
+`kit.studies.scaling.model` does the rest. The batch of a device stays the same, so the global batch grows with the
+devices. Each time has its range, and each count names the limit that decides and whether the run fits the device.
+Counts that were measured stand beside their prediction from fewer devices, with ratio = measured / predicted.
 
-A big run as it is foretold: rows by number of devices, what was measured beside them, and how that is shown.
-
-Plain answers: nothing is measured or predicted here (see `kit.studies.scaling.predict`). Seconds, bytes and watt-hours
-are in base units; times stand with their range, counts that were measured with ratio = measured / predicted.
+Validation, checkpoints, start-up and queues are not counted. Nothing is run except, where memory is asked for and not
+known, the dry runs of `kit.predict_memory`. Seconds, bytes and watt-hours are in base units.
 """
 
 from __future__ import annotations
@@ -23,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kit.config import Config
 from kit.errors import ConfigError, KitError, PlanError, Problem
 from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
 from kit.memory.replay.cards import THIS_MACHINE
 from kit.memory.replay.estimate import MemoryEstimate
+from kit.registry import Drawable
 from kit.studies.scaling.bill import Power, RunPrices, carbon_reasons, power_of, prices_of
 from kit.studies.scaling.measured import MeasuredScaling, measure
 from kit.studies.scaling.model import (
@@ -49,9 +45,9 @@ from kit.units import format_bytes, format_count, format_seconds
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 _NODE = 8
-"""Devices of a node, where it is not said: as most machines with GPUs have."""
+"""Devices of a node by default, as in most machines with GPUs."""
 _CORES_PER_GPU = 12
-"""Where it is not said: as a2-highgpu of Google Cloud has for each A100."""
+"""By default, as in a2-highgpu of Google Cloud for each A100."""
 _HOUR = 3600.0
 
 
@@ -73,32 +69,44 @@ def predict_run(
     data: Any = None,
     device: str | int | None = None,
 ) -> BigRun:
-    """What a run like these trials would take on other numbers of devices of the same kind.
+    """Predict time, cost and memory of a long run on several numbers of devices, from short trials.
 
     Args:
-        runs: A trial, run directory or row of `kit.results`; several, on different numbers of devices, correct the
-            model by what more devices really cost.
-        devices: The numbers to predict for. epochs: By default the config's `training.max_epochs`. samples_per_epoch:
-        By default what the config or the loader says. prices: A number per device-hour, the name of an example in
-        `kit.studies.scaling.bill.PRICES`, or a mapping such as
-            `{"per_device_hour": 3.9, "currency": "USD", "per_gigabyte": 0.12}`; without it money is left out.
+        runs: A trial, a run directory or a row of `kit.results()`. Several, on different numbers of devices, correct
+            the formulas by what more devices really cost.
+        devices: The numbers of devices.
+        epochs: Epochs of the run. None takes the config's `training.max_epochs`.
+        samples_per_epoch: Samples of an epoch. None takes what the config or the loader says.
+        prices: A price for a device-hour, the name of an example in `kit.studies.scaling.bill.PRICES`, or a mapping
+            such as `{"per_device_hour": 3.9, "currency": "USD", "per_gigabyte": 0.12}`. None leaves money out.
         power: Replaces assumptions, such as `{"device_watts": 500, "pue": 1.1, "grid": "France"}`.
-        strategy: ddp, fsdp or fsdp:R:S for more than one device; by default that of the trials, or ddp.
-        devices_per_node: 8 GPUs by default; on the CPU all ranks are on one machine.
-        cores_per_node: By default those of this machine where the trial ran on it, else 12 a GPU.
-        within: What joins the devices of a node, by the name of a link; by default what is usual for the GPU.
-        between: What joins nodes; 100 Gbit/s by default, 10 between CPUs.
-        memory: Predict whether each count fits.
-        module: What `kit.fit` was given, for memory; not needed where the config names it.
-        data: The same.
-        device: What memory is predicted for, as `kit.predict_memory` takes it; by default that of the trials.
+        strategy: ddp, fsdp or fsdp:R:S for more than one device. None takes that of the trials, or ddp.
+        devices_per_node: None is 8 GPUs; on the CPU all ranks are on one machine.
+        cores_per_node: None takes those of the trial's machine where that is this one, else 12 for each GPU.
+        within: Name of the link between the devices of a node. None takes what is usual for the GPU.
+        between: Name of the link between nodes. None is 100 Gbit/s, and 10 Gbit/s between CPUs.
+        memory: Predict whether each number of devices fits.
+        module: What `kit.fit` took as module, for memory. Not needed where the config names it.
+        data: What `kit.fit` took as data, for memory.
+        device: What memory is predicted for, as `kit.predict_memory` takes it. None takes that of the trials.
+
+    Returns:
+        A row for each number of devices: seconds of an epoch with a range, device-hours, money, energy, CO2, whether
+        it fits, and what limits it.
 
     Raises:
-        ConfigError: for trials that differ in more than devices, impossible counts, and an epoch of unknown length.
+        ConfigError: for trials that differ in more than devices, impossible numbers, and an epoch of unknown length.
         TrialError: for a trial without a step after its warm-up.
-        PlanError: for a link that is not known.
+        PlanError: for an unknown link.
+
+    Example:
+        >>> run = kit.studies.predict_run(trial, devices=[1, 2], memory=False)
+        >>> [row.devices for row in run.rows]
+        [1, 2]
     """
-    counts = _counts(devices)
+    counts = sorted(set(devices))
+    if not counts or counts[0] < 1 or counts[-1] > MOST_DEVICES:
+        raise ConfigError([Problem("devices", f"{list(devices)}; give numbers from 1 to {MOST_DEVICES}")])
     found = measure(runs)
     epochs = found.config.training.max_epochs if epochs is None else epochs
     samples = found.samples_per_epoch if samples_per_epoch is None else samples_per_epoch
@@ -107,36 +115,58 @@ def predict_run(
             raise ConfigError([Problem(name, f"{value}; give a number from 1: the loader does not tell its length")])
     assert samples is not None
     found = found if strategy is None else replace(found, traffic=replace(found.traffic, strategy=strategy))
-    cluster, said = _cluster(found, devices_per_node, cores_per_node, within, between)
+    cluster, assumed = _cluster(found, devices_per_node, cores_per_node, within, between)
     scaling = _scaling(found, found.steps, cluster)
-    sizes = _Sizes(epochs=epochs, samples=samples, batch=found.batch_size)
-    kind = "CPU" if cluster.on_cpu else found.device
-    drawn = power_of(kind, measured_watts=found.watts, given=power)
-    bill = _Bill(prices_of(prices), drawn, found, cluster)
-    remembered, notes = _memories(found, counts, device, module, data) if memory else ({}, [])
-    first = scaling.at(counts[0])
-    rows = [_row(scaling.at(count), first, sizes, bill, found, remembered.get(count)) for count in counts]
+    watts = power_of("CPU" if cluster.on_cpu else found.device, measured_watts=found.watts, given=power)
+    charged = prices_of(prices)
+    estimates, notes = _memories(found, counts, device, module, data) if memory else ({}, [])
+    rows = _rows(found, scaling, counts, epochs, samples, charged, watts, estimates)
     base = scaling.at(found.steps[0].devices)
-    carbon = carbon_reasons(found.trials, epochs * sizes.batches(base.devices) * base.seconds_per_batch)
+    base_batches = epochs * math.ceil(samples / (base.devices * found.batch_size))
+    carbon = carbon_reasons(found.trials, base_batches * base.seconds_per_batch)
+    checks = [
+        Checked(
+            point=_scaling(found, found.steps[:place], cluster).at(step.devices), measured_seconds=step.seconds
+        )
+        for place, step in enumerate(found.steps)
+        if place
+    ]  # fmt: skip
     return BigRun(
-        name=found.config.name, rows=tuple(rows), checks=tuple(_checks(found, cluster)),
-        caps=scaling.caps(max(counts)), epochs=epochs, samples_per_epoch=samples, batch_size=found.batch_size,
-        prices=bill.prices, power=drawn, scaling=scaling,
-        reasons=(*_how(scaling), *found.reasons, *said, *_priced(bill.prices), *drawn.reasons, *carbon, *notes),
+        name=found.config.name, rows=tuple(rows), checks=tuple(checks), caps=scaling.caps(max(counts)), epochs=epochs,
+        samples_per_epoch=samples, batch_size=found.batch_size, prices=charged, power=watts, scaling=scaling,
+        reasons=(*_how(scaling), *found.reasons, *assumed, *_priced(charged), *watts.reasons, *carbon, *notes),
     )  # fmt: skip
 
 
-def _counts(devices: Sequence[int]) -> list[int]:
-    counts = sorted(set(devices))
-    if not counts or counts[0] < 1 or counts[-1] > MOST_DEVICES:
-        raise ConfigError([Problem("devices", f"{list(devices)}; give numbers from 1 to {MOST_DEVICES}")])
-    return counts
+def _rows(
+    found: MeasuredScaling, scaling: Scaling, counts: Sequence[int], epochs: int, samples: int, prices: RunPrices,
+    power: Power, estimates: Mapping[int, MemoryEstimate],
+) -> list[BigRunRow]:  # fmt: skip
+    first = scaling.at(counts[0]).samples_per_second(found.batch_size) / counts[0]
+    rows: list[BigRunRow] = []
+    for count in counts:
+        point, estimate = scaling.at(count), estimates.get(count)
+        batches = math.ceil(samples / (count * found.batch_size))  # of an epoch, on each device
+        whole, speed = batches * epochs, point.samples_per_second(found.batch_size)
+        total = whole * point.seconds_per_batch
+        # A device on the CPU is as many cores as its rank uses.
+        energy = power.watt_hours(count * (scaling.cluster.cores_used(count) if scaling.cluster.on_cpu else 1) * total)
+        requests, stored = (count * whole * each for each in (found.loading.requests, found.loading.stored_bytes))
+        rows.append(BigRunRow(
+            devices=count, strategy=strategy_for(found.traffic.strategy, count),
+            seconds_per_epoch=batches * point.seconds_per_batch, total_seconds=total,
+            low_seconds=whole * point.low_seconds, high_seconds=whole * point.high_seconds, samples_per_second=speed,
+            efficiency=speed / count / first, money=prices.money(count * total / _HOUR, requests, stored),
+            watt_hours=energy, grams=power.grams(energy[0]), seconds_by_limit=point.seconds_by_limit, memory=estimate,
+            bound="memory" if estimate is not None and estimate.verdict == "does not fit" else point.bound,
+        ))  # fmt: skip
+    return rows
 
 
 def _cluster(
     found: MeasuredScaling, node: int | None, cores: float | None, within: str | Link | None, between: str | Link | None
 ) -> tuple[Cluster, list[str]]:
-    """The machines, and what was assumed of them."""
+    """The machines, and the assumptions about them."""
     on_cpu = not found.evidence.on_gpu
     node = node or (MOST_DEVICES if on_cpu else _NODE)
     if cores is None:
@@ -161,70 +191,6 @@ def _scaling(found: MeasuredScaling, steps: Sequence[Step], cluster: Cluster) ->
     )  # fmt: skip
 
 
-def _checks(found: MeasuredScaling, cluster: Cluster) -> list[Checked]:
-    """Each measured count but the first, from those below it."""
-    return [
-        Checked(
-            point=_scaling(found, found.steps[:place], cluster).at(step.devices), measured_seconds=step.seconds
-        )
-        for place, step in enumerate(found.steps)
-        if place
-    ]  # fmt: skip
-
-
-# -- rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    epochs: int
-    samples: int
-    batch: float
-
-    def batches(self, devices: int) -> int:
-        """Of an epoch, on each device."""
-        return math.ceil(self.samples / (devices * self.batch))
-
-
-@dataclass(frozen=True, slots=True)
-class _Bill:
-    prices: RunPrices
-    power: Power
-    found: MeasuredScaling
-    cluster: Cluster
-
-    def watt_hours(self, devices: int, seconds: float) -> tuple[float, float, float]:
-        """(taken, low, high); on the CPU a device is as many cores as its rank uses."""
-        each = self.cluster.cores_used(devices) if self.cluster.on_cpu else 1.0
-        return self.power.watt_hours(devices * each * seconds)
-
-    def money(self, device_seconds: float, batches: float) -> float | None:
-        """`batches` of all devices."""
-        loading = self.found.loading
-        return self.prices.money(device_seconds / _HOUR, batches * loading.requests, batches * loading.stored_bytes)
-
-
-def _row(
-    point: Point, first: Point, sizes: _Sizes, bill: _Bill, found: MeasuredScaling, memory: MemoryEstimate | None
-) -> BigRunRow:
-    devices = point.devices
-    batches = sizes.batches(devices)
-    whole = batches * sizes.epochs
-    total = whole * point.seconds_per_batch
-    energy = bill.watt_hours(devices, total)
-    speed = point.samples_per_second(sizes.batch)
-    base = first.samples_per_second(sizes.batch) / first.devices
-    short = memory is not None and memory.verdict == "does not fit"
-    return BigRunRow(
-        devices=devices, strategy=strategy_for(found.traffic.strategy, devices),
-        seconds_per_epoch=batches * point.seconds_per_batch, total_seconds=total,
-        low_seconds=whole * point.low_seconds, high_seconds=whole * point.high_seconds, samples_per_second=speed,
-        efficiency=speed / devices / base, money=bill.money(devices * total, devices * whole), watt_hours=energy,
-        grams=bill.power.grams(energy[0]), bound="memory" if short else point.bound,
-        seconds_by_limit=point.seconds_by_limit, memory=memory,
-    )  # fmt: skip
-
-
 def strategy_for(strategy: str, devices: int) -> str:
     """The same idea on another number of devices: none for one; shards stay as large where they divide the number."""
     if devices == 1:
@@ -236,17 +202,13 @@ def strategy_for(strategy: str, devices: int) -> str:
     return "ddp" if name == "none" else name
 
 
-def config_for(config: Config, strategy: str, devices: int) -> Config:
-    """The config on that many devices."""
-    return config.replace({"hardware.devices": devices, "hardware.strategy": strategy_for(strategy, devices)})
-
-
 def _memories(
     found: MeasuredScaling, counts: Sequence[int], device: str | int | None, module: Any, data: Any
 ) -> tuple[dict[int, MemoryEstimate], list[str]]:
-    """Peak memory by count, and what could not be told."""
+    """Peak memory by count, and why some are missing."""
     given = found.trials[0].environment.get("given", {})
-    unknown = [name for name, part in (("module", module), ("data", data)) if part is None and not _named(given, name)]
+    missing = [name for name, part in (("module", module), ("data", data)) if part is None]
+    unknown = [name for name in missing if given.get(name, "default") != "default"]
     if unknown:
         parts = " and ".join(f"{name}=" for name in unknown)
         return {}, [f"memory was not predicted: the trial was given its own {' and '.join(unknown)}; pass {parts}"]
@@ -256,25 +218,16 @@ def _memories(
         except KitError as error:
             return {}, [f"memory was not predicted: {error}"]
     answers: dict[int, MemoryEstimate] = {}
+    elsewhere = found.evidence.on_gpu and not found.evidence.cores
+    target = device if device is not None else found.device.removeprefix("NVIDIA ") if elsewhere else THIS_MACHINE
     for count in counts:
-        config = config_for(found.config, found.traffic.strategy, count)
-        target = device if device is not None else _same_device(found)
+        strategy = strategy_for(found.traffic.strategy, count)
+        config = found.config.replace({"hardware.devices": count, "hardware.strategy": strategy})
         try:
-            answers[count] = predict_memory(module, data, config, device=target, world_size=count)
+            answers[count] = predict_memory(config, module, data, device=target, world_size=count)
         except KitError as error:
             return answers, [f"memory of {count} devices was not predicted: {error}"]
     return answers, []
-
-
-def _named(given: Mapping[str, str], name: str) -> bool:
-    return given.get(name, "default") == "default"
-
-
-def _same_device(found: MeasuredScaling) -> str:
-    return found.device.removeprefix("NVIDIA ") if found.evidence.on_gpu and not found.evidence.cores else THIS_MACHINE
-
-
-# -- words
 
 
 def _how(scaling: Scaling) -> list[str]:
@@ -285,7 +238,7 @@ def _how(scaling: Scaling) -> list[str]:
     )
     exchanged = f"{format_bytes(scaling.traffic.gradient_bytes)} of gradients are exchanged every step"
     if not scaling.fitted:
-        return [parts, exchanged, "one count was measured: what several devices cost each other is by formula"]
+        return [parts, exchanged, "one count was measured: how devices slow each other is by formula"]
     counts = ", ".join(str(step.devices) for step in scaling.steps)
     fit = (
         f"fitted to {counts} devices: each doubling in a node slows compute by {scaling.contention:.1%}, exchange "
@@ -303,8 +256,9 @@ def _priced(prices: RunPrices) -> list[str]:
 
 _COLUMNS = (
     "devices", "strategy", "an epoch", "all epochs", "range", "device-hours", "money", "energy", "CO2", "efficiency",
-    "memory", "held up by",
+    "memory", "limited by",
 )  # fmt: skip
+_CHECK_TITLE = "measured, beside the prediction from fewer devices"
 _CHECK_COLUMNS = ("devices", "predicted a batch", "range", "measured", "ratio")
 
 
@@ -328,11 +282,11 @@ class BigRunRow:
     grams: float
     """Of CO2-equivalent."""
     bound: Bound
-    """What holds it up; memory where it does not fit."""
+    """The limit that decides; memory where it does not fit."""
     seconds_by_limit: tuple[tuple[Bound, float], ...]
     """Of a batch on every device."""
     memory: MemoryEstimate | None
-    """Of each device; None where it was not asked for or not found."""
+    """Of each device; None where it was not predicted."""
 
     @property
     def device_hours(self) -> float:
@@ -346,7 +300,7 @@ class BigRunRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A count that was measured, and what trials on fewer devices foretold."""
+    """A count that was measured, and its prediction from trials on fewer devices."""
 
     point: Point
     measured_seconds: float
@@ -359,14 +313,14 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class BigRun:
-    """Rows by number of devices; print it, show it, or draw it with `kit.scaling_figure`."""
+class BigRun(Drawable):
+    """Rows by number of devices; print it, show it, or draw it with `figure()`."""
 
     name: str
     rows: tuple[BigRunRow, ...]
     checks: tuple[Checked, ...]
     caps: tuple[Cap, ...]
-    """What holds the run up, and from how many devices on."""
+    """The limits that decide, each with the number of devices from which it does."""
     epochs: int
     samples_per_epoch: int
     batch_size: float
@@ -379,17 +333,17 @@ class BigRun:
         """The row of that many devices.
 
         Raises:
-            PlanError: when it was not asked for.
+            PlanError: when it was not predicted.
         """
         found = next((row for row in self.rows if row.devices == devices), None)
         if found is None:
-            raise PlanError(f"{devices} devices were not asked for; there are {[row.devices for row in self.rows]}")
+            raise PlanError(f"{devices} devices were not predicted; there are {[row.devices for row in self.rows]}")
         return found
 
     @property
     def sentence(self) -> str:
         first, *later = self.caps
-        text = f"{first.bound} holds it up from {first.devices} device" + "s" * (first.devices > 1)
+        text = f"{first.bound} limits it from {first.devices} device" + "s" * (first.devices > 1)
         return text + "".join(f", {cap.bound} from {cap.devices}" for cap in later)
 
     def to_csv(self, path: str | Path | None = None) -> str:
@@ -413,14 +367,19 @@ class BigRun:
 
     @property
     def _cells(self) -> list[list[str]]:
-        return [self._row_cells(row) for row in self.rows]
+        def thousands(value: float, unit: str) -> str:
+            return f"{value:.3g} {unit}" if value < 1000 else f"{value / 1000:,.3g} k{unit}"
 
-    def _row_cells(self, row: BigRunRow) -> list[str]:
         return [
-            str(row.devices), row.strategy, format_seconds(row.seconds_per_epoch), format_seconds(row.total_seconds),
-            f"{format_seconds(row.low_seconds)} to {format_seconds(row.high_seconds)}", f"{row.device_hours:.3g}",
-            self.prices.text(row.money), _energy(row.watt_hours[0]), _mass(row.grams), f"{row.efficiency:.2f}",
-            _memory(row), row.bound,
+            [
+                str(row.devices), row.strategy, format_seconds(row.seconds_per_epoch),
+                format_seconds(row.total_seconds),
+                f"{format_seconds(row.low_seconds)} to {format_seconds(row.high_seconds)}", f"{row.device_hours:.3g}",
+                self.prices.text(row.money), thousands(row.watt_hours[0], "Wh"), thousands(row.grams, "g"),
+                f"{row.efficiency:.2f}", "–" if row.memory is None
+                else f"{row.memory.verdict}, {format_bytes(row.memory.device_reserved_bytes)}", row.bound,
+            ]
+            for row in self.rows
         ]  # fmt: skip
 
     @property
@@ -436,30 +395,11 @@ class BigRun:
 
     def __repr__(self) -> str:
         parts = [self._headline, text_table(_COLUMNS, self._cells)]
-        parts += ["measured, beside what fewer devices foretold", text_table(_CHECK_COLUMNS, self._check_cells)]
-        return "\n".join([*(parts if self.checks else parts[:2]), *(f"- {text}" for text in self.reasons)])
-
-    __str__ = __repr__
+        parts += [_CHECK_TITLE, text_table(_CHECK_COLUMNS, self._check_cells)] if self.checks else []
+        return "\n".join([*parts, *(f"- {text}" for text in self.reasons)])
 
     def _repr_html_(self) -> str:
         table = html_table(_COLUMNS, self._cells, caption=self._headline, dense=True)
-        caption = "measured, beside what fewer devices foretold"
-        checks = html_table(_CHECK_COLUMNS, self._check_cells, caption=caption, dense=True) if self.checks else ""
+        cells = self._check_cells
+        checks = html_table(_CHECK_COLUMNS, cells, caption=_CHECK_TITLE, dense=True) if cells else ""
         return f'<div style="overflow-x: auto">{table}{checks}</div>{html_list(self.reasons)}'
-
-
-# -- words
-
-
-def _energy(watt_hours: float) -> str:
-    return f"{watt_hours:.3g} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:,.3g} kWh"
-
-
-def _mass(grams: float) -> str:
-    return f"{grams:.3g} g" if grams < 1000 else f"{grams / 1000:,.3g} kg"
-
-
-def _memory(row: BigRunRow) -> str:
-    if row.memory is None:
-        return "–"
-    return f"{row.memory.verdict}, {format_bytes(row.memory.device_reserved_bytes)}"

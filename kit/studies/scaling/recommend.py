@@ -1,97 +1,106 @@
 """recommend: the smallest change of a config that fits a target and is fast enough, with what is predicted and why.
 
-The rungs of `kit.studies.scaling.ladder` are tried in order; each is dry-run once (`kit.memory_model`), and every other
-batch follows from that at once. All devices of the target are used, or, where time or money is limited, the fewest that
-keep within it. Time comes from a trial on the same kind of device through `kit.predict_run`; without one, times are
-factors of the config's own. A module that optimizes manually is offered no accumulation. Nothing is trained, nothing
-changed: `config` is a changed copy, and where nothing fits, it is refused, with what the smallest rung is short of.
+The steps of `kit.studies.scaling.escalation` are tried in order, on all devices of the target or, where time or money
+is limited, on ever more of them until a run keeps within the limit. The first step that fits is chosen. Each is dry-run
+once (`kit.memory.model`); the memory of smaller batches follows from that. A module that optimizes manually decides
+itself when it steps, so accumulation is never offered to it. Times come from a trial on the same kind of device through
+`kit.studies.predict_run`; without one they are factors of the config's own. Where data limits the run, loader processes
+(`kit.data.build.schedulers`) and another chunk layout (`kit.plan_chunks`) are advised too; where it does not, another
+layout is only mentioned.
 
-Climbing the ladder: which rung is the first that fits a target, and what changes with it.
-
-Rungs are tried in the order of `kit.studies.scaling.ladder`, on all devices or, within limits, on ever more of them.
-Each is dry-run once; what its other batches need follows from that. A module that optimizes manually steps when it
-likes, so that a batch in parts is left to it and never offered.
-
-Data advice: loader processes and chunk layout of a recommendation, where data is what holds the run up.
-
-Sizes of loading come from `kit.data.build.schedulers`, the layout from `kit.plan_chunks` beside the store as it is.
-What would help only if data were the limit is said and not changed: nothing is rebuilt on a guess.
+Nothing is trained and nothing is changed: `config` is a changed copy. Where nothing fits, it is refused, with the bytes
+that the smallest step is short of.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any, overload
+import warnings
+from collections.abc import Sequence
+from typing import Any
 
 from kit.config import Config
 from kit.data.build.schedulers import advise_schedule
 from kit.errors import ConfigError, KitError, PlanError
 from kit.memory.batch_model import MemoryModel, memory_model
 from kit.memory.prediction import TIMEOUT_SECONDS
-from kit.memory.query import MemoryQuery, make_query
-from kit.memory.recordings import NEXT, RecordingRequest, all_recordings
+from kit.memory.query import make_query
+from kit.memory.recordings import NEXT, RecordingRequest, record_all
 from kit.memory.replay.cards import THIS_MACHINE
 from kit.memory.replay.estimate import MemoryEstimate
-from kit.studies.scaling.ladder import Change, Recommendation, Rung, RunTarget, TriedRung, parts_of, rungs, target_from
+from kit.studies.diagnosis.evidence import store_layout
+from kit.studies.scaling.escalation import (
+    Change,
+    EscalationStep,
+    Recommendation,
+    RunTarget,
+    TriedStep,
+    escalation_steps,
+    parts_of,
+    target_from,
+)
 from kit.studies.scaling.model import counts_up_to
 from kit.studies.scaling.predict import BigRun, BigRunRow, predict_run
 from kit.trial.payload import optimizes_manually
 from kit.units import format_bytes, format_seconds
 
 
-@overload
-def recommend(config: Config, target: Any, /, *, trial: Any = None) -> Recommendation: ...
-@overload
-def recommend(module: Any, data: Any, config: Config, target: Any, *, trial: Any = None) -> Recommendation: ...
 def recommend(
-    module: Any, data: Any = None, config: Config | None = None, target: Any = None, *, trial: Any = None
+    config: Config, target: Any = None, module: Any = None, data: Any = None, *, trial: Any = None
 ) -> Recommendation:
-    """What to change of `config` so that it fits `target`.
+    """Find the smallest change of a config that fits a target: devices, hours or money.
 
     Args:
-        module: What `kit.fit` takes as module.
-        data: What `kit.fit` takes as data.
-        config: Where to start. `recommend(config, target)` alone takes module and data from it.
-        target: A device such as "H100-80GB" or "24 GiB", or a mapping: `{"device": "A100-40GB", "devices": 8, "hours":
-            12, "money": 500, "prices": "AWS H100"}`; see `kit.studies.scaling.ladder.RunTarget`.
-        trial: Trials of this config, as `kit.predict_run` takes them, for times; needed where time or money is limited.
+        config: Where to start.
+        target: A device such as "H100-80GB" or "24 GiB", or a mapping such as `{"device": "A100-40GB", "devices": 8,
+            "hours": 12, "money": 500, "prices": "AWS H100"}`.
+        module: What is trained, as `kit.fit` takes it.
+        data: What it is trained on, as `kit.fit` takes it.
+        trial: Trials of this config, as `kit.studies.predict_run` takes them. A limit of time or money needs one.
+
+    Returns:
+        The recommendation: `config`, its prediction, and every step that was tried on the way.
 
     Raises:
-        ConfigError, PlanError: for what is no config or target, and a limit without a trial.
+        ConfigError, PlanError: for what is no config or target, and for a limit without a trial.
         KitError: what `kit.predict_memory` raises about the config as it is.
+
+    Example:
+        >>> kit.studies.recommend(config, "H100-80GB", MyModule, MyData).config == config
+        True
     """
-    if isinstance(module, Config) and config is None:
-        module, data, config, target = None, None, module, data if data is not None else target
+    if isinstance(module, Config):
+        message = "recommend(module, data, config, target) is the order of kit 0.1; give recommend(config, target, ...)"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        config, target, module, data = module, data, config, target
     if not isinstance(config, Config):
         raise ConfigError(f"recommend takes a Config and a target, got {type(config).__name__}")
-    wanted = target_from(target)
-    if wanted.limited and trial is None:
-        raise PlanError(f"a limit of {wanted.limits} needs a trial to foretell times from; pass trial=kit.fit(...)")
-    return LadderSearch(module, data, config, wanted, trial).answer()
+    goal = target_from(target)
+    if goal.limited and trial is None:
+        raise PlanError(f"a limit of {goal.limits} needs a trial to predict times from; pass trial=kit.fit(...)")
+    return _Escalation(module, data, config, goal, trial).answer()
 
 
 _WHY = {
-    "hardware.strategy": {
-        "none": "one device: the model fits, and nothing is exchanged",
-        "ddp": "each device holds the model and takes its own batches: the simplest way to more of them",
-        "fsdp": "parameters, gradients and optimizer states are shared out over the devices, since whole they do not "
-        "fit one",
-    },
+    "none": "one device: the model fits, and nothing is exchanged",
+    "ddp": "each device holds the model and takes its own batches: the simplest way to use several",
+    "fsdp": "parameters, gradients and optimizer states are sharded over the devices, since the whole does not fit one",
 }
+_Key = tuple[tuple[str, Any], ...]
 
 
-class LadderSearch:
-    """One recommendation on its way."""
+class _Escalation:
+    """One recommendation while it is made."""
 
     def __init__(self, module: Any, data: Any, config: Config, target: RunTarget, trial: Any) -> None:
         self.module, self.data, self.config, self.target, self.trial = module, data, config, target, trial
-        self.tried: list[TriedRung] = []
+        self.tried: list[TriedStep] = []
         self.reasons: list[str] = []
-        self._models: dict[tuple[Any, ...], MemoryModel | KitError] = {}
-        self._recorded: set[tuple[Any, ...]] = set()
+        self._models: dict[_Key, MemoryModel | KitError] = {}
+        self._recorded: set[_Key] = set()
         self._runs: dict[str, BigRun] = {}
-        self._kind = ""
+        self._other_kind = False
+        """Whether the trial ran on another kind of device, so that its times say nothing of the target."""
         self._manual = optimizes_manually(module, config)
         if self._manual:
             self.reasons.append(
@@ -100,183 +109,159 @@ class LadderSearch:
 
     def answer(self) -> Recommendation:
         counts = counts_up_to(self.target.devices) if self.target.limited else [self.target.devices]
-        chosen = next((found for count in counts if (found := self._climb(count)) is not None), None)
+        chosen = next((found for count in counts if (found := self._first_fitting(count)) is not None), None)
         changes = () if chosen is None else tuple(self._changes(chosen))
-        run = None if chosen is None else self._runs.get(chosen.rung.strategy)
+        run = None if chosen is None else self._runs.get(chosen.step.strategy)
         return Recommendation(
             given=self.config, target=self.target, tried=tuple(self.tried), chosen=chosen, changes=changes,
             reasons=tuple(self.reasons), refusal="" if chosen is not None else self._refusal(), big_run=run,
         )  # fmt: skip
 
-    def _climb(self, devices: int) -> TriedRung | None:
-        """The first rung that fits on that many devices, if it keeps within the limits."""
-        ladder = list(rungs(self.config, devices))
-        for place, rung in enumerate(ladder):
-            found = self._try(rung, first=not self.tried)
+    def _first_fitting(self, devices: int) -> TriedStep | None:
+        """The first step that fits on that many devices, if it keeps within the limits."""
+        steps = list(escalation_steps(self.config, devices))
+        for place, step in enumerate(steps):
+            found = self._try(step)
             if found is None:
                 continue
             self.tried.append(found)
             if found.estimate is not None and found.estimate.fits:
-                return found if self._within(found) else None
-            self._record([other for other in ladder[place + 1 :] if other.strategy == rung.strategy])
+                return found if not self.target.limited or self._over(found) <= 1 else None
+            self._record([other for other in steps[place + 1 :] if other.strategy == step.strategy])
         return None
 
-    def _record(self, others: Sequence[Rung]) -> None:
-        """Have what comes next recorded, several at once, whole and in parts; what fails says so in its turn."""
-        looks = (1,) if self._manual else (1, 2)
-        keys: list[tuple[Any, ...]] = []
-        wanted: list[RecordingRequest] = []
-        for rung in others:
-            key = self._key(rung)
+    def _record(self, steps: Sequence[EscalationStep]) -> None:
+        """Record the next steps, several at once, whole and in parts; an error is kept until the step is tried."""
+        parts = (1,) if self._manual else (1, 2)
+        keys: list[_Key] = []
+        requests: list[RecordingRequest] = []
+        for step in steps:
+            key = tuple(step.changes().items())
             if key in self._models or key in self._recorded:
                 continue
             self._recorded.add(key)
             with contextlib.suppress(KitError):
-                wanted += [RecordingRequest(self._ask(rung, parts), (None, NEXT)) for parts in looks]
+                for count in parts:
+                    accumulate = {"levers.accumulate_grad_batches": self._accumulated(count)}
+                    config = self.config.replace({**step.changes(), **accumulate})
+                    query, _ = make_query(self.module, self.data, config, self.target.device, step.devices)
+                    requests.append(RecordingRequest(query, (None, NEXT)))
                 keys.append(key)
-        for key, answer in zip(keys, all_recordings(wanted, TIMEOUT_SECONDS)[:: len(looks)], strict=True):
+        for key, answer in zip(keys, record_all(requests, TIMEOUT_SECONDS)[:: len(parts)], strict=True):
             if isinstance(answer, KitError):
                 self._models[key] = answer
 
-    def _ask(self, rung: Rung, parts: int) -> MemoryQuery:
-        accumulated = self.config.levers.accumulate_grad_batches * parts
-        config = self.config.replace({**rung.changes(), "levers.accumulate_grad_batches": accumulated})
-        question, _ = make_query(self.module, self.data, config, self.target.device, rung.devices)
-        return question
+    def _accumulated(self, parts: int) -> int:
+        return self.config.levers.accumulate_grad_batches * parts
 
-    def _within(self, found: TriedRung) -> bool:
-        return not self.target.limited or self._over(found) <= 1
+    def _over(self, found: TriedStep) -> float:
+        return self.target.over(found.seconds or 0.0, found.step.devices)
 
-    def _over(self, found: TriedRung) -> float:
-        return self.target.over(found.seconds or 0.0, found.rung.devices)
+    def _try(self, step: EscalationStep) -> TriedStep | None:
+        """The step with the fewest parts that fit, else with the most; None where an earlier step showed the same."""
+        first, model = not self.tried, self._model(step)
+        tried_parts = max((one.parts for one in self.tried if one.step.changes() == step.changes()), default=0)
 
-    def _try(self, rung: Rung, *, first: bool) -> TriedRung | None:
-        """The rung with the fewest parts that fit, else with the most; None where a rung before it said as much."""
-        model = self._model(rung)
+        def tried(parts: int, estimate: MemoryEstimate | None, note: str = "") -> TriedStep:
+            words = [step.strategy] if step.devices > 1 else []
+            again = step.checkpointing and not self.config.levers.gradient_checkpointing
+            words += ["checkpointing"] if again else []
+            words += ["8-bit optimizer"] if step.eight_bit else []
+            words += [f"accumulation in {parts}"] if parts > 1 else []
+            return TriedStep(
+                name=" + ".join(words) or "as configured", step=step, parts=parts, estimate=estimate, note=note,
+                time_factor=step.time_factor(self.config, parts), run=self._row(step),
+            )  # fmt: skip
+
         if isinstance(model, KitError):
             if first:
                 raise model
-            return None if self._most_parts(rung) else self._tried(rung, 1, None, str(model))
-        most = 1 if self._manual else rung.most_parts
-        parts = [count for count in parts_of(model.batch_size, most) if count > self._most_parts(rung)]
-        if not parts:
-            return None
-        estimates = ((count, self._estimate(model, count)) for count in parts)
-        if first and len(parts) > 1 and not (alone := self._estimate(model, 1)).fits:
-            self.tried.append(self._tried(rung, 1, alone, ""))
-        for count, estimate in estimates:  # noqa: B007 - both are those of the last look
-            if estimate.fits:
-                break
-        return self._tried(rung, count, estimate, "")
+            return None if tried_parts else tried(1, None, str(model))
+        most = 1 if self._manual else step.most_parts
+        parts = [count for count in parts_of(model.batch_size, most) if count > tried_parts]
+        for count in parts:
+            estimate = model.estimate(model.batch_size // count, accumulate=self._accumulated(count))
+            if estimate.fits or count == parts[-1]:
+                return tried(count, estimate)
+            if first and count == 1:
+                self.tried.append(tried(1, estimate))
+        return None
 
-    def _estimate(self, model: MemoryModel, parts: int) -> MemoryEstimate:
-        accumulated = self.config.levers.accumulate_grad_batches * parts
-        return model.estimate(model.batch_size // parts, accumulate=accumulated)
-
-    def _most_parts(self, rung: Rung) -> int:
-        """That were tried with these changes."""
-        return max((one.parts for one in self.tried if one.rung.changes() == rung.changes()), default=0)
-
-    def _tried(self, rung: Rung, parts: int, estimate: MemoryEstimate | None, note: str) -> TriedRung:
-        return TriedRung(
-            name=_name(rung, parts, self.config), rung=rung, parts=parts, estimate=estimate, note=note,
-            time_factor=rung.time_factor(self.config, parts), run=self._row(rung),
-        )  # fmt: skip
-
-    @staticmethod
-    def _key(rung: Rung) -> tuple[Any, ...]:
-        return tuple(rung.changes().items())
-
-    def _model(self, rung: Rung) -> MemoryModel | KitError:
-        key = self._key(rung)
+    def _model(self, step: EscalationStep) -> MemoryModel | KitError:
+        key = tuple(step.changes().items())
         if key not in self._models:
             try:
-                config = self.config.replace(rung.changes())
+                config = self.config.replace(step.changes())
                 self._models[key] = memory_model(
-                    self.module, self.data, config, device=self.target.device, world_size=rung.devices
+                    config, self.module, self.data, device=self.target.device, world_size=step.devices
                 )
             except KitError as error:
                 self._models[key] = error
         return self._models[key]
 
-    # -- time
-
-    def _row(self, rung: Rung) -> BigRunRow | None:
+    def _row(self, step: EscalationStep) -> BigRunRow | None:
+        """Time and money of the step; None without a trial on the same kind of device."""
         if self.trial is None:
             return None
-        if rung.strategy not in self._runs:
-            counts = [1] if rung.strategy == "none" else counts_up_to(self.target.devices)
-            strategy = None if rung.strategy == "none" else rung.strategy
-            run = predict_run(
+        if step.strategy not in self._runs:
+            counts = [1] if step.strategy == "none" else counts_up_to(self.target.devices)
+            strategy = None if step.strategy == "none" else step.strategy
+            run = self._runs[step.strategy] = predict_run(
                 self.trial, devices=counts, strategy=strategy, prices=self.target.prices,
                 cores_per_node=self.target.cores, memory=False,
             )  # fmt: skip
-            self._runs[rung.strategy] = run
-            self._check_kind(run)
-        return None if self._kind else self._runs[rung.strategy].row(rung.devices)
+            model = next(model for model in self._models.values() if isinstance(model, MemoryModel))
+            on_cpu = run.scaling.cluster.on_cpu
+            if on_cpu != (model.target.device_kind == "cpu"):
+                reason = f"the trial ran on {'a CPU' if on_cpu else 'a GPU'}, which tells no time of {model.target}"
+                if self.target.limited:
+                    raise PlanError(f"{reason}; give a trial on that kind of device, or no limit")
+                if not self._other_kind:
+                    self.reasons.append(f"{reason}: times are factors only")
+                self._other_kind = True
+        return None if self._other_kind else self._runs[step.strategy].row(step.devices)
 
-    def _check_kind(self, run: BigRun) -> None:
-        """A CPU tells nothing of a GPU, nor the other way round."""
-        model = next(model for model in self._models.values() if isinstance(model, MemoryModel))
-        measured = "cpu" if run.scaling.cluster.on_cpu else "cuda"
-        if measured == model.target.device_kind:
-            return
-        said = f"the trial ran on {'a CPU' if measured == 'cpu' else 'a GPU'}, which tells no time of {model.target}"
-        if self.target.limited:
-            raise PlanError(f"{said}; give a trial on that kind of device, or no limit")
-        if not self._kind:
-            self.reasons.append(f"{said}: times are factors only")
-        self._kind = measured
-
-    # -- words
-
-    def _changes(self, chosen: TriedRung) -> list[Change]:
-        given, rung = self.config, chosen.rung
-        wanted = {path: value for path, value in rung.changes().items() if given.get(path) != value}
+    def _changes(self, chosen: TriedStep) -> list[Change]:
+        """The changes of the step, then advice about data; the assumptions go to `reasons`."""
+        given, step, estimate, own = self.config, chosen.step, chosen.estimate, self.data is None
+        new = {path: value for path, value in step.changes().items() if given.get(path) != value}
+        if step.devices == 1 and given.hardware.strategy == "none":
+            new.pop("hardware.devices", None)
         found: list[Change] = []
-        if rung.devices == 1 and given.hardware.strategy == "none":
-            wanted = {path: value for path, value in wanted.items() if path != "hardware.devices"}
-        where = {path: value for path, value in wanted.items() if path.startswith("hardware")}
-        if where:
-            why = _WHY["hardware.strategy"][rung.strategy.partition(":")[0]]
-            devices = f"{rung.devices} device{'s' * (rung.devices > 1)}"
-            name = f"{rung.strategy} on {devices}" if rung.devices > 1 else "one device"
-            found.append(Change(name=name, values=where, reason=f"{why}{_gain(self._runs, chosen)}"))
-        found += _lever_changes(chosen, wanted)
-        found += self._batch_change(chosen)
-        changed = given.replace({path: value for change in found for path, value in change.values.items()})
-        self.reasons += self._assumed(chosen)
+        hardware = {path: value for path, value in new.items() if path.startswith("hardware")}
+        if hardware:
+            name, reason = "one device", _WHY[step.strategy.partition(":")[0]]
+            if step.devices > 1:
+                name = f"{step.strategy} on {step.devices} devices"
+                if chosen.run is not None:
+                    one = self._runs[step.strategy].rows[0].samples_per_second
+                    reason += f"; {chosen.run.samples_per_second / one:.2f} × one device's samples/s predicted"
+            found.append(Change(name=name, values=hardware, reason=reason))
+        for path, name, reason in _LEVERS:
+            if path in new:
+                found.append(Change(name=name, values={path: new[path]}, reason=reason))
+        if chosen.parts > 1 and estimate is not None:
+            accumulate = estimate.accumulate_grad_batches
+            values = {"loader.batch_size": estimate.batch_size, "levers.accumulate_grad_batches": accumulate}
+            reason = f"{chosen.parts} parts of {estimate.batch_size}, the same global batch"
+            reason += "" if own else "; your data makes its own batches, so make its loader with this size"
+            found.append(Change(name="accumulation", values=values, reason=reason))
+        self.reasons += [] if estimate is None else [estimate.reasons[0]]
+        if step.devices > 1:
+            text = f"the global batch is that of {step.devices} devices: the learning rate may have to follow"
+            self.reasons.append(text)
+        if chosen.time_factor != 1:
+            self.reasons.append(
+                "times of checkpointing and smaller batches are rules: kit.studies.verify_levers measures them"
+            )
+        if self.trial is None:
+            self.reasons.append("times are factors: a trial tells seconds (trial=)")
         if self.target.cores is None and self.target.device != THIS_MACHINE:
             return found
-        advice, notes = data_changes(changed, chosen.run, ranks=rung.devices, cores=self.target.cores, own=self._own)
+        changed = given.replace({path: value for change in found for path, value in change.values.items()})
+        advice, notes = _data_changes(changed, chosen.run, step.devices, self.target.cores, own)
         self.reasons += notes
         return [*found, *advice]
-
-    def _batch_change(self, chosen: TriedRung) -> list[Change]:
-        if chosen.parts == 1 or chosen.estimate is None:
-            return []
-        values = {
-            "loader.batch_size": chosen.estimate.batch_size,
-            "levers.accumulate_grad_batches": chosen.estimate.accumulate_grad_batches,
-        }
-        own = "" if self._own else "; your data makes its own batches, so make its loader with this size"
-        reason = f"{chosen.parts} parts of {chosen.estimate.batch_size}, the same global batch{own}"
-        return [Change(name="accumulation", values=values, reason=reason)]
-
-    @property
-    def _own(self) -> bool:
-        """Whether kit makes the loader."""
-        return self.data is None
-
-    def _assumed(self, chosen: TriedRung) -> list[str]:
-        found = [] if chosen.estimate is None else [chosen.estimate.reasons[0]]
-        if chosen.rung.devices > 1:
-            found.append(
-                f"the global batch is that of {chosen.rung.devices} devices: the learning rate may have to follow"
-            )
-        if chosen.time_factor != 1:
-            found.append("time of checkpointing and of smaller batches is by rule: kit.verify_levers measures it")
-        return found if self.trial is not None else [*found, "times are factors: a trial tells seconds (trial=)"]
 
     def _refusal(self) -> str:
         fitting = [one for one in self.tried if one.estimate is not None and one.estimate.fits]
@@ -284,7 +269,7 @@ class LadderSearch:
             best = min(fitting, key=self._over)
             seconds = format_seconds(best.seconds or 0.0)
             return (
-                f"nothing keeps within {self.target.limits}: the nearest is {best.name} on {best.rung.devices} "
+                f"nothing keeps within {self.target.limits}: the nearest is {best.name} on {best.step.devices} "
                 f"devices, with {seconds}, {self._over(best):.3g} times the limit"
             )
         known = [one for one in self.tried if one.estimate is not None]
@@ -301,46 +286,21 @@ class LadderSearch:
         )
 
 
-def _lever_changes(chosen: TriedRung, wanted: Mapping[str, Any]) -> list[Change]:
-    found = []
-    if "levers.gradient_checkpointing" in wanted:
-        found.append(Change(
-            name="checkpointing", values={"levers.gradient_checkpointing": True},
-            reason="activations of repeated blocks are computed again: a third more time",
-        ))  # fmt: skip
-    if "levers.optimizer" in wanted:
-        found.append(Change(
-            name="8-bit optimizer", values={"levers.optimizer": chosen.rung.changes()["levers.optimizer"]},
-            reason="AdamW's states in a quarter of the bytes, in the place of the optimizer there is: other numbers",
-        ))  # fmt: skip
-    return found
-
-
-def _gain(runs: Mapping[str, BigRun], chosen: TriedRung) -> str:
-    run = runs.get(chosen.rung.strategy)
-    if run is None or chosen.run is None or chosen.rung.devices == 1:
-        return ""
-    one = run.rows[0]
-    return f"; {chosen.run.samples_per_second / one.samples_per_second:.2f} × one device's samples/s predicted"
-
-
-def _name(rung: Rung, parts: int, given: Config) -> str:
-    words = [rung.strategy] if rung.devices > 1 else []
-    words += ["checkpointing"] if rung.checkpointing and not given.levers.gradient_checkpointing else []
-    words += ["8-bit optimizer"] if rung.eight_bit else []
-    words += [f"accumulation in {parts}"] if parts > 1 else []
-    return " + ".join(words) or "as configured"
-
-
+_LEVERS = (
+    ("levers.gradient_checkpointing", "checkpointing",
+     "activations of repeated blocks are computed again: a third more time"),
+    ("levers.optimizer", "8-bit optimizer",
+     "AdamW with states in a quarter of the bytes replaces the optimizer: other numbers"),
+)  # fmt: skip
 _DATA = ("loading", "store requests/s", "store bandwidth", "loader CPU")
 _WORTH = 1.5
-"""So many times faster another layout has to be to be built for."""
+"""How many times faster another layout must be to be worth building."""
 
 
-def data_changes(
-    config: Config, run: BigRunRow | None, *, ranks: int, cores: int | None, own: bool
+def _data_changes(
+    config: Config, run: BigRunRow | None, ranks: int, cores: int | None, own: bool
 ) -> tuple[list[Change], list[str]]:
-    """What to change of loading, and what to know of it.
+    """What to change of loading, and notes.
 
     Args:
         config: With the other changes made.
@@ -349,42 +309,31 @@ def data_changes(
         cores: Of a node; None for those of this machine.
         own: Whether kit makes the loader.
     """
-    held = run is not None and run.bound in _DATA
-    workers, said = _workers(config, held, ranks, cores, own)
-    layout, more = _layout(config, held) if own else ([], [])
-    return [*workers, *layout], [*said, *more]
-
-
-def _workers(config: Config, held: bool, ranks: int, cores: int | None, own: bool) -> tuple[list[Change], list[str]]:
-    schedule = advise_schedule(config, cores=cores, ranks=ranks, heavy_transform=held and not own)
+    limiting = run is not None and run.bound in _DATA
+    changes, notes = list[Change](), list[str]()
+    schedule = advise_schedule(config, cores=cores, ranks=ranks, heavy_transform=limiting and not own)
     values = {"loader.num_workers": schedule.loader_workers, "loader.decode_threads": schedule.decode_threads}
     values = {path: value for path, value in values.items() if config.get(path) != value}
     crowded = [text for text in schedule.warnings if "take turns" in text and own]
-    if not values or not (held or crowded):
-        return [], []
-    reason = crowded[0] if crowded else f"data holds the run up; {schedule.reasons[0]}"
-    notes = [] if own else ["loader settings reach a loader that kit makes; kit.calibrate measures yours"]
-    return [Change(name="workers", values=values, reason=reason)], notes
-
-
-def _layout(config: Config, held: bool) -> tuple[list[Change], list[str]]:
-    """Another layout where the store is slow to read; nothing where there is no store yet."""
-    from kit.data.build.layout import plan_chunks, price_store
-    from kit.data.dataset import open_dataset
-
+    if values and (limiting or crowded):
+        reason = crowded[0] if crowded else f"data limits the run; {schedule.reasons[0]}"
+        changes.append(Change(name="workers", values=values, reason=reason))
+        notes += [] if own else ["loader settings reach a loader that kit makes; kit.studies.calibrate measures yours"]
+    if not own:
+        return changes, notes
     try:
-        now = price_store(config, open_dataset(config))
-        free = config.replace({"chunking.chunk": "auto", "chunking.shard": "auto", "data.source": None})
-        plan = plan_chunks(free)
-    except KitError:
-        return [], []
-    seconds = sum(cost.seconds_per_batch for cost in now)
-    if seconds < _WORTH * plan.seconds_per_batch:
-        return [], []
-    chunk = dict(zip(plan.dims, plan.chunk, strict=True))
-    planned, cut = format_seconds(plan.seconds_per_batch), " × ".join(map(str, plan.chunk))
-    said = f"a batch takes {format_seconds(seconds)} to read as the store is cut, {planned} in chunks of {cut}"
-    if not held:
-        return [], [f"{said}: worth building anew if data should hold the run up"]
-    reason = f"{said}; build it anew with kit.build"
-    return [Change(name="chunk layout", values={"chunking.chunk": chunk}, reason=reason)], []
+        layout = store_layout(config)
+    except KitError:  # there is no store yet
+        return changes, notes
+    seconds, planned = layout.seconds_per_batch, layout.planned_seconds_per_batch
+    if seconds >= _WORTH * planned:
+        text = (
+            f"a batch takes {format_seconds(seconds)} to read as the store is cut, {format_seconds(planned)} in chunks "
+            f"of {' × '.join(map(str, layout.planned_chunk))}"
+        )
+        if limiting:
+            chunk = {"chunking.chunk": dict(zip(layout.dims, layout.planned_chunk, strict=True))}
+            changes.append(Change(name="chunk layout", values=chunk, reason=f"{text}; build it anew with kit.build"))
+        else:
+            notes.append(f"{text}: worth building anew if data should limit the run")
+    return changes, notes
