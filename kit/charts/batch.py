@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kit.charts.style import INK, PAPER, VERMILION, add_axes, drawing, figure
 from kit.config import Config
-from kit.data.dataset import ArrayInfo, Dataset, open_dataset
+from kit.data.dataset import open_dataset
 from kit.data.sampling import sample_plan
 from kit.data.stream.engine import Engine
 from kit.data.stream.scatter import chunk_uses
@@ -64,15 +64,21 @@ def batch_map(config: Config) -> BatchMap:
     plan = sample_plan(config, dataset, world_size=1)
     offsets = plan.batch(0, 0, 0)
     window = [min(size, LARGEST_SIDE) for size in info.shape[-2:]]
+    # The window holds the first patch, in its middle where the array allows it.
     first = [
-        _start(int(at), side, size) for at, side, size in zip(offsets[0, -2:], window, info.shape[-2:], strict=True)
+        min(max(0, int(at) - side // 2), size - side)
+        for at, side, size in zip(offsets[0, -2:], window, info.shape[-2:], strict=True)
     ]
     corner = np.array([[*offsets[0, :-2], *first]])
+    with Engine(dataset, (info.name,)) as engine:
+        values, valid = next(engine.stream([corner], (*(1,) * (len(info.shape) - 2), *window)))
+    at = [f"{name} {place}" for name, place in zip(info.dims[:-2], offsets[0], strict=False)]
+    units = f" [{info.units}]" if info.units else ""
     return BatchMap(
-        title=_title(info, offsets[0]),
+        title=", ".join([f"{info.long_name or info.name}{units}", *at]),
         dims=(info.dims[-2], info.dims[-1]),
         origin=(first[0], first[1]),
-        values=_read(dataset, info, corner, (*(1,) * (len(info.shape) - 2), *window)),
+        values=np.where(valid, values, np.nan).reshape(window),
         chunk=(info.chunk[-2], info.chunk[-1]),
         patches=tuple((int(row[-2]), int(row[-1])) for row in offsets),
         patch=(plan.patch[-2], plan.patch[-1]),
@@ -90,33 +96,15 @@ def batch_figure(config: Config) -> Figure:
     height, width = drawn.values.shape
     inches = min(max(_WIDTH_INCHES * 0.79 * height / width, 1.5), 6.0)
     chart = figure(_WIDTH_INCHES, inches + 0.9)
-    told = f"{len(drawn.patches)} patches of one batch read {drawn.chunks_read} chunks of each variable"
+    title = f"{len(drawn.patches)} patches of one batch read {drawn.chunks_read} chunks of each variable"
     bottom, tall = 0.5 / (inches + 0.9), inches / (inches + 0.9)
     place = (0.08, bottom, 0.79, tall)
-    axes = add_axes(chart, place, title=told, x=f"{drawn.dims[1]}, element", y=f"{drawn.dims[0]}, element", grid="")
+    axes = add_axes(chart, place, title=title, x=f"{drawn.dims[1]}, element", y=f"{drawn.dims[0]}, element", grid="")
     with drawing():
         _draw_field(axes, chart.add_axes((0.885, bottom, 0.018, tall)), drawn)
         _draw_chunks(axes, drawn)
         _draw_patches(axes, drawn)
     return chart
-
-
-def _start(at: int, side: int, size: int) -> int:
-    """Where a window of `side` begins that holds the element `at`, if possible in its middle."""
-    return min(max(0, at - side // 2), size - side)
-
-
-def _title(info: ArrayInfo, offset: NDArray[np.int64]) -> str:
-    at = [f"{name} {place}" for name, place in zip(info.dims[:-2], offset, strict=False)]
-    units = f" [{info.units}]" if info.units else ""
-    return ", ".join([f"{info.long_name or info.name}{units}", *at])
-
-
-def _read(dataset: Dataset, info: ArrayInfo, corner: NDArray[np.int64], sides: tuple[int, ...]) -> NDArray[np.float32]:
-    with Engine(dataset, (info.name,)) as engine:
-        values, valid = next(engine.stream([corner], sides))
-    shown: NDArray[np.float32] = np.where(valid, values, np.nan).reshape(sides[-2:])
-    return shown
 
 
 def _draw_field(axes: Axes, beside: Axes, drawn: BatchMap) -> None:

@@ -1,19 +1,13 @@
 """The breakdown chart: what fills a device at the peak, one stacked bar per estimate, beside what was measured.
 
 A bar ends at the allocated peak; the pale part behind it is what the allocator holds beyond that (reserved), the
-bracket after it the range of what lies outside the allocator (context, libraries), the broken line the capacity. Bytes
-throughout. `BreakdownChart` is made once and shown other estimates in place: its boxes never move, and its axis moves
-in steps, so that a slider can drive it.
+bracket after it the range of what lies outside the allocator (context, libraries), the broken line the capacity. All
+numbers are bytes: MiB below one GiB. `BreakdownChart` is made once and shown other estimates in place: its boxes never
+move, and its axis grows in steps, so that a slider can drive it. An incomplete estimate is drawn as far as it is known,
+and says so.
 
-Refused: nothing. An incomplete estimate is drawn with what is known, and says that its activations are not.
-
-The artists of a breakdown chart: one bar with its words, and the legend below the bars. Made once, moved often.
-
-The look of memory: one colour and one pattern per category, one wording of a peak, one axis of bytes.
-
-Every chart, bar and table of memory takes its looks from here, so that activations are the same orange with the same
-pattern wherever they appear. Hues are families (what the model holds, what training adds, what passes through) and
-patterns are members of one, so that no category is told by colour alone. Bytes are binary: MiB below one GiB.
+Every chart, bar and table of memory takes its looks from `LOOKS`: colours are families (what the model holds, what
+training adds, what passes through), patterns are members of one, so that no category is told by colour alone.
 """
 
 from __future__ import annotations
@@ -120,7 +114,7 @@ def breakdown_limit(infos: Sequence[BreakdownInfo]) -> float:
 
 def breakdown_height(rows: int, *, measured: bool, legend_lines: int) -> float:
     """Inches of a chart of so many bars."""
-    legend = legend_lines * LEGEND_LINE_INCHES + 2 * LEGEND_EDGE_INCHES
+    legend = legend_lines * _LEGEND_LINE_INCHES + 2 * _LEGEND_EDGE_INCHES
     return rows * (_ROW_INCHES + (_MEASURED_INCHES if measured else 0)) + _AXIS_INCHES + legend
 
 
@@ -135,28 +129,21 @@ class BreakdownChart:
     """
 
     def __init__(
-        self,
-        rows: int = 1,
-        *,
-        measured: bool = False,
-        legend_lines: int = 4,
-        figure: Figure | SubFigure | None = None,
+        self, rows: int = 1, *, measured: bool = False, legend_lines: int = 4, figure: Figure | SubFigure | None = None
     ) -> None:
-        self._row_inches = _ROW_INCHES + (_MEASURED_INCHES if measured else 0)
-        bars, legend = rows * self._row_inches, legend_lines * LEGEND_LINE_INCHES + 2 * LEGEND_EDGE_INCHES
-        self.height_inches = breakdown_height(rows, measured=measured, legend_lines=legend_lines)
-        self.figure = figure or look.figure(WIDTH_INCHES, self.height_inches)
-        bottom = (legend + _AXIS_INCHES) / self.height_inches
-        self.axes = look.add_axes(
-            self.figure, (LEFT_FRACTION, bottom, WIDTH_FRACTION, bars / self.height_inches), grid=""
-        )
+        height = breakdown_height(rows, measured=measured, legend_lines=legend_lines)
+        row = _ROW_INCHES + (_MEASURED_INCHES if measured else 0)
+        legend = legend_lines * _LEGEND_LINE_INCHES + 2 * _LEGEND_EDGE_INCHES
+        self.figure = figure or look.figure(WIDTH_INCHES, height)
+        box = (_LEFT_FRACTION, (legend + _AXIS_INCHES) / height, _WIDTH_FRACTION, rows * row / height)
+        self.axes = look.add_axes(self.figure, box, grid="")
         with look.drawing():
-            self.axes.set_ylim(rows * self._row_inches, 0)
+            self.axes.set_ylim(rows * row, 0)
             self.axes.set_xticks([])
             self.axes.set_yticks([])
             self.axes.spines["left"].set_visible(False)
-            self._bars = [Bar(self.axes, place * self._row_inches, measured) for place in range(rows)]
-            self._legend = Legend(self.figure, legend / self.height_inches, self.height_inches)
+            self._bars = [_Bar(self.axes, place * row, measured) for place in range(rows)]
+            self._legend = _Legend(self.figure, legend / height, height)
         self._infos: tuple[BreakdownInfo, ...] = ()
 
     def show(self, infos: Sequence[BreakdownInfo]) -> None:
@@ -192,67 +179,70 @@ def draw_breakdown(estimates: Mapping[str, MemoryEstimate], measured: Sequence[i
     return look.root(chart.figure)
 
 
-LEFT_FRACTION, WIDTH_FRACTION = 0.025, 0.935
-LEGEND_LINE_INCHES, LEGEND_EDGE_INCHES = 0.205, 0.06
-LEGEND_COLUMNS = 3
+_LEFT_FRACTION, _WIDTH_FRACTION = 0.025, 0.935
+_LEGEND_LINE_INCHES, _LEGEND_EDGE_INCHES = 0.205, 0.06
+_LEGEND_COLUMNS = 3
 _SMALLEST_LABEL_FRACTION, _LETTER_FRACTION = 0.075, 0.0105
 _RESERVE, _OUTSIDE = "reserved, not allocated", "outside the allocator"
 _RESERVE_FILL: dict[str, Any] = {"facecolor": look.INK, "alpha": 0.13, "edgecolor": "none", "linewidth": 0}
 _OUTSIDE_FILL: dict[str, Any] = {"edgecolor": look.INK, "linewidth": 1.1, "alpha": 0.75}
 
 
-class Bar:
+class _Bar:
     """One row: words, the stacked bar, the allocator's reserve, the range outside, the capacity, the measured bar."""
 
     def __init__(self, axes: Axes, top: float, measured: bool) -> None:
-        self.axes = axes
-        self._low, self._high = top + 0.22, top + 0.47
-        height = self._high - self._low
-        self.title = axes.text(0, top + 0.14, "", fontsize=9.5, va="baseline", transform=_fraction_by_data(axes))
-        self.note = axes.text(
-            1, top + 0.14, "", fontsize=8.5, ha="right", va="baseline", transform=_fraction_by_data(axes)
-        )
-        self.reserve = _patch(axes, self._low, height, **_RESERVE_FILL)
-        self.parts = {name: _patch(axes, self._low, height, **_fill(name)) for name in LOOKS}
-        self.labels = {name: _part_label(axes, (self._low + self._high) / 2, name) for name in LOOKS}
+        from matplotlib.patches import Rectangle
+
+        def patch(low: float, height: float, **style: Any) -> Any:
+            return axes.add_patch(Rectangle((0, low), 0, height, **style))
+
+        low, high = self._low, self._high = top + 0.22, top + 0.47
+        words: Any = {"va": "baseline", "transform": axes.get_yaxis_transform()}
+        label: Any = {"fontsize": 8, "ha": "center", "va": "center_baseline", "visible": False}
+        self.title = axes.text(0, top + 0.14, "", fontsize=9.5, **words)
+        self.note = axes.text(1, top + 0.14, "", fontsize=8.5, ha="right", **words)
+        self.reserve = patch(low, high - low, **_RESERVE_FILL)
+        self.parts = {name: patch(low, high - low, **_fill(name)) for name in LOOKS}
+        self.labels = {
+            name: axes.text(0, (low + high) / 2, style.label, color=style.text_colour, **label)
+            for name, style in LOOKS.items()
+        }
         (self.outside,) = axes.plot([], [], color=look.INK, linewidth=1.1, marker="|", markersize=8, alpha=0.75)
         (self.capacity,) = axes.plot([], [], color=look.INK, linewidth=1.4, linestyle=(0, (4, 2)), zorder=5)
-        self.measured = _patch(axes, self._high + 0.035, 0.085, facecolor=look.INK, linewidth=0) if measured else None
+        self.measured = patch(high + 0.035, 0.085, facecolor=look.INK, linewidth=0) if measured else None
 
     def show(self, info: BreakdownInfo, limit: float) -> None:
+        capacity, words = info.capacity_bytes, info.measured_words
+        if capacity is not None:
+            arrow = "" if capacity <= limit else " →"
+            words += f"{' · ' if words else ''}capacity {format_bytes(capacity)}{arrow}"
         self.title.set_text(info.headline)
-        self.note.set_text(" · ".join(filter(None, (info.measured_words, _capacity_words(info, limit)))))
+        self.note.set_text(words)
         self.reserve.set_width(info.reserved_bytes)
-        self._stack(dict(info.parts), limit)
+        start, parts = 0, dict(info.parts)
+        for name, patch in self.parts.items():
+            width = parts.get(name, 0)
+            patch.set(x=start, width=width, visible=width > 0)
+            least = max(_SMALLEST_LABEL_FRACTION, _LETTER_FRACTION * len(LOOKS[name].label))
+            self.labels[name].set(x=start + width / 2, visible=width >= limit * least)
+            start += width
         low, high = (info.reserved_bytes + part for part in info.outside_bytes)
         middle = (self._low + self._high) / 2
         self.outside.set_data(*(([low, high], [middle, middle]) if info.shows_outside else ((), ())))
-        inside = info.capacity_bytes is not None and info.capacity_bytes <= limit
-        ends = [self._low - 0.05, self._high + 0.05]
-        self.capacity.set_data(*(([info.capacity_bytes] * 2, ends) if inside else ((), ())))
+        inside, ends = capacity is not None and capacity <= limit, [self._low - 0.05, self._high + 0.05]
+        self.capacity.set_data(*(([capacity] * 2, ends) if inside else ((), ())))
         if self.measured is not None:
             self.measured.set_width(info.measured_bytes or 0)
 
-    def _stack(self, parts: Mapping[str, int], limit: float) -> None:
-        start = 0
-        for name, patch in self.parts.items():
-            width = parts.get(name, 0)
-            patch.set_x(start)
-            patch.set_width(width)
-            patch.set_visible(width > 0)
-            wide = width >= limit * max(_SMALLEST_LABEL_FRACTION, _LETTER_FRACTION * len(LOOKS[name].label))
-            self.labels[name].set_x(start + width / 2)
-            self.labels[name].set_visible(wide)
-            start += width
 
-
-class Legend:
-    """Signs and words in columns below the axis: what each colour is, and for a single bar how much of it."""
+class _Legend:
+    """Signs and words in columns below the axis: the category of each colour, and for a single bar its size."""
 
     def __init__(self, figure: Figure | SubFigure, top: float, height_inches: float) -> None:
         from matplotlib.patches import Rectangle
 
-        self._top, self._line, self._edge = top, LEGEND_LINE_INCHES / height_inches, LEGEND_EDGE_INCHES / height_inches
+        self._line, self._top = _LEGEND_LINE_INCHES / height_inches, top - _LEGEND_EDGE_INCHES / height_inches
         size = (0.022, 0.115 / height_inches)
         fills = {**{name: _fill(name) for name in LOOKS}, _RESERVE: _RESERVE_FILL, _OUTSIDE: _OUTSIDE_FILL}
         self.signs = {name: Rectangle((0, 0), *size, transform=figure.transSubfigure, **fills[name]) for name in fills}
@@ -262,91 +252,52 @@ class Legend:
             figure.add_artist(sign)
 
     def show(self, infos: Sequence[BreakdownInfo]) -> None:
-        present = legend_entries(infos)
-        single = infos[0] if len(infos) == 1 else None
+        present, lines = legend_entries(infos), legend_lines(infos)
         for name, sign in self.signs.items():
             sign.set_visible(name in present)
             self.words[name].set_visible(name in present)
-        lines = legend_lines(infos)
         for place, name in enumerate(present):
             column, line = divmod(place, lines)
-            left, low = (
-                LEFT_FRACTION + column * WIDTH_FRACTION / LEGEND_COLUMNS,
-                self._top - self._edge - (line + 0.75) * self._line,
-            )
+            left = _LEFT_FRACTION + column * _WIDTH_FRACTION / _LEGEND_COLUMNS
+            low = self._top - (line + 0.75) * self._line
             self.signs[name].set_xy((left, low + (0.25 * self._line if name == _OUTSIDE else 0)))
             self.words[name].set_position((left + 0.03, low))
-            self.words[name].set_text(_legend_words(name, single))
+            label = LOOKS[name].label if name in LOOKS else name
+            self.words[name].set_text(f"{label}  {_size_words(name, infos[0])}" if len(infos) == 1 else label)
 
 
 def legend_entries(infos: Sequence[BreakdownInfo]) -> list[str]:
-    """What the bars hold, in the order in which it is drawn."""
-    held = {name for info in infos for name in (*dict(info.parts), *info.elsewhere)}
-    present = [name for name in LOOKS if name in held]
+    """The categories and marks in the bars, in the order in which they are drawn."""
+    names = {name for info in infos for name in (*dict(info.parts), *info.elsewhere)}
+    present = [name for name in LOOKS if name in names]
     present += [_RESERVE] if any(info.reserved_bytes > info.allocated_bytes for info in infos) else []
     return [*present, *([_OUTSIDE] if any(info.outside_bytes[1] for info in infos) else [])]
 
 
 def legend_lines(infos: Sequence[BreakdownInfo]) -> int:
     """Lines that the legend of these bars takes."""
-    return max(1, math.ceil(len(legend_entries(infos)) / LEGEND_COLUMNS))
+    return max(1, math.ceil(len(legend_entries(infos)) / _LEGEND_COLUMNS))
 
 
-def _legend_words(name: str, info: BreakdownInfo | None) -> str:
-    label = LOOKS[name].label if name in LOOKS else name
-    if info is None:
-        return label
+def _size_words(name: str, info: BreakdownInfo) -> str:
+    """`1.2 GiB  (34%)`, and of the range outside the allocator `300–700 MiB`."""
     if name == _RESERVE:
-        return f"{label}  {format_bytes(info.reserved_bytes - info.allocated_bytes)}"
+        return format_bytes(info.reserved_bytes - info.allocated_bytes)
     if name == _OUTSIDE:
-        return f"{label}  {_range(*info.outside_bytes)}"
+        low, high = map(format_bytes, info.outside_bytes)
+        number, _, unit = low.partition(" ")
+        return f"{number}–{high}" if high.endswith(f" {unit}") else f"{low} – {high}"
     part = dict(info.parts).get(name, 0)
     if not part:
-        return f"{label}  none at the peak"
-    return f"{label}  {format_bytes(part)}  {_percent(part / info.allocated_bytes)}"
-
-
-def _range(low_bytes: int, high_bytes: int) -> str:
-    """`300–700 MiB`"""
-    low, high = format_bytes(low_bytes), format_bytes(high_bytes)
-    number, _, unit = low.partition(" ")
-    return f"{number}–{high}" if high.endswith(f" {unit}") else f"{low} – {high}"
-
-
-def _percent(share: float) -> str:
-    return f"({share:.0%})" if share >= 0.01 else "(< 1%)"
-
-
-def _capacity_words(info: BreakdownInfo, limit: float) -> str:
-    if info.capacity_bytes is None:
-        return ""
-    return f"capacity {format_bytes(info.capacity_bytes)}{'' if info.capacity_bytes <= limit else ' →'}"
+        return "none at the peak"
+    share = part / info.allocated_bytes
+    return f"{format_bytes(part)}  ({f'{share:.0%}' if share >= 0.01 else '< 1%'})"
 
 
 def _fill(name: str) -> dict[str, Any]:
-    """A pattern is drawn in the page's background, and so is the rim that parts neighbours."""
+    """A pattern is drawn in the page's background, and so is the rim between neighbours."""
     style = LOOKS[name]
     return {"facecolor": style.colour, "hatch": style.hatch, "edgecolor": look.PAPER, "linewidth": 0.6}
-
-
-def _patch(axes: Axes, low: float, height: float, **style: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
-    patch = Rectangle((0, low), 0, height, **style)
-    axes.add_patch(patch)
-    return patch
-
-
-def _part_label(axes: Axes, middle: float, name: str) -> Any:
-    style = LOOKS[name]
-    return axes.text(
-        0, middle, style.label, color=style.text_colour, fontsize=8, ha="center", va="center_baseline", visible=False
-    )
-
-
-def _fraction_by_data(axes: Axes) -> Any:
-    """x in fractions of the axes, y in data."""
-    return axes.get_yaxis_transform()
 
 
 _DARK, _LIGHT = "#1a1a1a", "#ffffff"
@@ -382,23 +333,13 @@ LOOKS = {
 """Category → look, in the order of CATEGORIES."""
 assert tuple(LOOKS) == CATEGORIES
 
-VERDICTS = {
-    "fits": ("✓", GREEN),
-    "tight": ("≈", ORANGE),
-    "does not fit": ("✗", VERMILION),
-    "unknown": ("?", "#777777"),
-}
+VERDICTS = {"fits": ("✓", GREEN), "tight": ("≈", ORANGE), "does not fit": ("✗", VERMILION), "unknown": ("?", "#777777")}
 """Verdict → the sign and the colour it is shown with."""
-
-
-def unit_of(limit_bytes: float) -> tuple[int, str]:
-    """(bytes, name) of the unit an axis up to `limit_bytes` is written in."""
-    return next(((size, name) for size, name in _UNITS if limit_bytes >= size), (1, "B"))
 
 
 def ticks_of(limit_bytes: float) -> tuple[list[float], list[str], str]:
     """Round places on an axis from 0 to `limit_bytes`, how each is written, and the unit they are in."""
-    size, name = unit_of(limit_bytes)
+    size, name = next(((size, name) for size, name in _UNITS if limit_bytes >= size), (1, "B"))
     most = limit_bytes / size
     power = 10.0 ** math.floor(math.log10(most / _TICKS))
     step = next(power * factor for factor in (1, 2, 5, 10) if most / (power * factor) <= _TICKS)

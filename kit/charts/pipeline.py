@@ -1,28 +1,39 @@
-"""The chart of a pipeline: where the time of a trial went, as a Gantt, with the waits beside it and the wire below it.
+"""Charts of where time goes: the pipeline of a trial, and what its profilers saw.
+
+`pipeline_figure` is a Gantt, beside the waits and above bytes and requests/s.
 
 `kit.records.trace.pipeline_info` turns events into numbers, `draw_pipeline` the numbers into one figure. Rows stand
 for set-up, get batch, train and epoch, with a lane for each rank (and for batches read at the same time). Waiting for
 data has one colour wherever it appears: in the gaps of *train* and in the histogram. The title is the finding. A limit
 is drawn where it is near, and said in words where it is far.
+
+`profile_figure` shows what most time was spent in, as each profiler sees it. Left the parts of the work as Lightning
+names them, in the middle Python functions, right operations of the device; each bar is a thing's own time, and what it
+holds is not in it. Below, the profiled steps on one line: the device working, and the gaps in the colour of what the
+host did meanwhile. Memory is drawn where the pass recorded it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kit.charts import style as look
 from kit.errors import TrialError
 from kit.records.trace import PipelineInfo, Spans, histogram, merged, pipeline_info
+from kit.studies.profiling.trace import CAUSES, TraceInfo
 from kit.trial.trial import Trial
 from kit.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from kit.studies.profiling.profile import Profile
 
 WIDTH_INCHES = 7.8
 MOST_RANKS = 8
@@ -70,7 +81,11 @@ def draw_pipeline(info: PipelineInfo, seconds: tuple[float, float] | None = None
         """From inches below the top edge."""
         return (left, 1 - bottom / height, right - left, (bottom - top) / height)
 
-    low, high = _limits(info, seconds)
+    if seconds is None:
+        end = max(info.end_seconds, 1e-3)
+        low, high = max(_set_up_begin(info), -end * _SET_UP_SHARE / (1 - _SET_UP_SHARE)), end * 1.01
+    else:
+        low, high = seconds
     gantt = look.add_axes(chart, box(_LEFT, _SPLIT, 2.45, 0.62), grid="x")
     waits = look.add_axes(chart, box(_HISTOGRAM_LEFT, _RIGHT, 2.45, 0.62), x="wait of a step", y="steps")
     lower = [gantt]
@@ -80,7 +95,7 @@ def draw_pipeline(info: PipelineInfo, seconds: tuple[float, float] | None = None
         )
         lower += [bytes_, requests]
     with look.drawing():
-        chart.text(0.012, 1 - 0.28 / height, info.finding, fontsize=12.5, fontweight="bold", va="center")
+        look.finding(chart, info.finding, 0.28)
         _draw_gantt(gantt, info, low, high)
         _draw_waits(waits, info)
         if info.rates:
@@ -90,16 +105,19 @@ def draw_pipeline(info: PipelineInfo, seconds: tuple[float, float] | None = None
             axes.tick_params(labelbottom=axes is lower[-1])
         lower[-1].set_xlabel("seconds since the first batch was asked for")
         _draw_facts(chart, info, 1 - (2.98 if info.rates else 3.08) / height)
-        _draw_key(chart, info)
+        names = ["set-up", "loader start-up", "get batch", "train", "waiting for data", "epoch", *_optional_rows(info)]
+        look.colour_key(chart, {name: _COLOURS[name] for name in names}, columnspacing=1.4)
     return chart
 
 
-def _limits(info: PipelineInfo, seconds: tuple[float, float] | None) -> tuple[float, float]:
-    if seconds is not None:
-        return seconds
-    before = min((begin for spans in info.set_up.values() for begin, _ in spans), default=0.0)
-    end = max(info.end_seconds, 1e-3)
-    return max(before, -end * _SET_UP_SHARE / (1 - _SET_UP_SHARE)), end * 1.01
+def _set_up_begin(info: PipelineInfo) -> float:
+    return min((begin for spans in info.set_up.values() for begin, _ in spans), default=0.0)
+
+
+def _optional_rows(info: PipelineInfo) -> dict[str, Mapping[int, Spans]]:
+    """Rows that are drawn only where there is something in them."""
+    rows = {"validation": info.validation, "save": info.save}
+    return {name: spans for name, spans in rows.items() if any(spans.values())}
 
 
 # -- the Gantt
@@ -107,47 +125,30 @@ def _limits(info: PipelineInfo, seconds: tuple[float, float] | None) -> tuple[fl
 
 def _draw_gantt(axes: Axes, info: PipelineInfo, low: float, high: float) -> None:
     least_gap = (high - low) / _PIXELS
-    rows = {"set-up": info.set_up, "get batch": info.get_batch, "train": info.train}
-    rows |= {name: spans for name, spans in _told(info).items() if any(spans.values())}
+    rows = {"set-up": info.set_up, "get batch": info.get_batch, "train": info.train, **_optional_rows(info)}
     rows["epoch"] = info.epoch
+    ranks = info.ranks[:MOST_RANKS]
+    height = 0.8 / len(ranks)
     for place, (name, spans) in enumerate(rows.items()):
-        _draw_row(axes, place, name, spans, info, least_gap)
+        for lane, rank in enumerate(ranks):
+            extent = (place - 0.4 + (lane + 0.04) * height, 0.92 * height)
+            if name == "get batch":
+                _draw_at_once(axes, spans[rank], extent, least_gap)
+                continue
+            if name == "set-up":
+                _bars(axes, info.start_up[rank], extent, "loader start-up", least_gap)
+            if name == "train":
+                _bars(axes, info.wait[rank], extent, "waiting for data", least_gap)
+            _bars(axes, spans[rank], extent, name, 0.0 if name == "epoch" else least_gap)
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.tick_params(axis="y", length=0)
-    ranks = len(info.ranks)
-    lanes = "" if ranks == 1 else f", {ranks} ranks from top to bottom"
-    lanes += f" (the first {MOST_RANKS})" if ranks > MOST_RANKS else ""
-    axes.set_title(f"what each moment was spent on{lanes}")
-    if low > min((begin for found in info.set_up.values() for begin, _ in found), default=0.0):
-        text = f"‹ {format_seconds(info.set_up_seconds)}"
-        axes.text(
-            low,
-            0.4 / min(ranks, MOST_RANKS) - 0.4,
-            f" {text}",
-            va="center",
-            fontsize=8,
-            color="white",
-            fontweight="bold",
-        )
-
-
-def _draw_row(
-    axes: Axes, place: int, name: str, by_rank: Mapping[int, Spans], info: PipelineInfo, least_gap: float
-) -> None:
-    ranks = info.ranks[:MOST_RANKS]
-    height = 0.8 / len(ranks)
-    for lane, rank in enumerate(ranks):
-        top = place - 0.4 + lane * height
-        extent = (top + 0.04 * height, 0.92 * height)
-        if name == "get batch":
-            _draw_at_once(axes, by_rank[rank], extent, least_gap)
-            continue
-        if name == "set-up":
-            _bars(axes, info.start_up[rank], extent, "loader start-up", least_gap)
-        if name == "train":
-            _bars(axes, info.wait[rank], extent, "waiting for data", least_gap)
-        _bars(axes, by_rank[rank], extent, name, 0.0 if name == "epoch" else least_gap)
+    several = f", {len(info.ranks)} ranks from top to bottom" if len(info.ranks) > 1 else ""
+    several += f" (the first {MOST_RANKS})" if len(info.ranks) > MOST_RANKS else ""
+    axes.set_title(f"what each moment was spent on{several}")
+    if low > _set_up_begin(info):
+        text = f" ‹ {format_seconds(info.set_up_seconds)}"
+        axes.text(low, height / 2 - 0.4, text, va="center", fontsize=8, color="white", fontweight="bold")
 
 
 def _draw_at_once(axes: Axes, spans: Spans, extent: tuple[float, float], least_gap: float) -> None:
@@ -167,23 +168,6 @@ def _bars(axes: Axes, spans: Spans, extent: tuple[float, float], name: str, leas
     shown = [(begin, max(end - begin, least_gap)) for begin, end in merged(spans, least_gap)]
     edge = {"edgecolor": look.PAPER, "linewidth": 1.0} if name == "epoch" else {"linewidth": 0}
     axes.broken_barh(shown, extent, facecolor=_COLOURS[name], zorder=2, **edge)
-
-
-def _told(info: PipelineInfo) -> dict[str, Mapping[int, Spans]]:
-    """What has a row only where it happened."""
-    return {"validation": info.validation, "save": info.save}
-
-
-def _draw_key(chart: Figure, info: PipelineInfo) -> None:
-    from matplotlib.patches import Patch
-
-    names = ["set-up", "loader start-up", "get batch", "train", "waiting for data", "epoch"]
-    names += [name for name, spans in _told(info).items() if any(spans.values())]
-    handles = [Patch(facecolor=_COLOURS[name], label=name) for name in names]
-    chart.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0.0, 0.0), ncols=len(names), columnspacing=1.4,
-        handlelength=0.9, handleheight=0.9, handletextpad=0.5,
-    )  # fmt: skip
 
 
 # -- beside it and below it
@@ -208,40 +192,31 @@ def _draw_waits(axes: Axes, info: PipelineInfo) -> None:
 
 
 def _draw_rates(bytes_: Axes, requests: Axes, info: PipelineInfo) -> None:
-    rates = info.rates
-    assert rates is not None
-    _draw_rate(
-        bytes_, rates.edges, rates.bytes_per_second, info.limit_bytes_per_second, "read from the store",
-        lambda value: f"{format_bytes(value)}/s", binary=True,
-    )  # fmt: skip
-    _draw_rate(
-        requests, rates.edges, rates.requests_per_second, info.limit_requests_per_second, "requests to the store",
-        lambda value: f"{format_count(round(value))}/s", binary=False,
-    )  # fmt: skip
-
-
-def _draw_rate(
-    axes: Axes, edges: tuple[float, ...], values: tuple[float, ...], limit: float | None, title: str,
-    text: Callable[[float], str], *, binary: bool,
-) -> None:  # fmt: skip
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-    axes.stairs(values, edges, fill=True, color=look.GREEN, alpha=0.35)
-    axes.stairs(values, edges, color=look.GREEN, linewidth=1.2)
-    peak = max(values)
-    near = limit is not None and peak >= _NEAR * limit
-    note = "" if limit is None else f", limit {text(limit)}"
-    axes.set_title(f"{title}: at most {text(peak)}{note}")
-    axes.set_ylim(0, max(peak, limit if near and limit else 0.0, 1e-9) * 1.12)
-    if near and limit:
-        axes.axhline(limit, color=look.INK, linewidth=1.2, linestyle="--")
-    if binary:
-        top = axes.get_ylim()[1]
-        step = 2.0 ** math.ceil(math.log2(top / 4))
-        axes.yaxis.set_major_locator(FixedLocator([place * step for place in range(int(top / step) + 1)]))
-    else:
+    rates = info.rates
+    assert rates is not None
+    binary: tuple[Any, ...] = (
+        bytes_, rates.bytes_per_second, info.limit_bytes_per_second, "read from the store",
+        lambda value: f"{format_bytes(value)}/s",
+    )  # fmt: skip
+    decimal: tuple[Any, ...] = (
+        requests, rates.requests_per_second, info.limit_requests_per_second, "requests to the store",
+        lambda value: f"{format_count(round(value))}/s",
+    )  # fmt: skip
+    for axes, values, limit, title, text in (binary, decimal):
+        axes.stairs(values, rates.edges, fill=True, color=look.GREEN, alpha=0.35)
+        axes.stairs(values, rates.edges, color=look.GREEN, linewidth=1.2)
+        peak, near = max(values), limit if limit and max(values) >= _NEAR * limit else 0.0
+        axes.set_title(f"{title}: at most {text(peak)}{'' if limit is None else f', limit {text(limit)}'}")
+        axes.set_ylim(0, max(peak, near, 1e-9) * 1.12)
+        if near:
+            axes.axhline(near, color=look.INK, linewidth=1.2, linestyle="--")
         axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 4, 5, 8, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value) if value else "0"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text(value) if value else "0"))
+    top = bytes_.get_ylim()[1]
+    step = 2.0 ** math.ceil(math.log2(top / 4))
+    bytes_.yaxis.set_major_locator(FixedLocator([place * step for place in range(int(top / step) + 1)]))
 
 
 def _draw_facts(chart: Figure, info: PipelineInfo, top: float) -> None:
@@ -263,3 +238,123 @@ def _draw_facts(chart: Figure, info: PipelineInfo, top: float) -> None:
     for place, (name, value) in enumerate(facts):
         chart.text(_HISTOGRAM_LEFT - 0.045, top - place * step, name, fontsize=8.5, va="top")
         chart.text(_RIGHT, top - place * step, value, fontsize=8.5, va="top", ha="right")
+
+
+# -- what profilers saw
+
+_BARS = 7
+_LONGEST_NAME = 28
+_SEEN_FRACTION = 0.002
+"""Of the line, about a pixel."""
+_MOST_GAPS = 4000
+_CAUSES = {
+    "host sync": look.PURPLE, "data loading": look.VERMILION, "host-to-device copy": look.ORANGE,
+    "communication": "#6a3d9a", "forward": look.SKY, "backward": look.BLUE, "optimizer": look.GREEN,
+    "python": "#999999", "launching": "#d0d0d0",
+}  # fmt: skip
+_Bar = tuple[str, float]
+
+
+def profile_figure(profile: Profile) -> Figure:
+    """Own times by each profiler, and the timeline of the first rank.
+
+    Raises:
+        TrialError: when no pass has ended yet.
+    """
+    trace = profile.trace
+    columns = {
+        "Lightning's actions": _merged((row["action"], row["own_seconds"]) for row in profile.actions),
+        "Python functions": _merged((_function(row), row["own_seconds"]) for row in profile.functions),
+        "operations": [
+            (one.name, one.device_seconds if trace.device == "gpu" else one.own_seconds)
+            for one in trace.operations[:_BARS]
+        ]
+        if trace
+        else [],
+    }
+    shown = {title: bars for title, bars in columns.items() if bars}
+    if not shown:
+        raise TrialError(f"{profile.folder}: no pass has ended, so there is nothing to draw; wait() for it")
+    below = (0.75 if trace else 0.0) + (0.95 if trace and trace.memory else 0.0)
+    height = 0.55 + 0.3 + _BARS * 0.36 + 0.55 + below
+    chart = look.figure(WIDTH_INCHES, height)
+    with look.drawing():
+        look.finding(chart, trace.finding if trace else "What most time was spent in", 0.25)
+        width = 0.97 / len(shown)
+        for place, (title, bars) in enumerate(shown.items()):
+            box = (0.015 + place * width, 1 - (0.85 + _BARS * 0.36) / height, width - 0.035, _BARS * 0.36 / height)
+            _draw_bars(look.add_axes(chart, box, title=f"{title}, own time", grid="x"), bars)
+        if trace:
+            _draw_below(chart, trace, height)
+    return chart
+
+
+def _merged(bars: Iterable[_Bar]) -> list[_Bar]:
+    """All ranks of a name together, the longest first."""
+    found: dict[str, float] = {}
+    for name, seconds in bars:
+        found[name] = found.get(name, 0.0) + seconds
+    return sorted(found.items(), key=lambda bar: -bar[1])[:_BARS]
+
+
+def _draw_bars(axes: Axes, bars: Sequence[_Bar]) -> None:
+    longest = max(seconds for _, seconds in bars) or 1e-9
+    for place, (name, seconds) in enumerate(bars):
+        axes.barh(place + 0.17, seconds / longest, 0.4, color=look.SKY, linewidth=0)
+        plain = _plain(name)
+        short = plain if len(plain) <= _LONGEST_NAME else plain[: _LONGEST_NAME - 1] + "…"
+        axes.text(0, place - 0.24, short, fontsize=7.8, va="center")
+        axes.text(1, place - 0.24, format_seconds(seconds), fontsize=7.8, va="center", ha="right")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(_BARS - 0.5, -0.5)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+
+
+def _draw_below(chart: Figure, trace: TraceInfo, height: float) -> None:
+    memory = 0.95 if trace.memory else 0.0
+    line = look.add_axes(chart, (0.075, (0.75 + memory) / height, 0.885, 0.28 / height), grid="")
+    line.set_title(f"the {trace.device.upper()}, and what it waited for")
+    line.broken_barh([(0, 1e3 * trace.window_seconds)], (0, 1), facecolor="#333333", linewidth=0)
+    seen = {cause for cause in CAUSES if trace.gap_fraction(cause) >= _SEEN_FRACTION and cause != "launching"}
+    for cause in seen:
+        spans = [(1e3 * gap.begin, 1e3 * gap.seconds) for gap in trace.gaps[:_MOST_GAPS] if gap.cause == cause]
+        line.broken_barh(spans, (0, 1), facecolor=_CAUSES[cause], linewidth=0)
+    line.set_xlim(0, 1e3 * trace.window_seconds)
+    line.set_yticks([])
+    if trace.memory:
+        line.tick_params(labelbottom=False)
+        _draw_memory(look.add_axes(chart, (0.075, 0.72 / height, 0.885, 0.72 / height)), trace)
+    chart.axes[-1].set_xlabel("ms since the first profiled step began")
+    look.colour_key(chart, {"working": "#333333", **{cause: _CAUSES[cause] for cause in CAUSES if cause in seen}})
+
+
+def _draw_memory(axes: Axes, trace: TraceInfo) -> None:
+    colours = dict(zip(trace.memory, look.COLOURS, strict=False))
+    for device, (seconds, values) in trace.memory.items():
+        moments = [1e3 * moment for moment in seconds]
+        axes.step(moments, values, where="post", color=colours[device], linewidth=1.0, label=device)
+    most = max(max(values) for _, values in trace.memory.values())
+    axes.set_xlim(0, 1e3 * trace.window_seconds)
+    axes.set_ylim(0, most * 1.1 or 1)
+    axes.set_yticks([0, most], ["0", format_bytes(most)])
+    axes.set_title(f"allocated ({', '.join(trace.memory)})")
+
+
+def _plain(name: str) -> str:
+    """An action without the kind that Lightning puts before it, a built-in function without Python's `<...>`.
+
+    The name of a strategy goes too: there is one, and its actions have names of their own.
+    """
+    built_in = re.match(r"<(?:built-in )?method '?([\w.]+)", name)
+    if built_in:
+        return built_in[1].removeprefix("torch._C.")
+    kind, _, plain = name.rpartition("]")
+    return plain.rpartition(".")[2] if kind.endswith("[Strategy") else (plain or name).lstrip(".")
+
+
+def _function(row: Mapping[str, Any]) -> str:
+    """A function without a name, such as a lambda, gets its file and line."""
+    name = str(row["function"])
+    return f"{name} {Path(row['file']).name}:{row['line']}" if row["file"] != "~" and name.startswith("<") else name

@@ -1,7 +1,8 @@
-"""One look for every chart, as text that follows the reader's theme (SVG) or as a picture that stands alone (PNG).
+"""One look for every chart: text that follows the reader's theme (SVG), a picture on white (PNG) for a file, or one
+that reads on light and dark alike (`still`) for a saved notebook.
 
 A chart is a private `matplotlib.figure.Figure`: never pyplot, no window, no current figure. Make axes and artists
-inside `with drawing():`, which lends matplotlib the house style and takes it back; later only change their data
+inside `with drawing():`, which sets the house style in matplotlib for that block only; later only change their data
 (`line.set_data`, `text.set_text`) and call `svg` again. Sizes are inches, at 100 pixels an inch: 6.4 is 640 pixels.
 
 The one invariant: whatever is drawn in `INK` becomes the page's text colour and whatever is drawn in `PAPER` becomes
@@ -18,7 +19,7 @@ import html
 import io
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,10 @@ INK = "#123456"
 """Drawn where the page's text colour is meant; dark enough to stay readable in a PNG."""
 PAPER = "#fefdfe"
 """Drawn where the page's background is meant, such as the rim of a marker."""
+STILL_INK = "#767676"
+"""The grey that reads on white (contrast 4.5) and on the black of a dark page (4.2) alike."""
+_SAME_COLOUR = 8
+"""Of 255: rounding of the edges of letters, which are partly transparent."""
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, YELLOW = "#E69F00", "#56B4E9", "#F0E442"
@@ -71,7 +76,7 @@ _STYLE: Any = {
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Lend matplotlib the house style while artists are made; every other chart waits its turn."""
+    """Set the house style in matplotlib while artists are made; every other chart waits its turn."""
     import matplotlib as mpl
 
     with _LOCK, mpl.rc_context():
@@ -94,7 +99,7 @@ def _shown() -> type[Figure]:
     class Chart(Figure):
         def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
             width, height = (round(float(inches) * PIXELS_PER_INCH) for inches in self.get_size_inches())
-            return png(self, 2 * PIXELS_PER_INCH), {"width": width, "height": height}
+            return still(self, 2 * PIXELS_PER_INCH), {"width": width, "height": height}
 
     return Chart
 
@@ -168,6 +173,64 @@ def png(figure: Figure, pixels_per_inch: int = PIXELS_PER_INCH) -> bytes:
     with _LOCK, mpl.rc_context(_FONTS):
         figure.savefig(stream, format="png", dpi=pixels_per_inch, facecolor="white", metadata={"Software": None})
     return stream.getvalue()
+
+
+def still(figure: Figure, pixels_per_inch: int = PIXELS_PER_INCH) -> bytes:
+    """The figure as a PNG without background, for a saved page of any theme: what is text colour is `STILL_INK`.
+
+    A page that is opened again shows pictures as images, which cannot take its colours.
+    """
+    import matplotlib as mpl
+    import numpy as np
+    from PIL import Image
+
+    stream = io.BytesIO()
+    with _LOCK, mpl.rc_context(_FONTS):
+        figure.savefig(stream, format="png", dpi=pixels_per_inch, transparent=True)
+    pixels = np.array(Image.open(stream).convert("RGBA"))
+    ink, grey = (np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) for colour in (INK, STILL_INK))
+    pixels[(np.abs(pixels[..., :3].astype(int) - ink) <= _SAME_COLOUR).all(axis=-1), :3] = grey
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, format="png", optimize=True)
+    return stream.getvalue()
+
+
+# -- what many charts have
+
+
+def finding(figure: Figure, text: str, inches_below_top: float = 0.231) -> None:
+    """The sentence above all axes: the result that the chart shows."""
+    place = 1 - inches_below_top / float(figure.get_size_inches()[1])
+    figure.text(0.012, place, text, fontsize=12.5, fontweight="bold", va="center")
+
+
+def colour_key(figure: Figure, colours: Mapping[str, str], **options: Any) -> None:
+    """A legend at the lower edge: a square of each colour, with its name."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+    look: dict[str, Any] = {
+        "loc": "lower left", "bbox_to_anchor": (0.0, 0.0), "ncols": len(handles), "columnspacing": 1.2,
+        "handlelength": 0.9, "handleheight": 0.9, "handletextpad": 0.5,
+    }  # fmt: skip
+    figure.legend(handles=handles, **{**look, **options})
+
+
+def note(axes: Axes, place: tuple[float, float], text: str, *, above: bool = False, **options: Any) -> None:
+    """Small words right of a point, such as the end of a bar, or above it."""
+    side: dict[str, Any] = {"xytext": (0, 3), "ha": "center"} if above else {"xytext": (4, 0), "va": "center"}
+    axes.annotate(text, place, **{"textcoords": "offset points", "fontsize": 8, "color": INK, **side, **options})
+
+
+def rows(axes: Axes, names: Sequence[str], *, named: bool = True) -> None:
+    """A row for each name from the top down, for level bars; not `named` where the axes beside it have the names."""
+    axes.set_yticks(range(len(names)), list(names) if named else [""] * len(names))
+    axes.set_ylim(max(1, len(names)) - 0.5, -0.5)
+
+
+def shade_warmup(axes: Axes, end: float, begin: float = 0.0) -> None:
+    """Shade the warm-up, which is in no average."""
+    axes.axvspan(begin, end, color=INK, alpha=0.07, linewidth=0, zorder=0)
 
 
 def _root(figure: Figure, label: str) -> str:

@@ -5,12 +5,9 @@ that are allocated until the end. A prediction has no seconds and a measurement 
 in the same order, so on this clock they lie on top of each other where the prediction is right. Heights are allocated
 bytes. Of every stretch of the clock the highest moment is kept, so the peak is never averaged away.
 
-Charts of memory: what fills a device at the peak, and what it holds over time, predicted beside measured.
-
-`breakdown_figure` compares estimates as stacked bars, `timeline_figure` shows one of them from moment to moment, and
-`memory_figure` has both below each other. They give a `matplotlib.figure.Figure` and take what `kit.predict_memory`
-returns, or a trial, which brings its prediction and its measurement along. Their numbers come from
-`memory_breakdown.breakdown_info` and `memory_timeline.timeline_info`, their colours from `memory_look`.
+`breakdown_figure` compares estimates as stacked bars, `timeline_figure` shows one of them over time, and
+`memory_figure` has both below each other. They take what `kit.predict_memory` returns, or a trial, with its prediction
+and its measurement.
 """
 
 from __future__ import annotations
@@ -96,11 +93,8 @@ class TimelineInfo:
 
 def timeline_height(legend_lines: int) -> float:
     """Inches of a chart with so many lines of legend."""
-    return _TITLE_INCHES + _AXES_INCHES + _STRIP_INCHES + _LABEL_INCHES + _legend_height(legend_lines)
-
-
-def _legend_height(lines: int) -> float:
-    return lines * _LEGEND_LINE_INCHES + (0.08 if lines else 0)
+    legend = legend_lines * _LEGEND_LINE_INCHES + (0.08 if legend_lines else 0)
+    return _TITLE_INCHES + _AXES_INCHES + _STRIP_INCHES + _LABEL_INCHES + legend
 
 
 class TimelineChart:
@@ -112,99 +106,93 @@ class TimelineChart:
     """
 
     def __init__(self, *, legend_lines: int = 0, figure: Figure | SubFigure | None = None) -> None:
-        legend = _legend_height(legend_lines)
-        self.height_inches = timeline_height(legend_lines)
-        self.figure = figure or look.figure(WIDTH_INCHES, self.height_inches)
-        strip_low = (legend + _LABEL_INCHES) / self.height_inches
-        strip = (_LEFT, strip_low, _AXES_WIDTH, _STRIP_INCHES / self.height_inches)
-        low = strip_low + _STRIP_INCHES / self.height_inches
-        self.axes = look.add_axes(self.figure, (_LEFT, low, _AXES_WIDTH, _AXES_INCHES / self.height_inches))
-        self._strip = look.add_axes(self.figure, strip, grid="")
-        self._legend_place = (_LEFT, legend / self.height_inches)
-        self._info: TimelineInfo | None = None
-        with look.drawing():
-            self._prepare()
-
-    def _prepare(self) -> None:
         from matplotlib.collections import PolyCollection
 
-        for axes in (self.axes, self._strip):
-            axes.set_xlim(0, 1)
-            axes.set_xticks([])
-            axes.set_yticks([])
-        self._strip.set_ylim(0, 1)
-        self._strip.spines["left"].set_visible(False)
-        self._strip.set_xlabel("time, in bytes allocated so far", labelpad=3)
-        self._areas = {name: PolyCollection([], **_area(name)) for name in LOOKS}
-        for area in self._areas.values():
-            self.axes.add_collection(area, autolim=False)
-        (self._measured,) = self.axes.plot([], [], color=look.INK, linewidth=1.3, zorder=4, label="measured")
-        (self._capacity,) = self.axes.plot([], [], color=look.INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=3)
-        (self._peak,) = self.axes.plot([], [], **_PEAK)
-        self._note = self.axes.text(1, 0.985, "", transform=self.axes.transAxes, **_NOTE)
-        self._moving: list[Any] = []
+        height = timeline_height(legend_lines)
+        legend = height - timeline_height(0)
+        self.figure = figure or look.figure(WIDTH_INCHES, height)
+        low = (legend + _LABEL_INCHES) / height
+        box = (_LEFT, low + _STRIP_INCHES / height, _AXES_WIDTH, _AXES_INCHES / height)
+        self.axes = look.add_axes(self.figure, box)
+        self._strip = look.add_axes(self.figure, (_LEFT, low, _AXES_WIDTH, _STRIP_INCHES / height), grid="")
+        self._legend_top = legend / height
+        self._info: TimelineInfo | None = None
+        self._spans: list[Any] = []
+        with look.drawing():
+            for axes in (self.axes, self._strip):
+                axes.set_xlim(0, 1)
+                axes.set_xticks([])
+                axes.set_yticks([])
+            self._strip.set_ylim(0, 1)
+            self._strip.spines["left"].set_visible(False)
+            self._strip.set_xlabel("time, in bytes allocated so far", labelpad=3)
+            self._areas = {name: PolyCollection([], **_area(name)) for name in LOOKS}
+            for area in self._areas.values():
+                self.axes.add_collection(area, autolim=False)
+            (self._measured,) = self.axes.plot([], [], color=look.INK, linewidth=1.3, zorder=4, label="measured")
+            (self._capacity,) = self.axes.plot([], [], color=look.INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=3)
+            (self._peak,) = self.axes.plot(
+                [], [], "o", markersize=8, color=look.INK, markeredgecolor=look.PAPER, markeredgewidth=1.5, zorder=6,
+                clip_on=False,
+            )  # fmt: skip
+            self._note = self.axes.text(
+                1, 0.985, "", transform=self.axes.transAxes, ha="right", va="top", fontsize=8.5,
+                bbox={"facecolor": look.PAPER, "edgecolor": "none", "pad": 1.5},
+            )  # fmt: skip
 
     def show(self, info: TimelineInfo) -> None:
         """Draw this timeline."""
         self._info = info
         limit = byte_limit(info.largest_bytes)
+        places, words, unit = ticks_of(limit)
+        title = f"allocated, {unit}. ● peak: {info.peak_words}"
         with look.drawing():
-            self._limit(limit, info)
-            self._stack(info)
+            self.axes.set_ylim(0, limit)
+            self.axes.set_yticks(places, words)
+            self.axes.set_title(title if len(title) <= _LONGEST_TITLE else f"{title[: _LONGEST_TITLE - 1]}…", y=1.0)
+            low = np.zeros(len(info.clock))
+            for name, area in self._areas.items():
+                high = low + info.category_bytes.get(name, 0.0)
+                outline = np.column_stack([[*info.clock, *info.clock[::-1]], [*high, *low[::-1]]])
+                area.set_verts([outline] if name in info.category_bytes else [])
+                low = high
             self._measured.set_data(info.measured_clock, info.measured_bytes)
             self._peak.set_data([info.peak_clock], [info.peak_bytes])
             self._mark_capacity(info, limit)
             self._draw_spans(info.spans)
             self._draw_legend(info)
 
-    def _limit(self, limit: float, info: TimelineInfo) -> None:
-        places, words, unit = ticks_of(limit)
-        self.axes.set_ylim(0, limit)
-        self.axes.set_yticks(places, words)
-        title = f"allocated, {unit}. ● peak: {info.peak_words}"
-        self.axes.set_title(title if len(title) <= _LONGEST_TITLE else f"{title[: _LONGEST_TITLE - 1]}…", y=1.0)
-
-    def _stack(self, info: TimelineInfo) -> None:
-        low = np.zeros(len(info.clock))
-        for name, area in self._areas.items():
-            part = info.category_bytes.get(name)
-            if part is None:
-                area.set_verts([])
-                continue
-            area.set_verts([_outline(info.clock, low, low + part)])
-            low = low + part
-
     def _mark_capacity(self, info: TimelineInfo, limit: float) -> None:
-        inside = info.capacity_bytes is not None and info.capacity_bytes <= limit
-        self._capacity.set_data(*(([0, 1], [info.capacity_bytes] * 2) if inside else ((), ())))
-        words = [] if info.capacity_bytes is None else [f"{'- - ' if inside else '↑ '}capacity {_size(info)}"]
+        capacity, words = info.capacity_bytes, []
+        inside = capacity is not None and capacity <= limit
+        self._capacity.set_data(*(([0, 1], [capacity] * 2) if inside else ((), ())))
+        if capacity is not None:
+            words.append(f"{'- - ' if inside else '↑ '}capacity {format_bytes(capacity)}")
         if info.measured_peak_bytes is not None:
             words.append(f"— measured, peak {format_bytes(info.measured_peak_bytes)}")
         self._note.set_text("   ".join(words))
 
     def _draw_spans(self, spans: Sequence[tuple[str, float, float]]) -> None:
-        while self._moving:
-            self._moving.pop().remove()
+        while self._spans:
+            self._spans.pop().remove()
+        words: Any = {"fontsize": 7.5, "ha": "center", "va": "center_baseline", "color": look.INK}
         for phase, start, end in spans:
             shade = _STRIP_SHADES.get(phase, 0.04)
-            self._moving.append(self._strip.axvspan(start, end, color=look.INK, alpha=shade, linewidth=0))
+            self._spans.append(self._strip.axvspan(start, end, color=look.INK, alpha=shade, linewidth=0))
             if end - start > 0.0115 * len(phase):
-                place = ((start + end) / 2, 0.45)
-                self._moving.append(
-                    self._strip.text(*place, phase, fontsize=7.5, ha="center", va="center_baseline", color=look.INK)
-                )
+                self._spans.append(self._strip.text((start + end) / 2, 0.45, phase, **words))
 
     def _draw_legend(self, info: TimelineInfo) -> None:
         from matplotlib.patches import Patch
 
         if self.figure.legends:
             self.figure.legends[0].remove()
-        if not self._legend_place[1]:
+        if not self._legend_top:
             return
         signs = [Patch(**_area(name), label=LOOKS[name].label) for name in info.category_bytes]
         lines = [self._measured] if len(info.measured_clock) else []
         self.figure.legend(
-            handles=[*signs, *lines], loc="upper left", bbox_to_anchor=self._legend_place, ncols=_LEGEND_COLUMNS,
+            handles=[*signs, *lines], loc="upper left", bbox_to_anchor=(_LEFT, self._legend_top), ncols=_LEGEND_COLUMNS,
             borderaxespad=0, borderpad=0, columnspacing=1.6, handlelength=1.7,
         )  # fmt: skip
 
@@ -217,14 +205,6 @@ class TimelineChart:
         return look.svg(look.root(self.figure), self.sentence)
 
 
-def draw_timeline(info: TimelineInfo) -> Figure:
-    """The finished chart, with its legend."""
-    entries = len(info.category_bytes) + bool(len(info.measured_clock))
-    chart = TimelineChart(legend_lines=-(-entries // _LEGEND_COLUMNS))
-    chart.show(info)
-    return look.root(chart.figure)
-
-
 def timeline_info(estimate: MemoryEstimate, measured: MeasuredMemory | None = None) -> TimelineInfo:
     """An estimate, and what was measured if anything was, as the numbers of the chart."""
     line = estimate.timeline
@@ -232,30 +212,22 @@ def timeline_info(estimate: MemoryEstimate, measured: MeasuredMemory | None = No
     total = np.array(line.allocated_bytes, dtype=np.float64)
     clock = bytes_so_far / max(1.0, bytes_so_far.max(initial=0.0))
     kept = thin(clock, total)
-    over = _measured_clock(measured)
+    shown = [name for name in LOOKS if any(line.categories.get(name, ()))]
+    measured_clock = measured_bytes = np.zeros(0)
+    if measured is not None:  # on the clock of a prediction, which ends after two optimizer steps
+        over = measured.clock * (max(1, measured.optimizer_steps) / PREDICTED_STEPS)
+        inside = over <= 1
+        over, held = over[inside], measured.allocated_bytes[inside].astype(np.float64)
+        places = thin(over, held)
+        measured_clock, measured_bytes = over[places], held[places]
     return TimelineInfo(
         clock=clock[kept],
-        category_bytes={name: np.array(line.categories[name], dtype=np.float64)[kept] for name in _held(estimate)},
+        category_bytes={name: np.array(line.categories[name], dtype=np.float64)[kept] for name in shown},
         peak_clock=float(clock[line.peak]) if len(clock) else 0.0,
         peak_bytes=estimate.device_allocated_bytes, peak_words=peak_words(estimate),
         spans=_spans(clock, line.phases), capacity_bytes=estimate.capacity_bytes,
-        measured_clock=over[0], measured_bytes=over[1],
+        measured_clock=measured_clock, measured_bytes=measured_bytes,
     )  # fmt: skip
-
-
-def _held(estimate: MemoryEstimate) -> list[str]:
-    return [name for name in LOOKS if any(estimate.timeline.categories.get(name, ()))]
-
-
-def _measured_clock(measured: MeasuredMemory | None) -> tuple[Floats, Floats]:
-    """Clock and allocated bytes of a measurement, on the clock of a prediction: that of two optimizer steps."""
-    if measured is None:
-        return np.zeros(0), np.zeros(0)
-    clock = measured.clock * (max(1, measured.optimizer_steps) / PREDICTED_STEPS)
-    inside = clock <= 1
-    clock, held = clock[inside], measured.allocated_bytes[inside].astype(np.float64)
-    kept = thin(clock, held)
-    return clock[kept], held[kept]
 
 
 def _spans(clock: Floats, phases: Sequence[str]) -> tuple[tuple[str, float, float], ...]:
@@ -283,30 +255,9 @@ def thin(clock: Floats, height: Floats, most: int = LARGEST_SERIES) -> NDArray[n
     return order[ends]
 
 
-def _size(info: TimelineInfo) -> str:
-    return format_bytes(info.capacity_bytes or 0)
-
-
-def _outline(clock: Floats, low: Floats, high: Floats) -> Floats:
-    """(2 × points, 2): along the top and back along the bottom."""
-    return np.concatenate([np.column_stack([clock, high]), np.column_stack([clock[::-1], low[::-1]])])
-
-
 def _area(name: str) -> dict[str, Any]:
     style = LOOKS[name]
     return {"facecolor": style.colour, "hatch": style.hatch, "edgecolor": look.PAPER, "linewidth": 0.0}
-
-
-_PEAK: Any = {
-    "marker": "o", "markersize": 8, "color": look.INK, "markeredgecolor": look.PAPER, "markeredgewidth": 1.5,
-    "linestyle": "none", "zorder": 6, "clip_on": False,
-}  # fmt: skip
-_NOTE: Any = {
-    "ha": "right", "va": "top", "fontsize": 8.5, "bbox": {"facecolor": look.PAPER, "edgecolor": "none", "pad": 1.5},
-}  # fmt: skip
-
-
-__all__ = ["breakdown_figure", "memory_figure", "timeline_figure"]
 
 
 def breakdown_figure(
@@ -345,7 +296,11 @@ def timeline_figure(subject: MemoryEstimate | Trial, measured: MeasuredMemory | 
     Raises:
         TrialError: for a trial without a prediction.
     """
-    return draw_timeline(timeline_info(*_predicted_and_measured(subject, measured)))
+    info = timeline_info(*_predicted_and_measured(subject, measured))
+    entries = len(info.category_bytes) + bool(len(info.measured_clock))
+    chart = TimelineChart(legend_lines=-(-entries // _LEGEND_COLUMNS))
+    chart.show(info)
+    return look.root(chart.figure)
 
 
 def memory_figure(subject: MemoryEstimate | Trial, measured: MeasuredMemory | None = None) -> Figure:

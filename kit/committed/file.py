@@ -1,14 +1,12 @@
-"""commit: the end of an experiment, as files that run it unchanged on the real machine.
+"""commit: the end of an experiment, as files that run it unchanged on the machine it is meant for.
 
-A LightningCLI YAML with every choice settled and its reason, the evidence it was chosen on, a job script, and on choice
-a SLURM batch file; `Committed` gives the lines to start it with, and starts it here when asked. Nothing is uploaded. A
-file that is there with another content is not replaced unless asked: what was committed once stays what it was.
+A LightningCLI YAML with every choice settled and its reason, a job script, on request a SLURM batch file, and the
+evidence. `Committed` reads such a file back, gives the lines to start it with, and starts it here when asked. Nothing
+is uploaded. A file that is there with another content is replaced only when asked: what was committed once stays.
 
-Evidence: what a committed run was chosen on, as one JSON record beside its file.
-
-What was predicted, what the trial measured and their ratios, the calibration, the versions of the packages, the
-hardware, and the state of the code in git. No keys, no environment variables, no remote addresses. What is not known is
-null: nothing is filled in.
+The evidence is one JSON record: what was predicted, what the trial measured and their ratios, the calibration, the
+versions of the packages, the hardware, and the state of the code in git. No keys, no environment variables, no remote
+addresses. What is not known is null: nothing is filled in.
 """
 
 from __future__ import annotations
@@ -32,43 +30,58 @@ from kit.config import Config, project_folder, read_yaml, resolve_path
 from kit.errors import ConfigError, Problem
 from kit.json_text import read_json
 from kit.machine.machine import hardware
-from kit.records.row import PREDICTED, Row, read_whole, row_of
+from kit.records.row import PREDICTED, read_whole, row_of
 from kit.tables import FRAME, html_list
 from kit.trial.submit import versions
 from kit.trial.trial import Trial
 
 Slurm = Literal["", "torchrun", "python"]
+_GIT_SECONDS = 20
+_MOST_FILES = 200
 
 
 def commit(
     config: Config, trial: Trial | str | Path | None = None, *, module: Any = None, data: Any = None,
     slurm: Slurm = "", replace: bool = False,
 ) -> Committed:  # fmt: skip
-    """Write the files of a run that is to be kept, into `commit.folder`.
+    """Write a config as a LightningCLI file that runs without the notebook, with its evidence and a job script.
 
     Args:
-        config: What to run; `commit` says on how many nodes, and where the files go.
-        trial: The trial that it was chosen by, or its run directory: its row is the evidence, its devices, precision
-            and loader settings are those of the file.
-        module: What is trained, as `kit.fit` was given it: a class or an import path. None takes `model.target`.
-        data: A LightningDataModule class or its import path, as `kit.fit` was given it. None takes the config's own.
-        slurm: Write a batch file too, in which srun starts `torchrun` on every node, or each rank with `python`.
+        config: What to run. Its section `commit` says on how many nodes, and where the files go.
+        trial: The trial that the config was chosen by, or its run directory. Its row becomes the evidence, and its
+            devices, precision and loader settings those of the file.
+        module: What is trained: a class or an import path. None takes `model.target`.
+        data: A LightningDataModule class or its import path. None takes the config's own data.
+        slurm: `torchrun` or `python` writes a batch file too, in which srun starts torchrun on every node, or each
+            rank with python.
         replace: Replace the files of an earlier commit of this config.
 
+    Returns:
+        The committed file: `launch` has the commands that start it, `run()` starts it beside the notebook.
+
     Raises:
-        ConfigError: for what a file cannot name, and for files that are there with another content.
+        ConfigError: for what a file cannot name, and where files with other content are.
         HardwareError: for devices left open that this machine does not have.
         TargetError: for a class that no other machine could import.
+
+    Example:
+        >>> committed = kit.commit(ocean)
+        >>> kit.Config.load(committed.file).model.target
+        'kit.models:UNet'
     """
     found = Trial.open(trial) if isinstance(trial, str | Path) else trial
     write_drafts(module, data)
     job, notes = make_job(config, found, module, data)
-    folder = resolve_folder(config)
+    folder = project_folder() / Path(config.commit.folder).expanduser()
     file = folder / f"{job.stem}.yaml"
-    launch = launch_of(job, file)
-    files = {file: committed_yaml(job, commands_of(launch)), file.with_suffix(".sh"): launch.script(_up(folder))}
+    launch = _launch(job, file)
+    up = os.path.relpath(project_folder(), folder)
+    files = {file: committed_yaml(job, commands_of(launch)), file.with_suffix(".sh"): launch.script(up)}
     files |= {file.with_suffix(".sbatch"): launch.sbatch(slurm)} if slurm else {}
-    _refuse_other(files, replace)
+    other = [path for path, text in files.items() if path.exists() and path.read_text(encoding="utf-8") != text]
+    if other and not replace:
+        message = f"{other[0]} is there with another content; commit(..., replace=True) writes it anew"
+        raise ConfigError([Problem("commit.folder", message)])
     evidence = json.dumps(evidence_record(job, found, notes), indent=2, ensure_ascii=False) + "\n"
     for path, text in {**files, file.with_suffix(".evidence.json"): evidence}.items():
         _write(path, text)
@@ -85,7 +98,7 @@ def preview(
         KitError: as `commit` does.
     """
     job, _ = make_job(config, trial, module, data)
-    launch = launch_of(job, resolve_folder(config) / f"{job.stem}.yaml")
+    launch = _launch(job, project_folder() / Path(config.commit.folder).expanduser() / f"{job.stem}.yaml")
     return committed_yaml(job, commands_of(launch)), launch
 
 
@@ -137,10 +150,10 @@ class Committed:
         counts = {name: trainer.get(name) for name in ("num_nodes", "devices")}
         wrong = [name for name, count in counts.items() if not isinstance(count, int) or count < 1]
         if wrong:
-            message = f"{counts[wrong[0]]!r} is no number of them; kit.commit writes one"
+            message = f"{counts[wrong[0]]!r} is not a number from 1 on; kit.commit writes one"
             raise ConfigError([Problem(f"trainer.{wrong[0]}", message)], str(self.file))
         return LaunchLines(
-            file=_called(self.file), name=self.file.stem, nodes=counts["num_nodes"], devices=counts["devices"],
+            file=_relative(self.file), name=self.file.stem, nodes=counts["num_nodes"], devices=counts["devices"],
             restarts=self.config.commit.restarts, gpu=trainer.get("accelerator") == "gpu",
         )  # fmt: skip
 
@@ -156,20 +169,17 @@ class Committed:
             ConfigError: when there is no place for its log, or an output folder that cannot be moved.
         """
         if anew:
-            self._move_output()
+            output = str(self.values["trainer"]["default_root_dir"])
+            if "://" in output:
+                from kit.data.stores.url import redact
+
+                message = f"{redact(output)} cannot be moved; give commit.output another place, or begin where it was"
+                raise ConfigError([Problem("commit.output", message)])
+            folder = project_folder() / output
+            if folder.exists():
+                names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+                folder.rename(next(name for name in names if not name.exists()))
         return CommittedRun(self.launch, self.config)
-
-    def _move_output(self) -> None:
-        output = str(self.values["trainer"]["default_root_dir"])
-        if "://" in output:
-            from kit.data.stores.url import redact
-
-            message = f"{redact(output)} cannot be moved; give commit.output another place, or begin where it was"
-            raise ConfigError([Problem("commit.output", message)])
-        folder = project_folder() / output
-        if folder.exists():
-            names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-            folder.rename(next(name for name in names if not name.exists()))
 
     @property
     def files(self) -> list[Path]:
@@ -184,10 +194,10 @@ class Committed:
         return [str(note) for note in self.evidence.get("notes", ())]
 
     def __repr__(self) -> str:
-        lines = [f"{_called(self.file)}: {self._headline}"]
+        lines = [f"{_relative(self.file)}: {self._headline}"]
         lines += [f"  {command}" for command in commands_of(self.launch).values()]
         lines += [f"- {note}" for note in self.notes]
-        return "\n".join([*lines, *(f"  {_called(path)}" for path in self.files[1:])])
+        return "\n".join([*lines, *(f"  {_relative(path)}" for path in self.files[1:])])
 
     @property
     def _headline(self) -> str:
@@ -199,7 +209,7 @@ class Committed:
 
     def _repr_html_(self) -> str:
         commands = "\n".join(commands_of(self.launch).values())
-        files = ", ".join(_called(path) for path in self.files)
+        files = ", ".join(_relative(path) for path in self.files)
         body = f"<b>{html.escape(self._headline)}</b><pre style='white-space:pre-wrap'>{html.escape(commands)}</pre>"
         notes = html_list(self.notes) if self.notes else ""
         text = html.escape(self.text)
@@ -207,10 +217,9 @@ class Committed:
         return f"<div style='{FRAME}'>{body}{notes}{whole}</div>"
 
 
-def launch_of(job: Job, file: Path) -> LaunchLines:
-    """How the file of a job is started."""
+def _launch(job: Job, file: Path) -> LaunchLines:
     return LaunchLines(
-        file=_called(file), name=job.stem, nodes=job.nodes, devices=job.devices,
+        file=_relative(file), name=job.stem, nodes=job.nodes, devices=job.devices,
         restarts=job.config.commit.restarts, gpu=job.accelerator == "gpu",
     )  # fmt: skip
 
@@ -223,27 +232,10 @@ def commands_of(launch: LaunchLines) -> dict[str, str]:
     return lines | ({"torchrun": launch.torchrun} if launch.world_size > 1 else {})
 
 
-def resolve_folder(config: Config) -> Path:
-    """Where the files of a commit go."""
-    given = Path(config.commit.folder).expanduser()
-    return given if given.is_absolute() else project_folder() / given
-
-
-def _called(path: Path) -> str:
+def _relative(path: Path) -> str:
     """As it is called from the project folder."""
     root = project_folder()
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
-
-
-def _up(folder: Path) -> str:
-    return os.path.relpath(project_folder(), folder)
-
-
-def _refuse_other(files: dict[Path, str], replace: bool) -> None:
-    other = [path for path, text in files.items() if path.exists() and path.read_text(encoding="utf-8") != text]
-    if other and not replace:
-        message = f"{other[0]} is there with another content; commit(..., replace=True) writes it anew"
-        raise ConfigError([Problem("commit.folder", message)])
 
 
 def _write(path: Path, text: str) -> None:
@@ -257,13 +249,11 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError([Problem("commit.folder", message)]) from error
 
 
-_GIT_SECONDS = 20
-_MOST_FILES = 200
-
-
 def evidence_record(job: Job, trial: Trial | None, notes: Sequence[str]) -> dict[str, Any]:
     """Everything, as JSON values."""
     row = None if trial is None else row_of(trial.paths)
+    here = hardware()
+    names = ("accelerator", "device", "world_size")
     return {
         "committed": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "fingerprint": job.config.fingerprint,
@@ -274,20 +264,24 @@ def evidence_record(job: Job, trial: Trial | None, notes: Sequence[str]) -> dict
         },
         "reasons": {path: reason for path, reason in job.reasons.items() if reason},
         "notes": list(notes),
-        "predicted": _of(row, "predicted"),
-        "measured": _of(row, "measured"),
-        "ratio": _of(row, "ratio"),
+        **{
+            part: None if row is None else {name: row[f"{name}_{part}"] for name in PREDICTED}
+            for part in ("predicted", "measured", "ratio")
+        },
         "trial": row,
         "memory_prediction": _json(trial.paths.prediction) if trial is not None else None,
         "calibration": _json(trial.paths.calibration) if trial is not None else None,
         "versions": trial.environment["versions"] if trial is not None else versions(),
-        "hardware": _hardware(trial),
+        "hardware": {
+            "trial": None if trial is None else {name: trial.event("fit_started", name) for name in names},
+            "platform": None if trial is None else trial.environment.get("platform"),
+            "cores": here.cores, "memory_bytes": here.memory_bytes,
+            "gpus": [
+                {"name": gpu.name, "memory_bytes": gpu.total_bytes, "capability": gpu.capability} for gpu in here.gpus
+            ],
+        },
         "git": git_state(project_folder()),
     }  # fmt: skip
-
-
-def _of(row: Row | None, part: str) -> dict[str, Any] | None:
-    return None if row is None else {name: row[f"{name}_{part}"] for name in PREDICTED}
 
 
 def _json(path: Path) -> Any:
@@ -295,20 +289,6 @@ def _json(path: Path) -> Any:
         return read_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-
-
-def _hardware(trial: Trial | None) -> dict[str, Any]:
-    """Of this machine, and what the trial was on."""
-    here = hardware()
-    names = ("accelerator", "device", "world_size")
-    ran = {} if trial is None else {name: trial.event("fit_started", name) for name in names}
-    gpus = [{"name": gpu.name, "memory_bytes": gpu.total_bytes, "capability": gpu.capability} for gpu in here.gpus]
-    return {
-        "trial": ran or None,
-        "platform": None if trial is None else trial.environment.get("platform"),
-        "cores": here.cores, "memory_bytes": here.memory_bytes,
-        "gpus": gpus,
-    }  # fmt: skip
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

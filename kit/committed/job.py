@@ -1,20 +1,14 @@
 """From a config (and the trial that won) to a Job: everything left open is settled here, each with its reason.
 
-A trial's own answers count where it ran with the same `hardware`: what a file runs with is what the trial ran with.
-Else this machine is asked, as `kit.fit` would. A config that leaves nothing open about its devices needs no such
-machine. Chunks are those of the store as it is, or of its plan while it is not built.
+Devices, precision and loader settings are those of the trial where it ran with the same `hardware`; otherwise this
+machine is asked, as `kit.fit` would. A config that leaves nothing open about its devices needs no such machine. Chunks
+are those of the store as it is, or of its plan while it is not built.
 
-What a committed file calls the module and the data: import paths that hold on another machine, or a refusal.
-
-A file can name a class by its module and say what it is made with; it cannot hold an object, nor a class that only a
-notebook knows. Those are refused with the way to a name: for a notebook's class a draft of its module, which
-`write_drafts` writes and nothing else does. Source is read, never run.
-
-Drafts: a class or function that was defined in a notebook, as the text of a module that can be imported anywhere.
-
-The text is that of its cell, with the imports and the other definitions of the notebook that it names, each once, what
-is needed before what needs it. Constants are written as their values. What cannot be written is left as a comment, for
-the author to see to: a draft is to be read before it is used. Nothing is imported here and nothing is run.
+A committed file names the module and the data by import paths that hold on another machine. It cannot hold an object, a
+function, or a class that only a notebook knows: those are refused with the way to a name. For a class of a notebook
+`write_drafts` writes a draft of a module: the text of its cell, with the imports, constants and definitions of the
+notebook that it names, each once, in the order they need each other. What cannot be written stays as a comment, for the
+author to see to. Source is read, never imported or run.
 """
 
 from __future__ import annotations
@@ -22,15 +16,16 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import itertools
 import linecache
 import re
 import sys
 import textwrap
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kit.committed.yaml import Job
 from kit.config import Config, project_folder
@@ -51,10 +46,9 @@ from kit.trial.payload import (
 )
 from kit.trial.trial import Trial
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-_OF_NO_RUN = ("trial.", "commit.", "checkpoint.", "profiler.", "name")
+_FILE_MODULE = "kit_target_"
+_PLAIN = (int, float, str, bool, type(None))
+_IRRELEVANT = ("trial.", "commit.", "checkpoint.", "profiler.", "name")
 """Settings that may differ from the trial's without another number coming out."""
 
 
@@ -65,39 +59,25 @@ def make_job(config: Config, trial: Trial | None = None, module: Any = None, dat
         ConfigError: for what a file cannot say, each under its field.
         HardwareError: for devices left open that are not here.
     """
-    _check_given(trial, module, data)
-    target = module_target(module, config)
-    model, source = module_entry(target, config), data_entry(data, config)
-    accelerator, devices, precision, reasons = _devices(config, trial)
-    _check_nodes(config)
-    resolved, notes = _settings_of(source["class_path"], config, trial, reasons)
-    job = Job(
-        config=config, accelerator=accelerator, devices=devices, precision=precision, model=model, data=source,
-        shards_itself=shards_itself(target), manual=is_manual(target), resolved=resolved, reasons=reasons,
-        batch_size=_batch_size(config, trial, data),
-    )  # fmt: skip
-    return job, [*_differences(config, trial), *notes]
-
-
-def _batch_size(config: Config, trial: Trial | None, data: Any) -> int | None:
-    """What a trial was given, else what is known of the data; None where only its loader knows."""
-    rule = batch_rule(Part.of(data), config)
-    return rule.size if rule.by_config or trial is None else trial.config.loader.batch_size
-
-
-def _check_given(trial: Trial | None, module: Any, data: Any) -> None:
-    """A trial of the caller's own parts does not tell which they were."""
     given = trial.environment.get("given", {}) if trial is not None else {}
-    for name, part in (("module", module), ("data", data)):
+    for name, part in (("module", module), ("data", data)):  # a trial does not know which object it was given
         if given.get(name, "default") != "default" and part is None:
             message = f"the trial was given a {name} of its own; give the same: kit.commit(config, trial, {name}=...)"
             raise ConfigError([Problem(name, message)])
-
-
-def _check_nodes(config: Config) -> None:
+    target = _target(Part.of(module), "module", "model.target", config.model.target)
+    model, source = entry(dotted(target), **config.values()["model"]["arguments"]), data_entry(data, config)
+    accelerator, devices, precision, reasons = _devices(config, trial)
     if config.commit.nodes > 1 and config.hardware.strategy == "none":
         message = f"{config.commit.nodes} nodes are more than one device; set hardware.strategy to ddp or fsdp"
         raise ConfigError([Problem("commit.nodes", message)])
+    resolved, notes = _loader_settings(source["class_path"], config, trial, reasons)
+    rule = batch_rule(Part.of(data), config)
+    job = Job(
+        config=config, accelerator=accelerator, devices=devices, precision=precision, model=model, data=source,
+        shards_itself=shards_itself(target), manual=is_manual(target), resolved=resolved, reasons=reasons,
+        batch_size=rule.size if rule.by_config or trial is None else trial.config.loader.batch_size,
+    )  # fmt: skip
+    return job, [*_differences(config, trial), *notes]
 
 
 def _devices(config: Config, trial: Trial | None) -> tuple[Literal["cpu", "gpu"], int, str, dict[str, str]]:
@@ -108,22 +88,17 @@ def _devices(config: Config, trial: Trial | None) -> tuple[Literal["cpu", "gpu"]
         return known["accelerator"], int(known["world_size"]), str(known["precision"]), found
     try:
         here = resolve_devices(config, hardware())
-    except HardwareError as error:
-        return _as_asked(config, error)
+    except HardwareError as error:  # then what the config says outright is for a machine that is not this one
+        section = config.hardware
+        count = len(section.devices) if isinstance(section.devices, tuple) else section.devices
+        if section.accelerator == "auto" or not isinstance(count, int) or count < 1 or section.precision == "auto":
+            raise HardwareError(
+                f"{error}; to commit for another machine, say what it has: hardware.accelerator, a number of "
+                "hardware.devices and hardware.precision"
+            ) from None
+        reason = "as the config says; this machine was not asked"
+        return section.accelerator, count, section.precision, {"hardware.devices": reason}
     return here.accelerator, here.world_size, here.precision, _sorted_reasons(here.reasons, here.precision)
-
-
-def _as_asked(config: Config, error: HardwareError) -> tuple[Literal["cpu", "gpu"], int, str, dict[str, str]]:
-    """What a config says outright, for a machine that is not this one."""
-    asked = config.hardware
-    count = len(asked.devices) if isinstance(asked.devices, tuple) else asked.devices
-    if asked.accelerator == "auto" or not isinstance(count, int) or count < 1 or asked.precision == "auto":
-        raise HardwareError(
-            f"{error}; to commit for another machine, say what it has: hardware.accelerator, a number of "
-            "hardware.devices and hardware.precision"
-        ) from None
-    reason = "as the config says; this machine was not asked"
-    return asked.accelerator, count, asked.precision, {"hardware.devices": reason}
 
 
 def _sorted_reasons(reasons: Sequence[str], precision: str) -> dict[str, str]:
@@ -135,50 +110,37 @@ def _sorted_reasons(reasons: Sequence[str], precision: str) -> dict[str, str]:
 # -- what the data left open
 
 
-def _settings_of(
+def _loader_settings(
     data: str, config: Config, trial: Trial | None, reasons: dict[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What was open of the data of that class, and what its user should know."""
-    if data == "kit.train.CommittedData":
-        return _open_settings(config, trial, reasons)
-    changes, headline = _of_trial(config, trial)
-    if takes_config(":".join(data.rsplit(".", 1))):
-        reasons.update(dict.fromkeys(list(changes)[:1], headline))
+    """What was left open of the data of that class, and notes for its user; adds to `reasons`."""
+    is_kits, notes = data == "kit.train.CommittedData", []
+    event = trial.event("calibrated") if trial is not None and config.calibration.enabled else None
+    changes, why = ({}, "") if event is None else (dict(event["changes"]), str(event["headline"]))
+    if is_kits and config.calibration.enabled and event is None:
+        try:
+            found = Calibration.load(saved_path(config))
+        except KitError:
+            found = None
+        if found is not None and found.chosen is not None:
+            changes, why = dict(found.chosen.changes), found.headline
+        else:
+            notes = [
+                "the loader was not calibrated: its settings are those of the config (kit.studies.calibrate measures)"
+            ]
+    if not is_kits and not takes_config(":".join(data.rsplit(".", 1))):
+        # Data of the user's own is made as its class makes it, without the settings that a trial gave its loader.
+        settings = ", ".join(f"{path.partition('.')[2]}={value}" for path, value in changes.items())
+        return {}, [f"the trial's loader ran with {settings}; set them in your data module"] if settings else []
+    reasons.update(dict.fromkeys(list(changes)[:1], why))
+    if not is_kits:
         return changes, []
-    return {}, _foreign_notes(changes)
-
-
-def _open_settings(config: Config, trial: Trial | None, reasons: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
-    changes, reason, notes = _calibrated(config, trial)
-    reasons.update(dict.fromkeys(list(changes)[:1], reason))
     try:
         layout, why = _layout(config)
     except KitError as error:
         return changes, [*notes, f"the layout of the store was left open: {error}"]
     reasons.update(dict.fromkeys(list(layout)[:1], why))
     return {**changes, **layout}, notes
-
-
-def _calibrated(config: Config, trial: Trial | None) -> tuple[dict[str, Any], str, list[str]]:
-    """The changes of the loader that were measured, with the reason; and what is missing."""
-    if not config.calibration.enabled:
-        return {}, "", []
-    changes, headline = _of_trial(config, trial)
-    if headline:
-        return changes, headline, []
-    try:
-        found = Calibration.load(saved_path(config))
-    except KitError:
-        found = None
-    if found is None or found.chosen is None:
-        return {}, "", ["the loader was not calibrated: its settings are those of the config (kit.calibrate measures)"]
-    return dict(found.chosen.changes), found.headline, []
-
-
-def _of_trial(config: Config, trial: Trial | None) -> tuple[dict[str, Any], str]:
-    """The changes of the loader that a trial ran with, and how they were found; empty where there were none."""
-    event = trial.event("calibrated") if trial is not None and config.calibration.enabled else None
-    return ({}, "") if event is None else (dict(event["changes"]), str(event["headline"]))
 
 
 def _layout(config: Config) -> tuple[dict[str, Any], str]:
@@ -205,15 +167,6 @@ def _layout(config: Config) -> tuple[dict[str, Any], str]:
     return {f"chunking.{name}": sizes[name] for name in open_fields}, why
 
 
-# -- what to know
-
-
-def _foreign_notes(changes: dict[str, Any]) -> list[str]:
-    """Data of the user's own is made as its class makes it, without the settings that a trial gave its loader."""
-    found = ", ".join(f"{path.partition('.')[2]}={value}" for path, value in changes.items())
-    return [f"the trial's loader ran with {found}; set them in your data module"] if found else []
-
-
 def _differences(config: Config, trial: Trial | None) -> list[str]:
     if trial is None:
         return ["no trial was given: nothing in this file was measured"]
@@ -221,30 +174,9 @@ def _differences(config: Config, trial: Trial | None) -> list[str]:
     changed = [
         f"{path} was {before!r} in the trial and is {now!r} here"
         for path, (before, now) in trial.config.diff(config).items()
-        if not path.startswith(_OF_NO_RUN) and now != trial.asked.get(path)  # asked again, it comes out the same again
+        if not path.startswith(_IRRELEVANT) and now != trial.asked.get(path)  # asked again, it comes out the same again
     ]
     return [*ended, *changed]
-
-
-_FILE_MODULE = "kit_target_"
-
-
-def module_target(module: Any, config: Config) -> str:
-    """The import path of what is trained, as `kit.fit` was given it.
-
-    Raises:
-        ConfigError: for an object, a function, and a class that only a notebook knows.
-    """
-    return _target(Part.of(module), "module", "model.target", config.model.target)
-
-
-def module_entry(target: str, config: Config) -> Entry:
-    """The `model` of a file.
-
-    Raises:
-        TargetError: when there is no such class under a name that holds elsewhere.
-    """
-    return entry(dotted(target), **config.values()["model"]["arguments"])
 
 
 def data_entry(data: Any, config: Config) -> Entry:
@@ -266,12 +198,20 @@ def data_entry(data: Any, config: Config) -> Entry:
 
 
 def _target(part: Part, name: str, field: str, default: str) -> str:
+    """The import path of a part, as `kit.fit` was given it.
+
+    Raises:
+        ConfigError: for an object, a function, and a class that only a notebook knows.
+    """
     if part.kind == "default":
         return default
     if part.kind == "path":
         return str(part.value)
     if part.kind == "class":
-        return _path_of(part.value, name, field)
+        path = _known_path(part.value)
+        if path is None:
+            raise ConfigError([Problem(name, _no_module(part.value, name, field))])
+        return path
     arguments = f"{field.partition('.')[0] or 'data'}.arguments"
     message = f"{part} is no class that a file can name; give the class, or its import path, and {arguments}"
     raise ConfigError([Problem(name, message)])
@@ -281,22 +221,21 @@ def write_drafts(*given: Any) -> None:
     """Write a draft of the module of each class that only a notebook knows, into the project folder."""
     for part in map(Part.of, given):
         if part.kind == "class" and _known_path(part.value) is None:
-            write_draft(part.value, project_folder())
-
-
-def _path_of(kind: type, name: str, field: str) -> str:
-    path = _known_path(kind)
-    if path is None:
-        raise ConfigError([Problem(name, _no_module(kind, name, field))])
-    return path
+            place = draft_place(part.value, project_folder())
+            if place is not None and not place[0].exists():
+                place[0].write_text(place[1], encoding="utf-8")
 
 
 def _known_path(kind: type) -> str | None:
-    """The import path of a class; None for one that only a notebook knows."""
-    module = sys.modules.get(kind.__module__)
-    if kind.__module__.startswith(_FILE_MODULE) and module is not None:
-        return f"{module.__file__}:{kind.__qualname__}"
-    return f"{kind.__module__}:{kind.__qualname__}" if is_importable(kind) else None
+    """The import path of a class, under which another process finds it; None for one that only a notebook knows."""
+    found: Any = sys.modules.get(kind.__module__)
+    if found is None or found.__name__ == "__main__":
+        return None
+    if kind.__module__.startswith(_FILE_MODULE):
+        return f"{found.__file__}:{kind.__qualname__}"
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return f"{kind.__module__}:{kind.__qualname__}" if found is kind else None
 
 
 def _no_module(kind: type, name: str, field: str) -> str:
@@ -342,19 +281,6 @@ def _module_of(file: Path, target: str, name: str) -> str:
     return module
 
 
-_PLAIN = (int, float, str, bool, type(None))
-
-
-def is_importable(value: Any) -> bool:
-    """Whether another process finds a class or function under its module and name."""
-    found: Any = sys.modules.get(getattr(value, "__module__", ""))
-    if found is None or found.__name__ == "__main__":
-        return False
-    for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value
-
-
 def draft_name(value: Any) -> str:
     """The name of a module for a class: `SeaNet` becomes `sea_net`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", value.__name__).lower()
@@ -371,13 +297,6 @@ def draft_place(value: Any, folder: Path) -> tuple[Path, str] | None:
         if not path.exists() or path.read_text(encoding="utf-8", errors="replace") == text:
             return path, text
     return None
-
-
-def write_draft(value: Any, folder: Path) -> None:
-    """Write the draft of `value` into a new file in `folder`, unless it is there, or its source is not known."""
-    place = draft_place(value, folder)
-    if place is not None and not place[0].exists():
-        place[0].write_text(place[1], encoding="utf-8")
 
 
 def draft_text(value: Any) -> str | None:
@@ -409,7 +328,7 @@ class _Draft:
             return False
         text, node = found
         self._seen.add(node.name)
-        for name in _names_used(node):
+        for name in dict.fromkeys(item.id for item in ast.walk(node) if isinstance(item, ast.Name)):
             self._need(name)
         self.definitions.append(text)
         return True
@@ -419,38 +338,26 @@ class _Draft:
             return
         self._seen.add(name)
         value = self.names[name]
+        is_defined = isinstance(value, type | types.FunctionType)
         if isinstance(value, types.ModuleType):
             plain = value.__name__ == name
             self.imports.add(f"import {value.__name__}" + ("" if plain else f" as {name}"))
         elif _is_plain(value):
             self.constants.append(f"{name} = {value!r}")
-        elif not (self._import(name, value) or (_is_defined(value) and self.add(value))):
+        elif not (self._import(name, value) or (is_defined and self.add(value))):
             self.notes.append(f"# {name} was {type(value).__name__} in the notebook: define it here.")
 
     def _import(self, name: str, value: Any) -> bool:
+        """From the outermost package that has it under its name, which is where its author offers it."""
         module, real = getattr(value, "__module__", None), getattr(value, "__name__", None)
         if not module or not real or module == "__main__":
             return False
-        public = _shortest(module, real, value)
-        if public is None:
-            return False
-        self.imports.add(f"from {public} import {real}" + ("" if name == real else f" as {name}"))
-        return True
-
-
-def _shortest(module: str, name: str, value: Any) -> str | None:
-    """The outermost package that has `value` under its name, which is where its author offers it."""
-    parts = module.split(".")
-    for end in range(1, len(parts) + 1):
-        place = ".".join(parts[:end])
-        found = sys.modules.get(place) or importlib.import_module(place)
-        if getattr(found, name, None) is value:
-            return place
-    return None
-
-
-def _is_defined(value: Any) -> bool:
-    return isinstance(value, type | types.FunctionType)
+        for package in itertools.accumulate(module.split("."), "{}.{}".format):
+            found = sys.modules.get(package) or importlib.import_module(package)
+            if getattr(found, real, None) is value:
+                self.imports.add(f"from {package} import {real}" + ("" if name == real else f" as {name}"))
+                return True
+        return False
 
 
 def _is_plain(value: Any) -> bool:
@@ -461,13 +368,11 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _names_used(node: ast.AST) -> list[str]:
-    return list(dict.fromkeys(item.id for item in ast.walk(node) if isinstance(item, ast.Name)))
-
-
 def _source(value: Any) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
     """Text and tree of a definition, from the file or cell that its code came from; the last of its name counts."""
-    lines = linecache.getlines(_file(value))
+    functions = [value] if isinstance(value, types.FunctionType) else vars(value).values()
+    codes = (getattr(item, "__code__", None) for item in functions)
+    lines = linecache.getlines(next((code.co_filename for code in codes if code is not None), ""))
     try:
         tree = ast.parse("".join(lines))
     except SyntaxError:  # a cell with magics
@@ -479,10 +384,3 @@ def _source(value: Any) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
     node = named[-1]
     first = min([node.lineno, *(item.lineno for item in node.decorator_list)])
     return textwrap.dedent("".join(lines[first - 1 : node.end_lineno])).rstrip(), node
-
-
-def _file(value: Any) -> str:
-    if isinstance(value, types.FunctionType):
-        return value.__code__.co_filename
-    codes = (getattr(item, "__code__", None) for item in vars(value).values())
-    return next((code.co_filename for code in codes if code is not None), "")

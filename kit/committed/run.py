@@ -1,18 +1,15 @@
-"""A committed file run on this machine: a process beside the notebook, its output, and the losses it writes.
+"""A committed file run on this machine, and the lines that start one with Python, torchrun or SLURM.
 
-It is the launch line of the file, word for word, with two options after it that change no number: no progress bar, and
-`kit.train.LossLog`. Lightning starts the other ranks. All of it runs in a process group of its own behind a tether
-(`kit.machine.processes`): nothing in it can reach the kernel, and when the kernel ends, however it does, so do they.
-What a launcher or an allocation has set for other processes is left out of its environment.
+`CommittedRun` starts the launch line of the file, word for word, with two options after it that change no number: no
+progress bar, and `kit.train.LossLog`, whose losses it reads. Lightning starts the other ranks. All of them are in one
+process group behind a guard (`kit.machine.processes`): nothing in it can reach the kernel, and when the kernel ends,
+however it does, so do they. Variables that a launcher or an allocation has set for other processes are taken out of
+their environment. States: RUNNING, then COMPLETE, FAILED, or STOPPED (by request). `seconds` are those of the whole
+process, `training_seconds` those from the first batch to the last.
 
-States: RUNNING, then COMPLETE, FAILED, or STOPPED (by request). Seconds are those of the whole process; those from the
-first batch to the last are `training_seconds`.
-
-Launch lines: how a committed file is started, by Python, torchrun or SLURM; text only, nothing is started here.
-
-One process for each device, joined by PyTorch and Lightning; kit has no launcher of its own. A file says how many nodes
-and devices it is for. The same ranks may be spread otherwise: `spread` over another number of nodes keeps their number,
-and with it the global batch, by two options after the file.
+`LaunchLines` are text; making them starts nothing. There is one process for each device, and PyTorch and Lightning join
+them: kit has no launcher of its own. A file says for how many nodes and devices it is. `spread` puts the same ranks on
+another number of nodes by two options after the file, so that the global batch stays what it was.
 """
 
 from __future__ import annotations
@@ -34,10 +31,12 @@ from typing import Any, Literal, Self
 import kit
 from kit.config import Config, project_folder
 from kit.errors import ConfigError, HardwareError, Problem, TrialError, TrialStopped
-from kit.events import Event, EventReader, number
+from kit.events import Event, EventReader
 from kit.json_text import read_json
 from kit.machine.claims import hand_over, release
 from kit.machine.processes import identify
+from kit.records.trace import losses_of
+from kit.registry import Drawable
 from kit.trial.directory import runs_folder
 from kit.trial.launch import LOAD_DEFAULTS
 from kit.trial.submit import take_devices
@@ -51,7 +50,7 @@ _running: set[CommittedRun] = set()
 """Kept until they have ended: one that nobody holds any more would be ended by that."""
 
 
-class CommittedRun:
+class CommittedRun(Drawable):
     """A committed file that runs, or has run, here; `Committed.run` starts one.
 
     Raises:
@@ -60,7 +59,11 @@ class CommittedRun:
     """
 
     def __init__(self, launch: LaunchLines, config: Config) -> None:
-        _check_one_machine(launch)
+        if launch.nodes > 1:
+            raise HardwareError(
+                f"{launch.file} is for {launch.nodes} nodes, and this is one; start launch.torchrun_nodes on each of "
+                "them, or commit it with commit.nodes: 1"
+            )
         self.launch = launch
         self.folder = _new_folder(launch, config)
         self.state: RunState = "RUNNING"
@@ -69,8 +72,8 @@ class CommittedRun:
         self._grace_seconds = config.trial.grace_seconds
         self._reader = EventReader(self.folder)
         self._events: list[Event] = []
-        self._told = 0
-        self._stopping = 0.0
+        self._shown_bytes = 0
+        self._stopped_at = 0.0
         self._began = time.monotonic()
         self._seconds: float | None = None
         self._process = self._start(config)
@@ -80,10 +83,14 @@ class CommittedRun:
         """With GPUs of its own, which are given back when it ends."""
         taken = take_devices(config) if self.launch.gpu else None
         claims, devices = (taken.claims, taken.resolved.devices) if taken is not None else ((), ())
+        guard = [sys.executable, "-m", "kit.machine.processes", str(os.getpid()), str(self._end_file)]
+        losses = f"--trainer.callbacks.file={self.folder / 'events.0.jsonl'}"
+        options = ["--trainer.enable_progress_bar=false", "--trainer.callbacks+=kit.train.LossLog", losses]
         try:
             with self.log.open("wb") as log:
                 process = subprocess.Popen(
-                    self._line, cwd=project_folder(), env=_variables(devices), start_new_session=True,
+                    [*guard, sys.executable, "-m", *self.launch.job, *options],
+                    cwd=project_folder(), env=_variables(devices), start_new_session=True,
                     stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                 )  # fmt: skip
         except BaseException:
@@ -105,14 +112,6 @@ class CommittedRun:
         return self.launch.python
 
     @property
-    def _line(self) -> list[str]:
-        losses = self.folder / "events.0.jsonl"
-        options = ["--trainer.enable_progress_bar=false"]
-        options += ["--trainer.callbacks+=kit.train.LossLog", f"--trainer.callbacks.file={losses}"]
-        tether = [sys.executable, "-m", "kit.machine.processes", str(os.getpid()), str(self._end_file)]
-        return [*tether, sys.executable, "-m", *self.launch.job, *options]
-
-    @property
     def _end_file(self) -> Path:
         return self.folder / "ended.json"
 
@@ -130,8 +129,8 @@ class CommittedRun:
 
     @property
     def losses(self) -> list[float]:
-        """Of every batch of rank 0, in order; NaN where the module gave none."""
-        return [number(event["loss"]) for event in self.events if event["kind"] == "step"]
+        """Of every batch, in order, the mean of all ranks; NaN where the module gave none."""
+        return [batch.loss for batch in losses_of(self.events)]
 
     @property
     def first_batch(self) -> int:
@@ -169,23 +168,23 @@ class CommittedRun:
 
     def poll(self) -> RunState:
         """Look whether it has ended; the state afterwards."""
-        if self.state != "RUNNING" or self._process.poll() is None:
-            self._press()
+        if self.state != "RUNNING":
+            return self.state
+        if self._process.poll() is None:
+            if self._stopped_at and time.monotonic() - self._stopped_at > self._grace_seconds:
+                self._signal(signal.SIGKILL)
             return self.state
         if self._process.stdin is not None:
             self._process.stdin.close()
         _running.discard(self)
         ended: dict[str, Any] = read_json(self._end_file.read_bytes()) if self._end_file.exists() else {}
-        self._seconds = float(ended.get("seconds", self.seconds))
-        self.state = "STOPPED" if self._stopping else "COMPLETE" if ended.get("code") == 0 else "FAILED"
-        self.message = self._why(ended.get("code")) if self.state == "FAILED" else ""
+        self._seconds, code = float(ended.get("seconds", self.seconds)), ended.get("code")
+        self.state = "STOPPED" if self._stopped_at else "COMPLETE" if code == 0 else "FAILED"
+        if self.state == "FAILED":  # the last line it wrote: an error's name and text, where it had one to tell
+            lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+            how = "it was killed" if code is None else f"signal {-code}" if code < 0 else f"exit status {code}"
+            self.message = f"{lines[-1]} ({how})" if lines else how
         return self.state
-
-    def _why(self, code: int | None) -> str:
-        """The last line it wrote: an error's name and text, where it had one to tell."""
-        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        how = "it was killed" if code is None else f"signal {-code}" if code < 0 else f"exit status {code}"
-        return f"{lines[-1]} ({how})" if lines else how
 
     # -- ending it
 
@@ -194,18 +193,14 @@ class CommittedRun:
 
         Returns at once; what has not ended after `trial.grace_seconds` is killed.
         """
-        if self.poll() == "RUNNING" and not self._stopping:
-            self._stopping = time.monotonic()
+        if self.poll() == "RUNNING" and not self._stopped_at:
+            self._stopped_at = time.monotonic()
             self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End all its processes now."""
         if self.poll() == "RUNNING":
-            self._stopping = self._stopping or time.monotonic()
-            self._signal(signal.SIGKILL)
-
-    def _press(self) -> None:
-        if self.state == "RUNNING" and self._stopping and time.monotonic() - self._stopping > self._grace_seconds:
+            self._stopped_at = self._stopped_at or time.monotonic()
             self._signal(signal.SIGKILL)
 
     def _signal(self, kind: signal.Signals) -> None:
@@ -233,7 +228,12 @@ class CommittedRun:
                     raise TimeoutError(f"{self.folder.name} still runs after {timeout} s; it goes on")
                 time.sleep(_TICK_SECONDS)
         except KeyboardInterrupt:
-            self._end_interrupted()
+            self.stop()
+            while not self.ended:
+                try:
+                    time.sleep(_TICK_SECONDS)
+                except KeyboardInterrupt:  # the second one
+                    self.kill()
             raise TrialStopped(f"interrupted after {self.steps} steps; its log is {self.log}") from None
         if self.state == "FAILED":
             lines = self.output.splitlines()[-_LAST_LINES:]
@@ -245,22 +245,13 @@ class CommittedRun:
         ended = self.ended
         if echo:
             with self.log.open("rb") as log:
-                log.seek(self._told)
+                log.seek(self._shown_bytes)
                 text = log.read()
             text = text if ended else text[: text.rfind(b"\n") + 1]
-            self._told += len(text)
+            self._shown_bytes += len(text)
             sys.stdout.write(text.decode("utf-8", "replace"))
             sys.stdout.flush()
         return ended
-
-    def _end_interrupted(self) -> None:
-        """Stop and see it end; a second interrupt kills."""
-        self.stop()
-        while not self.ended:
-            try:
-                time.sleep(_TICK_SECONDS)
-            except KeyboardInterrupt:
-                self.kill()
 
     # -- displays
 
@@ -268,39 +259,28 @@ class CommittedRun:
         losses = self.losses
         if self.poll() == "COMPLETE" and not losses:
             first = f"{self.launch.name}: nothing was left to train; Committed.run(anew=True) begins again"
-            return "\n  ".join([first, self.command, str(self.log)])
-        last = f", last loss {losses[-1]:.4g}" if losses else ""
-        began = f" from step {self.first_step} on" if self.first_step else ""
-        took = f"{format_seconds(self.seconds)}, {format_seconds(self.training_seconds)} of them training"
-        first = f"{self.launch.name}: {self.poll()}, {self.steps} steps{began} in {took}{last}"
-        return "\n  ".join([first, *([self.message] if self.message else []), self.command, str(self.log)])
+        else:
+            last = f", last loss {losses[-1]:.4g}" if losses else ""
+            began = f" from step {self.first_step} on" if self.first_step else ""
+            took = f"{format_seconds(self.seconds)}, {format_seconds(self.training_seconds)} of them training"
+            first = f"{self.launch.name}: {self.poll()}, {self.steps} steps{began} in {took}{last}"
+        return "\n  ".join(filter(None, [first, self.message, self.command, str(self.log)]))
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
 
-def _check_one_machine(launch: LaunchLines) -> None:
-    if launch.nodes > 1:
-        raise HardwareError(
-            f"{launch.file} is for {launch.nodes} nodes, and this is one; start launch.torchrun_nodes on each of them, "
-            "or commit it with commit.nodes: 1"
-        )
-
-
 def _new_folder(launch: LaunchLines, config: Config) -> Path:
     """A folder of its own beside the trials'."""
     parent, stem = runs_folder(config.trial.folder), f"{launch.name}-committed-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        for count in itertools.count(1):
-            folder = parent / (stem if count == 1 else f"{stem}-{count}")
-            if not folder.exists():
-                folder.mkdir()
-                return folder
+        folder = next(parent / name for name in names if not (parent / name).exists())
+        folder.mkdir(parents=True)
     except OSError as error:
         message = f"cannot make a folder in {parent}: {error.strerror or error}; choose another"
         raise ConfigError([Problem("trial.folder", message)]) from error
-    raise AssertionError("count() ended")
+    return folder
 
 
 def _variables(devices: tuple[str, ...]) -> dict[str, str]:

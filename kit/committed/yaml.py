@@ -3,14 +3,13 @@
 A pure function of a `Job`: the same job gives the same text, so that a file under version control changes only where
 the run does. The parts of the file are LightningCLI's own (`seed_everything`, `trainer`, `model`, `data`, `ckpt_path`);
 the Config it was made from is the text that `kit.train.CommittedConfig` carries, which `kit.Config.load` reads back.
+What a trial switches off (checkpoints, logs, the progress bar) is on here; all that decides the numbers stays the same.
 
-What a trial switches off (checkpoints, logs, the progress bar) is on here; what decides the numbers is as it was there.
-
-YAML that YAML 1.1 and 1.2 read alike, with a comment above each line that has a reason.
-
-Lightning reads its files as YAML 1.1, kit as 1.2: `no`, `1e-5` or `12:30` mean different things to them. Text that is
-not plainly a word is quoted here, and a float always has its point. Values are mappings, lists, text, numbers, booleans
-and None; `Noted` puts a comment above a value, `YamlBlock` keeps the lines of a text as they are.
+Lightning reads YAML 1.1, kit YAML 1.2, and `no`, `1e-5` or `12:30` mean different things to the two. So any text that
+is not plainly a word is quoted, and a float always has its point: both readers see the same values. (ruamel.yaml writes
+for one of the two at a time.) The text is ASCII, because LightningCLI reads it in the locale's encoding. Values are
+mappings, lists, text, numbers, booleans and None; `Noted` puts a comment above a value, `YamlBlock` keeps the lines of
+a text.
 """
 
 from __future__ import annotations
@@ -18,14 +17,19 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kit.config import COMMITTED, Config
-from kit.train.choices import Entry, entry, lever_entries, strategy_entry, upload_entries
+from kit.train.choices import Entry, entry, lever_entries, monitor_entries, strategy_entry, upload_entries
 
-_UNITS = "{batch} samples × {ranks} ranks × {micro} micro-batches = {samples} samples in each optimizer step"
+_WORD = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*|[0-9]+-[a-z]+")
+_NO_WORD = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
+_NOT_ASCII = re.compile("[^\x20-\x7e]")
+_IN_COMMENTS = str.maketrans({"×": "x", "–": "-", "µ": "u", "≤": "<=", "≥": ">=", "→": "->"})
+_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,25 +81,35 @@ class Job:
 
 def committed_yaml(job: Job, commands: Mapping[str, str]) -> str:
     """The file; `commands` stand in its first lines."""
-    lines = [*comment(f"{job.config.name}: committed by kit, to be run as it is."), "#"]
-    lines += [f"#   {command}" for command in commands.values()]
-    lines += ["#", *comment(f"Started again, it goes on from the last checkpoint in {job.output}.")]
-    return "\n".join([*lines, "", yaml_text(sections(job))])
+    lines = [*_comment(f"{job.config.name}: committed by kit, to be run as it is."), "#"]
+    lines += [_ascii(f"#   {command}") for command in commands.values()]
+    lines += ["#", *_comment(f"Started again, it goes on from the last checkpoint in {job.output}.")]
+    return "\n".join([*lines, "", yaml_text(_sections(job))])
 
 
-def sections(job: Job) -> dict[str, Any]:
+def _sections(job: Job) -> dict[str, Any]:
     """What LightningCLI reads, with notes."""
+    config = job.config
+    micro_batches = config.levers.accumulate_grad_batches
+    strategy = strategy_entry(config.hardware, job.accelerator, job.world_size, job.nodes, job.shards_itself)
+    step = f"batches of its own data × {job.world_size} ranks"
+    if job.batch_size is not None:
+        step = f"{job.batch_size} samples × {job.world_size} ranks × {micro_batches} micro-batches = "
+        step += f"{job.global_batch_size} samples in each optimizer step"
+    optimization: dict[str, Any] = {} if job.manual else {"accumulate_grad_batches": micro_batches}
+    if not job.manual and config.training.gradient_clip_norm is not None:
+        optimization |= {"gradient_clip_val": config.training.gradient_clip_norm, "gradient_clip_algorithm": "norm"}
     return {
-        "seed_everything": job.config.training.seed,
+        "seed_everything": config.training.seed,
         "trainer": {
             "accelerator": _noted(job, "hardware.devices", job.accelerator),
-            "devices": Noted(job.devices, _batches(job)),
+            "devices": Noted(job.devices, step),
             "num_nodes": job.nodes,
-            "strategy": Noted(_strategy(job), f"hardware.strategy: {job.config.hardware.strategy}"),
+            "strategy": Noted(strategy, f"hardware.strategy: {config.hardware.strategy}"),
             **_precision(job),
-            "max_epochs": job.config.training.max_epochs,
+            "max_epochs": config.training.max_epochs,
             "max_steps": -1,
-            **_optimization(job),
+            **optimization,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 10,
             "callbacks": _callbacks(job),
@@ -112,33 +126,12 @@ def _noted(job: Job, path: str, value: Any) -> Any:
     return Noted(value, job.reasons[path]) if job.reasons.get(path) else value
 
 
-def _batches(job: Job) -> str:
-    if job.batch_size is None:
-        return f"batches of its own data × {job.world_size} ranks"
-    return _UNITS.format(
-        batch=job.batch_size, ranks=job.world_size, micro=job.config.levers.accumulate_grad_batches,
-        samples=job.global_batch_size,
-    )  # fmt: skip
-
-
-def _strategy(job: Job) -> Entry:
-    return strategy_entry(job.config.hardware, job.accelerator, job.world_size, job.nodes, job.shards_itself)
-
-
 def _precision(job: Job) -> dict[str, Any]:
     """Lightning takes no `16-mixed` for sharded models, but its plugin shards the scaler correctly."""
     if job.precision == "16-mixed" and job.config.hardware.strategy.startswith("fsdp"):
         plugin = entry("lightning.pytorch.plugins.MixedPrecision", precision="16-mixed", device="cuda")
         return {"plugins": _noted(job, "hardware.precision", [plugin])}
     return {"precision": _noted(job, "hardware.precision", job.precision)}
-
-
-def _optimization(job: Job) -> dict[str, Any]:
-    if job.manual:
-        return {}
-    clip = job.config.training.gradient_clip_norm
-    clipping = {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": "norm"}
-    return {"accumulate_grad_batches": job.config.levers.accumulate_grad_batches, **clipping}
 
 
 def _callbacks(job: Job) -> list[Any]:
@@ -152,6 +145,7 @@ def _callbacks(job: Job) -> list[Any]:
         entry("kit.train.WholeEpochs"),
         _checkpoints(job, every_n_train_steps=config.commit.checkpoint_every_steps),
         _checkpoints(job, every_n_epochs=1, save_on_train_epoch_end=True),
+        *monitor_entries(config, f"{job.output}/checkpoints"),
         *upload_entries(config),
         Noted(carried, "the config that this file was committed from: kit.Config.load reads it back"),
     ]
@@ -163,12 +157,6 @@ def _checkpoints(job: Job, **when: Any) -> Entry:
         "lightning.pytorch.callbacks.ModelCheckpoint",
         dirpath=f"{job.output}/checkpoints", save_last=True, save_top_k=0, enable_version_counter=False, **when,
     )  # fmt: skip
-
-
-_WORD = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*|[0-9]+-[a-z]+")
-_NO_WORD = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
-_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,50 +176,37 @@ class YamlBlock:
 
 def yaml_text(values: Mapping[str, Any]) -> str:
     """The mapping as YAML, in its order."""
-    return "\n".join(_mapping(values, "")) + "\n"
+    return "\n".join(_lines(values, "")) + "\n"
 
 
-def _mapping(values: Mapping[str, Any], indent: str) -> Iterator[str]:
-    for key, given in values.items():
+def _lines(values: Mapping[str, Any] | Sequence[Any], indent: str) -> Iterator[str]:
+    """Each entry is a head (`key:` or `-`) with its value behind or below it."""
+    heads = [f"{_scalar(key)}:" for key in values] if isinstance(values, Mapping) else ["-"] * len(values)
+    items = values.values() if isinstance(values, Mapping) else values
+    for head, given in zip(heads, items, strict=True):
         value, note = (given.value, given.note) if isinstance(given, Noted) else (given, "")
-        yield from comment(note, indent)
-        yield from _under(f"{indent}{_scalar(key)}:", value, indent)
+        yield from _comment(note, indent)
+        if isinstance(value, YamlBlock) and value.text.isascii():
+            yield f"{indent}{head} |"
+            yield from (f"{indent}  {line}".rstrip() for line in value.text.splitlines())
+        elif isinstance(value, Mapping | list | tuple) and value:
+            below = _lines(value, indent + "  ")
+            beside = head == "-" and isinstance(value, Mapping)
+            yield f"{indent}- {next(below).lstrip()}" if beside else f"{indent}{head}"
+            yield from below
+        else:
+            text = f"{value.text.rstrip()}\n" if isinstance(value, YamlBlock) else value
+            yield f"{indent}{head} {_scalar(text)}"
 
 
-def _under(head: str, value: Any, indent: str) -> Iterator[str]:
-    if isinstance(value, YamlBlock):
-        yield f"{head} |"
-        yield from (f"{indent}  {line}".rstrip() for line in value.text.splitlines())
-    elif isinstance(value, Mapping) and value:
-        yield head
-        yield from _mapping(value, indent + "  ")
-    elif isinstance(value, list | tuple) and value:
-        yield head
-        for item in value:
-            yield from _item(item, indent + "  ")
-    else:
-        yield f"{head} {_scalar(value)}"
-
-
-def _item(given: Any, indent: str) -> Iterator[str]:
-    item, note = (given.value, given.note) if isinstance(given, Noted) else (given, "")
-    yield from comment(note, indent)
-    if isinstance(item, Mapping) and item:
-        first, *rest = _mapping(item, indent + "  ")
-        yield f"{indent}- {first.removeprefix(indent + '  ')}"
-        yield from rest
-    elif isinstance(item, list | tuple) and item:
-        yield f"{indent}-"
-        for inner in item:
-            yield from _item(inner, indent + "  ")
-    else:
-        yield f"{indent}- {_scalar(item)}"
-
-
-def comment(note: str, indent: str = "") -> list[str]:
-    """The note as comment lines."""
-    words = " ".join(note.split())
+def _comment(note: str, indent: str = "") -> list[str]:
+    words = _ascii(" ".join(note.split()))
     return [f"{indent}# {line}" for line in textwrap.wrap(words, _WIDTH, break_long_words=False)]
+
+
+def _ascii(text: str) -> str:
+    """What people read only, so that a letter may lose its accent."""
+    return unicodedata.normalize("NFKD", text.translate(_IN_COMMENTS)).encode("ascii", "replace").decode()
 
 
 def _scalar(value: Any) -> str:
@@ -242,11 +217,11 @@ def _scalar(value: Any) -> str:
     if isinstance(value, float):
         text = repr(value)
         return text.replace("e", ".0e", 1) if "e" in text and "." not in text else text
-    return str(value) if isinstance(value, int) else _quoted(str(value))
-
-
-def _quoted(text: str) -> str:
-    if _WORD.fullmatch(text) and text.lower() not in _NO_WORD:
+    text = str(value)
+    if isinstance(value, int) or (_WORD.fullmatch(text) and text.lower() not in _NO_WORD):
         return text
-    quoted = json.dumps(text, ensure_ascii=False)
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
+    return _NOT_ASCII.sub(lambda found: _escaped(ord(found[0])), json.dumps(text, ensure_ascii=False))
+
+
+def _escaped(code: int) -> str:
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
