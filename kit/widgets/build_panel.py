@@ -1,21 +1,14 @@
 """BuildPanel: from a source to a store: who builds it, in how much memory, and what the machine's cores are best for.
 
-A view over `kit.plan_build`, `kit.build` and `kit.advise_schedule`: every edit plans anew in a thread and writes
-nothing, only the newest config is shown, and the lines of code below do the same. *Build* starts what is shown and then
-stops it; what was stopped or killed goes on where it was. Advice is for this machine or for one that is not here, and
-is taken over by a button, never by itself.
-
-ScheduleView: what machine it is for, and how its cores and memory are best shared out, with reasons and warnings.
-
-A view over `kit.advise_schedule`: it answers at once, for this machine or for one that is not here. `Use it` hands the
-advice on; what it says of the config's own settings stands in front of it, as warnings.
+A view over `kit.data.plan_build`, `kit.build` and `kit.data.advise_schedule`: every edit plans anew in a thread and
+writes nothing, only the newest config is shown, and the lines of code below do the same. *Build* starts what is shown
+and then stops it; what was stopped or killed goes on where it was. Advice is for this machine or for one that is not
+here, and is taken over by a button, never by itself.
 """
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -26,14 +19,12 @@ from kit.data.build.schedulers import Schedule, advise_schedule
 from kit.errors import BuildError, KitError
 from kit.units import format_bytes
 from kit.widgets.controls import NumberField, correction_note
-from kit.widgets.form import WIDTH, ConfigForm
-from kit.widgets.handle import Handle, weakly
-from kit.widgets.live import Latest, live_box
+from kit.widgets.form import ConfigForm
+from kit.widgets.live import Background, ConfigPanel, live_box, weakly
+from kit.widgets.parts import button, code_html, error_html, error_words, heading_html, line, two_columns
 from kit.widgets.store import BuildControl, BuildFacts, BuildView, expected_size, find_out, plans_text
-from kit.widgets.trial_view import error_html
 
 if TYPE_CHECKING:
-    from kit.data.build.source import Source
     from kit.data.dataset import Dataset
 
 SHOWN = {
@@ -49,43 +40,44 @@ SCHEDULERS = ("single-threaded", "threads", "distributed")
 
 
 def build_panel(config: Config | None = None, *, source: Any = None) -> BuildPanel:
-    """Source, target and scheduler on a config, with the plan before it is carried out, and advice on sizes.
+    """Show source, target and scheduler of a build as widgets, with the plan before it runs.
 
     Args:
-        config: What the form starts from; it is not changed, `panel.config` is the edited copy.
-        source: An xarray object, array or source in hand, in place of the one that the config names.
+        config: What the form starts from; the default config when left out. `panel.config` is the edited copy.
+        source: An xarray object, an array or a source in memory, instead of the one that the config names.
+
+    Returns:
+        The panel, which a notebook shows as the last line of a cell.
+
+    Raises:
+        ConfigError: for a config that is none.
+
+    Example:
+        >>> shown = kit.data.build_panel(ocean)
+        >>> shown.close()
     """
     return BuildPanel(config or Config(), source)
 
 
-class BuildPanel(Handle):
+class BuildPanel(ConfigPanel):
     """The widgets, and the methods that mirror them."""
 
     def __init__(self, config: Config, source: Any = None) -> None:
         self._base, self._given = config, source
-        self._planning = Latest("kit-build-plan")
         self.form = ConfigForm(config, SHOWN, folded=False)
-        self.view = BuildView()
-        self.control = BuildControl(weakly(self._clicked), weakly(self._ask))
+        self.part = BuildPart(self.form, config, source, weakly(self._on_planned))
+        self.view, self.machine, self.advice_code = self.part.view, self.part.machine, self.part.advice_code
+        self.control = BuildControl(weakly(self.build), self.part.plan)
         self.control.say("ready", 0.0)
-        self.machine = ScheduleView(config, weakly(self.use), weakly(self._advise))
-        self.code, self.advice_code = _line(), _line()
+        self.code = line(margin="6px 0 0")
         edited = weakly(self._edited)
         self.form.on_change(lambda _: edited())
-        self.ui = self._draw()
+        above = [self.view.summary, self.view.layout, *self.part.plans]
+        self.ui = live_box([two_columns(self.form.ui, [*above, self.control.ui, self.code, *self.part.advice])])
         self._own()
         self._edited()
 
     # -- what the controls do
-
-    @property
-    def config(self) -> Config:
-        """The last valid Config of the form; setting it sets every control."""
-        return self.form.config
-
-    @config.setter
-    def config(self, config: Config) -> None:
-        self.form.config = config
 
     @property
     def plan(self) -> BuildPlan | None:
@@ -105,7 +97,7 @@ class BuildPanel(Handle):
     @property
     def busy(self) -> bool:
         """Whether something is being planned or built."""
-        return self._planning.busy or self.control.busy
+        return self.part.busy or self.control.busy
 
     def build(self) -> BuildPanel:
         """Start building what the form says, or go on with it; returns at once. One that runs is left to run.
@@ -124,10 +116,10 @@ class BuildPanel(Handle):
 
     def use(self, schedule: Schedule) -> None:
         """Put advised sizes into the settings."""
-        self.config = schedule.apply(self.config)
+        self.part.use(schedule)
 
     def wait(self, timeout: float | None = None) -> BuildPanel:
-        """Return when the config as it is now is planned, and built or stopped if that was asked.
+        """Return when the config as it is now is planned, and the build, if one was started, has ended.
 
         Raises:
             ConfigError: for edits in the form that do not fit.
@@ -135,7 +127,7 @@ class BuildPanel(Handle):
             KitError: for what the build failed on.
             TimeoutError: after `timeout` seconds.
         """
-        if not (self.control.wait(timeout) and self._planning.wait(timeout)):
+        if not (self.control.wait(timeout) and self.part.wait(timeout)):
             raise TimeoutError(f"still busy after {timeout} s; it goes on")
         self._refresh()
         self.form.check()
@@ -145,62 +137,23 @@ class BuildPanel(Handle):
             raise BuildError(self.view.facts.why_not)
         return self
 
-    def save(self, path: str | Path) -> Path:
-        """Write the config as YAML, to be committed."""
-        return self.config.save(path)
-
     # -- what happens
 
     def _edited(self) -> None:
         if not self.control.busy:
             self.control.error = None
             self.control.say("ready", 0.0)
-        self._advise()
-        self._ask()
-
-    def _advise(self) -> None:
-        self.machine.show(self.config)
-        self._show_code()
-
-    def _ask(self) -> None:
-        """Plan the config as it is now; returns at once."""
-        config = self.config
-        self._planning.submit(lambda: self._plan(config))
-
-    def _plan(self, config: Config) -> None:
-        facts = plan_all(config, self._given)
-        self.view.show(facts)
-        self.control.button.disabled = facts.plan is None and not self.control.busy
-        self.form.show_hints(_hints(facts))
-        self._refresh()
-
-    def _clicked(self) -> None:
-        """What a click on Build does; what went wrong stands beside it, and has no place in a log."""
-        try:
-            self.build()
-        except KitError as error:
-            self.control.say(f"not started: {error}", 0.0)
-
-    # -- what is shown
-
-    def _show_code(self) -> None:
-        config = self.config.as_code(against=self._base)
-        source = "" if self._given is None else ", source=source"
-        self.code.value = _code_html(f"kit.build({config}{source})", "kit.plan_build in its place only plans")
-        self.advice_code.value = _code_html(self.machine.code(config), "")
-
-    def _draw(self) -> Any:
-        self.form.ui.layout.flex = f"1 1 {WIDTH}"
-        parts = [
-            self.view.ui, self.control.ui, self.code,
-            ipywidgets.HTML(heading("How should cores and memory be shared out?"), layout={"margin": "8px 0 0"}),
-            self.machine.ui, self.advice_code,
-        ]  # fmt: skip
-        right = ipywidgets.VBox(parts, layout={"flex": "100 1 480px", "min_width": "0"})
-        columns = ipywidgets.HBox(
-            [self.form.ui, right], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "8px 28px"}
+        given = "" if self._given is None else ", source=source"
+        self.code.value = code_html(
+            f"kit.build({self._arguments()}{given})", "kit.data.plan_build in its place only plans"
         )
-        return live_box([columns])
+        self.part.advise(self._arguments())
+        self.part.plan()
+
+    def _on_planned(self, facts: BuildFacts) -> None:
+        self.control.button.disabled = facts.plan is None and not self.control.busy
+        self.form.show_hints(build_hints(facts))
+        self._refresh()
 
     def _still(self) -> tuple[str, str | None]:
         facts = self.view.facts
@@ -208,45 +161,77 @@ class BuildPanel(Handle):
             return "nothing planned yet", None
         return f"{plans_text(facts)}\n{facts.plan}", self.view.still
 
-    def __repr__(self) -> str:
-        return f"BuildPanel of {self.config!r}"
-
     def _ipython_display_(self) -> None:
-        self._planning.wait()  # a moment: so that the still has its table
+        self.part.wait()  # a moment: so that the still has its table
         self._show()
 
 
+class BuildPart(Background):
+    """The plans of a build by scheduler (`plans`), and how a machine is best shared out (`advice`).
+
+    This panel and the Data tab of `kit.panel` share it. `on_planned` is called with the facts of each plan.
+    """
+
+    def __init__(
+        self, form: ConfigForm, config: Config, source: Any = None,
+        on_planned: Callable[[BuildFacts], object] = lambda _: None,
+    ) -> None:  # fmt: skip
+        super().__init__("kit-build-plan")
+        self._form, self._given, self._on_planned = form, source, on_planned
+        self._config_in_code = "config"
+        self.view = BuildView()
+        self.machine = ScheduleView(config, self.use, lambda: self.advise(self._config_in_code))
+        self.advice_code = line(margin="6px 0 0")
+        question = ipywidgets.HTML(heading_html("How should cores and memory be shared out?"), layout={"margin": "0"})
+        self.plans = (self.view.error, self.view.table, self.view.reasons)
+        self.advice = (question, self.machine.ui, self.advice_code)
+
+    def plan(self) -> None:
+        """Plan the form's config as it is now; returns at once."""
+        config = self._form.config
+        self._latest.submit(lambda: self._plan(config))
+
+    def advise(self, config_in_code: str) -> None:
+        """Say how the machine that is chosen is shared out, and how code does, which names the config so."""
+        self._config_in_code = config_in_code
+        self.machine.show(self._form.config)
+        self.advice_code.value = code_html(self.machine.code(config_in_code))
+
+    def use(self, schedule: Schedule) -> None:
+        """Put advised sizes into the settings."""
+        self._form.config = schedule.apply(self._form.config)
+
+    def _plan(self, config: Config) -> None:
+        facts = plan_all(config, self._given)
+        self.view.show(facts)
+        self._on_planned(facts)
+
+
 def plan_all(config: Config, source: Any = None) -> BuildFacts:
-    """Target, layout, and a plan for each scheduler; what is missing is said, not raised."""
+    """Target, layout, and a plan for each scheduler; errors are among the facts, not raised."""
     from kit.data.build.open_source import load_source
 
     problem, opened = "", source
     try:
         opened = load_source(config, source)
     except Exception as error:  # a source is the user's own code
-        problem = _in_words(error)
+        problem = error_words(error)
     facts = BuildFacts(config=config, store=find_out(config, opened), problem=problem)
     if problem or facts.store.plan is None:
         return facts
     if facts.store.dataset is None:
         facts.store.size = expected_size(config, facts.store.plan, opened)
-    found = {name: _plan(facts, name, opened) for name in SCHEDULERS}
-    facts.plans = {name: plan for name, plan in found.items() if isinstance(plan, BuildPlan)}
-    refused = found[config.build.scheduler]
-    facts.problem = refused if isinstance(refused, str) else ""
+    for scheduler in SCHEDULERS:
+        try:
+            changed = config.replace({"build.scheduler": scheduler})
+            facts.plans[scheduler] = plan_build(changed, facts.store.plan, source=opened)
+        except Exception as error:  # a source is the user's own code
+            if scheduler == config.build.scheduler:
+                facts.problem = error_words(error)
     return facts
 
 
-def _plan(facts: BuildFacts, scheduler: str, source: Source) -> BuildPlan | str:
-    """The plan with this scheduler, or why there is none."""
-    try:
-        changed = facts.config.replace({"build.scheduler": scheduler})
-        return plan_build(changed, facts.store.plan, source=source)
-    except Exception as error:  # a source is the user's own code
-        return _in_words(error)
-
-
-def _hints(facts: BuildFacts) -> dict[str, str]:
+def build_hints(facts: BuildFacts) -> dict[str, str]:
     """What `auto` and 0 came to, for the fields they stand in."""
     hints, plan, build = dict(facts.store.hints), facts.plan, facts.config.build
     if not build.total_memory_bytes:
@@ -256,22 +241,6 @@ def _hints(facts: BuildFacts) -> dict[str, str]:
     if plan is not None and not build.threads:
         hints["build.threads"] = f"0: {plan.threads} here"
     return hints
-
-
-def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, KitError) else f"{type(error).__name__}: {error}"
-
-
-def _code_html(call: str, note: str) -> str:
-    font = "font-family:var(--jp-code-font-family, monospace);font-size:.9em"
-    code = f"{font};white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;line-height:1.4;margin:2px 0"
-    also = f"; {note}" if note else ""
-    text = f"the same in code{also}: <pre style='{code}'>{html.escape(call)}</pre>"
-    return f"<div style='line-height:1.4'>{text}</div>"
-
-
-def _line() -> Any:
-    return ipywidgets.HTML(layout={"margin": "6px 0 0", "width": "100%"})
 
 
 THIS_MACHINE, ANOTHER = "this machine", "another machine"
@@ -286,11 +255,9 @@ _STYLE = {"description_width": "initial"}
 
 
 class ScheduleView:
-    """Machine, advice and the button that takes it.
+    """A machine and how its cores and memory are best shared out: `kit.data.advise_schedule` as widgets.
 
-    Args:
-        on_use: Called with the advice when the button is clicked.
-        on_change: Called when the machine is another.
+    The answer comes at once. A click on *Use it* calls `on_use` with the advice; another machine calls `on_change`.
     """
 
     def __init__(self, config: Config, on_use: Callable[[Schedule], object], on_change: Callable[[], object]) -> None:
@@ -311,11 +278,8 @@ class ScheduleView:
             description="slow Python transform", indent=False, layout={"width": "auto"},
             tooltip="samples are transformed by slow Python code, which threads cannot share",
         )  # fmt: skip
-        self.advice = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
-        self.button = ipywidgets.Button(
-            description="Use it", icon="arrow-left", tooltip="put these sizes into the settings",
-            layout={"width": "90px", "flex": "0 0 auto"},
-        )  # fmt: skip
+        self.advice = line()
+        self.button = button("Use it", "arrow-left", "put these sizes into the settings")
         self._fill(self._machines[THIS_MACHINE])
         self.machine.observe(lambda _: self._picked(), "value")
         for control in (self.cores, self.ranks, self.memory, self.heavy):
@@ -333,14 +297,14 @@ class ScheduleView:
         try:
             self.schedule = advise_schedule(config, **self.arguments)
         except KitError as error:
-            self.schedule, self.advice.value = None, error_html(str(error), "", [])
+            self.schedule, self.advice.value = None, error_html(str(error))
         else:
             self.advice.value = f"<div style='overflow-x:auto;line-height:1.4'>{self.schedule._repr_html_()}</div>"
         self.button.disabled = self.schedule is None
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keywords of `kit.advise_schedule` for what is not this machine's."""
+        """Keywords of `kit.data.advise_schedule`: the numbers that differ from this machine's."""
         names = ("cores", "ranks", "memory_bytes")
         pairs = zip(names, self._typed, self._machines[THIS_MACHINE], strict=True)
         given: dict[str, Any] = {name: typed for name, typed, here in pairs if typed != here}
@@ -349,7 +313,7 @@ class ScheduleView:
     def code(self, config: str) -> str:
         """The call that gives the same advice, for a config written so."""
         given = (f"{name}={value!r}" for name, value in self.arguments.items())
-        return f"kit.advise_schedule({', '.join([config, *given])})"
+        return f"kit.data.advise_schedule({', '.join([config, *given])})"
 
     @property
     def _typed(self) -> Machine:
@@ -385,11 +349,6 @@ def _here(config: Config) -> Machine:
     except KitError:
         found = advise_schedule(config, ranks=1)
     return found.cores, found.ranks, format_bytes(found.memory_bytes)
-
-
-def heading(text: str) -> str:
-    """A line that a section starts with."""
-    return f"<div style='font-weight:600;margin:10px 0 2px;line-height:1.4'>{html.escape(text)}</div>"
 
 
 def _number(name: str, tooltip: str, low: int, high: int) -> Any:

@@ -1,18 +1,15 @@
-"""Controls: one widget per field of a Config, and the two ways between its text and the field's value.
+"""Controls: one widget per field of a Config, and the conversion between its text and the field's value.
 
 A control is drawn from `FieldInfo` alone: label, tooltip and bounds are the declaration's. Sizes, devices and arguments
 are edited as the short text people write (`time: 2, lat: 64`, `0, 1`, `64 MiB`) and parsed here; a text that does not
 parse raises ConfigError with the field's path. Every text this module shows reads back as the same value.
 
-NumberField: a number to type, kept between bounds; what was changed about it is said beside it.
-
-ipywidgets' own bounded fields change a number in the page, where nobody hears of it, and read 1e3 as 1. Here the page
-hands over what was typed, and `correction` says what became of it.
+ipywidgets' own bounded number fields change a number in the page without telling the kernel, and read 1e3 as 1. A
+`NumberField` receives what was typed, keeps it between its bounds, and says in `correction` what it changed.
 """
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,8 +20,8 @@ import traitlets
 from kit.config import Config, FieldInfo
 from kit.errors import ConfigError, Problem
 from kit.units import parse_bytes
+from kit.widgets.parts import BESIDE_LABEL, LABEL_WIDTH, line, note_html, put
 
-LABEL_WIDTH = "172px"
 _LARGEST_WHOLE = 2**53 - 1
 _UNITS = ("TiB", "GiB", "MiB", "KiB", "GB", "MB", "KB")
 _SHORT_UNITS = {"seconds": "s"}
@@ -64,7 +61,7 @@ def read_control(info: FieldInfo, control: Any) -> Any:
     """The value a control holds.
 
     Raises:
-        ConfigError: when its text does not parse; whether the value fits the Config is not asked here.
+        ConfigError: when its text does not parse; whether the value fits the Config is not checked.
     """
     if not isinstance(control, ipywidgets.Text):
         return control.value
@@ -87,7 +84,9 @@ def show(info: FieldInfo, value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping):
-        return json.dumps(_plain(value)) if info.kind == "arguments" and value else _show_sizes(value)
+        if info.kind == "arguments" and value:
+            return json.dumps(plain(value))
+        return ", ".join(f"{name}: {size}" for name, size in value.items())
     if isinstance(value, list | tuple):
         listed = ", ".join(map(str, value))
         return f"[{listed}]" if info.kind == "devices" and len(value) == 1 else listed
@@ -109,14 +108,9 @@ def _parser(info: FieldInfo) -> Callable[[str], Any]:
     if info.unit.startswith("bytes"):
         return parse_bytes
     special: dict[str, Callable[[str], Any]] = {
-        "sizes": _sizes,
-        "layout": lambda text: text if text in info.choices else _sizes(text),
-        "devices": _devices,
-        "names": _names,
-        "counts": _counts,
-        "arguments": lambda text: _arguments(info, text),
-        "float": _float,
-    }
+        "sizes": _sizes, "layout": lambda text: text if text in info.choices else _sizes(text), "devices": _devices,
+        "names": _names, "counts": _counts, "arguments": lambda text: _arguments(info, text), "float": _float,
+    }  # fmt: skip
     empty = None if info.default is None else ""
     return special.get(info.kind, lambda text: text or empty)
 
@@ -172,10 +166,6 @@ def _options(info: FieldInfo, value: str) -> list[str]:
     return list(dict.fromkeys([*info.choices, value]))
 
 
-def _show_sizes(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}: {size}" for name, size in sizes.items())
-
-
 def _show_bytes(count: int) -> str:
     """The shortest exact text: `64 MiB`, `80 MB`."""
     sizes = ((parse_bytes(f"1 {unit}"), unit) for unit in _UNITS)
@@ -183,13 +173,11 @@ def _show_bytes(count: int) -> str:
     return "{} {}".format(*min(exact)) if exact else str(count)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """The same as dicts and lists, as JSON has them."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-_QUIET = "var(--jp-ui-font-color2, #666)"
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class NumberField(ipywidgets.FloatText):  # type: ignore[misc]
@@ -222,14 +210,11 @@ class NumberField(ipywidgets.FloatText):  # type: ignore[misc]
         return (int(typed), "") if self._whole else (typed, "")
 
 
-def correction_note(field: NumberField, margin: str) -> Any:
+def correction_note(field: NumberField, margin: str = BESIDE_LABEL) -> Any:
     """A line that says how what was typed into `field` was corrected, and is hidden otherwise."""
-    note = ipywidgets.HTML(layout={"margin": "0", "display": "none"})
-
-    def show(_: Any = None) -> None:
-        style = f"margin:{margin};font-size:.85em;line-height:1.3;color:{_QUIET}"
-        note.value = f"<div role='status' style='{style}'>{html.escape(field.correction)}</div>"
-        note.layout.display = None if field.correction else "none"
-
-    field.observe(show, "correction")
+    note = line(display="none")
+    field.observe(
+        lambda change: put(note, note_html(change["new"], margin=margin, role="status") if change["new"] else ""),
+        "correction",
+    )
     return note

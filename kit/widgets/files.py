@@ -1,16 +1,15 @@
 """CommitView: the file a config would be committed as, and the command that starts it, as the settings change.
 
-A view of `kit.committed.file.preview`, computed in a thread; the button writes the files, as `kit.commit(config,
-trial)` does, with the trial that ended last here. What cannot be committed says why in the place of the text.
+ExportView: the trials of a panel's experiment as a table, and a button that writes them to a file.
 
-ExportView: the trials of a panel's experiment as a table, and one button that writes them to a file for others.
-
-A view of `kit.results` and its exports, read in a thread. What the button does stands under it as a line of code. The
-table has the newest trials; the file has all. A file that is there and begins otherwise is not replaced.
+Both read in a thread. CommitView shows `kit.committed.file.preview` and writes as `kit.commit(config, trial)` does,
+with the last ended trial of the panel; a config that cannot be committed says why. ExportView shows the newest trials
+and exports all of them; it does not replace a file that is no export of kit. An error stands beside its button.
 """
 
 from __future__ import annotations
 
+import contextlib
 import html
 import threading
 from collections.abc import Callable
@@ -23,23 +22,21 @@ from kit.committed.file import Committed, commands_of, commit, preview
 from kit.config import Config, project_folder
 from kit.errors import ConfigError, KitError, Problem
 from kit.records import results as results_table
-from kit.records.results import Results, results
+from kit.records.results import Asked, Results
 from kit.report.page import html_report
 from kit.trial.trial import Trial
-from kit.widgets.live import Latest
-
-_FONT = "font-family:var(--jp-code-font-family, monospace);font-size:.9em"
-_CODE = f"{_FONT};white-space:pre-wrap;line-height:1.4;margin:2px 0"
+from kit.widgets.live import Background, weakly
+from kit.widgets.parts import button, code_html, folded_html, line, pre_html, red_html, row
 
 
-class CommitView:
-    """The widgets.
+class CommitView(Background):
+    """A button, the command and the file.
 
     Args:
         config: What is shown first.
         module: As `kit.commit` takes it.
         data: As `kit.commit` takes it.
-        ended: The trial to commit with, if there is one.
+        ended: Returns the trial to commit with, if there is one.
         check: Raises a KitError while `config` is not what the settings show.
     """
 
@@ -49,25 +46,13 @@ class CommitView:
     ) -> None:  # fmt: skip
         self.config, self._module, self._data, self._ended, self._check = config, module, data, ended, check
         self.committed: Committed | None = None
-        """What was committed here last."""
-        self._latest, self._mutex = Latest("kit-commit"), threading.Lock()
-        self.button = ipywidgets.Button(
-            description="Commit", icon="save", layout={"width": "110px", "flex": "0 0 auto"},
-            tooltip="write this file, its evidence and a job script",
-        )  # fmt: skip
-        self.words = ipywidgets.HTML()
-        self.text = ipywidgets.HTML(layout={"width": "100%"})
+        """The last commit of this view."""
+        super().__init__("kit-commit")
+        self._mutex = threading.Lock()
+        self.button = button("Commit", "save", "write this file, its evidence and a job script", "110px")
+        self.words, self.text = line(width="auto"), line()
         self.button.on_click(lambda _: self._latest.submit(self._try))
-        line = ipywidgets.HBox([self.button, self.words], layout={"align_items": "center", "grid_gap": "12px"})
-        self.ui = ipywidgets.VBox([line, self.text])
-
-    @property
-    def busy(self) -> bool:
-        return self._latest.busy
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Return when the text is that of the config; False after `timeout` seconds."""
-        return self._latest.wait(timeout)
+        self.ui = ipywidgets.VBox([row(self.button, self.words), self.text])
 
     def look(self, config: Config) -> None:
         """Show what `config` would be committed as; returns at once."""
@@ -85,7 +70,7 @@ class CommitView:
                 self._check()
                 self.committed = commit(self.config, self._trial(), module=self._module, data=self._data)
             except KitError as error:
-                self.words.value = _red(str(error))
+                self.words.value = red_html(str(error))
                 raise
             self.words.value = html.escape("written: " + ", ".join(path.name for path in self.committed.files))
             return self.committed
@@ -97,70 +82,63 @@ class CommitView:
         return trial if same else None
 
     def _try(self) -> None:
-        try:
+        with contextlib.suppress(KitError):  # it stands beside the button
             self.commit()
-        except KitError:
-            return  # it stands beside the button
 
     def _show(self) -> None:
         config = self.config
         try:
             text, launch = preview(config, self._module, self._data, self._trial())
         except KitError as error:
-            self.text.value = _red(str(error))
+            self.text.value = red_html(str(error))
             return
-        commands = html.escape("\n".join(commands_of(launch).values()))
-        self.text.value = (
-            f"<div style='line-height:1.4'>to run it: <pre style='{_CODE}'>{commands}</pre><details>"
-            f"<summary style='cursor:pointer'>the file that is run</summary>"
-            f"<pre style='{_CODE};max-height:420px;overflow:auto'>{html.escape(text)}</pre></details></div>"
-        )
-
-
-def _red(text: str) -> str:
-    return f"<span style='color:var(--jp-error-color1, #b00020)'>{html.escape(text)}</span>"
+        commands = pre_html("\n".join(commands_of(launch).values()))
+        file = folded_html("the file that is run", pre_html(text, ";max-height:420px;overflow:auto"))
+        self.text.value = f"<div style='line-height:1.4'>to run it: {commands}{file}</div>"
 
 
 FORMATS = {"CSV": "csv", "Markdown": "md", "HTML report": "html"}
-_LINE_STYLE = "font-family:var(--jp-code-font-family, monospace);font-size:.9em;white-space:pre-wrap;margin:2px 0"
-_MOST_ROWS = 20
+EXPERIMENT, NOTEBOOK, FOLDER, ALL = "this experiment", "this notebook", "whole folder", "and what is no trial"
+_CHOICES: dict[str, Callable[[Config], dict[str, str]]] = {
+    EXPERIMENT: lambda config: {"name": config.name},
+    NOTEBOOK: lambda _: {"notebook": "this"},
+    FOLDER: lambda _: {},
+    ALL: lambda config: {"name": config.name, "kind": "all"},
+}
+"""Whose runs are shown, as `kit.results` takes it."""
+_MOST_ROWS, _LOOK_AGAIN_SECONDS = 20, 1.0
 _SAME_BYTES = 12
+"""An export begins with the same bytes as an earlier one: the header."""
 
 
-class ExportView:
-    """The widgets.
+class ExportView(Background):
+    """The trials of the config's experiment, or others of its `trial.folder`; `on_shown` is told when they change."""
 
-    Args:
-        config: Whose experiment is shown: its `name`, in its `trial.folder`.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config, self.results = config, Results(())
+    def __init__(self, config: Config, on_shown: Callable[[], object] = lambda: None) -> None:
+        self.config, self.results, self._on_shown = config, Results(()), on_shown
+        self.experiment = Results(())
+        """The trials of the config's experiment, whichever are shown."""
         self.file: Path | None = None
-        """What was written here last."""
-        self._latest = Latest("kit-results")
+        """The last file written by this view."""
+        super().__init__("kit-results")
+        self.choice = ipywidgets.Dropdown(
+            options=list(_CHOICES), tooltip="whose trials are shown and written", description="trials of",
+            layout={"width": "250px", "flex": "0 0 auto"}, style={"description_width": "auto"},
+        )  # fmt: skip
         self.format = ipywidgets.Dropdown(
-            options=list(FORMATS), tooltip="what kind of file the trials are written to",
-            layout={"width": "130px", "flex": "0 0 auto"},
+            options=list(FORMATS), tooltip="what kind of file the trials are written to", description="write as",
+            layout={"width": "200px", "flex": "0 0 auto"}, style={"description_width": "auto"},
         )  # fmt: skip
-        self.button = ipywidgets.Button(
-            description="Export", icon="download", disabled=True, layout={"width": "110px", "flex": "0 0 auto"},
-            tooltip="write these trials to a file in the project folder",
-        )  # fmt: skip
-        self.words, self.table = ipywidgets.HTML(), ipywidgets.HTML(layout={"width": "100%"})
-        self.code = ipywidgets.HTML(layout={"width": "100%"})
+        tooltip = "write these trials to a file in the project folder"
+        self.button = button("Export", "download", tooltip, "110px", disabled=True)
+        self.words, self.table = line(width="auto"), line()
+        self.code = line()
         self.button.on_click(lambda _: self._latest.submit(self._try))
         self.format.observe(lambda _: self._show_code(), names="value")
-        line = ipywidgets.HBox([self.format, self.button, self.words], layout={"align_items": "center"})
-        self.ui = ipywidgets.VBox([self.table, line, self.code], layout={"width": "100%", "display": "none"})
-
-    @property
-    def busy(self) -> bool:
-        return self._latest.busy
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Return when the table is that of the config; False after `timeout` seconds."""
-        return self._latest.wait(timeout)
+        self.choice.observe(lambda _: self._latest.submit(self._show), names="value")
+        head = row(self.choice, self.format, self.button, self.words, gap="0 12px")
+        head.layout.flex_flow = "row wrap"
+        self.ui = ipywidgets.VBox([self.table, head, self.code], layout={"width": "100%", "display": "none"})
 
     def look(self, config: Config, *, again: bool = True) -> None:
         """Show the trials of its experiment; returns at once. Without `again` only where that is another one."""
@@ -177,7 +155,7 @@ class ExportView:
         try:
             self.file = self._write(self._path if path is None else Path(path))
         except KitError as error:
-            self.words.value = f"<span style='color:var(--jp-error-color1, #b00020)'>{html.escape(str(error))}</span>"
+            self.words.value = red_html(str(error))
             raise
         self.words.value = html.escape(f"written: {self.file.name}")
         return self.file
@@ -185,13 +163,15 @@ class ExportView:
     @property
     def line(self) -> str:
         """What the button does, in code."""
-        folder = "" if self.config.trial.folder == Config().trial.folder else repr(self.config.trial.folder)
-        found = f"kit.results({folder}).where(name={self.config.name!r})"
-        name = self._path.name
+        found, name = self._asked.code, self._path.name
         return {
             "csv": f"{found}.to_csv({name!r})", "md": f"{found}.to_markdown({name!r})",
             "html": f"kit.html_report({found}, {name!r})",
         }[FORMATS[self.format.value]]  # fmt: skip
+
+    @property
+    def _asked(self) -> Asked:
+        return Asked(self.config.trial.folder, **_CHOICES[self.choice.value](self.config))
 
     @property
     def _path(self) -> Path:
@@ -212,25 +192,37 @@ class ExportView:
         return path
 
     def _try(self) -> None:
-        try:
+        with contextlib.suppress(KitError):  # it stands beside the button
             self.export()
-        except KitError:
-            return  # it stands beside the button
 
     def _show(self) -> None:
-        config = self.config
+        """What there is now, and soon again while a prediction is being made."""
         try:
-            self.results = results(config.trial.folder).where(name=config.name)
-        except OSError:  # the folder is going
-            self.results = Results(())
+            self.results = self._asked.read()
+            mine = Asked(self.config.trial.folder, self.config.name)
+            self.experiment = self.results if mine == self._asked else mine.read()
+        except OSError:  # the folder is being removed
+            self.results = self.experiment = Results(())
         count = len(self.results)
         self.button.disabled = not count
-        self.ui.layout.display = "" if count else "none"
-        caption = f"{count:,} trial{'s' * (count > 1)} of {config.name}, newest first"
-        shown = results_table.as_html(self.results[:_MOST_ROWS], caption) if count else ""
-        self.table.value = f"<div style='max-height:320px;overflow:auto;line-height:1.4'>{shown}</div>"
+        self.ui.layout.display = "" if count or self.choice.value != EXPERIMENT else "none"
+        whose = "" if self._asked.name is None else f" of {self.config.name}"
+        noun = "run" if self.choice.value == ALL else "trial"
+        caption = f"{count:,} {noun}{'s' * (count != 1)}{whose}, newest first"
+        rows = self.results[:_MOST_ROWS]
+        shown = results_table.as_html(rows, caption, rows.note) if count else rows._repr_html_()
+        self.table.value = f"<div style='line-height:1.4'>{shown}</div>"
         self._show_code()
+        self._on_shown()
+        if self.results.predicted_soon:
+            again = weakly(self._look_again)
+            timer = threading.Timer(_LOOK_AGAIN_SECONDS, again)
+            timer.daemon = True
+            timer.start()
+
+    def _look_again(self) -> None:
+        if self.table.comm is not None:  # not closed
+            self._latest.submit(self._show)
 
     def _show_code(self) -> None:
-        line = f"<pre style='{_LINE_STYLE}'>{html.escape(self.line)}</pre>"
-        self.code.value = f"<div style='line-height:1.4'>the same in code: {line}</div>"
+        self.code.value = code_html(self.line)

@@ -1,5 +1,8 @@
 """ConfigForm: a Config as a form; edit a copy, validate it as a whole, replace, keep the last valid one.
 
+Every setting that differs from the config the form started from is marked and has a button that takes it back. With
+`folded`, settings stand in groups that fold, those most changed in sight, and a search finds the others.
+
 The form holds no settings of its own: `form.config` is always a valid Config, and controls, labels, tooltips and error
 texts come from `Config.fields()`. An edit that does not fit is shown with its reason beside its field and waits there:
 `ddp` chosen before `devices: 2` is taken over as soon as both are given.
@@ -7,52 +10,63 @@ texts come from `Config.fields()`. An edit that does not fit is shown with its r
 
 from __future__ import annotations
 
-import html
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
 
 from kit.config import Config, FieldInfo
 from kit.errors import ConfigError, Problem
-from kit.widgets.controls import LABEL_WIDTH, make_control, read_control, write_control
+from kit.widgets.controls import label, make_control, plain, read_control, show, write_control
+from kit.widgets.parts import ERROR, WIDTH, fold_button, heading_html, hint_html, line, note_html, put
 
 SHOWN = {
     "hardware": ("accelerator", "devices", "strategy", "precision"),
     "loader": ("batch_size", "num_workers", "requests_in_flight"),
-    "calibration": ("enabled",),
     "levers": ("accumulate_grad_batches", "gradient_checkpointing"),
-    "chunking": ("chunk", "shard"),
     "trial": ("max_steps", "warmup_steps"),
 }
-"""Sections and fields in sight; every other field is under "all settings"."""
+"""Groups that are open at first and their fields in sight; every other field is a click or a search away."""
 
-WIDTH, _NARROWEST = "352px", "300px"
-_STYLE = (
-    "<style>.kit-form .widget-label-basic { white-space: normal; overflow: visible; height: auto; line-height: 1.3 }"
-    " .kit-form .widget-checkbox { height: auto }</style>"
-)
-_HINT, _ERROR = "var(--jp-ui-font-color2, #666)", "var(--jp-error-color1, #b3261e)"
+_NARROWEST = "300px"
+_STYLE = """<style>
+.kit-form .widget-label-basic { white-space: normal; overflow: visible; height: auto; line-height: 1.3 }
+.kit-form .widget-checkbox { height: auto }
+.kit-row { position: relative; padding-right: 26px }
+.kit-changed > :first-child .widget-label, .kit-changed > :first-child span { font-weight: 600 }
+.kit-row > .kit-back { position: absolute; right: 0; top: 1px; width: 24px; padding: 0; background: none; margin: 0 }
+.kit-form .kit-fold { flex: 1 1 auto }
+.kit-form .kit-fold.kit-more { font-weight: 400; flex: 0 0 auto; margin-right: 26px }
+.kit-row > * { min-width: 0; max-width: 100% }
+.kit-row .kit-hint > summary { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; cursor: pointer }
+.kit-row .kit-hint[open] > summary { white-space: normal }
+</style>"""
 
 
 class ConfigForm:
-    """Controls on one Config. `config` reads and replaces it; `on_change` hears of every valid change.
+    """Controls on one Config. `config` reads and replaces it; `on_change` is called after every valid change.
 
     Args:
-        config: What it starts from.
+        config: What it starts from, and what settings are taken back to.
         shown: Title → its fields in sight, by name in the section of that title, or by dotted path.
-        folded: Whether every other field can be unfolded below them.
+        folded: Whether every other field can be unfolded and searched for.
     """
 
     def __init__(
         self, config: Config | None = None, shown: Mapping[str, Sequence[str]] = SHOWN, *, folded: bool = True
     ) -> None:
-        self._config = config or Config()
+        self._config = self._base = config or Config()
         self._fields = {info.path: info for info in Config.fields()}
         self.controls = {path: make_control(info, self._config.get(path)) for path, info in self._fields.items()}
         self._notes: dict[str, Any] = {}
-        self._rows = {path: ipywidgets.VBox([control]) for path, control in self.controls.items()}
+        self._backs: dict[str, Any] = {}
+        self._rows = {path: _row(control) for path, control in self.controls.items()}
+        self._groups: list[_Group] = []
+        self.search = ipywidgets.Text(
+            placeholder="find a setting", tooltip="words of its name or of what it is for",
+            layout={"width": "auto", "margin": "0 26px 2px 0"},
+        )  # fmt: skip
         self._hints: dict[str, str] = {}
         self._values: dict[str, tuple[Any, Any]] = {}
         self._listeners: list[Callable[[Config], object]] = []
@@ -61,7 +75,9 @@ class ConfigForm:
         self._writing = False
         for path, control in self.controls.items():
             control.observe(lambda _, path=path: self._edited(path), ["value", "correction"])
-        self.ui = self._draw(shown, folded)
+        self.search.add_class("kit-search")
+        self.search.observe(lambda _: self._find(), "value")
+        self.ui = self._draw_folded(shown) if folded else self._draw(shown)
 
     # -- the config
 
@@ -73,24 +89,31 @@ class ConfigForm:
     @config.setter
     def config(self, config: Config) -> None:
         with self._mutex:
-            self._writing = True
-            try:
-                for path, control in self.controls.items():
-                    write_control(self._fields[path], control, config.get(path))
-            finally:
-                self._writing = False
+            self._write({path: config.get(path) for path in self.controls})
             self._accept(config, ())
 
     def edit(self, changes: Mapping[str, Any]) -> None:
         """Put values into controls, all before any is judged, as if they had been typed at once; others stay."""
         with self._mutex:
-            self._writing = True
-            try:
-                for path, value in changes.items():
-                    write_control(self._fields[path], self.controls[path], value)
-            finally:
-                self._writing = False
-            self._accept(*self._apply(next(reversed(list(changes)))))
+            self._write(changes)
+            self._accept(*self._apply([*changes][-1]))
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        self._writing = True
+        try:
+            for path, value in values.items():
+                write_control(self._fields[path], self.controls[path], value)
+        finally:
+            self._writing = False
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The fields that differ from the config it started from."""
+        return tuple(self._base.diff(self._config))
+
+    def reset(self, *paths: str) -> None:
+        """Take these fields back to what the form started from; without any, all of them."""
+        self.edit({path: self._base.get(path) for path in paths or self.controls})
 
     def check(self) -> None:
         """That every control holds what the config has.
@@ -134,7 +157,7 @@ class ConfigForm:
             except ConfigError as error:
                 problems += error.problems
                 continue
-            if _thawed(value) != _thawed(self._config.get(path)):
+            if plain(value) != plain(self._config.get(path)):
                 edits[path] = value
         return edits, problems
 
@@ -162,24 +185,42 @@ class ConfigForm:
             self._annotate()
 
     def show_problems(self, problems: Sequence[Problem]) -> None:
-        """Show what is wrong with the config that only its use could tell, until the next edit."""
+        """Show problems of the config that only using it reveals, until the next edit."""
         with self._mutex:
             self.problems = tuple(problems)
             self._annotate()
 
     def _annotate(self) -> None:
-        for path in self._fields:
-            errors = [problem.message for problem in self.problems if _concerns(problem, path)]
-            correction = getattr(self.controls[path], "correction", "")
-            self._note(path, _note_html(errors, correction, self._hints.get(path, "")))
+        """Mark what differs. Under each control what is wrong with it; else what was corrected and the hint."""
+        changed = set(self.changed)
+        for path in changed | self._backs.keys():
+            self._mark(path, path in changed)
+        for group in self._groups:
+            group.mark(changed)
+        for path, control in self.controls.items():
+            errors = " ".join(problem.message for problem in self.problems if _concerns(problem, path))
+            correction, hint = getattr(control, "correction", ""), self._hints.get(path, "")
+            text = note_html(errors, color=ERROR, role="alert") if errors else ""
+            text += note_html(correction, role="status") if correction and not errors else ""
+            text += hint_html(hint) if hint and not errors else ""
+            if text and path not in self._notes:
+                self._notes[path] = line(width="auto")
+                self._rows[path].children += (self._notes[path],)
+            if path in self._notes and self._notes[path].value != text:
+                put(self._notes[path], text)
 
-    def _note(self, path: str, text: str) -> None:
-        if path not in self._notes and text:
-            self._notes[path] = ipywidgets.HTML(layout={"margin": "0", "width": "auto"})
-            self._rows[path].children = (self.controls[path], self._notes[path])
-        if path in self._notes and self._notes[path].value != text:
-            self._notes[path].value = text
-            self._notes[path].layout.display = None if text else "none"
+    def _mark(self, path: str, changed: bool) -> None:
+        """Show that a field differs, with a way back. Children are only added, so that the control keeps the focus."""
+        if self._rows[path].comm is None:  # closed
+            return
+        if path not in self._backs:
+            was = show(self._fields[path], self._base.get(path)) or "nothing"
+            back = self._backs[path] = ipywidgets.Button(icon="undo", tooltip=f"back to {was}, as it was at first")
+            back.add_class("kit-back")
+            back.on_click(lambda _: self.reset(path))
+            self._rows[path].children += (back,)
+        self._backs[path].layout.display = None if changed else "none"
+        (self._rows[path].add_class if changed else self._rows[path].remove_class)("kit-changed")
 
     # -- layout
 
@@ -187,27 +228,34 @@ class ConfigForm:
         """The control of one field with its note, to be placed elsewhere than in the form."""
         return self._rows[path]
 
-    def _draw(self, shown: Mapping[str, Sequence[str]], folded: bool) -> Any:
-        groups = [_group(title, (self._rows[path] for path in _paths(title, names))) for title, names in shown.items()]
+    def _draw(self, shown: Mapping[str, Sequence[str]]) -> Any:
+        return self._box(
+            [_columns(_group(title, map(self.row, _paths(title, names))) for title, names in shown.items())]
+        )
+
+    def _draw_folded(self, shown: Mapping[str, Sequence[str]]) -> Any:
+        """Every section as a group; those of `shown` first and open."""
+        sections = dict.fromkeys([*shown, *(_section(info) for info in self._fields.values())])
+        for title in sections:
+            rows = {info.path: self._rows[info.path] for info in self._fields.values() if _section(info) == title}
+            self._groups.append(_Group(title, rows, _paths(title, shown.get(title, ())), opened=title in shown))
+        return self._box([self.search, *(group.ui for group in self._groups)])
+
+    def _box(self, children: Sequence[Any]) -> Any:
         style = ipywidgets.HTML(_STYLE, layout={"display": "none"})
-        children = [_columns(groups), *(self._draw_rest(shown) if folded else []), style]
-        box = ipywidgets.VBox(children, layout={"flex": f"1 1 {WIDTH}", "min_width": "0"})
+        box = ipywidgets.VBox([*children, style], layout={"flex": f"1 1 {WIDTH}", "min_width": "0"})
         box.add_class("kit-form")
         return box
 
-    def _draw_rest(self, shown: Mapping[str, Sequence[str]]) -> list[Any]:
-        """Every field that is not in sight, and the button that unfolds them."""
-        in_sight = {path for title, names in shown.items() for path in _paths(title, names)}
-        rest: dict[str, list[FieldInfo]] = {}
-        for info in self._fields.values():
-            if info.path not in in_sight:
-                section = info.section if "." in info.path else "experiment"
-                rest.setdefault(section, []).append(info)
-        content = _columns(
-            _group(section, (self._rows[info.path] for info in infos)) for section, infos in rest.items()
-        )
-        content.layout.display = "none"
-        return [_fold("all settings", content), content]
+    def _find(self) -> None:
+        """Show the fields that have every word of the search in name or description; all groups without a search."""
+        words = self.search.value.lower().split()
+        found = None
+        if words:
+            texts = {path: f"{path} {label(info)} {info.help}".lower() for path, info in self._fields.items()}
+            found = {path for path, text in texts.items() if all(word in text for word in words)}
+        for group in self._groups:
+            group.show(found)
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -220,8 +268,7 @@ def _paths(title: str, names: Iterable[str]) -> list[str]:
 
 
 def _group(title: str, rows: Iterable[Any]) -> Any:
-    heading = f"<div style='font-weight:600;margin:8px 0 2px;line-height:1.4'>{html.escape(title)}</div>"
-    return ipywidgets.VBox([ipywidgets.HTML(heading, layout={"margin": "0"}), *rows])
+    return ipywidgets.VBox([ipywidgets.HTML(heading_html(title), layout={"margin": "0"}), *rows])
 
 
 def _columns(groups: Iterable[Any]) -> Any:
@@ -231,37 +278,68 @@ def _columns(groups: Iterable[Any]) -> Any:
     return ipywidgets.GridBox(list(groups), layout=layout)
 
 
-def _fold(title: str, content: Any) -> Any:
-    """A button that shows and hides `content`."""
-    button = ipywidgets.Button(
-        description=f"▸ {title}",
-        tooltip=f"show or hide {title}",
-        layout={"width": "auto", "margin": "10px 0 2px", "align_self": "flex-start", "padding": "0"},
-    )
-    button.style.button_color = "transparent"
+class _Group:
+    """One section: a title that folds it, its fields in sight, and a button for the others."""
 
-    def toggle(_: Any) -> None:
-        hidden = content.layout.display == "none"
-        content.layout.display = "grid" if hidden else "none"
-        button.description = f"{'▾' if hidden else '▸'} {title}"
+    def __init__(self, title: str, rows: Mapping[str, Any], first: Sequence[str], *, opened: bool) -> None:
+        self._name, self._rows, self._opened = title, rows, opened
+        self._first = set(first or rows)
+        self._found: set[str] | None = None
+        self._all = False
+        self._changed = 0
+        self._title, self._more = fold_button(f"show or hide {title}"), fold_button(f"every setting of {title}")
+        self._more.add_class("kit-more")
+        self._title.on_click(lambda _: self._toggle())
+        self._more.on_click(lambda _: self._toggle_all())
+        head = ipywidgets.HBox([self._title, self._more], layout={"margin": "2px 0 0"})
+        self.ui = ipywidgets.VBox([head, *rows.values()])
+        self.show(None)
 
-    button.on_click(toggle)
-    return button
+    def show(self, found: set[str] | None) -> None:
+        """Show these fields of a search; without a search, those that are unfolded."""
+        self._found = found
+        shown = self._rows.keys() & found if found is not None else self._unfolded
+        for path, one in self._rows.items():
+            one.layout.display = None if path in shown else "none"
+        self.ui.layout.display = None if found is None or shown else "none"
+        hidden = len(self._rows) - len(self._first)
+        self._more.layout.display = None if found is None and self._opened and hidden else "none"
+        self._more.description = "fewer" if self._all else f"{hidden} more …"
+        self._label()
+
+    def mark(self, changed: set[str]) -> None:
+        """Say how many of its fields differ."""
+        self._changed = len(self._rows.keys() & changed)
+        self._label()
+
+    @property
+    def _unfolded(self) -> Collection[str]:
+        if not self._opened:
+            return ()
+        return self._rows.keys() if self._all else self._first
+
+    def _label(self) -> None:
+        sign = "▾" if self._opened or self._found is not None else "▸"
+        self._title.description = f"{sign} {self._name}" + f" · {self._changed} changed" * bool(self._changed)
+
+    def _toggle(self) -> None:
+        self._opened = not self._opened
+        self.show(self._found)
+
+    def _toggle_all(self) -> None:
+        self._all = not self._all
+        self.show(self._found)
 
 
-def _note_html(errors: list[str], correction: str, hint: str) -> str:
-    """What is wrong; else what was corrected and what is worth knowing, each a line."""
-    lines = [(" role='alert'", _ERROR, " ".join(errors))] if errors else []
-    lines = lines or [(" role='status'", _HINT, correction), ("", _HINT, hint)]
-    style = f"margin:0 0 4px calc({LABEL_WIDTH} + 8px);font-size:.85em;line-height:1.3"
-    return "".join(
-        f"<div{role} style='{style};color:{colour}'>{html.escape(text)}</div>" for role, colour, text in lines if text
-    )
+def _row(control: Any) -> Any:
+    made = ipywidgets.VBox([control])
+    made.add_class("kit-row")
+    return made
+
+
+def _section(info: FieldInfo) -> str:
+    return info.section if "." in info.path else "experiment"
 
 
 def _concerns(problem: Problem, path: str) -> bool:
     return problem.path == path or problem.path.startswith(path + ".")
-
-
-def _thawed(value: Any) -> Any:
-    return [_thawed(item) for item in value] if isinstance(value, list | tuple) else value

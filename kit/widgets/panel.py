@@ -1,9 +1,12 @@
-"""Panel: everything about one Config in one place: its form, its store, a trial of it, and the same thing in code.
+"""Panel: everything about one Config in one place: four answers, its form, a tab for each question, the same in code.
+
+On top stand memory, speed, data and the whole run, as far as they are known before anything runs. Memory is predicted
+once the panel is shown and anew when a setting changes, but never beside a trial, which it would slow.
 
 Every control has a method of the same name, so that a notebook and a script do the same. A click returns at once: what
 takes time (looking at the store, building, checking a trial before it starts) runs in a thread, and a trial runs in
-processes of its own. One button fits and stops. Blocking is asked for with `wait()` or `await panel`; an interrupt ends
-the trial, keeps what it measured, and ends Run All. Only widget traits are set from threads, never an Output.
+processes of its own. One button fits and stops. `wait()` and `await panel` block; an interrupt ends the trial, keeps
+what it measured, and ends Run All. Only widget traits are set from threads, never an Output.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 
@@ -24,82 +27,133 @@ from kit.config import Config
 from kit.errors import ConfigError, KitError, TrialError
 from kit.memory.alongside import fit
 from kit.memory.dials import model_dials
+from kit.memory.replay.cards import THIS_MACHINE
 from kit.studies.calibration.result import Calibration, calibrate
 from kit.studies.diagnosis.diagnose import Diagnosis
 from kit.studies.profiling.profile import Profile, profile
 from kit.train.choices import explain_attention, explain_batch, explain_strategy
-from kit.trial.payload import BatchRule, Part, batch_rule
+from kit.trial.payload import Part, batch_rule
 from kit.trial.trial import Trial, warm_up
+from kit.widgets.build_panel import BuildPart
+from kit.widgets.chunk_panel import ChunkPart
 from kit.widgets.diagnose import CalibrationView, DiagnosisControl, ProfileView
 from kit.widgets.files import CommitView, ExportView
 from kit.widgets.form import ConfigForm
-from kit.widgets.handle import Handle, weakly
-from kit.widgets.live import Latest, live_box
+from kit.widgets.live import ConfigPanel, LatestOnlyWorker, live_box, weakly
+from kit.widgets.memory_panel import MemoryPart
+from kit.widgets.memory_view import CardAnswer
+from kit.widgets.overview import (
+    MeasuredSpeed,
+    Overview,
+    data_card,
+    measure_speed,
+    memory_card,
+    run_card,
+    speed_card,
+    speed_expected,
+)
+from kit.widgets.parts import (
+    QUIET,
+    Fold,
+    button,
+    code_html,
+    error_words,
+    folded_html,
+    line,
+    pre_html,
+    relabel,
+    row,
+    two_columns,
+)
 from kit.widgets.store import StoreFacts, StoreView
 from kit.widgets.trial_view import TrialView
-
-if TYPE_CHECKING:
-    from kit.machine.machine import Machine
 
 _TICK_SECONDS = 0.05
 
 
 def panel(config: Config | None = None, module: Any = None, data: Any = None) -> Panel:
-    """A form, a chunk plan and a live trial for this config (by default, the default one).
+    """Show the whole kit as widgets for one config: a form, the chunk plan, memory, a live trial and its diagnosis.
 
-    `close()` gives its widgets back. So does forgetting it: when no variable holds it, none of its trials runs, and the
-    cell that shows it has been run again (what IPython keeps of that result goes then too).
+    `close()` removes its widgets. They are also removed once no variable holds the panel, none of its trials runs, and
+    the cell that shows it has run again.
 
     Args:
-        config: what the form starts from; it is not changed, `panel.config` is the edited copy.
-        module: what is trained, as `kit.fit` takes it; None takes `model.target`.
-        data: what it is trained on, as `kit.fit` takes it; None takes the config's own store.
+        config: What the form starts from; the default config when left out. It is not changed: `panel.config` is the
+            edited copy.
+        module: What is trained, as `kit.fit` takes it. None takes `model.target`.
+        data: What it is trained on, as `kit.fit` takes it. None takes the config's own store.
+
+    Returns:
+        The panel, which a notebook shows as the last line of a cell.
+
+    Raises:
+        ConfigError: for a config that is none.
+
+    Example:
+        >>> shown = kit.panel(config)
+        >>> shown.config == config
+        True
+        >>> shown.close()
     """
     return Panel(config or Config(), module, data)
 
 
-class Panel(Handle):
+class Panel(ConfigPanel):
     """The widgets, and the methods that mirror them."""
 
     def __init__(self, config: Config, module: Any = None, data: Any = None) -> None:
         self._base, self._module, self._data = config, module, data
-        self._starting, self._mutex = Latest("kit-fit"), threading.RLock()
+        self._starting, self._mutex = LatestOnlyWorker("kit-fit"), threading.RLock()
         self.trial: Trial | None = None
         """The last trial started here."""
         self.form = ConfigForm(config)
         self.view = TrialView(config)
+        self.overview = Overview()
+        self._speed: MeasuredSpeed | None = None
+        self._wanted = False
+        self._built: bool | None = None
+        self._facts_drawn: StoreFacts | None = None
+        self._drawing = LatestOnlyWorker("kit-chunks")
+        self.memory = MemoryPart(self.form, module, data, on_change=weakly(self._show_memory))
+        """What the device needs; predicted once the panel is shown, or by `memory.predict()`."""
         self._device_hints: dict[str, str] = device_hints(config, data=data)
         self._store_hints: dict[str, str] = {}
         self._hinting = threading.Lock()
-        self.store = StoreView(config, weakly(self._on_facts), self.form.check) if data is None else None
-        self.button = ipywidgets.Button(layout={"width": "90px", "flex": "0 0 auto"})
-        self.code = ipywidgets.HTML(layout={"margin": "6px 0 0", "width": "100%"})
-        self.diagnosing = DiagnosisControl(weakly(self._ended_trial), weakly(self._check_before_diagnosing))
+        self.button = button("", "", "")
+        self.code = line(margin="6px 0 0")
+        self.changes = line(width="auto", flex="1 1 auto", min_width="0")
+        self.reset_button = button("reset", "undo", "take every setting back to what the panel started from")
+        self.diagnosing = DiagnosisControl(
+            weakly(self._ended_trial), weakly(self._check_before_diagnosing), weakly(self._count_tabs)
+        )
         self.profiling = ProfileView(weakly(self._profile))
         self.calibration = CalibrationView(weakly(self._calibrate), weakly(self._on_calibrated))
         self.committing = CommitView(config, module, data, weakly(self._last_ended), self.form.check)
-        self.exporting = ExportView(config)
+        self.exporting = ExportView(config, weakly(self._on_results))
+        self.store: StoreView | None = None
+        self.chunks: ChunkPart | None = None
+        self.building: BuildPart | None = None
+        self.tabs = ipywidgets.Tab(layout={"width": "100%"})
+        self._draw()
+        if data is None:
+            self.chunks = ChunkPart(self.form, weakly(self._check_before_measuring))
+            self.building = BuildPart(self.form, config)
+            children = (*self.building.plans, *self.building.advice)
+            self._fold = Fold("who builds it, and who loads", children, weakly(self._plan_build))
+            self.store = StoreView(config, weakly(self._on_facts), self.form.check)
+            parts = (self.store.ui, self.chunks.ui, self._fold.ui)
+            self._data_tab.children = (*parts, *self._data_tab.children)
         self._label(busy=False)
-        clicked = weakly(self._clicked)
-        self.button.on_click(lambda _: clicked())
-        self.form.on_change(weakly(self._on_config))
+        self._listen()
+        self._show_changes()
         self._show_code()
         self._show_hints()
+        self._show_cards()
         self.committing.look(config)
         self.exporting.look(config)
-        self.ui = self._draw()
         self._own()
 
     # -- what the controls do
-
-    @property
-    def config(self) -> Config:
-        """The last valid Config of the form; setting it sets every control."""
-        return self.form.config
-
-    @config.setter
-    def config(self, config: Config) -> None:
-        self.form.config = config
 
     @property
     def busy(self) -> bool:
@@ -116,30 +170,28 @@ class Panel(Handle):
             if self.trial is not None and not self.trial.ended:
                 return self.trial
             try:
-                self.trial = self._submit(self.config)
+                self.form.check()
+                self._check_alone(self)
+                self.view.reset(self.config, "checking …")
+                self.trial = fit(self.config, self._module, self._data)
             except Exception as error:
                 self._label(busy=False)
                 self.view.say("not started", 0.0)
-                self.view.show_error(_first_line(error))
+                problems = error.problems if isinstance(error, ConfigError) else [error_words(error)]
+                self.view.show_error(" ".join(map(str, problems)))
                 raise
             self._label(busy=True)
-            self.diagnosing.offer(possible=False)
+            self.diagnosing.reset()
+            self.select("Live")
             self.view.watch(self.trial)
             self.trial.on_change(self._on_trial)
             return self.trial
-
-    def _submit(self, config: Config) -> Trial:
-        self.form.check()
-        self._check_alone(self)
-        self.view.reset(config, "checking …")
-        given = self._module is not None or self._data is not None
-        return fit(self._module, self._data, config) if given else fit(config)
 
     def diagnose(self) -> Diagnosis:
         """Say what the last trial suffers from; the findings appear under it, each with a button that tries its change.
 
         Raises:
-            TrialError: when no trial has ended here, and as `kit.diagnose` does.
+            TrialError: when no trial has ended here, and as `kit.studies.diagnose` does.
         """
         return self.diagnosing.run()
 
@@ -151,6 +203,9 @@ class Panel(Handle):
     def _check_before_diagnosing(self) -> None:
         self._check_alone(self.diagnosing)
 
+    def _check_before_measuring(self) -> None:
+        self._check_alone(self.chunks)
+
     def _check_alone(self, mine: object) -> None:
         """That nothing else here runs in processes of its own.
 
@@ -161,24 +216,24 @@ class Panel(Handle):
             "a trial is running": self, "a profile is running": self.profiling,
             "the loader is being calibrated": self.calibration,
             "the last trial is being diagnosed, or a change tried": self.diagnosing,
+            "the store is being measured": self.chunks,
         }  # fmt: skip
         for what, part in others.items():
-            if part is not mine and part.busy:
+            if part is not None and part is not mine and part.busy:
                 raise TrialError(f"{what}, and each would slow the other; stop it or wait for it")
 
     def profile(self) -> Profile:
         """Run the config under each profiler, and return at once; the tables appear under the trial.
 
         Raises:
-            KitError: for edits in the form that do not fit, and as `kit.profile` does.
+            KitError: for edits in the form that do not fit, and as `kit.studies.profile` does.
         """
         return self.profiling.run()
 
     def _profile(self) -> Profile:
         self.form.check()
         self._check_alone(self.profiling)
-        given = self._module is not None or self._data is not None
-        return profile(self._module, self._data, self.config) if given else profile(self.config)
+        return profile(self.config, self._module, self._data)
 
     def calibrate(self) -> None:
         """Measure loader settings in a thread, and take the cheapest fast one over into the form; returns at once."""
@@ -187,9 +242,7 @@ class Panel(Handle):
     def _calibrate(self, on_start: Callable[[Trial], object]) -> Calibration:
         self.form.check()
         self._check_alone(self.calibration)
-        given = self._module is not None or self._data is not None
-        asked = (self._module, self._data, self.config) if given else (self.config,)
-        return calibrate(*asked, on_start=on_start)
+        return calibrate(self.config, self._module, self._data, on_start=on_start)
 
     def _on_calibrated(self, found: Calibration) -> None:
         self.config = found.apply(self.config)
@@ -260,23 +313,38 @@ class Panel(Handle):
     def _last_ended(self) -> Trial | None:
         return self.trial if self.trial is not None and self.trial.ended else None
 
-    def save(self, path: str | Path) -> Path:
-        """Write the config as YAML, to be committed."""
-        return self.config.save(path)
-
     @property
     def _preparing(self) -> bool:
         building = self.store is not None and not self.store.wait(0)
+        parts = (self.chunks, self.building, self._drawing)
+        building = building or any(part is not None and part.busy for part in parts)
         measuring = self.diagnosing.busy or self.profiling.busy or self.calibration.busy
         return self._starting.busy or measuring or building or self.committing.busy or self.exporting.busy
 
     # -- what happens
+
+    def _listen(self) -> None:
+        """Let the controls do what the methods do."""
+        clicked, reset, predict = weakly(self._clicked), weakly(self.form.reset), weakly(self._predict)
+        select = weakly(self.select)
+        self.button.on_click(lambda _: clicked())
+        self.reset_button.on_click(lambda _: reset())
+        self.calibration.button.on_click(lambda _: select("Data"))
+        self.profiling.button.on_click(lambda _: select("Advice"))
+        self.diagnosing.button.on_click(lambda _: select("Advice"))
+        cards = weakly(self._show_cards)
+        self.memory.device_control.observe(lambda _: (predict(), cards()), "value")
+        self.form.on_change(weakly(self._on_config))
+        show_plan = weakly(self._show_plan)
+        drawing = self._drawing
+        self.tabs.observe(lambda _: drawing.submit(show_plan), "selected_index")
 
     def _clicked(self) -> None:
         if self.trial is not None and not self.trial.ended:
             self.stop()
         elif not self._starting.busy:
             self._label(busy=True)
+            self.select("Live")
             self.view.say("checking …", None)
             self._starting.submit(self._start)
 
@@ -297,31 +365,150 @@ class Panel(Handle):
             self._label(busy=False)
             self.diagnosing.button.disabled = False
             self.exporting.look(self.config)
+            self._measure(self.trial)
+            self._predict()
         self._refresh()
 
+    def _measure(self, trial: Trial) -> None:
+        """Take over what an ended trial says about speed, once."""
+        if self._speed is None or self._speed.name != trial.name:
+            self._speed = measure_speed(trial) or self._speed
+            self._show_cards()
+
+    def _predict(self) -> None:
+        """Predict memory for the config as it is now; after the trial, while one runs."""
+        if self._wanted and not self.busy:
+            self.memory.predict()
+
     def _on_config(self, config: Config) -> None:
+        self._show_changes()
         self._show_code()
+        self._show_cards()
+        self._predict()
         self._show_hints(device=device_hints(config, self._base, self._data))
         self.committing.look(config)
         self.exporting.look(config, again=False)
         if self.store is not None:
             self.store.look(config)
-        if not self.busy and self.trial is None:
+            self._plan_build()
+        if not self.busy and self.trial is None and config.trial != self.view.limits:
             self.view.reset(config)
 
+    def _show_plan(self) -> None:
+        """Draw the plan of the store, once its tab is in sight: a slider of the memory tab does not wait for it."""
+        if self.store is None or self.chunks is None or self.tabs.selected_index != self._pages.index("Data"):
+            return
+        facts = self.store.facts
+        if facts.plan is not None and facts is not self._facts_drawn:
+            self._facts_drawn = facts
+            self.chunks.show(facts.config, facts.plan)
+
+    def _plan_build(self) -> None:
+        """Who can build it, once somebody has opened that."""
+        if self.building is not None and self._fold.opened:
+            self.building.advise(self.config.as_code(against=self._base))
+            self.building.plan()
+
     def _on_facts(self, facts: StoreFacts) -> None:
-        self._show_hints(store=facts.hints)
+        assert self.chunks is not None
+        self._show_plan()
+        self._show_hints(store={**facts.hints, **self.chunks.hints(self.config)})
+        self._show_cards()
+        built = facts.dataset is not None
+        if self._built is False and built:
+            self._predict()
+        if self._built is None and not built and self.trial is None:
+            self.select("Data")
+        self._built = built
 
     # -- what is shown
 
-    def _label(self, busy: bool) -> None:
-        label, icon, style, tooltip = (
-            ("Stop", "stop", "warning", "end the trial after its current step; what it measured is kept")
-            if busy
-            else ("Fit", "play", "primary", "start a trial: this config, run briefly in processes of its own")
+    def _draw(self) -> None:
+        """Four answers over the settings and the tabs; the line of code below."""
+        self._data_tab = ipywidgets.VBox([self.calibration.ui])
+        pages = {
+            "Live": [self.view.progress, self.view.chart, self.view.notes, self.view.error],
+            "Memory": [*self.memory.named_sliders(), self.memory.dials.ui, self.memory.view.ui],
+            "Data": self._data_tab, "Advice": [self.diagnosing.ui, self.profiling.ui],
+            "Trials": [self.exporting.ui], "Commit": [self.committing.ui],
+        }  # fmt: skip
+        children = [ipywidgets.VBox(page) if isinstance(page, list) else page for page in pages.values()]
+        self.tabs.children, self.tabs.titles, self.tabs.selected_index = children, tuple(pages), 0
+        self._pages = tuple(pages)
+        actions = row(self.button, self.calibration.button, self.profiling.button, self.diagnosing.button, gap="4px")
+        device = self.memory.device_control
+        device.layout.width, device.style.description_width = "240px", "auto"
+        head = ipywidgets.HBox([actions, self.changes, self.reset_button, device], layout={
+            "align_items": "center", "flex_flow": "row wrap", "grid_gap": "4px 16px",
+        })  # fmt: skip
+        below = two_columns(self.form.ui, [self.tabs])
+        self.ui = live_box([head, self.overview.ui, below, self.code])
+
+    def select(self, name: str) -> None:
+        """Show the tab of this name."""
+        self.tabs.selected_index = self._pages.index(name)
+
+    def _on_results(self) -> None:
+        """Other trials, or a prediction that was made after its trial had ended."""
+        self._count_tabs()
+        self._show_cards()
+        if self.trial is not None and self.trial.ended:
+            self.view.show(self.trial)
+
+    def _count_tabs(self) -> None:
+        """How many trials and findings there are, in the titles of their tabs."""
+        view = self.diagnosing.view
+        counts = {"Trials": len(self.exporting.results), "Advice": len(view.findings) if view else 0}
+        self.tabs.titles = tuple(f"{name} ({counts[name]})" if counts.get(name) else name for name in self._pages)
+
+    def _show_changes(self) -> None:
+        changed = self.form.changed
+        words = f"{len(changed)} setting{'s' * (len(changed) > 1)} changed" if changed else "unchanged"
+        self.changes.value = f"<b>{html.escape(self.config.name)}</b> <span style='color:{QUIET}'>{words}</span>"
+        self.reset_button.layout.display = None if changed else "none"
+
+    def _show_cards(self) -> None:
+        """Speed, data and the whole run; memory has its own."""
+        facts = StoreFacts(problem="Calibrate measures your loader")
+        if self.store is not None:
+            facts = self.store.facts
+        missing = facts.problem or "looking at the store …"
+        rows, elsewhere = reversed(self.exporting.experiment), self._elsewhere
+        expected = speed_expected(self.config, self._module, self._data, rows)
+        ranks = facts.plan.ranks if facts.plan else 1
+        self.overview.show(
+            speed=speed_card(self._speed, self.config, expected, elsewhere),
+            data=data_card(facts.costs, ranks, self._speed, self.config, missing, elsewhere),
+            run=run_card(self._speed, self.config, elsewhere),
         )
-        self.button.description, self.button.icon, self.button.button_style = label, icon, style
-        self.button.tooltip = tooltip
+        if not self._wanted:
+            self._show_memory()
+
+    @property
+    def _elsewhere(self) -> str:
+        """The GPU model that is asked about, where that is not this machine."""
+        return "" if self.memory.device == THIS_MACHINE else CardAnswer(self.memory.device).name
+
+    def _show_memory(self) -> None:
+        view, state = self.memory.view, ""
+        if not self._wanted:
+            state = "predicted once the panel is shown"
+        elif view.failure is not None:
+            state = str(view.failure).partition("\n")[0]
+        elif self.busy and view.waiting:
+            state = "predicted after the trial"
+        elif view.waiting:
+            state = f"predicting for {self.memory.device} …"
+        known = None if view.failure is not None else view.estimate
+        self.overview.show(memory=memory_card(self.memory.answer, known, state, self._elsewhere))
+
+    def _label(self, busy: bool) -> None:
+        if busy:
+            relabel(
+                self.button, "Stop", "stop", "warning", "end the trial after its current step; what it measured is kept"
+            )
+        else:
+            relabel(self.button, "Fit", "play", "primary", "start a trial: this config, run briefly in other processes")
 
     def _show_hints(self, device: dict[str, str] | None = None, store: dict[str, str] | None = None) -> None:
         with self._hinting:
@@ -331,51 +518,23 @@ class Panel(Handle):
             self.form.show_hints({**self._device_hints, **self._store_hints, **sizes})
 
     def _show_code(self) -> None:
-        config = self.config.as_code(against=self._base)
-        own = {"module": self._module, "data": self._data}
-        parts = [name if part is not None else "None" for name, part in own.items()]
-        given = parts if set(parts) != {"None"} else []
-        call = f"kit.fit({', '.join([*given, config])})"
-        self.code.value = _code_html(call, self.config)
-
-    def _draw(self) -> Any:
-        head = ipywidgets.HBox([self.button, self.view.progress], layout={"align_items": "center", "grid_gap": "12px"})
-        store = [self.store.ui] if self.store is not None else []
-        right = ipywidgets.VBox(
-            [
-                *store,
-                head,
-                self.view.chart,
-                self.view.notes,
-                self.view.error,
-                self.diagnosing.ui,
-                self.calibration.ui,
-                self.profiling.ui,
-                self.code,
-                self.committing.ui,
-                self.exporting.ui,
-            ],
-            layout={"flex": "100 1 480px", "min_width": "0"},
-        )
-        columns = ipywidgets.HBox(
-            [self.form.ui, right], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "8px 28px"}
-        )
-        return live_box([columns])
+        yaml = folded_html("config as YAML", pre_html(self.config.to_yaml(comments=False)))
+        self.code.value = code_html(f"kit.fit({self._arguments()})", below=yaml)
 
     def _still(self) -> tuple[str, bytes | None]:
         return self.view.still
-
-    def __repr__(self) -> str:
-        return f"Panel of {self.config!r}"
 
     def _ipython_display_(self) -> None:
         if self.config.trial.start == "warm":
             warm_up()
         self._show()
+        if not self._wanted and not self.closed:
+            self._wanted = True
+            self._predict()
 
 
 def device_hints(config: Config, base: Config | None = None, data: Any = None) -> dict[str, str]:
-    """What `auto` came to on this machine and why, what the strategy means, and what a step sees.
+    """What `auto` came to on this machine and why, what the strategy means, and the samples of a step.
 
     `base` is the config that the learning rate was chosen for, by default this one; `data` is as `kit.fit` takes it.
     """
@@ -388,58 +547,24 @@ def device_hints(config: Config, base: Config | None = None, data: Any = None) -
     except KitError as error:
         return {**strategy, "hardware.devices": str(error)}
     precision = [reason for reason in resolved.reasons if reason.startswith(resolved.precision)]
-    devices = [reason for reason in resolved.reasons if reason not in precision]
-    chosen = base or config
-    ranks = _ranks(chosen, machine)
-    rule = batch_rule(Part.of(data), config)
-    used, before = (_with_batch(item, rule) for item in (config, chosen))
-    seen = explain_batch(used, resolved.world_size, (before, ranks) if ranks else None) if rule.size else ""
+    rule, before = batch_rule(Part.of(data), config), None
+    sizes = {} if rule.by_config or rule.size is None else {"loader.batch_size": rule.size}
+    with contextlib.suppress(KitError):  # the first config may want more devices than there are
+        first = base or config
+        before = first.replace(sizes), resolve_devices(first, machine).world_size
+    seen = explain_batch(config.replace(sizes), resolved.world_size, before) if rule.size else ""
     return {
         **strategy,
-        "hardware.devices": "; ".join(devices),
+        "hardware.devices": "; ".join(reason for reason in resolved.reasons if reason not in precision),
         "hardware.precision": "; ".join(precision),
         "loader.batch_size": "; ".join(filter(None, [rule.note, seen])),
         "levers.attention": explain_attention(resolved.accelerator, config.levers.attention),
     }
 
 
-def _with_batch(config: Config, rule: BatchRule) -> Config:
-    """The config with the batch that runs, where that is not its own."""
-    return config if rule.by_config or rule.size is None else config.replace({"loader.batch_size": rule.size})
-
-
 def size_hints(config: Config, module: Any = None) -> dict[str, str]:
-    """Where the sizes of the model stand, and where they are turned."""
-    with contextlib.suppress(KitError):  # a target that is not there is told when it is fitted
+    """The sizes of the model, and where they can be changed."""
+    with contextlib.suppress(KitError):  # a missing target is an error of the fit
         sizes = ", ".join(f"{dial.name} {dial.value}" for dial in model_dials(config, module))
-        return {"model.arguments": f"sizes: {sizes}; kit.memory_panel shows what they cost"} if sizes else {}
+        return {"model.arguments": f"sizes: {sizes}; kit.memory.panel shows what they cost"} if sizes else {}
     return {}
-
-
-def _ranks(config: Config, machine: Machine) -> int:
-    """How many a config gets here; 0 where it gets none."""
-    from kit.machine.machine import resolve_devices
-
-    try:
-        return resolve_devices(config, machine).world_size
-    except KitError:
-        return 0
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, ConfigError):
-        return " ".join(str(problem) for problem in error.problems)
-    if isinstance(error, KitError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
-
-
-def _code_html(call: str, config: Config) -> str:
-    font = "font-family:var(--jp-code-font-family, monospace);font-size:.9em"
-    code = f"{font};white-space:pre-wrap;line-height:1.4;margin:2px 0"
-    yaml = html.escape(config.to_yaml(comments=False))
-    return (
-        f"<div style='line-height:1.4'>the same in code: <pre style='{code}'>{html.escape(call)}</pre>"
-        "<details><summary style='cursor:pointer'>config as YAML</summary>"
-        f"<pre style='{code}'>{yaml}</pre></details></div>"
-    )

@@ -1,22 +1,8 @@
-"""StoreView: the store of a Config: how it is or would be cut, why, how large it is, and a button that builds it.
+"""StoreView: the store of a Config: whether it is there, how large it is or would be, and a button that builds it.
 
 Planning and opening happen in a thread, so that a slow store never holds up a click; only the newest config is looked
-at. The button builds, and while it builds it stops; a stopped build resumes where it was.
-
-BuildView: one build, shown before it starts: what is there, how it is cut, who would build it in how much memory.
-
-Everything is swapped in place; nothing here plans or builds. The table sets the scheduler chosen beside the others with
-the same settings, so that a choice shows its price.
-
-BuildControl: a button that builds a store and, while it builds, stops; beside it how far it is, and where to look.
-
-`build` returns at once; a thread does the work, and `wait` waits for it. Stopping ends a build between two shards, and
-building again resumes where it was. What went wrong is kept in `error` and said in the progress line, not raised.
-
-ChunkView: one chunk plan, shown: the choice in words, its trade-off drawn, the candidates it beat, and why.
-
-Everything is swapped in place; nothing here plans, reads or measures. Measured samples/s stand beside the predicted
-ones in the table and as diamonds in the chart, for as long as they belong to what is planned.
+at, and everything is swapped in place. `BuildView` shows the plan of a build, `BuildControl` carries one out,
+`ChunkView` shows a chunk plan: they plan nothing themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +10,7 @@ from __future__ import annotations
 import html
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,20 +25,22 @@ from kit.data.build.plan import BuildPlan
 from kit.errors import KitError, UnfinishedStoreError
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes, format_count, format_seconds
-from kit.widgets.live import Latest
-from kit.widgets.trial_view import error_html, progress_html
+from kit.widgets.live import Background, LatestOnlyWorker
+from kit.widgets.parts import ERROR, QUIET, AnswerView, button, error_words, folded_html, line, progress_html, row
 
 if TYPE_CHECKING:
-    from kit.chunks.reasons import ChunkPlan
     from kit.data.dataset import Dataset
 
-_QUIET, _ERROR = "var(--jp-ui-font-color2, #666)", "var(--jp-error-color1, #b3261e)"
+
+_STILL_SECONDS = 0.3
+"""A store that is known is looked at again when settings have not moved for so long."""
 
 
 @dataclass(kw_only=True)
 class StoreFacts:
     """What is known about the store of one config."""
 
+    config: Config = field(default_factory=Config)
     plan: ChunkPlan | None = None
     dataset: Dataset | None = None
     missing: str = ""
@@ -61,15 +49,17 @@ class StoreFacts:
     """Why there is no plan."""
     size: str = ""
     """What a build would write."""
+    costs: tuple[LayoutCost, ...] = ()
+    """Of reading the store as it is cut or, before it is built, as it is planned; add them up."""
     hints: dict[str, str] = field(default_factory=dict)
 
 
 class StoreView:
-    """Plan, size and Build button; `look` turns them to a config, `facts` is what was found.
+    """State, size and Build button of the config that `look` was last given; its plan is among the facts.
 
     Args:
         config: What is shown first.
-        on_facts: Hears what was found.
+        on_facts: Called with the facts whenever they are new.
         check: Raises a KitError while `config` is not what the settings show: then nothing is built.
     """
 
@@ -81,13 +71,12 @@ class StoreView:
     ) -> None:
         self.config, self.facts = config, StoreFacts()
         self._on_facts, self._check = on_facts, check
-        self._looking = Latest("kit-look")
-        self.summary = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
-        self.chart = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
-        self.control = BuildControl(self._clicked, lambda: self.look(self.config))
+        self._looking = LatestOnlyWorker("kit-look")
+        self.summary = line()
+        self.control = BuildControl(self.build, lambda: self.look(self.config))
         self.button, self.progress, self._row = self.control.button, self.control.progress, self.control.ui
         self._row.layout.display = "none"
-        self.ui = ipywidgets.VBox([self.summary, self.chart, self._row])
+        self.ui = ipywidgets.VBox([self.summary, self._row])
         self.look(config)
 
     # -- looking
@@ -102,6 +91,10 @@ class StoreView:
         return self._looking.wait(timeout) and self.control.wait(timeout) and self._looking.wait(timeout)
 
     def _look(self, config: Config) -> None:
+        if self.facts.plan is not None:
+            time.sleep(_STILL_SECONDS)
+            if config is not self.config:  # it moves on: the newest is looked at
+                return
         self._show(find_out(config))
         if self.facts.plan is not None and self.facts.dataset is None and config.data.source is not None:
             self.facts.size = expected_size(config, self.facts.plan)
@@ -110,7 +103,6 @@ class StoreView:
     def _show(self, facts: StoreFacts) -> None:
         self.facts = facts
         self.summary.value = summary_html(facts, self.config)
-        self.chart.value = "" if facts.plan is None else _plan_html(facts.plan, opened=facts.dataset is None)
         can_build = facts.plan is not None and facts.dataset is None and self.config.data.source is not None
         self._row.layout.display = None if can_build or self.control.busy else "none"
         self._on_facts(facts)
@@ -130,24 +122,17 @@ class StoreView:
         self._check()
         self.control.build(self.config, self.facts.plan)
 
-    def _clicked(self) -> None:
-        """What a click on Build does; what went wrong stands beside it, and has no place in a log."""
-        try:
-            self.build()
-        except KitError as error:
-            self.control.say(f"not started: {error}", 0.0)
-
     def stop(self) -> None:
         """End the build after the shards now being written."""
         self.control.stop()
 
 
 def find_out(config: Config, source: Any = None) -> StoreFacts:
-    """Plan and store of a config, built from the source in hand where there is one; what is missing is said."""
-    from kit.data.build.layout import plan_chunks
+    """Plan and store of a config, built from the source given if there is one; errors are among the facts."""
+    from kit.data.build.layout import plan_chunks, price_store
     from kit.data.dataset import open_dataset
 
-    facts = StoreFacts()
+    facts = StoreFacts(config=config)
     try:
         facts.dataset = open_dataset(config)
     except UnfinishedStoreError as error:
@@ -158,10 +143,9 @@ def find_out(config: Config, source: Any = None) -> StoreFacts:
     try:
         facts.plan = plan_chunks(config, source=source)
         facts.hints = layout_hints(config, facts.plan)
-    except KitError as error:
-        facts.problem = str(error)
+        facts.costs = (facts.plan.chosen,) if facts.dataset is None else price_store(config, facts.dataset)
     except Exception as error:  # a source is the user's own code
-        facts.problem = f"{type(error).__name__}: {error}"
+        facts.problem = error_words(error)
     return facts
 
 
@@ -180,7 +164,7 @@ def expected_size(config: Config, plan: ChunkPlan, source: Any = None) -> str:
 
 
 def layout_hints(config: Config, plan: ChunkPlan) -> dict[str, str]:
-    """What `auto` came to, for the fields it stands in."""
+    """The sizes that `auto` came to, for the fields it stands in."""
     hints = {}
     if config.chunking.chunk == "auto":
         hints["chunking.chunk"] = f"{_sizes(plan, plan.chunk)} ({format_bytes(plan.chunk_bytes)})"
@@ -204,10 +188,10 @@ def summary_html(facts: StoreFacts, config: Config) -> str:
         words, note = f"{config.data.url} is built", _built_note(facts.dataset, facts.plan)
     else:
         words, note = facts.missing, facts.size
-    text = f"<b>{html.escape(words)}</b> <span style='color:{_QUIET}'>{html.escape(note)}</span>"
+    text = f"<b>{html.escape(words)}</b> <span style='color:{QUIET}'>{html.escape(note)}</span>"
     text = f"<div style='line-height:1.5'>{text}</div>"
     if facts.problem and facts.problem != facts.missing:
-        text += f"<div role='alert' style='line-height:1.4;color:{_ERROR}'>{html.escape(facts.problem)}</div>"
+        text += f"<div role='alert' style='line-height:1.4;color:{ERROR}'>{html.escape(facts.problem)}</div>"
     return text
 
 
@@ -222,21 +206,6 @@ def _built_note(dataset: Dataset, plan: ChunkPlan | None) -> str:
     return note
 
 
-def _plan_html(plan: ChunkPlan, opened: bool) -> str:
-    from kit.charts.chunks import chunk_figure
-    from kit.charts.style import svg
-
-    headline = str(plan).splitlines()[0]
-    chart = svg(chunk_figure(plan), f"Chunk sizes and what they cost. {headline}.")
-    reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in plan.reasons)
-    return (
-        f"<details{' open' if opened else ''} style='line-height:1.4;margin:2px 0 6px'>"
-        f"<summary style='cursor:pointer'>{html.escape(headline)}</summary>"
-        f"{chart}<details><summary style='cursor:pointer'>why</summary>"
-        f"<ul style='margin:2px 0;padding-left:1.4em'>{reasons}</ul></details></details>"
-    )
-
-
 _COLUMNS = ("scheduler", "workers", "tasks", "at once", "memory of each", "allowed", "together", "read")
 _ONE_PROCESS = "–"
 
@@ -247,8 +216,8 @@ class BuildFacts:
 
     config: Config
     store: StoreFacts
-    plans: Mapping[str, BuildPlan] = field(default_factory=dict)
-    """By scheduler: with the one of the config, and the others that would do."""
+    plans: dict[str, BuildPlan] = field(default_factory=dict)
+    """By scheduler: the one of the config, and every other that can build it."""
     problem: str = ""
     """Why it cannot be built as it is."""
 
@@ -263,13 +232,17 @@ class BuildFacts:
         return "" if self.plan is not None or self.store.dataset is not None else self.problem or self.store.problem
 
 
-class BuildView:
-    """State of the target, layout, table of schedulers, and reasons."""
+class BuildView(AnswerView):
+    """A build before it starts: state of the target, layout, table of schedulers, and reasons.
+
+    The table sets the scheduler of the config beside the others with the same settings, so that a choice shows its
+    price.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.facts: BuildFacts | None = None
-        self.summary, self.layout, self.table, self.reasons = (_line() for _ in range(4))
-        self.error = ipywidgets.HTML(layout={"margin": "0", "display": "none"})
+        self.summary, self.layout, self.table, self.reasons = (line() for _ in range(4))
         self.ui = ipywidgets.VBox([self.summary, self.error, self.layout, self.table, self.reasons])
         self.ui.layout.width = "100%"
 
@@ -277,11 +250,12 @@ class BuildView:
         """Show these facts in place of others."""
         self.facts = facts
         self.summary.value = summary_html(facts.store, facts.config)
-        self.layout.value = _layout_html(facts)
+        plan = facts.store.plan if facts.store.dataset is None else None
+        style = "line-height:1.4;margin:2px 0"
+        self.layout.value = folded_html(headline(plan)[0], html_list(plan.reasons), style=style) if plan else ""
         self.table.value = f"<div style='overflow-x:auto;line-height:1.4'>{plans_html(facts)}</div>" * bool(facts.plans)
-        self.reasons.value = "" if facts.plan is None else _reasons_html(facts.plan)
-        self.error.value = error_html(facts.problem, "", []) if facts.problem else ""
-        self.error.layout.display = None if facts.problem else "none"
+        self.reasons.value = "" if facts.plan is None else _reasons_html(facts.plan.reasons)
+        self.show_error(facts.problem)
 
     @property
     def still(self) -> str:
@@ -312,23 +286,8 @@ def _row(name: str, plan: BuildPlan) -> list[str]:
     ]  # fmt: skip
 
 
-def _layout_html(facts: BuildFacts) -> str:
-    plan = facts.store.plan
-    if plan is None or facts.store.dataset is not None:
-        return ""
-    text = html.escape(headline(plan)[0])
-    return (
-        f"<details style='line-height:1.4;margin:2px 0'><summary style='cursor:pointer'>{text}</summary>"
-        f"{html_list(plan.reasons)}</details>"
-    )
-
-
-def _reasons_html(plan: BuildPlan) -> str:
-    return f"<div style='line-height:1.4'><b>why</b>{html_list(plan.reasons)}</div>"
-
-
-def _line() -> ipywidgets.HTML:
-    return ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
+def _reasons_html(reasons: Sequence[str]) -> str:
+    return f"<div style='line-height:1.4'><b>why</b>{html_list(reasons)}</div>"
 
 
 _UPDATES_PER_SECOND = 5
@@ -338,11 +297,14 @@ class _StopBuildError(Exception):
     """Raised out of the progress report: the way to end a build between two shards."""
 
 
-class BuildControl:
-    """Button and progress of one store after another.
+class BuildControl(Background):
+    """A button that builds a store and, while it builds, stops; beside it how far it is, and where to look.
+
+    `build` returns at once; a thread does the work, and `wait` waits for it. Stopping ends a build between two shards,
+    and building again resumes where it was. An error is kept in `error` and shown in the progress line, not raised.
 
     Args:
-        on_click: What a click does while nothing is built; it calls `build`.
+        on_click: Called by a click while nothing is built; it calls `build`. A KitError of it stands beside the button.
         on_end: Called when a build has ended, however it did.
     """
 
@@ -352,22 +314,13 @@ class BuildControl:
         self.error: Exception | None = None
         """Why the last build failed; None for one that was stopped."""
         self._on_click, self._on_end = on_click, on_end
-        self._building, self._stop = Latest("kit-build"), threading.Event()
-        self.progress = ipywidgets.HTML(layout={"margin": "0", "width": "100%"})
-        self.link = ipywidgets.HTML(layout={"margin": "0", "flex": "0 0 auto"})
-        self.button = ipywidgets.Button(
-            tooltip="write the store; stopped, it resumes where it was",
-            layout={"width": "90px", "flex": "0 0 auto"},
-        )
+        super().__init__("kit-build")
+        self._stop = threading.Event()
+        self.progress, self.link = line(), line(width="auto", flex="0 0 auto")
+        self.button = button("", "", "write the store; stopped, it resumes where it was")
         self._label(busy=False)
         self.button.on_click(lambda _: self._clicked())
-        self.ui = ipywidgets.HBox(
-            [self.button, self.progress, self.link], layout={"align_items": "center", "grid_gap": "12px"}
-        )
-
-    @property
-    def busy(self) -> bool:
-        return self._building.busy
+        self.ui = row(self.button, self.progress, self.link)
 
     def build(self, config: Config, plan: ChunkPlan | None = None, source: Any = None) -> None:
         """Start building in a thread; returns at once."""
@@ -375,7 +328,7 @@ class BuildControl:
         self.dataset = self.error = None
         self.say("starting …", None)
         self._label(busy=True)
-        self._building.submit(lambda: self._build(config, plan, source))
+        self._latest.submit(lambda: self._build(config, plan, source))
 
     def stop(self) -> None:
         """End the build after the shards now being written."""
@@ -383,27 +336,23 @@ class BuildControl:
             self._stop.set()
             self.say("stopping after the shards being written …", None)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Return when nothing is built; False after `timeout` seconds."""
-        return self._building.wait(timeout)
-
     def say(self, words: str, fraction: float | None) -> None:
         self.progress.value = progress_html(words, fraction, "part built")
 
     def show_link(self, url: str) -> None:
         """Where Dask shows what its workers do; empty when there are none."""
-        if url.startswith("http"):
-            address = html.escape(url, quote=True)
-            link = f"<a href='{address}' target='_blank' style='text-decoration:underline'>Dask dashboard</a>"
-            self.link.value = link
-        else:
-            self.link.value = ""
+        address = html.escape(url, quote=True)
+        link = f"<a href='{address}' target='_blank' style='text-decoration:underline'>Dask dashboard</a>"
+        self.link.value = link if url.startswith("http") else ""
 
     def _clicked(self) -> None:
-        if self.busy:
-            self.stop()
-        else:
-            self._on_click()
+        try:
+            if self.busy:
+                self.stop()
+            else:
+                self._on_click()
+        except KitError as error:
+            self.say(f"not started: {error}", 0.0)
 
     def _build(self, config: Config, plan: ChunkPlan | None, source: Any) -> None:
         from kit.data.build.build import build
@@ -416,8 +365,7 @@ class BuildControl:
             self.say("stopped; Build resumes where it was", 0.0)
         except Exception as error:  # a source is the user's own code
             self.error = error
-            words = str(error) if isinstance(error, KitError) else f"{type(error).__name__}: {error}"
-            self.say(f"not built: {words}", 0.0)
+            self.say(f"not built: {error_words(error)}", 0.0)
         finally:
             self.show_link("")
             self._label(busy=False)
@@ -462,25 +410,26 @@ class _Report:
 
 
 Measurements = Mapping[tuple[int, ...], MeasuredLayout]
-"""What layouts really gave, by chunk."""
-
-_QUIET_TEXT = "var(--jp-ui-font-color2, #666)"
+"""Measured samples/s of layouts, by chunk."""
 _SHOWN_ROWS = 8
 
 
-class ChunkView:
-    """The words, the chart and the table of a plan."""
+class ChunkView(AnswerView):
+    """One chunk plan: the choice in words, its trade-off drawn, the candidates it beat, and why.
+
+    Measured samples/s stand beside the predicted ones in the table and as diamonds in the chart.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.plan: ChunkPlan | None = None
         self.measured: Measurements = {}
-        self.headline, self.status, self.chart, self.table, self.reasons = (_line() for _ in range(5))
-        self.error = ipywidgets.HTML(layout={"margin": "0", "display": "none"})
+        self.headline, self.chart, self.table, self.reasons = (line() for _ in range(4))
         self.ui = ipywidgets.VBox([self.headline, self.error, self.chart, self.table, self.reasons])
         self.ui.layout.width = "100%"
 
     def show(self, plan: ChunkPlan, measured: Measurements) -> None:
-        """Show this plan; what was measured of other patterns is not to be among `measured`."""
+        """Show this plan; `measured` has measurements of its access pattern only."""
         self.plan, self.measured = plan, measured
         self.show_error("")
         choice, rate = headline(plan)
@@ -490,23 +439,19 @@ class ChunkView:
         drawn = look.svg(chunk_figure(plan, measured=measured.values()), label)
         self.chart.value = f"<div style='line-height:0'>{drawn}</div>"
         self.table.value = candidates_html(plan, measured)
-        self.reasons.value = f"<div style='line-height:1.4'><b>why</b>{html_list(plan.reasons)}</div>"
-
-    def say(self, words: str) -> None:
-        """One line on what goes on."""
-        style = f"line-height:1.4;color:{_QUIET_TEXT}"
-        self.status.value = f"<div role='status' aria-live='polite' style='{style}'>{html.escape(words)}</div>"
-
-    def show_error(self, message: str) -> None:
-        """Say what went wrong; an empty message clears the box."""
-        self.error.value = error_html(message, "", []) if message else ""
-        self.error.layout.display = None if message else "none"
+        self.reasons.value = _reasons_html(plan.reasons)
 
     def png(self) -> bytes | None:
         """The chart on white; None before there is a plan."""
         if self.plan is None:
             return None
         return look.png(chunk_figure(self.plan, measured=self.measured.values()), 2 * look.PIXELS_PER_INCH)
+
+    def still(self) -> bytes | None:
+        """The chart for a saved notebook; None before there is a plan."""
+        if self.plan is None:
+            return None
+        return look.still(chunk_figure(self.plan, measured=self.measured.values()), 2 * look.PIXELS_PER_INCH)
 
 
 def headline(plan: ChunkPlan) -> tuple[str, str]:
@@ -519,10 +464,9 @@ def headline(plan: ChunkPlan) -> tuple[str, str]:
 
 def candidates_html(plan: ChunkPlan, measured: Measurements) -> str:
     """The best candidate of each size around the choice, with its rank among all that were considered."""
-    ladder = plan.ladder
-    place = ladder.index(plan.chosen)
-    start = max(0, min(place - _SHOWN_ROWS // 2, len(ladder) - _SHOWN_ROWS))
-    shown = ladder[start : start + _SHOWN_ROWS]
+    best = plan.best_by_size
+    start = max(0, min(best.index(plan.chosen) - _SHOWN_ROWS // 2, len(best) - _SHOWN_ROWS))
+    shown = best[start : start + _SHOWN_ROWS]
     others = [cost for cost in plan.candidates if cost.chunk in measured and cost not in shown]
     shown = tuple(sorted((*shown, *others), key=lambda cost: cost.chunk_bytes))
     columns = ["chunk", "rank", "size", "requests/sample", "read/sample", "samples/s", "bound by"]
@@ -534,17 +478,14 @@ def candidates_html(plan: ChunkPlan, measured: Measurements) -> str:
 
 
 def _layout_row(plan: ChunkPlan, cost: LayoutCost, measured: Measurements) -> list[str]:
-    return [
+    """One candidate; with measurements also what was predicted of the store as built, what it gave, and their ratio."""
+    cells = [
         "×".join(map(str, cost.chunk)), str(plan.candidates.index(cost) + 1), format_bytes(cost.chunk_bytes),
         f"{cost.requests_per_batch / plan.batch_size:.3g}",
         format_bytes(cost.stored_bytes_per_batch / plan.batch_size), format_count(cost.samples_per_second),
-        cost.bound if cost.fits else "does not fit", *(_found(measured.get(cost.chunk)) if measured else []),
+        cost.bound if cost.fits else "does not fit",
     ]  # fmt: skip
-
-
-def _found(one: MeasuredLayout | None) -> list[str]:
-    """What was predicted of the store as it was built, its shards counted, what it gave, and their ratio."""
-    if one is None:
-        return ["–", "–", "–"]
-    speeds = (one.predicted_samples_per_second, one.samples_per_second)
-    return [*map(format_count, speeds), f"{speeds[1] / speeds[0]:.2f}"]
+    if one := measured.get(cost.chunk):
+        predicted, found = one.predicted_samples_per_second, one.samples_per_second
+        return [*cells, format_count(predicted), format_count(found), f"{found / predicted:.2f}"]
+    return [*cells, *(["–"] * 3 if measured else [])]

@@ -1,0 +1,250 @@
+"""Overview: the four answers that stand on top of a panel: memory, speed, data and the whole run.
+
+Each card is made by a plain function of what is known, and says why when nothing is: no number stands under a name that
+it does not answer. The speed of training is measured, here or by earlier trials of the same, never derived from how
+fast the store can be read; on a GPU model that is not here neither it nor the whole run is known. Cards keep their
+height, so that the page does not move while settings change.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from kit.charts.memory import LOOKS, VERDICTS
+from kit.charts.style import GREEN, ORANGE, VERMILION
+from kit.config import Config
+from kit.errors import KitError
+from kit.machine.processes import machine
+from kit.records.ratios import NO_SPEED, SpeedRange, range_words, speed_key, speed_range
+from kit.trial.payload import Part
+from kit.trial.submit import given_of
+from kit.units import format_bytes, format_count, format_seconds
+from kit.widgets.parts import QUIET, line
+
+if TYPE_CHECKING:
+    from kit.chunks.cost import LayoutCost
+    from kit.memory.replay.estimate import MemoryEstimate
+    from kit.records.row import Row
+    from kit.studies.scaling.predict import BigRun
+    from kit.widgets.memory_view import CardAnswer
+
+_BUSY = (("compute", 0.5, GREEN), ("data", 0.8, ORANGE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverviewCard:
+    """One answer."""
+
+    title: str
+    value: str
+    unit: str = ""
+    why: str = ""
+    bar: Sequence[tuple[float, str]] = ()
+    """(fraction, colour) of the parts of a bar."""
+    colour: str = ""
+    """Of the value."""
+    help: str = ""
+    """A sentence for the pointer that rests on it, with the same thing in code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSpeed:
+    """What a trial gave, and what follows for the whole run."""
+
+    config: Config
+    """That was asked for."""
+    name: str
+    samples_per_second: float
+    sentence: str
+    """Where a step spends its time."""
+    run: BigRun | None = None
+    run_unknown: str = ""
+    """Why the whole run is not known."""
+
+    def holds_for(self, config: Config) -> bool:
+        """Whether the trial ran what `config` asks for, as far as speed goes."""
+        return not [path for path in self.config.diff(config) if not path.startswith(NO_SPEED)]
+
+
+def measure_speed(trial: Any) -> MeasuredSpeed | None:
+    """What is known from an ended trial; None when it has no step after its warm-up."""
+    from kit.records.timing import timing
+    from kit.records.trace import throughput_info
+    from kit.studies.scaling.predict import predict_run
+
+    rate = throughput_info([*trial.events, *trial.steps], trial.config)
+    if not rate.measured_steps:
+        return None
+    run, unknown = None, ""
+    try:
+        run = predict_run(trial, memory=False)
+    except KitError as error:
+        problems = getattr(error, "problems", ())
+        unknown = problems[0].message if problems else str(error)
+    return MeasuredSpeed(
+        config=trial.asked, name=trial.name, samples_per_second=rate.mean_samples_per_second,
+        sentence=timing(trial).sentence, run=run, run_unknown=unknown,
+    )  # fmt: skip
+
+
+def speed_expected(config: Config, module: Any, data: Any, rows: Iterable[Row]) -> SpeedRange | None:
+    """What trials that have run here, the newest last, say about this config; None where none was of the same."""
+    from kit.machine.machine import hardware, resolve_devices
+
+    try:
+        resolved = resolve_devices(config, hardware())
+    except KitError:  # devices that are not here
+        return None
+    environment = {
+        "given": given_of(Part.of(module), Part.of(data)), "machine": machine(), "accelerator": resolved.accelerator,
+        "world_size": resolved.world_size,
+    }  # fmt: skip
+    key = speed_key(config, environment)
+    return speed_range(row for row in rows if row["speed_key"] == key)
+
+
+def memory_card(
+    answer: CardAnswer | None, estimate: MemoryEstimate | None, state: str = "", elsewhere: str = ""
+) -> OverviewCard:
+    """Whether it fits; `state` says why nothing is known, `elsewhere` is a GPU model that is not here."""
+    title, code = "memory, predicted", "kit.predict_memory(config, device=...)"
+    title = f"memory of {elsewhere}, predicted" if elsewhere else title
+    if estimate is None:
+        return OverviewCard(title=title, value="not known", why=state, help=code)
+    sign, colour = VERDICTS[estimate.verdict]
+    size = f"{format_bytes(estimate.device_reserved_bytes)} of {format_bytes(estimate.capacity_bytes)}"
+    parts = [(LOOKS[name].label, count) for name, count in estimate.breakdown.items() if count]
+    largest = max(parts, key=lambda part: part[1], default=("nothing", 0))
+    share = largest[1] / max(1, sum(count for _, count in parts))
+    words = [text for text in (answer.words if answer else "").split(", ") if "batch" in text or "sample" in text]
+    why = " · ".join([*words, f"{largest[0]} {share:.0%} of the peak"])
+    whole = max(estimate.capacity_bytes, estimate.device_reserved_bytes)
+    bar = [(count / whole, LOOKS[name].colour) for name, count in estimate.breakdown.items() if count]
+    return OverviewCard(
+        title=title, value=f"{sign} {estimate.verdict}", unit=size, why=state or why, bar=bar, colour=colour, help=code
+    )
+
+
+def speed_card(
+    speed: MeasuredSpeed | None, config: Config, expected: SpeedRange | None = None, elsewhere: str = ""
+) -> OverviewCard:
+    """Samples per second that a trial of these settings gave, or earlier ones did.
+
+    `elsewhere` is the GPU model that is asked about and not here; what was measured here is no speed of it.
+    """
+    code = "kit.fit(config).wait()"
+    mine = speed if speed is not None and speed.holds_for(config) else None
+    if elsewhere:
+        known = mine.samples_per_second if mine else expected.samples_per_second if expected else None
+        why = "a trial on it measures it" if known is None else f"this machine gave {format_count(known)} samples/s"
+        return OverviewCard(title="speed", value="not known", unit=f"on {elsewhere}", why=why, help=code)
+    if mine is not None:
+        rate = format_count(mine.samples_per_second)
+        return OverviewCard(title="speed, measured", value=rate, unit="samples/s here", why=mine.sentence, help=code)
+    if expected is not None:
+        value = range_words(expected)
+        return OverviewCard(
+            title="speed, predicted", value=value, unit="samples/s here", why=f"by {expected.source}", help=code
+        )
+    if speed is None:
+        why = f"Fit measures {config.trial.max_steps} steps"
+        return OverviewCard(title="speed", value="not known", unit="before a trial", why=why, help=code)
+    why = f"other settings gave {format_count(speed.samples_per_second)} samples/s ({speed.name})"
+    return OverviewCard(title="speed", value="not known", unit="for these settings", why=why, help=code)
+
+
+def data_card(
+    costs: Sequence[LayoutCost], ranks: int, speed: MeasuredSpeed | None, config: Config, missing: str,
+    elsewhere: str = "",
+) -> OverviewCard:  # fmt: skip
+    """What the store can give all ranks, beside what training takes here; `missing` says why nothing is known."""
+    code = "kit.plan_chunks(config)"
+    if not costs:
+        return OverviewCard(title="data", value="not known", why=missing, help=code)
+    size = config.loader.batch_size
+    requests = sum(cost.requests_made_per_batch for cost in costs) / size
+    stored = format_bytes(sum(cost.bytes_made_per_batch for cost in costs) / size)
+    why, bar = f"{requests:.3g} requests, {stored} a sample", []
+    rate = ranks * size / sum(cost.seconds_per_batch for cost in costs)
+    if speed is not None and speed.holds_for(config) and not elsewhere:
+        used = speed.samples_per_second / rate
+        colour = next((colour for _, most, colour in _BUSY if used <= most), VERMILION)
+        why, bar = f"{used:.0%} of it used · {why}", [(min(1.0, used), colour)]
+    return OverviewCard(
+        title="data, predicted", value=format_count(rate), unit="samples/s can be read", why=why, bar=bar, help=code
+    )
+
+
+def run_card(speed: MeasuredSpeed | None, config: Config, elsewhere: str = "") -> OverviewCard:
+    """Time and energy of the whole run, and from how many devices on more do not help."""
+    code = "kit.studies.predict_run(trial)"
+    epochs = config.training.max_epochs
+    unit = f"{epochs} epoch" + "s" * (epochs != 1)
+    if elsewhere:
+        return OverviewCard(title="whole run", value="not known", unit=f"on {elsewhere}", why=unit, help=code)
+    if speed is None or not speed.holds_for(config):
+        return OverviewCard(title="whole run", value="not known", unit="before a trial", why=unit, help=code)
+    if speed.run is None:
+        return OverviewCard(title="whole run", value="not known", unit=unit, why=speed.run_unknown, help=code)
+    first = speed.run.rows[0]
+    share = epochs / max(1, speed.run.epochs)
+    hours = format_seconds(first.seconds_per_epoch * epochs)
+    energy = first.watt_hours[0] * share
+    power = f"{energy:.3g} Wh" if energy < 1000 else f"{energy / 1000:.3g} kWh"
+    devices = f"{first.devices} device" + "s" * (first.devices != 1)
+    why = " · ".join([power, speed.run.sentence])
+    return OverviewCard(title="whole run, predicted", value=hours, unit=f"{unit}, {devices}", why=why, help=code)
+
+
+def card_html(card: OverviewCard) -> str:
+    """A card of one height, whatever it says; what does not fit its line is in its tooltip."""
+    quiet = f"color:{QUIET};font-size:.85em;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
+    parts = "".join(
+        f"<i style='display:block;width:{fraction:.2%};background:{colour}'></i>" for fraction, colour in card.bar
+    )
+    bar = (
+        "<div style='display:flex;height:6px;border-radius:3px;overflow:hidden;margin:3px 0;"
+        f"background:{'var(--jp-layout-color2, #eee)' if card.bar else 'none'}'>{parts}</div>"
+    )
+    colour = f"color:{card.colour}" if card.colour else ""
+    tooltip = html.escape(f"{card.why} — {card.help}" if card.why else card.help, quote=True)
+    name = html.escape(card.title, quote=True)
+    return (
+        f"<section aria-label='{name}' title='{tooltip}' style='line-height:1.45;min-width:0'>"
+        f"<div style='{quiet};font-weight:600'>{html.escape(card.title)}</div>"
+        "<div style='overflow:hidden;text-overflow:ellipsis;white-space:nowrap'>"
+        f"<b style='font-size:1.25em;{colour}'>{html.escape(card.value)}</b> "
+        f"<span style='color:{QUIET}'>{html.escape(card.unit)}</span></div>"
+        f"{bar}<div style='{quiet}'>{html.escape(card.why) or '&nbsp;'}</div></section>"
+    )
+
+
+class Overview:
+    """The four cards in a row, two by two on a narrow page."""
+
+    def __init__(self) -> None:
+        self.cards: dict[str, OverviewCard] = {}
+        self.places = {name: line() for name in ("memory", "speed", "data", "run")}
+        layout = {
+            "grid_template_columns": "repeat(auto-fit, minmax(min(190px, 100%), 1fr))", "grid_gap": "4px 20px",
+            "margin": "0 0 6px", "padding": "6px 0", "width": "100%",
+            "border_top": "1px solid var(--jp-border-color2, #ddd)",
+            "border_bottom": "1px solid var(--jp-border-color2, #ddd)",
+        }  # fmt: skip
+        self.ui = ipywidgets.GridBox(list(self.places.values()), layout=layout)
+
+    def show(self, **cards: OverviewCard) -> None:
+        """Replace these cards."""
+        self.cards |= cards
+        for name, card in cards.items():
+            self.places[name].value = card_html(card)
+
+    @property
+    def text(self) -> str:
+        """The cards as a line of text."""
+        return "; ".join(f"{card.title}: {card.value} {card.unit}".strip() for card in self.cards.values())
