@@ -133,7 +133,7 @@ def loader(wait: float, rounds: int) -> dict[str, Any]:
 
 def on_a_bucket(folder: str) -> dict[str, Any]:
     """kit's engine, 30 ms to the first byte, a small store that a cache could hold whole."""
-    with kit.simulated_cloud("no limits") as cloud:
+    with kit.cloud.simulate("no limits") as cloud:
         config = Config.load(Path(__file__).parents[1] / "datasets/ocean/recipe.yaml").replace({
             "data.url": cloud.url("bucket/ocean.zarr"), "trial.folder": folder, "loader.batch_size": 2,
             "data.samples_per_epoch": 1 << 14, "data.order": "random", "loader.memory_bytes": 256 << 20,

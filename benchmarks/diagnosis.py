@@ -31,7 +31,7 @@ READING = {"chunks that do not fit", "no prefetch"}
 TOGETHER = {"chunks that do not fit": READING}
 
 
-def pipeline(slow: Config, cures: dict[str, Any], planted: set[str]) -> tuple[str, str, Config]:
+def pipeline(slow: Config, cures: dict[str, Any], planted: set[str]) -> tuple[Config, str, str]:
     """The recipe with every mistake mended that is not planted; its store is built."""
     module, data, config = MODULE, DATA, slow
     for name, cure in cures.items():
@@ -45,7 +45,7 @@ def pipeline(slow: Config, cures: dict[str, Any], planted: set[str]) -> tuple[st
     config = config.replace({"data.url": str(store)})
     if not store.exists():
         kit.build(config)
-    return module, data, config
+    return config, module, data
 
 
 def measure(slow: Config, cures: dict[str, Any], planted: set[str]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def measure(slow: Config, cures: dict[str, Any], planted: set[str]) -> dict[str,
     named: set[str] = set()
     left = set(planted)
     while True:
-        found = kit.diagnose(*pipeline(slow, cures, left)).names
+        found = kit.studies.diagnose(*pipeline(slow, cures, left)).names
         named |= set(found)
         mendable = [name for name in found if name in left]
         if len(planted) <= len(READING) or not mendable:
@@ -76,7 +76,7 @@ def main() -> None:
         slow = Config.load("datasets/slow/recipe.yaml").replace(
             {"data.url": f"{folder}/slow.zarr", "trial.folder": f"{folder}/runs", "trial.predict_memory": False}
         )
-        peaks = kit.device_peaks(slow)
+        peaks = kit.studies.device_peaks(slow)
         mistakes = set(cures)
         if peaks.peak("bfloat16") < 1.3 * peaks.peak("float32"):
             mistakes.remove("full precision")

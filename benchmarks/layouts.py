@@ -2,11 +2,11 @@
 
     python benchmarks/layouts.py [--record]
 
-Random patches of 64 × 64 × 4 float32 from a simulated cloud. Each store is probed first (`kit.probe`), and the plan is
-given what the probe found and nothing else; then the same config is read twice (`kit.measure_reading`), and the faster
-pass counts, since what else runs on the machine only ever slows one; what was imported is frozen (`gc.freeze`) as in
-the processes of kit's trials. ratio = measured / predicted. Two figures judge the plan: the median of |ratio - 1|, and
-how close the layout that it ranks first comes to the fastest one.
+Random patches of 64 × 64 × 4 float32 from a simulated cloud. Each store is probed first (`kit.data.probe`), and the
+plan is given what the probe found and nothing else; then the same config is read twice (`kit.data.measure_reading`),
+and the faster pass counts, since what else runs on the machine only ever slows one; what was imported is frozen
+(`gc.freeze`) as in the processes of kit's trials. ratio = measured / predicted. Two figures judge the plan: the median
+of |ratio - 1|, and how close the layout that it ranks first comes to the fastest one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PASSES, SECONDS = 2, 2.0
 
 def row(cloud: SimulatedCloud, layout: Layout) -> dict[str, Any]:
     url = cloud.url(layout.path)
-    config = kit.probe(url).apply(config_of(layout, url))
+    config = kit.data.probe(url).apply(config_of(layout, url))
     read = max(measure_reading(*[config] * PASSES, seconds=SECONDS), key=lambda one: one.samples_per_second)
     return {
         "layout": layout.name,
@@ -64,7 +64,7 @@ def judgement(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     gc.freeze()
-    with kit.simulated_cloud(SITUATION) as cloud:
+    with kit.cloud.simulate(SITUATION) as cloud:
         rows = []
         for layout in LAYOUTS:
             write(cloud, [layout])

@@ -4,7 +4,7 @@
 
 The truth is three optimizer steps of a real Lightning fit on the CPU, AdamW, in a fresh process: the most that its
 allocator held at any time (`kit.memory.record.truth`), kernels' own buffers included. `kit` and torch's MemTracker run
-the step on fake tensors; the others add up sums and formulas. These foretell GPUs, so what they add for a CUDA context
+the step on fake tensors; the others add up sums and formulas. These predict GPUs, so what they add for a CUDA context
 or for fragmentation is taken off again, and they are told all that they have an argument for. MemTracker is given the
 loop that Lightning runs. A dash is a model that an estimator has no answer for.
 
@@ -139,7 +139,7 @@ def truth(model: Model, precision: str) -> int:
 
 
 def by_kit(model: Model, precision: str) -> int:
-    estimate = kit.predict_memory(model.module, model.data, config_of(precision), device="this machine")
+    estimate = kit.predict_memory(config_of(precision), model.module, model.data, device="this machine")
     return int(estimate.device_allocated_bytes)
 
 
@@ -281,10 +281,10 @@ def _ask(estimator: Estimator, model: Model, precision: str) -> int | str | None
 # -- how fast
 
 
-def gpt_with(learning_rate: float) -> tuple[Any, Any, kit.Config]:
+def gpt_with(learning_rate: float) -> tuple[kit.Config, Any, Any]:
     """GPT-2 small, batch 8, as H100 would train it; another learning rate is another question."""
     config = kit.Config.make({"hardware": {"devices": 1, "precision": "bf16-mixed"}})
-    return partial(_gpt, learning_rate), _tokens, config
+    return config, partial(_gpt, learning_rate), _tokens
 
 
 def _gpt(learning_rate: float) -> Any:
@@ -306,7 +306,7 @@ def _serve_seconds() -> dict[str, list[float]]:
         _seconds(lambda rate=rate: kit.predict_memory(*gpt_with(rate), device=card))
         for rate in (1e-4 * (1 + place) for place in range(REPETITIONS + 1))
     ]
-    model = kit.memory_model(*gpt_with(1.0), device=card)
+    model = kit.memory.model(*gpt_with(1.0), device=card)
     model.estimate()
     moves = [_seconds(lambda size=size: model.estimate(batch_size=size)) for size in SLIDER]
     return {"cold": firsts[:1], "warm": firsts[1:], "slider": moves}

@@ -130,7 +130,7 @@ def without_kit(server: subprocess.Popen[str]) -> Pace:
 def inside_kit(folder: str) -> Pace:
     hardware = {"accelerator": "cpu", "devices": 1, "threads_per_rank": 1}
     limits = {"max_steps": STEPS, "warmup_steps": DROPPED, "folder": folder}
-    trial = fit(Convolutions, loader, Config.make({"hardware": hardware, "trial": limits})).wait()
+    trial = fit(Config.make({"hardware": hardware, "trial": limits}), Convolutions, loader).wait()
     steps, used = trial.steps[DROPPED:], trial.event("cpu_used")
     assert used is not None
     speed = sum(step["samples"] for step in steps) / sum(step["step_seconds"] for step in steps)

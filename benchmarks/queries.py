@@ -3,10 +3,10 @@
     python benchmarks/queries.py [--record]
 
 Four tables (few columns, numbers, a text, and entities of very different size) in a DuckDB file, in Parquet and on a
-PostgreSQL server of its own, on loopback. `kit.measure_queries` reads each in 1, 4, 16 and 64 query chunks, each number
-in a fresh process. What is shown of a number is measured / predicted, of the reader's process and of the database; what
-is predicted of the database comes from its other numbers. Small tables on purpose: with large ones the rows decide, and
-those are counted exactly.
+PostgreSQL server of its own, on loopback. `kit.data.measure_queries` reads each in 1, 4, 16 and 64 query chunks, each
+number in a fresh process. What is shown of a number is measured / predicted, of the reader's process and of the
+database; what is predicted of the database comes from its other numbers. Small tables on purpose: with large ones the
+rows decide, and those are counted exactly.
 
     apt-get install postgresql        # else the server is left out
 """
@@ -70,7 +70,7 @@ def _measured(place: Any) -> Any:
 
     connection = place.declaration()["connection"] | ({} if place.kind == "postgresql" else {"threads": THREADS})
     declared = {"type": "event", "main_entity_column": "customer", "date_column": "time", "connection": connection}
-    return kit.measure_queries(place.open(**declared), counts=COUNTS)
+    return kit.data.measure_queries(place.open(**declared), counts=COUNTS)
 
 
 # -- the tables

@@ -34,7 +34,7 @@ def seconds(call: Callable[[], object]) -> float:
 def copies(folder: Path) -> list[Path]:
     """Directories of one real trial, each with its row."""
     asked = kit.Config().replace({"trial.folder": str(folder / "first"), "hardware.accelerator": "cpu"})
-    trial = kit.fit(TinyModule, TinyData, asked.replace({"trial.predict_memory": False})).wait()
+    trial = kit.fit(asked.replace({"trial.predict_memory": False}), TinyModule, TinyData).wait()
     trial.paths.payload.unlink()
     return [Path(shutil.copytree(trial.run_directory, folder / "runs" / f"run-{n:05d}")) for n in range(TRIALS)]
 

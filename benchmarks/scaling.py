@@ -1,10 +1,10 @@
-"""Seconds per batch on more ranks, foretold from trials on fewer, beside what those ranks then took.
+"""Seconds per batch on more ranks, predicted from trials on fewer, beside what those ranks then took.
 
     python benchmarks/scaling.py [--record]
 
 The same small GPT, in ddp by gloo, on 1, 2 and 4 CPU ranks of one thread each: on a machine of two cores the last four
 share them. Every round runs each count once, in random order; of each count the round of the middle step time is taken.
-What 2 and 4 ranks take is foretold from 1, and what 4 take from 1 and 2, where ranks were seen to slow each other. A
+What 2 and 4 ranks take is predicted from 1, and what 4 take from 1 and 2, where ranks were seen to slow each other. A
 ratio is measured / predicted.
 """
 
@@ -49,7 +49,7 @@ def run(ranks: int, folder: str) -> Trial:
             "trial": {"max_steps": STEPS, "warmup_steps": DROPPED, "folder": folder, **quiet},
         }
     )
-    return fit(partial(GPT, **SIZES), tokens, config).wait()
+    return fit(config, partial(GPT, **SIZES), tokens).wait()
 
 
 def middle(trials: list[Trial]) -> Trial:
@@ -65,14 +65,14 @@ def main() -> None:
                 found[ranks].append(run(ranks, folder))
         chosen = {ranks: middle(trials) for ranks, trials in found.items()}
         rows = [row([1], 2, chosen), row([1], 4, chosen), row([1, 2], 4, chosen)]
-    publish("the big run foretold from the small one", rows, cores=hardware().cores, rounds=ROUNDS, model=SIZES)
+    publish("the big run predicted from the small one", rows, cores=hardware().cores, rounds=ROUNDS, model=SIZES)
 
 
 def row(seen: list[int], ranks: int, chosen: dict[int, Trial]) -> dict[str, Any]:
     point = predict_run([chosen[count] for count in seen], devices=[ranks], memory=False).scaling.at(ranks)
     measured = predict_run(chosen[ranks], devices=[ranks], memory=False).scaling.base.seconds
     return {
-        "ranks": ranks, "foretold from": " and ".join(map(str, seen)), "predicted ms": 1000 * point.seconds_per_batch,
+        "ranks": ranks, "predicted from": " and ".join(map(str, seen)), "predicted ms": 1000 * point.seconds_per_batch,
         "low ms": 1000 * point.low_seconds, "high ms": 1000 * point.high_seconds, "measured ms": 1000 * measured,
         "ratio": measured / point.seconds_per_batch, "held up by": point.bound,
     }  # fmt: skip

@@ -50,7 +50,7 @@ def kit_seconds(ranks: int, start: str, folder: str) -> Seconds:
     trial = {"max_steps": STEPS, "start": start, "folder": folder}
     config = Config.make({"hardware": {**hardware, "threads_per_rank": 1}, "trial": trial})
     clicked = time.time()
-    done = fit("kit.testing:TinyModule", "kit.testing:TinyData", config).wait()
+    done = fit(config, "kit.testing:TinyModule", "kit.testing:TinyData").wait()
     return min(step["time"] for step in done.steps) - clicked, time.time() - clicked
 
 

@@ -177,7 +177,7 @@ def inside_kit(case: Case, folder: str) -> float:
             "trial": {"max_steps": STEPS, "folder": folder, **quiet},
         }
     )
-    steps = [step for step in fit(Whole, loader, config).wait().steps if step["rank"] == 0]
+    steps = [step for step in fit(config, Whole, loader).wait().steps if step["rank"] == 0]
     return speed([step["train_ended"] for step in steps], case)
 
 

@@ -72,34 +72,51 @@ TIMES = 10
 Answer = dict[str, float]
 
 
+class Child:
+    """A Python process that answers lines of JSON, a text where it has no answer."""
+
+    def __init__(self, *command: str, **options: Any) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, **options,
+        )  # fmt: skip
+
+    def ask(self, question: object) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(question), file=self._process.stdin, flush=True)
+        line = next((line for line in self._process.stdout if line.startswith(ANSWER)), f'{ANSWER}"it has ended"')
+        return json.loads(line.removeprefix(ANSWER))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
 class Readers:
     """A process for each reader that is installed; ends them all."""
 
     def __init__(self) -> None:
         self.in_flight = REQUESTS_IN_FLIGHT
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._children: dict[str, Child] = {}
         self._file = tempfile.NamedTemporaryFile(suffix=".json")  # noqa: SIM115 - closed with the processes
         script = __file__.replace("streaming.py", "streaming_readers.py")
         for name in READERS:
             if version(name):
-                self._processes[name] = subprocess.Popen(
-                    [sys.executable, script, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL, text=True,
-                )  # fmt: skip
+                self._children[name] = Child(script, name)
             else:
                 print(f"{name} is left out: it is not installed; {__file__} says how in its first lines")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._processes
+        return name in self._children
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
+        for child in self._children.values():
+            child.close()
         self._file.close()
 
     def ask(self, name: str, cloud: SimulatedCloud, layout: Layout, order: str = "random", **settings: Any) -> Answer:
@@ -108,12 +125,7 @@ class Readers:
             in_flight=self.in_flight, requests=self._file.name,
             environment={"KIT_ENDPOINTS": os.environ["KIT_ENDPOINTS"]},
         )  # fmt: skip
-        process = self._processes[name]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        print(json.dumps(asdict(question)), file=process.stdin, flush=True)
-        line = next((line for line in process.stdout if line.startswith(ANSWER)), f'{ANSWER}"it has ended"')
-        answer = json.loads(line.removeprefix(ANSWER))
+        answer = self._children[name].ask(asdict(question))
         if isinstance(answer, str):
             print(f"{name} has no answer for {layout.name}, {order} order: {answer}")
             return {"samples_per_second": float("nan"), "first_seconds": float("nan")}

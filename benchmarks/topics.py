@@ -4,11 +4,11 @@
 
 Both fit the same float32 counts with the same initial weights and the same batches of 16 documents in the same order,
 each in a fresh process, in turn. tinytopics is `fit_model`, its `DataLoader` told the order; on disk it reads by its
-`NumpyDiskDataset`. kit is `PoissonNMF` on `kit.RowData` in Lightning's Trainer. Seconds are those of the whole fit over
-its epochs, so what either spends around them counts. Memory is the most that resident memory grows by during the fit,
-without pages of the file, which the system takes back when it needs them. The file is in the page cache, as it would be
-after a first epoch: reading cold is the disk's speed for both. Losses are means over an epoch; their difference is the
-largest, relative to tinytopics'.
+`NumpyDiskDataset`. kit is `PoissonNMF` on `kit.data.RowData` in Lightning's Trainer. Seconds are those of the whole fit
+over its epochs, so what either spends around them counts. Memory is the most that resident memory grows by during the
+fit, without pages of the file, which the system takes back when it needs them. The file is in the page cache, as it
+would be after a first epoch: reading cold is the disk's speed for both. Losses are means over an epoch; their
+difference is the largest, relative to tinytopics'.
 
 A GPU is used where there is one: then memory is that of the device.
 
@@ -67,7 +67,7 @@ def _write(case: dict[str, int], path: Path) -> Path:
     import kit
 
     corpus = kit.Corpus(case["documents"], case["terms"], case["topics"], LENGTH, SEED)
-    kit.write_rows(path, corpus.rows, corpus.shape, progress=False)
+    kit.data.write_rows(path, corpus.rows, corpus.shape, progress=False)
     return path
 
 
@@ -191,7 +191,7 @@ def _kit(data: Any, sizes: dict[str, int], epochs: int) -> list[float]:
         max_epochs=epochs, accelerator="auto", devices=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[seen],
     )  # fmt: skip
-    trainer.fit(model, datamodule=kit.RowData(data, batch_size=BATCH, seed=SEED))
+    trainer.fit(model, datamodule=kit.data.RowData(data, batch_size=BATCH, seed=SEED))
     model.topics()
     return seen.means
 

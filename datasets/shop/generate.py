@@ -3,7 +3,7 @@
     python datasets/shop/generate.py --rows 50000 --customers 2000 --folder data/shop
 
 Purchases of a customer follow one another in time; three in four are of the one or two categories the customer prefers,
-so the next purchases can be foretold from the earlier ones, though never surely. Few customers buy most: their numbers
+so the next purchases can be predicted from the earlier ones, though never surely. Few customers buy most: their numbers
 of purchases follow a power law. Prices are log-normal around a level for each category. The same seed gives the same
 rows on any machine. Rows are made and written block by block, so size costs disk and not memory.
 """
