@@ -124,8 +124,8 @@ def test_a_dataset_is_built_once_and_streamed_through_each_scheme(kept, scheme):
         warnings.simplefilter("error")
         kit.build(config, progress=False)
         reading = config.replace({"data.url": kept.url("bucket/tiny.zarr", scheme)})
-        assert "all" in str(kit.verify(config))
-        batches = list(kit.PatchData(reading).train_dataloader())
+        assert "all" in str(kit.data.verify(config))
+        batches = list(kit.data.PatchData(reading).train_dataloader())
     assert sum(len(next(iter(batch.values()))) for batch in batches) == 8
     assert kept.counts().kinds["read"].requests > 10
 

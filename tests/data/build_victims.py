@@ -79,7 +79,9 @@ def main():
         log.unlink(missing_ok=True)
         second = in_child(lambda own=own, log=log: build_watched(own, log))
         assert second == 0, second
-        written = {str(Path(line).relative_to(store)) for line in log.read_text().split()} if log.exists() else set()
+        written = (
+            {str(Path(line).relative_to(store)) for line in log.read_text().splitlines()} if log.exists() else set()
+        )
         result = {
             "k": k, "killed": killed, "published": published, "opens": opens, "journalled": len(before),
             "rewritten": len(before & written),

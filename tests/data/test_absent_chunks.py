@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
 
 import dask.array
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import xarray
 import zarr
+from waiting import wait_until
 
 import kit
 from kit.data.build.build import build
@@ -147,16 +150,29 @@ def test_strict_makes_an_absent_chunk_an_error_that_names_it(store, how):
             read(config)
 
 
+def test_a_loader_that_failed_and_was_forgotten_leaves_no_thread(tmp_path):
+    sharded(tmp_path / "absent.zarr")
+    others = {*threading.enumerate()}
+    with pytest.raises(MissingChunkError):
+        read(reading(tmp_path / "absent.zarr", **{"data.strict": True}))
+
+    def collected():
+        gc.collect()
+        return not any(one.name.startswith("kit-") for one in threading.enumerate() if one not in others)
+
+    wait_until(collected)
+
+
 @pytest.mark.filterwarnings("ignore:.*(Consolidated|consolidated)")
 def test_rows_of_absent_chunks_are_said_once_or_strictly_an_error(store):
     place, absent = store
-    rows = kit.open_rows(place, variable="a")
+    rows = kit.data.open_rows(place, variable="a")
     with pytest.warns(KitWarning, match=f"{absent} of the {CHUNKS} chunks") as caught:
         values = rows.take(range(SHAPE[0])), rows.take(range(2))
     assert len(caught) == 1
     assert np.array_equal(values[0].numpy(), zarr.open_group(place, mode="r")["a"][...])
     with pytest.raises(MissingChunkError, match="of a"):
-        kit.open_rows(place, variable="a", strict=True).take(range(SHAPE[0]))
+        kit.data.open_rows(place, variable="a", strict=True).take(range(SHAPE[0]))
 
 
 @pytest.mark.filterwarnings("ignore:.*(Consolidated|consolidated)")

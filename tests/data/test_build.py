@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from properties import examples
 
 import kit.data.build.build as builder
 from kit.data.build.build import ProgressLine, build
-from kit.data.build.layout import expected_bytes
+from kit.data.build.layout import expected_bytes, plan_chunks
 from kit.data.build.open_source import load_source
 from kit.data.build.shards import ArrayWriter, statistics
 from kit.data.build.source import VariableSpec
@@ -248,6 +249,22 @@ def test_building_again_does_nothing_and_says_so(tmp_path, tiny_config, capsys, 
     assert "already built" in capsys.readouterr().err
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "t.zarr").rglob("*")} == before
     assert dataset.manifest is not None
+
+
+def test_a_store_in_chunks_chosen_for_another_config_is_opened_unless_they_were_asked_for(tmp_path, tiny_config):
+    config = tiny_config(tmp_path / "t.zarr").replace({"chunking.chunk": "auto", "chunking.shard": "auto"})
+    plan = plan_chunks(config)
+    other = replace(plan, chunk=(1,) * len(plan.chunk))
+    first = build(config, other, progress=False)
+    for nobody_asked in (None, plan):  # the plan that a notebook has shown is kit's own choice
+        assert build(config, nobody_asked, progress=False).manifest == first.manifest
+    for asked in (
+        {"plan": replace(plan, chunk=(*plan.chunk[:-1], 1))},
+        {"config": config.replace({"chunking.chunk": dict(zip(plan.dims, plan.chunk, strict=True))})},
+    ):
+        with pytest.raises(BuildError, match="overwrite=True"):
+            build(**{"config": config, "progress": False, **asked})
+    assert build(config, overwrite=True, progress=False).manifest != first.manifest
 
 
 # -- refused

@@ -68,7 +68,7 @@ def test_the_least_recently_used_chunk_goes_first():
         arrive(cache, ask(cache, place)[2][0])
     ask(cache, 1)
     arrive(cache, ask(cache, 3)[2][0])
-    assert cache.free_bytes == 2 * 16
+    assert cache.evictable_bytes == 2 * 16
     assert not ask(cache, 1)[2]
     assert not ask(cache, 3)[2]
     assert ask(cache, 2)[2]
@@ -77,7 +77,7 @@ def test_the_least_recently_used_chunk_goes_first():
 def test_a_chunk_larger_than_the_budget_is_not_kept():
     cache = ChunkCache(budget_bytes=15)
     arrive(cache, ask(cache, 1)[2][0])
-    assert cache.free_bytes == 0
+    assert cache.evictable_bytes == 0
     assert ask(cache, 1)[2]
 
 
@@ -85,28 +85,28 @@ def test_a_filled_chunk_costs_one_element():
     cache = ChunkCache(budget_bytes=8)
     (chunk,) = ask(cache, 1)[2]
     cache.settle(chunk, np.broadcast_to(np.float32(3), (1000,)))
-    assert cache.free_bytes == 4
+    assert cache.evictable_bytes == 4
 
 
 def test_a_window_keeps_its_chunks_until_it_is_released():
     cache = ChunkCache()
-    first = cache.hold(STORED, 0, [(1,), (2,)], window=1)
-    second = cache.hold(STORED, 0, [(2,), (3,)], window=2)
+    first = cache.pin(STORED, 0, [(1,), (2,)], window=1)
+    second = cache.pin(STORED, 0, [(2,), (3,)], window=2)
     assert ([chunk.coords for chunk in first], [chunk.coords for chunk in second]) == ([(1,), (2,)], [(3,)])
     for chunk in (*first, *second):
         arrive(cache, chunk)
-    assert cache.held_bytes == 3 * 16
+    assert cache.pinned_bytes == 3 * 16
     cache.release(1)
-    assert cache.held_bytes == 2 * 16
+    assert cache.pinned_bytes == 2 * 16
     assert not ask(cache, 2)[2]
     cache.release(2)
-    assert cache.held_bytes == 0
+    assert cache.pinned_bytes == 0
     assert ask(cache, 2)[2]
 
 
 def test_whoever_knows_a_chunk_that_was_dropped_does_not_keep_what_was_decoded():
     cache = ChunkCache(budget_bytes=16)
-    (held,) = cache.hold(STORED, 0, [(1,)], window=1)
+    (held,) = cache.pin(STORED, 0, [(1,)], window=1)
     old, new = (ask(cache, place)[2][0] for place in (2, 3))
     for chunk in (held, old, new):
         arrive(cache, chunk)
@@ -121,14 +121,14 @@ def test_spare_memory_keeps_a_chunk_until_the_batches_that_waited_for_it_are_who
     cache = ChunkCache(spare_bytes=lambda: 16)
     (first, second), _, (chunk,) = ask(cache, 1, 1)
     arrive(cache, chunk)
-    assert cache.lent_bytes == 16
+    assert cache.transient_bytes == 16
     cache.end_batch(first.batch)
     (third,), served, new = ask(cache, 1)
     assert (served, new) == ([third], [])
     cache.end_batch(third.batch)  # it was served by what others keep
-    assert cache.lent_bytes == 16
+    assert cache.transient_bytes == 16
     cache.end_batch(second.batch)
-    assert cache.lent_bytes == 0
+    assert cache.transient_bytes == 0
     assert chunk.decoded is None
     assert ask(cache, 1)[2]
 
@@ -140,7 +140,7 @@ def test_nothing_is_lent_without_spare_memory_nor_to_batches_that_are_over():
         if cancelled:
             part.batch.future.cancel()
         cache.settle(chunk, CHUNK)
-        assert (cache.lent_bytes, chunk.decoded) == (0, None)
+        assert (cache.transient_bytes, chunk.decoded) == (0, None)
         assert ask(cache, 1)[2]
 
 
@@ -148,23 +148,23 @@ def test_a_window_may_hold_what_is_lent_and_keeps_it_for_longer():
     cache = ChunkCache(spare_bytes=lambda: 16)
     (part,), _, (chunk,) = ask(cache, 1)
     arrive(cache, chunk)
-    assert cache.hold(STORED, 0, [(1,)], window=1) == []
-    assert (cache.lent_bytes, cache.held_bytes) == (0, 16)
+    assert cache.pin(STORED, 0, [(1,)], window=1) == []
+    assert (cache.transient_bytes, cache.pinned_bytes) == (0, 16)
     cache.end_batch(part.batch)
     assert not ask(cache, 1)[2]
     cache.release(1)
-    assert (cache.lent_bytes, cache.held_bytes, chunk.decoded) == (0, 0, None)
+    assert (cache.transient_bytes, cache.pinned_bytes, chunk.decoded) == (0, 0, None)
 
 
 def test_what_a_window_released_before_it_came_is_only_given_to_who_waits():
     cache = ChunkCache()
-    (chunk,) = cache.hold(STORED, 0, [(1,)], window=1)
+    (chunk,) = cache.pin(STORED, 0, [(1,)], window=1)
     (part,), _, _ = ask(cache, 1)
     cache.release(1)
     arrive(cache, chunk)
     assert part.batch.future.done()
-    assert cache.held_bytes == 0
-    assert cache.hold(STORED, 0, [(1,)], window=1) == []  # too late: that window is over
+    assert cache.pinned_bytes == 0
+    assert cache.pin(STORED, 0, [(1,)], window=1) == []  # too late: that window is over
 
 
 def test_a_failure_reaches_who_waits_and_the_next_ask_tries_again():
@@ -189,7 +189,7 @@ def test_a_chunk_that_nobody_wants_any_more_is_forgotten_before_its_request():
     st.lists(
         st.one_of(
             st.tuples(st.just("ask"), st.integers(0, 7)),
-            st.tuples(st.just("hold"), st.integers(0, 7)),
+            st.tuples(st.just("pin"), st.integers(0, 7)),
             st.tuples(st.just("arrive"), st.integers(0, 20)),
             st.tuples(st.just("fail"), st.integers(0, 20)),
             st.tuples(st.just("end"), st.integers(0, 20)),
@@ -200,15 +200,15 @@ def test_a_chunk_that_nobody_wants_any_more_is_forgotten_before_its_request():
 )
 @examples(200)
 def test_whatever_happens_budgets_hold_and_everybody_is_told(budget, spare, steps):
-    cache = ChunkCache(budget * 16, lambda: spare * 16 - cache.lent_bytes)
+    cache = ChunkCache(budget * 16, lambda: spare * 16 - cache.transient_bytes)
     coming, waiting, window, held = [], [], 1, set()
     for step, number in steps:
         if step == "ask":
             parts, _, new = ask(cache, number)
             waiting += parts
             coming += new
-        elif step == "hold":
-            coming += cache.hold(STORED, 0, [(number,)], window)
+        elif step == "pin":
+            coming += cache.pin(STORED, 0, [(number,)], window)
             held.add(number)
         elif step == "release":
             cache.release(window)
@@ -220,14 +220,14 @@ def test_whatever_happens_budgets_hold_and_everybody_is_told(budget, spare, step
         elif coming:
             chunk = coming.pop(number % len(coming))
             arrive(cache, chunk) if step == "arrive" else cache.fail(chunk, OSError())
-        assert cache.free_bytes <= budget * 16
-        assert cache.held_bytes <= len(held) * 16
-        assert 0 <= cache.lent_bytes <= spare * 16
+        assert cache.evictable_bytes <= budget * 16
+        assert cache.pinned_bytes <= len(held) * 16
+        assert 0 <= cache.transient_bytes <= spare * 16
     for chunk in coming:
         arrive(cache, chunk)
     assert all(part.batch.future.done() for part in waiting)
     cache.release(window)
     for part in waiting:
         cache.end_batch(part.batch)
-    assert (cache.held_bytes, cache.lent_bytes) == (0, 0)
-    assert cache.free_bytes == 16 * sum(chunk.decoded is not None for chunk in cache._chunks.values())
+    assert (cache.pinned_bytes, cache.transient_bytes) == (0, 0)
+    assert cache.evictable_bytes == 16 * sum(chunk.decoded is not None for chunk in cache._chunks.values())

@@ -68,13 +68,13 @@ def held_up(monkeypatch):
         stores = []
         seen = seen_through(dataset, lambda store: stores.append(GatedStore(store)) or stores[0])
         with Engine(seen, decode_threads=1, requests_in_flight=8) as engine:
-            intake, asleep, go = engine._open()._intake, threading.Event(), threading.Event()
+            queue, asleep, go = engine._open()._queue, threading.Event(), threading.Event()
             futures = [engine._open().start(row, CHUNK) for row in ROWS]
             wait_until(lambda: stores[0].in_flight == len(ROWS))
-            intake.decoders.put(_Anybody(), lambda: asleep.set() or go.wait(PATIENCE_SECONDS))
+            queue.decoders.put(_Anybody(), lambda: asleep.set() or go.wait(PATIENCE_SECONDS))
             assert asleep.wait(PATIENCE_SECONDS)
             stores[0].gate.set()
-            wait_until(lambda: len(intake._undecoded) == len(ROWS))
+            wait_until(lambda: len(queue._undecoded) == len(ROWS))
             go.set()
             return [future.exception(PATIENCE_SECONDS) or future.result()[0][0, 0, 0] for future in futures]
 
@@ -84,7 +84,7 @@ def held_up(monkeypatch):
 class _Anybody:
     """Owns a job and does not mind how it goes."""
 
-    over = False
+    cancelled = False
 
     def fail(self, error):
         raise AssertionError from error

@@ -16,7 +16,7 @@ from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import open_store, resolve_url
 from kit.data.stream.engine import Engine
-from kit.data.stream.fetch import identity_of, open_file_system
+from kit.data.stream.fetch import AsyncClient, identity_of
 from kit.errors import ConfigError
 
 
@@ -109,7 +109,7 @@ def test_ranges_are_the_same_as_of_the_object_itself(url, tiny_config):
     dataset = build(tiny_config(url), progress=False)
     counters = Counters()
     place = resolve_url(url)
-    opened = open_file_system(open_store(place), place, 5.0, counters)
+    opened = AsyncClient(open_store(place), place, 4, 5.0, counters)
     whole = bytes(opened.read("zarr.json"))
     assert bytes(opened.read("zarr.json", 3, 9)) == whole[3:9]
     assert bytes(opened.read("zarr.json", -5)) == whole[-5:]

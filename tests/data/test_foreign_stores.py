@@ -388,7 +388,7 @@ def test_a_store_that_holds_only_text_is_a_named_error_for_every_reader(tmp_path
     source = Config().replace({"data.source": str(tmp_path / "g.zarr"), "data.url": str(tmp_path / "new.zarr")})
     for read_it in (
         lambda: open_dataset(config).select(), lambda: kit.plan_chunks(config), lambda: kit.fit(config),
-        lambda: kit.build(source, progress=False), lambda: kit.RowData(str(tmp_path / "g.zarr")),
+        lambda: kit.build(source, progress=False), lambda: kit.data.RowData(str(tmp_path / "g.zarr")),
         lambda: as_source(TEXTS[kind]), lambda: as_source(xarray.DataArray(TEXTS[kind])),
     ):  # fmt: skip
         with pytest.raises(KitError, match=r"numbers?|numeric|integers"):

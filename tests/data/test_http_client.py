@@ -22,6 +22,7 @@ from kit.data.stores.http import FEWEST, ConcurrencyLimit, Get, HttpClient
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import open_store
 from kit.data.stream.engine import Engine
+from kit.data.stream.fetch import AsyncClient
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError
 from kit.machine.endpoints import VARIABLE
 
@@ -53,7 +54,7 @@ def some_offsets(seed=0):
 def read(dataset):
     with Engine(dataset, requests_in_flight=8) as engine:
         ((values, valid),) = engine.stream([some_offsets()], PATCH)
-        return values, valid, engine.counters, type(engine._open()._source)
+        return values, valid, engine.counters, type(engine._open()._client)
 
 
 @pytest.mark.parametrize("layout", ["chunks", "shards"])
@@ -64,7 +65,7 @@ def test_both_clients_give_the_values_of_the_folder(cloud, tmp_path, scheme, lay
     monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     by_fsspec = read(dataset)
     local = read(open_dataset(str(tmp_path / "b" / layout)))
-    assert (by_wire[3], by_fsspec[3]) == (HttpClient, type(None))
+    assert (by_wire[3], by_fsspec[3]) == (HttpClient, AsyncClient)
     for got in (by_wire, by_fsspec):
         assert np.array_equal(got[0], local[0])
         assert np.array_equal(got[1], local[1])
@@ -120,7 +121,7 @@ def ask_all(cloud, tmp_path, requests):
     cloud.reset_counts()
     source = HttpClient(address_of(open_store(url), url), url, 256, PATIENCE_SECONDS, counters)
     asked = [Told("k") for _ in range(requests)]
-    source.ask(asked)
+    source.submit(asked)
     assert all(bytes(one.future.result(PATIENCE_SECONDS)) == b"1" for one in asked)
     source.close()
     return source, counters.values()
@@ -336,7 +337,7 @@ def test_its_thread_ends_when_nothing_is_asked_for_and_comes_back(cloud, monkeyp
     wire = HttpClient(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, Counters())
     for _ in range(3):
         assert wire.read("a/zarr.json") is not None
-        wait_until(lambda: not any(thread.name == "kit-wire" for thread in threading.enumerate()))
+        wait_until(lambda: not any(thread.name == "kit-http" for thread in threading.enumerate()))
 
 
 def test_whoever_waits_when_it_is_closed_is_told_so(cloud):
@@ -344,7 +345,7 @@ def test_whoever_waits_when_it_is_closed_is_told_so(cloud):
     cloud.turn(latency_seconds=600)
     wire = HttpClient(address_of(open_store(url), url), url, 1, PATIENCE_SECONDS, Counters())
     asked = [Told("a/zarr.json") for _ in range(3)]
-    wire.ask(asked)
+    wire.submit(asked)
     wire.close()
     for one in asked:
         with pytest.raises(StoreError, match=r"closed while a/zarr\.json"):

@@ -5,6 +5,7 @@ import re
 import pytest
 
 import kit
+from kit.cloud.dials import PRESETS
 from kit.data.patches.reading import Readings, measure_reading
 from kit.data.stores.http import ConcurrencyLimit
 from kit.errors import ConfigError, PlanError, StoreError
@@ -43,7 +44,7 @@ def test_requests_that_are_not_opened_are_told_with_the_reason(tiny_config, tmp_
     # As long as the store takes: how long this machine takes is no crowd.
     monkeypatch.setattr(ConcurrencyLimit, "answered", lambda limit, sent_in, _: answered(limit, sent_in, 0.05))
     cuts = {"time": 1, "lat": 4, "lon": 4}
-    with kit.simulated_cloud("no limits") as cloud:
+    with kit.cloud.simulate("no limits") as cloud:
         config = tiny_config(
             cloud.url("b/tiny.zarr"), chunking__chunk=cuts, chunking__shard="none", loader__batch_size=4,
             loader__requests_in_flight=256, loader__batches_ahead=8, data__samples_per_epoch=4000,
@@ -72,7 +73,7 @@ def test_the_order_and_the_processes_of_the_config_are_those_measured(stores):
 
 def test_predicted_and_measured_speeds_are_drawn_tied_with_their_ratio(stores):
     readings = measure_reading(*stores, seconds=0.05)
-    chart = kit.chunk_figure(kit.plan_chunks(stores[0]), measured=readings)
+    chart = kit.plan_chunks(stores[0]).figure(measured=readings)
     drawn = chart.axes[0]
     pairs = [(one.predicted_samples_per_second, one.samples_per_second) for one in readings]
     assert [tuple(line.get_ydata()) for line in drawn.get_lines() if line.get_linestyle() == ":"] == pairs
@@ -111,3 +112,57 @@ def test_what_cannot_be_measured_is_refused(stores, tiny_config, tmp_path):
         measure_reading(stores[0].replace({"data.variables": ["salt"]}))
     with pytest.raises(StoreError):
         measure_reading(tiny_config(tmp_path / "none.zarr"))
+
+
+def on_chunks(tiny_config, cloud):
+    """A store in the cloud, read patch by patch and chunk by chunk."""
+    cuts = {"time": 1, "lat": 4, "lon": 4}
+    config = tiny_config(
+        cloud.url("b/tiny.zarr"), chunking__chunk=cuts, chunking__shard="none", loader__batch_size=4,
+        data__order="grid", data__patch=cuts, data__arguments={"time": 8, "lat": 12},
+    )  # fmt: skip
+    kit.build(config, progress=False)
+    return config
+
+
+def test_networks_serve_the_same_and_cost_other_time_and_money(tiny_config, cloud):
+    config = on_chunks(tiny_config, cloud)
+    prices = {"same region": 0.0, "home WiFi": 5e4}
+    served = kit.data.measure_networks(config, cloud, prices, price_per_thousand_reads=1.0, seconds=0.1)
+    near, far = served
+    assert (near.network, far.network, near.epoch, far.epoch) == ("same region", "home WiFi", 1, 1)
+    assert near.sent_bytes == far.sent_bytes > 0
+    assert near.requests == far.requests > 8, "at least one for every batch"
+    assert near.price == pytest.approx(near.requests / 1000)
+    assert far.price == pytest.approx(far.requests / 1000 + far.sent_bytes / 1e9 * 5e4)
+    assert far.reading.predicted_samples_per_second < near.reading.predicted_samples_per_second
+    assert cloud.dials == PRESETS["no limits"]
+    assert "no limits" in str(cloud)
+    for shown in (repr(served), served._repr_html_()):
+        assert "home WiFi" in shown
+        assert "price" in shown
+
+
+def test_a_later_epoch_asks_the_cache_and_every_network_begins_without_one(tiny_config, cloud):
+    config = on_chunks(tiny_config, cloud).replace({"cache.size_bytes": "1 MiB"})
+    served = kit.data.measure_networks(config, cloud, ["no limits", "same region"], epochs=2, seconds=0.1)
+    assert [(one.network, one.epoch) for one in served] == [
+        ("no limits", 1), ("no limits", 2), ("same region", 1), ("same region", 2),
+    ]  # fmt: skip
+    for first, second in (served[:2], served[2:]):
+        assert first.requests > first.cache_hits == 0
+        assert (second.requests, second.sent_bytes) == (0, 0)
+        assert second.cache_hits == len(kit.open_dataset(config).arrays) * 8 * 3 * 2
+    assert "price" not in repr(served)
+
+
+def test_what_no_network_can_tell_is_refused_before_anything_is_read(tiny_config, cloud, tmp_path):
+    config = on_chunks(tiny_config, cloud)
+    cloud.reset_counts()
+    with pytest.raises(ConfigError, match="home WiFi"):
+        kit.data.measure_networks(config, cloud, ["home wifi"])
+    with pytest.raises(ConfigError, match="not in the cloud"):
+        kit.data.measure_networks(config.replace({"data.url": str(tmp_path)}), cloud)
+    with pytest.raises(PlanError, match="at least one"):
+        kit.data.measure_networks(config, cloud, epochs=0)
+    assert cloud.counts().requests == 0

@@ -40,7 +40,7 @@ def test_an_odd_url_is_a_named_error_for_every_taker(url):
     takers = (
         lambda: kit.open_dataset(kit.Config().replace({"data.url": url})),
         lambda: kit.plan_chunks(kit.Config().replace({"data.source": url})),
-        lambda: kit.open_rows(url),
+        lambda: kit.data.open_rows(url),
         lambda: kit.Config.load(url),
     )
     for take in takers:
@@ -48,7 +48,7 @@ def test_an_odd_url_is_a_named_error_for_every_taker(url):
             take()
         assert len(str(caught.value)) < 1000
     with contextlib.suppress(KitError):
-        assert kit.fetch_checkpoint(url) is None  # a path where nothing is
+        assert kit.checkpoints.download(url) is None  # a path where nothing is
 
 
 SCHEMES = st.sampled_from(["", "s3://", "gs://", "http://", "https://", "file://", "memory://", "://", "xx://"])

@@ -61,7 +61,7 @@ def test_a_simulated_cloud_is_probed_through_either_client(shaped, url, way, mon
     assert found.bandwidth_bytes_per_second > 0
     assert found.total_bandwidth_bytes_per_second == max(rate for _, rate in found.steps) > 0
     assert found.parallelism >= 1
-    assert not found.held_back
+    assert not found.rate_limited
     assert found.decode_bytes_per_second > 0
     assert 1 < found.compression_ratio < 1.3
     assert found.requests <= counts.requests
@@ -72,7 +72,7 @@ def test_a_simulated_cloud_is_probed_through_either_client(shaped, url, way, mon
 def test_it_finds_a_limit_on_requests(shaped, url):
     shaped.turn(latency_seconds=0.03, requests_per_second=100)
     found = probe(url)
-    assert found.held_back
+    assert found.rate_limited
     assert found.requests_per_second > 0
     assert "refused" in found.how["requests_per_second"]
     assert found.apply(Config()).chunking.requests_per_second == round(found.requests_per_second)
@@ -80,13 +80,13 @@ def test_it_finds_a_limit_on_requests(shaped, url):
 
 def test_faults_are_no_limit_on_requests(shaped, url):
     shaped.turn(latency_seconds=0.03, faults={"503": 0.01, "reset": 0.01})
-    assert not probe(url).held_back
+    assert not probe(url).rate_limited
 
 
 def test_its_figures_go_into_a_config_and_nothing_else_changes(shaped, url):
     shaped.turn(latency_seconds=0.02, latency_spread=0.1)
     config = Config.make({"data": {"url": url}})
-    found = kit.probe(config)
+    found = kit.data.probe(config)
     changed = found.apply(config)
     assert changed.chunking.latency_seconds == pytest.approx(found.latency_mean_seconds, abs=1e-6)
     assert changed.chunking.decode_bytes_per_second == round(found.decode_bytes_per_second)
@@ -96,7 +96,7 @@ def test_its_figures_go_into_a_config_and_nothing_else_changes(shaped, url):
 
 def test_a_url_a_config_and_a_dataset_are_the_same_store(shaped, url):
     places = (url, Config.make({"data": {"url": url}}), kit.open_dataset(url))
-    assert {kit.probe(place, most_bytes="8 MiB").url for place in places} == {url}
+    assert {kit.data.probe(place, most_bytes="8 MiB").url for place in places} == {url}
 
 
 def test_a_folder_is_probed_as_well_and_the_budget_of_bytes_holds(folder):
@@ -153,14 +153,14 @@ def test_latency_bandwidths_and_parallelism_follow_from_the_times_of_the_loads(f
     assert [in_flight for in_flight, _ in found.steps] == [1, 4, 16]
     assert found.total_bandwidth_bytes_per_second == pytest.approx(16 * MIB / (0.06 + 16 * MIB / 8e6))
     assert found.parallelism == 5  # 4 connections fill the total, and their latency wants one more
-    assert not found.held_back
+    assert not found.rate_limited
     assert found.requests_per_second == pytest.approx(128 / (0.06 + 128 / 8e6))
 
 
 def test_a_rate_that_the_store_keeps_requests_to_is_found_and_taken(folder, monkeypatch):
     timed(monkeypatch, latency=0.03, requests_per_second=100)
     found = probe(str(folder))
-    assert (found.held_back, found.requests_per_second) == (True, 100)
+    assert (found.rate_limited, found.requests_per_second) == (True, 100)
     assert found.latency_seconds == pytest.approx(0.03)
     assert found.apply(Config()).chunking.requests_per_second == 100
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_told_is_none_and_says_why(folder, monkeypatch):
     config = Config()
     kept = found.apply(config).chunking
     assert kept.bandwidth_bytes_per_second == config.chunking.bandwidth_bytes_per_second
-    assert "not told" in str(found)
+    assert "unknown" in str(found)
 
 
 # -- the arithmetic of a load

@@ -36,32 +36,32 @@ def reader(dataset):
 
 
 def test_a_window_before_its_turn_is_read_and_not_decoded(reader):
-    intake = reader._intake
+    queue = reader._queue
     reader.release(-1)
     for window in range(3):
-        reader.hold(row(window), PATCH, window)
-    wait_until(lambda: intake._early.nbytes > 0 and intake.cache.held_bytes == 8 * CHUNK_BYTES)
-    wait_until(lambda: intake.room.taken_bytes == 0)  # what waits takes no room of requests
+        reader.pin(row(window), PATCH, window)
+    wait_until(lambda: queue._read_ahead.nbytes > 0 and queue.cache.pinned_bytes == 8 * CHUNK_BYTES)
+    wait_until(lambda: queue.budget.taken_bytes == 0)  # what waits takes no room of requests
     reader.release(0)
-    wait_until(lambda: intake.cache.held_bytes == 8 * CHUNK_BYTES and intake._early.nbytes == 0)
+    wait_until(lambda: queue.cache.pinned_bytes == 8 * CHUNK_BYTES and queue._read_ahead.nbytes == 0)
     assert reader._counters.values()["chunks_decoded"] == 12
 
 
 def test_what_a_batch_waits_for_is_decoded_before_its_turn(reader):
     reader.release(-1)
-    reader.hold(row(4), PATCH, 4)
-    wait_until(lambda: reader._intake._early.nbytes > 0)
+    reader.pin(row(4), PATCH, 4)
+    wait_until(lambda: reader._queue._read_ahead.nbytes > 0)
     values, _ = reader.start(row(4), PATCH).result(PATIENCE_SECONDS)
     assert values.shape == (4, 1, SIDE, SIDE)
-    wait_until(lambda: reader._intake._early.nbytes == 0)
+    wait_until(lambda: reader._queue._read_ahead.nbytes == 0)
 
 
 def test_an_answer_whose_window_was_given_up_is_dropped(reader):
     reader.release(-1)
-    reader.hold(row(2), PATCH, 2)
-    wait_until(lambda: reader._intake._early.nbytes > 0)
+    reader.pin(row(2), PATCH, 2)
+    wait_until(lambda: reader._queue._read_ahead.nbytes > 0)
     reader.release(2)
-    wait_until(lambda: reader._intake._early.nbytes == reader._intake.cache.held_bytes == 0)
+    wait_until(lambda: reader._queue._read_ahead.nbytes == reader._queue.cache.pinned_bytes == 0)
     assert reader._counters.values()["chunks_decoded"] == 0
 
 

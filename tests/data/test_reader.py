@@ -36,9 +36,9 @@ def stored(request, tmp_path_factory):
 
 def held_bytes(reader):
     """What a reader has in memory beside its batches."""
-    intake, cache = reader._intake, reader._intake.cache
-    requests = intake.room.taken_bytes + intake._early.nbytes
-    return requests + cache.free_bytes + cache.held_bytes + cache.lent_bytes + intake.indexes.nbytes
+    queue, cache = reader._queue, reader._queue.cache
+    requests = queue.budget.taken_bytes + queue._read_ahead.nbytes
+    return requests + cache.evictable_bytes + cache.pinned_bytes + cache.transient_bytes + queue.indexes.nbytes
 
 
 def everywhere(samples=512, seed=0):
@@ -60,7 +60,7 @@ def test_what_is_read_and_kept_stays_within_the_memory_given(stored, wrap, cache
             seen.append(held_bytes(engine._open()))
             day, y, x = offsets[0]
             assert np.array_equal(got[0, 0, 0], values[day, y : y + 32, x : x + 32])
-        most, read = engine._open()._intake.room.most_bytes, engine.counters["bytes_read"]
+        most, read = engine._open()._queue.budget.most_bytes, engine.counters["bytes_read"]
     batches_bytes = 4 * batch_bytes(dataset.select(), 32, PATCH)
     assert read > 5 * MEMORY_BYTES
     assert max(seen) + batches_bytes <= MEMORY_BYTES
@@ -86,7 +86,7 @@ def test_too_little_for_one_chunk_is_slow_and_right(stored):
     dataset, values = stored
     with Engine(dataset, memory_bytes=1) as engine:
         ((got, _),) = engine.stream([np.zeros((1, 3), np.int64)], (3, 70, 70))
-        assert engine._open()._intake.room.most_bytes <= 3 * 70 * 70 * 4 * 4
+        assert engine._open()._queue.budget.most_bytes <= 3 * 70 * 70 * 4 * 4
     assert np.array_equal(got[0, 0], values[:3, :70, :70])
 
 

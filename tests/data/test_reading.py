@@ -8,6 +8,7 @@ from kit.config import Config
 from kit.data.build.build import build
 from kit.data.build.layout import expected_bytes, plan_chunks, predict_reading, price_store
 from kit.data.dataset import open_dataset
+from kit.data.patches.module import PatchData
 from kit.data.sampling import sample_plan
 from kit.data.stream.engine import Engine
 from kit.errors import PlanError
@@ -45,9 +46,9 @@ def test_random_patches_cost_on_average_what_the_engine_counts(tmp_path, tiny_co
         counts = engine.counters
     chunks = sum(cost.requests_per_batch for cost in price_store(config, dataset)) / 6
     assert chunks == pytest.approx(counts["chunks_decoded"] / counts["samples"], rel=0.05)
-    predicted, sent = predict_reading(config, dataset), counts["chunks_decoded"] - counts["requests_saved"]
+    predicted = predict_reading(config.replace({"trial.max_steps": 200}), dataset)
     assert counts["requests_saved"] > 0
-    assert predicted["requests_per_sample"] == pytest.approx(sent / counts["samples"], rel=0.1)
+    assert predicted["requests_per_sample"] == pytest.approx(counts["requests"] / counts["samples"], rel=0.1)
     assert predicted["bytes_per_sample"] > 0
 
 
@@ -113,3 +114,25 @@ def test_a_store_without_a_source_is_planned_with_its_own_compression(tmp_path, 
     assert ratio == pytest.approx(raw / dataset.manifest.stored_bytes)
     with pytest.raises(PlanError, match=r"chunking.compression_ratio"):
         plan_chunks(read_only, measure=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"loader.batch_size": 3}, {"data.patch": {"time": 2, "lat": 11, "lon": 3}}],
+)
+def test_a_trial_in_a_folder_makes_the_requests_that_were_predicted(tmp_path, tiny_config, changes):
+    config = tiny_config(tmp_path / "tiny.zarr", data__arguments={"time": 64, "lat": 64}).replace(
+        {
+            "data.patch": {"time": 2, "lat": 5, "lon": 3}, "chunking.chunk": {"time": 4, "lat": 8, "lon": 4},
+            "chunking.shard": {"time": 32, "lat": 32, "lon": 8}, "data.samples_per_epoch": 5000,
+            "trial.max_steps": 150, "loader.batch_size": 8, **changes,
+        }
+    )  # fmt: skip
+    dataset = build(config, progress=False)
+    loader = PatchData(config).train_dataloader()
+    for step, _ in enumerate(loader, 1):
+        if step == config.trial.max_steps:
+            break
+    counts = loader.counters()
+    predicted = predict_reading(config, dataset)["requests_per_sample"]
+    assert predicted == pytest.approx(counts["requests"] / counts["samples"], rel=0.15)

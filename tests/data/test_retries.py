@@ -14,18 +14,17 @@ from kit.data.build.build import build
 from kit.data.dataset import open_dataset
 from kit.data.patches.module import PatchData
 from kit.data.stores import retry as policy
+from kit.data.stores.http import HttpClient
 from kit.data.stores.retry import Retries, passing
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import list_objects, open_store, read_object, sizes_of_objects, write_object
 from kit.data.stream.engine import Engine
-from kit.data.stream.fetch import Requests, open_blocking, open_file_system
+from kit.data.stream.fetch import AsyncClient, open_client
 from kit.errors import MissingChunkError, StoreError
 
 DATA = random.Random(5).randbytes(300_000)
 SCHEMES = ("gs", "s3", "http")
 WAYS = ("wire", "fsspec")
-FILES = "files"
-"""fsspec by calls that wait, as a cache reads it."""
 PASSING = ("408", "429", "500", "502", "503", "504", "reset", "lost", "truncate")
 
 
@@ -41,31 +40,20 @@ def bucket(cloud, tmp_path):
 def _read(way, url, counters, seconds=PATIENCE_SECONDS, after_the_first=None):
     """Bytes 10 to 200,000 of `a`, by either client; `after_the_first`: called between two such reads."""
     store = open_store(url)
-    if way in ("wire", FILES):
-        source = open_blocking(store, url, seconds, counters, 4)
-        assert type(source).__name__ == "HttpClient"
-        source = open_file_system(store, url, seconds, counters) if way == FILES else source
+    client = open_client(store, url, seconds, counters, 4)
+    assert isinstance(client, HttpClient)
+    client = client if way == "wire" else AsyncClient(store, url, 4, seconds, counters)
+    try:
         if after_the_first:
-            source.read("a", 10, 200_000)
+            client.read("a", 10, 200_000)
             after_the_first()
-        return source.read("a", 10, 200_000)
-
-    async def read():
-        requests = Requests(store, url, 4, seconds, counters)
-        try:
-            if after_the_first:
-                await requests.read("a", 10, 200_000)
-                after_the_first()
-            return await requests.read("a", 10, 200_000)
-        finally:
-            await requests.close()
-
-    return asyncio.run(read())
+        return client.read("a", 10, 200_000)
+    finally:
+        client.close()
+        store.close()
 
 
-@pytest.mark.parametrize(
-    ("way", "fault"), [*product(WAYS, PASSING), *product([FILES], ["429", "503", "reset", "truncate"])]
-)
+@pytest.mark.parametrize(("way", "fault"), [*product(WAYS, PASSING)])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_passes_is_tried_again_and_counted(cloud, bucket, scheme, way, fault):
     url, counters = bucket(scheme), Counters()
@@ -80,7 +68,7 @@ def test_what_passes_is_tried_again_and_counted(cloud, bucket, scheme, way, faul
     assert 2 - unseen <= counted["retries"] <= 2
 
 
-@pytest.mark.parametrize("way", [*WAYS, FILES])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_answer_comes_back_at_once(cloud, bucket, scheme, way):
     url, counters = bucket(scheme), Counters()

@@ -18,8 +18,9 @@ from kit.data.build.verify import verify
 from kit.data.dataset import open_dataset
 from kit.data.patches.module import PatchData
 from kit.data.stores.disk_cache import ReadCache
+from kit.data.stores.http import HttpClient
 from kit.data.stream.engine import Engine
-from kit.data.stream.fetch import open_blocking
+from kit.data.stream.fetch import open_client
 from kit.errors import StoreError
 from kit.machine.endpoints import VARIABLE
 
@@ -39,9 +40,9 @@ def test_a_dataset_is_built_verified_and_streamed(bucket, way, tiny_config, tmp_
     there = tiny_config(f"{bucket}/there.zarr", **changes)
     for config in (here, there):
         build(config, progress=False)
-    assert "all" in str(verify(there))
-    is_blocking = open_blocking(open_dataset(there.data.url).open_store(), there.data.url, 20.0, None, 4) is not None
-    assert is_blocking == (way == "wire")
+    assert "all" in repr(verify(there))
+    client = open_client(open_dataset(there.data.url).open_store(), there.data.url, 20.0, None, 4)
+    assert isinstance(client, HttpClient) == (way == "wire")
     pairs = zip(PatchData(here).train_dataloader(), PatchData(there).train_dataloader(), strict=True)
     assert all((one[name] == other[name]).all() for one, other in pairs for name in one)
 

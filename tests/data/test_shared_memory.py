@@ -70,7 +70,7 @@ def test_data_by_itself_refuses_before_a_process_and_without_processes_needs_non
     data.setup()
     with pytest.raises(ConfigError, match="loader.num_workers"):
         data.train_dataloader()
-    rows = kit.RowData(np.ones((64, 1 << 16), "f4"), batch_size=16, num_workers=2)
+    rows = kit.data.RowData(np.ones((64, 1 << 16), "f4"), batch_size=16, num_workers=2)
     with pytest.raises(ConfigError, match="loader.num_workers"):
         rows.train_dataloader()
     data = PatchData(config.replace({"loader.num_workers": 0}))

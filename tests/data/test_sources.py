@@ -14,7 +14,7 @@ from kit.data.build.build import build
 from kit.data.build.grids import XarraySource, ZarrSource
 from kit.data.build.open_source import load_source, open_place
 from kit.data.build.rechunk import pieces, read_pieces
-from kit.errors import BuildError, ConfigError, MissingChunkError
+from kit.errors import BuildError, ConfigError, MissingChunkError, StoreError
 
 
 def build_from(source, target, patch, given=None, **arguments):
@@ -75,14 +75,14 @@ def test_a_netcdf_file_keeps_its_packing_and_its_times(tmp_path):
 
 def test_what_is_no_source_of_numbers_is_refused(tmp_path):
     words = xarray.Dataset({"name": (("x",), ["a", "b"])})
-    with pytest.raises(ConfigError, match="no numeric variable .*name"):
+    with pytest.raises(ConfigError, match="no numbers, only name"):
         XarraySource(words)
     with pytest.raises(ConfigError, match="did you mean 'area'"):
         XarraySource(example(), ["aera"])
     (tmp_path / "x.nc").write_bytes(b"not a file of that kind")
-    with pytest.raises(ConfigError, match=r"xarray cannot open .*x\.nc"):
+    with pytest.raises(StoreError, match=r"x\.nc cannot be read"):
         load_source(Config.make({"data": {"source": str(tmp_path / "x.nc")}}))
-    with pytest.raises(ConfigError, match="no file"):
+    with pytest.raises(StoreError, match="no file"):
         load_source(Config.make({"data": {"source": str(tmp_path / "y.nc")}}))
 
 

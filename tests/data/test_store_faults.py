@@ -214,7 +214,7 @@ def test_nothing_in_an_array_or_a_tensor_file_is_run(tmp_path):
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(canary))
     for name in ("rows.npy", "rows.pt", "rows.pth", "plain.pt"):
         with pytest.raises(RowsError, match=name):
-            kit.open_rows(tmp_path / name)
+            kit.data.open_rows(tmp_path / name)
     with pytest.raises(ConfigError, match=r"rows\.npy"):
         load_source(Config.make({"data": {"source": str(tmp_path / "rows.npy")}}))
     assert not (tmp_path / "pwned").exists()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kit.checkpoints.parts import part_key
-from kit.checkpoints.uploading import Parcels, unfinished_uploads, upload_checkpoint
+from kit.checkpoints.uploading import BundleStore, unfinished_uploads, upload_checkpoint
 from kit.data.stores.url import list_objects, open_store, write_object
 
 SHA = "ab" * 32
@@ -43,7 +43,7 @@ def test_what_was_broken_off_is_listed_and_dropped_and_what_is_whole_stays(url, 
     assert unfinished_uploads(url) == [found]
     assert unfinished_uploads(url, drop=True, quiet_seconds=0) == [found]
     assert unfinished_uploads(url) == []
-    assert [parcel.name for parcel in Parcels.open(url).all()] == ["step=2.ckpt"]
+    assert [bundle.name for bundle in BundleStore.open(url).all()] == ["step=2.ckpt"]
     assert len(list_objects(open_store(url), "", url)) == 2
 
 

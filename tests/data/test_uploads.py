@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from kit.checkpoints.downloading import fetch_checkpoint
 from kit.checkpoints.parts import Bundle, BundlePart, PackedFile, part_key, spans
-from kit.checkpoints.uploading import Parcels, SourceChanged, UploadCancelled, latest_checkpoint, upload_checkpoint
+from kit.checkpoints.uploading import BundleStore, SourceChanged, UploadCancelled, latest_checkpoint, upload_checkpoint
 from kit.data.stores.local import why_not
 from kit.data.stores.url import list_objects, open_store, read_object, write_object
 from kit.errors import CorruptChunkError, StoreError
@@ -47,7 +47,7 @@ def sharded(tmp_path):
 
 
 def send(path, url, **options):
-    return Parcels.open(url).send(path, **{"part_bytes": PART, **options})
+    return BundleStore.open(url).send(path, **{"part_bytes": PART, **options})
 
 
 def content(path):
@@ -76,7 +76,7 @@ def test_a_file_and_a_folder_come_back_as_they_were_and_are_sent_once(place, che
     assert fetch_checkpoint(url, tmp_path / "none") is None
     os.utime(checkpoint, (1000, 1000))
     first = upload_checkpoint(checkpoint, url)
-    assert first.sent_bytes == first.parcel.size_bytes == len(DATA)
+    assert first.sent_bytes == first.bundle.size_bytes == len(DATA)
     assert upload_checkpoint(checkpoint, url).sent_bytes == 0
     send(sharded, url)
     assert latest_checkpoint(url) == f"{first.url.rpartition('/')[0]}/sharded.ckpt"  # it was saved later
@@ -88,7 +88,7 @@ def test_a_file_and_a_folder_come_back_as_they_were_and_are_sent_once(place, che
 def test_equal_parts_are_sent_and_kept_once(place, sharded):
     sent = send(sharded, f"{place}/equal")
     assert sent.sent_bytes == len(DATA) + 1
-    assert sent.parcel.size_bytes == 2 * len(DATA) + 1
+    assert sent.bundle.size_bytes == 2 * len(DATA) + 1
 
 
 @pytest.mark.parametrize("place", ["file", "gs"], indirect=True)
@@ -99,7 +99,7 @@ def test_the_oldest_go_when_so_many_are_to_be_kept(place, tmp_path):
         path.write_bytes(DATA[number : number + PART])
         os.utime(path, (number + 1, number + 1))
         upload_checkpoint(path, url, keep=2)
-    assert [parcel.name for parcel in Parcels.open(url).all()] == ["step=2.ckpt", "step=3.ckpt"]
+    assert [bundle.name for bundle in BundleStore.open(url).all()] == ["step=2.ckpt", "step=3.ckpt"]
     assert len(list_objects(open_store(url), "", url)) == 4  # a part and a list of each
 
 
@@ -129,7 +129,7 @@ def test_what_passes_is_tried_again(cloud, checkpoint, tmp_path, scheme, fault):
     checkpoint.write_bytes(DATA[: 3 * PART])
     cloud.script("passing/*", [fault, fault])
     sent = send(checkpoint, url)
-    assert cloud.counts().faults[fault] > len(sent.parcel.files[0].parts)
+    assert cloud.counts().faults[fault] > len(sent.bundle.files[0].parts)
     cloud.forget_scripts().script("passing/*", [fault, "truncate"], kind="read")
     assert fetch_checkpoint(url, tmp_path / "there").read_bytes() == checkpoint.read_bytes()
 
@@ -174,7 +174,7 @@ def test_the_old_one_holds_until_the_new_one_is_whole(cloud, checkpoint, tmp_pat
 def test_what_changes_while_it_is_sent_is_not_published(cloud, checkpoint, change):
     url = cloud.url(f"changing/{change}")
     checkpoint.write_bytes(LONG)
-    parcels = Parcels.open(url)
+    bundles = BundleStore.open(url)
 
     async def spoil():
         if change == "removed":
@@ -182,24 +182,24 @@ def test_what_changes_while_it_is_sent_is_not_published(cloud, checkpoint, chang
         else:
             os.truncate(checkpoint, len(LONG) + 1)
 
-    after_writing(parcels.store, 3, spoil)
+    after_writing(bundles.store, 3, spoil)
     with pytest.raises(SourceChanged, match="nothing was published"):
-        parcels.send(checkpoint, part_bytes=PART, at_once=1)
+        bundles.send(checkpoint, part_bytes=PART, at_once=1)
     assert latest_checkpoint(url) is None
 
 
 def test_what_is_given_up_goes_on_later(cloud, checkpoint):
     url = cloud.url("given-up/run")
-    parcels, over = Parcels.open(url), threading.Event()
+    bundles, over = BundleStore.open(url), threading.Event()
     checkpoint.write_bytes(LONG)
 
     async def give_up():
         over.set()
         await asyncio.Event().wait()  # for ever
 
-    after_writing(parcels.store, 8, give_up)
+    after_writing(bundles.store, 8, give_up)
     with pytest.raises(UploadCancelled):
-        parcels.send(checkpoint, part_bytes=PART, at_once=1, cancelled=over)
+        bundles.send(checkpoint, part_bytes=PART, at_once=1, cancelled=over)
     assert latest_checkpoint(url) is None
     assert send(checkpoint, url).sent_bytes == len(LONG) - 8 * PART
 
@@ -264,7 +264,7 @@ def test_a_folder_that_could_not_be_fetched_again_is_not_uploaded(tmp_path, shar
 
 def test_a_part_that_was_replaced_is_found_and_nothing_arrives(tmp_path, checkpoint):
     url = str(tmp_path / "cloud")
-    part = send(checkpoint, url).parcel.files[0].parts[7]
+    part = send(checkpoint, url).bundle.files[0].parts[7]
     write_object(open_store(url, read_only=False), part_key(checkpoint.name, part.sha256), b"\1" * PART, url)
     with pytest.raises(CorruptChunkError, match="replaced or damaged"):
         fetch_checkpoint(url, tmp_path / "there")
@@ -273,7 +273,7 @@ def test_a_part_that_was_replaced_is_found_and_nothing_arrives(tmp_path, checkpo
 
 def test_a_part_that_was_cut_short_is_sent_again(tmp_path, checkpoint):
     url = str(tmp_path / "cloud")
-    part = send(checkpoint, url).parcel.files[0].parts[7]
+    part = send(checkpoint, url).bundle.files[0].parts[7]
     write_object(open_store(url, read_only=False), part_key(checkpoint.name, part.sha256), b"\1", url)
     assert send(checkpoint, url).sent_bytes == part.size_bytes
     assert fetch_checkpoint(url, tmp_path / "there").read_bytes() == DATA
@@ -306,5 +306,5 @@ files = st.builds(PackedFile, names, st.lists(parts, max_size=3).map(tuple))
         Bundle, names, st.floats(0, 1e11), st.lists(files, max_size=3, unique_by=lambda file: file.path).map(tuple)
     )
 )
-def test_a_list_reads_back_as_it_was_written(parcel):
-    assert Bundle.load(parcel.dump(), "here") == parcel
+def test_a_list_reads_back_as_it_was_written(bundle):
+    assert Bundle.load(bundle.dump(), "here") == bundle

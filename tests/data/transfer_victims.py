@@ -22,11 +22,11 @@ def stay_after(count, store):
 
 def main(what, first, second):
     if what == "upload":
-        from kit.checkpoints.uploading import Parcels
+        from kit.checkpoints.uploading import BundleStore
 
-        parcels = Parcels.open(second)
-        stay_after(10, parcels.store)
-        parcels.send(Path(first), part_bytes=1 << 16, at_once=2)
+        bundles = BundleStore.open(second)
+        stay_after(10, bundles.store)
+        bundles.send(Path(first), part_bytes=1 << 16, at_once=2)
     else:
         from kit.checkpoints.downloading import download_once
 

@@ -69,7 +69,7 @@ def _here(change, slow):
 
 
 def diagnosed(module, data, config):
-    return kit.diagnose(module, data, config, peaks=PEAKS)
+    return kit.studies.diagnose(config, module, data, peaks=PEAKS)
 
 
 def with_wait(diagnosis):

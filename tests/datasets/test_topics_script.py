@@ -51,7 +51,7 @@ def test_one_process_and_two_find_the_topics_that_a_fit_from_python_finds(tmp_pa
         "trial.max_steps": STEPS, "trial.folder": str(tmp_path / "runs"),
         "trial.predict_memory": False,
     })  # fmt: skip
-    kit.fit(None, "kit:RowData", config).wait()
+    kit.fit(config, None, "kit.data:RowData").wait()
     client.close_supervisors()
     here = kit.open_topics(tmp_path / "here.npz")
     np.testing.assert_allclose(one.terms, here.terms, atol=1e-4)

@@ -106,19 +106,21 @@ class NoisyLoader:
             paces=tuple(paces),
         )  # fmt: skip
 
-    def sweep(self):
-        return sweep_workers(PLAIN, worker_counts((), lambda: self.cap), FACTORS, lambda _: "", 0.0, self.ceiling)
+    def sweep(self, measure):
+        return sweep_workers(
+            measure, PLAIN, worker_counts((), lambda: self.cap), FACTORS, lambda _: "", 0.0, self.ceiling
+        )
 
     def calibrate(self):
         """What is chosen, the figures of all, what was asked for, and the seconds it took."""
         figures, asks, began = {}, [], self.clock
-        looks = search(self.sweep, BOUNDS, figures, lambda _: True, lambda: BATCH_BYTES)
-        try:
-            asks.append(next(looks))
-            while True:
-                asks.append(looks.send(self.measure(asks[-1])))
-        except StopIteration:
-            return choose(list(figures.values()), BATCH_BYTES).setting, figures, asks, self.clock - began
+
+        def measure(ask):
+            asks.append(ask)
+            return self.measure(ask)
+
+        search(self.sweep, measure, BOUNDS, figures, lambda _: True, lambda: BATCH_BYTES)
+        return choose(list(figures.values()), BATCH_BYTES).setting, figures, asks, self.clock - began
 
     def exhaustive_seconds(self):
         began = self.clock

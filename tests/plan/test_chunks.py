@@ -3,16 +3,21 @@
 import itertools
 import math
 import random
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from kit.chunks.cost import balanced_ratio
-from kit.chunks.geometry import Axis, axes_of, distinct_chunks
-from kit.chunks.reasons import Access, Network, chunk_table, expected_distinct_chunks, plan_layout, price
+from kit.chunks.access import Access
+from kit.chunks.cost import balanced_ratio, price
+from kit.chunks.geometry import Axis, axes_of
+from kit.chunks.reasons import plan_layout
+from kit.chunks.resources import Network
 from kit.chunks.search import CLOSE, fill_shard
+from kit.chunks.sharing import Shuffled
+from kit.chunks.table import chunk_table
 from kit.errors import PlanError
 
 PUBLISHED = """
@@ -26,6 +31,14 @@ PUBLISHED = """
 1024x1024 1 4 1048576 4194304
 """
 SIDES = [8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def distinct_chunks(axes, samples, *, replacement):
+    return Shuffled(tuple(axes), replacement).distinct(samples)
+
+
+def expected_distinct_chunks(shape, chunk, patch, samples):
+    return distinct_chunks(axes_of(shape, chunk, patch, [1] * len(shape)), samples, replacement=True)
 
 
 def touched(offset, size, chunk):
@@ -180,7 +193,9 @@ OCEAN = {
 
 
 def plan(**changes):
-    return plan_layout(**{**OCEAN, **changes})
+    values = {**OCEAN, **changes}
+    network = Network(**{field.name: values.pop(field.name) for field in fields(Network) if field.name in values})
+    return plan_layout(network=network, **values)
 
 
 def access(**changes):
@@ -262,7 +277,7 @@ def test_the_automatic_chunk_is_the_lightest_of_the_fastest():
 
 def test_a_plan_says_and_shows_that_smaller_costs_requests_and_larger_wastes_bytes():
     answer = plan()
-    smallest, chosen, largest = answer.ladder[0], answer.chosen, answer.ladder[-1]
+    smallest, chosen, largest = answer.best_by_size[0], answer.chosen, answer.best_by_size[-1]
     assert smallest.requests_per_sample > chosen.requests_per_sample > largest.requests_per_sample
     assert smallest.amplification < chosen.amplification < largest.amplification
     assert (smallest.bound, largest.bound) == ("latency", "bandwidth")
@@ -309,7 +324,7 @@ def test_a_plan_shows_its_choice_as_text_and_as_a_table():
     assert f"→ {chosen}" in str(answer)
     assert f"{chosen} <span" in answer._repr_html_()
     assert all(f"- {reason}" in str(answer) for reason in answer.reasons)
-    assert any(cost.chunk == answer.chunk for cost in answer.ladder)
+    assert any(cost.chunk == answer.chunk for cost in answer.best_by_size)
 
 
 def test_the_published_verdict_is_judged_by_what_binds():

@@ -1,19 +1,29 @@
-"""The ladder: the order of its rungs, what each sets, and targets that make no sense."""
+"""The escalation: the order of its steps, what each sets, and targets that make no sense."""
 
 import pytest
 
 from kit.config import Config
 from kit.errors import ConfigError, PlanError
-from kit.studies.scaling.ladder import CHECKPOINTING_TIME, PART_TIME, RunTarget, parts_of, rungs, target_from
+from kit.studies.scaling.escalation import (
+    CHECKPOINTING_TIME,
+    PART_TIME,
+    RunTarget,
+    escalation_steps,
+    parts_of,
+    target_from,
+)
 
 PLAIN = Config()
 
 
 def digits(config, devices):
-    return [(rung.strategy, rung.most_parts > 8, rung.eight_bit, rung.checkpointing) for rung in rungs(config, devices)]
+    return [
+        (step.strategy, step.most_parts > 8, step.eight_bit, step.checkpointing)
+        for step in escalation_steps(config, devices)
+    ]
 
 
-def test_rungs_rise_by_the_dearest_change_in_them():
+def test_steps_rise_by_the_dearest_change_in_them():
     found = digits(PLAIN, 1)
     assert found[:4] == [
         ("none", False, False, False),
@@ -31,7 +41,7 @@ def test_sharding_comes_last_and_one_device_never_shards():
     assert {strategy for strategy, *_ in digits(PLAIN, 1)} == {"none"}
 
 
-def test_what_a_config_has_already_is_no_rung_and_is_not_taken_back():
+def test_what_a_config_has_already_is_no_step_and_is_not_taken_back():
     config = PLAIN.replace({"levers.gradient_checkpointing": True, "levers.optimizer": "adamw-8bit"})
     assert {(eight_bit, again) for _, _, eight_bit, again in digits(config, 1)} == {(False, True)}
     sharded = PLAIN.replace({"hardware.strategy": "fsdp:2:2", "hardware.devices": 4})
@@ -43,18 +53,18 @@ def test_an_optimizer_with_less_state_is_left_alone():
     assert not any(eight_bit for _, _, eight_bit, _ in digits(PLAIN.replace({"levers.optimizer": "sgd"}), 1))
 
 
-def test_every_rung_makes_a_config_that_holds():
+def test_every_step_makes_a_config_that_holds():
     for devices in (1, 2, 6):
-        for rung in rungs(PLAIN, devices):
-            config = PLAIN.replace(rung.changes())
-            assert config.levers.gradient_checkpointing == rung.checkpointing
+        for step in escalation_steps(PLAIN, devices):
+            config = PLAIN.replace(step.changes())
+            assert config.levers.gradient_checkpointing == step.checkpointing
 
 
 def test_time_is_that_of_the_changes_that_are_new():
-    rung = next(rung for rung in rungs(PLAIN, 1) if rung.checkpointing)
-    assert rung.time_factor(PLAIN, 1) == CHECKPOINTING_TIME
-    assert rung.time_factor(PLAIN, 4) == pytest.approx(CHECKPOINTING_TIME * PART_TIME**2)
-    assert rung.time_factor(PLAIN.replace({"levers.gradient_checkpointing": True}), 1) == 1
+    step = next(step for step in escalation_steps(PLAIN, 1) if step.checkpointing)
+    assert step.time_factor(PLAIN, 1) == CHECKPOINTING_TIME
+    assert step.time_factor(PLAIN, 4) == pytest.approx(CHECKPOINTING_TIME * PART_TIME**2)
+    assert step.time_factor(PLAIN.replace({"levers.gradient_checkpointing": True}), 1) == 1
 
 
 def test_parts_are_equal():

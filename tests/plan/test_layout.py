@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from properties import examples
 
 from kit.chunks.reasons import plan_layout
-from kit.chunks.resources import Host, Prices
+from kit.chunks.resources import Host, Network, Prices
 from kit.chunks.search import Rules, between, sides_around
 from kit.errors import PlanError
 
@@ -23,7 +24,9 @@ SERIES = {"series": {"patch": {"time": 8760}}}
 
 
 def plan(**changes):
-    return plan_layout(**{**FIELDS, **changes})
+    values = {**FIELDS, **changes}
+    network = Network(**{field.name: values.pop(field.name) for field in fields(Network) if field.name in values})
+    return plan_layout(network=network, **values)
 
 
 # -- rules
@@ -203,7 +206,7 @@ def test_no_layout_that_fits_gives_way_to_one_that_does_not():
 
 
 def test_the_request_limit_is_shared_by_all_ranks_and_named():
-    answer = plan(requests_per_second=5000, pattern={"ranks": 8}, total_bandwidth_bytes_per_second=None)
+    answer = plan(requests_per_second=5000, pattern={"ranks": 8}, total_bandwidth_bytes_per_second=math.inf)
     assert answer.chosen.bound == "request rate"
     assert any(re.search(r"request rate .*\(625/s .*rank", reason) for reason in answer.reasons)
     assert "on each of 8 ranks" in str(answer)

@@ -71,24 +71,22 @@ def follow(speeds, bounds=BOUNDS, eligible=lambda _: True, first_batch_seconds=0
     """Asks of a search over `speeds`: a setting's figures, one after another, the last again and again."""
     given = {setting: list(figures) for setting, figures in speeds.items()}
 
-    def sweep():
-        for setting in given:  # noqa: UP028 - keys cannot be sent figures
-            yield setting
+    def sweep(measure):
+        for setting in given:
+            measure(setting)
         return ["the end"]
 
     figures, asks = {}, []
-    looks = search(sweep, bounds, figures, eligible, lambda: BATCH_BYTES)
-    try:
-        asks.append(next(looks))
-        while True:
-            of = given[asks[-1].setting]
-            speed = of.pop(0) if len(of) > 1 else of[0]
-            found = speed and replace(
-                measured(asks[-1].setting, speed, standard_error(paces(speed))), paces=paces(speed)
-            )
-            asks.append(looks.send(found and replace(found, first_batch_seconds=first_batch_seconds)))
-    except StopIteration as end:
-        return figures, asks, end.value
+
+    def measure(ask):
+        asks.append(ask)
+        of = given[ask.setting]
+        speed = of.pop(0) if len(of) > 1 else of[0]
+        found = speed and replace(measured(ask.setting, speed, standard_error(paces(speed))), paces=paces(speed))
+        return found and replace(found, first_batch_seconds=first_batch_seconds)
+
+    reasons = search(sweep, measure, bounds, figures, eligible, lambda: BATCH_BYTES)
+    return figures, asks, reasons
 
 
 def paces(speed):

@@ -11,18 +11,19 @@ MIB = 1 << 20
 OWN = LoaderSetting(num_workers=3, prefetch_factor=2, requests_in_flight=64, batches_ahead=2, cache_bytes=MIB)
 
 
-def follow(looks, speed):
-    """Every measurement a rule asks for, where `speed` gives batches per second, or None where it cannot run."""
+def follow(sweep, speed):
+    """Every measurement of a sweep, where `speed` gives batches per second, or None where a setting cannot run."""
     found = []
-    try:
-        setting = next(looks)
-        while True:
-            gave = speed(setting)
-            if gave is not None:
-                found.append(measured(setting, gave))
-            setting = looks.send(None if gave is None else found[-1])
-    except StopIteration:
-        return found
+
+    def measure(setting):
+        gave = speed(setting)
+        if gave is None:
+            return None
+        found.append(measured(setting, gave))
+        return found[-1]
+
+    sweep(measure)
+    return found
 
 
 def keep(_):
@@ -30,7 +31,7 @@ def keep(_):
 
 
 def workers(counts, speed, prefetch=(2, 4, 8), drop=keep):
-    return follow(sweep_workers(PLAIN, iter(counts), prefetch, drop), speed)
+    return follow(lambda measure: sweep_workers(measure, PLAIN, iter(counts), prefetch, drop), speed)
 
 
 def tried(found):
@@ -68,7 +69,7 @@ def test_a_larger_factor_may_spare_processes_where_so_many_could_be_enough():
     def speed(setting):
         return {0: 49.0, 1: 60.0 + 4 * setting.prefetch_factor}.get(setting.num_workers, 100.0)
 
-    found = follow(sweep_workers(PLAIN, iter([0, 1, 2, 4]), (2, 8), keep, 0.0, 100.0), speed)
+    found = follow(lambda measure: sweep_workers(measure, PLAIN, iter([0, 1, 2, 4]), (2, 8), keep, 0.0, 100.0), speed)
     assert tried(found) == [(0, 2), (1, 2), (2, 2), (1, 8)]
     assert choose(found, MIB).setting == LoaderSetting(num_workers=1, prefetch_factor=8)
 
@@ -78,24 +79,27 @@ def test_processes_that_only_cost_time_get_no_larger_factors():
 
 
 def test_nothing_is_tried_beyond_what_a_simulated_step_allows_and_that_is_said():
-    looks = sweep_workers(PLAIN, iter([0, 1, 2, 4]), (2, 4), keep, 0.0, 100.0)
-    assert tried(follow(looks, lambda setting: 98.0 if setting.num_workers else 30.0)) == [(0, 2), (1, 2)]
-    asked, reasons = ended(sweep_workers(PLAIN, iter([0, 1]), (2,), keep, 0.0, 100.0), 99.0)
+    found = follow(
+        lambda measure: sweep_workers(measure, PLAIN, iter([0, 1, 2, 4]), (2, 4), keep, 0.0, 100.0),
+        lambda setting: 98.0 if setting.num_workers else 30.0,
+    )
+    assert tried(found) == [(0, 2), (1, 2)]
+    asked, reasons = ended(lambda measure: sweep_workers(measure, PLAIN, iter([0, 1]), (2,), keep, 0.0, 100.0), 99.0)
     assert (asked, "allows 100 batches/s" in reasons[0]) == (1, True)
-    asked, reasons = ended(sweep_engine(OWN, [MIB], keep, 100.0), 99.0)
+    asked, reasons = ended(lambda measure: sweep_engine(measure, OWN, [MIB], keep, 100.0), 99.0)
     assert (asked, "allows 100 batches/s" in reasons[0]) == (1, True)
 
 
-def ended(looks, speed):
-    """(settings asked for, reasons)"""
-    asked = 1
-    try:
-        setting = next(looks)
-        while True:
-            setting = looks.send(measured(setting, speed))
-            asked += 1
-    except StopIteration as end:
-        return asked, end.value
+def ended(sweep, speed):
+    """(settings measured, reasons)"""
+    tried = []
+
+    def measure(setting):
+        tried.append(setting)
+        return measured(setting, speed)
+
+    reasons = sweep(measure)
+    return len(tried), reasons
 
 
 def test_the_sweep_ends_when_two_numbers_of_processes_in_a_row_bring_nothing():
@@ -142,7 +146,7 @@ def engine_speed(per_batch, most):
 def test_the_engines_dials_climb_to_the_best_of_all_their_combinations(per_batch, most, cached):
     speed = engine_speed(per_batch, most)
     caches = [MIB] if cached else []
-    found = follow(sweep_engine(OWN, caches, keep), speed)
+    found = follow(lambda measure: sweep_engine(measure, OWN, caches, keep), speed)
     settings_tried = [item.setting for item in found]
     assert len(settings_tried) == len(set(settings_tried))
     assert all(setting.num_workers == 0 for setting in settings_tried)
@@ -156,9 +160,9 @@ def test_where_a_cache_pays_batches_ahead_rise_with_it_until_they_do_not():
     def speed(setting):  # the store gives 40 a second, the cache what is asked of it, and 8 ahead are all it takes
         return 50.0 * min(8, setting.batches_ahead) if setting.cache_bytes else 40.0
 
-    found = [item.setting for item in follow(sweep_engine(OWN, [MIB], keep), speed)]
+    found = [item.setting for item in follow(lambda measure: sweep_engine(measure, OWN, [MIB], keep), speed)]
     assert [setting.batches_ahead for setting in found if setting.cache_bytes] == [1, 2, 4, 8, 16]
-    useless = [item.setting for item in follow(sweep_engine(OWN, [MIB], keep), lambda _: 40.0)]
+    useless = [item.setting for item in follow(lambda measure: sweep_engine(measure, OWN, [MIB], keep), lambda _: 40.0)]
     assert sum(bool(setting.cache_bytes) for setting in useless) == 1
 
 
@@ -166,7 +170,7 @@ def test_where_memory_holds_no_more_batches_requests_rise_alone():
     def speed(setting):
         return float(setting.requests_in_flight) if setting.batches_ahead <= 2 else None
 
-    found = follow(sweep_engine(OWN, [], keep), speed)
+    found = follow(lambda measure: sweep_engine(measure, OWN, [], keep), speed)
     assert choose(found, MIB).setting.requests_in_flight == REQUESTS[-1]
 
 

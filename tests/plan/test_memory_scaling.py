@@ -143,7 +143,7 @@ def test_stairs_look_flat_between_two_points_but_a_third_tells():
     scaling = BatchScaling(story_of(2, (8000,)), story_of(3, (8000,)))
     assert scaling.differs_from(story_of(8, (8000,))) == ""
     told = scaling.differs_from(story_of(9, (16000,)))
-    assert re.search("foretold .*8000 bytes .*batch size 9, .*16000", told)
+    assert re.search("predicted .*8000 bytes .*batch size 9, .*16000", told)
     assert "number of blocks" in scaling.differs_from(story_of(9, (8000, 1)))
 
 

@@ -1,5 +1,7 @@
 """Timelines: categories that add up at every event, a peak that is never thinned away, and what is alive at it."""
 
+from dataclasses import asdict
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,4 +114,4 @@ def test_the_clock_starts_with_the_first_batch_and_counts_every_byte_asked_for()
 def test_a_timeline_survives_its_dictionary():
     recording = training_recording(layers=2)
     drawn = timeline(recording, replay(recording))
-    assert Timeline.from_dict(drawn.to_dict()) == drawn
+    assert Timeline.from_dict(asdict(drawn)) == drawn

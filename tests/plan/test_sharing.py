@@ -113,27 +113,27 @@ def test_long_edges_are_counted_in_steps_and_unions_stay_within_one_per_cent():
     assert axis.mean == sum((o + 9999) // 7 - o // 7 + 1 for o in range(20_001)) / 20_001
 
 
-def fetched_and_lent(order, size, batches, lent_for):
-    """Chunks of a long run where each stays until `lent_for` batches after the last that joined it on its way."""
+def fetched_and_lent(order, size, batches, kept_for):
+    """Chunks of a long run where each stays until `kept_for` batches after the last that joined it on its way."""
     fetched, free_until, joinable_until = 0, {}, {}
     for number in range(len(order) // size):
         for chunk in set().union(*order[number * size : (number + 1) * size]):
             if number > free_until.get(chunk, -1):
                 fetched += 1
-                joinable_until[chunk], free_until[chunk] = number + batches, number + lent_for
+                joinable_until[chunk], free_until[chunk] = number + batches, number + kept_for
             elif number <= joinable_until[chunk]:
-                free_until[chunk] = number + lent_for
+                free_until[chunk] = number + kept_for
     return fetched
 
 
-@pytest.mark.parametrize(("batches", "lent_for"), [(0, 1), (1, 2), (5, 6)])
-def test_chunks_that_are_lent_are_fetched_as_seldom_as_a_simulation_fetches_them(batches, lent_for):
+@pytest.mark.parametrize(("batches", "kept_for"), [(0, 1), (1, 2), (5, 6)])
+def test_chunks_kept_until_a_batch_is_whole_are_fetched_as_seldom_as_a_simulation_fetches_them(batches, kept_for):
     axes = axes_of((96, 96), (8, 16), (8, 8), (1, 1))
     size, count = 16, 400
     order = random.Random(6).choices(chunks_of(axes), k=size * count)
     reading = Shuffled(tuple(axes), True)
-    expected = reading.joining(size, batches, lent_for=lent_for)
-    assert fetched_and_lent(order, size, batches, lent_for) / count == pytest.approx(expected, rel=0.04)
+    expected = reading.joining(size, batches, kept_for=kept_for)
+    assert fetched_and_lent(order, size, batches, kept_for) / count == pytest.approx(expected, rel=0.04)
     assert expected < reading.joining(size, batches)
 
 

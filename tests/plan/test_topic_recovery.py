@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from properties import examples
+from topic_model import topics
 
 import kit
 from kit.errors import ConfigError, PlanError
-from kit.models.topic_recovery import Topics, assign
 
+Topics, assign = topics.Topics, topics.assign
 costs = st.tuples(st.integers(1, 5), st.integers(0, 2)).flatmap(
     lambda sizes: arrays.arrays(float, (sizes[0], sizes[0] + sizes[1]), elements=st.floats(-10, 10, width=16))
 )

@@ -111,7 +111,7 @@ def test_a_batch_larger_than_the_rows_is_refused_with_what_would_do():
     with pytest.raises(ConfigError, match="30 rows × 2 ranks = 60 .*53 rows.*at most 26"):
         RowOrder(rows=53, batch_size=30, world_size=2, seed=0, shuffle=True, drop_last=False)
     with pytest.raises(ConfigError, match="row_block"):
-        kit.RowData(numbers(), row_block=0)
+        kit.data.RowData(numbers(), row_block=0)
 
 
 def test_another_order_is_not_resumed():
@@ -144,9 +144,9 @@ def equal(mine, theirs):
 @pytest.mark.parametrize("ahead", [0, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_batches_are_the_same_wherever_the_rows_are(tmp_path, place, ahead):
-    data = kit.RowData(put(place, tmp_path, numbers()), batch_size=8, seed=3, batches_ahead=ahead)
+    data = kit.data.RowData(put(place, tmp_path, numbers()), batch_size=8, seed=3, batches_ahead=ahead)
     batches = passes(data, 2)
-    expected = passes(kit.RowData(numbers(), batch_size=8, seed=3), 2)
+    expected = passes(kit.data.RowData(numbers(), batch_size=8, seed=3), 2)
     assert equal(batches, expected)
     for values, rows in batches:
         assert (values.dtype, rows.dtype) == (torch.float32, torch.int64)
@@ -158,9 +158,9 @@ def test_batches_are_the_same_wherever_the_rows_are(tmp_path, place, ahead):
 @pytest.mark.parametrize("place", ["tensor", ".npy", "zarr array"])
 def test_loader_processes_give_the_same_batches_in_the_same_order(tmp_path, place):
     where = put(place, tmp_path, numbers())
-    data = kit.RowData(where, batch_size=8, num_workers=2)
+    data = kit.data.RowData(where, batch_size=8, num_workers=2)
     spread = passes(data, 2)
-    assert equal(spread, passes(kit.RowData(where, batch_size=8), 2))
+    assert equal(spread, passes(kit.data.RowData(where, batch_size=8), 2))
     assert data.loader.counters()["samples"] == 2 * 53
     assert data.loader.counters()["bytes_read"] == 2 * 53 * 28
 
@@ -178,18 +178,18 @@ class Counted(MemoryRows):
 @pytest.mark.parametrize("settings", [{}, {"row_block": 4}, {"shuffle": False}], ids=str)
 def test_a_batch_is_one_block_and_not_read_row_by_row(settings):
     source = Counted(numbers())
-    assert len(passes(kit.RowData(Rows(source), batch_size=8, **settings))) == source.reads == 7
+    assert len(passes(kit.data.RowData(Rows(source), batch_size=8, **settings))) == source.reads == 7
 
 
 def test_an_epoch_goes_on_from_its_middle(tmp_path):
     where = put(".npy", tmp_path, numbers())
-    whole = kit.RowData(where, batch_size=8)
+    whole = kit.data.RowData(where, batch_size=8)
     expected = passes(whole, 2)
-    begun = kit.RowData(where, batch_size=8)
+    begun = kit.data.RowData(where, batch_size=8)
     half = [*itertools.islice(begun, 3)]
     state = pickle.loads(pickle.dumps(begun.state_dict()))
     begun.close()
-    resumed = kit.RowData(where, batch_size=8)
+    resumed = kit.data.RowData(where, batch_size=8)
     resumed.load_state_dict(state)
     assert equal([*half, *passes(resumed, 2)], expected)
     resumed.set_epoch(1)
@@ -197,20 +197,20 @@ def test_an_epoch_goes_on_from_its_middle(tmp_path):
 
 
 def test_only_the_rest_is_dropped_and_rows_in_order_come_in_order():
-    batches = passes(kit.RowData(numbers(), batch_size=8, drop_last=True, shuffle=False))
+    batches = passes(kit.data.RowData(numbers(), batch_size=8, drop_last=True, shuffle=False))
     assert torch.cat([rows for _, rows in batches]).tolist() == list(range(48))
 
 
 def test_rows_are_read_into_memory_where_asked(tmp_path):
     file = put(".npy", tmp_path, numbers())
-    data = kit.RowData(file, batch_size=8, in_memory=True)
+    data = kit.data.RowData(file, batch_size=8, in_memory=True)
     data.setup()
     file.unlink()
-    assert equal(passes(data), passes(kit.RowData(numbers(), batch_size=8)))
+    assert equal(passes(data), passes(kit.data.RowData(numbers(), batch_size=8)))
 
 
 def test_what_does_not_fit_the_memory_of_the_loader_is_refused():
-    data = kit.RowData(np.zeros((64, 4096), "float32"), batch_size=64)
+    data = kit.data.RowData(np.zeros((64, 4096), "float32"), batch_size=64)
     data.use_config(kit.Config().replace({"loader.memory_bytes": "1 MiB"}))
     with pytest.raises(ConfigError, match="4 batches of 64 rows of 16 KiB.*at least 4 MiB"):
         data.train_dataloader()
@@ -237,7 +237,7 @@ class Factor(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Watched(kit.RowData):
+class Watched(kit.data.RowData):
     """Notes what goes to the device."""
 
     def transfer_batch_to_device(self, batch, device, dataloader_idx):
@@ -254,7 +254,7 @@ def fitted(data, **changes):
 
 def test_losses_are_equal_from_memory_and_every_file(tmp_path):
     places = {place: put(place, tmp_path / str(number), numbers()) for number, place in enumerate(PLACES)}
-    losses = {place: fitted(kit.RowData(where, batch_size=8)).losses for place, where in places.items()}
+    losses = {place: fitted(kit.data.RowData(where, batch_size=8)).losses for place, where in places.items()}
     assert len(losses["array"]) == 2 * 7
     assert all(found == losses["array"] for found in losses.values())
 
@@ -269,7 +269,7 @@ def test_only_batches_are_moved_to_the_device_also_from_memory():
 
 def test_the_batch_is_known_without_reading_a_row(tmp_path):
     file = put(".npy", tmp_path, numbers())
-    data = make_data(Part.of(kit.RowData(file)), kit.Config().replace({"loader.batch_size": 5}))
+    data = make_data(Part.of(kit.data.RowData(file)), kit.Config().replace({"loader.batch_size": 5}))
     file.unlink()
     found = loaders_of(data, None)
     assert [(item.shape, item.dtype) for item in found.tensors] == [((5, 7), torch.float32), ((5,), torch.int64)]
@@ -281,11 +281,11 @@ def test_what_is_not_given_is_the_configs(tmp_path):
     config = kit.Config().replace({
         "loader.batch_size": 5, "training.seed": 99, "data.arguments": {"source": file, "drop_last": True},
     })  # fmt: skip
-    for given_as in ("kit:RowData", kit.RowData):
+    for given_as in ("kit.data:RowData", kit.data.RowData):
         data = make_data(Part.of(given_as), config)["datamodule"]
         order = data.order()
         assert (order.batch_size, order.seed, order.drop_last) == (5, 99, True)
-    mine = kit.RowData(file, batch_size=3)
+    mine = kit.data.RowData(file, batch_size=3)
     assert make_data(Part.of(mine), config)["datamodule"].order().batch_size == 3
     assert resize({"datamodule": mine}, 6)["datamodule"].order().batch_size == 6
     mine.use_config(config)
@@ -293,7 +293,7 @@ def test_what_is_not_given_is_the_configs(tmp_path):
 
 
 def test_its_processes_are_set_by_calibration(tmp_path):
-    data = make_data(Part.of(kit.RowData(put(".npy", tmp_path, numbers()), batch_size=8)), kit.Config())
+    data = make_data(Part.of(kit.data.RowData(put(".npy", tmp_path, numbers()), batch_size=8)), kit.Config())
     subject = subject_of(data)
     setting = subject.present()
     with subject.loader(setting, 1) as loader:

@@ -15,13 +15,13 @@ from properties import examples
 from row_files import PLACES, numbers, put
 
 import kit
-from kit.data.rows.page_cache import PAGE_BYTES, cached_bytes, drop_cached, fill_cache, gather, runs_of, table_of
+from kit.data.rows.page_cache import PAGE_BYTES, cached_bytes, drop_cached, gather, runs_of, table_of
 from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, MissingRowsError, RowsError
 
 
 @pytest.fixture(params=PLACES)
 def rows(request, tmp_path):
-    opened = kit.open_rows(put(request.param, tmp_path, numbers()))
+    opened = kit.data.open_rows(put(request.param, tmp_path, numbers()))
     yield opened
     opened.close()
 
@@ -58,7 +58,7 @@ def test_what_it_is_is_said_in_one_line(rows):
 def test_a_file_is_mapped_when_a_row_is_asked_for_and_never_read_whole(tmp_path, place):
     file = put(place, tmp_path, np.ones((16 << 10, 1 << 10), "float32"))
     before = psutil.Process().memory_info().rss
-    rows = kit.open_rows(file)
+    rows = kit.data.open_rows(file)
     assert (rows.file, rows.source._opened) == (file, None)
     assert rows.take([5, 16000]).sum() == 2048
     assert psutil.Process().memory_info().rss - before < rows.nbytes // 4
@@ -66,8 +66,8 @@ def test_a_file_is_mapped_when_a_row_is_asked_for_and_never_read_whole(tmp_path,
 
 
 def test_an_old_file_is_read_whole_and_says_so(tmp_path):
-    assert "cannot be mapped" in str(kit.open_rows(put("old .pt", tmp_path, numbers())))
-    assert not kit.open_rows(put(".pt", tmp_path, numbers())).note
+    assert "cannot be mapped" in str(kit.data.open_rows(put("old .pt", tmp_path, numbers())))
+    assert not kit.data.open_rows(put(".pt", tmp_path, numbers())).note
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -77,7 +77,7 @@ def test_an_old_file_is_read_whole_and_says_so(tmp_path):
 ])  # fmt: skip
 def test_floats_are_given_as_float32_and_whole_numbers_as_they_are(tmp_path, place, stored, given):
     values = numbers(dtype=stored)
-    rows = kit.open_rows(put(place, tmp_path, values))
+    rows = kit.data.open_rows(put(place, tmp_path, values))
     taken = rows.take([9, 0, 1])
     assert taken.dtype == given
     assert np.array_equal(taken.numpy(), values[[9, 0, 1]])
@@ -90,41 +90,41 @@ def test_floats_are_given_as_float32_and_whole_numbers_as_they_are(tmp_path, pla
 def test_unsigned_and_foreign_numbers_lose_nothing(tmp_path, stored, wanted):
     values = np.array([[0, 1], [65535, 7]]).astype(stored)
     np.save(tmp_path / "x.npy", values)
-    taken = kit.open_rows(tmp_path / "x.npy").take([1, 0])
+    taken = kit.data.open_rows(tmp_path / "x.npy").take([1, 0])
     assert taken.dtype == wanted
     assert taken.tolist() == values[[1, 0]].tolist()
 
 
 def test_a_type_can_be_asked_for_where_it_holds_the_numbers(tmp_path):
     values = numbers(dtype="int32")
-    assert kit.open_rows(values, dtype="bfloat16").take([1]).dtype == torch.bfloat16
+    assert kit.data.open_rows(values, dtype="bfloat16").take([1]).dtype == torch.bfloat16
     torch.save(torch.from_numpy(values).to(torch.bfloat16), tmp_path / "b.pt")
-    assert torch.equal(kit.open_rows(tmp_path / "b.pt").take([3]), torch.from_numpy(values[[3]]).float())
+    assert torch.equal(kit.data.open_rows(tmp_path / "b.pt").take([3]), torch.from_numpy(values[[3]]).float())
     with pytest.raises(ConfigError, match="int8 cannot hold .*int32"):
-        kit.open_rows(values, dtype="int8")
+        kit.data.open_rows(values, dtype="int8")
     with pytest.raises(ConfigError, match="did you mean 'float32'"):
-        kit.open_rows(values, dtype="flaot32")
+        kit.data.open_rows(values, dtype="flaot32")
 
 
 def test_rows_count_by_their_place_in_the_selection():
-    rows = kit.open_rows(numbers(), [50, 3, 3, 20])
+    rows = kit.data.open_rows(numbers(), [50, 3, 3, 20])
     assert rows.shape == (4, 7)
     assert np.array_equal(rows.take([3, 1]).numpy(), numbers()[[20, 3]])
     assert rows.subset([3, 0]).indices.tolist() == [20, 50]
-    assert kit.open_rows(rows, [1]).indices.tolist() == [3]
+    assert kit.data.open_rows(rows, [1]).indices.tolist() == [3]
 
 
 def test_an_empty_selection_is_not_all_rows():
     with pytest.raises(ConfigError, match="empty selection"):
-        kit.open_rows(numbers(), [])
+        kit.data.open_rows(numbers(), [])
 
 
 @pytest.mark.parametrize("indices", [[53], [-1], [0.5], [[1]], ["a"]])
 def test_an_index_that_there_is_not_is_refused(indices):
     with pytest.raises(ConfigError, match="in memory"):
-        kit.open_rows(numbers(), indices)
+        kit.data.open_rows(numbers(), indices)
     with pytest.raises(IndexError):
-        kit.open_rows(numbers()).take(indices)
+        kit.data.open_rows(numbers()).take(indices)
 
 
 def _pickled(file):
@@ -163,7 +163,7 @@ def test_wrong_content_is_refused_by_what_is_wrong(tmp_path, name):
     make, why = CONTENT[name]
     make(tmp_path / name)
     with pytest.raises(RowsError, match=re.escape(why)) as raised:
-        kit.open_rows(tmp_path / name)
+        kit.data.open_rows(tmp_path / name)
     assert isinstance(raised.value, ValueError)
     assert str(tmp_path / name) in str(raised.value)
 
@@ -171,22 +171,22 @@ def test_wrong_content_is_refused_by_what_is_wrong(tmp_path, name):
 @pytest.mark.parametrize("name", ["corups.npy", "corpus.pt", "corpuz.zarr"])
 def test_a_missing_file_is_named_with_what_is_there(tmp_path, name):
     np.save(tmp_path / "corpus.npy", numbers())
-    with pytest.raises(FileNotFoundError, match=f"{name} does not exist.*mean corpus.npy") as raised:
-        kit.open_rows(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=f"{name} does not exist.*mean 'corpus.npy'") as raised:
+        kit.data.open_rows(tmp_path / name)
     assert isinstance(raised.value, MissingRowsError)
 
 
 def test_a_tensor_elsewhere_or_of_no_rows_is_refused():
     with pytest.raises(RowsError, match=r"x.cpu\(\)"):
-        kit.open_rows(torch.ones(2, 2, device="meta"))
+        kit.data.open_rows(torch.ones(2, 2, device="meta"))
     with pytest.raises(RowsError, match="single number"):
-        kit.open_rows(torch.tensor(1.0))
+        kit.data.open_rows(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="int.*no place"):
-        kit.open_rows(3)
+        kit.data.open_rows(3)
 
 
 def test_a_file_that_has_changed_is_not_read_as_the_old_one(tmp_path):
-    rows = kit.open_rows(put(".npy", tmp_path, numbers()))
+    rows = kit.data.open_rows(put(".npy", tmp_path, numbers()))
     np.save(tmp_path / "x.npy", numbers(9))
     with pytest.raises(RowsError, match="has changed"):
         rows.take([0])
@@ -195,13 +195,13 @@ def test_a_file_that_has_changed_is_not_read_as_the_old_one(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_a_column_made_of_a_line_has_rows_of_one_number(dtype):
     line = np.arange(10, dtype=dtype)
-    assert kit.open_rows(line[:, None]).take([1, 7]).flatten().tolist() == [1, 7]
+    assert kit.data.open_rows(line[:, None]).take([1, 7]).flatten().tolist() == [1, 7]
 
 
 def test_an_array_that_is_not_in_order_in_memory_is_taken_all_the_same():
     values = numbers()
-    assert np.array_equal(kit.open_rows(values.T).take([2, 0]).numpy(), values.T[[2, 0]])
-    assert np.array_equal(kit.open_rows(values[::-1]).take([2, 0]).numpy(), values[::-1][[2, 0]])
+    assert np.array_equal(kit.data.open_rows(values.T).take([2, 0]).numpy(), values.T[[2, 0]])
+    assert np.array_equal(kit.data.open_rows(values[::-1]).take([2, 0]).numpy(), values[::-1][[2, 0]])
 
 
 def test_a_group_of_several_arrays_wants_a_name(tmp_path):
@@ -209,8 +209,8 @@ def test_a_group_of_several_arrays_wants_a_name(tmp_path):
     for name in ("a", "b"):
         group.create_array(name, data=numbers() + (name == "b"), chunks=(8, 7))
     with pytest.raises(RowsError, match=r"2 arrays \(a, b\)"):
-        kit.open_rows(tmp_path / "g.zarr")
-    rows = kit.open_rows(tmp_path / "g.zarr", variable="b")
+        kit.data.open_rows(tmp_path / "g.zarr")
+    rows = kit.data.open_rows(tmp_path / "g.zarr", variable="b")
     assert np.array_equal(rows.take([1]).numpy(), numbers()[[1]] + 1)
     rows.close()
 
@@ -218,11 +218,11 @@ def test_a_group_of_several_arrays_wants_a_name(tmp_path):
 def test_a_packed_array_is_left_to_those_who_unpack(tmp_path):
     zarr.create_array(tmp_path / "p.zarr", data=numbers(dtype="int16"), attributes={"scale_factor": 0.1})
     with pytest.raises(RowsError, match="packed"):
-        kit.open_rows(tmp_path / "p.zarr")
+        kit.data.open_rows(tmp_path / "p.zarr")
 
 
 def test_a_missing_or_damaged_chunk_is_named(tmp_path):
-    rows = kit.write_rows(tmp_path / "w.zarr", numbers(), row_block=8, progress=False)
+    rows = kit.data.write_rows(tmp_path / "w.zarr", numbers(), row_block=8, progress=False)
     rows.close()
     chunks = sorted(file for file in (tmp_path / "w.zarr" / "values" / "c").rglob("*") if file.is_file())
     chunks[1].unlink()
@@ -260,10 +260,10 @@ def test_the_page_cache_keeps_no_more_than_it_may(tmp_path):
         drop_cached(file)
         if cached_bytes(file) != 0:
             pytest.skip("this file system keeps its files in memory")
-        fill_cache(file)
+        file.read_bytes()
         assert cached_bytes(file) == file.stat().st_size
         drop_cached(file)
-        rows = kit.open_rows(file, page_cache_bytes=8 * PAGE_BYTES)
+        rows = kit.data.open_rows(file, page_cache_bytes=8 * PAGE_BYTES)
         order = np.random.default_rng(0).permutation(len(values))
         for row in [*order, *order[::-1]]:
             assert np.array_equal(rows.take([row]).numpy(), values[[row]])

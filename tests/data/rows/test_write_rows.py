@@ -36,18 +36,18 @@ def whole(rows):
 
 
 def test_the_size_of_an_array_is_told_before_there_is_one(tmp_path):
-    size = kit.array_bytes((500_000, 100_000), path=tmp_path / "large.npy")
+    size = kit.data.array_bytes((500_000, 100_000), path=tmp_path / "large.npy")
     assert (size.memory_bytes, size.disk_bytes) == (200_000_000_000, 200_000_000_128)
     assert size.gibibytes == pytest.approx(186.26, abs=0.01)
     assert size.fits_memory is (size.free_memory_bytes >= 200_000_000_000)
     assert str(size).startswith("500,000 × 100,000 float32: 186 GiB\n")
     assert "in memory" in size._repr_html_()
-    small = kit.array_bytes((3000, 2000))
+    small = kit.data.array_bytes((3000, 2000))
     assert str(small).startswith("3,000 × 2,000 float32: 22.9 MiB\n")  # in the words of the table below it
     assert not [*tmp_path.iterdir()]
     np.save(tmp_path / "x.npy", numbers())
-    assert kit.array_bytes((53, 7), path=tmp_path).disk_bytes == (tmp_path / "x.npy").stat().st_size
-    assert kit.array_bytes(8, "bfloat16").memory_bytes == 16
+    assert kit.data.array_bytes((53, 7), path=tmp_path).disk_bytes == (tmp_path / "x.npy").stat().st_size
+    assert kit.data.array_bytes(8, "bfloat16").memory_bytes == 16
 
 
 @pytest.mark.parametrize(("shape", "dtype", "why"), [
@@ -56,14 +56,14 @@ def test_the_size_of_an_array_is_told_before_there_is_one(tmp_path):
 ])  # fmt: skip
 def test_what_is_no_size_is_refused(shape, dtype, why):
     with pytest.raises(ConfigError, match=why):
-        kit.array_bytes(shape, dtype)
+        kit.data.array_bytes(shape, dtype)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("row_block", [1, 7, 0])
 def test_a_function_is_written_block_by_block(tmp_path, place, row_block):
     seen = []
-    rows = kit.write_rows(
+    rows = kit.data.write_rows(
         tmp_path / place, square, (53, 3), row_block=row_block, progress=lambda *told: seen.append(told)
     )
     assert np.array_equal(whole(rows), square(0, 53))
@@ -73,37 +73,37 @@ def test_a_function_is_written_block_by_block(tmp_path, place, row_block):
 
 
 def test_the_columns_of_a_function_are_found_out(tmp_path):
-    assert kit.write_rows(tmp_path / "x.npy", square, 5, dtype="int16", progress=False).shape == (5, 3)
+    assert kit.data.write_rows(tmp_path / "x.npy", square, 5, dtype="int16", progress=False).shape == (5, 3)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_rows_are_copied_in_their_order_or_drawn_whatever_the_blocks(tmp_path, place):
-    rows = kit.open_rows(torch.from_numpy(numbers(dtype="int32")))
-    copied = kit.write_rows(tmp_path / place, rows, progress=False)
+    rows = kit.data.open_rows(torch.from_numpy(numbers(dtype="int32")))
+    copied = kit.data.write_rows(tmp_path / place, rows, progress=False)
     assert copied.stored_dtype == "int32"
     assert np.array_equal(whole(copied), numbers())
     drawn = {
-        block: whole(kit.write_rows(tmp_path / f"{block}{place}", rows, 200, row_block=block, progress=False))
+        block: whole(kit.data.write_rows(tmp_path / f"{block}{place}", rows, 200, row_block=block, progress=False))
         for block in (3, 64, 0)
     }
-    expected = whole(kit.write_rows(tmp_path / f"same{place}", rows, (200, 7), seed=13, progress=False))
+    expected = whole(kit.data.write_rows(tmp_path / f"same{place}", rows, (200, 7), seed=13, progress=False))
     assert all(np.array_equal(found, expected) for found in drawn.values())
     assert {*map(tuple, expected)} <= {*map(tuple, numbers())}
-    other = whole(kit.write_rows(tmp_path / f"other{place}", rows, (200, 7), seed=1, progress=False))
+    other = whole(kit.data.write_rows(tmp_path / f"other{place}", rows, (200, 7), seed=1, progress=False))
     assert not np.array_equal(other, expected)
 
 
 def test_drawn_rows_are_drawn_evenly(tmp_path):
     rows = np.arange(10, dtype="int32").reshape(10, 1)
-    drawn = kit.write_rows(tmp_path / "x.npy", rows, 100_000, seed=5, row_block=777, progress=False)
+    drawn = kit.data.write_rows(tmp_path / "x.npy", rows, 100_000, seed=5, row_block=777, progress=False)
     assert np.bincount(whole(drawn)[:, 0], minlength=10).min() > 9_600
 
 
 def test_what_is_there_is_not_lost(tmp_path):
-    kit.write_rows(tmp_path / "x.npy", square, (5, 3), progress=False)
+    kit.data.write_rows(tmp_path / "x.npy", square, (5, 3), progress=False)
     before = (tmp_path / "x.npy").read_bytes()
     with pytest.raises(RowsError, match="is there already"):
-        kit.write_rows(tmp_path / "x.npy", square, (9, 3), progress=False)
+        kit.data.write_rows(tmp_path / "x.npy", square, (9, 3), progress=False)
 
     def fails(start, stop):
         if start:
@@ -111,13 +111,13 @@ def test_what_is_there_is_not_lost(tmp_path):
         return square(start, stop)
 
     with pytest.raises(RuntimeError, match="no more rows"):
-        kit.write_rows(tmp_path / "x.npy", fails, (9, 3), row_block=4, overwrite=True, progress=False)
+        kit.data.write_rows(tmp_path / "x.npy", fails, (9, 3), row_block=4, overwrite=True, progress=False)
     assert (tmp_path / "x.npy").read_bytes() == before
-    assert len(kit.write_rows(tmp_path / "x.npy", square, (9, 3), overwrite=True, progress=False)) == 9
+    assert len(kit.data.write_rows(tmp_path / "x.npy", square, (9, 3), overwrite=True, progress=False)) == 9
     assert [item.name for item in tmp_path.iterdir()] == ["x.npy"]
-    kit.write_rows(tmp_path / "x.zarr", square, (5, 3), progress=False)
+    kit.data.write_rows(tmp_path / "x.zarr", square, (5, 3), progress=False)
     with pytest.raises(BuildError):
-        kit.write_rows(tmp_path / "x.zarr", square, (9, 3), progress=False)
+        kit.data.write_rows(tmp_path / "x.zarr", square, (9, 3), progress=False)
 
 
 REFUSED = {
@@ -138,14 +138,14 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, case):
     arguments, why = REFUSED[case]
     given = {"path": "x.npy", **arguments}
     with pytest.raises((ConfigError, RowsError), match=why):
-        kit.write_rows(tmp_path / given.pop("path"), given.pop("source"), progress=False, **given)
+        kit.data.write_rows(tmp_path / given.pop("path"), given.pop("source"), progress=False, **given)
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_full_disk_is_refused_before_a_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "free_disk_bytes", lambda _: 100)
     with pytest.raises(BuildError, match="takes 636 B and 100 B is free"):
-        kit.write_rows(tmp_path / "x.npy", square, (53, 3), progress=False)
+        kit.data.write_rows(tmp_path / "x.npy", square, (53, 3), progress=False)
     assert not [*tmp_path.iterdir()]
 
 
@@ -155,9 +155,9 @@ def test_memory_stays_that_of_the_blocks(tmp_path):
     def make(start, stop):
         return np.ones((stop - start, 1024), "float32")
 
-    kit.write_rows(tmp_path / "warm.npy", make, (1024, 1024), memory_bytes=block, progress=False)
+    kit.data.write_rows(tmp_path / "warm.npy", make, (1024, 1024), memory_bytes=block, progress=False)
     before, most = psutil.Process().memory_info().rss, []
-    kit.write_rows(
+    kit.data.write_rows(
         tmp_path / "x.npy", make, (32 << 10, 1024), memory_bytes=block,
         progress=lambda *_: most.append(psutil.Process().memory_info().rss),
     )  # fmt: skip
@@ -178,7 +178,7 @@ VICTIM = """
             time.sleep(600)
         return np.arange(start, stop, dtype="float32")[:, None] * [1, 1, 2]
 
-    kit.write_rows(sys.argv[1], slow, (8, 3), row_block=4, progress=False)
+    kit.data.write_rows(sys.argv[1], slow, (8, 3), row_block=4, progress=False)
 """
 
 
@@ -188,13 +188,13 @@ def test_a_killed_write_leaves_nothing_for_data_and_its_lock_goes_with_it(tmp_pa
         assert victim.stdout.readline() == "block 0\n"
         assert victim.stdout.readline() == "block 4\n"
         with pytest.raises(StoreLockedError):
-            kit.write_rows(tmp_path / "x.npy", square, (8, 3), progress=False)
+            kit.data.write_rows(tmp_path / "x.npy", square, (8, 3), progress=False)
         os.kill(victim.pid, signal.SIGKILL)
     assert not (tmp_path / "x.npy").exists()
 
     def written():
         with contextlib.suppress(StoreLockedError):  # the kernel has not yet taken the lock from the dead
-            return kit.write_rows(tmp_path / "x.npy", square, (8, 3), progress=False)
+            return kit.data.write_rows(tmp_path / "x.npy", square, (8, 3), progress=False)
 
     assert np.array_equal(whole(wait_until(written)), square(0, 8))
     assert sorted(item.name for item in tmp_path.iterdir()) == ["x.npy"]
@@ -233,7 +233,7 @@ class Source:
 
 def write_again(folder, source, **changes):
     asked = {"shape": (18, 3), "row_block": 4, "progress": False, **changes}
-    return whole(kit.write_rows(folder / "x.npy", source, **asked))
+    return whole(kit.data.write_rows(folder / "x.npy", source, **asked))
 
 
 @pytest.fixture
@@ -309,13 +309,15 @@ def test_a_disk_needs_room_only_for_the_rest(ended, monkeypatch):
 
 
 def test_drawn_rows_go_on_as_they_would_have_been_drawn(tmp_path):
-    rows = kit.open_rows(numbers())
-    expected = whole(kit.write_rows(tmp_path / "whole.npy", rows, 50, row_block=8, progress=False))
+    rows = kit.data.open_rows(numbers())
+    expected = whole(kit.data.write_rows(tmp_path / "whole.npy", rows, 50, row_block=8, progress=False))
 
     def stop(done, total, number_of_bytes):
         if done == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        kit.write_rows(tmp_path / "x.npy", rows, 50, row_block=8, progress=stop)
-    assert np.array_equal(whole(kit.write_rows(tmp_path / "x.npy", rows, 50, row_block=8, progress=False)), expected)
+        kit.data.write_rows(tmp_path / "x.npy", rows, 50, row_block=8, progress=stop)
+    assert np.array_equal(
+        whole(kit.data.write_rows(tmp_path / "x.npy", rows, 50, row_block=8, progress=False)), expected
+    )

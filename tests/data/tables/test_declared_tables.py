@@ -98,18 +98,18 @@ def test_what_a_table_lacks_or_has_too_much_of_is_said_under_its_path():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tabel": "x"}, r"data_sources.0.tabel: unknown.*mean table\?"),
+        ({"tabel": "x"}, r"data_sources.0.tabel: unknown.*mean 'table'\?"),
         ({"type": "evnt"}, r"data_sources.0.type: 'evnt' .*mean 'event'\?"),
         ({"partition_values_transformation": "hash"}, "data_sources.0.partition_values_transformation: 'hash' is not"),
         ({"connection": {"kind": "duckb", "path": "x"}}, "data_sources.0.connection: 'duckb' .*did you mean"),
         ({"connection": {"path": "x"}}, "data_sources.0.connection: kind.*missing.*duckdb.*parquet.*postgr"),
         (
             {"connection": {"kind": "duckdb", "path": "x", "thread": 2}},
-            r"data_sources.0.connection.thread: unknown.*mean threads\?",
+            r"data_sources.0.connection.thread: unknown.*mean 'threads'\?",
         ),
         ({"connection": {"kind": "duckdb", "path": "x", "threads": -1}}, "data_sources.0.connection.threads: "),
         ({"connection": {"kind": "duckdb", "path": "x", "memory_bytes": "much"}}, "data_sources.0.connection.memory_b"),
-        ({"columns": {"alow": ["x"]}}, r"data_sources.0.columns.alow: unknown.*mean allow\?"),
+        ({"columns": {"alow": ["x"]}}, r"data_sources.0.columns.alow: unknown.*mean 'allow'\?"),
         ({"columns": ["x"]}, "data_sources.0.columns: "),
         ({"cache_path": "x"}, "data_sources.0.cache_path: unknown.*Config, section queries"),
         ({"name": "two words"}, "data_sources.0.name: "),

@@ -310,7 +310,7 @@ def test_no_rows_give_no_entities():
 def test_every_database_gives_the_same_features(place):
     rows = table_of(some_rows()).sort_by([("customer", "ascending"), ("time", "ascending")])
     source = place.write(rows).open(main_entity_column="customer", date_column="time")
-    features = kit.fit_features(source, queries(3, 2, 1), kinds=KINDS, announce=None)
+    features = kit.data.fit_features(source, queries(3, 2, 1), kinds=KINDS, announce=None)
     assert features == fitted(some_rows())
     read = pyarrow.Table.from_batches(source.read(Query(columns=features.query_columns)))
     found, expected = features.encode(read.sort_by("customer")), features.encode(rows)

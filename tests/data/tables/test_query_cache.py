@@ -251,7 +251,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_and_then_asked_for_
     batches = cached.read(small)
     next(batches)
     os.truncate(file, 5000)
-    with pytest.raises(QueryError, match=r"shop: .*kept result .*changed while.*anew"):
+    with pytest.raises(QueryError, match=r"shop: .*kept result .*changed while.*again"):
         list(batches)
     assert rows(cached, small) == first
     assert [use.how for use in cached.uses] == ["filled", "hit", "refilled"]
