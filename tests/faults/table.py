@@ -201,7 +201,7 @@ WORKER_AND_TRIAL = (
            "what_is_no_target_is_refused_before_anything_runs")
         + of("run/test_batch_search.py", "a_cpu_without_a_limit_is_refused_before_any_process")
         + of("data/rows/test_row_data.py", "what_does_not_fit_the_memory_of_the_loader_is_refused")
-        + of("run/test_foresight.py", "what_goes_wrong_after_two_steps_leaves_prediction_and_measurement"),
+        + of("run/test_prediction_beside.py", "what_goes_wrong_after_two_steps_leaves_prediction_and_measurement"),
         "kit.fit refuses nothing for a prediction, and so has no override: it predicts beside the trial, which ends "
         "by itself and costs one step when the prediction was right.",
     ),
@@ -215,7 +215,7 @@ DATA = (
            "an_object_of_another_size_is_an_error_though_its_checksum_holds",
            "one_bad_batch_does_not_spoil_those_before_it")
         + of("data/test_build.py", "a_flipped_bit_in_any_object_is_found_and_never_read_as_data")
-        + of("data/test_wire.py", "a_truncated_object_on_the_store_is_named_as_damage")
+        + of("data/test_http_client.py", "a_truncated_object_on_the_store_is_named_as_damage")
         + of("data/test_patches.py", "damage_reaches_the_consumer_under_its_name"),
     ),
     Fault(
@@ -256,7 +256,7 @@ DATA = (
         "given up at the deadline with the last words; an answer at once; a token that ran out is renewed",
         of("data/test_retries.py", "a_store_that_never_recovers_is_given_up_at_the_deadline_with_its_last_words",
            "an_answer_comes_back_at_once", "an_error_is_judged_by_its_status_or_by_the_one_behind_it")
-        + of("data/test_wire.py", "a_refusal_is_an_error_without_a_secret",
+        + of("data/test_http_client.py", "a_refusal_is_an_error_without_a_secret",
              "a_token_that_ran_out_is_renewed_before_the_next_request", "a_401_comes_back_at_once"),
     ),
     Fault(
@@ -267,7 +267,7 @@ DATA = (
         + of("data/test_engine.py", "a_request_without_an_answer_is_given_up",
              "a_store_that_never_answers_is_given_up_when_it_is_opened",
              "a_folder_behind_http_without_ranges_is_an_error_and_never_wrong")
-        + of("data/test_wire.py", "an_answer_that_is_not_the_range_asked_for_is_an_error"),
+        + of("data/test_http_client.py", "an_answer_that_is_not_the_range_asked_for_is_an_error"),
     ),
     Fault(
         28, "no name server, no network, no bucket", "a resolver that knows nothing, a closed port",
@@ -349,7 +349,7 @@ DATA = (
         "each process opens for itself; descriptions are small and hold no handle",
         of("data/test_engine.py", "a_forked_process_opens_the_store_for_itself",
            "an_engine_pickles_without_its_handles")
-        + of("data/test_wire.py", "a_process_forked_after_a_wire_was_used_reads_by_one_of_its_own")
+        + of("data/test_http_client.py", "a_process_forked_after_a_wire_was_used_reads_by_one_of_its_own")
         + of("data/test_dataset.py", "a_dataset_pickles_small_and_opens_again")
         + of("data/test_patches.py", "loader_processes_are_no_forks_of_the_process_that_opened_the_store"),
     ),
@@ -451,7 +451,7 @@ CONFIG_AND_NAMES = (
         "in no repr, YAML, row, event, report, error or pickle",
         of("data/test_stores.py", "a_url_that_names_no_store_is_refused_without_showing_secrets",
            "a_secret_never_reaches_reprs_errors_or_pickles", "an_error_from_below_is_scrubbed")
-        + of("data/test_wire.py", "no_repr_of_an_address_shows_a_key",
+        + of("data/test_http_client.py", "no_repr_of_an_address_shows_a_key",
              "a_token_is_shown_to_its_store_and_to_nobody_it_points_to")
         + of("run/test_trial.py", "the_run_directory_holds_the_config_and_no_secret")
         + of("report/test_results.py", "no_secret_is_in_a_row")

@@ -21,7 +21,7 @@ import kit
 from kit.errors import KitError
 from kit.events import EventReader
 from kit.json_text import DEEPEST
-from kit.memory.residuals import residuals
+from kit.memory.residual_table import residuals
 from kit.records.row import UNREADABLE, measured_of, predicted_of
 from kit.studies.calibration.result import Calibration
 from kit.trial.directory import RunPaths
@@ -52,7 +52,7 @@ def whole(tmp_path_factory):
 FILES = (
     ".kit-run", "config.yaml", "environment.json", "events.0.jsonl", "events.supervisor.jsonl", "row.json",
     "prediction.json", "calibration.json", "payload.pkl", "control", "log.0.txt", "memory.0.npz",
-    "signature.txt",
+    "signature.txt", "predicting.txt",
 )  # fmt: skip
 
 
@@ -175,20 +175,20 @@ def readers(folder, run):
         ),
         "best": lambda: kit.results(folder).where(state="COMPLETE").best(),
         "trial": lambda: (repr(trial()), trial().warnings, trial().traceback),
-        "compare": lambda: (repr(kit.compare(folder)), kit.compare(folder)._repr_html_()),
-        "compare one": lambda: repr(kit.compare(run)),
-        "timing": lambda: kit.timing(run),
-        "diagnose": lambda: kit.diagnose(trial(), peaks=False),
+        "compare": lambda: (repr(kit.studies.compare(folder)), kit.studies.compare(folder)._repr_html_()),
+        "compare one": lambda: repr(kit.studies.compare(run)),
+        "timing": lambda: kit.studies.timing(run),
+        "diagnose": lambda: kit.studies.diagnose(trial(), peaks=False),
         "report": lambda: kit.html_report(folder, folder.parent / "report.html", overwrite=True),
-        "timing figure": lambda: kit.timing_figure(run),
-        "pipeline figure": lambda: kit.pipeline_figure(trial()),
-        "memory figure": lambda: kit.memory_figure(trial()),
-        "loss figure": lambda: kit.loss_figure(trial()),
+        "timing figure": lambda: kit.Trial.open(run).figure("timing"),
+        "pipeline figure": lambda: trial().figure("pipeline"),
+        "memory figure": lambda: trial().figure("memory"),
+        "loss figure": lambda: trial().figure("loss"),
         "predicted": lambda: predicted_of(trial()),
         "measured": lambda: measured_of(trial()),
         "calibration": lambda: Calibration.load(RunPaths(run).calibration),
         "residuals": lambda: residuals(folder),
-        "predict_run": lambda: kit.predict_run([trial()], devices=[1, 2]),
+        "predict_run": lambda: kit.studies.predict_run([trial()], devices=[1, 2]),
         "commit": lambda: kit.commit(trial().config.replace({"commit.folder": str(folder.parent / "kept")}), trial()),
         "again": lambda: again(RunPaths.open(run), trial().config),
         "stop": lambda: trial().stop(),
@@ -239,6 +239,7 @@ def test_a_damaged_file_is_a_row_that_says_so_or_a_named_error(whole, tmp_path, 
         "payload.pkl",
         "control",
         "signature.txt",
+        "predicting.txt",
     )
     drawn = still_opens or damage in (values_of_another_type, cut_short, gone)
     assert unnamed_errors(tmp_path / "runs", run, but=frozenset() if drawn else DRAWERS) == {}
@@ -254,7 +255,7 @@ def test_damaged_runs_hide_no_other_and_are_counted(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "runs" / "whole")
     states = [row["state"] for row in kit.results(tmp_path / "runs")]
     assert sorted(states) == ["COMPLETE", *[UNREADABLE] * 3]
-    comparison = kit.compare(tmp_path / "runs")
+    comparison = kit.studies.compare(tmp_path / "runs")
     assert (len(comparison.groups), len(comparison.unreadable)) == (1, 3)
 
 

@@ -14,7 +14,7 @@ from properties import at_night
 from kit.errors import ConfigError
 from kit.events import EventWriter
 from kit.memory.alongside import fit
-from kit.trial import submit
+from kit.trial import directory, submit
 from kit.trial.submit import prepare
 
 WRITES = ("mkdir", "touch", "write_text", "write_bytes")
@@ -38,6 +38,12 @@ class Full:
             return write(target, *arguments, **options)
 
         return limited_write
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key_is_there():
+    """It is made once and then kept in memory: without it, the first run of all would write it too."""
+    directory._key(directory.key_path())
 
 
 @pytest.mark.filterwarnings("ignore:module and data are")

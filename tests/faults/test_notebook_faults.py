@@ -20,12 +20,12 @@ def test_a_kernel_that_is_killed_in_a_notebook_is_a_failure_and_leaves_no_proces
         import kit, psutil
         from kit.testing import TinyData, TinyModule
         config = kit.Config.from_yaml({config(2, max_steps=1_000_000).to_yaml(comments=False)!r})
-        trial = kit.fit(lambda: TinyModule(seconds=0.01), lambda: TinyData(num_workers=1, samples=100_000), config)
+        trial = kit.fit(config, lambda: TinyModule(seconds=0.01), lambda: TinyData(num_workers=1, samples=100_000))
         def started(seen):
             if len(seen.steps) > 2:
                 below = psutil.Process().children(recursive=True)
-                pathlib.Path({str(tmp_path / "pids")!r}).write_text(f"{{seen.run_directory}} "
-                    + " ".join(str(one.pid) for one in below))
+                pathlib.Path({str(tmp_path / "pids")!r}).write_text(f"{{seen.run_directory}}\\n"
+                    + "\\n".join(str(one.pid) for one in below))
                 os.kill(os.getpid(), signal.SIGKILL)
         trial.on_change(started)
         trial.wait()
@@ -34,7 +34,7 @@ def test_a_kernel_that_is_killed_in_a_notebook_is_a_failure_and_leaves_no_proces
     client = NotebookClient(notebook, timeout=int(PATIENCE_SECONDS), kernel_name="python3")
     with pytest.raises(DeadKernelError):
         client.execute()
-    directory, *pids = (tmp_path / "pids").read_text().split()
+    directory, *pids = (tmp_path / "pids").read_text().splitlines()
     assert len(pids) >= 5  # a supervisor, two ranks and what each loads with
     wait_until(lambda: not any(is_alive_here(int(pid)) for pid in pids))
     assert Trial.open(directory).state == "LOST"

@@ -28,7 +28,7 @@ from kit.trial.trial import ENDED, Trial
 LONG = 1_000_000
 SHARED = Path("/dev/shm")
 MODULE = f"{Path(__file__).with_name('any_batch.py')}:AnyBatch"
-DATA = {"patches": None, "rows": "kit:RowData", "events": "kit:EventData"}
+DATA = {"patches": None, "rows": "kit.data:RowData", "events": "kit.data:EventData"}
 
 
 @pytest.fixture(params=DATA)
@@ -52,7 +52,7 @@ def asked(request, own, tmp_path):
             "model.arguments": {"hang_at": hang_at}, "data.arguments": arguments,
             **{f"trial.{name}": value for name, value in trial.items()},
         })  # fmt: skip
-        return MODULE, DATA[request.param], config
+        return config, MODULE, DATA[request.param]
 
     return make
 
@@ -85,7 +85,7 @@ def run(asked):
 
 def members(trial):
     """Every process of a trial, two loader processes on each rank among them where its data has any."""
-    loading = 2 * (trial.environment["given"]["data_identity"] != "kit:EventData")
+    loading = 2 * (trial.environment["given"]["data_identity"] != "kit.data:EventData")
 
     def look():
         trial.poll()
@@ -173,12 +173,12 @@ KILLED = [(kind, also) for kind in DATA for also in (False, True)]
     indirect=["asked"],
 )  # fmt: skip
 def test_a_trial_whose_kernel_is_killed(asked, temporary, also_the_supervisor):
-    module, data, config = asked(max_steps=LONG)
+    config, module, data = asked(max_steps=LONG)
     code = textwrap.dedent(f"""
         import time
         from kit.config import Config
         from kit.memory.alongside import fit
-        trial = fit({module!r}, {data!r}, Config.from_yaml({config.to_yaml(comments=False)!r}))
+        trial = fit(Config.from_yaml({config.to_yaml(comments=False)!r}), {module!r}, {data!r})
         print(trial.run_directory, flush=True)
         time.sleep(3600)
     """)

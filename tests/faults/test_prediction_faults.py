@@ -48,7 +48,7 @@ class Hanging(TinyModule):
 
 
 def test_a_step_that_hangs_is_broken_off_and_the_rest_is_answered(config):
-    found = predict_memory(Hanging, DATA, config(), timeout_seconds=60)
+    found = predict_memory(config(), Hanging, DATA, timeout_seconds=60)
     assert (found.complete, found.verdict) == (False, "unknown")
     assert found.breakdown["parameters"] == 9 * 4
     assert any("running after 48 s at test_prediction_faults.py, line" in reason for reason in found.reasons)
@@ -59,7 +59,7 @@ def test_an_answer_without_activations_is_not_kept(config, monkeypatch):
     started = recordings.PredictionJob
     monkeypatch.setattr(recordings, "PredictionJob", lambda *given: asked.append(given) or started(*given))
     for _ in range(2):
-        assert not predict_memory(Hanging, DATA, config(), timeout_seconds=60).complete
+        assert not predict_memory(config(), Hanging, DATA, timeout_seconds=60).complete
     assert len(asked) == 2
 
 
@@ -78,7 +78,7 @@ class Deaf(TinyModule):
 def test_a_process_that_cannot_be_broken_off_is_killed_and_its_place_is_told(config, monkeypatch):
     monkeypatch.setattr(job, "_STACK_FRACTION", 0.1)
     with pytest.raises(UnansweredError, match=r"going after 50 s, at test_prediction_faults.py, line \d+"):
-        predict_memory(Deaf, DATA, config(), timeout_seconds=50)
+        predict_memory(config(), Deaf, DATA, timeout_seconds=50)
 
 
 def test_data_that_hangs_is_broken_off_with_its_line(config):
@@ -87,7 +87,7 @@ def test_data_that_hangs_is_broken_off_with_its_line(config):
             time_is_up()
             time.sleep(3600)
 
-    found = predict_memory(TinyModule, HangingData, config(), timeout_seconds=60)
+    found = predict_memory(config(), TinyModule, HangingData, timeout_seconds=60)
     assert any(
         "activations unknown: " in reason and "running after 48 s at test_prediction_faults.py, line" in reason
         for reason in found.reasons
@@ -97,8 +97,8 @@ def test_data_that_hangs_is_broken_off_with_its_line(config):
 @pytest.mark.parametrize("fault", ["kill", "exit0", "segfault"])
 def test_a_process_that_dies_is_an_error_and_harms_no_later_one(config, fault):
     with pytest.raises(TrialError, match="rank 0"):
-        predict_memory(lambda: FaultyModule({(0, 1): fault}), DATA, config(), timeout_seconds=PATIENCE_SECONDS)
-    assert predict_memory(TinyModule, DATA, config()).complete
+        predict_memory(config(), lambda: FaultyModule({(0, 1): fault}), DATA, timeout_seconds=PATIENCE_SECONDS)
+    assert predict_memory(config(), TinyModule, DATA).complete
 
 
 # A file that an interrupt finds between its opening and the `with` that closes it is closed by the interpreter.
@@ -119,7 +119,7 @@ def test_an_interrupt_ends_the_process_and_gets_through(config, no_predictions_l
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        predict_memory(HangingAndSayingSo, DATA, config(), timeout_seconds=PATIENCE_SECONDS)
+        predict_memory(config(), HangingAndSayingSo, DATA, timeout_seconds=PATIENCE_SECONDS)
     thread.join()
     assert not ranks_alive()
 
@@ -131,7 +131,7 @@ def test_nothing_survives_a_kernel_that_is_killed(config, no_predictions_left):
         def module():
             from kit.testing import TinyModule
             return TinyModule(seconds=3600)
-        predict_memory(module, {DATA!r}, Config.from_yaml({config().to_yaml(comments=False)!r}))
+        predict_memory(Config.from_yaml({config().to_yaml(comments=False)!r}), module, {DATA!r})
     """)
     kernel = subprocess.Popen([sys.executable, "-c", code])
 
@@ -160,7 +160,7 @@ def test_a_directory_that_is_removed_takes_nothing_along_that_a_link_in_it_leads
 
     thread = threading.Thread(target=link)
     thread.start()
-    assert predict_memory(TinyModule, DATA, config()).complete
+    assert predict_memory(config(), TinyModule, DATA).complete
     thread.join()
     assert not linked[0].exists()
     assert (kept / "thesis.txt").read_text() == "years of work"

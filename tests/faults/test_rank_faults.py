@@ -38,7 +38,7 @@ class Deaf(Gated):
 
 def test_a_rank_that_ignores_every_signal_is_killed_when_the_grace_is_over(config, tmp_path):
     deaf = Deaf(tmp_path / "never", step=4)
-    trial = fit(deaf, DATA, config(grace_seconds=1))
+    trial = fit(config(grace_seconds=1), deaf, DATA)
     wait_until(deaf.reached.exists)
     rank = psutil.Process(wait_until(lambda: trial.poll() and trial.event("rank_started", "pid")))
     rank.terminate()
@@ -52,7 +52,7 @@ def test_a_rank_that_ignores_every_signal_is_killed_when_the_grace_is_over(confi
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_loss_that_is_no_number_stands_in_the_row_and_every_file_of_it_is_json(config, value):
     asked = config()
-    trial = fit(lambda: Diverging(value), DATA, asked)
+    trial = fit(asked, lambda: Diverging(value), DATA)
     with pytest.raises(TrialError, match=rf"loss is {value} at step 4"):
         trial.wait(PATIENCE_SECONDS)
     found = kit.results(asked.trial.folder)
@@ -88,7 +88,7 @@ class Garbling(TinyModule):
 def test_bytes_that_are_no_text_and_progress_bars_in_a_log_hide_no_error(config):
     asked = config(stall_seconds=60)
     view = TrialView(asked)
-    trial = fit(Garbling, DATA, asked)
+    trial = fit(asked, Garbling, DATA)
     view.watch(trial)
     with pytest.raises(TrialError, match=r"^ValueError: after the noise \(test_rank_faults.py"):
         trial.wait(PATIENCE_SECONDS)
@@ -98,7 +98,7 @@ def test_bytes_that_are_no_text_and_progress_bars_in_a_log_hide_no_error(config)
 
 
 def test_a_crash_after_bytes_that_are_no_text_is_still_told_by_its_line(config):
-    trial = fit(GarblingThenCrashing, DATA, config())
+    trial = fit(config(), GarblingThenCrashing, DATA)
     with pytest.raises(TrialError, match=r"SIGSEGV .*step 3, at test_rank_faults.py"):
         trial.wait(PATIENCE_SECONDS)
 
@@ -114,7 +114,7 @@ class GarblingThenCrashing(TinyModule):
 
 
 def test_an_object_that_cannot_be_made_again_in_a_rank_fails_with_its_own_error(config):
-    trial = fit(TinyModule, OnlyHere(), config())
+    trial = fit(config(), TinyModule, OnlyHere())
     with pytest.raises(TrialError, match="^RuntimeError: made in the kernel only"):
         trial.wait(PATIENCE_SECONDS)
     assert trial.cause == "error"
@@ -132,7 +132,7 @@ class OnlyHere:
 
 
 def test_trials_beside_each_other_meet_at_ports_of_their_own(config):
-    trials = [fit(lambda: TinyModule(seconds=0.01), DATA, config(2, max_steps=LONG)) for _ in range(2)]
+    trials = [fit(config(2, max_steps=LONG), lambda: TinyModule(seconds=0.01), DATA) for _ in range(2)]
     for trial in trials:
         wait_until(steps_taken(trial, 1))
     assert len({trial.event("trial_started", "port") for trial in trials}) == 2
@@ -146,7 +146,7 @@ def test_trials_beside_each_other_meet_at_ports_of_their_own(config):
 
 def test_a_loader_process_that_is_killed_is_a_failure_of_the_data(config):
     trial = fit(
-        lambda: TinyModule(seconds=0.01), lambda: TinyData(num_workers=2, samples=100_000), config(max_steps=LONG)
+        config(max_steps=LONG), lambda: TinyModule(seconds=0.01), lambda: TinyData(num_workers=2, samples=100_000)
     )
     wait_until(steps_taken(trial, 1))
     loaders = psutil.Process(trial.event("rank_started", "pid")).children(recursive=True)
@@ -159,7 +159,7 @@ def test_a_loader_process_that_is_killed_is_a_failure_of_the_data(config):
 
 
 def test_a_loader_process_that_hangs_is_told_by_its_line_and_killed_with_its_rank(config):
-    trial = fit(TinyModule, HangingInALoader, config(stall_seconds=3))
+    trial = fit(config(stall_seconds=3), TinyModule, HangingInALoader)
     keep_alive(trial, steps_taken(trial, 2))
     loaders = psutil.Process(trial.event("rank_started", "pid")).children(recursive=True)
     with pytest.raises(TrialError, match="progress for 3 s"):

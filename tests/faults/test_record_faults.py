@@ -15,7 +15,7 @@ MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 @pytest.fixture
 def ended(config):
     """A trial that ran to its end."""
-    return fit(MODULE, DATA, config()).wait(PATIENCE_SECONDS)
+    return fit(config(), MODULE, DATA).wait(PATIENCE_SECONDS)
 
 
 def test_a_run_whose_event_files_are_empty_is_waiting_while_its_supervisor_lives(ended):

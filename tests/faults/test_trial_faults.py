@@ -29,7 +29,7 @@ LONG = 1_000_000
 
 
 def start(config, faults=None, seconds=0.0, **data):
-    return fit(lambda: FaultyModule(faults or {}, seconds), lambda: TinyData(**data), config)
+    return fit(config, lambda: FaultyModule(faults or {}, seconds), lambda: TinyData(**data))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_is_killed_and_its_stack_is_told(config, ranks, where,
 
 
 def test_data_that_hangs_is_told_by_its_line(config):
-    trial = fit(TinyModule, HangingData, config(stall_seconds=3))
+    trial = fit(config(stall_seconds=3), TinyModule, HangingData)
     keep_alive(trial, steps_taken(trial, 2))
     with pytest.raises(TrialError, match=r"step 2: rank 0 .*test_trial_faults.py, line \d+, in train_data"):
         trial.wait(PATIENCE_SECONDS)
@@ -135,7 +135,7 @@ def test_a_trial_that_takes_too_long_is_ended(config):
 
 def test_a_hung_rank_is_killed_when_the_grace_after_stop_is_over(config, tmp_path):
     hanging = Gated(tmp_path / "never", step=4, rank=1)
-    trial = fit(hanging, TinyData, config(2, grace_seconds=1))
+    trial = fit(config(2, grace_seconds=1), hanging, TinyData)
     wait_until(hanging.reached.exists)
     trial.stop()
     trial.wait(PATIENCE_SECONDS)
@@ -220,7 +220,7 @@ def test_a_noisy_module_does_not_fill_the_disk(config):
 
 
 def test_an_error_in_a_loader_process_is_a_failure_of_the_data(config):
-    trial = fit(TinyModule, BrokenData, config())
+    trial = fit(config(), TinyModule, BrokenData)
     with pytest.raises(
         TrialError, match=r"^IndexError: sample 5 is missing \(test_trial_faults.py, line \d+, in __getitem__\)"
     ):
@@ -261,7 +261,7 @@ def kernel_code(config):
         def module():
             from kit.testing import TinyModule
             return TinyModule(seconds=0.02)
-        trial = fit(module, data, Config.from_yaml({config.to_yaml(comments=False)!r}))
+        trial = fit(Config.from_yaml({config.to_yaml(comments=False)!r}), module, data)
         print(trial.run_directory, flush=True)
     """)
 
@@ -401,7 +401,7 @@ def test_an_error_in_a_class_of_a_cell_is_told_by_cell_and_line(config, kernel):
     run("import torch; from kit.config import Config; from kit.testing import TinyModule, TinyData")
     run("from kit.memory.alongside import fit")
     run("class Mine(TinyModule):\n    def training_step(self, batch, _):\n        return batch[0] @ self.weights")
-    printed = run(f"fit(Mine, TinyData, Config.from_yaml({config().to_yaml(comments=False)!r})).wait()")
+    printed = run(f"fit(Config.from_yaml({config().to_yaml(comments=False)!r}), Mine, TinyData).wait()")
     first, *rest = printed.splitlines()
     assert re.match(r"TrialError: AttributeError: 'Mine' .*'weights' \(cell 3, line 3, in ", first)
     assert any("return batch[0] @ self.weights" in line for line in rest)

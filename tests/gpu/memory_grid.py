@@ -184,7 +184,7 @@ def _full(device, optimizers):
 
 
 def predict(case):
-    found = kit.predict_memory(case.parts.module, case.parts.data, case.config, device="this machine")
+    found = kit.predict_memory(case.config, case.parts.module, case.parts.data, device="this machine")
     return {
         "allocated_bytes": found.device_allocated_bytes,
         "reserved_bytes": found.device_reserved_expandable_bytes if _expandable() else found.device_reserved_bytes,

@@ -16,6 +16,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not COUNTED, reason="needs an 
 def test_a_trial_takes_the_watts_of_a_card(tmp_path):
     trial = {"max_steps": 60, "warmup_steps": 5, "folder": str(tmp_path), "predict_memory": False}
     config = Config.make({"hardware": {"accelerator": "gpu", "devices": 1}, "trial": trial})
-    event = kit.fit(TinyModule(seconds=0.05), TinyData(), config).wait().event("energy_measured")
+    event = kit.fit(config, TinyModule(seconds=0.05), TinyData()).wait().event("energy_measured")
     assert event["seconds"] > 2
     assert 3 < event["joules"] / event["seconds"] < 2000

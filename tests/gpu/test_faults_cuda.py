@@ -61,13 +61,13 @@ class Holding(TinyModule):
 
 def test_memory_of_a_trial_that_ran_out_is_given_back_and_the_next_one_runs(config):
     before = free_bytes()
-    trial = kit.fit(Greedy, TinyData, config)
+    trial = kit.fit(config, Greedy, TinyData)
     with pytest.raises(TrialError, match="out of memory"):
         trial.wait(PATIENCE_SECONDS)
     assert trial.cause == "device_oom"
     assert max(step["device_allocated_bytes"] for step in trial.steps) > 0
     wait_until(lambda: free_bytes() >= before - SLACK_BYTES)
-    assert kit.fit(TinyModule, TinyData, config).wait(PATIENCE_SECONDS).state == "COMPLETE"
+    assert kit.fit(config, TinyModule, TinyData).wait(PATIENCE_SECONDS).state == "COMPLETE"
 
 
 def test_memory_of_a_trial_is_given_back_when_its_kernel_is_killed(config):
@@ -79,7 +79,7 @@ def test_memory_of_a_trial_is_given_back_when_its_kernel_is_killed(config):
         from test_faults_cuda import Holding
         from kit.testing import TinyData
         config = kit.Config.from_yaml({config.replace({"trial.max_steps": 10**6}).to_yaml(comments=False)!r})
-        trial = kit.fit(lambda: Holding(seconds=0.05), TinyData, config)
+        trial = kit.fit(config, lambda: Holding(seconds=0.05), TinyData)
         print(trial.run_directory, flush=True)
         time.sleep(600)
     """)
@@ -102,10 +102,10 @@ def test_memory_of_a_trial_is_given_back_when_its_kernel_is_killed(config):
 
 @pytest.mark.slow
 def test_fifty_trials_leave_the_kernel_without_a_context_and_the_memory_as_it_was(config):
-    kit.fit("kit.testing:TinyModule", "kit.testing:TinyData", config).wait(PATIENCE_SECONDS)
+    kit.fit(config, "kit.testing:TinyModule", "kit.testing:TinyData").wait(PATIENCE_SECONDS)
     before = free_bytes()
     for _ in range(50):
-        kit.fit("kit.testing:TinyModule", "kit.testing:TinyData", config).wait(PATIENCE_SECONDS)
+        kit.fit(config, "kit.testing:TinyModule", "kit.testing:TinyData").wait(PATIENCE_SECONDS)
     wait_until(lambda: free_bytes() >= before - SLACK_BYTES)
     maps = Path("/proc/self/maps").read_text()
     torch = sys.modules.get("torch")

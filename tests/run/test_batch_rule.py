@@ -45,7 +45,7 @@ def asked(config):
 
 
 def rows(**given):
-    return kit.RowData(torch.zeros(64, 4), **given)
+    return kit.data.RowData(torch.zeros(64, 4), **given)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def rows(**given):
         (torch.zeros(4, 3, 2), None, False),
         (TinyData, 4, False),
         (functools.partial(TinyData, batch_size=9), 9, False),
-        (functools.partial(kit.RowData, batch_size=9), 9, False),
+        (functools.partial(kit.data.RowData, batch_size=9), 9, False),
         (TinyData(batch_size=7), 7, False),
         (rows(batch_size=5), 5, False),
         (BoringDataModule(), None, False),
@@ -80,7 +80,7 @@ def test_the_rule_of_each_kind_of_data(asked, data, size, by_config):
 
 
 def test_rows_that_were_given_no_size_take_the_configs(asked):
-    for data in (rows(), kit.RowData):
+    for data in (rows(), kit.data.RowData):
         assert batch_rule(Part.of(data), asked).note == ""
 
 
@@ -105,16 +105,16 @@ def says(text, size):
 def test_all_four_say_before_anything_runs_that_the_size_of_a_loader_rules(asked, make):
     data, size = make(), LOADERS[make]
     with pytest.warns(KitWarning, match=f"batches of {size}"):
-        trial = fit(Anything, data, asked)
+        trial = fit(asked, Anything, data)
     trial.poll()
     assert says(trial.warnings[0], size)
     assert trial.wait(PATIENCE_SECONDS).config.loader.batch_size == size
     with pytest.warns(KitWarning, match=f"batches of {size}"):
-        found = kit.predict_memory(Anything, data, asked, device=CARD)
+        found = kit.predict_memory(asked, Anything, data, device=CARD)
     assert found.batch_size == size
     assert says(str(found), size)
     with pytest.warns(KitWarning, match=f"batches of {size}"):
-        table = kit.what_if(Anything, data, asked, device=CARD, variations={"loader.batch_size": [size, 99]})
+        table = kit.memory.what_if(asked, Anything, data, device=CARD, variations={"loader.batch_size": [size, 99]})
     assert {row.estimate.batch_size for row in table} == {size}
     assert says(table.given.reason, size)
     reasons = {row.changes["loader.batch_size"]: row.reason for row in table if row.changes}
@@ -126,24 +126,24 @@ def test_all_four_say_before_anything_runs_that_the_size_of_a_loader_rules(asked
 @pytest.mark.parametrize("make", [plain, several, BoringDataModule], ids=lambda make: make.__name__)
 def test_what_only_a_loader_knows_is_said_as_soon_as_there_is_one(asked, make):
     size = LOADERS[make]
-    trial = fit(Anything, make, asked)
+    trial = fit(asked, Anything, make)
     assert f"is {ASKED}" in repr(trial)
     (warning,) = trial.wait(PATIENCE_SECONDS).warnings
     assert says(warning, size)
     told = min(event["time"] for event in trial.events if event["kind"] == "warned")
     assert told < min(event["time"] for event in trial.steps)
-    found = kit.predict_memory(Anything, make, asked, device=CARD)
+    found = kit.predict_memory(asked, Anything, make, device=CARD)
     assert found.batch_size == size
     assert says(str(found), size)
     assert f"is {ASKED}" in panel(asked, Anything, make).form._hints["loader.batch_size"]
 
 
 def test_a_data_set_is_read_in_the_configs_batches_by_all_four(asked):
-    trial = fit(Anything, vectors(), asked)
+    trial = fit(asked, Anything, vectors())
     assert trial.wait(PATIENCE_SECONDS).warnings == []
     assert {event["samples"] for event in trial.steps} == {ASKED}
-    found = kit.predict_memory(Anything, vectors(), asked, device=CARD)
-    table = kit.what_if(Anything, vectors(), asked, device=CARD, variations={"loader.batch_size": [8]})
+    found = kit.predict_memory(asked, Anything, vectors(), device=CARD)
+    table = kit.memory.what_if(asked, Anything, vectors(), device=CARD, variations={"loader.batch_size": [8]})
     assert found.batch_size == ASKED
     assert "loader.batch_size" not in str(found)
     assert sorted((row.estimate.batch_size, row.reason) for row in table) == [(8, ""), (ASKED, "")]
@@ -152,6 +152,6 @@ def test_a_data_set_is_read_in_the_configs_batches_by_all_four(asked):
 
 def test_advice_when_memory_runs_out_speaks_of_the_batch_that_ran(config):
     faulty = functools.partial(FaultyModule, {(0, 2): "device_oom"})
-    trial = fit(faulty, TinyData(batch_size=6), config(max_steps=3))
+    trial = fit(config(max_steps=3), faulty, TinyData(batch_size=6))
     with pytest.raises(TrialError, match="batches of 3 from your TinyData"):
         trial.wait(PATIENCE_SECONDS)

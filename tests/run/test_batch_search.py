@@ -13,7 +13,7 @@ from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.errors import ConfigError, TrialError
-from kit.studies.batch_size import looks, shrinking
+from kit.studies.batch_size import growing, shrinking
 from kit.trial.verdict import advice
 
 MIB = 1 << 20
@@ -56,7 +56,7 @@ def follow(rule, fits):
 
 @given(st.integers(1, 3000), st.integers(0, 3000), st.integers(1, 3000), st.floats(0, 0.3))
 def test_the_largest_that_fits_is_found_to_the_resolution_and_no_size_is_tried_twice(start, fits, most, resolution):
-    asked = follow(looks(start, most, resolution), fits)
+    asked = follow(growing(start, most, resolution), fits)
     assert len(set(asked)) == len(asked)
     assert all(1 <= size <= most for size in asked)
     found = max((size for size in asked if size <= fits), default=0)
@@ -93,7 +93,7 @@ def small(config, limit, ranks=1, strategy=None, **changes):
 
 def test_a_search_finds_what_fits_and_says_how(config):
     asked = small(config, 96 * MIB)
-    found = kit.find_batch_size(Wide, loader(), asked).wait(PATIENCE_SECONDS)
+    found = kit.studies.find_batch_size(asked, Wide, loader()).wait(PATIENCE_SECONDS)
     assert found.state == "COMPLETE"
     fitting = [attempt.batch_size for attempt in found.attempts if attempt.outcome == "fits"]
     failing = [attempt.batch_size for attempt in found.attempts if attempt.outcome == "out of memory"]
@@ -114,19 +114,21 @@ def test_a_search_finds_what_fits_and_says_how(config):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_search_runs_under_any_strategy(config, strategy):
-    found = kit.find_batch_size(Wide, loader(), small(config, 96 * MIB, 2, strategy), resolution=0.2).wait(240)
+    found = kit.studies.find_batch_size(small(config, 96 * MIB, 2, strategy), Wide, loader(), resolution=0.2).wait(240)
     outcomes = {attempt.outcome for attempt in found.attempts}
     assert outcomes == {"fits", "out of memory"}
 
 
 def test_a_search_ends_where_the_data_does(config):
-    found = kit.find_batch_size(Wide, loader(samples=20), small(config, 96 * MIB), start=16).wait(PATIENCE_SECONDS)
+    found = kit.studies.find_batch_size(small(config, 96 * MIB), Wide, loader(samples=20), start=16).wait(
+        PATIENCE_SECONDS
+    )
     assert found.batch_size == 20
     assert any("data does" in reason for reason in found.reasons)
 
 
 def test_a_search_can_be_stopped_and_keeps_what_it_found(config):
-    found = kit.find_batch_size(Wide, loader(), small(config, 96 * MIB), start=1, resolution=0)
+    found = kit.studies.find_batch_size(small(config, 96 * MIB), Wide, loader(), start=1, resolution=0)
     seen = threading.Event()
     found.on_change(lambda series: seen.set() if series.attempts else None)
     assert seen.wait(PATIENCE_SECONDS)
@@ -138,52 +140,70 @@ def test_a_search_can_be_stopped_and_keeps_what_it_found(config):
 
 def test_a_search_whose_trial_fails_for_another_reason_says_so(config):
     with pytest.raises(TrialError, match="not memory"):
-        kit.find_batch_size(Failing, loader(), small(config, 96 * MIB), start=2).wait(PATIENCE_SECONDS)
+        kit.studies.find_batch_size(small(config, 96 * MIB), Failing, loader(), start=2).wait(PATIENCE_SECONDS)
 
 
 def test_nothing_fits_is_a_failure_with_advice(config):
     with pytest.raises(TrialError, match="not even .*1 fits") as caught:
-        kit.find_batch_size(Wide, loader(), small(config, 1 * MIB), start=4).wait(PATIENCE_SECONDS)
+        kit.studies.find_batch_size(small(config, 1 * MIB), Wide, loader(), start=4).wait(PATIENCE_SECONDS)
     assert "gradient_checkpointing" in caught.value.details
 
 
 def test_a_cpu_without_a_limit_is_refused_before_any_process(config):
     with pytest.raises(ConfigError, match="no device memory"):
-        kit.find_batch_size(Wide, loader(), config())
+        kit.studies.find_batch_size(config(), Wide, loader())
 
 
 @pytest.mark.parametrize("bounds", [{"start": 0}, {"start": 9, "most": 8}, {"most": 0}, {"resolution": 1.0}])
 def test_bounds_that_leave_nothing_are_refused(config, bounds):
     with pytest.raises(ConfigError):
-        kit.find_batch_size(Wide, loader(), small(config, 96 * MIB), **bounds)
+        kit.studies.find_batch_size(small(config, 96 * MIB), Wide, loader(), **bounds)
 
 
 def test_a_trial_backs_off_until_it_fits_and_starts_there_the_next_time(config):
     asked = small(config, 48 * MIB, **{"loader.batch_size": 512})
-    done = kit.back_off(Wide, loader(), asked).wait(PATIENCE_SECONDS)
+    done = kit.studies.back_off(asked, Wide, loader()).wait(PATIENCE_SECONDS)
     sizes = [attempt.batch_size for attempt in done.attempts]
     assert sizes[:3] == [512, 358, 179]
     assert [attempt.outcome for attempt in done.attempts] == ["out of memory"] * (len(sizes) - 1) + ["fits"]
     assert done.batch_size == sizes[-1] == done.config.loader.batch_size
     assert done.trial.state == "COMPLETE"
-    again = kit.back_off(Wide, loader(), asked).wait(PATIENCE_SECONDS)
+    again = kit.studies.back_off(asked, Wide, loader()).wait(PATIENCE_SECONDS)
     assert [attempt.batch_size for attempt in again.attempts] == [done.batch_size]
     assert "last safe batch" in again.reasons[0]
-    other = kit.back_off(Wide, loader(), small(config, 96 * MIB, **{"loader.batch_size": 512})).wait(PATIENCE_SECONDS)
+    other = kit.studies.back_off(small(config, 96 * MIB, **{"loader.batch_size": 512}), Wide, loader()).wait(
+        PATIENCE_SECONDS
+    )
     assert other.attempts[0].batch_size == 512, "another device is another configuration"
 
 
 def test_the_global_batch_can_be_kept(config):
     asked = small(config, 48 * MIB, **{"loader.batch_size": 512})
-    done = kit.back_off(Wide, loader(), asked, keep_global_batch=True).wait(PATIENCE_SECONDS)
+    done = kit.studies.back_off(asked, Wide, loader(), keep_global_batch=True).wait(PATIENCE_SECONDS)
     assert done.batch_size < 512
     assert {a.batch_size * a.accumulate_grad_batches for a in done.attempts} == {512}
     assert done.config.levers.accumulate_grad_batches == 512 // done.batch_size
 
 
+def test_the_largest_batch_is_not_started_from_where_gradients_must_stay_beside_it(config):
+    asked = small(config, 48 * MIB)
+    found = kit.studies.find_batch_size(asked, Wide, loader()).wait(PATIENCE_SECONDS)
+    large = asked.replace({"loader.batch_size": 4 * found.batch_size})
+    done = kit.studies.back_off(large, Wide, loader(), keep_global_batch=True).wait(PATIENCE_SECONDS)
+    (attempt,) = done.attempts
+    assert attempt.outcome == "fits"
+    assert attempt.batch_size < found.batch_size
+    assert attempt.batch_size * attempt.accumulate_grad_batches == 4 * found.batch_size
+    assert "gradients stay" in " ".join(done.reasons)
+    again = kit.studies.back_off(large, Wide, loader(), keep_global_batch=True).wait(PATIENCE_SECONDS)
+    assert [one.batch_size for one in again.attempts] == [attempt.batch_size]
+    alone = kit.studies.back_off(large, Wide, loader()).wait(PATIENCE_SECONDS)
+    assert [one.batch_size for one in alone.attempts] == [found.batch_size], "without accumulation it does fit"
+
+
 def test_a_back_off_that_reaches_one_fails_with_advice_in_order(config):
     with pytest.raises(TrialError, match="batch of 1") as caught:
-        kit.back_off(Wide, loader(), small(config, 1 * MIB)).wait(PATIENCE_SECONDS)
+        kit.studies.back_off(small(config, 1 * MIB), Wide, loader()).wait(PATIENCE_SECONDS)
     lines = caught.value.details.splitlines()
     assert [line.split(".")[0].strip() for line in lines[1:]] == [str(place) for place in range(1, len(lines))]
 
@@ -202,6 +222,6 @@ def test_advice_leaves_out_what_is_done_already():
 def test_a_plain_trial_that_runs_out_of_memory_says_what_helps(config):
     asked = small(config, 1 * MIB)
     with pytest.raises(TrialError, match="out of memory") as caught:
-        kit.fit(Wide, loader(), asked).wait(PATIENCE_SECONDS)
+        kit.fit(asked, Wide, loader()).wait(PATIENCE_SECONDS)
     assert "What helps" in caught.value.details
     assert "1. a smaller batch: batches of 4" in caught.value.details

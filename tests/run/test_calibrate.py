@@ -38,7 +38,7 @@ def result(trial):
 
 
 def test_a_fit_is_calibrated_before_it_trains_and_says_what_it_chose(config):
-    trial = fit(TinyModule, WaitingData, config().replace(QUICK)).wait()
+    trial = fit(config().replace(QUICK), TinyModule, WaitingData).wait()
     found = result(trial)
     assert [item.setting.num_workers for item in found.measured] == [0, 1]
     assert found.headline in repr(trial)
@@ -49,14 +49,14 @@ def test_a_fit_is_calibrated_before_it_trains_and_says_what_it_chose(config):
 
 
 def test_a_fit_without_it_measures_nothing(config):
-    trial = fit(TinyModule, WaitingData, config()).wait()
+    trial = fit(config(), TinyModule, WaitingData).wait()
     assert not trial.paths.calibration.exists()
     assert trial.event("calibrated") is None
 
 
 def test_the_chosen_setting_is_what_trains(config):
     only = config().replace({**QUICK, "calibration.candidate_workers": [2], "calibration.candidate_prefetch": [3]})
-    trial = fit(Seeing, DataLoader(Waiting(0), batch_size=2), only).wait()
+    trial = fit(only, Seeing, DataLoader(Waiting(0), batch_size=2)).wait()
     log = trial.paths.log(0).read_text()
     assert "trains with 2 and 3" in log
 
@@ -69,31 +69,31 @@ class Seeing(TinyModule):
 
 def test_the_next_run_takes_the_result_up_again_until_something_changes(config):
     asked = config().replace(QUICK)
-    first = fit(TinyModule, WaitingData, asked).wait()
-    again = fit(TinyModule, WaitingData, asked.replace({"trial.max_steps": 5, "loader.num_workers": 3})).wait()
+    first = fit(asked, TinyModule, WaitingData).wait()
+    again = fit(asked.replace({"trial.max_steps": 5, "loader.num_workers": 3}), TinyModule, WaitingData).wait()
     assert result(again).reloaded
     assert result(again).measured == result(first).measured
-    assert "taken up again" in repr(again)
+    assert "from an earlier run" in repr(again)
     assert again.event("calibration_step") is None
-    longer = fit(TinyModule, WaitingData, asked.replace({"calibration.max_measure_batches": 7})).wait()
+    longer = fit(asked.replace({"calibration.max_measure_batches": 7}), TinyModule, WaitingData).wait()
     assert not result(longer).reloaded
     assert "again, since config.calibration.max_measure_batches was 6, now 7" in repr(longer)
 
 
 def test_another_machine_or_a_torn_file_is_measured_again_and_said(config):
     asked = config().replace(QUICK)
-    fit(TinyModule, WaitingData, asked).wait()
+    fit(asked, TinyModule, WaitingData).wait()
     path = saved_path(asked)
     values = json.loads(path.read_text())
     values["identity"]["machine"]["cores"] = 512
     path.write_text(json.dumps(values))
-    assert "machine.cores was 512" in repr(fit(TinyModule, WaitingData, asked).wait())
+    assert "machine.cores was 512" in repr(fit(asked, TinyModule, WaitingData).wait())
     path.write_text("{")
-    assert "holds no calibration" in repr(fit(TinyModule, WaitingData, asked).wait())
+    assert "holds no calibration" in repr(fit(asked, TinyModule, WaitingData).wait())
 
 
 def test_two_ranks_train_with_what_the_first_measured(config):
-    trial = fit(TinyModule, WaitingData, config(ranks=2).replace(QUICK)).wait()
+    trial = fit(config(ranks=2).replace(QUICK), TinyModule, WaitingData).wait()
     assert result(trial).chosen is not None
     assert {event["rank"] for event in trial.events if event["kind"] == "calibration_step"} == {0}
     assert {event["rank"] for event in trial.steps} == {0, 1}
@@ -105,7 +105,7 @@ def test_kits_own_data_is_read_at_the_setting_that_was_found(own):
 
 
 def test_what_cannot_be_calibrated_trains_as_it_is_with_a_warning(config):
-    trial = fit(TinyModule, Batches, config().replace(QUICK)).wait()
+    trial = fit(config().replace(QUICK), TinyModule, Batches).wait()
     assert trial.state == "COMPLETE"
     assert any("not calibrated" in text and "Batches" in text for text in trial.warnings)
     assert result(trial).chosen is None
@@ -113,19 +113,19 @@ def test_what_cannot_be_calibrated_trains_as_it_is_with_a_warning(config):
 
 def test_calibrate_alone_answers_keeps_the_answer_and_is_no_trial(config):
     asked = config().replace(QUICK)
-    found = calibrate(TinyModule, WaitingData, asked)
+    found = calibrate(asked, TinyModule, WaitingData)
     assert len(found.measured) == 2
     assert found.apply(asked).loader.num_workers == found.chosen.num_workers
     assert len(list(kit.results(asked.trial.folder))) == 0
-    trained = fit(TinyModule, WaitingData, asked).wait()
+    trained = fit(asked, TinyModule, WaitingData).wait()
     assert result(trained).reloaded
 
 
 def test_calibrate_alone_refuses_what_it_cannot_set(config):
     with pytest.raises(TrialError, match="give a DataLoader"):
-        calibrate(TinyModule, Batches, config())
+        calibrate(config(), TinyModule, Batches)
     with pytest.raises(ConfigError, match="takes a Config"):
-        calibrate(TinyModule, WaitingData)
+        calibrate("config.yaml", TinyModule, WaitingData)
 
 
 def test_a_calibration_can_be_stopped(config):
@@ -134,4 +134,4 @@ def test_a_calibration_can_be_stopped(config):
     )
     slow = endless.replace({"data.arguments": {"seconds": 0.05}})
     with pytest.raises(TrialError, match="stopped"):
-        calibrate(TinyModule, WaitingData, slow, on_start=Trial.stop)
+        calibrate(slow, TinyModule, WaitingData, on_start=Trial.stop)

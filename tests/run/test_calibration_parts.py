@@ -199,7 +199,7 @@ def test_what_is_no_loader_of_torch_is_refused_with_the_way_out():
 def test_more_processes_are_chosen_where_samples_wait_and_the_evidence_is_whole():
     heard = []
     data = {"train_dataloaders": DataLoader(Waiting(0.05, 400), batch_size=2)}
-    found = sweep(data, asked(candidate_workers=[0, 4]), tell=heard.append)
+    found = sweep(data, asked(candidate_workers=[0, 4]), report=heard.append)
     assert found.chosen.num_workers == 4
     assert list(found.measured) == heard
     assert [item.setting.num_workers for item in heard] == [0, 4]
@@ -212,7 +212,7 @@ def test_what_decides_is_measured_again_in_turn_and_said():
     heard = []
     data = {"train_dataloaders": DataLoader(Waiting(0.004), batch_size=2)}
     found = sweep(
-        data, asked(candidate_workers=[0, 4], max_measure_batches=80, timeout_seconds=60.0), tell=heard.append
+        data, asked(candidate_workers=[0, 4], max_measure_batches=80, timeout_seconds=60.0), report=heard.append
     )
     again = [item for item in found.measured if item.turns]
     assert [item.setting.num_workers for item in again] == [0, 4]
@@ -297,7 +297,7 @@ def test_a_result_says_what_was_chosen_why_and_what_was_left_out():
     assert "→ 2 processes × 3" in text
     assert "left out 9 × 2: too large" in text
     assert "16%" in text
-    assert "taken up again" in repr(replace(found_before(), reloaded=True))
+    assert "from an earlier run" in repr(replace(found_before(), reloaded=True))
     assert "<table" in found_before()._repr_html_()
 
 

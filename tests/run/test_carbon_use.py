@@ -23,7 +23,7 @@ def config(tmp_path, monkeypatch):
 @pytest.mark.skipif(INSTALLED, reason="codecarbon is installed")
 def test_without_codecarbon_a_trial_that_asks_for_it_is_refused_before_it_starts(config, tmp_path):
     with pytest.raises(ConfigError, match=r"trial.codecarbon: DEU: .*not installed .*pip install"):
-        fit(TinyModule, TinyData, config)
+        fit(config, TinyModule, TinyData)
     assert not (tmp_path / "runs").exists()
 
 
@@ -35,7 +35,7 @@ def test_a_country_is_three_capital_letters():
 @pytest.mark.skipif(not INSTALLED, reason="codecarbon is not installed (pip install 'kit[co2]')")
 class TestInstalled:
     def test_energy_and_grams_are_told_beside_the_assumptions(self, config):
-        trial = fit(TinyModule, TinyData, config.replace({"model.arguments": {"seconds": 0.2}})).wait()
+        trial = fit(config.replace({"model.arguments": {"seconds": 0.2}}), TinyModule, TinyData).wait()
         found = trial.event("carbon_estimated")
         assert found["country"] == "Germany"
         assert found["joules"] == pytest.approx(sum(found[f"{part}_joules"] for part in ("cpu", "gpu", "ram")))
@@ -46,4 +46,4 @@ class TestInstalled:
 
     def test_a_country_without_a_grid_is_refused(self, config):
         with pytest.raises(ConfigError, match="grid of XXX"):
-            fit(TinyModule, TinyData, config.replace({"trial.codecarbon": "XXX"}))
+            fit(config.replace({"trial.codecarbon": "XXX"}), TinyModule, TinyData)

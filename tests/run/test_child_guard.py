@@ -1,4 +1,4 @@
-"""The tether: what it holds cannot outlive who asked for it, and its end is known."""
+"""The guard of a command: the command cannot outlive its parent, and its end is known."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SECONDS = PATIENCE_SECONDS
 CHILDREN = "import os, sys, time; print(os.getpid(), flush=True); os.fork(); time.sleep(600)"
 
 
-def tethered(file, code, **options):
+def guarded(file, code, **options):
     line = [sys.executable, "-m", "kit.machine.processes", str(os.getpid()), str(file), sys.executable, "-c", code]
     return subprocess.Popen(
         line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -47,14 +47,14 @@ def members(group):
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_end_of_a_command_is_written_down_and_what_it_started_ends_with_it(file, code):
     orphan = f"import os, sys, time; os.fork() or time.sleep(600); sys.exit({code})"
-    with tethered(file, orphan) as process:
+    with guarded(file, orphan) as process:
         process.wait(SECONDS)
     assert json.loads(file.read_bytes())["code"] == code
     wait_until(lambda: not members(process.pid))
 
 
 def test_all_of_it_ends_when_stdin_closes(file):
-    with tethered(file, CHILDREN) as process:
+    with guarded(file, CHILDREN) as process:
         process.stdout.readline()
         assert len(members(process.pid)) >= 2
         process.stdin.close()
@@ -93,7 +93,7 @@ def test_all_of_it_ends_when_who_asked_is_killed(file):
 
 def test_a_request_to_end_reaches_the_command_and_its_answer_is_awaited(file):
     code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(1, flush=True); time.sleep(600)"
-    with tethered(file, code) as process:
+    with guarded(file, code) as process:
         process.stdout.readline()
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(SECONDS)

@@ -33,7 +33,7 @@ def seconds(trial, part):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_that_wait_for_each_other_say_so(config, strategy):
-    trial = fit(Wide, TinyData, config(ranks=2, strategy=strategy)).wait()
+    trial = fit(config(ranks=2, strategy=strategy), Wide, TinyData).wait()
     assert len(trial.steps) == 16
     assert min(seconds(trial, "communication")) > 0
     for event in trial.steps:
@@ -42,12 +42,12 @@ def test_ranks_that_wait_for_each_other_say_so(config, strategy):
 
 
 def test_a_rank_alone_has_no_communication(config):
-    trial = fit(Wide, TinyData, config()).wait()
+    trial = fit(config(), Wide, TinyData).wait()
     assert set(seconds(trial, "communication")) == {0.0}
 
 
 def test_a_validation_is_told_apart_from_the_step_before_and_after_it(config):
-    trial = fit(Wide, Both, config(validate_every_steps=4, validation_batches=2)).wait()
+    trial = fit(config(validate_every_steps=4, validation_batches=2), Wide, Both).wait()
     validated = [event["step"] for event in trial.steps if event["validation_seconds"] > 0]
     assert validated == [5]  # the one after step 8 comes after the last batch
     assert trial.event("fit_ended", "validation_seconds") > 0
@@ -55,5 +55,5 @@ def test_a_validation_is_told_apart_from_the_step_before_and_after_it(config):
 
 
 def test_data_without_validation_batches_is_only_trained_on(config):
-    trial = fit(Wide, TinyData, config(validate_every_steps=4)).wait()
+    trial = fit(config(validate_every_steps=4), Wide, TinyData).wait()
     assert set(seconds(trial, "validation")) == {0.0}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.trial.recorder import PARTS, DeviceClock, _of_device
+from kit.trial.recorder import PARTS, DeviceClock, with_device_seconds
 
 
 class Device:
@@ -89,9 +89,9 @@ def test_a_step_event_has_the_devices_seconds_and_keeps_the_hosts_beside_them():
     clock.turn("validation")
     device.launch(0.0, 1.0)
     host = {f"{part}_seconds": 0.01 for part in (*PARTS, "other", "step")}
-    fields = _of_device({"samples": 8, **host}, clock.take())
+    fields = with_device_seconds({"samples": 8, **host}, clock.take())
     assert fields["forward_seconds"] == pytest.approx(2.1)
     assert fields["wait_seconds"] == 0.0
     assert fields["step_seconds"] == pytest.approx(3.1)
-    assert fields["samples_per_second"] == pytest.approx(8 / 2.1)
+    assert fields["samples_per_second"] == pytest.approx(8 / 3.1)
     assert fields["host_seconds"] == dict.fromkeys((*PARTS, "other", "step"), 0.01)

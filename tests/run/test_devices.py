@@ -22,7 +22,7 @@ from kit.errors import ConfigError, HardwareError, KitWarning, TrialError
 from kit.machine.claims import choosing, claims
 from kit.machine.machine import resolve_devices
 from kit.machine.processes import alive
-from kit.memory.alongside import fit, of_trial
+from kit.memory.alongside import fit, machine_of_trial
 from kit.memory.replay.cards import target_of
 from kit.trial import client
 from kit.trial.submit import Taken, take_devices
@@ -138,7 +138,7 @@ def test_a_prediction_beside_a_trial_is_for_the_gpu_that_the_trial_has(machine):
     taken = take_devices(config_of("auto"))
     found = kit.trial.submit.hardware()
     assert resolve_devices(Config(), found).devices == ("GPU-0",)
-    seen = of_trial(found, taken.resolved.devices)
+    seen = machine_of_trial(found, taken.resolved.devices)
     assert seen.auto.devices == taken.resolved.devices == ("GPU-1",)
     assert target_of("this machine", seen).capacity_bytes == seen.gpus[0].free_bytes
 
@@ -184,7 +184,7 @@ def claiming(monkeypatch):
 
 
 def test_a_running_trial_holds_its_gpu_through_its_supervisor_and_lets_go_before_its_end_is_told(config, claiming):
-    trial = fit(MODULE, DATA, config(max_steps=1_000_000))
+    trial = fit(config(max_steps=1_000_000), MODULE, DATA)
     wait_until(steps_taken(trial, 2))
     (claim,) = claims()["GPU-1"]
     assert claim.holder == client.supervisor("warm").identity
@@ -195,12 +195,12 @@ def test_a_running_trial_holds_its_gpu_through_its_supervisor_and_lets_go_before
 
 def test_a_trial_that_fails_lets_go(config, claiming):
     with pytest.raises(TrialError):
-        fit("kit.testing:TinyModule", lambda: 1 / 0, config()).wait(SECONDS)
+        fit(config(), "kit.testing:TinyModule", lambda: 1 / 0).wait(SECONDS)
     assert claims() == {}
 
 
 def test_a_trial_whose_supervisor_is_killed_lets_go(config, claiming):
-    trial = fit(MODULE, DATA, config(max_steps=1_000_000))
+    trial = fit(config(max_steps=1_000_000), MODULE, DATA)
     wait_until(steps_taken(trial, 2))
     identity = client.supervisor("warm").identity
     os.kill(identity["pid"], signal.SIGKILL)
@@ -211,5 +211,5 @@ def test_a_trial_whose_supervisor_is_killed_lets_go(config, claiming):
 def test_a_submission_that_is_refused_lets_go(config, claiming, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ConfigError, match="run directory"):
-        fit(MODULE, DATA, config(folder=str(tmp_path / "file" / "runs")))
+        fit(config(folder=str(tmp_path / "file" / "runs")), MODULE, DATA)
     assert claims() == {}

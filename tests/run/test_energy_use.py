@@ -82,6 +82,6 @@ def test_a_rank_on_the_cpu_asks_no_card(tmp_path, monkeypatch):
 
 
 def test_a_trial_on_the_cpu_writes_no_energy(config):
-    trial = kit.fit(TinyModule(), TinyData(), config()).wait()
+    trial = kit.fit(config(), TinyModule(), TinyData()).wait()
     assert trial.event("cpu_used") is not None
     assert trial.event("energy_measured") is None

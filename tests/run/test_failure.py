@@ -1,8 +1,11 @@
 import queue
+import re
 import sys
+import threading
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from kit.errors import CorruptChunkError
 from kit.trial.verdict import DivergedError, describe_failure, root_cause
@@ -155,3 +158,37 @@ def test_a_deep_recursion_is_described():
 
     assert describe_failure(caught(forever), None)["type"] == "RecursionError"
     assert sys.getrecursionlimit() > 0
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_loader_process_that_is_being_killed_is_named_also_when_its_connection_breaks_first(monkeypatch, orderly):
+    iterator = iter(DataLoader(torch.zeros(100_000), num_workers=2))
+    killed = iterator._workers[0]
+
+    def break_first(timeout):
+        threading.Timer(0.2, killed.kill).start()
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    def read():
+        try:
+            next(iterator)
+        finally:
+            if orderly:  # as Lightning's teardown does before the rank tells its failure
+                killed.join()
+                iterator._shutdown_workers()
+
+    monkeypatch.setattr(iterator._data_queue, "get", break_first)
+    told = describe_failure(caught(read), None)
+    assert re.search(rf"DataLoader worker \(pid(\(s\))? {killed.pid}\).*memory", told["message"])
+    assert told["cause"] == "data"
+    assert not told["lost_peer"]
+
+
+def test_a_connection_that_broke_with_every_loader_process_alive_is_told_as_it_is(monkeypatch):
+    iterator = iter(DataLoader(torch.zeros(100_000), num_workers=1))
+
+    def break_only(timeout):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(iterator._data_queue, "get", break_only)
+    assert describe_failure(caught(lambda: next(iterator)), None)["message"].startswith("ConnectionResetError")

@@ -18,18 +18,22 @@ def data():
 
 @pytest.fixture
 def check(config):
-    return kit.verify_levers(model, data, config(max_steps=4), levers=["gradient checkpointing", "bf16-mixed"])
+    return kit.studies.verify_levers(config(max_steps=4), model, data, levers=["gradient checkpointing", "bf16-mixed"])
 
 
-def test_a_ladder_is_measured_and_predicted_rung_by_rung(check):
-    first, checkpointed, mixed = check.rungs
-    assert [rung.name for rung in check.rungs] == ["as configured", "+ gradient checkpointing", "+ bf16-mixed"]
+def test_each_lever_is_measured_and_predicted_step_by_step(check):
+    first, checkpointed, mixed = check.steps
+    assert [step.name for step in check.steps] == ["as configured", "+ gradient checkpointing", "+ bf16-mixed"]
     assert mixed.config.levers.gradient_checkpointing, "each lever comes on top of those before"
-    assert [rung.precision for rung in check.rungs] == ["32-true", "32-true", "bf16-mixed"]
+    assert [step.precision for step in check.steps] == ["32-true", "32-true", "bf16-mixed"]
     assert checkpointed.measured_bytes < 0.7 * first.measured_bytes
-    for rung in (first, checkpointed):
-        assert rung.ratio == pytest.approx(1, abs=0.1)
-        assert rung.samples_per_second > 0
+    for step in (first, checkpointed):
+        assert step.ratio == pytest.approx(1, abs=0.1)
+        assert step.samples_per_second > 0
+    saved = [check.saved_bytes(step) for step in check.steps]
+    assert saved[0] is None
+    assert saved[1] == first.measured_bytes - checkpointed.measured_bytes > 0
+    assert saved[2] == checkpointed.measured_bytes - mixed.measured_bytes
     assert check.memory_fraction(first) == check.speed_fraction(first) == 1
     assert check.predicted_fraction(checkpointed) == pytest.approx(check.memory_fraction(checkpointed), abs=0.1)
 
@@ -40,28 +44,30 @@ def test_the_table_and_the_chart_show_every_rung(check):
     assert "predicted" in text
     assert "+ bf16-mixed" in check._repr_html_()
     memory, speed = levers_figure(check).axes
-    assert [label.get_text() for label in memory.get_yticklabels()] == [rung.name for rung in check.rungs]
-    assert len(memory.patches) == 2 * len(check.rungs)
-    assert len(speed.patches) == len(check.rungs)
+    assert [label.get_text() for label in memory.get_yticklabels()] == [step.name for step in check.steps]
+    assert len(memory.patches) == 2 * len(check.steps)
+    assert len(speed.patches) == len(check.steps)
 
 
 def test_a_lever_that_cannot_run_stands_there_with_its_reason_and_the_next_goes_on(config):
-    check = kit.verify_levers(model, data, config(max_steps=3), levers=[NO_SUCH_BLOCKS, {"loader.pin_memory": False}])
-    assert not check.rungs[1].ran
-    assert "GPT holds no" in check.rungs[1].note
-    assert check.rungs[2].ran
-    assert not check.rungs[2].config.levers.gradient_checkpointing
+    check = kit.studies.verify_levers(
+        config(max_steps=3), model, data, levers=[NO_SUCH_BLOCKS, {"loader.pin_memory": False}]
+    )
+    assert not check.steps[1].ran
+    assert "GPT holds no" in check.steps[1].note
+    assert check.steps[2].ran
+    assert not check.steps[2].config.levers.gradient_checkpointing
     assert "did not run" in [text.get_text() for text in levers_figure(check).axes[0].texts]
 
 
 def test_levers_alone_do_not_build_on_each_other(config):
-    check = kit.verify_levers(
-        model, data, config(max_steps=3), levers=["gradient checkpointing", "fused optimizer"], ladder=False
+    check = kit.studies.verify_levers(
+        config(max_steps=3), model, data, levers=["gradient checkpointing", "fused optimizer"], cumulative=False
     )
-    assert not check.rungs[2].config.levers.gradient_checkpointing
+    assert not check.steps[2].config.levers.gradient_checkpointing
 
 
 @pytest.mark.parametrize(("levers", "words"), [(["magic"], "'magic' .*none of"), ([], "no levers")])
-def test_unknown_levers_and_empty_ladders_are_refused(config, levers, words):
+def test_unknown_levers_and_empty_lists_of_levers_are_refused(config, levers, words):
     with pytest.raises(ConfigError, match=words):
-        kit.verify_levers(model, data, config(), levers=levers)
+        kit.studies.verify_levers(config(), model, data, levers=levers)

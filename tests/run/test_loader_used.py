@@ -17,8 +17,8 @@ from kit.records.row import row_of
 from kit.records.trace import pipeline_info
 from kit.testing import TinyModule
 from kit.trial.payload import BatchRule
+from kit.trial.settings_used import used_event, with_values
 from kit.trial.trial import Trial
-from kit.trial.what_ran import used_event, with_values
 from kit.widgets.trial_view import notes_html
 
 CALIBRATED = {
@@ -41,7 +41,7 @@ def again(trial):
 def test_the_batch_is_the_one_that_the_loader_gave(config, make):
     asked = config(measure_memory=False).replace({"levers.accumulate_grad_batches": 2, "trial.max_steps": 2})
     asked = asked.replace({"trial.warmup_steps": 0})
-    trial = fit(Anything, make, asked).wait(PATIENCE_SECONDS)
+    trial = fit(asked, Anything, make).wait(PATIENCE_SECONDS)
     assert batches(trial) == {LOADERS[make]}
     assert row_of(trial.paths)["global_batch_size"] == 2 * LOADERS[make]
     assert {event["samples"] for event in trial.steps} == {LOADERS[make]}
@@ -49,7 +49,7 @@ def test_the_batch_is_the_one_that_the_loader_gave(config, make):
 
 
 def test_two_ranks_make_the_global_batch(config):
-    trial = fit(Anything, plain, config(ranks=2)).wait(PATIENCE_SECONDS)
+    trial = fit(config(ranks=2), Anything, plain).wait(PATIENCE_SECONDS)
     row = row_of(trial.paths)
     assert (row["batch_size"], row["global_batch_size"]) == (4, 8)
     assert row["config"]["loader.num_workers"] == 1
@@ -60,7 +60,7 @@ def test_batches_that_grow_count_as_large_as_the_largest(config):
     def growing():
         return DataLoader(vectors(), batch_sampler=Growing(2, by=3))
 
-    trial = fit(Anything, growing, config(max_steps=4)).wait(PATIENCE_SECONDS)
+    trial = fit(config(max_steps=4), Anything, growing).wait(PATIENCE_SECONDS)
     assert [event["samples"] for event in trial.steps] == [2, 5, 8, 11]
     assert batches(trial) == {11}
 
@@ -69,7 +69,7 @@ def test_a_last_batch_that_is_smaller_is_not_the_size(config):
     def short():
         return DataLoader(vectors(10), batch_size=4)
 
-    trial = fit(Anything, short, config(max_steps=6)).wait(PATIENCE_SECONDS)
+    trial = fit(config(max_steps=6), Anything, short).wait(PATIENCE_SECONDS)
     assert [event["samples"] for event in trial.steps] == [4, 4, 2, 4, 4, 2]
     assert batches(trial) == {4}
 
@@ -77,7 +77,7 @@ def test_a_last_batch_that_is_smaller_is_not_the_size(config):
 def test_kits_own_data_says_what_it_was_given(own):
     made = own(**{"loader.batch_size": 4, "loader.batches_ahead": 5})
     with pytest.warns(KitWarning, match="makes batches of 4"):
-        trial = fit(None, PatchData(made), own()).wait(PATIENCE_SECONDS)
+        trial = fit(own(), None, PatchData(made)).wait(PATIENCE_SECONDS)
     assert batches(trial) == {4}
     assert trial.config.loader.batches_ahead == again(trial).loader.batches_ahead == 5
 
@@ -96,7 +96,7 @@ def test_a_config_that_ran_as_it_was_asked_stays_as_it_was(own):
 def calibrated(config):
     """A trial of another's loader, whose config asks for no process."""
     loader = DataLoader(Waiting(0), batch_size=2)
-    return fit(TinyModule, loader, config().replace(CALIBRATED)).wait(PATIENCE_SECONDS)
+    return fit(config().replace(CALIBRATED), TinyModule, loader).wait(PATIENCE_SECONDS)
 
 
 def test_a_calibrated_trial_shows_the_processes_that_it_ran_with(calibrated):
@@ -113,8 +113,8 @@ def test_a_calibrated_trial_shows_the_processes_that_it_ran_with(calibrated):
 
 
 def test_comparison_and_page_show_the_processes_that_ran(calibrated, config, tmp_path):
-    plain = fit(TinyModule, DataLoader(Waiting(0), batch_size=2), config()).wait(PATIENCE_SECONDS)
-    assert kit.compare(calibrated, plain).differences["loader.num_workers"] == (2, 0)
+    plain = fit(config(), TinyModule, DataLoader(Waiting(0), batch_size=2)).wait(PATIENCE_SECONDS)
+    assert kit.studies.compare(calibrated, plain).differences["loader.num_workers"] == (2, 0)
     page = kit.html_report([calibrated, plain], tmp_path / "page.html").read_text()
     assert re.search(r"loader\.num_workers.*?>2<.*?>0<", page, re.DOTALL)
     assert "num_workers: 2" in page
@@ -136,7 +136,7 @@ def test_what_no_config_can_hold_is_left_out_of_it():
 
 @pytest.mark.parametrize("damage", [{"used": 3}, {"asked": None}, {"used": {"loader.num_workers": 3}}, {}])
 def test_an_event_that_lost_a_part_changes_nothing(config, damage):
-    trial = fit(TinyModule, DataLoader(Waiting(0), batch_size=2), config(max_steps=2, warmup_steps=0))
+    trial = fit(config(max_steps=2, warmup_steps=0), TinyModule, DataLoader(Waiting(0), batch_size=2))
     done = trial.wait(PATIENCE_SECONDS).config
     event = {"kind": "loader_used", "rank": 0, "time": 0.0, **damage}
     trial._take([event])

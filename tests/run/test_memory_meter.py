@@ -40,14 +40,14 @@ def data():
 
 
 def test_a_fit_measures_parameters_gradients_and_optimizer_state(config):
-    found = measured(fit(Wide, data, config()).wait(SECONDS))
+    found = measured(fit(config(), Wide, data).wait(SECONDS))
     weights = 512 * 512 * 4
     assert 3 * weights < found.peak_bytes < 4.2 * weights  # the data set of 8 MiB is none of it
     assert found.allocated_bytes[0] == pytest.approx(weights, abs=16 * KIB)
 
 
 def test_the_buckets_of_ddp_count(config):
-    trial = fit(Wide, data, config(2)).wait(SECONDS)
+    trial = fit(config(2), Wide, data).wait(SECONDS)
     weights = 512 * 512 * 4
     for rank in range(2):
         assert 4 * weights < measured(trial, rank).peak_bytes < 5.2 * weights
@@ -55,25 +55,25 @@ def test_the_buckets_of_ddp_count(config):
 
 def test_a_batch_that_came_from_a_loader_process_counts(config):
     big = {"width": 512, "samples": 4096, "batch_size": 1024}
-    alone = measured(fit(Wide, lambda: TinyData(**big), config(max_steps=3)).wait(SECONDS))
-    helped = measured(fit(Wide, lambda: TinyData(**big, num_workers=1), config(max_steps=3)).wait(SECONDS))
+    alone = measured(fit(config(max_steps=3), Wide, lambda: TinyData(**big)).wait(SECONDS))
+    helped = measured(fit(config(max_steps=3), Wide, lambda: TinyData(**big, num_workers=1)).wait(SECONDS))
     assert helped.peak_bytes == pytest.approx(alone.peak_bytes, rel=0.02)
 
 
 def test_a_fit_of_one_step_has_not_seen_its_peak_and_measures_nothing(config):
-    trial = fit(Wide, data, config(max_steps=1, warmup_steps=0)).wait(SECONDS)
+    trial = fit(config(max_steps=1, warmup_steps=0), Wide, data).wait(SECONDS)
     assert trial.event("memory_measured") is None
     assert not trial.paths.measured_memory(0).exists()
 
 
 def test_accumulated_micro_batches_are_all_seen(config):
     asked = config(max_steps=3).replace({"levers.accumulate_grad_batches": 3})
-    found = measured(fit(Wide, data, asked).wait(SECONDS))
+    found = measured(fit(asked, Wide, data).wait(SECONDS))
     assert found.facts["batches"] == 6
 
 
 def test_measuring_can_be_switched_off(config):
-    trial = fit(Wide, data, config(measure_memory=False)).wait(SECONDS)
+    trial = fit(config(measure_memory=False), Wide, data).wait(SECONDS)
     assert trial.event("memory_measured") is None
 
 
@@ -104,7 +104,7 @@ class Profiled(Wide):
 
 @pytest.mark.parametrize(("whole", "reason"), [(True, "runs already"), (False, "something else")])
 def test_a_module_that_profiles_itself_keeps_its_profile_and_is_told(config, whole, reason):
-    trial = fit(lambda: Profiled(whole), data, config()).wait(SECONDS)
+    trial = fit(config(), lambda: Profiled(whole), data).wait(SECONDS)
     assert trial.state == "COMPLETE"
     (warning,) = trial.warnings
     assert "not measured" in warning

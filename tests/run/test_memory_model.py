@@ -63,8 +63,8 @@ def no_process(monkeypatch):
 
 
 def test_any_batch_follows_from_two_recordings_exactly(config, no_process):
-    model = memory_model(Deep, data, config(), device=CARD)
-    recorded = {size: predict_memory(Deep, sized(size), config(), device=CARD) for size in (1, 16, 77)}
+    model = memory_model(config(), Deep, data, device=CARD)
+    recorded = {size: predict_memory(config(), Deep, sized(size), device=CARD) for size in (1, 16, 77)}
     no_process()
     assert model.reason == ""
     for size, found in recorded.items():
@@ -81,7 +81,7 @@ def sized(size):
 
 
 def test_another_card_of_the_same_generation_needs_no_process(config, no_process):
-    model = memory_model(Deep, data, config(), device=CARD)
+    model = memory_model(config(), Deep, data, device=CARD)
     no_process()
     assert model.knows(device="A100-40GB")
     assert not model.knows(device="H100-80GB")
@@ -90,7 +90,7 @@ def test_another_card_of_the_same_generation_needs_no_process(config, no_process
 
 def test_accumulation_and_ranks_of_ddp_are_free_once_two_were_recorded(config, no_process):
     asked = config().replace({"hardware.strategy": "ddp", "hardware.devices": 2})
-    model = memory_model(Deep, data, asked, device=CARD)
+    model = memory_model(asked, Deep, data, device=CARD)
     assert not model.knows(accumulate=2)
     two = model.estimate(8, accumulate=2)
     no_process()
@@ -100,14 +100,14 @@ def test_accumulation_and_ranks_of_ddp_are_free_once_two_were_recorded(config, n
 
 
 def test_the_batch_size_is_that_of_the_data_when_none_is_given(config):
-    assert memory_model(Deep, data, config(), device=CARD).estimate().batch_size == 8
+    assert memory_model(config(), Deep, data, device=CARD).estimate().batch_size == 8
 
 
 def test_what_grows_faster_than_the_batch_is_recorded_anew(config):
-    model = memory_model(Pairs, data, config(), device=CARD)
+    model = memory_model(config(), Pairs, data, device=CARD)
     assert "grows faster" in model.reason or "whole bytes" in model.reason
     assert not model.knows()
-    exact = predict_memory(Pairs, sized(32), config(), device=CARD)
+    exact = predict_memory(config(), Pairs, sized(32), device=CARD)
     assert model.estimate(32).device_allocated_bytes == exact.device_allocated_bytes
 
 
@@ -116,7 +116,7 @@ def test_a_step_that_does_not_run_dry_is_answered_at_once_at_any_batch_size(conf
         def training_step(self, batch, batch_idx):
             raise ValueError("a scripted fault")
 
-    model = memory_model(Broken, data, config(), device=CARD)
+    model = memory_model(config(), Broken, data, device=CARD)
     no_process()
     assert "a scripted fault" in model.reason
     assert [model.estimate(size).complete for size in (1, 1000)] == [False, False]
@@ -126,7 +126,7 @@ def test_a_step_that_does_not_run_dry_is_answered_at_once_at_any_batch_size(conf
 
 
 def test_the_largest_batch_fits_and_the_next_does_not(config):
-    found = largest_batch(Deep, data, config(), device="760 MiB")
+    found = largest_batch(config(), Deep, data, device="760 MiB")
     assert found.batch_size > 100
     assert found.estimate.fits
     assert found.estimate.batch_size == found.batch_size
@@ -140,7 +140,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(config):
 
 
 def test_no_batch_fits_a_device_that_is_too_small(config):
-    found = largest_batch(Deep, data, config(), device="300 MiB")
+    found = largest_batch(config(), Deep, data, device="300 MiB")
     assert (found.batch_size, found.next_estimate) == (0, None)
     assert found.estimate.batch_size == 1
     assert re.match("not even .*1 fits", str(found))
@@ -151,13 +151,13 @@ def test_no_batch_is_said_to_fit_when_activations_are_unknown(config):
         def training_step(self, batch, batch_idx):
             raise ValueError("a scripted fault")
 
-    found = largest_batch(Broken, data, config(), device=CARD)
+    found = largest_batch(config(), Broken, data, device=CARD)
     assert found.batch_size == 0
     assert str(found).startswith("activations are unknown")
 
 
 def test_the_largest_batch_is_found_by_recordings_where_replays_cannot_tell(config):
-    found = largest_batch(Pairs, data, config(), device="760 MiB")
+    found = largest_batch(config(), Pairs, data, device="760 MiB")
     assert found.estimate.fits
     assert not found.next_estimate.fits
     assert found.next_estimate.batch_size == found.batch_size + 1
@@ -174,9 +174,9 @@ def samples():
 @pytest.fixture
 def table(config):
     return what_if(
+        config().replace({"hardware.precision": "32-true"}),
         Deep,
         samples,
-        config().replace({"hardware.precision": "32-true"}),
         variations={
             "hardware.precision": ["32-true", "bf16-mixed"],
             "levers.gradient_checkpointing": [False, True],
@@ -220,7 +220,7 @@ def test_equal_variations_are_recorded_once(config, monkeypatch):
     started = recordings.PredictionJob
     monkeypatch.setattr(recordings, "PredictionJob", lambda *given: asked.append(given) or started(*given))
     table = what_if(
-        Deep, data, config(), variations=[{"trial.max_steps": 9}, {"hardware.precision": "bf16-mixed"}], device=CARD
+        config(), Deep, data, variations=[{"trial.max_steps": 9}, {"hardware.precision": "bf16-mixed"}], device=CARD
     )
     assert len(table) == 3  # auto is bf16-mixed there
     assert len(asked) == 1
@@ -234,9 +234,9 @@ def test_a_variation_that_cannot_run_is_a_row_with_its_reason(config):
                 raise ValueError("no such width")
 
     table = what_if(
+        config().replace({"hardware.accelerator": "auto"}),
         Unmade,
         data,
-        config().replace({"hardware.accelerator": "auto"}),
         variations=[
             {"hardware.strategy": "fsdp:2:4", "hardware.devices": 4},
             {"model.arguments": {"hidth": 3}},
@@ -261,4 +261,4 @@ def test_a_variation_that_cannot_run_is_a_row_with_its_reason(config):
 )
 def test_what_cannot_be_varied_is_refused(config, variations, message):
     with pytest.raises(ConfigError, match=message):
-        what_if(Deep, data, config(), variations=variations, device=CARD)
+        what_if(config(), Deep, data, variations=variations, device=CARD)

@@ -7,7 +7,7 @@ from kit.memory.query import MOST_RANKS, make_query, ranks_of
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 
 
-def question(changes=None, device="A100-80GB", world_size=None, module=MODULE, data=DATA):
+def query(changes=None, device="A100-80GB", world_size=None, module=MODULE, data=DATA):
     return make_query(module, data, Config().replace(changes or {}), device, world_size)[0]
 
 
@@ -24,17 +24,17 @@ def question(changes=None, device="A100-80GB", world_size=None, module=MODULE, d
     ],
 )
 def test_auto_precision_is_that_of_the_target(device, precision, kind):
-    found = question(device=device)
+    found = query(device=device)
     assert (found.precision, found.device_kind) == (precision, kind)
 
 
 def test_a_cpu_is_asked_for_by_the_config():
-    found = question({"hardware.accelerator": "cpu"}, device="this machine")
+    found = query({"hardware.accelerator": "cpu"}, device="this machine")
     assert (found.precision, found.device_kind, found.capability) == ("32-true", "cpu", None)
 
 
 def test_a_precision_that_was_asked_for_stays():
-    assert question({"hardware.precision": "32-true"}).precision == "32-true"
+    assert query({"hardware.precision": "32-true"}).precision == "32-true"
 
 
 # -- ranks
@@ -85,14 +85,14 @@ def test_ranks_that_do_not_add_up_are_refused_with_the_arithmetic(changes, world
 )
 def test_what_cannot_be_asked_is_refused_before_any_process(keywords, error, message):
     if error is None:
-        question(**keywords)  # a class named by path is made, and refused, in the child
+        query(**keywords)  # a class named by path is made, and refused, in the child
         return
     with pytest.raises(error, match=message):
-        question(**keywords)
+        query(**keywords)
 
 
 def test_something_else_than_a_config_is_refused_with_how_to_call():
-    with pytest.raises(ConfigError, match=r"Config.* dict.*predict_memory\(config\)"):
+    with pytest.raises(ConfigError, match=r"Config.* dict.*predict_memory\(config"):
         make_query(MODULE, DATA, {}, "A100-80GB")
 
 
@@ -119,7 +119,7 @@ def test_16_mixed_on_a_cpu_is_refused_with_the_way_out():
     ],
 )
 def test_what_does_not_matter_does_not_count(changes):
-    assert question(changes).key == question().key
+    assert query(changes).key == query().key
 
 
 @pytest.mark.parametrize(
@@ -135,38 +135,38 @@ def test_what_does_not_matter_does_not_count(changes):
     ],
 )
 def test_what_matters_counts(changes):
-    assert question(changes).key != question().key
+    assert query(changes).key != query().key
 
 
 def test_the_size_of_a_device_does_not_count_but_its_generation_does():
-    assert question(device="A100-40GB").key == question(device="A100-80GB").key
-    assert question(device="H100-80GB").key != question(device="A100-80GB").key
+    assert query(device="A100-40GB").key == query(device="A100-80GB").key
+    assert query(device="H100-80GB").key != query(device="A100-80GB").key
 
 
 def test_the_threads_of_a_rank_count_where_the_cpu_computes():
     one, two = ({"hardware.accelerator": "cpu", "hardware.threads_per_rank": count} for count in (1, 2))
-    assert question(two, device="this machine").threads == 2
-    assert question(one, device="this machine").key != question(two, device="this machine").key
-    assert question(one).key == question(two).key
+    assert query(two, device="this machine").threads == 2
+    assert query(one, device="this machine").key != query(two, device="this machine").key
+    assert query(one).key == query(two).key
 
 
 def test_micro_batches_beyond_the_second_and_ranks_of_ddp_are_alike():
     ddp = {"hardware.strategy": "ddp", "hardware.devices": 2}
     fsdp = {"hardware.strategy": "fsdp", "hardware.devices": 2}
     two, five = ({"levers.accumulate_grad_batches": count} for count in (2, 5))
-    assert question(two).key == question(five).key
-    assert question(ddp).key == question(ddp, world_size=64).key
-    assert question(fsdp).key != question(fsdp, world_size=64).key
-    assert question(five, device="A100-80GB").facts == {"world_size": 1, "accumulate_grad_batches": 5}
+    assert query(two).key == query(five).key
+    assert query(ddp).key == query(ddp, world_size=64).key
+    assert query(fsdp).key != query(fsdp, world_size=64).key
+    assert query(five, device="A100-80GB").facts == {"world_size": 1, "accumulate_grad_batches": 5}
 
 
 def test_an_edited_source_file_makes_another_question(tmp_path):
     file = tmp_path / "models.py"
     file.write_text("class Mine: pass\n")
-    before = question(module=f"{file}:Mine").key
-    assert question(module=f"{file}:Mine").key == before
+    before = query(module=f"{file}:Mine").key
+    assert query(module=f"{file}:Mine").key == before
     file.write_text("class Mine: pass  # edited\n")
     import os
 
     os.utime(file, (1, 1))
-    assert question(module=f"{file}:Mine").key != before
+    assert query(module=f"{file}:Mine").key != before

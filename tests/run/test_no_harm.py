@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_predictions_left")
 @pytest.fixture(autouse=True)
 def nothing_known():
     recordings.cache.clear()
-    alongside._foreseen.clear()
+    alongside._predicted_beside.clear()
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def test_a_prediction_keeps_a_hook_from_what_it_does_to_others(config, user, act
         pytest.importorskip("h5py")
     before = contents(user)
     with counting_server() as (url, asked):
-        found = predict_memory(lambda: Acting([act], hook, user, url), TinyData, config())
+        found = predict_memory(config(), lambda: Acting([act], hook, user, url), TinyData)
     assert contents(user) == before
     assert not asked or act not in CONNECTIONS
     assert found.complete, found
     assert found.verdict == "fits"
-    assert found.device_allocated_bytes == predict_memory(TinyModule, TinyData, config()).device_allocated_bytes
+    assert found.device_allocated_bytes == predict_memory(config(), TinyModule, TinyData).device_allocated_bytes
     assert notes(found, "" if act == "h5py" else hook), found.notes
 
 
@@ -70,7 +70,7 @@ def test_all_of_it_together_in_each_hook(config, user, hook):
     alone = ("open", "pathlib", "os.replace", "rmtree", "move")  # they take away what others need
     acts = [act for act in (*FILES, *PROCESSES, *CONNECTIONS) if act not in alone]
     with counting_server() as (url, asked):
-        found = predict_memory(lambda: Acting(acts, hook, user, url), TinyData, config())
+        found = predict_memory(config(), lambda: Acting(acts, hook, user, url), TinyData)
     assert contents(user) == before
     assert not asked
     assert found.verdict == "fits"
@@ -79,7 +79,7 @@ def test_all_of_it_together_in_each_hook(config, user, hook):
 
 def test_checkpoints_of_a_callback_go_nowhere(config, user):
     before = contents(user)
-    assert predict_memory(lambda: WithCheckpoints(user), TinyData, config()).complete
+    assert predict_memory(config(), lambda: WithCheckpoints(user), TinyData).complete
     assert contents(user) == before
 
 
@@ -90,7 +90,7 @@ def test_a_file_written_while_the_module_is_imported_is_kept_away_too(config, us
         "class Mine(TinyModule):\n    pass\n"
     )
     before = contents(user)
-    found = predict_memory(f"{target}:Mine", TinyData, config())
+    found = predict_memory(config(), f"{target}:Mine", TinyData)
     assert contents(user) == before
     assert found.complete
     assert any("at_import.txt" in note for note in found.notes)
@@ -101,7 +101,7 @@ def test_topics_saved_by_the_model_of_the_zoo_stay(config, tmp_path):
     saved.write_bytes(b"an earlier result")
     arguments = {"documents": 64, "terms": 64, "topics": 4, "save_path": str(saved)}
     asked = config().replace({"model.arguments": arguments, "hardware.precision": "32-true"})
-    found = predict_memory("kit.models:PoissonNMF", lambda: documents(), asked)
+    found = predict_memory(asked, "kit.models:PoissonNMF", lambda: documents())
     assert saved.read_bytes() == b"an earlier result"
     assert found.complete, found
 
@@ -117,7 +117,7 @@ def documents():
 
 def test_a_file_that_a_fit_writes_is_whole_after_it_and_after_its_prediction(config, user):
     asked = config().replace({"trial.predict_memory": True})
-    trial = fit(lambda: Acting(["torch.save"], "on_train_end", user), TinyData, asked).wait(SECONDS)
+    trial = fit(asked, lambda: Acting(["torch.save"], "on_train_end", user), TinyData).wait(SECONDS)
     whole = (user / "model.pt").read_bytes()
     assert torch.load(user / "model.pt").keys() == TinyModule().state_dict().keys()
     wait_until(trial.paths.prediction.is_file)
@@ -141,7 +141,7 @@ def test_repeats_of_a_change_leave_files_and_servers_alone(config, user, devices
         trials = []
         source = acting(user, url)
         tried = try_change(
-            source, TinyData, config().replace(changes), change={"loader.batch_size": 4}, repeats=2,
+            config().replace(changes), source, TinyData, change={"loader.batch_size": 4}, repeats=2,
             on_run=trials.append,
         )  # fmt: skip
     assert contents(user) == before
@@ -153,7 +153,7 @@ def test_repeats_of_a_change_leave_files_and_servers_alone(config, user, devices
 def test_a_batch_search_leaves_files_alone(config, user):
     before = contents(user)
     asked = config().replace(OVERFLOWING)
-    found = kit.find_batch_size(acting(user), TinyData, asked, start=1, most=2).wait()
+    found = kit.studies.find_batch_size(asked, acting(user), TinyData, start=1, most=2).wait()
     assert found.batch_size == 2
     assert contents(user) == before
 
@@ -173,11 +173,11 @@ class WritingData(TinyData):
 def test_a_calibration_leaves_files_alone(config, user):
     before = contents(user)
     quick = {"calibration.candidate_workers": [0, 1], "calibration.timeout_seconds": 3.0}
-    found = kit.calibrate(TinyModule, lambda: WritingData(user), config().replace(quick))
+    found = kit.studies.calibrate(config().replace(quick), TinyModule, lambda: WritingData(user))
     assert found.chosen is not None
     assert contents(user) == before
 
 
 def test_a_trial_of_ones_own_still_writes(config, user):
-    fit(lambda: Acting(["open"], "on_train_end", user), TinyData, config()).wait(SECONDS)
+    fit(config(), lambda: Acting(["open"], "on_train_end", user), TinyData).wait(SECONDS)
     assert (user / "existing.txt").read_text() == "changed"

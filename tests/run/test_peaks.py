@@ -6,14 +6,14 @@ from kit.testing import TinyModule
 
 
 def test_the_peaks_of_the_cpu_are_measured_once_and_remembered(config, monkeypatch):
-    found = kit.device_peaks(config())
+    found = kit.studies.device_peaks(config())
     assert found.device == "this CPU with 1 thread"
     assert min(found.flops_per_second.values()) > 1e7
     assert found.bytes_per_second > 1e7
     assert found.peak("float32") == found.flops_per_second["float32"]
     assert found.peak("float64") == found.peak("float32"), "what was not measured is taken for float32"
     monkeypatch.setattr(room, "_measure", None)
-    assert kit.device_peaks(config()) == found
+    assert kit.studies.device_peaks(config()) == found
 
 
 def test_ranks_that_share_a_cpu_are_measured_as_one_with_all_their_threads(config, monkeypatch):
@@ -27,19 +27,19 @@ def test_ranks_that_share_a_cpu_are_measured_as_one_with_all_their_threads(confi
         )  # fmt: skip
 
     monkeypatch.setattr(room, "_measure", measure)
-    kit.device_peaks(config(ranks=2))
+    kit.studies.device_peaks(config(ranks=2))
     assert asked == [(1, min(2, kit.hardware().cores))]
 
 
 def test_a_damaged_memory_of_peaks_is_measured_anew(config):
-    kit.device_peaks(config())
+    kit.studies.device_peaks(config())
     (file,) = (file for file in room.runs_folder(config().trial.folder).glob(".peaks/*.json"))
     file.write_text('{"device": 1')
-    assert kit.device_peaks(config()).bytes_per_second > 0
+    assert kit.studies.device_peaks(config()).bytes_per_second > 0
     assert json.loads(file.read_text())["device"].startswith("this CPU")
 
 
 def test_peaks_are_no_run_among_the_results(config):
-    kit.device_peaks(config())
-    kit.fit(TinyModule, "kit.testing:TinyData", config(max_steps=3)).wait()
+    kit.studies.device_peaks(config())
+    kit.fit(config(max_steps=3), TinyModule, "kit.testing:TinyData").wait()
     assert len(kit.results(config().trial.folder)) == 1

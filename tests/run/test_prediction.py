@@ -21,7 +21,6 @@ from kit.testing import TinyData, TinyModule
 
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 SECONDS = PATIENCE_SECONDS
-HALF = {"hardware.precision": "16-mixed", "hardware.accelerator": "auto"}
 WEIGHTS = 512 * 512 * 4
 
 pytestmark = pytest.mark.usefixtures("no_predictions_left")
@@ -71,7 +70,7 @@ def loader():
 )
 def test_module_and_data_come_in_many_forms_as_for_a_fit(config, module, rows):
     asked = config().replace({"loader.batch_size": 4})
-    found = predict_memory(module, rows, asked)
+    found = predict_memory(asked, module, rows)
     assert found.complete, found
     assert found.batch_size == 4
     assert found.breakdown["parameters"] == WEIGHTS
@@ -81,8 +80,8 @@ def test_module_and_data_come_in_many_forms_as_for_a_fit(config, module, rows):
 @pytest.mark.parametrize("changes", [{}, {"levers.accumulate_grad_batches": 2}, {"training.gradient_clip_norm": 1.0}])
 def test_a_prediction_equals_the_measurement_of_a_fit(config, changes):
     asked = config().replace(changes)
-    event = fit(Wide, data, asked).wait(SECONDS).event("memory_measured")
-    found = predict_memory(Wide, data, asked)
+    event = fit(asked, Wide, data).wait(SECONDS).event("memory_measured")
+    found = predict_memory(asked, Wide, data)
     assert event["device_allocated_bytes"] / found.device_allocated_bytes == pytest.approx(1, abs=0.01)
 
 
@@ -100,7 +99,7 @@ def test_the_kernel_needs_no_torch(own):
         from kit.config import Config
         from kit.memory.prediction import predict_memory
         config = Config.from_yaml({own().to_yaml(comments=False)!r})
-        found = [predict_memory(config), predict_memory("kit.models:UNet", None, config, device="H100-80GB")]
+        found = [predict_memory(config), predict_memory(config, "kit.models:UNet", device="H100-80GB")]
         print([name for name in ("torch", "lightning") if name in sys.modules], [item.complete for item in found])
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -124,7 +123,7 @@ def test_classes_of_a_script_are_predicted(config):
                 return self.layer(batch[0]).sum() * SCALE
         SCALE = 2.0
         config = Config.from_yaml({config().to_yaml(comments=False)!r})
-        print(predict_memory(Mine, TinyData, config).parameters, predict_memory(Mine(), TinyData(), config).complete)
+        print(predict_memory(config, Mine, TinyData).parameters, predict_memory(config, Mine(), TinyData()).complete)
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "9000 True", done.stderr
@@ -135,7 +134,7 @@ CONSTANT = torch.ones(512, 512)  # made when this file is imported, which a dry 
 
 def test_tensors_of_the_users_file_are_no_part_of_the_module(config):
     assert CONSTANT.nbytes == WEIGHTS
-    by_reference, by_path = predict_memory(Wide, data, config()), predict_memory(f"{__file__}:Wide", data, config())
+    by_reference, by_path = predict_memory(config(), Wide, data), predict_memory(config(), f"{__file__}:Wide", data)
     assert by_reference.device_allocated_bytes == by_path.device_allocated_bytes < 3.2 * WEIGHTS
 
 
@@ -145,7 +144,7 @@ def test_tensors_of_the_users_file_are_no_part_of_the_module(config):
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 1024), ("fsdp:2:4", 8)])
 def test_ranks_need_not_exist(config, strategy, ranks):
     asked = config().replace({"hardware.strategy": strategy, "hardware.devices": 8})
-    found = predict_memory(lambda: Wide(4), data, asked, device="A100-80GB", world_size=ranks)
+    found = predict_memory(asked, lambda: Wide(4), data, device="A100-80GB", world_size=ranks)
     assert (found.world_size, found.strategy, found.complete) == (ranks, strategy, True), found
     held = found.breakdown["parameters"] / (4 * WEIGHTS)
     assert held == pytest.approx(
@@ -154,7 +153,7 @@ def test_ranks_need_not_exist(config, strategy, ranks):
 
 
 def test_an_estimate_says_the_micro_batches_that_were_asked_for(config):
-    found = predict_memory(Wide, data, config().replace({"levers.accumulate_grad_batches": 64}))
+    found = predict_memory(config().replace({"levers.accumulate_grad_batches": 64}), Wide, data)
     assert found.accumulate_grad_batches == 64
 
 
@@ -169,16 +168,16 @@ def test_micro_batches_beyond_the_second_of_a_step_need_nothing_more(config):
 
 
 def test_an_equal_question_is_answered_without_a_process(config, monkeypatch):
-    first = predict_memory(Wide, data, config(), device="A100-80GB")
+    first = predict_memory(config(), Wide, data, device="A100-80GB")
     monkeypatch.setattr(recordings, "PredictionJob", None)
-    assert predict_memory(Wide, data, config(max_steps=99), device="A100-80GB") == first
-    smaller = predict_memory(Wide, data, config(), device="A100-40GB")
+    assert predict_memory(config(max_steps=99), Wide, data, device="A100-80GB") == first
+    smaller = predict_memory(config(), Wide, data, device="A100-40GB")
     assert smaller.device_allocated_bytes == first.device_allocated_bytes
 
 
 def test_fits_is_for_the_device_that_was_named(config):
-    assert predict_memory(Wide, data, config(), device="2 GiB").verdict == "fits"
-    found = predict_memory(Wide, data, config(), device="310 MiB")
+    assert predict_memory(config(), Wide, data, device="2 GiB").verdict == "fits"
+    found = predict_memory(config(), Wide, data, device="310 MiB")
     assert found.verdict == "does not fit"
     assert not found.fits
 
@@ -193,19 +192,18 @@ def test_fits_is_for_the_device_that_was_named(config):
         (TinyModule, DATA, {"model.arguments": {"hidth": 1}}, ConfigError, r"model\.arguments: class TinyModule"),
         (lambda: 3, DATA, {}, ConfigError, "module: factory <lambda> .*int.*no LightningModule"),
         (MODULE, lambda: 3, {}, ConfigError, "data: factory <lambda> .*int.*LightningDataModule"),
-        (
-            MODULE,
-            DATA,
-            {"hardware.precision": "16-mixed", "hardware.accelerator": "auto"},
-            HardwareError,
-            "needs a GPU",
-        ),
+        (MODULE, DATA, {"hardware.precision": "16-mixed"}, HardwareError, "needs a GPU"),
         (MODULE, None, {"data.url": "nowhere/at/all.zarr"}, StoreError, "nowhere"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_error_that_says_so(config, module, rows, changes, error, message):
     with pytest.raises(error, match=message):
-        predict_memory(module, rows, config().replace(changes))
+        predict_memory(config().replace(changes), module, rows)
+
+
+def test_what_a_card_computes_is_judged_by_the_card_and_not_by_the_accelerator_here(config):
+    asked = config().replace({"hardware.accelerator": "cpu", "hardware.precision": "16-mixed"})
+    assert predict_memory(asked, MODULE, DATA, device="H100-80GB").precision == "16-mixed"
 
 
 class Unmade(TinyModule):
@@ -216,9 +214,9 @@ class Unmade(TinyModule):
 
 def test_a_module_that_cannot_be_made_fails_as_its_fit_does(config):
     with pytest.raises(TrialError) as fitted:
-        fit(Unmade, DATA, config()).wait(SECONDS)
+        fit(config(), Unmade, DATA).wait(SECONDS)
     with pytest.raises(TrialError) as predicted:
-        predict_memory(Unmade, DATA, config())
+        predict_memory(config(), Unmade, DATA)
     assert str(predicted.value) == str(fitted.value)
     assert "no such size" in predicted.value.details
 
@@ -228,7 +226,7 @@ def test_a_step_that_fails_leaves_what_is_known(config):
         def training_step(self, batch, batch_idx):
             raise ValueError("a scripted fault")
 
-    found = predict_memory(Broken, data, config())
+    found = predict_memory(config(), Broken, data)
     assert (found.complete, found.verdict) == (False, "unknown")
     assert found.breakdown["parameters"] == WEIGHTS
     assert any("a scripted fault" in reason for reason in found.reasons)
@@ -237,7 +235,7 @@ def test_a_step_that_fails_leaves_what_is_known(config):
 def test_weights_that_are_held_by_an_instance_are_not_sent(config, monkeypatch):
     sent = []
     monkeypatch.setattr(
-        recordings, "PredictionJob", lambda *given: sent.append(given[0].parcel) or PredictionJob(*given)
+        recordings, "PredictionJob", lambda *given: sent.append(given[0].payload) or PredictionJob(*given)
     )
-    predict_memory(Wide(8), data, config())
+    predict_memory(config(), Wide(8), data)
     assert len(sent[0].module) < WEIGHTS / 8

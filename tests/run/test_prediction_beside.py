@@ -9,7 +9,7 @@ from waiting import PATIENCE_SECONDS, remove, wait_until
 from kit.memory import alongside, recordings
 from kit.memory.alongside import fit
 from kit.memory.prediction import predict_memory
-from kit.memory.residuals import residuals
+from kit.memory.residual_table import residuals
 from kit.records.results import results
 from kit.records.row import predicted_of
 from kit.testing import FaultyModule, TinyData, TinyModule
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_predictions_left")
 @pytest.fixture(autouse=True)
 def nothing_known():
     recordings.cache.clear()
-    alongside._foreseen.clear()
+    alongside._predicted_beside.clear()
 
 
 def wide_data():
@@ -38,9 +38,9 @@ def predicted(trial):
 
 def test_a_fit_is_predicted_beside_itself_and_its_row_holds_both(config):
     asked = config(predict_memory=True).replace({"model.arguments": {"width": 4096}})
-    trial = fit(MODULE, wide_data, asked).wait(SECONDS)
+    trial = fit(asked, MODULE, wide_data).wait(SECONDS)
     found = predicted(trial)
-    again = predict_memory(MODULE, wide_data, asked)
+    again = predict_memory(asked, MODULE, wide_data)
     assert (found.device_allocated_bytes, found.breakdown) == (again.device_allocated_bytes, again.breakdown)
     (row,) = results(asked.trial.folder)
     assert row["device_allocated_bytes_predicted"] == found.device_allocated_bytes
@@ -53,8 +53,8 @@ def test_a_fit_is_predicted_beside_itself_and_its_row_holds_both(config):
 
 def test_a_known_answer_is_there_when_fit_returns(config):
     asked = config(predict_memory=True, max_steps=LONG)
-    known = predict_memory(MODULE, DATA, asked)
-    trial = fit(MODULE, DATA, asked)
+    known = predict_memory(asked, MODULE, DATA)
+    trial = fit(asked, MODULE, DATA)
     assert trial.paths.prediction.is_file()
     assert predicted(trial).device_allocated_bytes == known.device_allocated_bytes
     trial.kill()
@@ -63,15 +63,15 @@ def test_a_known_answer_is_there_when_fit_returns(config):
 
 def test_an_equal_fit_takes_the_answer_of_the_first(config):
     asked = config(predict_memory=True)
-    first = predicted(fit(MODULE, DATA, asked).wait(SECONDS))
-    trial = fit(MODULE, DATA, asked.replace({"trial.max_steps": 9}))
+    first = predicted(fit(asked, MODULE, DATA).wait(SECONDS))
+    trial = fit(asked.replace({"trial.max_steps": 9}), MODULE, DATA)
     assert trial.paths.prediction.is_file()
     assert predicted(trial) == first
     trial.wait(SECONDS)
 
 
 def test_a_prediction_waits_for_the_first_step_and_goes_when_the_trial_is_removed(config, no_predictions_left):
-    trial = fit(lambda: TinyModule(seconds=3600), DATA, config(predict_memory=True, max_steps=LONG))
+    trial = fit(config(predict_memory=True, max_steps=LONG), lambda: TinyModule(seconds=3600), DATA)
     wait_until(lambda: trial.poll() == "RUNNING" and len(ranks_alive()) >= 2)
     assert len(list(no_predictions_left.iterdir())) == 1
     assert not trial.paths.prediction.exists()
@@ -89,7 +89,7 @@ class Shy(TinyModule):
 
 
 def test_a_fit_that_cannot_be_predicted_runs_all_the_same(config, no_predictions_left):
-    trial = fit(Shy, DATA, config(predict_memory=True)).wait(SECONDS)
+    trial = fit(config(predict_memory=True), Shy, DATA).wait(SECONDS)
     assert trial.state == "COMPLETE"
     wait_until(lambda: not list(no_predictions_left.iterdir()))
     assert not trial.paths.prediction.exists()
@@ -97,13 +97,13 @@ def test_a_fit_that_cannot_be_predicted_runs_all_the_same(config, no_predictions
 
 def test_what_goes_wrong_after_two_steps_leaves_prediction_and_measurement(config):
     asked = config(predict_memory=True)
-    trial = fit(lambda: FaultyModule({(0, 3): "raise"}), TinyData, asked)
+    trial = fit(asked, lambda: FaultyModule({(0, 3): "raise"}), TinyData)
     wait_until(lambda: trial.poll() == "FAILED")
     predicted(trial)
     assert results(asked.trial.folder)[0]["device_allocated_bytes_ratio"] is not None
 
 
 def test_predicting_can_be_switched_off(config, no_predictions_left):
-    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    trial = fit(config(), MODULE, DATA).wait(SECONDS)
     assert not trial.paths.prediction.exists()
     assert list(no_predictions_left.iterdir()) == []

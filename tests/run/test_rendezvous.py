@@ -22,7 +22,7 @@ def listening(process):
 
 def running(gate, config):
     """A trial that waits in its second step, when every rank has met the others."""
-    trial = fit(lambda: Gated(gate, step=2), TinyData, config)
+    trial = fit(config, lambda: Gated(gate, step=2), TinyData)
     wait_until(gate.with_suffix(".reached").exists)
     trial.poll()
     return trial
@@ -67,5 +67,5 @@ class JoinsByItself(TinyModule):
 
 
 def test_a_module_that_makes_its_own_group_finds_the_store_too(config):
-    trial = fit(JoinsByItself, TinyData, config()).wait(PATIENCE_SECONDS)
+    trial = fit(config(), JoinsByItself, TinyData).wait(PATIENCE_SECONDS)
     assert "joined 1" in trial.paths.log(0).read_text()

@@ -35,7 +35,7 @@ def test_a_change_helps_only_beyond_the_noise_of_repeated_runs(before, after, ve
 
 def test_a_difference_within_the_noise_is_said_not_to_help():
     text = tried([100, 140, 80], [120, 90, 160]).sentence
-    assert "not seen" in text
+    assert "No effect is seen" in text
     assert "noise" in text
 
 
@@ -71,7 +71,7 @@ def slower():
 
 
 def test_a_faster_module_is_seen_to_help_and_its_runs_are_kept(config):
-    found = kit.try_change(slower, TinyData, config(max_steps=5), new_module=slow, repeats=2)
+    found = kit.studies.try_change(config(max_steps=5), slower, TinyData, new_module=slow, repeats=2)
     assert found.verdict == "helps"
     assert found.gain > 3
     for side in (found.before, found.after):
@@ -81,8 +81,8 @@ def test_a_faster_module_is_seen_to_help_and_its_runs_are_kept(config):
 
 
 def test_a_trial_is_run_again_with_what_it_was_given(config):
-    trial = kit.fit(slow, TinyData, config(max_steps=4)).wait()
-    found = kit.try_change(trial, change={"trial.max_steps": 6}, repeats=2)
+    trial = kit.fit(config(max_steps=4), slow, TinyData).wait()
+    found = kit.studies.try_change(trial, change={"trial.max_steps": 6}, repeats=2)
     assert [len(kit.Trial.open(folder).steps) for folder in found.after.run_directories] == [6, 6]
     assert [len(kit.Trial.open(folder).steps) for folder in found.before.run_directories] == [4, 4]
     assert found.before.mean < 1.2 * 4 / 0.03, "the module of the trial, not another one"
@@ -94,7 +94,7 @@ def broken():
 
 
 def test_a_change_that_fails_is_told_and_one_failure_is_enough(config):
-    found = kit.try_change(TinyModule, TinyData, config(max_steps=4), new_module=broken, repeats=3)
+    found = kit.studies.try_change(config(max_steps=4), TinyModule, TinyData, new_module=broken, repeats=3)
     assert found.verdict == "did not run"
     assert "a scripted fault" in found.sentence
     assert found.after.run_directories == ()
@@ -102,7 +102,7 @@ def test_a_change_that_fails_is_told_and_one_failure_is_enough(config):
 
 def test_what_fails_before_the_change_is_raised(config):
     with pytest.raises(TrialError, match="a scripted fault"):
-        kit.try_change(broken, TinyData, config(max_steps=4), change={"loader.pin_memory": True}, repeats=2)
+        kit.studies.try_change(config(max_steps=4), broken, TinyData, change={"loader.pin_memory": True}, repeats=2)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,16 @@ def test_what_fails_before_the_change_is_raised(config):
 )
 def test_what_says_nothing_is_refused_before_anything_runs(config, options, words):
     with pytest.raises(ConfigError, match=words):
-        kit.try_change(TinyModule, TinyData, config(), **options)
+        kit.studies.try_change(config(), TinyModule, TinyData, **options)
 
 
 def test_arguments_that_are_no_trial_are_refused(config):
-    with pytest.raises(ConfigError, match="a trial.* module, data"):
-        kit.try_change(TinyModule, config(), change={"loader.batch_size": 2})
+    with pytest.raises(ConfigError, match="a trial.* module and data"):
+        kit.studies.try_change(TinyModule, config(), change={"loader.batch_size": 2})
 
 
 def test_a_run_without_its_payload_cannot_be_run_again(config):
-    trial = kit.fit(TinyModule, TinyData, config(max_steps=4)).wait()
+    trial = kit.fit(config(max_steps=4), TinyModule, TinyData).wait()
     trial.paths.payload.unlink()
     with pytest.raises(TrialError, match="run again"):
-        kit.try_change(trial, change={"trial.max_steps": 6}, repeats=2)
+        kit.studies.try_change(trial, change={"trial.max_steps": 6}, repeats=2)

@@ -6,7 +6,7 @@ from kit.config import Config
 from kit.events import EventWriter
 from kit.machine.processes import machine
 from kit.memory.replay.estimate import Residuals
-from kit.memory.residuals import compared, residuals, residuals_here
+from kit.memory.residual_table import compared, residuals, residuals_here
 from kit.trial.directory import RunPaths
 
 GIB = 1 << 30

@@ -38,10 +38,12 @@ def test_one_rank_and_two_have_equal_losses_wherever_the_rows_are(config, tmp_pa
     values = np.random.default_rng(0).random((64, 6), "float32")
     np.save(tmp_path / "x.npy", values)
     alone = config().replace({"loader.batch_size": 8})
-    memory = kit.fit(Factor, kit.RowData(values), alone).wait(SECONDS)
+    memory = kit.fit(alone, Factor, kit.data.RowData(values)).wait(SECONDS)
     by_config = alone.replace({"data.arguments": {"source": str(tmp_path / "x.npy")}})
-    disk = kit.fit(Factor, "kit:RowData", by_config).wait(SECONDS)
-    two = kit.fit(Factor, kit.RowData(tmp_path / "x.npy"), config(2).replace({"loader.batch_size": 4})).wait(SECONDS)
+    disk = kit.fit(by_config, Factor, "kit.data:RowData").wait(SECONDS)
+    two = kit.fit(config(2).replace({"loader.batch_size": 4}), Factor, kit.data.RowData(tmp_path / "x.npy")).wait(
+        SECONDS
+    )
     assert losses(disk) == losses(memory)
     assert losses(two) == pytest.approx(losses(memory), rel=1e-5)
     assert disk.event("fit_ended", "counters")["samples"] >= 64

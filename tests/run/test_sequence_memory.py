@@ -31,11 +31,11 @@ def windowed(config):
 
 @pytest.mark.parametrize(("of", "data"), [(recurrent, Series), (windowed, TOKENS)])
 def test_prediction_and_measurement_are_flat_with_chunks_and_grow_without(config, of, data):
-    check = kit.verify_sequences(None, data, of(config(max_steps=3)), lengths=LENGTHS, chunk=CHUNK)
-    rungs = [*check.whole, *check.chunked]
-    assert [rung.config.data.arguments["context"] for rung in rungs] == 2 * list(LENGTHS)
-    assert [rung.config.levers.sequence_chunk for rung in rungs] == [0, 0, CHUNK, CHUNK]
-    assert all(rung.ratio == pytest.approx(1, abs=0.01) for rung in rungs)
+    check = kit.studies.verify_sequences(of(config(max_steps=3)), None, data, lengths=LENGTHS, chunk=CHUNK)
+    steps = [*check.whole, *check.chunked]
+    assert [step.config.data.arguments["context"] for step in steps] == 2 * list(LENGTHS)
+    assert [step.config.levers.sequence_chunk for step in steps] == [0, 0, CHUNK, CHUNK]
+    assert all(step.ratio == pytest.approx(1, abs=0.01) for step in steps)
     assert check.growth(check.whole) > 3
     assert check.growth(check.chunked) < 1.3  # the batch itself is longer
     assert "4 times the length" in repr(check)
@@ -46,9 +46,11 @@ def test_prediction_and_measurement_are_flat_with_chunks_and_grow_without(config
 
 def test_a_module_without_chunk_step_keeps_its_one_line_and_says_why(config):
     plain = config(max_steps=2).replace({"model.target": "kit.testing:TinyModule", "data.arguments": {}})
-    check = kit.verify_sequences(None, "kit.testing:TinyData", plain, lengths=(8, 16), chunk=4, argument="samples")
-    assert all(rung.ran for rung in check.whole)
-    assert not any(rung.ran for rung in check.chunked)
+    check = kit.studies.verify_sequences(
+        plain, None, "kit.testing:TinyData", lengths=(8, 16), chunk=4, argument="samples"
+    )
+    assert all(step.ran for step in check.whole)
+    assert not any(step.ran for step in check.chunked)
     assert "has no chunk_step" in repr(check)
     assert len(sequence_figure(check).axes[0].texts) == 1
 
@@ -56,19 +58,19 @@ def test_a_module_without_chunk_step_keeps_its_one_line_and_says_why(config):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lengths": (8,)}, "draw no line"),
-        ({"lengths": (0, 8)}, "draw no line"),
-        ({"chunk": 0}, "no chunk"),
-        ({"data": Series(8)}, "length already"),
+        ({"lengths": (8,)}, "too few to compare"),
+        ({"lengths": (0, 8)}, "too few to compare"),
+        ({"chunk": 0}, "is empty"),
+        ({"data": Series(8)}, "length .*is fixed"),
     ],
 )
 def test_what_draws_no_line_is_refused_before_any_process(config, changes, words):
     given = {"data": Series, "lengths": LENGTHS, "chunk": CHUNK, **changes}
     with pytest.raises(ConfigError, match=words):
-        kit.verify_sequences(None, given.pop("data"), config(), **given)
+        kit.studies.verify_sequences(config(), None, given.pop("data"), **given)
 
 
 def test_whole_sequences_that_fail_are_a_failure(config):
     short = windowed(config()).replace({"model.arguments": {"vocabulary": 256, "width": 64, "heads": 2, "context": 8}})
     with pytest.raises((TrialError, ConfigError), match="made for 8 tokens"):
-        kit.verify_sequences(None, TOKENS, short, lengths=LENGTHS, chunk=CHUNK)
+        kit.studies.verify_sequences(short, None, TOKENS, lengths=LENGTHS, chunk=CHUNK)

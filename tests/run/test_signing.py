@@ -51,8 +51,8 @@ def refused(paths, words="trust=True"):
     before = sorted(paths.directory.parent.iterdir())
     trial = kit.Trial.open(paths.directory)
     for attempt in (
-        lambda: kit.try_change(trial, change={"trial.max_steps": 3}, repeats=2),
-        lambda: kit.try_change(kit.Trial(paths), change={"data.url": "elsewhere"}, repeats=2),
+        lambda: kit.studies.try_change(trial, change={"trial.max_steps": 3}, repeats=2),
+        lambda: kit.studies.try_change(kit.Trial(paths), change={"data.url": "elsewhere"}, repeats=2),
         trial.submit,
         kit.Trial(paths).submit,
     ):
@@ -128,7 +128,7 @@ def test_a_run_that_belongs_to_another_user_is_refused_and_names_him(run, name):
 def test_who_trusts_it_runs_it_again_and_what_comes_of_it_is_his_own(run, installation):
     installation("theirs")
     trial = kit.Trial.open(run.directory)
-    found = kit.try_change(trial, change={"trial.max_steps": 3}, repeats=2, trust=True)
+    found = kit.studies.try_change(trial, change={"trial.max_steps": 3}, repeats=2, trust=True)
     assert len(found.after.run_directories) == 2
     for folder in found.before.run_directories:
         contents_to_run(kit.Trial.open(folder).paths)
@@ -219,11 +219,11 @@ def test_a_user_without_a_home_can_still_run_trials(config, monkeypatch):
 
 def test_a_change_of_nothing_is_still_a_config_error(run):
     with pytest.raises(ConfigError):
-        kit.try_change(kit.Trial.open(run.directory), repeats=2)
+        kit.studies.try_change(kit.Trial.open(run.directory), repeats=2)
 
 
 def test_a_run_whose_loader_had_another_batch_size_stays_signed_unless_it_was_tampered_with(config):
-    trial = kit.fit(TinyModule, TinyData, config(max_steps=2, warmup_steps=0)).wait()
+    trial = kit.fit(config(max_steps=2, warmup_steps=0), TinyModule, TinyData).wait()
     assert kit.Config.load(trial.paths.config) != trial.asked
     assert contents_to_run(trial.paths).config == trial.paths.config.read_bytes()
     trial.paths.payload.write_bytes(b"another")

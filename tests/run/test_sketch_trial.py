@@ -43,15 +43,15 @@ def shop_config(config, tmp_path):
             "model.target": "kit.models:SketchModel", "queries.load_query_chunks": 2,
         }
     )  # fmt: skip
-    features = kit.EventData(**arguments, config=made).features
+    features = kit.data.EventData(**arguments, config=made).features
     sizes = {**features.model_arguments(), "hidden_dim": 64, "num_layers": 1, "learning_rate": 0.003}
     return made.replace({"model.arguments": sizes})
 
 
 def test_it_learns_and_measures_what_was_predicted(shop_config):
-    turned = shop_config.replace(kit.model_dials(shop_config, data=kit.EventData).changes(sketch_quality=0.5))
-    estimate = kit.predict_memory(None, kit.EventData, turned)
-    trial = kit.fit(None, kit.EventData, turned).wait(PATIENCE_SECONDS)
+    turned = shop_config.replace(kit.memory.sizes(shop_config, data=kit.data.EventData).changes(sketch_quality=0.5))
+    estimate = kit.predict_memory(turned, None, kit.data.EventData)
+    trial = kit.fit(turned, None, kit.data.EventData).wait(PATIENCE_SECONDS)
     assert trial.state == "COMPLETE"
     (row,) = kit.results(turned.trial.folder)
     assert row["device_allocated_bytes_measured"] / estimate.device_allocated_bytes == pytest.approx(1, abs=0.02)

@@ -89,7 +89,7 @@ class Asking(TinyModule):
 
 
 def test_a_trial_counts_one_warm_up_step_and_only_the_users_syncs(config):
-    trial = kit.fit(Asking(), TinyData(width=8, batch_size=4), config(warmup_steps=4)).wait()
+    trial = kit.fit(config(warmup_steps=4), Asking(), TinyData(width=8, batch_size=4)).wait()
     (event,) = [event for event in trial.events if event["kind"] == "work_counted"]
     assert event["samples"] == 4
     assert event["flops"] == {"float32": 2 * (2 * 4 * 8 * 1)}, "forward and the gradient of the weights"
@@ -98,7 +98,7 @@ def test_a_trial_counts_one_warm_up_step_and_only_the_users_syncs(config):
 
 @pytest.mark.parametrize("change", [{"warmup_steps": 2}, {"warmup_steps": 4, "count_work": False}])
 def test_without_a_warm_up_step_to_spare_or_when_switched_off_nothing_is_counted(config, change):
-    trial = kit.fit(TinyModule(), TinyData(), config(**change)).wait()
+    trial = kit.fit(config(**change), TinyModule(), TinyData()).wait()
     assert trial.event("work_counted") is None
 
 
@@ -117,14 +117,14 @@ class Failing(LightningModule):
 
 
 def test_a_step_that_fails_while_it_is_counted_fails_as_any_other(config):
-    trial = kit.fit(Failing(), TinyData(), config(warmup_steps=4))
+    trial = kit.fit(config(warmup_steps=4), Failing(), TinyData())
     with pytest.raises(kit.KitError, match="the counted step"):
         trial.wait()
     assert trial.cause == "error"
 
 
 def test_cpu_seconds_of_a_rank_and_its_loader_processes_are_told(config):
-    trial = kit.fit(TinyModule(seconds=0.02), TinyData(num_workers=1), config(warmup_steps=2)).wait()
+    trial = kit.fit(config(warmup_steps=2), TinyModule(seconds=0.02), TinyData(num_workers=1)).wait()
     used = trial.event("cpu_used")
     assert used["workers"] == 1
     assert 0 < used["thread_seconds"] <= used["process_seconds"]

@@ -25,21 +25,21 @@ def supervisor():
 
 
 def test_a_warm_start_forks_its_ranks_and_says_so(config):
-    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    trial = fit(config(), MODULE, DATA).wait(SECONDS)
     assert (trial.event("trial_started", "start"), trial.event("trial_started", "reason")) == ("warm", "")
     assert trial.event("trial_started", "processes")[0]["pid"] == supervisor().pid
 
 
 def test_a_cold_start_gives_the_same_result(config):
-    warm = fit(MODULE, DATA, config(2)).wait(SECONDS)
-    cold = fit(MODULE, DATA, config(2, start="cold")).wait(SECONDS)
+    warm = fit(config(2), MODULE, DATA).wait(SECONDS)
+    cold = fit(config(2, start="cold"), MODULE, DATA).wait(SECONDS)
     assert (cold.event("trial_started", "start"), cold.state) == ("cold", "COMPLETE")
     assert [e["loss"] for e in cold.steps if e["rank"] == 1] == [e["loss"] for e in warm.steps if e["rank"] == 1]
 
 
 def test_a_variable_that_is_read_when_libraries_load_makes_the_start_cold(config, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    trial = fit(lambda: Telling("OMP_NUM_THREADS"), DATA, config()).wait(SECONDS)
+    trial = fit(config(), lambda: Telling("OMP_NUM_THREADS"), DATA).wait(SECONDS)
     assert trial.event("trial_started", "start") == "cold"
     assert trial.event("trial_started", "reason").startswith("OMP_NUM_THREADS changed")
     assert "OMP_NUM_THREADS=3" in trial.paths.log(0).read_text()
@@ -65,9 +65,9 @@ def test_which_variables_matter_when_they_differ(name):
 
 
 def test_a_variable_set_after_the_supervisor_started_reaches_the_ranks(config, monkeypatch):
-    fit(MODULE, DATA, config()).wait(SECONDS)
+    fit(config(), MODULE, DATA).wait(SECONDS)
     monkeypatch.setenv("SET_LATER", "yes")
-    trial = fit(lambda: Telling("SET_LATER"), DATA, config()).wait(SECONDS)
+    trial = fit(config(), lambda: Telling("SET_LATER"), DATA).wait(SECONDS)
     assert "SET_LATER=yes" in trial.paths.log(0).read_text()
 
 
@@ -87,18 +87,18 @@ def test_an_allocation_of_slurm_around_the_notebook_does_not_confuse_the_ranks(c
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    trial = fit(MODULE, DATA, config(2)).wait(SECONDS)
+    trial = fit(config(2), MODULE, DATA).wait(SECONDS)
     assert trial.event("fit_started", "world_size") == 2
 
 
 def test_a_rendezvous_left_in_the_environment_does_not_confuse_the_ranks(config, monkeypatch):
     for name, value in {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "RANK": "5", "WORLD_SIZE": "9"}.items():
         monkeypatch.setenv(name, value)
-    assert fit(MODULE, DATA, config(2)).wait(SECONDS).state == "COMPLETE"
+    assert fit(config(2), MODULE, DATA).wait(SECONDS).state == "COMPLETE"
 
 
 def test_twenty_trials_leave_descriptors_threads_and_children_as_they_were(config):
-    fit(MODULE, DATA, config(2)).wait(SECONDS)
+    fit(config(2), MODULE, DATA).wait(SECONDS)
     mine, its = psutil.Process(), supervisor()
 
     def count():
@@ -106,13 +106,13 @@ def test_twenty_trials_leave_descriptors_threads_and_children_as_they_were(confi
 
     before = count()
     for ranks in [1, 2] * 10:
-        fit(MODULE, DATA, config(ranks)).wait(SECONDS)
+        fit(config(ranks), MODULE, DATA).wait(SECONDS)
     wait_until(lambda: count() == before)
 
 
 def test_two_trials_run_at_the_same_time_and_end_apart(config):
-    slow = fit(lambda: TinyModule(seconds=0.01), DATA, config(2, max_steps=LONG))
-    fast = fit(MODULE, DATA, config(2)).wait(SECONDS)
+    slow = fit(config(2, max_steps=LONG), lambda: TinyModule(seconds=0.01), DATA)
+    fast = fit(config(2), MODULE, DATA).wait(SECONDS)
     assert fast.state == "COMPLETE"
     wait_until(steps_taken(slow, 1))
     slow.stop()
@@ -123,7 +123,7 @@ def test_a_supervisor_that_dies_before_it_starts_a_trial_is_replaced_by_a_cold_o
     client.supervisor("warm").close()
     newcomer = client.supervisor("warm")
     os.kill(newcomer.identity["pid"], signal.SIGSTOP)  # it will not read the command that follows
-    trial = fit(MODULE, DATA, config())
+    trial = fit(config(), MODULE, DATA)
     os.kill(newcomer.identity["pid"], signal.SIGKILL)
     trial.wait(SECONDS)
     assert trial.event("trial_started", "start") == "cold"
@@ -138,20 +138,20 @@ def test_a_supervisor_ends_when_its_parent_is_not_who_it_was_told(tmp_path):
 
 
 def test_ranks_that_cannot_be_started_are_a_failure_and_not_the_end_of_the_supervisor(config, monkeypatch):
-    fit(MODULE, DATA, config()).wait(SECONDS)
+    fit(config(), MODULE, DATA).wait(SECONDS)
     before = supervisor().pid
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # asks for fresh interpreters,
     monkeypatch.setenv("HUGE", "x" * 200_000)  # which cannot be given an environment as large as this
-    trial = fit(MODULE, DATA, config())
+    trial = fit(config(), MODULE, DATA)
     with pytest.raises(TrialError, match="ranks .*not be started: Argument list"):
         trial.wait(SECONDS)
     monkeypatch.undo()
-    assert fit(MODULE, DATA, config()).wait(SECONDS).state == "COMPLETE"
+    assert fit(config(), MODULE, DATA).wait(SECONDS).state == "COMPLETE"
     assert supervisor().pid == before
 
 
 def test_a_trial_seen_from_another_process_is_running(config):
-    trial = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=LONG))
+    trial = fit(config(max_steps=LONG), lambda: TinyModule(seconds=0.01), DATA)
     wait_until(steps_taken(trial, 1))
     code = f"from kit.trial.trial import Trial; print(Trial.open({str(trial.run_directory)!r}).state)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "RUNNING"
@@ -160,14 +160,14 @@ def test_a_trial_seen_from_another_process_is_running(config):
 
 
 def test_a_start_that_is_asked_to_stop_at_once_ends_stopped(config):
-    trial = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=LONG))
+    trial = fit(config(max_steps=LONG), lambda: TinyModule(seconds=0.01), DATA)
     trial.stop()
     assert trial.wait(SECONDS).state == "STOPPED"
 
 
 def test_failed_trials_keep_their_supervisor(config):
     before = client.supervisor("warm").identity
-    trial = fit(lambda: 1 / 0, DATA, config())
+    trial = fit(config(), lambda: 1 / 0, DATA)
     with pytest.raises(TrialError, match=r"^ZeroDivisionError: division by zero \(test_supervisor.py"):
         trial.wait(SECONDS)
     assert client.supervisor("warm").identity == before

@@ -41,7 +41,7 @@ def test_time_is_charged_to_the_innermost_named_action(clock):
     spend(clock, STEP, 4.0, inside=[(FORWARD, 8.0), (BACKWARD, 16.0), (AFTER, 32.0)])
     clock.now[0] += 64.0
     taken = clock.take()
-    assert [taken[f"{part}_seconds"] for part in PARTS] == [1.0, 2.0, 8.0, 48.0, 4.0, 0.0, 0.0]
+    assert [taken[f"{part}_seconds"] for part in PARTS] == [1.0, 2.0, 8.0, 48.0, 4.0, 0.0, 0.0, 0.0, 0.0]
     assert taken["other_seconds"] == 64.0
     assert taken["step_seconds"] == 127.0
 

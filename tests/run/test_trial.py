@@ -32,7 +32,7 @@ MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "none"), (2, "ddp"), (2, "fsdp")])
 def test_a_trial_runs_to_its_end_and_says_so(config, ranks, strategy):
-    trial = fit(MODULE, DATA, config(ranks, strategy)).wait(SECONDS)
+    trial = fit(config(ranks, strategy), MODULE, DATA).wait(SECONDS)
     assert (trial.state, trial.cause, trial.message, trial.error) == ("COMPLETE", None, "8 steps", None)
     for rank in range(ranks):
         assert [e["step"] for e in trial.steps if e["rank"] == rank] == list(range(1, 9))
@@ -47,14 +47,14 @@ def test_a_trial_runs_to_its_end_and_says_so(config, ranks, strategy):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_the_precision_that_ran_is_read_back_and_stands_in_the_results(config, precision):
     asked = config(max_steps=3).replace({"hardware.precision": precision})
-    trial = fit(MODULE, DATA, asked).wait(SECONDS)
+    trial = fit(asked, MODULE, DATA).wait(SECONDS)
     assert trial.event("fit_started", "precision") == precision
     (row,) = kit.results(asked.trial.folder)
     assert row["precision"] == precision
 
 
 def test_the_parts_of_a_step_sum_to_its_wall_time(config):
-    trial = fit(lambda: TinyModule(seconds=0.01), DATA, config()).wait(SECONDS)
+    trial = fit(config(), lambda: TinyModule(seconds=0.01), DATA).wait(SECONDS)
     for step in trial.steps:
         parts = sum(step[f"{part}_seconds"] for part in (*PARTS, "other"))
         assert parts == pytest.approx(step["step_seconds"], rel=1e-9)
@@ -66,7 +66,7 @@ def test_the_parts_of_a_step_sum_to_its_wall_time(config):
 
 
 def test_time_spent_waiting_for_data_is_called_so(config):
-    trial = fit(MODULE, SlowData, config()).wait(SECONDS)
+    trial = fit(config(), MODULE, SlowData).wait(SECONDS)
     assert all(step["wait_seconds"] >= 0.02 for step in trial.steps)
     for step in trial.steps:  # no second is charged twice, so the wait is in no other part
         parts = sum(step[f"{part}_seconds"] for part in (*PARTS, "other"))
@@ -81,9 +81,9 @@ class SlowData(TinyData):
 
 
 def test_with_accumulation_there_is_one_event_a_batch_and_the_loss_is_not_divided(config):
-    alone = fit(MODULE, DATA, config()).wait(SECONDS)
+    alone = fit(config(), MODULE, DATA).wait(SECONDS)
     changed = config().replace({"levers.accumulate_grad_batches": 4, "trial.max_steps": 2})
-    trial = fit(MODULE, DATA, changed).wait(SECONDS)
+    trial = fit(changed, MODULE, DATA).wait(SECONDS)
     assert [(e["step"], e["batch"]) for e in trial.steps] == [
         (1, 1),
         (1, 2),
@@ -98,12 +98,12 @@ def test_with_accumulation_there_is_one_event_a_batch_and_the_loss_is_not_divide
 
 
 def test_the_same_config_gives_the_same_losses(config):
-    first, second = (fit(MODULE, DATA, config()).wait(SECONDS) for _ in range(2))
+    first, second = (fit(config(), MODULE, DATA).wait(SECONDS) for _ in range(2))
     assert [e["loss"] for e in first.steps] == [e["loss"] for e in second.steps]
 
 
 def test_more_steps_than_an_epoch_has_go_on_in_the_next(config):
-    trial = fit(MODULE, lambda: TinyData(samples=12), config()).wait(SECONDS)
+    trial = fit(config(), MODULE, lambda: TinyData(samples=12)).wait(SECONDS)
     assert len(trial.steps) == 8
     assert trial.event("fit_started", "batches_per_epoch") == 3
 
@@ -138,17 +138,17 @@ def dataset():
     ids=["paths", "classes", "factories", "instances", "loader factory", "loader", "dataset"],
 )
 def test_module_and_data_come_in_many_forms(config, module, data):
-    assert fit(module, data, config()).wait(SECONDS).state == "COMPLETE"
+    assert fit(config(), module, data).wait(SECONDS).state == "COMPLETE"
 
 
 def test_a_class_is_made_with_the_arguments_of_the_config(config):
     changed = config().replace({"model.arguments": {"width": 3}})
-    assert fit(TinyModule, lambda: TinyData(width=3), changed).wait(SECONDS).state == "COMPLETE"
+    assert fit(changed, TinyModule, lambda: TinyData(width=3)).wait(SECONDS).state == "COMPLETE"
 
 
 def test_the_model_of_the_config_is_taken_when_none_is_given(config):
     changed = config().replace({"model.target": MODULE, "model.arguments": {"width": 3}})
-    assert fit(None, lambda: TinyData(width=3), changed).wait(SECONDS).state == "COMPLETE"
+    assert fit(changed, None, lambda: TinyData(width=3)).wait(SECONDS).state == "COMPLETE"
 
 
 def test_classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_paths(config):
@@ -158,7 +158,7 @@ def test_classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_p
         from kit.config import Config
         from kit.memory.alongside import fit
         config = Config.from_yaml({config().to_yaml(comments=False)!r})
-        assert fit({MODULE!r}, {DATA!r}, config).wait({SECONDS}).state == "COMPLETE"
+        assert fit(config, {MODULE!r}, {DATA!r}).wait({SECONDS}).state == "COMPLETE"
         assert "torch" not in sys.modules
         import torch
         from kit.testing import TinyModule, TinyData
@@ -172,7 +172,7 @@ def test_classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_p
         class MyData(TinyData):
             def __init__(self):
                 super().__init__(num_workers=1)
-        print(fit(Mine, MyData, config).wait({SECONDS}).state)
+        print(fit(config, Mine, MyData).wait({SECONDS}).state)
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "COMPLETE", done.stderr
@@ -185,7 +185,7 @@ def test_a_module_beside_the_notebook_is_imported_afresh_by_each_trial(config, t
     )
     for text in ("first", "second"):
         (tmp_path / "edited_module.py").write_text(source.format(text))
-        trial = fit("edited_module:Edited", DATA, config()).wait(SECONDS)
+        trial = fit(config(), "edited_module:Edited", DATA).wait(SECONDS)
         assert text in trial.paths.log(0).read_text().split()
 
 
@@ -213,17 +213,17 @@ def test_a_module_beside_the_notebook_is_imported_afresh_by_each_trial(config, t
 def test_what_cannot_run_is_refused_without_a_run_directory(config, module, data, changes, error, message):
     asked = config().replace(changes)
     with pytest.raises(error, match=message):
-        fit(module, data, asked)
+        fit(asked, module, data)
     assert list(find_runs(asked.trial.folder)) == []
 
 
-def test_fit_without_a_config_says_what_it_takes():
-    with pytest.raises(ConfigError, match=r"Config.*NoneType.*fit\(config\)"):
-        fit(TinyModule, TinyData)
+def test_fit_of_another_thing_than_a_config_says_what_it_takes():
+    with pytest.raises(ConfigError, match=r"Config.*str.*fit\(config"):
+        fit("config.yaml", TinyModule, TinyData)
 
 
 def test_something_that_is_no_module_fails_in_one_line(config):
-    trial = fit(lambda: 3, DATA, config())
+    trial = fit(config(), lambda: 3, DATA)
     with pytest.raises(TrialError, match="int.*no LightningModule"):
         trial.wait(SECONDS)
 
@@ -231,7 +231,7 @@ def test_something_that_is_no_module_fails_in_one_line(config):
 def test_a_large_payload_is_warned_of_and_goes_on(config):
     weights = bytes(11_000_000)
     with pytest.warns(KitWarning, match=r"module and data .*10\.\d MiB"):
-        trial = fit(lambda: TinyModule(width=8 + 0 * len(weights)), DATA, config())
+        trial = fit(config(), lambda: TinyModule(width=8 + 0 * len(weights)), DATA)
     trial.wait(SECONDS)
     assert "MiB when sent" in trial.warnings[0]
 
@@ -239,7 +239,7 @@ def test_a_large_payload_is_warned_of_and_goes_on(config):
 def test_a_usual_trial_warns_of_nothing(config):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trial = fit(MODULE, DATA, config())
+        trial = fit(config(), MODULE, DATA)
     assert trial.wait(SECONDS).warnings == []
 
 
@@ -248,7 +248,7 @@ def test_a_usual_trial_warns_of_nothing(config):
 
 def test_fit_and_warm_up_return_before_a_step_is_taken(config, tmp_path):
     warm_up()
-    trial = fit(lambda: Gated(tmp_path / "gate"), DATA, config())
+    trial = fit(config(), lambda: Gated(tmp_path / "gate"), DATA)
     assert trial.state in ("WAITING", "RUNNING")
     assert not trial.steps
     (tmp_path / "gate").touch()
@@ -256,7 +256,7 @@ def test_fit_and_warm_up_return_before_a_step_is_taken(config, tmp_path):
 
 
 def test_waiting_too_long_raises_and_leaves_the_trial_alone(config):
-    trial = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=LONG))
+    trial = fit(config(max_steps=LONG), lambda: TinyModule(seconds=0.01), DATA)
     with pytest.raises(TimeoutError, match="it goes on"):
         trial.wait(0.5)
     wait_until(steps_taken(trial, 1))
@@ -266,14 +266,14 @@ def test_waiting_too_long_raises_and_leaves_the_trial_alone(config):
 
 def test_a_trial_can_be_awaited(config):
     async def wait():
-        return await fit(MODULE, DATA, config())
+        return await fit(config(), MODULE, DATA)
 
     assert asyncio.run(wait()).state == "COMPLETE"
 
 
 def test_callbacks_come_while_it_runs_and_at_its_end(config, tmp_path):
     seen = []
-    trial = fit(lambda: Gated(tmp_path / "gate", step=10), DATA, config(max_steps=20))
+    trial = fit(config(max_steps=20), lambda: Gated(tmp_path / "gate", step=10), DATA)
     trial.on_change(lambda changed: seen.append((changed.state, len(changed.steps))))
     wait_until(lambda: ("RUNNING", 9) in seen)
     (tmp_path / "gate").touch()
@@ -282,7 +282,7 @@ def test_callbacks_come_while_it_runs_and_at_its_end(config, tmp_path):
 
 
 def test_a_callback_that_raises_is_reported_once_and_the_others_go_on(config, capsys):
-    trial = fit(MODULE, DATA, config())
+    trial = fit(config(), MODULE, DATA)
     seen = []
     trial.on_change(lambda changed: 1 / 0)
     trial.on_change(lambda changed: seen.append(changed.state))
@@ -298,7 +298,7 @@ def test_the_end_is_told_though_it_was_read_by_another_thread_while_a_callback_r
         if not trial.ended:
             held.wait(PATIENCE_SECONDS)
 
-    trial = fit(TinyModule, TinyData, config())
+    trial = fit(config(), TinyModule, TinyData)
     trial.on_change(slow)
     wait_until(lambda: told)
     trial.wait(PATIENCE_SECONDS)
@@ -307,7 +307,7 @@ def test_the_end_is_told_though_it_was_read_by_another_thread_while_a_callback_r
 
 
 def test_unsubscribed_callbacks_are_not_called_and_no_thread_stays(config):
-    trial = fit(lambda: TinyModule(seconds=0.02), DATA, config())
+    trial = fit(config(), lambda: TinyModule(seconds=0.02), DATA)
     seen = []
     unsubscribe = trial.on_change(seen.append)
     unsubscribe()
@@ -322,7 +322,7 @@ def test_unsubscribed_callbacks_are_not_called_and_no_thread_stays(config):
 
 
 def test_an_opened_trial_knows_what_the_first_one_knew(config):
-    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    trial = fit(config(), MODULE, DATA).wait(SECONDS)
     again = Trial.open(trial.run_directory)
     assert (again.state, again.message, again.config) == (trial.state, trial.message, trial.config)
     assert (again.steps, again.events) == (trial.steps, trial.events)
@@ -330,7 +330,7 @@ def test_an_opened_trial_knows_what_the_first_one_knew(config):
 
 
 def test_a_run_that_was_never_started_is_lost(config, tmp_path):
-    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    trial = fit(config(), MODULE, DATA).wait(SECONDS)
     environment = json.loads(trial.paths.environment.read_text())
     environment.pop("supervisor")
     trial.paths.environment.write_text(json.dumps(environment))
@@ -340,7 +340,7 @@ def test_a_run_that_was_never_started_is_lost(config, tmp_path):
 
 
 def test_a_process_that_reused_the_id_is_not_taken_for_the_supervisor(config):
-    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    trial = fit(config(), MODULE, DATA).wait(SECONDS)
     lines = trial.paths.supervisor_events.read_text().splitlines()
     started = json.loads(lines[0])
     for process in started["processes"]:
@@ -353,7 +353,7 @@ def test_a_process_that_reused_the_id_is_not_taken_for_the_supervisor(config):
 
 
 def test_a_run_from_before_a_restart_of_the_machine_is_lost(config):
-    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    trial = fit(config(), MODULE, DATA).wait(SECONDS)
     trial.paths.supervisor_events.write_text(trial.paths.supervisor_events.read_text().splitlines()[0] + "\n")
     environment = json.loads(trial.paths.environment.read_text())
     environment["machine"]["boot"] = "another"
@@ -362,7 +362,7 @@ def test_a_run_from_before_a_restart_of_the_machine_is_lost(config):
 
 
 def test_a_torn_last_line_is_dropped_and_a_damaged_middle_one_is_told(config):
-    trial = fit(MODULE, DATA, config()).wait(SECONDS)
+    trial = fit(config(), MODULE, DATA).wait(SECONDS)
     path = trial.paths.events(0)
     with path.open("ab") as file:
         file.write(b'{"kind": "st')
@@ -375,8 +375,8 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_middle_one_is_told(config):
 
 def test_a_removed_run_directory_ends_its_trial_and_no_other(config):
 
-    removed = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=LONG))
-    other = fit(lambda: TinyModule(seconds=0.01), DATA, config(max_steps=100))
+    removed = fit(config(max_steps=LONG), lambda: TinyModule(seconds=0.01), DATA)
+    other = fit(config(max_steps=100), lambda: TinyModule(seconds=0.01), DATA)
     wait_until(steps_taken(removed, 1))
     remove(removed.run_directory)
     assert "removed" in wait_until(lambda: removed.poll() == "LOST" and removed.error)
@@ -391,7 +391,7 @@ def test_an_incomplete_run_directory_says_so(config):
 
 def test_the_run_directory_holds_the_config_and_no_secret(config, monkeypatch):
     monkeypatch.setenv("MY_SECRET_KEY", "hunter2-hunter2")
-    trial = fit(lambda: FaultyModule({}), DATA, config()).wait(SECONDS)
+    trial = fit(config(), lambda: FaultyModule({}), DATA).wait(SECONDS)
     assert Config.load(trial.paths.config) == trial.config
     for path in trial.run_directory.iterdir():
         assert b"hunter2-hunter2" not in path.read_bytes()

@@ -33,7 +33,7 @@ def test_checkpoints_are_copied_from_a_trial_and_failures_are_in_its_notes(confi
             return Saving(url, str(tmp_path / "checkpoints"))
 
         data = Tokens(vocabulary=32, context=16, batch_size=2, sequences=32)
-        trial = kit.fit(module, data, config(start="cold")).wait(PATIENCE_SECONDS)
+        trial = kit.fit(config(start="cold"), module, data).wait(PATIENCE_SECONDS)
         assert trial.state == "COMPLETE"
         assert latest_checkpoint(url) == f"{url}/step=8.ckpt"
     (text,) = trial.warnings

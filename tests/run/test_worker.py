@@ -41,7 +41,7 @@ def told(trial, rank):
 @pytest.mark.parametrize("start", ["warm", "cold"])
 def test_a_rank_finds_the_kernels_folder_and_its_own_number(config, tmp_path, monkeypatch, start):
     monkeypatch.chdir(tmp_path)
-    trial = fit(Telling, TinyData, config(2, start=start)).wait(SECONDS)
+    trial = fit(config(2, start=start), Telling, TinyData).wait(SECONDS)
     for rank in (0, 1):
         found = told(trial, rank)
         assert found["folder"] == str(tmp_path)
@@ -58,16 +58,16 @@ def test_a_rank_puts_temporary_files_where_its_kernel_does_by_then(config, tmp_p
         folder.mkdir()
         monkeypatch.setenv("TMPDIR", str(folder))
         monkeypatch.setattr(tempfile, "tempdir", None)
-        assert told(fit(Telling, TinyData, config()).wait(SECONDS), 0)["temporary"] == str(folder)
+        assert told(fit(config(), Telling, TinyData).wait(SECONDS), 0)["temporary"] == str(folder)
         folder.rmdir()
 
 
 def test_a_rank_inherits_nothing_of_other_trials(config):
-    alone = told(fit(Telling, TinyData, config()).wait(SECONDS), 0)["descriptors"]
-    others = [fit(lambda: TinyModule(seconds=0.01), TinyData, config(max_steps=LONG)) for _ in range(2)]
+    alone = told(fit(config(), Telling, TinyData).wait(SECONDS), 0)["descriptors"]
+    others = [fit(config(max_steps=LONG), lambda: TinyModule(seconds=0.01), TinyData) for _ in range(2)]
     for other in others:
         wait_until(steps_taken(other, 1))
-    beside = told(fit(Telling, TinyData, config()).wait(SECONDS), 0)["descriptors"]
+    beside = told(fit(config(), Telling, TinyData).wait(SECONDS), 0)["descriptors"]
     for other in others:
         other.kill()
         other.wait(SECONDS)
@@ -81,7 +81,7 @@ class Warning_(TinyModule):
 
 
 def test_what_kit_warns_of_in_a_rank_reaches_the_notebook(config):
-    trial = fit(Warning_, TinyData, config()).wait(SECONDS)
+    trial = fit(config(), Warning_, TinyData).wait(SECONDS)
     assert trial.warnings == ["use another lever"]
     assert "of no concern" in trial.paths.log(0).read_text()
 
@@ -105,7 +105,7 @@ class ForkingFromAThread(TinyModule):
 
 
 def test_a_process_forked_by_a_short_lived_thread_lives_on_and_dies_with_its_rank(config):
-    trial = fit(lambda: ForkingFromAThread(seconds=0.01), TinyData, config(max_steps=LONG))
+    trial = fit(config(max_steps=LONG), lambda: ForkingFromAThread(seconds=0.01), TinyData)
     wait_until(steps_taken(trial, 20))
     process = psutil.Process(int(re.search(r"forked (\d+)", trial.paths.log(0).read_text())[1]))
     assert is_alive(process)
@@ -121,13 +121,13 @@ class LeavingByExit(TinyModule):
 
 
 def test_leaving_by_sys_exit_is_a_failure(config):
-    trial = fit(LeavingByExit, TinyData, config())
+    trial = fit(config(), LeavingByExit, TinyData)
     with pytest.raises(TrialError, match=r"^SystemExit: 0 \(test_worker.py"):
         trial.wait(SECONDS)
 
 
 def test_user_code_that_reads_stdin_does_not_wait_for_ever(config):
-    trial = fit(Reading, TinyData, config())
+    trial = fit(config(), Reading, TinyData)
     with pytest.raises(TrialError, match="^EOFError"):
         trial.wait(SECONDS)
 

@@ -20,7 +20,7 @@ from train_ranks import run_ranks
 from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.checkpoints.downloading import fetch_checkpoint
-from kit.checkpoints.uploading import Parcels, latest_checkpoint
+from kit.checkpoints.uploading import BundleStore, latest_checkpoint
 from kit.config import Config
 from kit.data.stores.url import list_objects, open_store
 from kit.errors import KitWarning, StoreError
@@ -66,7 +66,7 @@ def cloud(cloud):
     torch.set_num_threads(1)
     yield cloud
     cloud.turn("no limits")
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "kit-courier"])
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "kit-upload"])
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def fit(tmp_path):
 
 
 def names(url):
-    return [parcel.name for parcel in Parcels.open(url).all()]
+    return [bundle.name for bundle in BundleStore.open(url).all()]
 
 
 @pytest.mark.parametrize("scheme", ["gs", "s3", "file"])
@@ -95,7 +95,7 @@ def test_the_last_checkpoint_is_there_at_the_end_and_training_goes_on_from_it(cl
     url = str(tmp_path / "cloud") if scheme == "file" else cloud.url(f"end/{scheme}", scheme)
     upload = CheckpointUpload(url, during_training=False)
     fit(upload)
-    assert names(url) == [sent.parcel.name for sent in upload.uploads] == ["step=8.ckpt"]
+    assert names(url) == [sent.bundle.name for sent in upload.uploads] == ["step=8.ckpt"]
     found = fetch_checkpoint(url, tmp_path / "elsewhere")
     assert found.read_bytes() == (tmp_path / "checkpoints" / "step=8.ckpt").read_bytes()
     assert fit(ckpt_path=found, steps=12).global_step == 12
@@ -133,16 +133,16 @@ def test_the_best_is_copied_too(cloud, fit):
 
 
 def test_a_newer_checkpoint_takes_the_place_of_one_that_waits(cloud, fit, monkeypatch):
-    late, send = threading.Event(), Parcels.send
+    late, send = threading.Event(), BundleStore.send
 
     def slowly(*args, **options):
         assert late.wait(PATIENCE_SECONDS)
         return send(*args, **options)
 
-    monkeypatch.setattr(Parcels, "send", slowly)
+    monkeypatch.setattr(BundleStore, "send", slowly)
     upload = CheckpointUpload(cloud.url("slow/run"), every_seconds=0)
     fit(upload, At(40, late.set), steps=40)
-    sent = [one.parcel.name for one in upload.uploads]
+    sent = [one.bundle.name for one in upload.uploads]
     assert len(sent) <= 3  # one of the first, perhaps the one that waited at the end, and the last
     assert sent[-1] == "step=40.ckpt"
 
@@ -187,7 +187,7 @@ def test_what_passes_is_not_noticed(cloud, fit, tmp_path):
 def test_an_end_that_waits_too_long_says_how_to_go_on(cloud, fit):
     url = cloud.url("late/run")
     upload = CheckpointUpload(url, during_training=False, deadline_seconds=0.5)
-    with pytest.warns(KitWarning, match=r"500 ms .*kit.upload_checkpoint"):
+    with pytest.warns(KitWarning, match=r"500 ms .*kit.checkpoints.upload"):
         fit(upload, At(7, lambda: cloud.turn(latency_seconds=3)))
     cloud.turn("no limits")
     assert latest_checkpoint(url) is None
@@ -251,8 +251,8 @@ def test_after_a_kill_nothing_half_copied_is_seen_and_the_resumed_run_sends_the_
     upload = CheckpointUpload(url, every_seconds=0, part_bytes=16384)
     fit(upload, At(3, lambda: wait_until(lambda: latest_checkpoint(url))), module=Tiny(512), ckpt_path=saved)
     first = upload.uploads[0]
-    assert first.parcel.name == saved.name
-    assert first.sent_bytes <= first.parcel.size_bytes - 16384 * (before - 1)
+    assert first.bundle.name == saved.name
+    assert first.sent_bytes <= first.bundle.size_bytes - 16384 * (before - 1)
     assert fetch_checkpoint(first.url, tmp_path / "there").read_bytes() == saved.read_bytes()
     assert names(url)[-1] == "step=8.ckpt"
 

@@ -1,10 +1,24 @@
+import inspect
 import subprocess
 import sys
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from kit.config import Config
-from kit.train.choices import explain_attention, explain_batch, explain_strategy, global_batch
+from kit.errors import ConfigError
+from kit.train.choices import (
+    PASSED,
+    REFUSED,
+    SAID_BY_CONFIG,
+    explain_attention,
+    explain_batch,
+    explain_strategy,
+    global_batch,
+    trainer_flags,
+)
 
 
 @pytest.mark.parametrize(
@@ -62,3 +76,37 @@ def test_the_kernels_of_attention_that_are_here_are_said():
     assert "efficient and cudnn" in text
     assert explain_attention("cpu", "cudnn").endswith("so torch chooses")
     assert "which ran" in explain_attention("gpu", "cudnn")
+
+
+# -- arguments of the Trainer
+
+
+def test_every_argument_of_the_trainer_is_in_one_part_of_the_table():
+    parts = [*SAID_BY_CONFIG, *REFUSED, *PASSED]
+    assert sorted(parts) == sorted(set(inspect.signature(Trainer.__init__).parameters) - {"self"})
+    assert set(SAID_BY_CONFIG.values()) <= {info.path for info in Config.fields()}
+
+
+@pytest.mark.parametrize("name", [*SAID_BY_CONFIG, *REFUSED])
+def test_an_argument_that_a_trial_does_not_take_is_refused_with_what_says_it(name):
+    with pytest.raises(ConfigError, match=SAID_BY_CONFIG.get(name) or "trial|kit.fit") as caught:
+        trainer_flags({name: 77}, Config())
+    assert caught.value.problems[0].path == f"trainer.{name}"
+
+
+def test_what_says_nothing_or_what_the_config_says_is_passed_over():
+    given = {"devices": "auto", "profiler": None, "barebones": False, "accumulate_grad_batches": 1, "max_epochs": 1}
+    assert trainer_flags({**given, "limit_val_batches": 3}, Config()) == {"limit_val_batches": 3}
+
+
+def test_gradients_are_clipped_by_value_where_the_config_clips_no_norm():
+    by_value = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    assert trainer_flags(by_value, Config()) == by_value
+    for config, manual in ((Config.make({"training": {"gradient_clip_norm": 1.0}}), False), (Config(), True)):
+        with pytest.raises(ConfigError, match="gradient_clip_norm"):
+            trainer_flags(by_value, config, manual)
+
+
+def test_a_plugin_that_says_where_the_ranks_are_is_refused():
+    with pytest.raises(ConfigError, match="LightningEnvironment"):
+        trainer_flags({"plugins": [AsyncCheckpointIO(), LightningEnvironment()]}, Config())

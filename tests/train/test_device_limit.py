@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kit.config import Config
 from kit.errors import ConfigError
 from kit.train import DeviceLimit, make_trainer
-from kit.train.callbacks import Held
+from kit.train.callbacks import LiveStorages
 
 MIB = 1 << 20
 
@@ -81,19 +81,19 @@ def test_samples_that_a_loader_process_makes_are_no_device_memory():
 
 
 def test_what_is_held_counts_each_storage_once_and_forgets_what_is_gone():
-    held = Held()
+    held = LiveStorages()
     whole = torch.zeros(1024)
-    assert held.see([whole, {"view": whole[:8]}, (whole.reshape(32, 32),)]) == 4096
+    assert held.add([whole, {"view": whole[:8]}, (whole.reshape(32, 32),)]) == 4096
     other = torch.zeros(16)
-    held.see([other])
+    held.add([other])
     assert held.bytes == 4096 + 64
     del other
     assert held.bytes == 4096
 
 
 def test_a_storage_that_was_emptied_in_place_is_asked_anew():
-    held, tensor = Held(), torch.zeros(1024)
-    held.see([tensor])
+    held, tensor = LiveStorages(), torch.zeros(1024)
+    held.add([tensor])
     tensor.untyped_storage().resize_(0)
     assert (held.bytes, held.recount()) == (4096, 0)
 

@@ -162,7 +162,7 @@ def test_checkpoints_that_cannot_be_written_are_refused(committed, tmp_path):
 
 
 def test_a_bucket_without_permission_is_refused(committed, monkeypatch):
-    with kit.simulated_cloud() as cloud:
+    with kit.cloud.simulate() as cloud:
         url = cloud.upload("store.zarr", "data/store.zarr")
         values = kit.commit(committed.config.replace({"data.url": url})).values
         check_run(values, {})

@@ -71,8 +71,12 @@ class SaveAtTheEndOfTheEpoch(Callback):
 
 
 class SaveAfterABatch(SaveAtTheEndOfTheEpoch):
+    def __init__(self, path, batches=EPOCH):
+        super().__init__(path)
+        self.batches = batches
+
     def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step * trainer.accumulate_grad_batches == EPOCH:
+        if trainer.global_step * trainer.accumulate_grad_batches == self.batches:
             trainer.save_checkpoint(self.path)
 
     def on_train_epoch_end(self, trainer, pl_module):
@@ -136,14 +140,14 @@ def test_lightning_alone_trains_one_batch_more_in_the_finished_epoch(tmp_path):
 
 def test_a_loader_that_knows_where_it_was_goes_on_in_the_middle_and_then_begins_anew(tmp_path):
     path = tmp_path / "middle.ckpt"
-    ours(3, 1, [StopAndSave(path)]).fit(Seen(), numbers(Stateful))
+    ours(4, 1, [SaveAfterABatch(path, 3)]).fit(Seen(), numbers(Stateful))
     batches, _ = resumed(lambda: numbers(Stateful), path, EPOCH + 2)
     assert batches == [[place, place] for place in (3, 4, 5, 6, 7, 0, 1)]
 
 
 def test_a_plain_loader_starts_anew_in_the_middle_and_lightning_says_so(tmp_path):
     path = tmp_path / "middle.ckpt"
-    ours(3, 1, [StopAndSave(path)]).fit(Seen(), numbers())
+    ours(4, 1, [SaveAfterABatch(path, 3)]).fit(Seen(), numbers())
     with pytest.warns(UserWarning, match="not resumable"):
         batches, _ = resumed(numbers, path, EPOCH + 1)
     assert batches == [[3, 0], [4, 1], [5, 2], [6, 3], [7, 4], [0, 0]]

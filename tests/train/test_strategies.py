@@ -38,6 +38,8 @@ PAIRS = {
     "fsdp, manual, fitted twice": case("Manual", "fsdp", fits=2),
     "ddp, UNet": case("UNet", "ddp"),
     "fsdp, UNet": case("UNet", "fsdp", CHECKPOINTED),
+    "ddp, UNet, masked": case("UNet", "ddp", loader="coasts"),
+    "fsdp, UNet, masked": case("UNet", "fsdp", loader="coasts"),
     "fsdp, GPT": case("SmallGPT", "fsdp", CHECKPOINTED),
 }
 OTHERS = {

@@ -252,6 +252,16 @@ def fields(batch_size: int, samples: int = 32) -> DataLoader:
     )
 
 
+def coasts(batch_size: int) -> DataLoader:
+    """The same, of which the first rank of two sees a tenth and the second nearly all."""
+    samples = fields(batch_size).dataset
+    generator = torch.Generator().manual_seed(1)
+    for place, sample in enumerate(samples):
+        share = 0.9 if place % 2 else 0.1
+        sample["valid"] = torch.rand(sample["valid"].shape, generator=generator) < share
+    return _loader(samples, batch_size)
+
+
 def tokens(batch_size: int) -> DataLoader:
     """Sequences of random tokens, always in the same order."""
     return _loader(Tokens(vocabulary=32, context=8, sequences=64).dataset, batch_size)

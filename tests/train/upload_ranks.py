@@ -28,7 +28,7 @@ class Threads(Callback):
     seen = False
 
     def on_train_batch_end(self, *_):
-        self.seen = self.seen or any(thread.name == "kit-courier" for thread in threading.enumerate())
+        self.seen = self.seen or any(thread.name == "kit-upload" for thread in threading.enumerate())
 
 
 class Numbers(DownloadedData):
@@ -58,7 +58,7 @@ def fit(case, world_size):
     return {
         "losses": losses.values,
         "threads": threads.seen,
-        "uploads": [] if upload is None else [sent.parcel.name for sent in upload.uploads],
+        "uploads": [] if upload is None else [sent.bundle.name for sent in upload.uploads],
         "resumed": str(resumed),
     }
 
