@@ -25,9 +25,9 @@ def report(tmp_path_factory):
         {}, {}, {"name": "accumulate", "levers.accumulate_grad_batches": 4},
         {"name": "two-ranks", "hardware.devices": 2, "hardware.strategy": "ddp"},
     ):  # fmt: skip
-        kit.fit(TinyModule, TinyData, asked.replace(changes)).wait()
+        kit.fit(asked.replace(changes), TinyModule, TinyData).wait()
     with pytest.raises(TrialError):
-        kit.fit("kit.testing:FaultyModule", TinyData, asked.replace({"name": "faulty"})).wait()
+        kit.fit(asked.replace({"name": "faulty"}), "kit.testing:FaultyModule", TinyData).wait()
     return kit.html_report(folder / "runs", folder / "report.html", title="Trials of a workshop")
 
 

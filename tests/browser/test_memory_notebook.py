@@ -71,7 +71,7 @@ def test_run_all_then_slide_and_change_a_lever(memory, artifacts):
     panel.locator(".noUi-handle").nth(0).focus()
     for _ in range(12):
         opened.page.keyboard.press("ArrowRight")
-    expect(panel.get_by_label("batch size")).to_have_value("24")
+    expect(panel.get_by_label("batch size", exact=True)).to_have_value("24")
     expect(panel.get_by_text(".estimate(24)")).to_be_visible()
     expect(bar(panel)).not_to_have_attribute("aria-label", before)
     wait_for_cards(panel)

@@ -55,7 +55,7 @@ def test_arrays_three_cases_stand_in_one_table_with_their_peaks(ran, artifacts):
     assert rows_of(table(page, "6,000 × 1,000"))["in memory"][-1] == "fits"
     expect(page.get_by_text("Writing 9 of 9 row blocks")).to_be_visible()
 
-    peaks, caches = table(page, "host peak"), table(page, "read from disk")
+    peaks, counted = table(page, "host peak"), table(page, "read from the disk")
     rows = rows_of(peaks)
     assert [*rows] == [
         "would fit: some.npy on the device", "fits the device: some.npy in memory", "fits the device: some.npy on disk",
@@ -69,9 +69,16 @@ def test_arrays_three_cases_stand_in_one_table_with_their_peaks(ran, artifacts):
             assert 0.9 < float(device[2]) < 1.1
             assert 0.9 < float(host[2]) < 1.1
             assert parse_bytes(device[1]) < parse_bytes("7 MiB"), "no array is ever on the device"
-    assert "page cache 4 MiB" in " ".join(rows_of(caches))
+    read = {name: parse_bytes(numbers[1]) for name, numbers in rows_of(counted).items()}
+    held = {name: parse_bytes(numbers[6]) for name, numbers in rows_of(counted).items()}
+    mebibytes = 1 << 20
+    assert read["many.npy in memory"] == 0 < 15 * mebibytes < held["many.npy in memory"]
+    assert max(held["many.npy on disk"], held["many.npy on disk, page cache 4 MiB"]) < 8 * mebibytes
+    assert read["many.npy on disk, page cache 4 MiB"] > 60 * mebibytes > 2 * read["many.npy on disk"]
 
-    opened.pictures({"peaks": peaks, "bars": charts.first, "losses": charts.last}, "rows", artifacts)
+    opened.pictures(
+        {"peaks": peaks, "counted": counted, "bars": charts.first, "losses": charts.last}, "rows", artifacts
+    )
     assert opened.errors() == []
 
 

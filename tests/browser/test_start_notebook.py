@@ -23,8 +23,8 @@ panel"""
 
 
 def status(box):
-    """What the trial says; a panel with a store has a status of its build before it."""
-    return box.locator("[role=status]").last
+    """What the trial says; a panel has other lines of the kind in its other tabs."""
+    return box.locator(".kit-trial [role=status]")
 
 
 def button(box, name):
@@ -39,6 +39,7 @@ def test_run_all_then_change_fit_watch_and_stop(notebook, artifacts):
     expect(start.page.locator("table", has_text="samples/s").last).to_be_visible()
     assert start.errors() == []
 
+    panel.get_by_role("tab", name="Data").click()
     expect(panel.get_by_text("is built")).to_be_visible()
     panel.get_by_label("precision").select_option("bf16-mixed")
     expect(panel.get_by_text(re.compile('"hardware.precision": "bf16-mixed"'))).to_be_visible()
@@ -117,6 +118,7 @@ def test_an_error_stands_beside_the_control_and_the_last_valid_config_stays(pane
     expect(panel.get_by_role("alert")).to_contain_text("at least 2 devices")
     button(panel, "Fit").click()
     expect(status(panel)).to_have_text("not started")
+    panel.get_by_role("tab", name="Commit").click()
     button(panel, "Commit").click()
     expect(panel.locator("span", has_text=re.compile("^hardware.strategy: ")).last).to_be_visible()
     assert not (lab.root / "committed").exists()
@@ -130,21 +132,24 @@ def test_an_error_stands_beside_the_control_and_the_last_valid_config_stays(pane
 def type_numbers_out_of_bounds(panel):
     """The number that is used stands in the control, and beside it what became of the one that was typed."""
     for typed, used, said in (("0", "1", "0 is below 1"), ("0", "1", "0 is below 1"), ("1e3", "1000", "")):
-        panel.get_by_label("batch size").fill(typed)
-        panel.get_by_label("batch size").press("Enter")
+        panel.locator(".kit-form").get_by_label("batch size").fill(typed)
+        panel.locator(".kit-form").get_by_label("batch size").press("Enter")
         expect(panel.get_by_text(f'"loader.batch_size": {used}')).to_be_visible()
-        expect(panel.get_by_label("batch size")).to_have_value("1" if said else typed)
+        expect(panel.locator(".kit-form").get_by_label("batch size")).to_have_value("1" if said else typed)
         expect(panel.get_by_text("is used")).to_have_text([re.compile(said)] if said else [])
 
 
 def hover_over_controls(panel):
     """What the pointer rests on says in a sentence what it is for."""
-    for name, word in (("gradient checkpointing", "activations"), ("enabled", "measure")):
-        box = panel.locator(".widget-checkbox", has_text=name).first
+    for name, word in (("gradient checkpointing", "activations"), ("calibration.enabled", "Measure")):
+        panel.get_by_placeholder("find a setting").fill(name)
+        box = panel.locator(".widget-checkbox").locator("visible=true")
+        expect(box).to_have_text(name.removeprefix("calibration."))
         for part in (box.locator("input"), box.locator("span")):
             part.hover()
             expect(part).to_have_attribute("title", re.compile(word))
-    size = panel.locator("label.widget-label", has_text=re.compile("^batch size$"))
+    panel.get_by_placeholder("find a setting").press("Escape")
+    size = panel.locator(".kit-form label.widget-label", has_text=re.compile("^batch size$"))
     choice = panel.locator(".widget-dropdown", has=panel.page.get_by_label("strategy"))
     for place, word in ((size, "Samples"), (choice, "one device")):
         place.hover()

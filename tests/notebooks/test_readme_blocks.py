@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 BLOCKS = readme.blocks("python")
 MANY = "runs a dozen trials or more; tests/run/ has it run"
 BOUND = {
-    "kit.verify_levers(MyModule, MyData, config)": MANY,
-    "kit.find_batch_size(MyModule, MyData, config)": MANY,
-    "kit.back_off(MyModule, MyData, config, keep_global_batch=True)": "needs a trial out of memory; tests/run/ has one",
-    "kit.verify_sequences(MyModule, MyData, config, lengths=[1024, 8192], chunk=512)": MANY,
+    "kit.studies.verify_levers(config, MyModule, MyData)": MANY,
+    "kit.studies.find_batch_size(config, MyModule, MyData)": MANY,
+    "kit.studies.back_off(config, MyModule, MyData, keep_global_batch=True)": "out of memory; tests/run/ has it run",
+    "kit.studies.verify_sequences(config, MyModule, MyData, lengths=[1024, 8192], chunk=512)": MANY,
     "diagnosis['no prefetch'].try_it()": "six trials, of a finding that this trial need not have; tests/run/ tries one",
 }
 SMALLER = {
@@ -76,7 +76,7 @@ def bind(line):
 
 def fitted(names):
     """A trial of the reader's own, ended."""
-    return kit.fit(names["MyModule"], names["MyData"], names["config"]).wait()
+    return kit.fit(names["config"], names["MyModule"], names["MyData"]).wait()
 
 
 def fit_ocean(names, changes):
@@ -94,6 +94,13 @@ def test_the_whole_path(project, names):
     assert kit.open_dataset(found["config"]).arrays
 
 
+def test_a_module_and_a_loader_of_ones_own(names):
+    names |= {"my_loader": TinyData(samples=256).train_dataloader()}
+    found = run("Your module and your DataLoader", names)
+    assert found["estimate"].verdict == "fits"
+    assert found["trial"].state == "COMPLETE"
+
+
 def test_memory(names):
     found = run("Memory", names)
     assert found["estimate"].verdict == "fits"
@@ -104,7 +111,7 @@ def test_memory(names):
 def test_levers_are_called_as_they_take_it(names):
     run("Levers", names)
     for name in ("verify_levers", "find_batch_size", "back_off", "verify_sequences"):
-        assert f"kit.{name}(" in BLOCKS["Levers"]
+        assert f"kit.studies.{name}(" in BLOCKS["Levers"]
 
 
 def test_streaming(project, names):
@@ -167,7 +174,7 @@ def test_checkpoints_in_the_cloud(project, names):
 
     (project / "images").mkdir()
     (project / "images" / "one.png").write_bytes(b"one")
-    with kit.simulated_cloud("no limits") as cloud:
+    with kit.cloud.simulate("no limits") as cloud:
         cloud.url("bucket/run-7")
         cloud.upload("images", "bucket/images")
         first, *rest = statements("Checkpoints in the cloud")
@@ -177,13 +184,13 @@ def test_checkpoints_in_the_cloud(project, names):
         names |= {"trainer": Trainer(max_steps=4, callbacks=saved, **quiet), "module": TinyModule(), "data": TinyData()}
         for line in rest:
             exec(line, names)
-        assert kit.latest_checkpoint("gs://bucket/run-7") is not None
+        assert kit.checkpoints.latest("gs://bucket/run-7") is not None
     assert (project / "data" / "images" / "one.png").read_bytes() == b"one"
 
 
-def test_what_a_trial_promises(project, names):
+def test_trials(project, names):
     fitted(names)
-    found = run("What a trial promises", names)
+    found = run("Trials", names)
     assert len(found["found"]) == 1
     assert (project / "results.csv").exists()
     assert (project / "report.html").exists()

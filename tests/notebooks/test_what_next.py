@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import nbformat
+import numpy
 import pytest
 import readme
 
@@ -44,7 +45,7 @@ def start(config):
         (1, "none"),
         (2, "ddp"),
     ]
-    assert len(kit.compare("runs").groups) == 3
+    assert len(kit.studies.compare("runs").groups) == 3
 
 
 def chunks(config):
@@ -53,13 +54,13 @@ def chunks(config):
     yours = kit.Config().replace({
         "data.url": config.data.url, "data.source": None, "data.patch": config.data.patch, "loader.batch_size": 2,
     })  # fmt: skip
-    panel = kit.chunk_panel(yours)
+    panel = kit.data.chunk_panel(yours)
     assert kit.plan_chunks(yours).chunk
     panel.close()
 
 
 def streaming(config):
-    with kit.simulated_cloud("across the ocean") as cloud:
+    with kit.cloud.simulate("across the ocean") as cloud:
         config = config.replace({"data.url": cloud.url("bucket/ocean.zarr")})
         kit.build(config)
         cloud.turn("same region")
@@ -72,17 +73,14 @@ def streaming(config):
 def memory(config):
     MyModule, MyData = TinyModule, TinyData
     config = config.replace({"model.arguments": {}, "loader.batch_size": 4})
-    assert kit.predict_memory(MyModule, MyData, config, device="H100-80GB").verdict == "fits"
+    assert kit.predict_memory(config, MyModule, MyData, device="H100-80GB").verdict == "fits"
 
 
 def cloud(config):
-    names = sorted(path.name for path in (readme.ROOT / "datasets" / "recipes").iterdir())
-    assert names, "datasets/recipes"
-    with kit.simulated_cloud("no limits") as cloud:
+    assert (NOTEBOOKS / "11_build.ipynb").exists()
+    with kit.cloud.simulate("no limits") as cloud:
         config = config.replace({"data.url": cloud.url("bucket/ocean.zarr")})
         kit.build(config)
-        less = {"build.memory_bytes": "64 MiB", "build.scratch": "scratch", "data.url": cloud.url("bucket/less.zarr")}
-        assert kit.build(config.replace(less)).arrays.keys() == kit.open_dataset(config.data.url).arrays.keys()
         kept = {"cache.size_bytes": "64 KiB", "cache.folder": "cache"}
         evicting = {"cache.eviction": "none"}  # as `cache.eviction: none`
         for changes in (kept, {**kept, **evicting}):
@@ -94,24 +92,37 @@ def cloud(config):
     assert kit.results()[0]["retries"] is not None
 
 
+def build(config):
+    names = sorted(path.name for path in (readme.ROOT / "datasets" / "recipes").iterdir())
+    assert names, "datasets/recipes"
+    with kit.cloud.simulate("no limits") as cloud:
+        config = config.replace({"data.url": cloud.url("bucket/ocean.zarr")})
+        kit.build(config)
+        less = {"build.memory_bytes": "64 MiB", "build.scratch": "scratch", "data.url": cloud.url("bucket/less.zarr")}
+        assert kit.build(config.replace(less)).arrays.keys() == kit.open_dataset(config.data.url).arrays.keys()
+    numpy.save("x.npy", numpy.zeros((4, 8, 8), "float32"))  # as an `.npy`
+    array = {"data.source": "x.npy", "data.arguments": {}, "data.patch": {"dim_0": 2, "dim_1": 8, "dim_2": 8}}
+    assert kit.data.plan_build(config.replace(array)).tasks
+
+
 def topics(config):
     _, path, option = ["python", "datasets/topics/train.py", "--help"]  # `python datasets/topics/train.py --help`
     told = subprocess.run([sys.executable, str(readme.ROOT / path), option], capture_output=True, text=True, check=True)
     assert "--topics" in told.stdout
     corpus = kit.Corpus(documents=200, terms=60, topics=3, length=20.0, seed=0)
-    kit.write_rows("data/topics.npy", corpus.rows, corpus.shape)
+    kit.data.write_rows("data/topics.npy", corpus.rows, corpus.shape)
     recipe = kit.Config.load("datasets/topics/recipe.yaml").replace({
         "data.arguments": {"source": "data/topics.npy"}, "loader.batch_size": 16, "hardware.accelerator": "cpu",
         "model.arguments": {"documents": 200, "terms": 60, "topics": 4, "save_path": "data/found.npz"},
         "trial.max_steps": 100, "trial.warmup_steps": 1,
     })  # fmt: skip
-    assert kit.fit(None, "kit:RowData", recipe).wait().state == "COMPLETE"
+    assert kit.fit(recipe, data="kit.data:RowData").wait().state == "COMPLETE"
     assert kit.compare_topics(kit.open_topics("data/found.npz"), corpus.truth).median_cosine > 0
 
 
 TRIED = {
     "00_start": start, "01_chunks": chunks, "02_streaming": streaming, "03_memory": memory, "05_cloud": cloud,
-    "09_topics": topics,
+    "09_topics": topics, "11_build": build,
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def search(tmp_path, **options):
         "trial": {"folder": str(tmp_path / "runs"), "predict_memory": False},
     })  # fmt: skip
     loader = DataLoader(TensorDataset(torch.zeros(4096, 64)), batch_size=8)
-    return kit.find_batch_size(Wide, loader, config, **options)
+    return kit.studies.find_batch_size(config, Wide, loader, **options)
 
 
 def test_the_table_follows_and_the_button_goes_when_it_has_ended(tmp_path):

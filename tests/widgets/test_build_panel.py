@@ -168,7 +168,7 @@ def test_advice_is_for_this_machine_with_its_reasons_and_the_code(panel, config)
     advice = advise_schedule(config)
     assert str(panel.schedule) == str(advice)
     assert all(reason in text(panel.machine.advice) for reason in advice.reasons)
-    assert called(panel.advice_code) == "kit.advise_schedule(config)"
+    assert called(panel.advice_code) == "kit.data.advise_schedule(config)"
 
 
 @pytest.mark.parametrize(("machine", "loading"), [("1 GPU, 20 cores", 18), ("8 GPUs, 160 cores", 144)])
@@ -192,7 +192,7 @@ def test_typed_numbers_are_another_machine_and_typing_them_back_is_this_one(pane
     panel.machine.cores.value = cores + 5
     assert panel.machine.machine.value == ANOTHER
     assert panel.schedule.cores == cores + 5
-    assert called(panel.advice_code) == f"kit.advise_schedule(config, cores={cores + 5})"
+    assert called(panel.advice_code) == f"kit.data.advise_schedule(config, cores={cores + 5})"
     panel.machine.cores.value = cores
     assert panel.machine.machine.value == THIS_MACHINE
 

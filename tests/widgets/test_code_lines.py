@@ -61,7 +61,7 @@ def test_the_lines_of_a_panel_fit_diagnose_and_export(config):
     panel.wait(WAIT)
     found = panel.diagnose()
     panel.wait(WAIT)
-    diagnose, fit, export = lines(panel)
+    diagnose, export, fit = lines(panel)
     trial = run(fit, config, data=data)
     trial.wait()
     assert (trial.state, trial.asked) == ("COMPLETE", panel.config)
@@ -73,12 +73,12 @@ def test_the_lines_of_a_panel_fit_diagnose_and_export(config):
     run(export, config)
     for name, ending in FORMATS.items():
         panel.exporting.format.value = name
-        run(lines(panel)[-1], config)
+        run(lines(panel)[1], config)
         assert (Path.cwd() / f"lines.{ending}").exists()
 
 
 def test_the_line_of_the_chunk_panel_plans_what_is_shown(config):
-    panel = kit.chunk_panel(config)
+    panel = kit.data.chunk_panel(config)
     panel.form.controls["data.patch"].value = "time: 2, lat: 16, lon: 16"
     panel.wait(WAIT)
     (line,) = lines(panel)
@@ -86,13 +86,13 @@ def test_the_line_of_the_chunk_panel_plans_what_is_shown(config):
 
 
 def test_the_lines_of_the_build_panel_plan_build_and_advise(config):
-    panel = kit.build_panel(config)
+    panel = kit.data.build_panel(config)
     panel.form.controls["build.threads"].value = 1
     panel.machine.cores.value = 20
     panel.wait(WAIT)
     build, advise = lines(panel)
-    assert "kit.plan_build" in panel.code.value
-    assert run(build.replace("kit.build", "kit.plan_build"), config).threads == panel.plan.threads
+    assert "kit.data.plan_build" in panel.code.value
+    assert run(build.replace("kit.build", "kit.data.plan_build"), config).threads == panel.plan.threads
     run(build, config)
     assert kit.open_dataset(panel.config).arrays
     assert run(advise, config).cores == 20
@@ -105,7 +105,7 @@ def test_the_line_of_the_memory_panel_predicts_what_is_shown(config, data):
         unet = {"variables": 2, "width": 4, "depth": 1}
         patch = {"time": 2, "lat": 8, "lon": 8}
         config = config.replace({"model.target": "kit.models:UNet", "model.arguments": unet, "data.patch": patch})
-    panel = kit.memory_panel(config, data=data, device="T4", cards=[]).wait(WAIT)
+    panel = kit.memory.panel(config, data=data, device="T4", cards=[]).wait(WAIT)
     (line,) = lines(panel)
     assert run(line, config, data=data).device_reserved_bytes == panel.estimate.device_reserved_bytes
 

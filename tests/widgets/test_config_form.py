@@ -176,3 +176,59 @@ def test_every_text_shown_reads_back_as_the_same_value(example):
     control = make_control(info, Config().get(path))
     write_control(info, control, value)
     assert read_control(info, control) == value, show(info, value)
+
+
+def shown_in(form):
+    """The fields whose rows are in sight."""
+    return {path for path in form.controls if form.row(path).layout.display is None}
+
+
+def test_what_differs_is_marked_and_taken_back_one_by_one_or_all(form):
+    form.edit({"loader.batch_size": 4, "hardware.precision": "bf16-mixed"})
+    assert set(form.changed) == {"loader.batch_size", "hardware.precision"}
+    assert "kit-changed" in form.row("loader.batch_size")._dom_classes
+    back = form.row("loader.batch_size").children[-1]
+    assert "back to 16" in back.tooltip
+    back.click()
+    assert form.config.loader.batch_size == 16
+    assert "kit-changed" not in form.row("loader.batch_size")._dom_classes
+    assert back.layout.display == "none"
+    form.reset()
+    assert form.changed == ()
+    assert form.config == Config().replace({"data.patch": {"time": 2, "lat": 64, "lon": 64}})
+
+
+def test_a_mark_leaves_the_control_where_it_is(form):
+    before = form.row("loader.batch_size").children
+    form.controls["loader.batch_size"].value = 4
+    assert form.row("loader.batch_size").children[: len(before)] == before
+
+
+def test_the_settings_most_changed_are_in_sight_and_a_search_finds_the_others(form):
+    first = {f"{section}.{name}" for section, names in SHOWN.items() for name in names}
+    assert shown_in(form) == first
+    form.search.value = "latency"
+    assert "chunking.latency_seconds" in shown_in(form)
+    assert "loader.batch_size" not in shown_in(form)
+    form.search.value = "no such words"
+    assert shown_in(form) == set()
+    form.search.value = ""
+    assert shown_in(form) == first
+
+
+def test_groups_fold_and_unfold_and_count_their_changes(form):
+    group = next(group for group in form._groups if group._name == "chunking")
+    title, more = group.ui.children[0].children
+    title.click()
+    assert "chunking.shard" in shown_in(form)
+    form.edit({"chunking.shard": "none"})
+    assert "1 changed" in title.description
+    title.click()
+    assert "chunking.shard" not in shown_in(form)
+    loader = next(group for group in form._groups if group._name == "loader")
+    more = loader.ui.children[0].children[1]
+    more.click()
+    assert "loader.seed" not in form.controls
+    assert "loader.pin_memory" in shown_in(form)
+    more.click()
+    assert "loader.pin_memory" not in shown_in(form)

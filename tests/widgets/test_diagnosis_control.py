@@ -1,4 +1,4 @@
-"""The button of a panel that diagnoses: what it does is `kit.diagnose(trial)`, and each finding can be tried there."""
+"""The button of a panel that diagnoses: it does `kit.studies.diagnose(trial)`, and each finding can be tried there."""
 
 import re
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_a_click_names_what_the_trial_suffers_from_and_a_change_is_tried_there(s
     control.button.click()
     wait_until(lambda: control.view is not None and not control.busy)
     assert control.findings.children == (control.view.ui,)
-    assert "kit.diagnose(" in control.words.value
+    assert "kit.studies.diagnose(" in control.words.value
     assert str(trial.run_directory) in control.words.value
 
     (item,) = (item for item in control.view.findings if item.finding.name == "loader start-up")

@@ -39,7 +39,7 @@ def view(tmp_path):
         "hardware": {"accelerator": "cpu", "threads_per_rank": 1},
         "trial": {"folder": str(tmp_path / "runs"), "predict_memory": False, "max_steps": 4, "warmup_steps": 1},
     })  # fmt: skip
-    trial = kit.fit(TinyModule, TinyData, config).wait()
+    trial = kit.fit(config, TinyModule, TinyData).wait()
     found = evidence({"trial.max_steps": 4, "trial.warmup_steps": 1}, **SHORT)
     return DiagnosisView(judge(found, RunSource(None, None, config, trial)))
 

@@ -81,7 +81,7 @@ def test_a_class_of_ones_own_has_them_and_a_name_may_be_added():
 
 def test_turning_returns_at_once_and_the_parameters_of_before_stand_beside_the_new_ones():
     config = Config().replace({"model.target": "kit.models:GPT", "model.arguments": TOKENS, "loader.batch_size": 2})
-    panel = kit.memory_panel(config, data=tokens, device="T4-16GB", cards=())
+    panel = kit.memory.panel(config, data=tokens, device="T4-16GB", cards=())
     panel.wait(WAIT)
     first = panel.estimate.parameters
     panel.dials.fields["width"].value = 64

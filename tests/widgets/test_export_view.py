@@ -12,7 +12,7 @@ from waiting import PATIENCE_SECONDS
 import kit
 from kit.errors import ConfigError
 from kit.testing import TinyData, TinyModule
-from kit.widgets.files import ExportView
+from kit.widgets.files import ALL, FOLDER, ExportView
 from kit.widgets.panel import panel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
@@ -30,7 +30,7 @@ def small(tmp_path, monkeypatch):
     )
     for size in (2, 4):
         data = functools.partial(TinyData, batch_size=size)
-        kit.fit(TinyModule, data, config.replace({"loader.batch_size": size})).wait()
+        kit.fit(config.replace({"loader.batch_size": size}), TinyModule, data).wait()
     return config
 
 
@@ -56,6 +56,21 @@ def test_the_trials_shown_go_into_a_file_by_the_line_that_stands_there(small, tm
         assert file.read_text().startswith(beginning)
         eval(view.line, {"kit": kit})
     assert (tmp_path / "small.csv").read_text() == expected
+
+
+def test_other_trials_are_shown_when_they_are_asked_for(small):
+    view = ExportView(small.replace({"name": "none"}))
+    view.look(view.config)
+    assert view.wait(WAIT)
+    assert view.ui.layout.display == "none", "there is no trial of it yet"
+    view.choice.value = FOLDER
+    assert view.wait(WAIT)
+    assert "2 trials" in seen(view.table)
+    assert view.line.startswith("kit.results().to_csv(")
+    view.choice.value = ALL
+    assert view.wait(WAIT)
+    assert "No trials" in seen(view.table)
+    assert "kind='all'" in view.line
 
 
 def test_a_file_of_others_is_kept(small, tmp_path):

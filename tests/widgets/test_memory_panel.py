@@ -112,7 +112,7 @@ def test_a_slider_needs_no_new_model_and_the_last_value_wins(bench):
 def test_values_that_were_only_passed_are_left_out(bench):
     panel = bench.panel()
     panel.wait(WAIT)
-    model = panel._answers._models[next(iter(panel._answers._models))]
+    model = panel.part.answers._models[next(iter(panel.part.answers._models))]
     held, go_on = threading.Event(), threading.Event()
     real = model.estimate
     model.estimate = lambda *args, **named: (held.set(), go_on.wait(WAIT), real(*args, **named))[-1]
@@ -169,7 +169,7 @@ def test_a_slider_moved_while_a_card_is_recorded_does_not_wait_for_it(bench):
     panel = bench.panel().wait(WAIT)
     bench.gate.clear()
     bench.started.clear()
-    panel._answers._models.pop(next(key for key in panel._answers._models if key[1] == "H100-80GB"))
+    panel.part.answers._models.pop(next(key for key in panel.part.answers._models if key[1] == "H100-80GB"))
     shown = threading.Event()
     panel.view.bar.observe(lambda _: shown.set(), "value")
     slide(panel, 5)
@@ -330,7 +330,7 @@ def test_setting_the_config_moves_the_controls(bench):
 def test_the_line_of_code_says_the_same(bench):
     panel = bench.panel()
     slide(panel, 12)
-    call = 'kit.predict_memory(module, None, config.replace({"loader.batch_size": 12}), device="T4-16GB")'
+    call = 'kit.predict_memory(config.replace({"loader.batch_size": 12}), module, device="T4-16GB")'
     assert call in html.unescape(panel.code.value)
     own = MemoryPanel(Config(), None, "kit.testing:TinyData", device="T4", cards=(), make_model=bench)
     assert ".estimate(16)" in own.code.value

@@ -12,10 +12,11 @@ from kit.config import Config
 from kit.errors import ConfigError, TrialError
 from kit.trial.client import close_supervisors
 from kit.widgets import panel as panels
-from kit.widgets.live import Latest
+from kit.widgets.live import LatestOnlyWorker
 from kit.widgets.panel import Panel, panel
+from kit.widgets.parts import error_html, progress_html
 from kit.widgets.store import StoreView
-from kit.widgets.trial_view import TrialView, error_html, progress_html
+from kit.widgets.trial_view import TrialView
 
 SOURCE = '''
 import numpy as np
@@ -129,7 +130,7 @@ def test_a_step_says_how_much_time_is_left(endless):
     left = threading.Event()
     endless.view.progress.observe(lambda _: left.set() if words(endless.view).endswith("left") else None, "value")
     assert left.wait(WAIT)
-    assert re.match(r"step \d+/2000 · \d+ (s|min \d+ s) left", words(endless.view))
+    assert re.match(r"step \d+/2000 · \d+ (s|min( \d+ s)?) left", words(endless.view))
     endless.stop()
     endless.wait(WAIT)
 
@@ -155,7 +156,8 @@ def test_a_panel_can_be_awaited(quick):
 def test_a_changed_control_reaches_the_trial_and_the_line_of_code(quick):
     quick.form.controls["trial.max_steps"].value = 5
     quick.form.controls["hardware.precision"].value = "bf16-mixed"
-    assert "kit.fit(None, data, config.replace({" in quick.code.value
+    assert "kit.fit(config.replace({" in quick.code.value
+    assert ", data=data)" in quick.code.value
     assert "&quot;trial.max_steps&quot;: 5" in quick.code.value
     quick.fit()
     quick.wait(WAIT)
@@ -226,7 +228,7 @@ def test_the_store_is_planned_built_and_found(config):
     mine.wait(WAIT)
     assert "not built yet" in mine.store.summary.value
     assert "of data, about" in mine.store.summary.value
-    assert "samples/s predicted" in mine.store.chart.value
+    assert "samples/s predicted" in mine.chunks.view.headline.value
     assert mine.store.control.ui.layout.display is None
     said = descriptions(mine.store.button)
     mine.store.button.click()
@@ -251,6 +253,46 @@ def test_another_patch_makes_another_plan(config):
     mine.wait(WAIT)
     assert mine.store.facts.plan.patch == (1, 16, 16)
     assert before.patch == (2, 8, 8)
+
+
+def test_other_chunks_are_chosen_from_a_list_and_go_into_the_form(config):
+    mine = Panel(config)
+    mine.wait(WAIT)
+    choice = mine.chunks.choice
+    assert choice.value == "auto"
+    assert sum(words.endswith("the choice") for words in choice.options) == 1
+    other = next(words for words in choice.options[1:] if not words.endswith("the choice"))
+    choice.value = other
+    mine.wait(WAIT)
+    assert "×".join(map(str, mine.config.chunking.chunk.values())) == other.partition(":")[0]
+    assert mine.store.facts.plan.chunk == tuple(mine.config.chunking.chunk.values())
+    assert choice.value == other
+    assert len(choice.options) > 2, "the others can still be chosen"
+    choice.value = "auto"
+    assert mine.config.chunking.chunk == "auto"
+
+
+def test_who_builds_is_planned_once_it_is_opened(config):
+    mine = Panel(config)
+    mine.wait(WAIT)
+    assert mine.building.view.facts is None
+    mine._fold.button.click()
+    mine.wait(WAIT)
+    assert "threads" in mine.building.view.table.value
+    assert "advise_schedule" in mine.building.advice_code.value
+    mine.form.controls["build.scheduler"].value = "single-threaded"
+    mine.wait(WAIT)
+    assert mine.building.view.facts.plan.slots.threads == 1
+
+
+def test_the_batch_size_has_a_slider_beside_its_memory(config):
+    mine = Panel(config, data="kit.testing:TinyData")
+    slider = mine.memory.sliders["loader.batch_size"]
+    assert (slider.widget.description, slider.widget.value) == ("batch size", 4)
+    slider.widget.value = 32
+    assert mine.config.loader.batch_size == 32
+    mine.reset_button.click()
+    assert slider.widget.value == 4
 
 
 def test_a_plan_that_cannot_hold_is_explained(config):
@@ -302,14 +344,14 @@ def test_words_that_change_quickly_are_not_spoken():
 
 
 def test_errors_are_escaped_and_long_tracebacks_cut():
-    shown = error_html("<b>bad</b>", "\n".join(f"line {n}" for n in range(1000)), [])
+    shown = error_html("<b>bad</b>", "\n".join(f"line {n}" for n in range(1000)))
     assert "<b>" not in shown
     assert "line 999" in shown
     assert "line 100\n" not in shown
 
 
 def test_the_newest_of_waiting_jobs_runs_and_the_others_do_not():
-    background, began, first, ran = Latest("test"), threading.Event(), threading.Event(), []
+    background, began, first, ran = LatestOnlyWorker("test"), threading.Event(), threading.Event(), []
     background.submit(lambda: (began.set(), first.wait(WAIT)))
     assert began.wait(WAIT), "one that has not begun is itself among those that do not run"
     for number in range(3):
@@ -323,7 +365,7 @@ def test_the_newest_of_waiting_jobs_runs_and_the_others_do_not():
 def test_the_sizes_of_the_model_stand_beside_its_arguments(config):
     made = panels.panel(config.replace({"model.target": "kit.models:GPT", "model.arguments": {"width": 384}}))
     hint = made.form._hints["model.arguments"]
-    assert re.search(r"width 384, layers 12, context 1024; kit\.memory_panel", hint)
+    assert re.search(r"width 384, layers 12, context 1024; kit\.memory\.panel", hint)
     assert panels.size_hints(config.replace({"model.target": "kit.models:Nothing"})) == {}
 
 

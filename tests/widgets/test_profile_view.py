@@ -1,4 +1,4 @@
-"""The button of a panel that profiles: what it does is `kit.profile`, and what was found stands under it."""
+"""The button of a panel that profiles: what it does is `kit.studies.profile`, and what was found stands under it."""
 
 import re
 

@@ -1,6 +1,7 @@
 """Every panel as it is shown: each control says what it is for, and no file is written."""
 
 import linecache
+import operator
 import sys
 import types
 
@@ -22,7 +23,7 @@ class Mine(TinyModule):
 class MyData(TinyData):
     def teardown(self, stage): pass
 """
-PANELS = ("panel", "memory_panel", "chunk_panel", "build_panel")
+PANELS = ("panel", "memory.panel", "data.chunk_panel", "data.build_panel")
 FEWEST_WORDS = 3
 
 
@@ -54,9 +55,9 @@ def notebook(monkeypatch):
 
 def shown(name, notebook, own=True):
     """A panel of this kind, displayed, after everything that it looks at has been looked at."""
-    given = (notebook.Mine, notebook.MyData) if own and name in ("panel", "memory_panel") else ()
-    options = {"cards": ["T4"]} if name == "memory_panel" else {}
-    panel = getattr(kit, name)(notebook.config, *given, **options)
+    given = (notebook.Mine, notebook.MyData) if own and name in ("panel", "memory.panel") else ()
+    options = {"cards": ["T4"]} if name == "memory.panel" else {}
+    panel = operator.attrgetter(name)(kit)(notebook.config, *given, **options)
     panel._ipython_display_()
     return panel
 

@@ -1,0 +1,138 @@
+"""The panel as a workshop sees it: four answers on top, settings that are found, tabs, keys, themes, widths."""
+
+import re
+from pathlib import Path
+
+import axe_playwright_python
+import nbformat
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+
+PANEL = """import kit
+config = kit.Config().replace({"model.target": "kit.testing:TinyModule", "model.arguments": {"width": 8},
+    "trial.max_steps": 20, "trial.warmup_steps": 2, "hardware.accelerator": "cpu"})
+panel = kit.panel(config, data="kit.testing:TinyData")
+panel"""
+SCROLLED = """(box) => [box, ...box.querySelectorAll('*')].filter((part) => {
+  const style = getComputedStyle(part), scrolls = /auto|scroll/;
+  return part.clientWidth && part.clientHeight && !part.matches('pre, textarea')
+    && (scrolls.test(style.overflowX) && part.scrollWidth > part.clientWidth
+      || scrolls.test(style.overflowY) && part.scrollHeight > part.clientHeight);
+}).map((part) => `${part.className}: ${part.scrollWidth} of ${part.clientWidth}`)"""
+SERIOUS = """async (box) => (await axe.run(box)).violations
+  .filter((found) => ['serious', 'critical'].includes(found.impact))
+  .map((found) => `${found.id}: ${found.nodes[0].html}`)"""
+TABS = ("Live", "Memory", "Data", "Advice", "Trials", "Commit")
+
+
+@pytest.fixture(scope="module")
+def opened(notebook_of_file, lab):
+    kernel = {"name": "kit", "display_name": "kit (training experiments)", "language": "python"}
+    cells = [nbformat.v4.new_code_cell(text) for text in (PANEL, "1 + 1")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), lab.root / "one.ipynb")
+    one = notebook_of_file("one.ipynb", width=1280, height=720)
+    one.run_all()
+    return one
+
+
+@pytest.fixture
+def panel(opened):
+    box = opened.page.locator(".kit-live").first
+    expect(card(box, "memory, predicted")).to_contain_text("fits")
+    return box
+
+
+def card(panel, name):
+    return panel.locator(f"section[aria-label='{name}']")
+
+
+def tab(panel, name):
+    return panel.get_by_role("tab", name=re.compile(f"^{name}"))
+
+
+def test_memory_is_known_before_anything_runs_and_speed_after_a_trial(opened, panel, artifacts):
+    expect(card(panel, "memory, predicted")).to_contain_text("fits")
+    expect(card(panel, "speed")).to_contain_text("not known before a trial")
+    opened.page.screenshot(path=artifacts / "panel_before.png")
+    panel.get_by_role("button", name="Fit").click()
+    expect(card(panel, "speed, measured")).to_contain_text("samples/s")
+    expect(card(panel, "whole run, predicted")).to_contain_text("1 epoch, 1 device")
+    expect(tab(panel, "Trials")).to_contain_text("Trials (1)")
+    opened.page.screenshot(path=artifacts / "panel_after.png")
+
+
+def test_another_device_is_judged_without_a_trial(panel):
+    panel.get_by_label("predict for").select_option("A100-40GB")
+    expect(card(panel, "memory of A100-40GB, predicted")).to_contain_text("39.2 GiB")
+    for name in ("speed", "whole run"):
+        expect(card(panel, name)).to_contain_text("not known on A100-40GB")
+    panel.get_by_label("predict for").select_option("this machine")
+    expect(card(panel, "speed, measured")).to_contain_text("samples/s here")
+
+
+def test_a_setting_is_found_changed_marked_and_taken_back(panel):
+    search = panel.get_by_placeholder("find a setting")
+    expect(panel.get_by_label("gradient clip norm")).to_be_hidden()
+    search.fill("clip")
+    panel.get_by_label("gradient clip norm").fill("0.5")
+    panel.get_by_label("gradient clip norm").press("Enter")
+    expect(panel.get_by_text("1 setting changed")).to_be_visible()
+    expect(panel.get_by_text('"training.gradient_clip_norm": 0.5').last).to_be_visible()
+    search.press("Escape")
+    expect(search).to_have_value("")
+    expect(panel.get_by_label("gradient clip norm")).to_be_hidden()
+    panel.get_by_role("button", name="reset").click()
+    expect(panel.get_by_text("unchanged")).to_be_visible()
+
+
+def test_the_line_of_code_is_copied(opened, panel):
+    copy = panel.locator(".kit-copy").locator("visible=true").last
+    copy.click()
+    expect(copy).to_have_text("copied")
+    panel.get_by_placeholder("find a setting").focus()
+    opened.page.keyboard.press("Control+V")
+    expect(panel.get_by_placeholder("find a setting")).to_have_value(re.compile(r"^kit\.fit\(config, data=data\)"))
+    opened.page.keyboard.press("Escape")
+
+
+def test_keys_do_what_they_do_elsewhere(opened, panel):
+    cells = opened.page.locator(".jp-Notebook .jp-Cell")
+    title = panel.get_by_role("button", name="▸ chunking")
+    for place in (title, panel.get_by_role("button", name="Fit"), tab(panel, "Live")):
+        place.focus()
+        opened.page.keyboard.press("d")
+        opened.page.keyboard.press("d")
+        assert cells.count() == 2
+    title.focus()
+    opened.page.keyboard.press("Enter")
+    expect(panel.get_by_role("button", name="▾ chunking")).to_be_focused()
+    opened.page.keyboard.press("Space")
+    expect(title).to_be_focused()
+    tab(panel, "Live").click()
+    tab(panel, "Live").focus()
+    opened.page.keyboard.press("ArrowRight")
+    opened.page.keyboard.press("Enter")
+    expect(tab(panel, "Memory")).to_have_attribute("aria-selected", "true")
+
+
+def test_nothing_scrolls_without_need_and_nothing_serious_is_found_on_any_tab(opened, panel, artifacts):
+    opened.page.evaluate((Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text())
+    for width, theme in ((700, "Light"), (1280, "Dark"), (1600, "Light")):
+        opened.page.set_viewport_size({"width": width, "height": 1000})
+        opened.use_theme(f"JupyterLab {theme}")
+        for name in TABS:
+            tab(panel, name).click()
+            expect(tab(panel, name)).to_have_attribute("aria-selected", "true")
+            assert panel.evaluate(SCROLLED) == [], f"{name} at {width}"
+            if width == 1280:
+                assert panel.evaluate(SERIOUS) == [], name
+        opened.page.screenshot(path=artifacts / f"panel_{width}_{theme.lower()}.png")
+
+
+def test_after_a_restart_the_panel_says_what_to_do(opened, panel):
+    content = "(box) => getComputedStyle(box, '::before').content"
+    assert panel.evaluate(content) == "none"
+    opened.page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+    opened.page.wait_for_function(f"(box) => ({content})(box).includes('Run this cell')", arg=panel.element_handle())
