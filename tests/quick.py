@@ -2,7 +2,7 @@
 
 What changed is what differs from the branch's upstream (or from the last commit but one), committed or not. Its tests
 are the changed files of tests, those named after a changed module, and those that import one. A file of tests is pure
-when it needs no process, no server, no store and no torch. Slow tests and tests in a browser are left to `make test`,
+when it needs no process, no server, no store and no torch. Slow tests and tests in a browser are left to `make check`,
 and so is what has not begun after `SECONDS`; the last line counts it as skipped.
 """
 

@@ -98,7 +98,6 @@ def test_any_text_is_a_config_or_one_clear_error(text):
         ("hardware: {strategy: fsdp, devices: 1}", "hardware.strategy", "at least 2 devices"),
         ("hardware: {strategy: 'fsdp:2:4', devices: 4}", "hardware.strategy", "2 replicas × 4 devices each = 8"),
         ("hardware: {strategy: 'fsdp:2:0', devices: 2}", "hardware.strategy", "'fsdp:2:0' is not accepted"),
-        ("hardware: {accelerator: cpu, precision: 16-mixed}", "hardware.precision", "bf16-mixed or 32-true"),
         ("chunking: {chunk: {lat: 0}}", "chunking.chunk", "{'lat': 0} is not accepted"),
         ("chunking: {target_shard_bytes: 5 parsecs}", "chunking.target_shard_bytes", "'5 parsecs' .*size"),
         ("training: {gradient_clip_norm: .nan}", "training.gradient_clip_norm", "finite"),

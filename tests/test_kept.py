@@ -29,7 +29,7 @@ def kept(tmp_path):
 
 @pytest.fixture(autouse=True)
 def nothing_of_before_is_loaded():
-    for name in [name for name in sys.modules if name.startswith(("kit.run", "kit.data.source"))]:
+    for name in [name for name in sys.modules if name.startswith(("kit.run", "kit.data.source", "kit.models.topics"))]:
         del sys.modules[name]
 
 
@@ -38,7 +38,7 @@ def test_a_store(kept):
     values = dataset.open_array("sst")[...]
     assert values.shape == (4, 16, 16)
     assert np.isfinite(values).all()
-    assert kit.verify(str(kept / "store.zarr"), progress=False).faults == ()
+    assert kit.data.verify(str(kept / "store.zarr"), progress=False).faults == ()
 
 
 def test_a_run_directory(kept):
@@ -54,6 +54,22 @@ def test_what_was_sent_to_the_ranks_of_a_run(kept):
     with pytest.warns(DeprecationWarning, match=r"is kit\.trial"):
         payload = pickle.loads((kept / "run" / "payload.pkl").read_bytes())
     assert payload["module"].value == "kit.models:UNet"
+
+
+def test_the_topic_model_under_its_names_of_before():
+    with pytest.warns(DeprecationWarning, match="is datasets/topics/topics.py now"):
+        from kit.models.topics import PoissonNMF
+    assert PoissonNMF is kit.models.PoissonNMF is load_target("kit.models:PoissonNMF")
+    assert PoissonNMF is load_target("datasets/topics/topics.py:PoissonNMF")
+    assert all(callable(getattr(kit, name)) for name in kit.BESIDE_DATASETS)
+
+
+def test_what_lies_with_its_dataset_is_in_no_installed_kit(monkeypatch, tmp_path):
+    monkeypatch.setattr("kit.registry.REPOSITORY", tmp_path)
+    with pytest.raises(ImportError, match=r"topics\.py .*checkout"):
+        kit.open_topics  # noqa: B018
+    with pytest.raises(ImportError, match=r"topics\.py .*checkout"):
+        kit.models.PoissonNMF  # noqa: B018
 
 
 def test_a_recording(kept):

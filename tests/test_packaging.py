@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,17 @@ def test_conda_installs_what_pyproject_lists_instead_of_repeating_it():
 
 
 def test_ci_runs_what_the_readme_names():
-    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    for target in ("lab", "test", "quick", "nightly", "coverage", "check"):
-        assert f"make {target}" in readme
+    pages, makefile = (
+        (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text(),
+        (ROOT / "Makefile").read_text(),
+    )
+    for target in ("lab", "test", "browser", "quick", "nightly", "coverage", "check"):
+        assert f"make {target}" in pages
         assert f"\n{target}:" in makefile
     assert "make check" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_no_two_files_of_tests_share_a_name():
+    """Pytest imports them by name alone: of two in folders without `__init__`, one process collects only the first."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []

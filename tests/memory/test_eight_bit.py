@@ -8,7 +8,7 @@ from torch import nn
 from kit.memory.record.truth import AllocatorTrace
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import CATEGORIES
-from kit.train.optimizers import turn
+from kit.train.optimizers import make_tables, turn
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +81,12 @@ def test_the_tables_are_made_by_bitsandbytes_again_afterwards():
     with eight_bit_on_fakes():
         assert functional.create_dynamic_map is not make
     assert functional.create_dynamic_map is make
+
+
+def test_torchao_keeps_its_tables_of_real_numbers_also_when_a_dry_run_asks_first():
+    from torchao.optim import subclass_8bit
+
+    subclass_8bit.get_qmap_signed.cache_clear()
+    with fakes():
+        make_tables()
+    assert subclass_8bit.get_qmap_signed() == tuple(subclass_8bit.create_dynamic_map(signed=True))

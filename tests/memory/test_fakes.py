@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from kit.memory.record.dry_run import FINITE
+from kit.memory.record.dry_run import FINITE_CHECKS
 from kit.memory.record.fakes import fake_values
 from kit.memory.record.recorder import BlockRecorder
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).name
 
 @pytest.fixture
 def answers():
-    with fake_values() as answers, FakeTensorMode(allow_non_fake_inputs=True), BlockRecorder(observers=FINITE):
+    with fake_values() as answers, FakeTensorMode(allow_non_fake_inputs=True), BlockRecorder(observers=FINITE_CHECKS):
         yield answers
 
 

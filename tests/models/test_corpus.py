@@ -38,7 +38,9 @@ def test_counts_are_those_of_the_topics_that_are_named():
 
 def test_it_is_written_in_row_blocks_of_any_size(tmp_path):
     for block in (1, 77, 300):
-        rows = kit.write_rows(tmp_path / f"{block}.npy", CORPUS.rows, CORPUS.shape, row_block=block, progress=False)
+        rows = kit.data.write_rows(
+            tmp_path / f"{block}.npy", CORPUS.rows, CORPUS.shape, row_block=block, progress=False
+        )
         assert np.array_equal(rows.take(slice(0, 300)).numpy(), WHOLE)
 
 

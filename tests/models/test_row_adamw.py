@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
+from topic_model import topics
 from torch.optim import AdamW
 
-from kit.models import topics
-from kit.models.topics import RowAdamW
-
+RowAdamW = topics.RowAdamW
 ROWS, WIDTH = 40, 3
 
 

@@ -34,7 +34,7 @@ def batch_of(entities=16, **changes):
 
 
 def test_at_its_defaults_it_has_the_dials_of_the_seed():
-    dials = kit.model_dials(Config().replace({"model.target": "kit.models:SketchModel"}))
+    dials = kit.memory.sizes(Config().replace({"model.target": "kit.models:SketchModel"}))
     found = [(dial.name, dial.value) for dial in dials]
     assert found == [("hidden_dim", 2048), ("num_layers", 4), ("sketch_quality", 1.0)]
     assert dials.order_sentence == "change hidden_dim, then num_layers, then sketch_quality"

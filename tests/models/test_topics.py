@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from topic_model import topics
 from torch.utils.data import DataLoader, TensorDataset
 
 import kit
 from kit.config import Config
 from kit.errors import ConfigError, StoreError
-from kit.models import Corpus, PoissonNMF
-from kit.models.topics import RowAdamW
 from kit.train import make_trainer
 from kit.trial import client
 
+Corpus, PoissonNMF, RowAdamW = topics.Corpus, topics.PoissonNMF, topics.RowAdamW
 SIZES = {"documents": 96, "terms": 60, "topics": 4}
 
 
@@ -175,7 +175,7 @@ def test_what_is_saved_is_settled_and_loads_into_dense_updates_too(corpus, tmp_p
 @pytest.fixture
 def config(corpus, tmp_path):
     source = tmp_path / "counts.npy"
-    kit.write_rows(source, corpus.rows, corpus.shape, progress=False)
+    kit.data.write_rows(source, corpus.rows, corpus.shape, progress=False)
     yield Config.make({
         "hardware": {"accelerator": "cpu", "threads_per_rank": 1},
         "loader": {"batch_size": 16}, "data": {"arguments": {"source": str(source)}},
@@ -187,7 +187,7 @@ def config(corpus, tmp_path):
 
 def losses_of(config):
     """The mean of the ranks' losses at every step."""
-    trial = kit.fit(None, "kit:RowData", config).wait()
+    trial = kit.fit(config, None, "kit.data:RowData").wait()
     found = {}
     for event in trial.steps:
         found.setdefault(event["step"], []).append(event["loss"])
@@ -209,10 +209,10 @@ def test_two_ranks_have_the_losses_of_one_with_the_same_global_batch(config, tmp
 
 @pytest.mark.timeout(300)
 def test_memory_is_predicted_and_grows_with_the_topics(config):
-    small = kit.predict_memory(None, "kit:RowData", config)
-    dials = kit.model_dials(config)
+    small = kit.predict_memory(config, None, "kit.data:RowData")
+    dials = kit.memory.sizes(config)
     assert dials[0].name == "topics"
-    large = kit.predict_memory(None, "kit:RowData", config.replace(dials.changes(topics=400)))
+    large = kit.predict_memory(config.replace(dials.changes(topics=400)), None, "kit.data:RowData")
     assert large.device_allocated_bytes > small.device_allocated_bytes + 400 * (96 + 60) * 4 * 3
 
 
@@ -243,7 +243,7 @@ def test_other_terms_than_it_was_made_for_are_refused():
 
 
 def test_data_of_another_shape_is_refused_before_the_first_batch(config):
-    data = kit.RowData(config.data.arguments["source"])
+    data = kit.data.RowData(config.data.arguments["source"])
     trainer = make_trainer(config, accelerator="cpu", world_size=1, precision="32-true")
     with pytest.raises(ConfigError, match="documents: 50, .* 96"):
         trainer.fit(PoissonNMF(50, 60, 4), datamodule=data)

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
+from topic_model import topics
 
 import kit
 from kit.config import Config
-from kit.models import PoissonNMF
-from kit.models.topics import RowAdamW
 from kit.train import make_trainer
 from kit.trial import client
 
+PoissonNMF, RowAdamW = topics.PoissonNMF, topics.RowAdamW
 SIZES = {"documents": 96, "terms": 60, "topics": 4}
 BATCHES = 6
 STEPS, SAVED = 3 * BATCHES, BATCHES + 2
@@ -26,7 +26,7 @@ def _one_thread():
 @pytest.fixture
 def counts(tmp_path):
     corpus = kit.Corpus(**SIZES, length=80, seed=5)
-    kit.write_rows(tmp_path / "counts.npy", corpus.rows, corpus.shape, progress=False)
+    kit.data.write_rows(tmp_path / "counts.npy", corpus.rows, corpus.shape, progress=False)
     return tmp_path / "counts.npy"
 
 
@@ -51,7 +51,7 @@ def fitted(counts, updates, steps, path=None, ckpt_path=None, seed=3):
         Config().replace({"trial.max_steps": steps, "trial.warmup_steps": 0}), accelerator="cpu", world_size=1,
         precision="32-true", module=module, callbacks=[seen],
     )  # fmt: skip
-    trainer.fit(module, datamodule=kit.RowData(counts, batch_size=16, row_block=4), ckpt_path=ckpt_path)
+    trainer.fit(module, datamodule=kit.data.RowData(counts, batch_size=16, row_block=4), ckpt_path=ckpt_path)
     return module, seen
 
 
@@ -96,11 +96,13 @@ def test_without_the_state_of_its_rows_it_would_not(counts, tmp_path):
 
 WATCHED = '''
 from pathlib import Path
-from kit.models import PoissonNMF
-from kit.models.topic_recovery import Topics
+from kit.registry import load_file
+
+topics = load_file("datasets/topics/topics.py")
+Topics = topics.Topics
 
 
-class Watched(PoissonNMF):
+class Watched(topics.PoissonNMF):
     """Leaves an empty file with the rank of each process that saves topics."""
 
     def on_train_end(self):
@@ -129,7 +131,7 @@ def test_of_two_ranks_the_first_alone_saves(counts, tmp_path, monkeypatch):
         "trial": {"max_steps": 6, "predict_memory": False, "measure_memory": False},
     })  # fmt: skip
     place.parent.mkdir()
-    kit.fit(None, "kit:RowData", config).wait()
+    kit.fit(config, None, "kit.data:RowData").wait()
     client.close_supervisors()
     names = sorted(Path(item).name for item in place.parent.iterdir())
     assert names == ["topics.npz", "topics.npz.ended0", "topics.npz.ended1", "topics.npz.rank0"]

@@ -36,7 +36,7 @@ class Lost(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == self.step:
-            while kit.latest_checkpoint(self.url) is None:
+            while kit.checkpoints.latest(self.url) is None:
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 

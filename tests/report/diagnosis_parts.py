@@ -1,7 +1,7 @@
 """Evidence of a healthy trial, to be changed where a test wants something wrong."""
 
 from kit.config import Config
-from kit.studies.diagnosis.evidence import Evidence, StepRequests
+from kit.studies.diagnosis.evidence import CountedWork, Evidence
 from kit.studies.diagnosis.peaks import Peaks
 from kit.studies.repeats import RunSource
 
@@ -17,7 +17,7 @@ def work(**changes):
         "samples": 10, "flops": {"float32": 5e10}, "bytes": 1e9, "calls": 400, "own_syncs": 0, "batch_norms_again": 0,
         "lines": (),
     }  # fmt: skip
-    return StepRequests(**(found | changes))
+    return CountedWork(**(found | changes))
 
 
 def shares(**changes):

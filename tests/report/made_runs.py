@@ -11,7 +11,9 @@ from kit.trial.directory import Control, RunPaths
 PHASES = ("wait", "transfer", "forward", "backward", "optimizer", "other")
 
 
-def make_run(folder, changes=None, steps=6, end=None, counters=None, device=False, predicted=None):
+def make_run(
+    folder, changes=None, steps=6, end=None, counters=None, device=False, predicted=None, step_seconds=0.6
+):  # fmt: skip
     config = Config().replace(
         {"trial.max_steps": 6, "trial.warmup_steps": 2, "trial.folder": str(folder), **(changes or {})}
     )
@@ -24,10 +26,10 @@ def make_run(folder, changes=None, steps=6, end=None, counters=None, device=Fals
     rank, supervisor = EventWriter(paths.events(0), 0), EventWriter(paths.supervisor_events, -1)
     supervisor.write("trial_started", processes=[identify(os.getpid())])
     rank.write("fit_started", strategy="auto", accelerator="cpu", precision="32-true", world_size=1, max_steps=6)
-    seconds = {f"{phase}_seconds": 0.1 for phase in PHASES}
+    seconds = {f"{phase}_seconds": step_seconds / len(PHASES) for phase in PHASES} | {"step_seconds": step_seconds}
     memory = {"device_allocated_bytes": 1 << 31, "device_reserved_bytes": 1 << 32} if device else {}
     for step in range(1, steps + 1):
-        rank.write("step", step=step, samples=12, step_seconds=0.6, host_rss_bytes=step << 20, **seconds, **memory)
+        rank.write("step", step=step, samples=12, host_rss_bytes=step << 20, **seconds, **memory)
     if counters is not None:
         rank.write("fit_ended", steps=steps, counters=counters, peak_host_rss_bytes=1 << 30)
     if end is not None:

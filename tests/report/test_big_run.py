@@ -20,7 +20,7 @@ class Slow(TinyModule):
 
 def tried(config, ranks=1, **trial):
     settings = {"max_steps": 14, "warmup_steps": 3, "count_work": False, "measure_memory": False, **trial}
-    return fit(Slow, TinyData, config(ranks, **settings)).wait()
+    return fit(config(ranks, **settings), Slow, TinyData).wait()
 
 
 @pytest.fixture
@@ -137,9 +137,9 @@ def test_what_cannot_be_foretold_is_refused(config, one):
         predict_run(one, devices=[1], prices="nobody", memory=False)
     with pytest.raises(PlanError, match="no link"):
         predict_run(one, devices=[1], within="string", memory=False)
-    with pytest.raises(PlanError, match="not asked for"):
+    with pytest.raises(PlanError, match="not predicted"):
         predict_run(one, devices=[1], memory=False).row(2)
-    other = fit(Slow, TinyData, one.config.replace({"training.seed": 99})).wait()
+    other = fit(one.config.replace({"training.seed": 99}), Slow, TinyData).wait()
     with pytest.raises(ConfigError, match=r"differ in training\.seed"):
         predict_run([one, other])
 

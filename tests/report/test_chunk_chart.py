@@ -3,14 +3,17 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import fields
 from typing import NamedTuple
 
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from kit.charts.chunks import chunk_figure, chunk_table_figure, chunk_table_info, plan_figure, plan_info
+from kit.charts.chunks import chunk_figure, plan_info
 from kit.charts.style import svg
-from kit.chunks.reasons import chunk_table, plan_layout
+from kit.chunks.reasons import plan_layout
+from kit.chunks.resources import Network
+from kit.chunks.table import chunk_table
 from kit.errors import PlanError
 
 SIDES = [8, 16, 32, 64, 128, 256, 512, 1024]
@@ -23,7 +26,9 @@ def plan(**changes):
         "latency_seconds": 0.03, "bandwidth_bytes_per_second": 80e6, "requests_in_flight": 32,
         "target_shard_bytes": 64 << 20, "chunk": "auto", "shard": "auto",
     }  # fmt: skip
-    return plan_layout(**{**values, **changes})
+    values |= changes
+    network = Network(**{field.name: values.pop(field.name) for field in fields(Network) if field.name in values})
+    return plan_layout(network=network, **values)
 
 
 SUBJECTS = {
@@ -40,20 +45,22 @@ SUBJECTS = {
 }
 
 
-def test_table_info_is_the_table_ordered_by_size():
-    info = chunk_table_info(chunk_table((64, 64), SIDES[::-1]))
-    assert info.labels[0] == "8×8"
-    assert info.maximal_bytes[:3] == (5184, 6400, 9216)
-    assert info.labels[info.best] == "64×64"
-    assert info.sample_bytes == 4096
+def test_the_chart_of_a_table_is_ordered_by_size():
+    read = chunk_figure(chunk_table((64, 64), SIDES[::-1])).axes[0]
+    lines = {line.get_label(): list(line.get_ydata()) for line in read.get_lines()}
+    labels = {text.get_text(): text.get_fontweight() for text in read.get_xticklabels()}
+    assert next(iter(labels)) == "8×8"
+    assert lines["maximal"][:3] == [5184, 6400, 9216]
+    assert [label for label, weight in labels.items() if weight == "bold"] == ["64×64"]
+    assert "the sample itself, 4 KiB" in [text.get_text() for text in read.texts]
 
 
-def test_plan_info_marks_the_choice_and_climbs_the_ladder():
+def test_plan_info_marks_the_choice_and_knows_the_best_of_each_size():
     answer = plan()
     info = plan_info(answer)
     assert info.samples_per_second[info.chosen] == answer.samples_per_second
-    assert info.chosen in info.ladder
-    sizes = [info.chunk_bytes[place] for place in info.ladder]
+    assert info.chosen in info.best
+    sizes = [info.chunk_bytes[place] for place in info.best]
     assert sizes == sorted(sizes)
     assert len(info.chunk_bytes) == len(answer.candidates)
 
@@ -70,7 +77,7 @@ def test_plan_info_reads_as_a_batch_reads_and_knows_what_binds():
 
 
 class Given(NamedTuple):
-    """A measurement as `kit.measure_reading` tells it."""
+    """A measurement as `kit.data.measure_reading` tells it."""
 
     chunk: tuple
     samples_per_second: float
@@ -81,7 +88,8 @@ def measured(answer):
     """Of the plan's own layout, of the smallest, and of one that it does not consider."""
     return [
         Given(answer.chunk, 100.0, answer.samples_per_second),
-        Given(answer.ladder[0].chunk, 7.0, answer.ladder[0].samples_per_second), Given((5, 7, 11), 50.0, 40.0),
+        Given(answer.best_by_size[0].chunk, 7.0, answer.best_by_size[0].samples_per_second),
+        Given((5, 7, 11), 50.0, 40.0),
     ]  # fmt: skip
 
 
@@ -90,7 +98,7 @@ def test_measured_speeds_stand_at_their_size_beside_their_prediction_and_ratio()
     info = plan_info(answer, measured(answer))
     assert info.measured == (
         (answer.chunk_bytes, 100.0, answer.samples_per_second),
-        (answer.ladder[0].chunk_bytes, 7.0, answer.ladder[0].samples_per_second),
+        (answer.best_by_size[0].chunk_bytes, 7.0, answer.best_by_size[0].samples_per_second),
         (5 * 7 * 11 * 2, 50.0, 40.0),
     )
     assert info.measured[2].ratio == 1.25
@@ -122,7 +130,7 @@ def test_layouts_that_do_not_fit_are_drawn_as_such():
     answer = plan(order="block", pattern={"window_bytes": 1 << 22})
     info = plan_info(answer)
     assert "does not fit" in info.bounds
-    assert "does not fit" in svg(plan_figure(info), "plan")
+    assert "does not fit" in svg(chunk_figure(answer), "plan")
 
 
 def drawn_labels(axis):
@@ -154,7 +162,7 @@ def test_every_text_lies_inside_the_picture_and_no_tick_label_covers_another(nam
 @pytest.mark.parametrize("name", [name for name in SUBJECTS if name.startswith("plan") and "one" not in name])
 def test_every_ratio_lies_inside_its_axes_at_the_smallest_and_the_largest_size(name):
     answer = SUBJECTS[name]()
-    ends = [Given(cost.chunk, 1.3 * cost.samples_per_second, cost.samples_per_second) for cost in answer.ladder]
+    ends = [Given(cost.chunk, 1.3 * cost.samples_per_second, cost.samples_per_second) for cost in answer.best_by_size]
     chart = chunk_figure(answer, measured=[ends[0], ends[-1]])
     chart.draw_without_rendering()
     frame = chart.axes[0].get_window_extent()
@@ -164,24 +172,19 @@ def test_every_ratio_lies_inside_its_axes_at_the_smallest_and_the_largest_size(n
         assert frame.y0 <= box.y0 < box.y1 <= frame.y1
 
 
-def test_info_can_be_drawn_on_its_own():
-    assert len(chunk_table_figure(chunk_table_info(chunk_table((64, 64), SIDES))).axes) == 2
-    assert len(plan_figure(plan_info(plan())).axes) == 3
-
-
 def test_a_chart_names_the_choice_and_the_lines():
-    text = svg(plan_figure(plan()), "plan")
+    text = svg(chunk_figure(plan()), "plan")
     assert "samples/s predicted" in text
     assert "this plan" in text
-    text = svg(chunk_table_figure(chunk_table((64, 64), SIDES)), "table")
+    text = svg(chunk_figure(chunk_table((64, 64), SIDES)), "table")
     assert all(word in text for word in ("maximal", "random offsets", "minimal", "64×64", "4 MiB"))
 
 
 def test_planning_and_charts_load_neither_torch_nor_pyplot_nor_matplotlib_before_it_is_needed():
     code = (
-        "import sys; import kit.chunks.reasons, kit.charts.chunks, kit.charts.style\n"
+        "import sys; import kit.chunks.table, kit.charts.chunks, kit.charts.style\n"
         "assert not {'torch', 'matplotlib', 'numpy', 'zarr'} & set(sys.modules), 'on import'\n"
-        "kit.charts.chunks.chunk_figure(kit.chunks.reasons.chunk_table((8,), [4, 8]))\n"
+        "kit.charts.chunks.chunk_figure(kit.chunks.table.chunk_table((8,), [4, 8]))\n"
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules), 'on drawing'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)

@@ -48,7 +48,7 @@ def test_a_file_leaves_nothing_open_and_is_read_back_as_the_config(small):
     assert values["trainer"]["strategy"]["class_path"] == "lightning.pytorch.strategies.DDPStrategy"
     assert (values["trainer"]["devices"], values["trainer"]["num_nodes"]) == (2, 1)
     assert re.search("# 32-true: .*CPU", committed.text)
-    assert "# 2 samples × 2 ranks × 1 micro-batches = 4 samples" in committed.text
+    assert "# 2 samples x 2 ranks x 1 micro-batches = 4 samples" in committed.text
     assert Config.load(committed.file) == small == kit.Committed.open(committed.file).config
     carried = values["trainer"]["callbacks"][-1]["init_args"]
     assert carried["resolved"] == {"chunking.chunk": {"time": 4, "lat": 8, "lon": 8}, "chunking.shard": "none"}
@@ -148,7 +148,7 @@ def test_the_evidence_holds_what_the_trial_measured_and_how_it_differs(own, monk
 
 def test_a_trial_of_ones_own_module_needs_the_module_too(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trial = kit.fit(TinyModule, TinyData, config()).wait()
+    trial = kit.fit(config(), TinyModule, TinyData).wait()
     with pytest.raises(ConfigError, match=r"module: .*of its own.*give the same"):
         kit.commit(config(), trial)
     values = kit.commit(config(), trial, module=TinyModule, data=TinyData).values

@@ -14,7 +14,6 @@ from kit.charts.trial import loss_info
 from kit.committed.job import make_job, takes_config
 from kit.config import Config
 from kit.errors import ConfigError, MissingRowsError
-from kit.models import PoissonNMF
 from kit.train import CommittedConfig
 from kit.train.cli import CommittedCLI, check_files
 
@@ -39,7 +38,7 @@ def project(tmp_path, monkeypatch):
 def rows(project):
     """The config of topics of 96 documents in a file: 4 batches of 20, and what is left is dropped."""
     corpus = kit.Corpus(**SIZES, length=80, seed=5)
-    kit.write_rows("counts.npy", corpus.rows, corpus.shape, progress=False)
+    kit.data.write_rows("counts.npy", corpus.rows, corpus.shape, progress=False)
     return Config().replace({
         **QUICK, "name": "rows", "loader.batch_size": 20,
         "data.arguments": {"source": "counts.npy", "row_block": 4},
@@ -67,7 +66,7 @@ def events(project):
         "queries.cache_path": str(project / "cache"),
         "data.arguments": {"source": "sources.yaml", "sketch_quality": 0.25},
     })  # fmt: skip
-    features = kit.EventData(config=config, **config.data.arguments).features
+    features = kit.data.EventData(config=config, **config.data.arguments).features
     arguments = {**features.model_arguments(), "hidden_dim": 16, "num_layers": 1}
     return config.replace({"model.target": "kit.models:SketchModel", "model.arguments": arguments})
 
@@ -81,9 +80,9 @@ def said(committed):
 @pytest.mark.slow
 def test_two_ranks_read_rows_with_the_settings_that_their_trial_had(rows):
     config = rows.replace({"hardware.devices": 2, "hardware.strategy": "ddp", "loader.batch_size": 10})
-    trial = kit.fit(None, "kit:RowData", config).wait()
-    committed = kit.commit(config, trial, data="kit:RowData")
-    assert said(committed) == ({"class_path": "kit.RowData", "init_args": config.data.arguments}, {})
+    trial = kit.fit(config, None, "kit.data:RowData").wait()
+    committed = kit.commit(config, trial, data="kit.data:RowData")
+    assert said(committed) == ({"class_path": "kit.data.RowData", "init_args": config.data.arguments}, {})
     run = committed.run().wait(SECONDS)
     assert (run.steps, len(run.losses)) == (8, 8)
     parts.assert_exact(loss_info(trial, run), 8)
@@ -105,11 +104,11 @@ class Measured:
 
 def test_what_a_trial_measured_of_its_loader_travels_too(rows):
     config = rows.replace({"calibration.enabled": True})
-    job, notes = make_job(config, Measured(config, {"loader.batches_ahead": 3}), data=kit.RowData)
+    job, notes = make_job(config, Measured(config, {"loader.batches_ahead": 3}), data=kit.data.RowData)
     assert (job.resolved, notes) == ({"loader.batches_ahead": 3}, [])
     assert job.reasons["loader.batches_ahead"] == "loader calibrated: three batches ahead"
     carried = CommittedConfig(config.to_yaml(), dict(job.resolved))
-    module, data = PoissonNMF(**SIZES), kit.RowData("counts.npy")
+    module, data = kit.models.PoissonNMF(**SIZES), kit.data.RowData("counts.npy")
     trainer = Trainer(
         accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[carried],
@@ -121,9 +120,9 @@ def test_what_a_trial_measured_of_its_loader_travels_too(rows):
 
 @pytest.mark.slow
 def test_events_are_read_with_the_settings_that_their_trial_had(events, project):
-    trial = kit.fit(None, kit.EventData, events).wait()
+    trial = kit.fit(events, None, kit.data.EventData).wait()
     kept = {*(project / "cache").rglob("*.parquet")}
-    committed = kit.commit(events, trial, data=kit.EventData)
+    committed = kit.commit(events, trial, data=kit.data.EventData)
     assert said(committed)[0]["init_args"] == {"source": "sources.yaml", "sketch_quality": 0.25}
     run = committed.run().wait(SECONDS)
     parts.assert_exact(loss_info(trial, run), 8)
@@ -132,17 +131,25 @@ def test_events_are_read_with_the_settings_that_their_trial_had(events, project)
 
 def test_which_data_takes_the_config_is_read_from_its_source(project):
     (project / "mine.py").write_text(
-        "import kit\nfrom kit import RowData\n"
-        "class Mine(kit.EventData): pass\nclass Yours(RowData): pass\nclass Theirs(Yours): pass\nclass Plain: pass\n"
+        "import kit\nfrom kit.data import RowData\n"
+        "class Mine(kit.data.EventData): pass\nclass Yours(RowData): pass\nclass Theirs(Yours): pass\n"
+        "class Plain: pass\n"
     )
-    takes = ("kit:RowData", "kit:EventData", "kit.data.rows.loader:RowData", "mine:Mine", "mine:Yours", "mine:Theirs")
+    takes = (
+        "kit.data:RowData",
+        "kit.data:EventData",
+        "kit.data.rows.loader:RowData",
+        "mine:Mine",
+        "mine:Yours",
+        "mine:Theirs",
+    )
     assert all(takes_config(target) for target in takes)
     others = ("mine:Plain", "kit.testing:TinyData", "kit.data.patches.module:PatchData")
     assert not any(takes_config(target) for target in others)
 
 
 def test_without_a_committed_config_data_keeps_what_it_was_given(rows):
-    data = kit.RowData("counts.npy", batch_size=7)
+    data = kit.data.RowData("counts.npy", batch_size=7)
     assert data.committed is None
     next(iter(data))
     assert (data.order().batch_size, data.config.training.seed) == (7, Config().training.seed)
@@ -150,16 +157,16 @@ def test_without_a_committed_config_data_keeps_what_it_was_given(rows):
 
 
 def test_an_argument_that_rows_do_not_take_is_refused_before_anything_is_read(rows):
-    committed = kit.commit(rows, data="kit:RowData")
+    committed = kit.commit(rows, data="kit.data:RowData")
     committed.file.write_text(committed.text.replace("row_block: 4", "row_blok: 4"))
-    says = r"data.init_args.row_blok: kit.RowData takes no such.*did you mean row_block"
+    says = r"data.init_args.row_blok: kit.data.RowData takes no such.*did you mean row_block"
     with pytest.raises(ConfigError, match=says):
         check_files(["fit", "--config", str(committed.file)])
 
 
 def test_rows_that_are_not_there_are_said_as_kit_says_it(rows, project, monkeypatch):
-    committed = kit.commit(rows, data="kit:RowData")
+    committed = kit.commit(rows, data="kit.data:RowData")
     (project / "counts.npy").rename(project / "count.npy")
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # which Lightning sets
-    with pytest.raises(MissingRowsError, match=r"counts\.npy .*not exist.* count\.npy\?"):
+    with pytest.raises(MissingRowsError, match=r"counts\.npy .*not exist.*'count\.npy'\?"):
         CommittedCLI(args=["fit", "--config", str(committed.file)])

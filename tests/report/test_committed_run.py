@@ -10,7 +10,7 @@ import pytest
 
 import kit
 from kit.charts.trial import Losses, loss_figure, loss_info
-from kit.checkpoints.uploading import Parcels
+from kit.checkpoints.uploading import BundleStore
 from kit.errors import ConfigError, HardwareError, TrialError
 from kit.machine.endpoints import VARIABLE
 
@@ -113,7 +113,7 @@ def test_on_another_machine_the_same_file_goes_on_from_the_copy_of_its_last_chec
     assert info.difference(info.runs[1]) == 0
     assert f"over {16 - run.first_batch} batches" in info.sentence
     assert "Restored all states" in capsys.readouterr().out
-    assert [parcel.name for parcel in Parcels.open(url).all()] == ["last.ckpt"]
+    assert [bundle.name for bundle in BundleStore.open(url).all()] == ["last.ckpt"]
 
 
 # -- the chart

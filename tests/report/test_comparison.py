@@ -8,7 +8,7 @@ from made_runs import COMPLETE, make_run
 
 import kit
 from kit.errors import ConfigError, KitError, TrialError
-from kit.studies.compare import Comparison, Figure, RunGroup, compare
+from kit.studies.comparison import Comparison, Figure, RunGroup, compare
 from kit.testing import TinyData, TinyModule
 
 
@@ -77,7 +77,7 @@ def test_what_nobody_measured_is_no_column(comparison):
 
 
 def test_the_chart_has_a_panel_for_each_quantity_and_a_row_for_each_group(comparison):
-    panels = kit.comparison_figure(comparison).axes
+    panels = comparison.figure().axes
     assert [axes.get_title(loc="left") for axes in panels] == ["samples/s", "data wait", "host RSS"]
     assert [label.get_text() for label in panels[0].get_yticklabels()] == ["one", "wide", "two"]
     assert [len(line.get_xdata()) for line in panels[0].lines] == [3, 2], "single runs have no dots"
@@ -87,40 +87,42 @@ def test_the_chart_has_a_panel_for_each_quantity_and_a_row_for_each_group(compar
 
 
 def test_runs_of_one_config_are_repeats_wherever_they_are_kept(config, tmp_path):
-    trials = [kit.fit(TinyModule, TinyData, config(max_steps=4)).wait() for _ in range(2)]
-    elsewhere = kit.fit(TinyModule, TinyData, config(max_steps=4, folder=str(tmp_path / "more"))).wait()
-    longer = kit.fit(TinyModule, TinyData, config(max_steps=5)).wait()
-    found = kit.compare(*trials, elsewhere.run_directory, longer, names=["short"])
+    trials = [kit.fit(config(max_steps=4), TinyModule, TinyData).wait() for _ in range(2)]
+    elsewhere = kit.fit(config(max_steps=4, folder=str(tmp_path / "more")), TinyModule, TinyData).wait()
+    longer = kit.fit(config(max_steps=5), TinyModule, TinyData).wait()
+    found = kit.studies.compare(*trials, elsewhere.run_directory, longer, names=["short"])
     assert [(group.name, len(group.rows)) for group in found.groups] == [("short", 3), ("experiment", 1)]
     assert list(found.differences) == ["trial.max_steps"]
     assert any("seed 13" in text for text in found.sentences)
-    whole = kit.compare(config().trial.folder)
+    whole = kit.studies.compare(config().trial.folder)
     assert [len(group.rows) for group in whole.groups] == [2, 1]
-    assert len(kit.compare(kit.results(config().trial.folder)[:2]).groups) == 2
+    assert len(kit.studies.compare(kit.results(config().trial.folder)[:2]).groups) == 2
 
 
 def test_before_and_after_a_change_stand_apart_though_their_config_is_the_same(config):
-    tried = kit.try_change(TinyModule, TinyData, config(max_steps=4), new_module=lambda: TinyModule(width=8), repeats=2)
-    found = kit.compare(tried)
+    tried = kit.studies.try_change(
+        config(max_steps=4), TinyModule, TinyData, new_module=lambda: TinyModule(width=8), repeats=2
+    )
+    found = kit.studies.compare(tried)
     assert [group.name for group in found.groups] == ["before", "after"]
     assert found.differences == {}
     assert any(re.search("configs .*same: module or data", text) for text in found.sentences)
 
 
 def test_a_trial_that_failed_is_named(config):
-    trial = kit.fit("kit.testing:FaultyModule", TinyData, config().replace({"model.arguments": {"seconds": 0.0}}))
+    trial = kit.fit(config().replace({"model.arguments": {"seconds": 0.0}}), "kit.testing:FaultyModule", TinyData)
     with pytest.raises(TrialError):
         trial.wait()
-    found = kit.compare(trial)
+    found = kit.studies.compare(trial)
     assert any(text.startswith(f"{trial.name}: failed") for text in found.sentences)
     assert found.rows[0][-1] == "–"
 
 
 def test_nothing_to_compare_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no runs"):
-        kit.compare(tmp_path)
+        kit.studies.compare(tmp_path)
     with pytest.raises(TrialError, match="does not exist"):
-        kit.compare(tmp_path / "nowhere")
+        kit.studies.compare(tmp_path / "nowhere")
 
 
 class Broken(TinyModule):
@@ -150,8 +152,8 @@ def test_a_run_that_failed_early_is_grouped_with_its_own_module_only(tmp_path, m
             (tmp_path / "fixed").touch()
             continue
         with contextlib.suppress(TrialError):
-            kit.fit(module, TinyData, config).wait()
-    groups = kit.compare("runs").groups
+            kit.fit(config, module, TinyData).wait()
+    groups = kit.studies.compare("runs").groups
     states = [[row["state"] for row in group.rows] for group in groups]
     assert states == [["COMPLETE"], ["FAILED"], ["FAILED", "COMPLETE"]]
 

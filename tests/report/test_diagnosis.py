@@ -75,7 +75,7 @@ def test_a_healthy_trial_gets_a_clean_bill_and_hears_what_it_was_asked():
     assert diagnosis.findings == ()
     assert diagnosis.headline.startswith("Nothing found: ")
     assert len(diagnosis.values) + len(diagnosis.unasked) == len(RULES)
-    assert re.search("not told: .*PyTorch trace", diagnosis.table)
+    assert re.search("unknown: .*PyTorch trace", diagnosis.table)
     assert "thresholds and sources" in diagnosis._repr_html_()
 
 
@@ -235,7 +235,7 @@ class Slow(Dataset):
 
 
 def test_a_slow_transform_is_found_in_a_real_trial_and_can_be_tried(config):
-    trial = kit.fit(TinyModule, Slow(), config(max_steps=8, warmup_steps=3)).wait()
+    trial = kit.fit(config(max_steps=8, warmup_steps=3), TinyModule, Slow()).wait()
     diagnosis = diagnose(trial)
     assert {"Python in the data", "no prefetch", "waiting for data"} <= set(diagnosis.names)
     assert diagnosis.roofline.bound == "data"
@@ -253,13 +253,13 @@ def test_a_config_is_run_and_then_diagnosed(own):
 
 
 def test_a_run_directory_is_as_good_as_its_trial(config):
-    trial = kit.fit(TinyModule, TinyData, config(max_steps=6, warmup_steps=3)).wait()
+    trial = kit.fit(config(max_steps=6, warmup_steps=3), TinyModule, TinyData).wait()
     first, second = diagnose(trial, peaks=False), diagnose(trial.run_directory, peaks=False)
     assert first.values == second.values
 
 
 def test_two_ranks_are_judged_together(config):
-    trial = kit.fit(TinyModule, TinyData, config(ranks=2, max_steps=8, warmup_steps=3)).wait()
+    trial = kit.fit(config(ranks=2, max_steps=8, warmup_steps=3), TinyModule, TinyData).wait()
     found = diagnose(trial, peaks=False)
     assert set(found.evidence.rank_seconds) == {0, 1}
     assert found.evidence.work.samples == 8
@@ -269,14 +269,14 @@ def test_two_ranks_are_judged_together(config):
 
 def test_a_profile_answers_the_rules_that_ask_for_one(config, tmp_path):
     settings = config(max_steps=8, warmup_steps=2).replace({"profiler.folder": str(tmp_path / "profiles")})
-    profile = kit.profile(TinyModule, Slow(), settings).wait()
-    diagnosis = diagnose(TinyModule, Slow(), settings, peaks=False, profile=profile)
+    profile = kit.studies.profile(settings, TinyModule, Slow()).wait()
+    diagnosis = diagnose(settings, TinyModule, Slow(), peaks=False, profile=profile)
     assert diagnosis["idle gaps"].sentence.endswith("data loading.")
     assert "many tiny calls" in diagnosis.values
 
 
 def test_a_trial_of_warm_up_steps_only_cannot_be_diagnosed(config):
-    trial = kit.fit(TinyModule(seconds=0.2), TinyData, config(max_steps=4000, warmup_steps=3000))
+    trial = kit.fit(config(max_steps=4000, warmup_steps=3000), TinyModule(seconds=0.2), TinyData)
     wait_until(lambda: (trial.poll(), trial.steps)[1])
     trial.stop()
     trial.wait()
@@ -285,7 +285,7 @@ def test_a_trial_of_warm_up_steps_only_cannot_be_diagnosed(config):
 
 
 def test_a_failed_trial_is_not_diagnosed(config):
-    trial = kit.fit("kit.testing:FaultyModule", TinyData, config().replace({"model.arguments": {"faults": {}}}))
+    trial = kit.fit(config().replace({"model.arguments": {"faults": {}}}), "kit.testing:FaultyModule", TinyData)
     trial.wait()
     missing = Config().replace({"data.url": "nowhere.zarr"})
     with pytest.raises(kit.KitError, match=r"nowhere\.zarr"):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import COMPLETE, make_run
 
-from kit.records.results import Results, as_csv, results, write
-from kit.records.row import COLUMNS, MAPPINGS
+from kit.records.results import Results, as_csv, results
+from kit.records.row import COLUMNS, MAPPINGS, write
 
 PLAIN = [name for name in COLUMNS if name not in MAPPINGS]
 EMPTY = {**dict.fromkeys(COLUMNS), "versions": {}, "config": {}}

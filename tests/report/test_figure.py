@@ -6,9 +6,11 @@ import threading
 from xml.etree import ElementTree
 
 import matplotlib as mpl
+import matplotlib.image
+import numpy as np
 import pytest
 
-from kit.charts.style import BLUE, INK, PAPER, add_axes, drawing, figure, png, svg
+from kit.charts.style import BLUE, INK, PAPER, add_axes, drawing, figure, png, still, svg
 
 
 @pytest.fixture
@@ -66,6 +68,24 @@ def test_png_is_a_picture_on_white_of_the_size_asked_for(chart):
     picture = Image.open(io.BytesIO(png(chart)))
     assert picture.size == (640, 260)
     assert picture.convert("RGBA").getpixel((1, 1)) == (255, 255, 255, 255)
+
+
+def luminance(pixels):
+    """As WCAG defines it."""
+    linear = np.where(pixels <= 0.04045, pixels / 12.92, ((pixels + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
+def test_a_still_has_no_background_and_reads_on_white_and_on_black(chart):
+    pixels = mpl.image.imread(io.BytesIO(still(chart)))
+    assert pixels.shape == (260, 640, 4)
+    assert pixels[0, 0, 3] == 0
+    letters = pixels[(pixels[..., 3] == 1) & (np.ptp(pixels[..., :3], axis=-1) < 0.01)]
+    assert len(letters), "solid grey: axes and letters"
+    grey = luminance(letters[0, :3])
+    assert min(1.05 / (grey + 0.05), (grey + 0.05) / (luminance(np.full(3, 0x11 / 255)) + 0.05)) > 4
+    ink = np.array([int(INK[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    assert not (np.abs(pixels[..., :3] - ink) < 0.01).all(axis=-1).any()
 
 
 def test_a_chart_is_drawn_alike_whatever_style_the_user_has_switched_on(chart):

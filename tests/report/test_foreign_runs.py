@@ -55,10 +55,10 @@ def page(directory):
 READERS = {
     "trial": lambda run: repr(kit.Trial.open(run)) + kit.Trial.open(run)._repr_html_(),
     "results": lambda run: repr(kit.results(run.parent)),
-    "compare": lambda run: repr(kit.compare(run.parent)),
+    "compare": lambda run: repr(kit.studies.compare(run.parent)),
     "report": page,
-    "timing": lambda run: repr(kit.timing(kit.Trial.open(run))),
-    "diagnose": lambda run: repr(kit.diagnose(run, peaks=False)),
+    "timing": lambda run: repr(kit.studies.timing(kit.Trial.open(run))),
+    "diagnose": lambda run: repr(kit.studies.diagnose(run, peaks=False)),
     "predict run": lambda run: repr(predict_run([run], devices=[1, 2], epochs=1, samples_per_epoch=100)),
 }
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_SECONDS
 
-import kit
 from kit.charts import style as look
 from kit.charts.pipeline import MOST_RANKS, draw_pipeline, pipeline_figure
 from kit.errors import TrialError
@@ -40,23 +39,23 @@ def test_a_trial_of_kits_own_loader_draws_every_row_and_the_wire(own, ranks, wor
     chart = pipeline_figure(trial)
     assert words(chart)[0] == info.finding
     assert re.search("store: at most .*", titles(chart)[2])
-    assert look.png(kit.pipeline_figure(Trial.open(trial.run_directory))) == look.png(chart)
+    assert look.png(Trial.open(trial.run_directory).figure("pipeline")) == look.png(chart)
     assert look.png(pipeline_figure(str(trial.run_directory))) == look.png(chart)
 
 
 def test_a_trial_of_another_loader_draws_without_the_wire(config):
-    trial = fit("kit.testing:TinyModule", "kit.testing:TinyData", config()).wait(SECONDS)
+    trial = fit(config(), "kit.testing:TinyModule", "kit.testing:TinyData").wait(SECONDS)
     chart = pipeline_figure(trial)
     assert len(chart.axes) == 2
     assert "loader start-up" in words(chart)[1]
 
 
 def test_a_trial_without_a_step_and_a_part_without_one_are_refused(config):
-    trial = fit("kit.testing:TinyModule", "kit.testing:TinyData", config())
+    trial = fit(config(), "kit.testing:TinyModule", "kit.testing:TinyData")
     trial.kill()
     with pytest.raises(TrialError, match="no step .*finished"):
         pipeline_figure(trial)
-    done = fit("kit.testing:TinyModule", "kit.testing:TinyData", config()).wait(SECONDS)
+    done = fit(config(), "kit.testing:TinyModule", "kit.testing:TinyData").wait(SECONDS)
     with pytest.raises(TrialError, match="no step .*between"):
         pipeline_figure(done, seconds=(1e6, 2e6))
 

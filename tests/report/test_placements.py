@@ -39,7 +39,7 @@ def test_each_place_is_measured_beside_what_was_foreseen(tmp_path, config):
     values = np.random.default_rng(0).random((512, 512), "float32")
     file = tmp_path / "x.npy"
     np.save(file, values)
-    found = kit.placements(Weigh, file, config, device_bytes="16 MiB", page_cache_bytes="256 KiB")
+    found = kit.studies.placements(config, Weigh, file, device_bytes="16 MiB", page_cache_bytes="256 KiB")
     names = [row.name for row in found.rows]
     assert names == [
         "x.npy on the device", "x.npy in memory", "x.npy on disk", "x.npy on disk, page cache 256 KiB",
@@ -62,14 +62,23 @@ def test_each_place_is_measured_beside_what_was_foreseen(tmp_path, config):
     assert limited.predicted_cache_bytes == 256 << 10
     if disk.measured_cache_bytes and disk.measured_cache_bytes >= values.nbytes:  # not in a file system in memory
         assert limited.measured_cache_bytes < values.nbytes
-    assert kit.placements_figure(found).axes
+    # What tells the places apart is counted: nothing, the file once, and its pages again and again.
+    assert memory.predicted_disk_bytes == 0
+    assert disk.predicted_disk_bytes in (0, file.stat().st_size), "0 in a file system in memory"
+    assert limited.measured_disk_bytes > 2 * values.nbytes
+    assert limited.disk_ratio == pytest.approx(1, abs=0.15)
+    assert memory.held_bytes == pytest.approx(values.nbytes, abs=4 << 20)
+    assert max(disk.held_bytes, limited.held_bytes) < 4 << 20
+    assert [row.moved_bytes for row in (memory, disk, limited)] == [2 * values.nbytes] * 3
+    assert sum("moved to the device" in text for text in found.sentences) == 1, "the same everywhere"
+    assert len(found.figure().axes) == 2
     assert "fits neither" in str(found)
     assert "fits neither" in found._repr_html_()
 
 
 def test_ten_times_the_rows_are_foreseen_to_take_no_more_of_the_device(tmp_path, config):
     peaks = [
-        kit.predict_memory(Weigh, kit.RowData(torch.zeros(rows, 512)), config).device_allocated_bytes
+        kit.predict_memory(config, Weigh, kit.data.RowData(torch.zeros(rows, 512))).device_allocated_bytes
         for rows in (64, 640)
     ]
     assert peaks[0] == peaks[1] > 0
@@ -85,16 +94,16 @@ def test_what_was_not_measured_has_no_ratio():
     with pytest.raises(ConfigError, match="none of a"):
         found.row("b")
     assert re.fullmatch("1 MiB .*, 10 ms .*step", found.headline)
-    assert kit.placements_figure(found).axes
+    assert found.figure().axes
 
 
 def test_arrays_of_other_shapes_are_refused_before_anything_runs(tmp_path, config):
     for name, rows in (("a", 8), ("b", 9)):
         np.save(tmp_path / f"{name}.npy", np.zeros((rows, 2), "float32"))
     with pytest.raises(ConfigError, match="same rows"):
-        kit.placements(Weigh, [tmp_path / "a.npy", tmp_path / "b.npy"], config)
+        kit.studies.placements(config, Weigh, [tmp_path / "a.npy", tmp_path / "b.npy"])
     with pytest.raises(ConfigError, match="at least one"):
-        kit.placements(Weigh, [], config)
+        kit.studies.placements(config, Weigh, [])
 
 
 def test_two_arrays_stand_in_one_table_with_what_is_said_of_each():
@@ -103,7 +112,7 @@ def test_two_arrays_stand_in_one_table_with_what_is_said_of_each():
             rows=(Placement(
                 name=f"{size} on disk", case=case, data_bytes=size << 20, step_seconds=0.01, predicted_seconds=2.0,
                 measured_seconds=1.0, predicted_host_bytes=4 << 20, measured_host_bytes=5 << 20,
-                predicted_cache_bytes=cached,
+                predicted_cache_bytes=cached, measured_disk_bytes=cached,
             ),),
             sentences=("said of both", f"{size}: {case}"),
         )
@@ -114,11 +123,12 @@ def test_two_arrays_stand_in_one_table_with_what_is_said_of_each():
     assert both.sentences == ("said of both", "1: fits the device", "8: fits neither")
     assert [row.host_ratio for row in both.rows] == [1.25, 1.25]
     page = both._repr_html_()
-    assert page.count("<table") == 2, "the page cache has its own"
+    assert page.count("<table") == 2, "what was counted has its own"
     assert page.count('<th scope="row"') == 3
     for text in (page, str(both)):
+        assert "read from the disk" in text
         assert "an epoch" in text
         assert "fits the device" in text
         assert "fits neither" in text
-    labels = [label.get_text() for label in kit.placements_figure(both).axes[0].get_yticklabels()]
+    labels = [label.get_text() for label in both.figure().axes[0].get_yticklabels()]
     assert labels == ["1 on disk\nfits the device", "8 on disk\nfits neither"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kit.charts.profile import profile_figure
+from kit.charts.pipeline import profile_figure
 from kit.errors import ConfigError, KitError, TrialError
 from kit.studies.profiling.profile import Profile, profile, profile_folder
 from kit.testing import FaultyModule, TinyData, TinyModule
@@ -33,7 +33,7 @@ def small(config, tmp_path):
 
 
 def test_one_call_makes_the_files_of_all_three_and_reads_them(small, tmp_path):
-    found = profile(Chatty, TinyData, small(), memory=True).wait()
+    found = profile(small(), Chatty, TinyData, memory=True).wait()
     folder = tmp_path / "profiler" / "mine" / "profiler_logs"
     names = {path.name for path in folder.iterdir()}
     assert names >= {f"fit-{which}_profiler_output.txt" for which in ("simple", "advanced", "pytorch")}
@@ -54,7 +54,7 @@ def test_one_call_makes_the_files_of_all_three_and_reads_them(small, tmp_path):
 
 
 def test_every_rank_has_files_of_its_own(small):
-    found = profile(TinyModule, TinyData, small(ranks=2)).wait()
+    found = profile(small(ranks=2), TinyModule, TinyData).wait()
     assert set(found.traces) == set(found.trace_files) == {0, 1}
     assert {row["rank"] for row in found.actions} == {row["rank"] for row in found.functions} == {0, 1}
     names = {path.name for path in found.files}
@@ -63,8 +63,8 @@ def test_every_rank_has_files_of_its_own(small):
 
 
 def test_an_earlier_profile_is_kept_and_both_can_be_opened(small):
-    first = profile(TinyModule, TinyData, small(), passes=["simple"]).wait()
-    second = profile(TinyModule, TinyData, small(), passes=["simple"]).wait()
+    first = profile(small(), TinyModule, TinyData, passes=["simple"]).wait()
+    second = profile(small(), TinyModule, TinyData, passes=["simple"]).wait()
     assert second.folder == first.folder
     earlier = Profile.open(first.folder.with_name("profiler_logs.1"))
     assert earlier.passes == ("simple",)
@@ -76,14 +76,14 @@ def test_an_earlier_profile_is_kept_and_both_can_be_opened(small):
 
 
 def test_a_fault_in_the_module_ends_the_profile_with_its_reason(small):
-    found = profile(lambda: FaultyModule({(0, 3): "raise"}), TinyData, small(), passes=["simple"])
+    found = profile(small(), lambda: FaultyModule({(0, 3): "raise"}), TinyData, passes=["simple"])
     with pytest.raises(TrialError, match="a scripted fault"):
         found.wait()
     assert found.state == "FAILED"
 
 
 def test_stopping_keeps_what_was_found(small):
-    found = profile(lambda: TinyModule(seconds=0.02), TinyData, small().replace({"trial.max_steps": 500}))
+    found = profile(small().replace({"trial.max_steps": 500}), lambda: TinyModule(seconds=0.02), TinyData)
     found.stop()
     found.wait()
     assert found.state == "STOPPED"
@@ -100,7 +100,7 @@ def test_stopping_keeps_what_was_found(small):
 )
 def test_what_cannot_be_profiled_is_refused_before_anything_is_made(small, tmp_path, changes, passes, said):
     with pytest.raises(ConfigError, match=said):
-        profile(TinyModule, TinyData, small().replace(changes), passes=passes)
+        profile(small().replace(changes), TinyModule, TinyData, passes=passes)
     assert not (tmp_path / "profiler").exists()
 
 
@@ -108,12 +108,12 @@ def test_a_module_that_is_not_there_is_refused_before_an_earlier_profile_is_move
     folder = profile_folder(small())
     folder.mkdir(parents=True)
     with pytest.raises(KitError, match="nowhere"):
-        profile("nowhere.at_all:Module", TinyData, small())
+        profile(small(), "nowhere.at_all:Module", TinyData)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_a_folder_without_a_profile_says_how_to_make_one(tmp_path):
-    with pytest.raises(TrialError, match=r"kit\.profile"):
+    with pytest.raises(TrialError, match=r"kit\.studies\.profile"):
         Profile.open(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""recommend: each rung of the ladder is what fits at some size, nothing is changed that need not be, and refusals."""
+"""recommend: each step is what fits at some size, nothing is changed that need not be, and refusals."""
 
 import re
 
@@ -17,14 +17,14 @@ ACCUMULATING = {"levers.accumulate_grad_batches": 2}
 
 
 def advised(config, capacity_bytes, devices=1, **target):
-    return recommend(Blocks, blocks_data, config, {"device": cpu_of(capacity_bytes), "devices": devices, **target})
+    return recommend(config, {"device": cpu_of(capacity_bytes), "devices": devices, **target}, Blocks, blocks_data)
 
 
 def needs(tried):
     return tried.estimate.total_bytes[1]
 
 
-def test_every_rung_that_needs_less_than_those_before_it_is_taken_where_it_just_fits(config):
+def test_every_step_that_needs_less_than_those_before_it_is_taken_where_it_just_fits(config):
     given = config()
     refused = advised(given, 1000)
     assert not refused.fits
@@ -44,7 +44,7 @@ def test_every_rung_that_needs_less_than_those_before_it_is_taken_where_it_just_
         least = needs(tried)
         found = advised(given, least)
         assert needs(found.chosen) <= least
-        assert found.chosen.rung == tried.rung
+        assert found.chosen.step == tried.step
         assert found.chosen.parts <= tried.parts
         assert all(not before.estimate.fits for before in found.tried[:-1])
         taken.append(found)
@@ -90,7 +90,7 @@ class ByHand(Blocks):
 
 @pytest.mark.parametrize("module", [ByHand, ByHand()], ids=["class", "instance"])
 def test_a_module_that_steps_itself_is_offered_no_accumulation(config, module):
-    refused = recommend(module, blocks_data, config().replace(HELD), cpu_of(100_000))
+    refused = recommend(config().replace(HELD), cpu_of(100_000), module, blocks_data)
     assert [tried.name for tried in refused.tried] == ["as configured"]
     assert re.search("accumulation .*left out: .*manually", str(refused))
 
@@ -101,19 +101,19 @@ def test_copies_are_preferred_until_only_shards_fit(config):
     assert copies.config.hardware.strategy == "ddp"
     assert copies.config.hardware.devices == 2
     refused = advised(given, 1000, devices=2)
-    ddp = min(needs(tried) for tried in refused.tried if tried.rung.strategy == "ddp")
+    ddp = min(needs(tried) for tried in refused.tried if tried.step.strategy == "ddp")
     shards = advised(given, ddp - 1, devices=2)
     assert shards.config.hardware.strategy == "fsdp"
-    assert "whole they do" in str(shards)
+    assert "does not fit one" in str(shards)
 
 
-def test_a_rung_that_cannot_be_had_is_passed_over_with_its_reason(config):
+def test_a_step_that_cannot_be_had_is_passed_over_with_its_reason(config):
     given = config().replace({"levers.checkpoint_blocks": ["NoSuchBlock"], **ACCUMULATING})
     found = advised(given, 1000)
     passed = [tried for tried in found.tried if tried.estimate is None]
     assert passed
-    assert all(tried.rung.checkpointing and "NoSuchBlock" in tried.note for tried in passed)
-    assert any(tried.rung.eight_bit and tried.estimate is not None for tried in found.tried)
+    assert all(tried.step.checkpointing and "NoSuchBlock" in tried.note for tried in passed)
+    assert any(tried.step.eight_bit and tried.estimate is not None for tried in found.tried)
     assert "nothing fits" in found.refusal
 
 
@@ -123,33 +123,33 @@ def test_a_rung_that_cannot_be_had_is_passed_over_with_its_reason(config):
 def test_limits_need_a_trial_and_take_the_fewest_devices_that_keep_within_them(config):
     given = config(max_steps=12, warmup_steps=2, count_work=False)
     with pytest.raises(PlanError, match="needs a trial"):
-        recommend(TinyModule, TinyData, given, {"hours": 1})
-    trial = fit(TinyModule, TinyData, given).wait()
+        recommend(given, {"hours": 1}, TinyModule, TinyData)
+    trial = fit(given, TinyModule, TinyData).wait()
     roomy = {"device": "this machine", "devices": 2, "hours": 100, "cores": 64}
-    found = recommend(TinyModule, TinyData, given, roomy, trial=trial)
-    assert found.chosen.rung.devices == 1
+    found = recommend(given, roomy, TinyModule, TinyData, trial=trial)
+    assert found.chosen.step.devices == 1
     assert found.chosen.seconds > 0
     assert found.config == given
     tight = {**roomy, "hours": 1e-9}
-    refused = recommend(TinyModule, TinyData, given, tight, trial=trial)
+    refused = recommend(given, tight, TinyModule, TinyData, trial=trial)
     assert "times the limit" in refused.refusal
     dear = {**roomy, "hours": None, "money": 1e-9, "prices": 1000.0}
-    assert "nothing keeps within" in recommend(TinyModule, TinyData, given, dear, trial=trial).refusal
+    assert "nothing keeps within" in recommend(given, dear, TinyModule, TinyData, trial=trial).refusal
     with pytest.raises(PlanError, match="no time of"):
-        recommend(TinyModule, TinyData, given, {"device": "T4", "hours": 1}, trial=trial)
+        recommend(given, {"device": "T4", "hours": 1}, TinyModule, TinyData, trial=trial)
     assert any("factors only" in text for text in _told(given, trial).reasons)
 
 
 def _told(given, trial):
-    return recommend(TinyModule, TinyData, given, "T4", trial=trial)
+    return recommend(given, "T4", TinyModule, TinyData, trial=trial)
 
 
 @pytest.mark.parametrize("target", [3.5, {"devcies": 2}, {"devices": 0}])
 def test_what_is_no_target_is_refused_before_anything_runs(config, target):
     with pytest.raises(PlanError):
-        recommend(Blocks, blocks_data, config(), target)
+        recommend(config(), target, Blocks, blocks_data)
 
 
 def test_what_is_no_config_is_refused():
     with pytest.raises(ConfigError, match="takes a Config"):
-        recommend(Blocks, blocks_data, None, "T4")
+        recommend(None, "T4", Blocks, blocks_data)

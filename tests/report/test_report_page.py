@@ -43,12 +43,12 @@ class Page(HTMLParser):
 def trials(config):
     """Two configs, one of them twice, and a trial that fails."""
     asked = config()
-    made = [kit.fit(TinyModule, TinyData, asked.replace({"name": "plain"})).wait() for _ in range(2)]
+    made = [kit.fit(asked.replace({"name": "plain"}), TinyModule, TinyData).wait() for _ in range(2)]
     more = {"name": "accumulate", "levers.accumulate_grad_batches": 2}
-    made.append(kit.fit(TinyModule, TinyData, asked.replace(more)).wait())
+    made.append(kit.fit(asked.replace(more), TinyModule, TinyData).wait())
     faulty = asked.replace({"name": "faulty", "model.arguments": {"seconds": 0.0}})
     with pytest.raises(TrialError):
-        kit.fit("kit.testing:FaultyModule", TinyData, faulty).wait()
+        kit.fit(faulty, "kit.testing:FaultyModule", TinyData).wait()
     return made
 
 
@@ -76,7 +76,7 @@ def test_a_report_says_what_was_asked_measured_and_missing(trials, config, tmp_p
         "4 trials of 3 configs", "kit.testing:TinyModule (9 parameters) on kit.testing:TinyData", "faults",
         "levers.accumulate_grad_batches", "mean ± standard deviation", "torch", "ratio",
         "1 trial did not end well", "Not shown:", "has no prediction of its memory",
-        kit.diagnose(trials[-1], peaks=False).headline,
+        kit.studies.diagnose(trials[-1], peaks=False).headline,
     ):  # fmt: skip
         assert found in text, found
     assert str(tmp_path) not in text

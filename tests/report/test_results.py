@@ -5,15 +5,19 @@ import io
 import json
 import os
 import re
+import threading
+from collections import Counter
 
 import pytest
 from made_runs import COMPLETE, make_run
 
 from kit.errors import ConfigError
 from kit.events import EventWriter
-from kit.records.results import MOST_ROWS, Results, results
+from kit.records.ratios import LARGEST_ERROR_FRACTION, LEAST_BATCHES, SPEED, doubt, doubt_note
+from kit.records.results import KINDS, MOST_ROWS, UNDER_WAY, Results, differences, results
 from kit.records.row import COLUMNS
-from kit.trial.directory import RunPaths
+from kit.trial.directory import CALIBRATIONS, RunPaths
+from kit.trial.submit import notebook_here
 
 
 def test_a_complete_run_is_one_row_of_measurements(tmp_path):
@@ -113,7 +117,7 @@ def test_html_escapes_what_a_run_says(tmp_path):
 
 
 def test_the_ratio_is_measured_over_predicted(tmp_path):
-    counters = {"samples": 10, "requests": 40, "bytes_read": 1}
+    counters = {"samples": 160, "requests": 640, "bytes_read": 1}
     make_run(tmp_path, end=COMPLETE, counters=counters, predicted={"requests_per_sample": 2.0})
     (row,) = results(tmp_path)
     assert row["requests_per_sample_ratio"] == pytest.approx(2)
@@ -206,3 +210,154 @@ def test_no_secret_is_in_a_row(tmp_path):
     assert found[0]["config"]["data.arguments"]["tokens"] == 3
     assert found[0]["config"]["data.arguments"]["key"] == "sst"
     assert found[0]["message"] == "no s3://b/c"
+
+
+def test_what_differs_between_trials_of_one_experiment_is_said_in_words(tmp_path):
+    for changes in ({"trial.max_steps": 9}, {"levers.gradient_checkpointing": True}, {"loader.batch_size": 4}):
+        make_run(tmp_path, changes, end=COMPLETE)
+    make_run(tmp_path, {"name": "alone", "training.max_epochs": 7}, end=COMPLETE)
+    found = results(tmp_path)
+    words = dict(zip([row["run"] for row in found], differences(found), strict=True))
+    by_steps = {row["config"]["trial.max_steps"]: words[row["run"]] for row in found if row["name"] != "alone"}
+    assert "max steps 9" in by_steps[9]
+    assert any("gradient checkpointing on" in text for text in words.values())
+    assert not any("batch" in text for text in words.values()), "it has a column"
+    (alone,) = (words[row["run"]] for row in found if row["name"] == "alone")
+    assert alone == "–", "nothing of its experiment differs from it"
+    assert "what differs" in repr(found)
+    assert "what differs" not in repr(found.where(name="alone"))
+
+
+def test_many_differences_are_counted(tmp_path):
+    make_run(tmp_path, end=COMPLETE)
+    many = {"training.seed": 5, "trial.max_steps": 9, "trial.warmup_steps": 1}
+    many |= {"loader.num_workers": 1, "loader.requests_in_flight": 5, "training.max_epochs": 2}
+    make_run(tmp_path, many, end=COMPLETE)
+    assert all(text.endswith("2 more") for text in differences(results(tmp_path)))
+
+
+def test_a_pass_of_a_profiler_says_so_and_is_compared_with_its_like(tmp_path):
+    make_run(tmp_path, end=COMPLETE)
+    watched = make_run(tmp_path, {"trial.predict_memory": False}, end=COMPLETE)
+    note(watched, profile={"pass": "simple", "folder": "x"})
+    found = results(tmp_path, kind="all")
+    assert sorted(row["profiler"] or "" for row in found) == ["", "simple"]
+    assert "profile (simple)" in repr(found)
+    assert "what differs" not in repr(found)
+
+
+def note(run, **fields):
+    """Write more into the environment of a run that has ended."""
+    run.environment.write_text(json.dumps({**json.loads(run.environment.read_text()), **fields}))
+
+
+def test_what_is_no_trial_is_counted_below_and_shown_when_asked_for(tmp_path):
+    plain = make_run(tmp_path, end=COMPLETE)
+    assert "not shown" not in repr(results(tmp_path))
+    note(make_run(tmp_path, end=COMPLETE), kind="repeat")
+    note(make_run(tmp_path, end=COMPLETE), profile={"pass": "simple", "folder": "x"})
+    note(make_run(tmp_path / CALIBRATIONS, end=COMPLETE), job="calibrate")
+    found = results(tmp_path)
+    assert [row["run"] for row in found] == [plain.directory.name]
+    for shown in (repr(found), found._repr_html_()):
+        assert all(words in shown for words in ("1 repeat", "1 pass of", "1 calibration", "kind="))
+    assert Counter(row["kind"] for row in results(tmp_path, kind="all")) == dict.fromkeys(KINDS, 1)
+    assert [row["kind"] for row in results(tmp_path, kind="profile")] == ["profile"]
+    assert "not shown" not in repr(results(tmp_path, kind="all"))
+    with pytest.raises(ConfigError, match="did you mean 'repeat'"):
+        results(tmp_path, kind="repeats")
+
+
+def test_trials_of_an_experiment_and_of_a_notebook_are_told_apart(tmp_path):
+    for name, notebook in (("a", "one.ipynb"), ("b", "one.ipynb"), ("b", notebook_here())):
+        note(make_run(tmp_path, {"name": name}, end=COMPLETE), notebook=notebook)
+    assert len(results(tmp_path, name="b")) == 2
+    assert [row["name"] for row in results(tmp_path, notebook="one.ipynb")] == ["b", "a"]
+    assert [row["name"] for row in results(tmp_path, name="b", notebook="this")] == ["b"]
+
+
+def speeds(tmp_path, *milliseconds):
+    """Trials of the same, one after another, of so long a step each."""
+    for number, each in enumerate(milliseconds):
+        made = make_run(tmp_path, {"trial.max_steps": 14}, steps=14, end=COMPLETE, step_seconds=each / 1000)
+        os.utime(made.marker, (1000 + number, 1000 + number))
+    return [*reversed(results(tmp_path))]
+
+
+def test_speed_is_predicted_by_earlier_trials_of_the_same(tmp_path):
+    first, second, third = speeds(tmp_path, 100, 110, 105)
+    assert first["samples_per_second_predicted"] is None
+    assert second["samples_per_second_predicted"] == pytest.approx(120)
+    assert second["samples_per_second_ratio"] == pytest.approx(100 / 110)
+    assert third["samples_per_second_predicted"] == pytest.approx((120 + 12 / 0.11) / 2)
+    assert third["ratio_notes"] is None
+    assert "samples/s predicted" in repr(results(tmp_path))
+    make_run(tmp_path, {"trial.max_steps": 14, "loader.num_workers": 1}, steps=14, end=COMPLETE)
+    assert results(tmp_path)[0]["samples_per_second_predicted"] is None, "other settings"
+
+
+def test_a_speed_far_from_that_of_the_trial_before_is_explained(tmp_path):
+    _, slower = speeds(tmp_path, 100, 200)
+    assert "2.00 times" in slower["ratio_notes"]
+    assert slower["ratio_notes"] in repr(results(tmp_path))
+
+
+def test_too_few_batches_and_uneven_ones_have_no_ratio_but_a_reason(tmp_path):
+    predicted, counters = {"requests_per_sample": 2.0}, {"samples": 32, "requests": 64}
+    for _ in range(2):
+        make_run(tmp_path, end=COMPLETE, predicted=predicted, counters=counters)
+    found = results(tmp_path)
+    assert (found[0]["measured_batches"], found[0]["batches_read"]) == (4, 2)
+    assert (found[0]["samples_per_second_ratio"], found[0]["requests_per_sample_ratio"]) == (None, None)
+    assert "too few batches" in repr(found)
+    assert f"fewer than {LEAST_BATCHES}" in repr(found)
+    uneven = {**found[0], "measured_batches": 99, "samples_per_second_error_fraction": 2 * LARGEST_ERROR_FRACTION}
+    assert doubt(uneven, SPEED) == "too uneven"
+    assert "chance" in doubt_note("too uneven")
+
+
+def test_requests_far_from_predicted_are_explained_by_what_was_counted(tmp_path):
+    reads = {"samples": 1600, "requests": 1600}
+    reasons = {
+        "warm cache": {"read_cache_hits": 60, "read_cache_misses": 40},
+        "shared": {"cache_hits": 60, "cache_misses": 40},
+        "absent": {"chunks_filled": 60, "chunks_decoded": 40},
+        "nothing": {},
+    }
+    for name, counts in reasons.items():
+        make_run(tmp_path / name, end=COMPLETE, predicted={"requests_per_sample": 2.0}, counters={**reads, **counts})
+        (row,) = results(tmp_path / name)
+        assert row["requests_per_sample_ratio"] == pytest.approx(0.5)
+        assert name in row["ratio_notes"]
+        assert ("60%" in row["ratio_notes"]) == bool(counts)
+    failing = {"samples": 1600, "requests": 4800, "retries": 2400}
+    make_run(tmp_path / "more", end=COMPLETE, predicted={"requests_per_sample": 2.0}, counters=failing)
+    assert "sent again" in results(tmp_path / "more")[0]["ratio_notes"]
+    make_run(tmp_path / "near", end=COMPLETE, predicted={"requests_per_sample": 1.1}, counters=reads)
+    assert results(tmp_path / "near")[0]["ratio_notes"] is None
+
+
+def test_a_prediction_that_is_being_made_is_waited_for(tmp_path, capsys):
+    made = make_run(tmp_path / "runs", end=COMPLETE)
+    making = make_run(tmp_path / "making")
+    made.predicting.write_text(str(making.directory))
+    found = results(tmp_path / "runs", patience_seconds=0)
+    assert found[0]["prediction"] == UNDER_WAY
+    assert UNDER_WAY in repr(found)
+
+    def answer():
+        while "waiting" not in "".join(said):
+            said.append(capsys.readouterr().out)
+        made.write_prediction({"device_allocated_bytes": 1000, "device_reserved_bytes": 2000, "complete": True})
+
+    said = []
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert results(tmp_path / "runs")[0]["device_allocated_bytes_predicted"] == 1000
+    thread.join()
+    assert made.directory.name in "".join(said)
+    made.prediction.unlink()
+    writer = EventWriter(making.supervisor_events, -1)
+    writer.write("trial_ended", **COMPLETE, cause=None)
+    writer.close()
+    assert results(tmp_path / "runs")[0]["prediction"] is None, "it ended without an answer"

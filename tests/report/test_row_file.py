@@ -44,7 +44,7 @@ def test_a_kept_row_is_read_and_nothing_else(tmp_path, monkeypatch):
 
 
 def test_the_row_of_a_trial_is_in_its_directory_when_it_has_ended(config):
-    trial = kit.fit(TinyModule, TinyData, config()).wait()
+    trial = kit.fit(config(), TinyModule, TinyData).wait()
     kept = json.loads(trial.paths.row.read_text())["row"]
     (row,) = kit.results(config().trial.folder)
     assert kept == row

@@ -128,7 +128,7 @@ class Slow(TinyModule):
 
 
 def test_a_trial_of_any_module_and_data_tells_where_its_time_went(config):
-    trial = fit(Slow, TinyData, config()).wait()
+    trial = fit(config(), Slow, TinyData).wait()
     found = timing(trial.run_directory)
     assert all(row["forward_seconds"] >= 0.01 for row in found.rows), "what a step sleeps is in its forward pass"
     most = max(found.shares, key=found.shares.get)
@@ -137,7 +137,7 @@ def test_a_trial_of_any_module_and_data_tells_where_its_time_went(config):
 
 
 def test_a_trial_without_a_step_has_nothing_to_tell(config):
-    trial = fit(FailsAtOnce, TinyData, config())
+    trial = fit(config(), FailsAtOnce, TinyData)
     wait_until(lambda: trial.poll() == "FAILED")
     with pytest.raises(TrialError, match="no step .*finished"):
         timing(trial)

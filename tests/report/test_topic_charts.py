@@ -7,11 +7,13 @@ import sys
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from topic_model import charts
+from topic_model import topics as model
 
-import kit
-from kit.charts.rows import structure_info, terms_info, topic_colours
 from kit.errors import ConfigError
-from kit.models.topic_recovery import Topics
+
+Topics, structure_info, terms_info = model.Topics, charts.structure_info, charts.terms_info
+topic_colours = charts.topic_colours
 
 
 def topics(documents=2000, count=8, terms=40):
@@ -48,7 +50,7 @@ def test_terms_without_a_name_or_none_at_all_are_refused(count, names):
 @pytest.mark.parametrize("count", [1, 8, 33])
 def test_figures_of_any_number_of_topics_are_drawn_and_none_is_left_open(count):
     found = topics(documents=100, count=count)
-    for figure in (kit.structure_figure(found), kit.terms_figure(found)):
+    for figure in (found.figure("structure"), found.figure("terms")):
         assert figure._repr_png_()[0].startswith(b"\x89PNG")
     pyplot = sys.modules.get("matplotlib.pyplot")
     assert pyplot is None or not pyplot.get_fignums()
@@ -62,6 +64,6 @@ def test_the_first_twenty_four_topics_have_colours_of_their_own():
 def test_eight_topics_are_told_apart_and_stand_in_two_rows_of_four():
     parts = [to_rgb(colour) for colour in topic_colours(8)]
     assert min(math.dist(one, other) for one, other in itertools.combinations(parts, 2)) > 0.25
-    lefts = [round(axes.get_position().x0, 3) for axes in kit.terms_figure(topics(count=8)).axes]
+    lefts = [round(axes.get_position().x0, 3) for axes in topics(count=8).figure("terms").axes]
     assert len(set(lefts)) == 4
     assert lefts[:4] == lefts[4:]

@@ -1,17 +1,27 @@
 """The numbers behind the chart of a trial, and that the chart keeps its place while it fills."""
 
+import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.charts.trial import TrialChart, byte_limit, memory_info, rate_limit, step_limit, throughput_info, trial_figure
+from kit.charts.trial import TrialChart, byte_limit, memory_band, rate_limit, step_limit, trial_figure
 from kit.config import Config
-from kit.records.trace import LARGEST_SERIES, PHASE_LABELS, PHASES, Trace
+from kit.memory.replay.cards import DeviceTarget
+from kit.memory.replay.estimate import estimate as estimated
+from kit.memory.replay.replay import Recording
+from kit.records.ratios import SpeedRange
+from kit.records.trace import LARGEST_SERIES, PHASE_LABELS, PHASES, Trace, memory_info, throughput_info
 
 MIB, GIB = 1 << 20, 1 << 30
+CPU = DeviceTarget(
+    name="this machine", capacity_bytes=8 * GIB, device_kind="cpu", capability=None,
+    outside_bytes=(64 * MIB, 512 * MIB), cublas_workspace_bytes=0, reasons=(),
+)  # fmt: skip
 CONFIG = Config().replace({"trial.max_steps": 10, "trial.warmup_steps": 2})
 
 
@@ -175,9 +185,46 @@ def test_a_png_stands_alone():
 def test_the_legend_names_what_a_trial_can_spend_time_on(world_size, every, absent):
     chart = TrialChart(CONFIG.replace({"trial.validate_every_steps": every}), world_size)
     named = {text.get_text() for text in chart.figure.legends[-1].get_texts()}
-    assert named == {PHASE_LABELS[phase] for phase in PHASES} - absent
+    assert named == {PHASE_LABELS[phase] for phase in PHASES} - absent - {"checkpoint", "logging"}
 
 
-def test_a_validation_is_in_the_shares_and_in_no_throughput():
-    info = throughput_info([step(n, seconds=0.2, wait=0.0, validation_seconds=0.1) for n in (3, 4)], CONFIG)
-    assert info.mean_samples_per_second == pytest.approx(80)
+def test_a_validation_counts_for_throughput_and_its_share_is_told_also_after_the_last_step():
+    steps = [step(n, seconds=0.2, wait=0.0, validation_seconds=0.1) for n in (3, 4)]
+    info = throughput_info(steps, CONFIG)
+    assert info.mean_samples_per_second == pytest.approx(40)
+    ended = {"kind": "fit_ended", "rank": 0, "validation_seconds": 0.2, "checkpoint_seconds": 0.2}
+    whole = throughput_info([*steps, ended], CONFIG)
+    assert whole.mean_samples_per_second == pytest.approx(20)
+    assert "validation" in whole.sentence
+    assert whole.mean_shares["checkpoint"] > 0
+
+
+@pytest.fixture(scope="module")
+def estimate():
+    recording = Recording.load(Path(__file__).parents[1] / "kept" / "recording.npz")
+    return dataclasses.replace(estimated(recording, CPU), complete=True, device_kind="cpu")
+
+
+def test_what_was_predicted_stands_behind_the_lines_and_limits_make_room_for_it():
+    chart = TrialChart(CONFIG)
+    chart.add([step(number) for number in range(1, 6)])
+    memory, speed = chart._memory[0].band, chart._speed.band
+    chart.expect(None, SpeedRange(samples_per_second=900, low=800, high=1100, source="an earlier trial"))
+    text = chart.svg()
+    assert (speed.get_y(), speed.get_height(), speed.get_visible()) == (800, 300, True)
+    assert speed.axes.get_ylim()[1] >= 1100
+    assert not memory.get_visible()
+    assert "predicted 800 to 1100" in text
+    assert "no prediction" in text
+    chart.expect(soon=True)
+    assert "being predicted" in chart.svg()
+
+
+def test_the_band_of_memory_is_that_of_the_line_before_it(estimate):
+    assert memory_band(estimate) == estimate.total_bytes, "of the process, on the CPU"
+    on_gpu = dataclasses.replace(estimate, device_kind="cuda")
+    assert memory_band(on_gpu) == (on_gpu.device_allocated_bytes, on_gpu.device_reserved_bytes)
+    assert memory_band(dataclasses.replace(estimate, complete=False)) is None
+    chart = TrialChart(CONFIG)
+    chart.expect(estimate)
+    assert chart._memory[0].band.get_y() == estimate.total_bytes[0]

@@ -25,6 +25,7 @@ def plain(value):
 @given(st.dictionaries(TEXT, VALUES, max_size=4))
 def test_both_readers_see_what_was_written(values):
     text = yaml_text(values)
+    assert text.isascii(), "LightningCLI reads it in the locale's encoding"
     assert plain(YAML(typ="safe", pure=True).load(text) or {}) == values
     assert (yaml.safe_load(text) or {}) == values
 
@@ -47,3 +48,10 @@ def test_items_of_a_list_have_their_notes_too():
         "callbacks": [{"class_path": "a.B", "init_args": {"x": [1, 2]}}, {"class_path": "c.D"}]
     }
     assert "    # why\n" in text or "  # why\n" in text
+
+
+def test_a_block_that_is_not_ascii_is_text_of_the_same_value():
+    text = yaml_text({"config": Noted(YamlBlock("folder: Bücher\n\nb: 2"), "2 × Bücher")})
+    assert text.startswith("# 2 x Bu")
+    assert text.isascii()
+    assert yaml.safe_load(text)["config"] == "folder: Bücher\n\nb: 2\n"

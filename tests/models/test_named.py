@@ -1,0 +1,121 @@
+"""Models by their name, made by transformers and peft themselves, on text files with a tokenizer of tokenizers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from kit.config import Config
+from kit.errors import ConfigError, TargetError
+from kit.models.named import TextData, Transformer
+from kit.targets import find_target
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXTS = ["the cat sat on the mat. " * 40, "a dog ran in the sun. " * 40]
+TINY = {
+    "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": 256},
+    "llama": {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16,
+              "intermediate_size": 32, "vocab_size": 256, "max_position_embeddings": 32},
+}  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    (tmp_path / "b.txt").write_text(TEXTS[1])
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": n, "text": one}) + "\n" for n, one in enumerate(TEXTS)))
+    return tmp_path
+
+
+def losses(model, batch, steps=12):
+    optimizer = model.configure_optimizers()
+    found = []
+    for _ in range(steps):
+        loss = model.loss(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_architecture_learns_the_bytes_of_a_text(text, name):
+    torch.manual_seed(0)
+    model = Transformer(name, TINY[name], learning_rate=1e-2)
+    data = TextData(str(text / "*.txt"), context=24, batch_size=4)
+    batch = next(iter(data.train_dataloader()))
+    assert batch.shape == (4, 25)
+    found = losses(model, batch)
+    assert abs(found[0] - np.log(256)) < 0.5
+    assert found[-1] < 0.8 * found[0]
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")  # peft, of what it then does itself
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft 0.21 with transformers 5.23
+def test_a_folder_gives_its_weights_and_lora_trains_few_beside_them(tmp_path):
+    torch.manual_seed(0)
+    made = Transformer("gpt2", TINY["gpt2"])
+    made.model.save_pretrained(tmp_path / "model")
+    tokens = torch.randint(256, (2, 17))
+    again = Transformer(str(tmp_path / "model"))
+    torch.testing.assert_close(again.eval()(tokens), made.eval()(tokens))
+    adapted = Transformer(str(tmp_path / "model"), method={"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"]})
+    trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
+    assert trained == 2 * 2 * (16 + 48)  # layers × rank × (in + out)
+    before = {name: value.clone() for name, value in adapted.named_parameters() if not value.requires_grad}
+    losses(adapted.train(), tokens, steps=2)
+    for name, value in adapted.named_parameters():
+        assert name not in before or torch.equal(value, before[name])
+
+
+def test_lines_of_json_and_files_of_text_are_the_tokens_of_the_tokenizer(text):
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    made.train_from_iterator(TEXTS, trainer)
+    made.save(str(text / "tokenizer.json"))
+    expected = [token for one in TEXTS for token in [*made.encode(one).ids, made.token_to_id("<|endoftext|>")]]
+    for files, tokenizer in (
+        ([str(text / "a.txt"), str(text / "b.txt")], text),
+        (str(text / "c.jsonl"), text / "tokenizer.json"),
+    ):
+        data = TextData(files, str(tokenizer), context=8, batch_size=1000)
+        (batch,) = data.train_dataloader()
+        found = {tuple(row) for row in batch.tolist()}
+        whole = (len(expected) - 1) // 8
+        assert found == {tuple(expected[8 * place : 8 * place + 9]) for place in range(whole)}
+
+
+def test_what_is_not_there_is_said_with_the_way_out(text):
+    with pytest.raises(ConfigError, match="did you mean 'gpt2'"):
+        Transformer("gtp2")
+    with pytest.raises(ConfigError, match="n_layers?'.*did you mean 'n_layer'"):
+        Transformer("gpt2", {"n_layers": 2})
+    with pytest.raises(ConfigError, match="peft does not take"):
+        Transformer("gpt2", TINY["gpt2"], {"peft_type": "LORRA"})
+    with pytest.raises(TargetError, match=r"named:Transformer.*'llama'"):
+        find_target("hf:llama")
+    with pytest.raises(ConfigError, match=r"no file .*none\.txt"):
+        TextData(str(text / "none.txt")).setup()
+    with pytest.raises(ConfigError, match="tokenizer.json"):
+        TextData(str(text / "a.txt"), str(text)).setup()
+    with pytest.raises(ConfigError, match="fewer than a context of 5000"):
+        TextData(str(text / "a.txt"), context=5000).setup()
+    (text / "d.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
+    with pytest.raises(ConfigError, match="line 2: no text"):
+        TextData(str(text / "d.jsonl")).setup()
+
+
+def test_one_config_says_gpt_2_on_my_text():
+    config = Config.make({
+        "model": {"target": "kit.models.named:Transformer", "arguments": {"name": "gpt2", "settings": TINY["gpt2"]}}
+    })  # fmt: skip
+    assert Config.from_yaml(config.to_yaml()).model.arguments["settings"]["n_layer"] == 2
+    find_target(config.model.target)
