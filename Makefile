@@ -8,6 +8,9 @@ READY  := $(VENV)/.ready
 SUDO   := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 ROOT   := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 
+# Errors are shown, and no advice about pip.
+INSTALL := $(BIN)/pip --disable-pip-version-check install -qq --root-user-action=ignore
+
 # The tests start hundreds of interpreters: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -15,13 +18,21 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 TESTS  := $(BIN)/python $(PYTEST)
 
-.PHONY: lab test quick nightly coverage wheel check lint types notebooks bench clean
+.PHONY: lab test browser quick nightly coverage wheel check lint types notebooks bench clean
 
+# A person needs the address and nothing else: Jupyter's own lines, extension by extension, are left out.
 lab: $(READY)
-	$(BIN)/jupyter lab $(ROOT) --LabApp.default_url=/lab/tree/notebooks/00_start.ipynb
+	@echo "Starting JupyterLab: the browser opens notebooks/00_start.ipynb in a few seconds. Ctrl+C here ends it."
+	@$(BIN)/jupyter lab $(ROOT) --log-level=ERROR --LabApp.log_level=ERROR \
+		--LabApp.default_url=/lab/tree/notebooks/00_start.ipynb
 
+# All tests but those that drive a browser.
 test: $(READY)
-	$(TESTS)
+	$(TESTS) --ignore=tests/browser
+
+# The notebooks and the panel in Chromium, as a person sees them.
+browser: $(READY)
+	$(TESTS) tests/browser
 
 # What changed and all that is pure, in 90 seconds.
 quick: $(READY)
@@ -43,7 +54,7 @@ wheel: $(READY)
 	$(BIN)/python tests/wheel.py
 
 # Exactly what CI runs.
-check: lint types notebooks test wheel
+check: lint types notebooks test browser wheel
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -61,13 +72,15 @@ bench: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "kit needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Setting up $(VENV) with torch, Lightning and JupyterLab: about two minutes the first time, with no word until then."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { \
 		echo "Debian and Ubuntu keep venv in a package of its own, python3-venv: installing it"; rm -rf $(VENV); \
 		$(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq python3-venv && $(PYTHON) -m venv $(VENV); }
-	$(BIN)/pip install --quiet --upgrade 'pip>=24'
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m ipykernel install --prefix $(VENV) --name kit --display-name 'kit (training experiments)' >/dev/null
+	@$(INSTALL) --upgrade 'pip>=24'
+	@$(INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m ipykernel install --prefix $(VENV) --name kit --display-name 'kit (training experiments)' >/dev/null
 	@touch $@
+	@echo "$(VENV) is ready."
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage* artifacts build dist *.egg-info
