@@ -387,5 +387,20 @@ def test_a_source_that_fails_on_a_worker_is_named_as_in_this_process(tmp_path, t
         build(config.replace({"build.workers": 1}), progress=False)
 
 
+def test_a_failure_ends_a_build_whatever_else_ends_at_that_moment(tmp_path, tiny_config):
+    from distributed import LocalCluster
+
+    with LocalCluster(
+        n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1"
+    ) as cluster:
+        for attempt in range(40):
+            config = tiny_config(
+                tmp_path / f"{attempt}.zarr", data__arguments={"fault": "raise"}, build__scheduler="distributed",
+                build__address=cluster.scheduler_address, build__threads=2,
+            )  # fmt: skip
+            with pytest.raises(BuildError, match="the instrument fell overboard"):
+                build(config, progress=False)
+
+
 def test_every_builder_journals_every_two_seconds():
     assert builder.JOURNAL_SECONDS == 2.0

@@ -236,10 +236,10 @@ class _Builder:
                 self._take(ended)
             self._save()
         except BaseException:  # running shards finish and are recorded, waiting ones are dropped
-            for future in running:
-                future.cancel()
-            for future in wait(running).done:
-                if not future.cancelled() and not future.exception():
+            # Dask never wakes who waits for a future that was cancelled while its task ended.
+            left = [future for future in running if not future.cancel()]
+            for future in wait(left).done:
+                if not future.exception():
                     self._unsaved += future.result()
             with suppress(StoreError):
                 self._save()
