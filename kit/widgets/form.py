@@ -67,7 +67,7 @@ class ConfigForm:
             placeholder="find a setting", tooltip="words of its name or of what it is for",
             layout={"width": "auto", "margin": "0 26px 2px 0"},
         )  # fmt: skip
-        self._hints: dict[str, str] = {}
+        self._hints: dict[str, dict[str, str]] = {}
         self._values: dict[str, tuple[Any, Any]] = {}
         self._listeners: list[Callable[[Config], object]] = []
         self.problems: tuple[Problem, ...] = ()
@@ -178,11 +178,21 @@ class ConfigForm:
 
     # -- notes beside the controls
 
-    def show_hints(self, hints: dict[str, str]) -> None:
-        """Show a sentence under each of these fields, such as why `auto` chose what it chose."""
+    def show_hints(self, hints: Mapping[str, str], source: str = "") -> None:
+        """Show a sentence under each of these fields, such as why `auto` chose what it chose.
+
+        They replace what the same source showed before. Callers in threads hold no lock of their own meanwhile: a
+        change of the config calls its listeners under the form's.
+        """
         with self._mutex:
-            self._hints = dict(hints)
+            self._hints[source] = dict(hints)
             self._annotate()
+
+    @property
+    def hints(self) -> dict[str, str]:
+        """The sentence under each field that has one."""
+        with self._mutex:
+            return {path: hint for hints in self._hints.values() for path, hint in hints.items()}
 
     def show_problems(self, problems: Sequence[Problem]) -> None:
         """Show problems of the config that only using it reveals, until the next edit."""
@@ -192,14 +202,14 @@ class ConfigForm:
 
     def _annotate(self) -> None:
         """Mark what differs. Under each control what is wrong with it; else what was corrected and the hint."""
-        changed = set(self.changed)
+        changed, hints = set(self.changed), self.hints
         for path in changed | self._backs.keys():
             self._mark(path, path in changed)
         for group in self._groups:
             group.mark(changed)
         for path, control in self.controls.items():
             errors = " ".join(problem.message for problem in self.problems if _concerns(problem, path))
-            correction, hint = getattr(control, "correction", ""), self._hints.get(path, "")
+            correction, hint = getattr(control, "correction", ""), hints.get(path, "")
             text = note_html(errors, color=ERROR, role="alert") if errors else ""
             text += note_html(correction, role="status") if correction and not errors else ""
             text += hint_html(hint) if hint and not errors else ""

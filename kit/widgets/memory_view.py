@@ -91,11 +91,11 @@ class MemoryView(AnswerView):
             self.bar.value = _picture(self._bar.svg())
             self.headline.value = _headline_html(estimate, self._first)
             self.show_error("")
-            if self._problems_shown:
-                self._tell_problems(())
             self.say(f"{'recorded and ' if self._recording else ''}answered in {format_seconds(seconds)}")
             self._recording = False
             self._answered(self.headline, self.bar)
+        if self._problems_shown:
+            self._tell_problems(())
         self._on_change()
 
     def on_rest(self, request: MemoryRequest, estimate: MemoryEstimate) -> None:  # noqa: ARG002

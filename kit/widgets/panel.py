@@ -116,9 +116,6 @@ class Panel(ConfigPanel):
         self._drawing = LatestOnlyWorker("kit-chunks")
         self.memory = MemoryPart(self.form, module, data, on_change=weakly(self._show_memory))
         """What the device needs; predicted once the panel is shown, or by `memory.predict()`."""
-        self._device_hints: dict[str, str] = device_hints(config, data=data)
-        self._store_hints: dict[str, str] = {}
-        self._hinting = threading.Lock()
         self.button = button("", "", "")
         self.code = line(margin="6px 0 0")
         self.changes = line(width="auto", flex="1 1 auto", min_width="0")
@@ -147,7 +144,7 @@ class Panel(ConfigPanel):
         self._listen()
         self._show_changes()
         self._show_code()
-        self._show_hints()
+        self._show_hints(config)
         self._show_cards()
         self.committing.look(config)
         self.exporting.look(config)
@@ -385,7 +382,7 @@ class Panel(ConfigPanel):
         self._show_code()
         self._show_cards()
         self._predict()
-        self._show_hints(device=device_hints(config, self._base, self._data))
+        self._show_hints(config)
         self.committing.look(config)
         self.exporting.look(config, again=False)
         if self.store is not None:
@@ -412,7 +409,7 @@ class Panel(ConfigPanel):
     def _on_facts(self, facts: StoreFacts) -> None:
         assert self.chunks is not None
         self._show_plan()
-        self._show_hints(store={**facts.hints, **self.chunks.hints(self.config)})
+        self.form.show_hints({**facts.hints, **self.chunks.hints(self.config)}, "store")
         self._show_cards()
         built = facts.dataset is not None
         if self._built is False and built:
@@ -510,12 +507,9 @@ class Panel(ConfigPanel):
         else:
             relabel(self.button, "Fit", "play", "primary", "start a trial: this config, run briefly in other processes")
 
-    def _show_hints(self, device: dict[str, str] | None = None, store: dict[str, str] | None = None) -> None:
-        with self._hinting:
-            self._device_hints = self._device_hints if device is None else device
-            self._store_hints = self._store_hints if store is None else store
-            sizes = size_hints(self.config, self._module)
-            self.form.show_hints({**self._device_hints, **self._store_hints, **sizes})
+    def _show_hints(self, config: Config) -> None:
+        hints = device_hints(config, self._base, self._data)
+        self.form.show_hints({**hints, **size_hints(config, self._module)}, "settings")
 
     def _show_code(self) -> None:
         yaml = folded_html("config as YAML", pre_html(self.config.to_yaml(comments=False)))

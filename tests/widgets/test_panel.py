@@ -364,7 +364,7 @@ def test_the_newest_of_waiting_jobs_runs_and_the_others_do_not():
 
 def test_the_sizes_of_the_model_stand_beside_its_arguments(config):
     made = panels.panel(config.replace({"model.target": "kit.models:GPT", "model.arguments": {"width": 384}}))
-    hint = made.form._hints["model.arguments"]
+    hint = made.form.hints["model.arguments"]
     assert re.search(r"width 384, layers 12, context 1024; kit\.memory\.panel", hint)
     assert panels.size_hints(config.replace({"model.target": "kit.models:Nothing"})) == {}
 
@@ -384,13 +384,29 @@ def test_the_strategy_says_what_it_means_and_a_mesh_that_does_not_fit_shows_its_
     assert any("2 replicas × 2 devices each = 4" in message for message in said)
     made.form.controls["hardware.devices"].value = "4"
     assert made.config.hardware.strategy == "fsdp:2:2"
-    assert "each holds 1/2 of a model" in made.form._hints["hardware.strategy"]
+    assert "each holds 1/2 of a model" in made.form.hints["hardware.strategy"]
 
 
 def test_more_devices_show_the_global_batch_and_linear_scaling_against_the_config_it_began_with(config):
     made = panels.panel(config)
     size = config.loader.batch_size
-    assert "learning rate" not in made.form._hints["loader.batch_size"]
+    assert "learning rate" not in made.form.hints["loader.batch_size"]
     made.config = config.replace({"hardware.devices": 2, "hardware.strategy": "ddp"})
-    assert f"a step sees {2 * size} samples" in made.form._hints["loader.batch_size"]
-    assert re.search("2 times .*learning rate", made.form._hints["loader.batch_size"])
+    assert f"a step sees {2 * size} samples" in made.form.hints["loader.batch_size"]
+    assert re.search("2 times .*learning rate", made.form.hints["loader.batch_size"])
+
+
+def test_settings_change_while_the_store_is_looked_at(config):
+    made = panels.panel(config)
+
+    def change() -> None:
+        for size in range(1, 60):
+            made.config = config.replace({"loader.batch_size": size})  # each has the store looked at in a thread
+
+    changing = threading.Thread(target=change, daemon=True)
+    changing.start()
+    changing.join(WAIT)
+    assert not changing.is_alive()
+    made.wait(WAIT)
+    assert made.config.loader.batch_size == 59
+    assert made.form.hints.keys() >= {"loader.batch_size", "chunking.chunk"}
