@@ -3,13 +3,12 @@
 import dataclasses
 import itertools
 import re
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import training_recording
 
 from kit.charts import style as look
 from kit.charts.memory import (
@@ -35,7 +34,6 @@ from kit.memory.replay.cards import target_of
 from kit.memory.replay.estimate import MeasuredMemory, MemoryEstimate, estimate
 from kit.memory.replay.replay import CATEGORIES
 
-training_recording = runpy.run_path(str(Path(__file__).parents[1] / "plan" / "recordings.py"))["training_recording"]
 MIB, GIB = 1 << 20, 1 << 30
 
 

@@ -1,10 +1,9 @@
 """The drawing of a pipeline: of real trials, read back from their directories too, and of many ranks and steps."""
 
 import re
-import runpy
-from pathlib import Path
 
 import pytest
+from pipeline_events import CONFIG, begin, steps
 from waiting import PATIENCE_SECONDS
 
 from kit.charts import style as look
@@ -14,8 +13,6 @@ from kit.memory.alongside import fit
 from kit.records.trace import pipeline_info
 from kit.trial.trial import Trial
 
-made = runpy.run_path(str(Path(__file__).parent / "test_pipeline.py"))
-begin, steps, CONFIG = made["begin"], made["steps"], made["CONFIG"]
 SECONDS = PATIENCE_SECONDS
 
 

@@ -1,17 +1,12 @@
 """What every fault must leave: no process, no thread and no lock that was not there before."""
 
 import gc
-import sys
 import threading
-from pathlib import Path
 
 import pytest
-from waiting import wait_until
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
-
 from leftovers import children_here, locks_here, threads_beyond
 from trial_fixtures import config, no_predictions_left, no_survivors, own
+from waiting import wait_until
 
 from kit.data.stores.manifest import LOCK_KEY
 

@@ -37,30 +37,30 @@ WORKER_AND_TRIAL = (
         "FAILED/error with the user's line and traceback; siblings end at once; other trials go on",
         CAUSES + of(TRIAL, "the_siblings_of_a_failed_rank_do_not_wait_for_it",
                     "the_error_shown_holds_the_users_traceback_and_the_log")
-        + of("run/test_supervisor.py", "two_trials_run_at_the_same_time_and_end_apart",
+        + of("trial/test_supervisor.py", "two_trials_run_at_the_same_time_and_end_apart",
              "failed_trials_keep_their_supervisor"),
     ),
     Fault(
         2, "a rank is killed", "SIGKILL, SIGSEGV, os._exit(0)",
         "FAILED/killed with the signal's name; exit 0 without a word is no success; the steps before are kept",
-        CAUSES + of("run/test_verdict.py", "exit_code_zero_alone_is_no_success")
-        + of("run/test_worker.py", "leaving_by_sys_exit_is_a_failure"),
+        CAUSES + of("trial/test_verdict.py", "exit_code_zero_alone_is_no_success")
+        + of("trial/test_worker.py", "leaving_by_sys_exit_is_a_failure"),
     ),
     Fault(
         3, "the host runs out of memory", "an allocation that cannot be had; a kill with the system's counter raised",
         "FAILED/host_oom when the system counted it, with what the rank used; else killed",
-        CAUSES + of("run/test_verdict.py", "a_kill_from_outside_is_host_memory_only_when_the_system_counted_it")
-        + of("run/test_failure.py", "each_error_has_its_cause"),
+        CAUSES + of("trial/test_verdict.py", "a_kill_from_outside_is_host_memory_only_when_the_system_counted_it")
+        + of("trial/test_failure.py", "each_error_has_its_cause"),
         "A real limit of a control group needs rights over the machine that a test must not ask for; the counters that "
         "it would raise are what the verdict is given.",
     ),
     Fault(
         4, "the device runs out of memory", "an allocation above what is free; torch.OutOfMemoryError on a CPU",
         "FAILED/device_oom with what helps; predicted and measured in the row; memory given back; the next trial runs",
-        CAUSES + of("run/test_batch_search.py", "a_plain_trial_that_runs_out_of_memory_says_what_helps",
+        CAUSES + of("studies/test_batch_search.py", "a_plain_trial_that_runs_out_of_memory_says_what_helps",
                     "a_trial_backs_off_until_it_fits_and_starts_there_the_next_time")
         + of("train/test_device_limit.py", "a_step_that_holds_more_fails_in_its_middle_as_on_a_gpu")
-        + of("report/test_results.py", "memory_stands_as_predicted_measured_and_ratio"),
+        + of("records/test_results.py", "memory_stands_as_predicted_measured_and_ratio"),
         "What the driver has back is asked of a GPU.",
         gpu=of(CUDA, "memory_of_a_trial_that_ran_out_is_given_back_and_the_next_one_runs"),
     ),
@@ -68,7 +68,7 @@ WORKER_AND_TRIAL = (
         5, "out of memory on one rank of two", "rank 1 raises while rank 0 waits for its gradients",
         "the others are killed at once and the first cause is told",
         CAUSES + of(TRIAL, "the_siblings_of_a_failed_rank_do_not_wait_for_it")
-        + of("run/test_verdict.py", "the_first_failure_in_time_is_reported",
+        + of("trial/test_verdict.py", "the_first_failure_in_time_is_reported",
              "a_lost_peer_is_never_the_root_even_when_it_spoke_first"),
         "That it takes less than a time is asserted by a stall limit of ten minutes which is not reached.",
     ),
@@ -77,7 +77,7 @@ WORKER_AND_TRIAL = (
         "FAILED/diverged at that step with the last finite loss; the row keeps it, charts leave it out, JSON is valid",
         CAUSES + of(RANK, "a_loss_that_is_no_number_stands_in_the_row_and_every_file_of_it_is_json")
         + of(TRIAL, "the_fault_table_is_json_in_every_event_file")
-        + of("report/test_trial_charts.py", "numbers_that_are_not_finite_are_left_out"),
+        + of("charts/test_trial_charts.py", "numbers_that_are_not_finite_are_left_out"),
     ),
     Fault(
         7, "a step, a collective or the data hangs", "sleep, a message that never comes, a source that blocks",
@@ -115,7 +115,7 @@ WORKER_AND_TRIAL = (
            "nothing_survives_a_supervisor_that_is_killed_and_the_next_trial_gets_a_new_one",
            "loader_processes_die_with_a_rank_that_is_killed")
         + of("faults/test_prediction_faults.py", "nothing_survives_a_kernel_that_is_killed")
-        + of("run/test_supervisor.py", "a_supervisor_ends_when_its_parent_is_not_who_it_was_told")
+        + of("trial/test_supervisor.py", "a_supervisor_ends_when_its_parent_is_not_who_it_was_told")
         + of("faults/test_nothing_left.py", "a_trial_whose_kernel_is_killed",
              "only_folders_of_this_user_whose_owner_is_gone_are_swept"),
         "That device memory is free is asked of a GPU; on a CPU it goes with the processes.",
@@ -126,8 +126,8 @@ WORKER_AND_TRIAL = (
         "a torn tail is dropped, a damaged line is named, unknown kinds are kept, empty files are WAITING",
         of("test_events.py", "a_torn_last_line_waits_for_its_rest",
            "damage_in_the_middle_is_named_by_file_and_line")
-        + of("run/test_trial.py", "a_torn_last_line_is_dropped_and_a_damaged_middle_one_is_told")
-        + of("run/test_verdict.py", "a_torn_or_damaged_event_file_does_not_prevent_a_verdict")
+        + of("trial/test_trial.py", "a_torn_last_line_is_dropped_and_a_damaged_middle_one_is_told")
+        + of("trial/test_verdict.py", "a_torn_or_damaged_event_file_does_not_prevent_a_verdict")
         + of(RECORD, "an_event_of_a_kind_that_is_not_known_is_kept_and_disturbs_nothing",
              "a_run_whose_event_files_are_empty_is_waiting_while_its_supervisor_lives")
         + of("faults/test_damaged_runs.py", "a_damaged_file_is_a_row_that_says_so_or_a_named_error",
@@ -154,10 +154,10 @@ WORKER_AND_TRIAL = (
     Fault(
         16, "a port in use, a rendezvous left behind, devices hidden or wrong", "the environment",
         "a fresh port for each trial; what is not there is refused before the start",
-        of("run/test_supervisor.py", "a_rendezvous_left_in_the_environment_does_not_confuse_the_ranks",
+        of("trial/test_supervisor.py", "a_rendezvous_left_in_the_environment_does_not_confuse_the_ranks",
            "an_allocation_of_slurm_around_the_notebook_does_not_confuse_the_ranks")
         + of(RANK, "trials_beside_each_other_meet_at_ports_of_their_own")
-        + of("run/test_rendezvous.py", "every_process_of_a_trial_listens_on_loopback_only",
+        + of("trial/test_rendezvous.py", "every_process_of_a_trial_listens_on_loopback_only",
              "the_port_of_a_trial_is_taken_before_its_ranks_start_and_free_when_it_has_ended")
         + of("test_machine.py", "hidden_gpus_are_the_reason_for_the_cpu",
              "only_visible_gpus_are_offered_in_the_order_named", "what_is_not_there_is_refused_with_the_way_out"),
@@ -165,16 +165,16 @@ WORKER_AND_TRIAL = (
     Fault(
         17, "a module that cannot be imported or sent", "import paths, locks, classes of a script, hostile __reduce__",
         "refused at submit with what holds it; notebook classes travel; what cannot be made again fails by its error",
-        of("run/test_trial.py", "what_cannot_run_is_refused_without_a_run_directory",
+        of("trial/test_trial.py", "what_cannot_run_is_refused_without_a_run_directory",
            "classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_paths")
-        + of("run/test_payload.py", "an_object_that_cannot_be_sent_is_named",
+        + of("trial/test_payload.py", "an_object_that_cannot_be_sent_is_named",
              "a_captured_variable_that_cannot_be_sent_is_named", "a_factory_that_needs_arguments_is_refused")
         + of(RANK, "an_object_that_cannot_be_made_again_in_a_rank_fails_with_its_own_error"),
     ),
     Fault(
         18, "a process id is reused, the clock jumps, the machine slept", "altered records",
         "alive means the same id and start time; times that go back revive nothing; no stranger is signalled",
-        of("run/test_trial.py", "a_process_that_reused_the_id_is_not_taken_for_the_supervisor",
+        of("trial/test_trial.py", "a_process_that_reused_the_id_is_not_taken_for_the_supervisor",
            "a_run_from_before_a_restart_of_the_machine_is_lost")
         + of("test_claims.py", "an_id_that_another_process_has_by_now_holds_nothing",
              "a_claim_of_another_boot_or_machine_does_not_count")
@@ -186,10 +186,10 @@ WORKER_AND_TRIAL = (
     Fault(
         19, "trials are repeated", "many tiny trials",
         "descriptors, threads and children stay as they were; no CUDA context in the kernel",
-        of("run/test_supervisor.py", "twenty_trials_leave_descriptors_threads_and_children_as_they_were")
-        + of("run/test_worker.py", "a_rank_inherits_nothing_of_other_trials")
+        of("trial/test_supervisor.py", "twenty_trials_leave_descriptors_threads_and_children_as_they_were")
+        + of("trial/test_worker.py", "a_rank_inherits_nothing_of_other_trials")
         + of("faults/test_nothing_left.py", "a_complete_trial", "a_trial_that_is_ended")
-        + of("run/test_trial.py", "classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_paths")
+        + of("trial/test_trial.py", "classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_paths")
         + of("test_machine.py", "looking_needs_neither_torch_nor_an_open_device"),
         "That no context of CUDA stays is asked of a GPU; on a CPU the kernel does not even import torch.",
         gpu=of(CUDA, "fifty_trials_leave_the_kernel_without_a_context_and_the_memory_as_it_was"),
@@ -197,11 +197,11 @@ WORKER_AND_TRIAL = (
     Fault(
         20, "a prediction above what is allowed", "targets that are too small",
         "refused before any process, saying by how much",
-        of("report/test_recommend.py", "a_refusal_says_by_how_much_and_gives_no_config",
+        of("studies/test_recommend.py", "a_refusal_says_by_how_much_and_gives_no_config",
            "what_is_no_target_is_refused_before_anything_runs")
-        + of("run/test_batch_search.py", "a_cpu_without_a_limit_is_refused_before_any_process")
+        + of("studies/test_batch_search.py", "a_cpu_without_a_limit_is_refused_before_any_process")
         + of("data/rows/test_row_data.py", "what_does_not_fit_the_memory_of_the_loader_is_refused")
-        + of("run/test_prediction_beside.py", "what_goes_wrong_after_two_steps_leaves_prediction_and_measurement"),
+        + of("memory/test_prediction_beside.py", "what_goes_wrong_after_two_steps_leaves_prediction_and_measurement"),
         "kit.fit refuses nothing for a prediction, and so has no override: it predicts beside the trial, which ends "
         "by itself and costs one step when the prediction was right.",
     ),
@@ -310,7 +310,7 @@ DATA = (
         "tasks tile the array exactly once; a shard that cuts chunks is refused",
         of("data/test_build.py", "tasks_tile_the_array_exactly_once",
            "a_plan_for_another_shape_and_a_shard_that_cuts_chunks_are_refused")
-        + of("plan/test_rechunk.py", "groups_tile_the_array_once_within_the_budget_and_read_what_is_promised"),
+        + of("data/test_rechunk.py", "groups_tile_the_array_once_within_the_budget_and_read_what_is_promised"),
     ),
     Fault(
         34, "a reader beside a build or a rebuild", "readers while a process builds again and again",
@@ -329,9 +329,9 @@ DATA = (
            "a_folder_without_write_permission_is_a_store_error")
         + of("data/test_stores.py", "a_folder_that_is_not_there_and_a_file_in_its_place_say_so")
         + of("data/rows/test_write_rows.py", "a_full_disk_is_refused_before_a_byte")
-        + of("run/test_paths.py", "a_folder_that_cannot_be_made_is_a_config_error_naming_the_field")
+        + of("trial/test_paths.py", "a_folder_that_cannot_be_made_is_a_config_error_naming_the_field")
         + of("faults/test_full_disk.py", "whichever_write_fails_leaves_no_run_behind")
-        + of("run/test_trial.py", "a_removed_run_directory_ends_its_trial_and_no_other")
+        + of("trial/test_trial.py", "a_removed_run_directory_ends_its_trial_and_no_other")
         + of(STORE, "a_folder_that_vanishes_under_a_reader_is_a_named_error"),
     ),
     Fault(
@@ -364,7 +364,7 @@ DATA = (
         + of("data/test_dataset.py", "an_empty_selection_is_refused_before_anything_is_read")
         + of("data/test_schedulers.py", "any_source_layout_any_target_and_any_budget_give_the_same_bytes",
              "a_budget_too_small_for_one_shard_is_refused_with_arithmetic_before_any_byte")
-        + of("plan/test_layout.py", "a_trillion_elements_are_planned_without_listing_them"),
+        + of("chunks/test_layout.py", "a_trillion_elements_are_planned_without_listing_them"),
     ),
     Fault(
         39, "a loader process raises, dies or hangs", "data sets that do so",
@@ -372,7 +372,7 @@ DATA = (
         of(TRIAL, "an_error_in_a_loader_process_is_a_failure_of_the_data")
         + of(RANK, "a_loader_process_that_is_killed_is_a_failure_of_the_data",
              "a_loader_process_that_hangs_is_told_by_its_line_and_killed_with_its_rank")
-        + of("run/test_failure.py", "a_killed_loader_process_is_told_though_the_read_from_it_failed_first")
+        + of("trial/test_failure.py", "a_killed_loader_process_is_told_though_the_read_from_it_failed_first")
         + of("data/test_shared_memory.py", "a_trial_on_a_machine_of_little_shared_memory_is_refused_before_anything"),
     ),
 )  # fmt: skip
@@ -410,11 +410,11 @@ CONFIG_AND_NAMES = (
         44, "files that would run something when read", "canaries in .npy, .pt, pickled chunks, payloads",
         "refused and not run; snapshots are written and never loaded",
         of(STORE, "nothing_in_an_array_or_a_tensor_file_is_run", "a_chunk_that_would_unpickle_is_refused")
-        + of("report/test_results.py", "a_pickle_in_a_run_directory_is_never_opened")
+        + of("records/test_results.py", "a_pickle_in_a_run_directory_is_never_opened")
         + of("data/test_sources.py", "a_npy_file_of_objects_or_cut_short_is_refused")
-        + of("run/test_signing.py", "a_malicious_payload_is_not_unpickled",
+        + of("trial/test_signing.py", "a_malicious_payload_is_not_unpickled",
              "a_module_that_the_config_names_is_not_imported")
-        + of("report/test_foreign_runs.py", "reading_a_foreign_run_runs_nothing_of_it"),
+        + of("studies/test_foreign_runs.py", "reading_a_foreign_run_runs_nothing_of_it"),
         "A checkpoint is copied as bytes and loaded by Lightning alone, of the run that saved it; kit has no "
         "`torch.load` but that of rows, with `weights_only=True`.",
     ),
@@ -425,7 +425,7 @@ CONFIG_AND_NAMES = (
            "a_run_directory_lies_in_its_folder_whatever_the_name")
         + of("faults/test_prediction_faults.py",
              "a_directory_that_is_removed_takes_nothing_along_that_a_link_in_it_leads_to")
-        + of("run/test_paths.py", "only_marked_directories_are_runs",
+        + of("trial/test_paths.py", "only_marked_directories_are_runs",
              "runs_made_in_the_same_second_get_different_directories")
         + of("data/test_build.py", "other_peoples_data_is_never_overwritten")
         + of(STORE, "a_store_that_is_a_link_is_rebuilt_where_it_leads_and_nothing_outside_is_removed")
@@ -437,10 +437,10 @@ CONFIG_AND_NAMES = (
     Fault(
         46, "markup and commands in names and labels", "tags in messages, labels, names, rows",
         "escaped wherever it is shown; commands are lists and go through no shell",
-        of("report/test_results.py", "html_escapes_what_a_run_says", "markdown_escapes_what_would_break_its_table")
+        of("records/test_results.py", "html_escapes_what_a_run_says", "markdown_escapes_what_would_break_its_table")
         + of("report/test_report_page.py", "no_secret_and_no_markup_of_a_run_is_in_a_report")
-        + of("report/test_trace_viewer.py", "a_name_cannot_leave_its_place")
-        + of("report/test_commit.py", "lines_can_be_given_to_a_shell")
+        + of("studies/test_trace_viewer.py", "a_name_cannot_leave_its_place")
+        + of("committed/test_commit.py", "lines_can_be_given_to_a_shell")
         + of("data/test_dataset.py", "names_with_markup_are_escaped_in_html")
         + of("test_machine.py", "names_from_the_driver_cannot_inject_markup")
         + of("widgets/test_config_form.py", "messages_are_escaped")
@@ -453,8 +453,8 @@ CONFIG_AND_NAMES = (
            "a_secret_never_reaches_reprs_errors_or_pickles", "an_error_from_below_is_scrubbed")
         + of("data/test_http_client.py", "no_repr_of_an_address_shows_a_key",
              "a_token_is_shown_to_its_store_and_to_nobody_it_points_to")
-        + of("run/test_trial.py", "the_run_directory_holds_the_config_and_no_secret")
-        + of("report/test_results.py", "no_secret_is_in_a_row")
+        + of("trial/test_trial.py", "the_run_directory_holds_the_config_and_no_secret")
+        + of("records/test_results.py", "no_secret_is_in_a_row")
         + of("report/test_report_page.py", "no_secret_and_no_markup_of_a_run_is_in_a_report")
         + of("data/tables/test_table_sources.py", "a_pickled_table_is_the_same_table_and_holds_no_password")
         + of("test_secrets_in_text.py", "every_text_field_of_a_config_refuses_it_without_showing_it",
@@ -472,9 +472,9 @@ CONFIG_AND_NAMES = (
     Fault(
         49, "rows of inf, nan, None, formulas", "random values and first characters",
         "valid JSON and CSV; no cell begins as a formula does",
-        of("report/test_export.py", "csv_reads_back_as_the_same_values", "no_text_begins_as_a_formula_does",
+        of("records/test_export.py", "csv_reads_back_as_the_same_values", "no_text_begins_as_a_formula_does",
            "nothing_measured_is_an_empty_cell")
-        + of("report/test_results.py", "csv_reads_back_and_cannot_hold_a_formula",
+        + of("records/test_results.py", "csv_reads_back_and_cannot_hold_a_formula",
              "json_reads_back_as_the_same_rows")
         + of(RANK, "a_loss_that_is_no_number_stands_in_the_row_and_every_file_of_it_is_json"),
     ),
@@ -485,7 +485,7 @@ WIDGETS_AND_NOTEBOOKS = (
         50, "a callback raises", "a back end that fails in a way nobody foresaw; callbacks of users",
         "told in the panel, escaped; the button is back; by code it raises; others are called on",
         of(PANEL, "an_error_that_nobody_foresaw_stands_in_the_panel_and_the_button_is_back")
-        + of("run/test_trial.py", "a_callback_that_raises_is_reported_once_and_the_others_go_on")
+        + of("trial/test_trial.py", "a_callback_that_raises_is_reported_once_and_the_others_go_on")
         + of("widgets/test_panel.py", "what_cannot_start_is_said_beside_the_button",
              "a_failed_trial_shows_its_root_cause_and_folds_the_traceback"),
     ),
@@ -515,9 +515,9 @@ WIDGETS_AND_NOTEBOOKS = (
     Fault(
         54, "very many events, a closed tab, no front end", "long series; nbclient; views that are left",
         "a bounded number of points; updates are coalesced; nothing runs on for nobody",
-        of("report/test_trial_charts.py", "a_long_series_is_binned_without_losing_its_peak",
+        of("charts/test_trial_charts.py", "a_long_series_is_binned_without_losing_its_peak",
            "a_long_trial_shows_its_start_and_makes_room_in_steps")
-        + of("run/test_trial.py", "unsubscribed_callbacks_are_not_called_and_no_thread_stays")
+        + of("trial/test_trial.py", "unsubscribed_callbacks_are_not_called_and_no_thread_stays")
         + of("widgets/test_attempts_view.py", "without_a_notebook_nothing_is_shown_and_nothing_fails")
         + of("widgets/test_given_back.py", "many_panels_leave_a_flat_slope",
              "a_forgotten_panel_gives_back_every_widget")

@@ -22,13 +22,13 @@ from kit.testing import TinyData, TinyModule
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BLOCKS = readme.blocks("python")
-MANY = "runs a dozen trials or more; tests/run/ has it run"
+MANY = "runs a dozen trials or more; tests/studies/ has it run"
 BOUND = {
     "kit.studies.verify_levers(config, MyModule, MyData)": MANY,
     "kit.studies.find_batch_size(config, MyModule, MyData)": MANY,
-    "kit.studies.back_off(config, MyModule, MyData, keep_global_batch=True)": "out of memory; tests/run/ has it run",
+    "kit.studies.back_off(config, MyModule, MyData, keep_global_batch=True)": "out of memory; tests/studies has it run",
     "kit.studies.verify_sequences(config, MyModule, MyData, lengths=[1024, 8192], chunk=512)": MANY,
-    "diagnosis['no prefetch'].try_it()": "six trials, of a finding that this trial need not have; tests/run/ tries one",
+    "diagnosis['no prefetch'].try_it()": "six trials, of a finding this trial may not have; tests/studies tries one",
 }
 SMALLER = {
     "datasets/ocean/recipe.yaml": {

@@ -2,11 +2,10 @@
 
 import json
 import os
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
+from recordings import training_recording
 
 from kit.charts.timeline import breakdown_figure, memory_figure, timeline_figure
 from kit.config import Config
@@ -17,8 +16,6 @@ from kit.memory.replay.estimate import MeasuredMemory, estimate
 from kit.records.row import measured_of, predicted_of
 from kit.trial.directory import Control, RunPaths
 from kit.trial.trial import Trial
-
-training_recording = runpy.run_path(str(Path(__file__).parents[1] / "plan" / "recordings.py"))["training_recording"]
 
 
 def make_trial(folder, *, predicted=None, measured=(), **changes):

@@ -1,8 +1,5 @@
-import sys
-from pathlib import Path
+"""Trials of these tests: their configs, and proof that none of them survives."""
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
+from trial_fixtures import config, no_predictions_left, no_survivors, own
 
-from trial_fixtures import config, no_survivors, own
-
-__all__ = ["config", "no_survivors", "own"]
+__all__ = ["config", "no_predictions_left", "no_survivors", "own"]

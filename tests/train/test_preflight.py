@@ -5,14 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import committed_parts as parts
 import pytest
 
 import kit
 from kit.errors import ConfigError, HardwareError, StoreError, TargetError
 from kit.train.cli import check_files, check_run, check_values
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-import committed_parts as parts
 
 HOME = str(Path(kit.__file__).parents[1])
 

@@ -1,6 +1,6 @@
 """Which lever works with which strategy in which precision: every cell is a real trial of two steps, none is guessed.
 
-    python tests/run/compatibility.py notebooks/compatibility.md
+    python tests/trial/compatibility.py notebooks/compatibility.md
 
 A cell says `works`, `works with a note` (what the trial warned of) or `refused` (the reason, from before or inside the
 trial). On the CPU the strategies run over two ranks through gloo. Anything else that goes wrong is no outcome: it is
@@ -126,7 +126,7 @@ def markdown(results: Sequence[Result]) -> str:
     title = "# Which lever works with which strategy in which precision\n"
     how = (
         "Every cell is a trial of two steps on the CPU, over two ranks for ddp and fsdp; "
-        "`python tests/run/compatibility.py` writes this page, and a test holds it to what happens.\n"
+        "`python tests/trial/compatibility.py` writes this page, and a test holds it to what happens.\n"
     )
     return "\n".join([title, how, *lines, "", *said, ""])
 

@@ -2,18 +2,15 @@
 
 import html
 import re
-import sys
 from pathlib import Path
 
+import committed_parts as parts
 import pytest
 from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.errors import ConfigError
 from kit.widgets.panel import panel
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-import committed_parts as parts
 
 WAIT = PATIENCE_SECONDS
 

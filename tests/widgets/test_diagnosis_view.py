@@ -1,7 +1,5 @@
-import sys
-from pathlib import Path
-
 import pytest
+from diagnosis_parts import evidence, source, work
 from waiting import wait_until
 
 import kit
@@ -10,10 +8,6 @@ from kit.studies.diagnosis.diagnose import judge
 from kit.studies.repeats import RunSource
 from kit.testing import TinyData, TinyModule
 from kit.widgets.diagnose import DiagnosisView
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-
-from diagnosis_parts import evidence, source, work
 
 SHORT = {"start_up_seconds": 4.0, "total_seconds": 10.0}
 

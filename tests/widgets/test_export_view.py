@@ -3,9 +3,8 @@
 import functools
 import html
 import re
-import sys
-from pathlib import Path
 
+import committed_parts as parts
 import pytest
 from waiting import PATIENCE_SECONDS
 
@@ -14,9 +13,6 @@ from kit.errors import ConfigError
 from kit.testing import TinyData, TinyModule
 from kit.widgets.files import ALL, FOLDER, ExportView
 from kit.widgets.panel import panel
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-import committed_parts as parts
 
 WAIT = PATIENCE_SECONDS
 

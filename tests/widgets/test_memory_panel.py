@@ -3,12 +3,11 @@
 import html
 import pickle
 import re
-import runpy
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from recordings import training_recording
 from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
@@ -20,7 +19,6 @@ from kit.memory.replay.scaling import BatchScaling
 from kit.widgets.memory_panel import MemoryPanel, StepsSlider, marks, memory_panel
 from kit.widgets.memory_view import CardAnswer, cards_html, headline, largest_replayed, sentence
 
-training_recording = runpy.run_path(str(Path(__file__).parents[1] / "plan" / "recordings.py"))["training_recording"]
 MIB = 1 << 20
 WAIT = PATIENCE_SECONDS
 CARDS = ("T4-16GB", "H100-80GB")

@@ -14,8 +14,8 @@ these shapes from it. Files that were saved otherwise are loaded as ever.
 meanwhile. oneDNN 3 (`rnn_utils::set_workspace_sizes`) keeps gates and hidden states per step, and states, cells and
 space for their gradients per step and once more, each as a buffer of its own in whole pages. Rows are rounded up to 64
 bytes, and by 64 more where they would be a multiple of 256 values. Compared with torch 2.13 in
-`tests/memory/test_cpu_lstm.py`: what is kept is equal to the byte in float32 and bfloat16; what is held meanwhile, of
-which a part is only known as measured, within a twentieth or 40 KiB, on CPUs without tiles (AMX).
+`tests/memory/record/test_cpu_lstm.py`: what is kept is equal to the byte in float32 and bfloat16; what is held
+meanwhile, of which a part is only known as measured, within a twentieth or 40 KiB, on CPUs without tiles (AMX).
 
 Private parts of torch used here, all tested on its upgrade: `fake_impls.op_implementations_dict`, `FakeTensor`, and
 `nn.Module._apply`.

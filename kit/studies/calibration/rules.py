@@ -37,7 +37,7 @@ take half of its time, and for a setting with a cache, there are no turns, and t
 time.
 
 In simulations of 1,000 pipelines whose batches vary by 2 to 40 %, on machines that drift by up to 15 %, the rules chose
-a setting within 10 % of the best in 96 %, in a third of the time of exhaustive search in 97 % (`tests/plan`).
+a setting within 10 % of the best in 96 %, in a third of the time of exhaustive search in 97 % (`tests/studies`).
 """
 
 from __future__ import annotations

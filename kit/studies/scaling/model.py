@@ -18,7 +18,7 @@ difference that both leave unexplained widens the range.
 The range is physical, not statistical. Low: the exchange hidden as well as possible on a link at its best, and all
 ranks equally fast. High: nothing hidden on a link at its worst, the full spread of steps, ranks of a node that slow
 each other where that was not measured, and a tenth more where two limits are close. The invariant: low <= seconds <=
-high. `benchmarks/scaling.py` compares predictions with real ranks, `tests/plan` with a simulated pipeline.
+high. `benchmarks/scaling.py` compares predictions with real ranks, `tests/studies` with a simulated pipeline.
 
 Exchange: a ring of n ranks on a link of B bytes a second each way and α seconds a message needs, for S bytes that all
 ranks have:

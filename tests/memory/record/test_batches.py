@@ -25,7 +25,7 @@ from kit.memory.record.batches import (
     patch_batches,
 )
 
-RECIPE = Path(__file__).parents[2] / "datasets" / "ocean" / "recipe.yaml"
+RECIPE = Path(__file__).parents[3] / "datasets" / "ocean" / "recipe.yaml"
 
 
 class Items(Dataset):

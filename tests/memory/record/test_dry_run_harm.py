@@ -1,4 +1,4 @@
-"""A dry run in this process leaves files, processes and servers alone, by Python's own functions (as in tests/run)."""
+"""A dry run in this process leaves files, processes and servers alone, by Python's own functions."""
 
 import functools
 import os
