@@ -120,7 +120,7 @@ def test_all_four_say_before_anything_runs_that_the_size_of_a_loader_rules(asked
     reasons = {row.changes["loader.batch_size"]: row.reason for row in table if row.changes}
     assert reasons[size] == ""
     assert "is 99" in reasons[99]
-    assert says(panel(asked, Anything, data).form._hints["loader.batch_size"], size)
+    assert says(panel(asked, Anything, data).form.hints["loader.batch_size"], size)
 
 
 @pytest.mark.parametrize("make", [plain, several, BoringDataModule], ids=lambda make: make.__name__)
@@ -135,7 +135,7 @@ def test_what_only_a_loader_knows_is_said_as_soon_as_there_is_one(asked, make):
     found = kit.predict_memory(asked, Anything, make, device=CARD)
     assert found.batch_size == size
     assert says(str(found), size)
-    assert f"is {ASKED}" in panel(asked, Anything, make).form._hints["loader.batch_size"]
+    assert f"is {ASKED}" in panel(asked, Anything, make).form.hints["loader.batch_size"]
 
 
 def test_a_data_set_is_read_in_the_configs_batches_by_all_four(asked):
@@ -147,7 +147,7 @@ def test_a_data_set_is_read_in_the_configs_batches_by_all_four(asked):
     assert found.batch_size == ASKED
     assert "loader.batch_size" not in str(found)
     assert sorted((row.estimate.batch_size, row.reason) for row in table) == [(8, ""), (ASKED, "")]
-    assert f"sees {ASKED} samples" in panel(asked, Anything, vectors()).form._hints["loader.batch_size"]
+    assert f"sees {ASKED} samples" in panel(asked, Anything, vectors()).form.hints["loader.batch_size"]
 
 
 def test_advice_when_memory_runs_out_speaks_of_the_batch_that_ran(config):
