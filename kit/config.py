@@ -37,6 +37,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from kit.errors import ConfigError, Problem
+from kit.other_configs import COMMAND, SECTIONS, Translation, changes_of
 from kit.registry import Drawable
 from kit.secrets_in_text import secrets_of
 from kit.units import format_bytes, parse_bytes
@@ -741,12 +742,30 @@ class Config(Drawable, Section):
         Raises:
             ConfigError: when the file cannot be read or does not describe a Config.
         """
-        file = resolve_path(path)
-        try:
-            text = file.read_bytes().decode("utf-8-sig")
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
-        return cls.from_yaml(text, where=str(path))
+        return cls.from_yaml(_read_text(path), where=str(path))
+
+    @classmethod
+    def translate(cls, source: str | Path | Mapping[str, Any]) -> Translation:
+        """The config of another tool as a Config, with a table that says where each of its settings went.
+
+        Args:
+            source: A BaseModel YAML, as its path or its values; or a command line of AI-OS that begins with `aios`.
+
+        Returns:
+            The Config, and a row for each setting; those without a field of kit say what takes their place.
+
+        Raises:
+            ConfigError: when it is neither, cannot be read, or holds a value that no field takes.
+
+        Example:
+            >>> found = kit.Config.translate("aios hrm-hf train-actv1 --model gpt2 --batch-size 1 --no-amp")
+            >>> found.config.loader.batch_size, found.config.hardware.precision
+            (1, '32-true')
+        """
+        if not isinstance(source, Mapping) and str(source).split()[:1] != [COMMAND]:
+            source = _load_yaml(_read_text(source), str(source))
+        tool, changes, settings = changes_of(source if isinstance(source, Mapping) else str(source))
+        return Translation(tool, cls().replace(changes), settings)
 
     @classmethod
     def profile(cls, name: str) -> Config:
@@ -1032,7 +1051,8 @@ def _problems(error: ValidationError) -> list[Problem]:
 def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any]) -> str:
     kind, value = detail["type"], detail.get("input")
     if kind == "extra_forbidden":
-        return "unknown key" + _did_you_mean(path)
+        theirs = f"a BaseModel YAML has {path}; kit.Config.translate reads one"
+        return theirs if path in SECTIONS else "unknown key" + _did_you_mean(path)
     if kind in ("disagreement", "secret"):
         return str(detail["ctx"]["message"])
     if path.endswith("credentials"):  # someone may have written the key itself
@@ -1082,6 +1102,13 @@ def _did_you_mean(path: str) -> str:
 
 COMMITTED = "kit.train.CommittedConfig"
 """The callback that carries the Config in a committed file, which is otherwise LightningCLI's own."""
+
+
+def _read_text(path: str | Path) -> str:
+    try:
+        return resolve_path(path).read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def read_yaml(text: str, where: str = "") -> dict[str, Any]:

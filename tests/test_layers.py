@@ -16,7 +16,7 @@ ROOT = Path(kit.__file__).parent
 
 # From the ground up. A room may import from its own row and from the rows above it in this table.
 LAYERS = [
-    {"errors", "units", "tables", "registry", "monkeypatch", "secrets_in_text", "json_text"},
+    {"errors", "units", "tables", "registry", "other_configs", "secrets_in_text", "json_text"},
     {"arguments", "config", "events", "targets"},
     {"machine"},
     {"cloud", "chunks", "memory/replay", "confinement"},
@@ -46,7 +46,7 @@ MAY_IMPORT = {
 }
 MOST_PUBLIC_NAMES, LINES_OF_A_SCREEN = 64, 45
 PUBLIC = house.public()
-MOST_FILES, MOST_FILES_OF_A_FOLDER, SAME_CLASS_NAMES = 239, 15, 2
+MOST_FILES, MOST_FILES_OF_A_FOLDER, SAME_CLASS_NAMES = 240, 15, 2
 MODULES = sorted(set(house.modules()) - set(house.MAPS))
 
 

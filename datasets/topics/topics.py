@@ -56,7 +56,7 @@ from typing import Any, ClassVar, Literal, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from numpy.typing import ArrayLike, NDArray
@@ -67,6 +67,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from typing_extensions import override
 
 from kit.config import resolve_path
+from kit.data.rows.loader import RowData
 from kit.errors import ConfigError, PlanError, Problem, StoreError
 from kit.tables import FRAME, html_table, text_table
 from kit.targets import load_module_of_file
@@ -251,6 +252,63 @@ class PoissonNMF(LightningModule):
         found = self.topics()
         if self.trainer.is_global_zero:
             found.save(resolve_path(self.save_path))
+
+
+def fit_model(
+    counts: Any,
+    topics: int,
+    num_epochs: int = 200,
+    batch_size: int = 16,
+    *,
+    device: str | None = None,
+    **arguments: Any,
+) -> tuple[PoissonNMF, list[float]]:
+    """Fit a topic model in this process, as `tinytopics.fit_model(X, k, num_epochs, batch_size)` does.
+
+    Shapes are those of the data, and only batches of it are on the device.
+
+    Args:
+        counts: (documents, terms): an array, a tensor, or a path, as `kit.data.RowData` takes it.
+        topics: Topics to be found [k].
+        num_epochs: Times that all documents are seen.
+        batch_size: Documents of a batch.
+        device: `cpu` or `cuda`; None takes a GPU where there is one.
+        arguments: Of PoissonNMF, such as `learning_rate` [max_lr].
+
+    Returns:
+        The model, on the CPU, and the mean loss of each epoch's batches.
+
+    Raises:
+        ConfigError: for arguments and data that do not fit.
+    """
+    data = RowData(counts, batch_size=batch_size)
+    data.setup()
+    model = PoissonNMF(*data.shape, topics, **arguments)
+    losses = _EpochLosses()
+    accelerator = {"cuda": "gpu", None: "auto"}.get(device, device)
+    trainer = Trainer(
+        accelerator=accelerator, devices=1, max_epochs=num_epochs, logger=False, enable_checkpointing=False,
+        enable_model_summary=False, callbacks=[losses],
+    )  # fmt: skip
+    trainer.fit(model, datamodule=data)
+    return model.cpu(), losses.of_epochs
+
+
+class _EpochLosses(Callback):
+    """The mean loss of each epoch's batches."""
+
+    def __init__(self) -> None:
+        self.of_epochs: list[float] = []
+        self._batches: list[Tensor] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._batches.append(outputs["loss"].detach())
+
+    @override
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.of_epochs.append(float(torch.stack(self._batches).mean()))
+        self._batches = []
 
 
 class _Divergence(Function):

@@ -275,3 +275,18 @@ def test_the_optimizer_is_the_one_that_lets_rows_wait():
     model = PoissonNMF(**SIZES)
     assert isinstance(model.configure_optimizers()["optimizer"], RowAdamW)
     assert not isinstance(PoissonNMF(**SIZES, updates="all").configure_optimizers()["optimizer"], RowAdamW)
+
+
+def test_fit_model_is_the_line_of_tinytopics(corpus, tmp_path):
+    counts = corpus.rows(0, corpus.shape[0])
+    model, losses = topics.fit_model(counts, 4, num_epochs=3, batch_size=8, device="cpu")
+    assert (model.shares.num_embeddings, model.terms.shape) == (96, (4, 60))
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+    np.save(tmp_path / "counts.npy", counts)
+    torch.manual_seed(0)
+    one, from_file = topics.fit_model(str(tmp_path / "counts.npy"), 4, 3, 8, device="cpu")
+    torch.manual_seed(0)
+    other, from_memory = topics.fit_model(torch.from_numpy(counts), 4, 3, 8, device="cpu")
+    assert from_file == from_memory
+    np.testing.assert_array_equal(one.topics().terms, other.topics().terms)
