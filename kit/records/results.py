@@ -332,16 +332,22 @@ def _table_html(
 
 
 def differences(rows: Sequence[Values]) -> list[str]:
-    """In words, the settings of each row that differ among the rows of its experiment and have no column here.
+    """In words, data and settings of each row that differ among the rows of its experiment and have no column here.
 
     Passes of a profiler are compared among themselves, and so are the other kinds: what they leave out of themselves is
     not what somebody changed.
     """
     by_kind: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
-        by_kind.setdefault((row["name"], row["kind"]), []).append(row["config"] or {})
+        by_kind.setdefault((row["name"], row["kind"]), []).append(_told_apart(row))
     varying = {kind: [path for path in _paths(configs) if _varies(path, configs)] for kind, configs in by_kind.items()}
-    return [_settings_words(row["config"] or {}, varying[row["name"], row["kind"]]) for row in rows]
+    return [_settings_words(_told_apart(row), varying[row["name"], row["kind"]]) for row in rows]
+
+
+def _told_apart(row: Values) -> Mapping[str, Any]:
+    """The config, and before it which data of one class it was."""
+    _, _, data = (row["data"] or "").partition(", ")
+    return {**({"data": data} if data else {}), **(row["config"] or {})}
 
 
 def _paths(configs: Iterable[Mapping[str, Any]]) -> Iterable[str]:
@@ -357,7 +363,7 @@ def _settings_words(config: Mapping[str, Any], paths: Sequence[str]) -> str:
     words = []
     for path in paths:
         section, _, name = path.rpartition(".")
-        label = (name if section in _CLEAR_SECTIONS else f"{section} {name}").replace("_", " ")
+        label = (name if section in _CLEAR_SECTIONS else f"{section} {name}").replace("_", " ").strip()
         words.append(f"{label} {_ON_OFF.get(str(config.get(path)), config.get(path))}")
     more = [f"{len(words) - _MOST_SETTINGS} more"] if len(words) > _MOST_SETTINGS else []
     return ", ".join([*words[:_MOST_SETTINGS], *more]) or _MISSING

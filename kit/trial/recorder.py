@@ -125,7 +125,7 @@ class StepRecorder(Callback):
             max_epochs=trainer.max_epochs,
             parameters=sum(parameter.numel() for parameter in pl_module.parameters()),
             module=_class_name(pl_module),
-            data=None if data is None else _class_name(data),
+            data=None if data is None else _data_words(data),
         )
         connector = trainer._logger_connector
         vars(connector)["log_metrics"] = self.clock.timed("logging", connector.log_metrics)
@@ -263,6 +263,12 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
         for device in devices
     }
     return [next(values[tensor.device]) for tensor in tensors]
+
+
+def _data_words(data: object) -> str:
+    """Its class, and which data it is where it says so."""
+    description = getattr(data, "description", "")
+    return f"{_class_name(data)}, {description}" if description and isinstance(description, str) else _class_name(data)
 
 
 def _class_name(thing: object) -> str:

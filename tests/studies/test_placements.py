@@ -71,6 +71,10 @@ def test_each_place_is_measured_beside_what_was_foreseen(tmp_path, config):
     assert max(disk.held_bytes, limited.held_bytes) < 4 << 20
     assert [row.moved_bytes for row in (memory, disk, limited)] == [2 * values.nbytes] * 3
     assert sum("moved to the device" in text for text in found.sentences) == 1, "the same everywhere"
+    ran = kit.results(tmp_path / "runs", kind="repeat")
+    places = [row.name for row in found.rows[1:]]
+    assert [row["data"].partition(", ")[2] for row in reversed(ran)][1:] == places
+    assert all(f"data {place}" in str(ran) for place in places)
     assert len(found.figure().axes) == 2
     assert "fits neither" in str(found)
     assert "fits neither" in found._repr_html_()

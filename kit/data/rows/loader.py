@@ -352,6 +352,15 @@ class RowData(ConfiguredData):
         """(rows, *columns)."""
         return self.rows.shape
 
+    @property
+    def description(self) -> str:
+        """Which rows these are and where they are, by which `kit.results` tells trials apart."""
+        chosen = "" if self.rows.indices is None else f"{len(self.rows):,} chosen rows of "
+        name = "/".join(self.rows.place.split("/")[-1 if self.rows.file else -2 :])
+        where = " in memory" if self._in_memory else " on disk" if self.rows.file else ""
+        limit = getattr(self.rows.source, "page_cache_bytes", 0)
+        return f"{chosen}{name}{where}" + f", page cache {format_bytes(limit)}" * bool(limit)
+
     def order(self, world_size: int = 1) -> RowOrder:
         """Which rows are in which batch, for so many ranks.
 
