@@ -182,7 +182,7 @@ class BuildPart(Background):
         self.view = BuildView()
         self.machine = ScheduleView(config, self.use, lambda: self.advise(self._config_in_code))
         self.advice_code = line(margin="6px 0 0")
-        question = ipywidgets.HTML(heading_html("How should cores and memory be shared out?"), layout={"margin": "0"})
+        question = line(heading_html("How should cores and memory be shared out?"))
         self.plans = (self.view.error, self.view.table, self.view.reasons)
         self.advice = (question, self.machine.ui, self.advice_code)
 

@@ -20,11 +20,12 @@ import traitlets
 from kit.config import Config, FieldInfo
 from kit.errors import ConfigError, Problem
 from kit.units import parse_bytes
-from kit.widgets.parts import BESIDE_LABEL, LABEL_WIDTH, line, note_html, put
+from kit.widgets.parts import BESIDE_LABEL, LABEL_WIDTH, TIPPED, line, note_html, put, tip_class
 
 _LARGEST_WHOLE = 2**53 - 1
 _UNITS = ("TiB", "GiB", "MiB", "KiB", "GB", "MB", "KB")
 _SHORT_UNITS = {"seconds": "s"}
+_LAYOUT, _STYLE = {"width": "auto", "margin": "1px 0"}, {"description_width": LABEL_WIDTH}
 
 
 def label(info: FieldInfo) -> str:
@@ -36,25 +37,33 @@ def label(info: FieldInfo) -> str:
     return info.name.replace("_", " ")
 
 
-def make_control(info: FieldInfo, value: Any) -> Any:
-    """The widget that edits one field, holding `value`."""
-    common: dict[str, Any] = {
-        "description": label(info),
-        "tooltip": info.help,
-        "layout": {"width": "auto", "margin": "1px 0"},
-        "style": {"description_width": LABEL_WIDTH},
-    }
-    if info.kind == "choice":
-        return ipywidgets.Dropdown(options=list(info.choices), value=value, **common)
-    if info.path == "hardware.strategy":
-        return ipywidgets.Dropdown(options=_options(info, value), value=value, **common)
+def kind_of(info: FieldInfo) -> type[Any]:
+    """The class of the widget that edits one field."""
+    if info.kind == "choice" or info.path == "hardware.strategy":
+        return ipywidgets.Dropdown  # type: ignore[no-any-return]
     if info.kind == "bool":
-        return ipywidgets.Checkbox(value=value, **common)
-    if info.kind == "int" and not info.unit.startswith("bytes"):
-        low, high = int(info.bounds.get("ge", -_LARGEST_WHOLE)), int(info.bounds.get("le", _LARGEST_WHOLE))
-        return NumberField(value, least=low, most=high, **common)
-    text = {"value": show(info, value), "placeholder": _PLACEHOLDERS.get(info.kind, "")}
-    return ipywidgets.Text(**text, continuous_update=False, **common)
+        return ipywidgets.Checkbox  # type: ignore[no-any-return]
+    return NumberField if info.kind == "int" and not info.unit.startswith("bytes") else ipywidgets.Text
+
+
+def make_control(info: FieldInfo, value: Any, looks: dict[Any, Any] | None = None) -> Any:
+    """The widget that edits one field, holding `value`; those given the same `looks` share their layout and style."""
+    kind, looks = kind_of(info), {} if looks is None else looks
+    options: dict[str, Any] = {"value": value}
+    if kind is ipywidgets.Dropdown:
+        options["options"] = _options(info, value)
+    elif kind is NumberField:
+        options["least"] = int(info.bounds.get("ge", -_LARGEST_WHOLE))
+        options["most"] = int(info.bounds.get("le", _LARGEST_WHOLE))
+    elif kind is ipywidgets.Text:
+        placeholder = _PLACEHOLDERS.get(info.kind, "")
+        options = {"value": show(info, value), "placeholder": placeholder, "continuous_update": False}
+    made = kind(
+        description=label(info), tooltip=info.help, layout=looks.get("layout", _LAYOUT), style=looks.get(kind, _STYLE),
+        _dom_classes=(tip_class(info.help),) if kind in TIPPED else (), **options,
+    )  # fmt: skip
+    looks |= {"layout": made.layout, kind: made.style}
+    return made
 
 
 def read_control(info: FieldInfo, control: Any) -> Any:

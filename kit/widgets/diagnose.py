@@ -43,8 +43,8 @@ class DiagnosisView(Background):
         self.diagnosis, self._check = diagnosis, check
         self._display: LiveDisplay | None = None
         self.findings = [_FindingView(finding, self._try) for finding in diagnosis.findings]
-        head = ipywidgets.HTML(f"<b>{html.escape(diagnosis.headline)}</b>")
-        rest = ipywidgets.HTML(_close_lines(diagnosis.details_html), layout={"width": "100%", "margin": "0"})
+        head = line(f"<b>{html.escape(diagnosis.headline)}</b>")
+        rest = line(_close_lines(diagnosis.details_html))
         self.ui = live_box([head, *(view.ui for view in self.findings), rest])
 
     def _try(self, view: _FindingView) -> None:
@@ -91,7 +91,7 @@ class _FindingView:
         self.button = button("Try it", "play", tooltip, "auto")
         self.button.on_click(lambda _: on_click(self))
         self.answer = line()
-        text = ipywidgets.HTML(finding_html(finding), layout={"width": "100%", "margin": "0"})
+        text = line(finding_html(finding))
         self.ui = ipywidgets.VBox([text, *([self.button] if finding.change else []), self.answer])
 
     def say(self, text: str) -> None:

@@ -1,7 +1,9 @@
 """ConfigForm: a Config as a form; edit a copy, validate it as a whole, replace, keep the last valid one.
 
 Every setting that differs from the config the form started from is marked and has a button that takes it back. With
-`folded`, settings stand in groups that fold, those most changed in sight, and a search finds the others.
+`folded`, settings stand in groups that fold, those most changed in sight, and a search finds the others. A control is
+made when it is first seen, read or set to something else: a page opens each as some messages, and drops what comes as
+thousands at once.
 
 The form holds no settings of its own: `form.config` is always a valid Config, and controls, labels, tooltips and error
 texts come from `Config.fields()`. An edit that does not fit is shown with its reason beside its field and waits there:
@@ -18,8 +20,21 @@ import ipywidgets
 
 from kit.config import Config, FieldInfo
 from kit.errors import ConfigError, Problem
-from kit.widgets.controls import label, make_control, plain, read_control, show, write_control
-from kit.widgets.parts import ERROR, WIDTH, fold_button, heading_html, hint_html, line, note_html, put
+from kit.widgets.controls import kind_of, label, make_control, plain, read_control, show, write_control
+from kit.widgets.parts import (
+    ERROR,
+    TIPPED,
+    WIDTH,
+    button,
+    fold_button,
+    heading_html,
+    hide,
+    hint_html,
+    line,
+    note_html,
+    put,
+    tip_class,
+)
 
 SHOWN = {
     "hardware": ("accelerator", "devices", "strategy", "precision"),
@@ -34,9 +49,11 @@ _STYLE = """<style>
 .kit-form .widget-label-basic { white-space: normal; overflow: visible; height: auto; line-height: 1.3 }
 .kit-form .widget-checkbox { height: auto }
 .kit-row { position: relative; padding-right: 26px }
+.kit-hidden.widget-box, .kit-hidden.kit-fold { display: none }
+.kit-form .kit-head { margin: 2px 0 0 }
 .kit-changed > :first-child .widget-label, .kit-changed > :first-child span { font-weight: 600 }
 .kit-row > .kit-back { position: absolute; right: 0; top: 1px; width: 24px; padding: 0; background: none; margin: 0 }
-.kit-form .kit-fold { flex: 1 1 auto }
+.kit-form .kit-fold { flex: 1 1 auto; width: auto }
 .kit-form .kit-fold.kit-more { font-weight: 400; flex: 0 0 auto; margin-right: 26px }
 .kit-row > * { min-width: 0; max-width: 100% }
 .kit-row .kit-hint > summary { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; cursor: pointer }
@@ -58,14 +75,17 @@ class ConfigForm:
     ) -> None:
         self._config = self._base = config or Config()
         self._fields = {info.path: info for info in Config.fields()}
-        self.controls = {path: make_control(info, self._config.get(path)) for path, info in self._fields.items()}
+        self.controls: dict[str, Any] = _Controls(self._make)
+        """By path; each is made when it is first asked for."""
+        self._looks: dict[Any, Any] = {}
+        self._layout = ipywidgets.Layout()  # of all rows and titles
         self._notes: dict[str, Any] = {}
         self._backs: dict[str, Any] = {}
-        self._rows = {path: _row(control) for path, control in self.controls.items()}
+        self._rows: dict[str, Any] = {}
         self._groups: list[_Group] = []
         self.search = ipywidgets.Text(
             placeholder="find a setting", tooltip="words of its name or of what it is for",
-            layout={"width": "auto", "margin": "0 26px 2px 0"},
+            layout={"width": "auto", "margin": "0 26px 2px 0"}, _dom_classes=("kit-search",),
         )  # fmt: skip
         self._hints: dict[str, dict[str, str]] = {}
         self._values: dict[str, tuple[Any, Any]] = {}
@@ -73,11 +93,23 @@ class ConfigForm:
         self.problems: tuple[Problem, ...] = ()
         self._mutex = threading.RLock()
         self._writing = False
-        for path, control in self.controls.items():
-            control.observe(lambda _, path=path: self._edited(path), ["value", "correction"])
-        self.search.add_class("kit-search")
         self.search.observe(lambda _: self._find(), "value")
         self.ui = self._draw_folded(shown) if folded else self._draw(shown)
+
+    def _make(self, path: str) -> Any:
+        """The control of one field, holding what the config has, in its row."""
+        with self._mutex:
+            if path in self.controls:  # another thread was first
+                return self.controls[path]
+            closed = self._layout.comm is None
+            control = make_control(self._fields[path], self._config.get(path), {} if closed else self._looks)
+            row = ipywidgets.VBox([control], layout={} if closed else self._layout, _dom_classes=("kit-row",))
+            self.controls[path], self._rows[path] = control, row
+            control.observe(lambda _: self._edited(path), ["value", "correction"])
+            for part in (control.layout, control.style, control, row.layout, row) if closed else ():
+                part.close()
+            self._annotate_row(path, self._base.get(path) != self._config.get(path), self.hints.get(path, ""))
+            return control
 
     # -- the config
 
@@ -102,6 +134,8 @@ class ConfigForm:
         self._writing = True
         try:
             for path, value in values.items():
+                if path not in self.controls and plain(value) == plain(self._config.get(path)):
+                    continue
                 write_control(self._fields[path], self.controls[path], value)
         finally:
             self._writing = False
@@ -113,7 +147,7 @@ class ConfigForm:
 
     def reset(self, *paths: str) -> None:
         """Take these fields back to what the form started from; without any, all of them."""
-        self.edit({path: self._base.get(path) for path in paths or self.controls})
+        self.edit({path: self._base.get(path) for path in paths or self._fields})
 
     def check(self) -> None:
         """That every control holds what the config has.
@@ -201,31 +235,35 @@ class ConfigForm:
             self._annotate()
 
     def _annotate(self) -> None:
-        """Mark what differs. Under each control what is wrong with it; else what was corrected and the hint."""
+        """Mark what differs, and say under each control what there is to say."""
         changed, hints = set(self.changed), self.hints
-        for path in changed | self._backs.keys():
-            self._mark(path, path in changed)
         for group in self._groups:
             group.mark(changed)
-        for path, control in self.controls.items():
-            errors = " ".join(problem.message for problem in self.problems if _concerns(problem, path))
-            correction, hint = getattr(control, "correction", ""), hints.get(path, "")
-            text = note_html(errors, color=ERROR, role="alert") if errors else ""
-            text += note_html(correction, role="status") if correction and not errors else ""
-            text += hint_html(hint) if hint and not errors else ""
-            if text and path not in self._notes:
-                self._notes[path] = line(width="auto")
-                self._rows[path].children += (self._notes[path],)
-            if path in self._notes and self._notes[path].value != text:
-                put(self._notes[path], text)
+        for path in self.controls:
+            self._annotate_row(path, path in changed, hints.get(path, ""))
+
+    def _annotate_row(self, path: str, changed: bool, hint: str) -> None:
+        """Under a control stands what is wrong with it; else what was corrected and the hint."""
+        if self._rows[path].comm is None:  # closed
+            return
+        if changed or path in self._backs:
+            self._mark(path, changed)
+        errors = " ".join(problem.message for problem in self.problems if _concerns(problem, path))
+        correction = getattr(self.controls[path], "correction", "")
+        text = note_html(errors, color=ERROR, role="alert") if errors else ""
+        text += note_html(correction, role="status") if correction and not errors else ""
+        text += hint_html(hint) if hint and not errors else ""
+        if text and path not in self._notes:
+            self._notes[path] = line(width="auto")
+            self._rows[path].children += (self._notes[path],)
+        if path in self._notes and self._notes[path].value != text:
+            put(self._notes[path], text)
 
     def _mark(self, path: str, changed: bool) -> None:
         """Show that a field differs, with a way back. Children are only added, so that the control keeps the focus."""
-        if self._rows[path].comm is None:  # closed
-            return
         if path not in self._backs:
             was = show(self._fields[path], self._base.get(path)) or "nothing"
-            back = self._backs[path] = ipywidgets.Button(icon="undo", tooltip=f"back to {was}, as it was at first")
+            back = self._backs[path] = button("", "undo", f"back to {was}, as it was at first", "24px")
             back.add_class("kit-back")
             back.on_click(lambda _: self.reset(path))
             self._rows[path].children += (back,)
@@ -236,6 +274,7 @@ class ConfigForm:
 
     def row(self, path: str) -> Any:
         """The control of one field with its note, to be placed elsewhere than in the form."""
+        self.controls[path]  # made with its row
         return self._rows[path]
 
     def _draw(self, shown: Mapping[str, Sequence[str]]) -> Any:
@@ -247,15 +286,18 @@ class ConfigForm:
         """Every section as a group; those of `shown` first and open."""
         sections = dict.fromkeys([*shown, *(_section(info) for info in self._fields.values())])
         for title in sections:
-            rows = {info.path: self._rows[info.path] for info in self._fields.values() if _section(info) == title}
-            self._groups.append(_Group(title, rows, _paths(title, shown.get(title, ())), opened=title in shown))
-        return self._box([self.search, *(group.ui for group in self._groups)])
+            paths = [info.path for info in self._fields.values() if _section(info) == title]
+            first = _paths(title, shown.get(title, ()))
+            self._groups.append(_Group(title, paths, first, self.row, self._layout, opened=title in shown))
+        box = self._box([self.search, *(group.ui for group in self._groups)])
+        tipped = [info for info in self._fields.values() if kind_of(info) in TIPPED]
+        box.later_tooltips = {tip_class(info.help): info.help for info in tipped}
+        return box
 
     def _box(self, children: Sequence[Any]) -> Any:
-        style = ipywidgets.HTML(_STYLE, layout={"display": "none"})
-        box = ipywidgets.VBox([*children, style], layout={"flex": f"1 1 {WIDTH}", "min_width": "0"})
-        box.add_class("kit-form")
-        return box
+        layout = {"flex": f"1 1 {WIDTH}", "min_width": "0"}
+        children = [*children, line(_STYLE, display="none")]
+        return ipywidgets.VBox(children, layout=layout, _dom_classes=("kit-form",))
 
     def _find(self) -> None:
         """Show the fields that have every word of the search in name or description; all groups without a search."""
@@ -273,12 +315,23 @@ class ConfigForm:
         display(self.ui)  # type: ignore[no-untyped-call]
 
 
+class _Controls(dict[str, Any]):
+    """Controls by path, made by `make`, which puts them in here."""
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, path: str) -> Any:
+        return self._make(path)
+
+
 def _paths(title: str, names: Iterable[str]) -> list[str]:
     return [name if "." in name else f"{title}.{name}" for name in names]
 
 
 def _group(title: str, rows: Iterable[Any]) -> Any:
-    return ipywidgets.VBox([ipywidgets.HTML(heading_html(title), layout={"margin": "0"}), *rows])
+    return ipywidgets.VBox([line(heading_html(title)), *rows])
 
 
 def _columns(groups: Iterable[Any]) -> Any:
@@ -291,42 +344,58 @@ def _columns(groups: Iterable[Any]) -> Any:
 class _Group:
     """One section: a title that folds it, its fields in sight, and a button for the others."""
 
-    def __init__(self, title: str, rows: Mapping[str, Any], first: Sequence[str], *, opened: bool) -> None:
-        self._name, self._rows, self._opened = title, rows, opened
-        self._first = set(first or rows)
+    def __init__(
+        self, title: str, paths: Sequence[str], first: Sequence[str], row: Callable[[str], Any], layout: Any, *,
+        opened: bool,
+    ) -> None:  # fmt: skip
+        self._name, self._paths, self._row, self._opened = title, paths, row, opened
+        self._first = set(first or paths)
         self._found: set[str] | None = None
         self._all = False
         self._changed = 0
-        self._title, self._more = fold_button(f"show or hide {title}"), fold_button(f"every setting of {title}")
-        self._more.add_class("kit-more")
+        self._rows: dict[str, Any] = {}
+        """That have been in sight, which the others come to."""
+        self._layout = layout
+        self._more: Any = None
+        self._title = fold_button(f"show or hide {title}", layout)
         self._title.on_click(lambda _: self._toggle())
-        self._more.on_click(lambda _: self._toggle_all())
-        head = ipywidgets.HBox([self._title, self._more], layout={"margin": "2px 0 0"})
-        self.ui = ipywidgets.VBox([head, *rows.values()])
+        self._head = ipywidgets.HBox([self._title], layout=layout, _dom_classes=("kit-head",))
+        self.ui = ipywidgets.VBox([self._head], layout=layout)
         self.show(None)
 
     def show(self, found: set[str] | None) -> None:
         """Show these fields of a search; without a search, those that are unfolded."""
         self._found = found
-        shown = self._rows.keys() & found if found is not None else self._unfolded
+        shown = found.intersection(self._paths) if found is not None else self._unfolded
+        self._rows = {path: self._row(path) for path in self._paths if path in shown or path in self._rows}
         for path, one in self._rows.items():
-            one.layout.display = None if path in shown else "none"
-        self.ui.layout.display = None if found is None or shown else "none"
-        hidden = len(self._rows) - len(self._first)
-        self._more.layout.display = None if found is None and self._opened and hidden else "none"
-        self._more.description = "fewer" if self._all else f"{hidden} more …"
+            hide(one, path not in shown)
+        self.ui.children = (self._head, *self._rows.values())
+        hide(self.ui, found is not None and not shown)
+        self._show_more(found is None and self._opened)
         self._label()
+
+    def _show_more(self, wanted: bool) -> None:
+        """A button for the settings that are not in sight at first, where there are any."""
+        hidden = len(self._paths) - len(self._first)
+        if self._more is None and wanted and hidden:
+            self._more = fold_button(f"every setting of {self._name}", self._layout, "kit-more")
+            self._more.on_click(lambda _: self._toggle_all())
+            self._head.children += (self._more,)
+        if self._more is not None:
+            hide(self._more, not wanted)
+            self._more.description = "fewer" if self._all else f"{hidden} more …"
 
     def mark(self, changed: set[str]) -> None:
         """Say how many of its fields differ."""
-        self._changed = len(self._rows.keys() & changed)
+        self._changed = len(changed.intersection(self._paths))
         self._label()
 
     @property
     def _unfolded(self) -> Collection[str]:
         if not self._opened:
             return ()
-        return self._rows.keys() if self._all else self._first
+        return self._paths if self._all else self._first
 
     def _label(self) -> None:
         sign = "▾" if self._opened or self._found is not None else "▸"
@@ -339,12 +408,6 @@ class _Group:
     def _toggle_all(self) -> None:
         self._all = not self._all
         self.show(self._found)
-
-
-def _row(control: Any) -> Any:
-    made = ipywidgets.VBox([control])
-    made.add_class("kit-row")
-    return made
 
 
 def _section(info: FieldInfo) -> str:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import base64
 import functools
 import re
-import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +34,7 @@ import ipywidgets
 import traitlets
 
 from kit.config import Config
+from kit.widgets.parts import TIPPED, line, tip_class
 
 if TYPE_CHECKING:
     from kit.widgets.form import ConfigForm
@@ -142,18 +142,14 @@ def _guard_class() -> Any:
 
 def live_box(children: list[Any], **layout: str) -> Any:
     """A box whose still is hidden while it is alive, with tooltips on every control and its keys kept from the page."""
-    tooltips = {}
-    kinds = (ipywidgets.Checkbox, ipywidgets.Dropdown)
-    for part in (part for child in children for part in widgets_in(child) if isinstance(part, kinds)):
-        if part.tooltip is None:
-            continue
-        name = f"kit-tip-{secrets.token_hex(8)}"  # its own in a page that shows several notebooks
-        part.add_class(name)
-        tooltips[name] = part.tooltip
-    style = ipywidgets.HTML(_STYLE, layout={"display": "none"})
-    box = ipywidgets.VBox([*children, *keyboard_guard(tooltips), style], layout=layout)
-    box.add_class("kit-live")
-    return box
+    tooltips: dict[str, str] = {}
+    for part in (part for child in children for part in widgets_in(child)):
+        tooltips |= getattr(part, "later_tooltips", {})
+        if isinstance(part, TIPPED) and part.tooltip is not None:
+            part.add_class(tip_class(part.tooltip))
+            tooltips[tip_class(part.tooltip)] = part.tooltip
+    style = line(_STYLE, display="none")
+    return ipywidgets.VBox([*children, *keyboard_guard(tooltips), style], layout=layout, _dom_classes=("kit-live",))
 
 
 def widgets_in(box: Any) -> Iterator[Any]:

@@ -201,7 +201,7 @@ class MemoryPanel(ConfigPanel):
 
     def _draw(self) -> Any:
         self.form.ui.layout.flex = "0 0 auto"
-        title = ipywidgets.HTML(heading_html("device"), layout={"margin": "0"})
+        title = line(heading_html("device"))
         left = ipywidgets.VBox([title, self.device_control, self.form.ui])
         sliders = [_beside(self.form.row(path), slider) for path, slider in self.sliders.items()]
         sliders.insert(1, self._batch_note)
@@ -324,8 +324,8 @@ def _known_device(device: Device) -> Device:
 
 
 def _beside(number: Any, slider: StepsSlider) -> Any:
-    number.layout.flex = f"0 0 {_NUMBER_WIDTH}"
-    return ipywidgets.HBox([number, slider.widget], layout={"grid_gap": "12px"})
+    left = ipywidgets.VBox([number], layout={"flex": f"0 0 {_NUMBER_WIDTH}"})
+    return ipywidgets.HBox([left, slider.widget], layout={"grid_gap": "12px"})
 
 
 class DialsView:
@@ -375,9 +375,9 @@ class DialsView:
             )  # fmt: skip
             slider = self.sliders[dial.name] = StepsSlider(field, dial.marks)
             field.observe(lambda change, name=dial.name: self._turn(name, change["new"]), "value")
-            reason = ipywidgets.HTML(note_html(dial.reason), layout={"margin": "0"})
-            rows.append(ipywidgets.VBox([_beside(ipywidgets.VBox([field]), slider), correction_note(field), reason]))
-        heading = ipywidgets.HTML(heading_html("model size", dials.order_sentence), layout={"margin": "0"})
+            reason = line(note_html(dial.reason))
+            rows.append(ipywidgets.VBox([_beside(field, slider), correction_note(field), reason]))
+        heading = line(heading_html("model size", dials.order_sentence))
         self.ui.children = [heading, *rows] if rows else []
 
 

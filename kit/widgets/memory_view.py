@@ -70,7 +70,7 @@ class MemoryView(AnswerView):
         self._drawing = threading.RLock()
         self._bar, self._timeline, self._recording = BreakdownChart(), TimelineChart(), False
         self.headline, self.bar, self.cards, self.timeline = (line() for _ in range(4))
-        style = ipywidgets.HTML(_STYLE, layout={"display": "none"})
+        style = line(_STYLE, display="none")
         self.ui = ipywidgets.VBox([self.headline, self.status, self.error, self.bar, self.cards, self.timeline, style])
         self.headline.value = _headline_html(None)
         self.bar.value, self.timeline.value = _picture(self._bar.svg()), _picture(self._timeline.svg())

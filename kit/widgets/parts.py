@@ -5,6 +5,7 @@ Functions that end in `_html` take plain text and escape it; `put` and `line` ho
 
 from __future__ import annotations
 
+import hashlib
 import html
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ WIDTH = "352px"
 LABEL_WIDTH = "172px"
 BESIDE_LABEL = f"0 0 4px calc({LABEL_WIDTH} + 8px)"
 """The margin of a note that starts where the controls above it start."""
+TIPPED = (ipywidgets.Checkbox, ipywidgets.Dropdown)
+"""Controls whose tooltip ipywidgets does not show; the page finds it by a class."""
 QUIET = "var(--jp-ui-font-color2, #666)"
 ERROR = "var(--jp-error-color1, #b3261e)"
 _ACCENT = "var(--jp-brand-color1, #0072B2)"
@@ -28,9 +31,17 @@ _CODE = (
 )
 
 
-def line(**layout: str) -> Any:
+class _Html(ipywidgets.HTML):  # type: ignore[misc]
+    style = None  # would be a second model that the page has to open, and nothing changes it
+
+
+class _Button(ipywidgets.Button):  # type: ignore[misc]
+    style = None
+
+
+def line(text: str = "", **layout: str) -> Any:
     """A place for HTML, as wide as its column."""
-    return ipywidgets.HTML(layout={"margin": "0", "width": "100%", **layout})
+    return _Html(text, layout={"margin": "0", "width": "100%", **layout})
 
 
 def put(place: Any, text: str) -> None:
@@ -38,8 +49,18 @@ def put(place: Any, text: str) -> None:
     place.value, place.layout.display = text, None if text else "none"
 
 
+def hide(place: Any, hidden: bool) -> None:
+    """Hide something whose layout others share, within a form."""
+    (place.add_class if hidden else place.remove_class)("kit-hidden")
+
+
+def tip_class(text: str) -> str:
+    """The class by which the page finds this tooltip; the same in every notebook that it shows."""
+    return f"kit-tip-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
 def button(description: str, icon: str, tooltip: str, width: str = "90px", **options: Any) -> Any:
-    return ipywidgets.Button(
+    return _Button(
         description=description, icon=icon, tooltip=tooltip, layout={"width": width, "flex": "0 0 auto"}, **options
     )
 
@@ -49,11 +70,9 @@ def relabel(place: Any, description: str, icon: str, style: str, tooltip: str) -
     place.description, place.icon, place.button_style, place.tooltip = description, icon, style, tooltip
 
 
-def fold_button(tooltip: str) -> Any:
+def fold_button(tooltip: str, layout: Any = None, *classes: str) -> Any:
     """A title that shows or hides what is below it."""
-    made = ipywidgets.Button(tooltip=tooltip, layout={"width": "auto"})
-    made.add_class("kit-fold")
-    return made
+    return _Button(tooltip=tooltip, layout=layout or {"width": "auto"}, _dom_classes=("kit-fold", *classes))
 
 
 class Fold:

@@ -85,6 +85,11 @@ def test_a_setting_is_found_changed_marked_and_taken_back(panel):
     expect(panel.get_by_label("gradient clip norm")).to_be_hidden()
     panel.get_by_role("button", name="reset").click()
     expect(panel.get_by_text("unchanged")).to_be_visible()
+    search.fill("pin memory")
+    checkbox = panel.locator(".widget-checkbox", has_text="pin memory")
+    checkbox.hover()
+    expect(checkbox).to_have_attribute("title", re.compile("faster"))  # it was made after the page was told of tooltips
+    search.press("Escape")
 
 
 def test_the_line_of_code_is_copied(opened, panel):
@@ -97,7 +102,7 @@ def test_the_line_of_code_is_copied(opened, panel):
     opened.page.keyboard.press("Escape")
 
 
-def test_keys_do_what_they_do_elsewhere(opened, panel):
+def test_keys_do_what_they_do_elsewhere(opened, panel, artifacts):
     cells = opened.page.locator(".jp-Notebook .jp-Cell")
     title = panel.get_by_role("button", name="▸ chunking")
     for place in (title, panel.get_by_role("button", name="Fit"), tab(panel, "Live")):
@@ -108,6 +113,8 @@ def test_keys_do_what_they_do_elsewhere(opened, panel):
     title.focus()
     opened.page.keyboard.press("Enter")
     expect(panel.get_by_role("button", name="▾ chunking")).to_be_focused()
+    expect(panel.get_by_label("target shard")).to_be_visible()
+    opened.page.screenshot(path=artifacts / "panel_group.png")
     opened.page.keyboard.press("Space")
     expect(title).to_be_focused()
     tab(panel, "Live").click()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.config import Config
-from kit.errors import ConfigError
+from kit.errors import ConfigError, Problem
 from kit.widgets.controls import label, make_control, read_control, show, write_control
 from kit.widgets.form import SHOWN, ConfigForm
 
@@ -22,10 +22,10 @@ def note(form, path):
 
 
 def test_every_field_has_a_labelled_control_with_the_sentence_of_its_declaration(form):
-    assert set(form.controls) == set(FIELDS)
-    for path, control in form.controls.items():
-        assert control.description == label(FIELDS[path])
-        assert control.tooltip == FIELDS[path].help
+    for path, info in FIELDS.items():
+        assert form.controls[path].description == label(info)
+        assert form.controls[path].tooltip == info.help
+    assert form.controls.keys() == FIELDS.keys()
 
 
 def test_labels_carry_the_unit_instead_of_the_suffix():
@@ -180,7 +180,13 @@ def test_every_text_shown_reads_back_as_the_same_value(example):
 
 def shown_in(form):
     """The fields whose rows are in sight."""
-    return {path for path in form.controls if form.row(path).layout.display is None}
+    seen, waiting = set(), [form.ui]
+    while waiting:
+        part = waiting.pop()
+        if "kit-hidden" not in part._dom_classes:
+            seen.add(part)
+            waiting += getattr(part, "children", ())
+    return {path for path, control in form.controls.items() if control in seen}
 
 
 def test_what_differs_is_marked_and_taken_back_one_by_one_or_all(form):
@@ -218,7 +224,7 @@ def test_the_settings_most_changed_are_in_sight_and_a_search_finds_the_others(fo
 
 def test_groups_fold_and_unfold_and_count_their_changes(form):
     group = next(group for group in form._groups if group._name == "chunking")
-    title, more = group.ui.children[0].children
+    (title,) = group.ui.children[0].children
     title.click()
     assert "chunking.shard" in shown_in(form)
     form.edit({"chunking.shard": "none"})
@@ -232,3 +238,54 @@ def test_groups_fold_and_unfold_and_count_their_changes(form):
     assert "loader.pin_memory" in shown_in(form)
     more.click()
     assert "loader.pin_memory" not in shown_in(form)
+
+
+SEEN_AT_FIRST = {f"{section}.{name}" for section, names in SHOWN.items() for name in names}
+
+
+def test_only_what_is_seen_is_made(form):
+    assert form.controls.keys() == SEEN_AT_FIRST
+    form.config = form.config.replace({"loader.batch_size": 4, "chunking.shard": "none"})
+    form.reset("loader.batch_size", "training.seed")
+    form.show_hints({"chunking.chunk": "one chunk a patch"})
+    assert form.controls.keys() == SEEN_AT_FIRST
+    form.search.value = "latency deviation"
+    assert form.controls.keys() == SEEN_AT_FIRST | {"chunking.latency_deviation_seconds"}
+    form.edit({"training.gradient_clip_norm": 0.5})
+    assert "training.gradient_clip_norm" in form.controls
+
+
+def test_a_control_that_is_made_late_says_what_it_would_have_said(form):
+    form.config = form.config.replace({"chunking.shard": "none", "training.max_epochs": 3})
+    form.show_hints({"chunking.shard": "as large as a chunk", "chunking.chunk": "one chunk a patch"})
+    form.show_problems([Problem("chunking.chunk", "does not divide the array")])
+    group = next(group for group in form._groups if group._name == "chunking")
+    assert "1 changed" in group._title.description
+    group._title.click()
+    assert form.controls["chunking.shard"].value == "none"
+    assert "as large as a chunk" in note(form, "chunking.shard")
+    assert "does not divide" in note(form, "chunking.chunk")
+    assert "kit-changed" in form.row("chunking.shard")._dom_classes
+    form._backs["chunking.shard"].click()
+    assert form.changed == ("training.max_epochs",)
+    form.reset()
+    assert form.changed == ()
+
+
+def test_rows_made_one_by_one_stand_in_the_order_of_the_fields(form):
+    form.search.value = "shard"
+    form.search.value = ""
+    group = next(group for group in form._groups if group._name == "chunking")
+    group._title.click()
+    paths = [path for path in FIELDS if path.startswith("chunking.")]
+    assert group.ui.children[1:] == tuple(form.row(path) for path in paths)
+
+
+def test_an_edit_that_does_not_fit_waits_in_a_control_that_nobody_has_seen(form):
+    form.edit({"trial.warmup_steps": 10_000, "data.validation_fraction": 7.0})
+    assert "data.validation_fraction" in {problem.path for problem in form.problems}
+    with pytest.raises(ConfigError, match="validation_fraction"):
+        form.check()
+    form.search.value = "validation fraction"
+    assert form.controls["data.validation_fraction"].value == "7.0"
+    assert "data.validation_fraction" in shown_in(form)

@@ -241,7 +241,7 @@ def test_the_store_is_planned_built_and_found(config):
 def test_what_auto_came_to_stands_beside_its_field(config):
     mine = Panel(config)
     mine.wait(WAIT)
-    assert "x: " in mine.form._notes["chunking.chunk"].value
+    assert "x: " in mine.form.hints["chunking.chunk"]
     assert mine.form._notes["hardware.precision"].value != ""
 
 

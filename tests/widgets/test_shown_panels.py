@@ -98,9 +98,10 @@ def test_every_control_of_a_panel_says_in_a_sentence_what_it_is_for(name, projec
     settle(panel)
 
 
-def test_the_page_is_told_the_tooltip_of_every_checkbox(project, notebook, capsys):
+def test_the_page_is_told_the_tooltip_of_every_checkbox_and_choice(project, notebook, capsys):
     panel = shown("panel", notebook)
-    boxes = [part for part in controls(panel.ui) if isinstance(part, ipywidgets.Checkbox)]
+    panel.form.search.value = "e"  # which is in all
+    boxes = [part for part in controls(panel.ui) if isinstance(part, ipywidgets.Checkbox | ipywidgets.Dropdown)]
     (guard,) = (part for part in panel.ui.children if hasattr(part, "tooltips"))
     assert len(boxes) >= 10
     for box in boxes:
