@@ -9,7 +9,7 @@ clicked, and write nothing. Measurements are shown for the pattern and the netwo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,7 +181,7 @@ class ChunkPart:
 
     def __init__(self, form: ConfigForm, check: Callable[[], object] = lambda: None) -> None:
         self._form, self._check = form, check
-        self._shown: tuple[Config, ChunkPlan] | None = None
+        self._shown: tuple[Config, ChunkPlan, Sequence[LayoutCost]] | None = None
         self._offered: tuple[str, dict[str, Chunk]] = ("", {})
         self._probed: tuple[Config, dict[str, str]] | None = None
         self._measured: dict[str, dict[Chunk, MeasuredReading]] = {}
@@ -215,11 +215,11 @@ class ChunkPart:
         """Return when nothing is being measured; False after `timeout` seconds."""
         return self._measuring.wait(timeout)
 
-    def show(self, config: Config, plan: ChunkPlan) -> None:
-        """Show the plan of this config."""
-        self._shown = config, plan
+    def show(self, config: Config, plan: ChunkPlan, built: Sequence[LayoutCost] = ()) -> None:
+        """Show the plan of this config, and what the store there is costs to read."""
+        self._shown = config, plan, built
         measured = self._measured.get(_pattern(config), {})
-        self.view.show(plan, {chunk: one for chunk, one in measured.items() if len(chunk) == len(plan.dims)})
+        self.view.show(plan, {chunk: one for chunk, one in measured.items() if len(chunk) == len(plan.dims)}, built)
         self._offer(config, plan)
 
     def hints(self, config: Config) -> dict[str, str]:

@@ -398,7 +398,7 @@ class Panel(ConfigPanel):
         facts = self.store.facts
         if facts.plan is not None and facts is not self._facts_drawn:
             self._facts_drawn = facts
-            self.chunks.show(facts.config, facts.plan)
+            self.chunks.show(facts.config, facts.plan, () if facts.dataset is None else facts.costs)
 
     def _plan_build(self) -> None:
         """Who can build it, once somebody has opened that."""

@@ -26,7 +26,18 @@ from kit.errors import KitError, UnfinishedStoreError
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes, format_count, format_seconds
 from kit.widgets.live import Background, LatestOnlyWorker
-from kit.widgets.parts import ERROR, QUIET, AnswerView, button, error_words, folded_html, line, progress_html, row
+from kit.widgets.parts import (
+    ERROR,
+    QUIET,
+    AnswerView,
+    button,
+    error_words,
+    folded_html,
+    line,
+    note_html,
+    progress_html,
+    row,
+)
 
 if TYPE_CHECKING:
     from kit.data.dataset import Dataset
@@ -428,13 +439,15 @@ class ChunkView(AnswerView):
         self.ui = ipywidgets.VBox([self.headline, self.error, self.chart, self.table, self.reasons])
         self.ui.layout.width = "100%"
 
-    def show(self, plan: ChunkPlan, measured: Measurements) -> None:
-        """Show this plan; `measured` has measurements of its access pattern only."""
+    def show(self, plan: ChunkPlan, measured: Measurements, built: Sequence[LayoutCost] = ()) -> None:
+        """Show this plan; `measured` has measurements of its access pattern only, `built` prices the store there is."""
         self.plan, self.measured = plan, measured
         self.show_error("")
         choice, rate = headline(plan)
         style = "font-size:1.15em;line-height:1.5"
-        self.headline.value = f"<div style='{style}'><b>{html.escape(choice)}</b><br>{html.escape(rate)}</div>"
+        words = f"<b>{html.escape(choice)}</b><br>{html.escape(rate)}"
+        beside = note_html(built_words(plan, built), margin="0") if built else ""
+        self.headline.value = f"<div style='{style}'>{words}</div>{beside}"
         label = f"Chunk sizes and what they cost. {choice}: {rate}."
         drawn = look.svg(chunk_figure(plan, measured=measured.values()), label)
         self.chart.value = f"<div style='line-height:0'>{drawn}</div>"
@@ -460,6 +473,19 @@ def headline(plan: ChunkPlan) -> tuple[str, str]:
     each = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     rate = f"{format_count(plan.samples_per_second)} samples/s predicted{each}, bound by {plan.bound}"
     return f"chunks of {named(plan.dims, plan.chunk)}, {shard}", rate
+
+
+def built_words(plan: ChunkPlan, built: Sequence[LayoutCost]) -> str:
+    """What a store is predicted to give as it is cut, and why its plan says something else."""
+    seconds, slowest = (
+        sum(cost.seconds_per_batch for cost in built),
+        max(built, key=lambda cost: cost.seconds_per_batch),
+    )
+    rate = format_count(plan.batch_size / seconds)
+    return (
+        f"{rate} samples/s as it is built, bound by {slowest.bound}: a plan compares sizes by mean latencies, while of "
+        "a store each request is played out with a latency of its own, and neighbours in a shard are read together"
+    )
 
 
 def candidates_html(plan: ChunkPlan, measured: Measurements) -> str:

@@ -236,6 +236,9 @@ def test_the_store_is_planned_built_and_found(config):
     assert said[0] == "Stop"
     assert "is built" in mine.store.summary.value
     assert mine.store.control.ui.layout.display == "none"
+    card, (cost,) = mine.overview.cards["data"], mine.store.facts.costs
+    assert cost.bound in card.why
+    assert f"{card.value} samples/s as it is built" in mine.chunks.view.headline.value
 
 
 def test_what_auto_came_to_stands_beside_its_field(config):
