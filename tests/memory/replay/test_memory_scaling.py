@@ -139,6 +139,14 @@ def test_a_block_that_is_not_proportional_is_refused(first, second, batches, mes
         BatchScaling(story_of(batches[0], (first,)), story_of(batches[1], (second,)))
 
 
+def test_a_workspace_may_be_less_than_nothing_without_a_sample_but_not_with_one():
+    one, other = (story_of(batch, (1000 * batch - 64,), category="workspace") for batch in (2, 3))
+    assert BatchScaling(one, other).at(1).block_bytes.tolist() == [936]
+    one, other = (story_of(batch, (1000 * batch**2,), category="workspace") for batch in (4, 5))
+    with pytest.raises(ScalingError, match="grows faster"):
+        BatchScaling(one, other)
+
+
 def test_stairs_look_flat_between_two_points_but_a_third_tells():
     scaling = BatchScaling(story_of(2, (8000,)), story_of(3, (8000,)))
     assert scaling.differs_from(story_of(8, (8000,))) == ""

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from kit.memory.record.recorder import BlockRecorder
+from kit.memory.record.workspace import Workspaces
 from kit.memory.replay.cards import target_of
 from kit.memory.replay.estimate import estimate
 from kit.memory.replay.scaling import BatchScaling, ScalingError
@@ -64,8 +65,15 @@ MODULES = {
 }
 
 
-def recorded(make, shape, batch_size, autocast=False):
-    with FakeTensorMode(), BlockRecorder() as recorder:
+def deep():
+    """Ever more channels on ever smaller pictures: which convolution is at the peak depends on the batch."""
+    sizes = ((3, 16), (16, 32), (32, 64), (64, 256))
+    parts = [(nn.Conv2d(given, made, 3, 2, 1), nn.ReLU(), nn.Conv2d(made, made, 3, 1, 1)) for given, made in sizes]
+    return nn.Sequential(*(layer for part in parts for layer in part), nn.Flatten(), nn.Linear(1024, 10))
+
+
+def recorded(make, shape, batch_size, autocast=False, workspace=None):
+    with FakeTensorMode(), BlockRecorder(workspace) as recorder:
         module = make()
         recorder.track(module)
         optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
@@ -95,6 +103,15 @@ def test_real_modules_scale_exactly(name, autocast):
         assert ours.device_allocated_bytes == theirs.device_allocated_bytes > 0
         assert ours.device_reserved_bytes == theirs.device_reserved_bytes
         assert ours.breakdown == theirs.breakdown
+
+
+def test_convolutions_on_the_cpu_scale_though_their_workspace_leaves_out_the_gradient_of_the_bias():
+    shape, target = (3, 32, 32), target_of("T4-16GB")
+    scaling = BatchScaling(*(recorded(deep, shape, batch, workspace=Workspaces(None)) for batch in (16, 17)))
+    for batch in (1, 2, 32, 256):
+        truth = recorded(deep, shape, batch, workspace=Workspaces(None))
+        ours, theirs = estimate(scaling.at(batch), target), estimate(truth, target)
+        assert ours.device_allocated_bytes == theirs.device_allocated_bytes > 0
 
 
 @pytest.mark.parametrize(
