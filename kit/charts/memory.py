@@ -363,5 +363,5 @@ def short_operator(name: str) -> str:
 
 _WHEN = {
     "setup": "before the first batch", "forward": "in forward", "backward": "in backward",
-    "optimizer": "in the optimizer step", "other": "between the phases of a step",
+    "optimizer": "in the optimizer step", "other": "between the phases of a step", "validation": "in validation",
 }  # fmt: skip

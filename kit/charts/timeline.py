@@ -49,8 +49,8 @@ _AXES_INCHES, _TITLE_INCHES, _STRIP_INCHES, _LABEL_INCHES, _LEGEND_LINE_INCHES =
 _LEGEND_COLUMNS = 4
 _LONGEST_TITLE = 92
 PREDICTED_STEPS = 2
-"""Optimizer steps of a dry run, which is where the clock of a prediction ends."""
-_STRIP_SHADES = {"setup": 0.04, "forward": 0.10, "backward": 0.20, "optimizer": 0.32, "other": 0.04}
+"""Optimizer steps of a dry run, after which the clock of a prediction ends, or a validation follows."""
+_STRIP_SHADES = {"setup": 0.04, "forward": 0.10, "backward": 0.20, "optimizer": 0.32, "validation": 0.15, "other": 0.04}
 _SMALLEST_SPAN_FRACTION = 0.003
 
 Floats = NDArray[np.float64]
@@ -215,7 +215,9 @@ def timeline_info(estimate: MemoryEstimate, measured: MeasuredMemory | None = No
     shown = [name for name in LOOKS if any(line.categories.get(name, ()))]
     measured_clock = measured_bytes = np.zeros(0)
     if measured is not None:  # on the clock of a prediction, which ends after two optimizer steps
-        over = measured.clock * (max(1, measured.optimizer_steps) / PREDICTED_STEPS)
+        trained = [place for place, phase in enumerate(line.phases) if phase != "validation"]
+        end = clock[trained[-1]] if trained else 1.0  # a validation may follow, which was not measured with them
+        over = measured.clock * (max(1, measured.optimizer_steps) / PREDICTED_STEPS) * end
         inside = over <= 1
         over, held = over[inside], measured.allocated_bytes[inside].astype(np.float64)
         places = thin(over, held)

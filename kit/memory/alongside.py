@@ -21,7 +21,8 @@ from kit.memory.query import make_query, target_here
 from kit.memory.recordings import cached_recording, start_prediction
 from kit.memory.residual_table import residuals_here
 from kit.trial.directory import RunPaths
-from kit.trial.submit import prepare
+from kit.trial.payload import NO_PARTS, TrainerParts
+from kit.trial.submit import parts_of, prepare
 from kit.trial.trial import Trial
 
 _MARGIN_SECONDS = 60.0
@@ -50,8 +51,8 @@ def fit(
             None takes the config's own data.
         logger: A logger of lightning.pytorch, a function without arguments that makes one, or several. The trial's own
             comes beside them, so `self.logger` works without any.
-        callbacks: Callbacks of lightning.pytorch, as instances or functions that make them. They act in the trial, and
-            not in the prediction beside it.
+        callbacks: Callbacks of lightning.pytorch, as instances or functions that make them. They act in the trial and
+            the prediction beside it, which says where one cannot.
         trainer: More arguments of lightning.pytorch's Trainer by name, such as `{"deterministic": True}`.
 
     Returns:
@@ -70,18 +71,18 @@ def fit(
     trial = Trial(paths, config)
     trial.submit()
     if trial.config.trial.predict_memory:
-        predict_beside(module, data, trial)
+        predict_beside(module, data, trial, parts_of(module, trial.config, None, callbacks, trainer))
     return trial
 
 
-def predict_beside(module: object, data: object, trial: Trial) -> None:
+def predict_beside(module: object, data: object, trial: Trial, parts: TrainerParts = NO_PARTS) -> None:
     """Give the run directory of `trial` its prediction, now or as soon as a process has made it."""
     from kit.machine.machine import hardware
 
     with contextlib.suppress(KitError, OSError):
         world_size = int(trial.environment["world_size"])
         target = target_here(trial.config, machine_of_trial(hardware(), trial.environment["devices"]), world_size)
-        query, _ = make_query(module, data, trial.config, target, world_size)
+        query, _ = make_query(module, data, trial.config, target, world_size, parts)
         earlier = _predicted_beside.get(query.key)
         if (recording := cached_recording(query)) is not None:
             trial.paths.write_prediction(estimate_here(query, recording, target).to_dict())

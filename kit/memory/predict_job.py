@@ -12,12 +12,14 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import cloudpickle
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
 from kit.confinement.confine import confined
 from kit.errors import ConfigError, KitError
@@ -25,11 +27,13 @@ from kit.memory.query import without_memory
 from kit.memory.record.dry_run import JOB, DryRun, record
 from kit.memory.recordings import NEXT
 from kit.memory.replay.cards import DeviceTarget
-from kit.memory.replay.estimate import Residuals, estimate
+from kit.memory.replay.estimate import VALIDATION, Residuals, estimate
 from kit.memory.replay.replay import Recording
+from kit.train.choices import validates_by
 from kit.trial.context import Context
 from kit.trial.directory import RunPaths
-from kit.trial.fit_job import load_part, make_data, make_module, show_cells
+from kit.trial.fit_job import load_part, make_data, make_module, make_parts, show_cells
+from kit.trial.payload import NO_PARTS, TrainerParts
 from kit.trial.verdict import describe, own_frame
 from kit.units import format_seconds
 
@@ -73,22 +77,55 @@ def _record(
     context: Context, payload: dict[str, Any], batch_size: int | None, patience: Patience, said: list[str]
 ) -> Recording:
     task, config = context.environment["prediction"], context.config
+    trainer: TrainerParts = cloudpickle.loads(payload["trainer"]).value if payload["trainer"] else NO_PARTS
     run = DryRun(
         config=config, precision=task["precision"], world_size=task["world_size"], device_kind=task["device_kind"],
         capability=tuple(task["capability"]) if task["capability"] else None,
+        make_callbacks=lambda: _callbacks(payload["trainer"]), flags=trainer.flags,
     )  # fmt: skip
-    seed_everything(config.training.seed, workers=True, verbose=False)
-    with patience:
-        recording = record(
-            lambda: make_module(cloudpickle.loads(payload["module"]), config),
-            lambda: make_data(cloudpickle.loads(payload["data"]), config),
-            run, batch_size,
-        )  # fmt: skip
+    left_out: dict[str, str] = {}
+    recording = _recorded(run, payload, batch_size, patience)
+    for what, less in _with_less(run, trainer):
+        # What else runs beside the steps must not hide what is known of these.
+        if not recording.facts["unknown"] or patience.message:
+            break
+        again = _recorded(less, payload, batch_size, patience)
+        left_out[what] = recording.facts["unknown"]
+        if not again.facts["unknown"]:
+            recording = dataclasses.replace(again, facts={**again.facts, "left_out": left_out})
     notes = [*said, *recording.facts.get("notes", ()), *payload["notes"]]
     facts = {**recording.facts, **task["facts"], "notes": notes}
     if patience.message and facts["unknown"]:
         facts |= {"unknown": patience.message, "late": True}
     return dataclasses.replace(recording, facts=facts)
+
+
+def _recorded(run: DryRun, payload: dict[str, Any], batch_size: int | None, patience: Patience) -> Recording:
+    seed_everything(run.config.training.seed, workers=True, verbose=False)
+    with patience:
+        return record(
+            lambda: make_module(cloudpickle.loads(payload["module"]), run.config),
+            lambda: make_data(cloudpickle.loads(payload["data"]), run.config),
+            run, batch_size,
+        )  # fmt: skip
+
+
+def _with_less(run: DryRun, trainer: TrainerParts) -> Iterator[tuple[str, DryRun]]:
+    """What a dry run can do without, and the dry run without it, and without what came before."""
+    if trainer.callbacks:
+        run = dataclasses.replace(run, make_callbacks=list)
+        yield ", ".join(map(str, trainer.callbacks)), run
+    validates = run.config.trial.validate_every_steps > 0 or validates_by(trainer.flags)
+    if trainer.flags or validates:
+        config = run.config.replace({"trial.validate_every_steps": 0})
+        what = VALIDATION if validates else f"trainer= with {', '.join(trainer.flags)}"
+        yield what, dataclasses.replace(run, config=config, flags={})
+
+
+def _callbacks(sent: bytes) -> list[Callback]:
+    """The caller's own, but for those that write files or lines and hold nothing."""
+    made = make_parts(cloudpickle.loads(sent).value.callbacks, Callback, "callbacks") if sent else []
+    return [callback for callback in made if not isinstance(callback, Checkpoint | ProgressBar)]
 
 
 class Patience:

@@ -35,8 +35,9 @@ def predict_memory(
 ) -> MemoryEstimate:
     """Predict the peak memory of one rank: what it is made of, which module holds it, and whether it fits.
 
-    A process of its own runs the Trainer that `kit.fit` would run for two optimizer steps on tensors with shapes but
-    without values, and replays the allocations through a model of CUDA's caching allocator. The median error was
+    A process of its own runs the Trainer that `kit.fit` would run for two optimizer steps, and a validation where the
+    config has one, on tensors with shapes but without values, and replays the allocations through a model of CUDA's
+    caching allocator. The median error was
     0.00002 % on 42 models whose peaks were measured on a CPU; it has not been compared with a GPU.
 
     Args:

@@ -35,7 +35,8 @@ from kit.config import Config
 from kit.errors import ConfigError, HardwareError, Problem
 from kit.machine.machine import Machine, hardware
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget, target_of
-from kit.trial.payload import Part, check_parts, why_not_sent
+from kit.train.choices import held_flags, validates_by
+from kit.trial.payload import NO_PARTS, Part, TrainerParts, check_parts, why_not_sent
 from kit.trial.submit import check_targets, versions
 from kit.units import format_bytes
 
@@ -65,11 +66,22 @@ class MemoryQuery:
     """`cuda` or `cpu`."""
     capability: tuple[int, int] | None
     """CUDA compute capability; None on the CPU."""
+    trainer: TrainerParts = NO_PARTS
+    """Callbacks and arguments of the Trainer, beside those that the config says."""
 
     def with_config(self, config: Config, target: DeviceTarget, world_size: int | None = None) -> MemoryQuery:
         """The same module and data under another config or on another target."""
         check_parts(self.module, self.data, config)
-        return _query(self.module, self.data, self.payload, config, target, world_size)
+        return _query(self.module, self.data, self.payload, config, target, world_size, self.trainer)
+
+    @property
+    def validation(self) -> tuple[int, ...]:
+        """What of `trial` decides whether and how validation is recorded; empty where there is none."""
+        trial = self.config.trial
+        validates = trial.validate_every_steps or validates_by(self.trainer.flags)
+        # After the second step a validation holds what it does after any other.
+        every = min(2, trial.validate_every_steps)
+        return (every, trial.validation_batches, trial.sanity_batches) if validates else ()
 
     @property
     def accumulation(self) -> int:
@@ -104,15 +116,16 @@ class MemoryQuery:
         config["levers"]["accumulate_grad_batches"] = self.accumulation
         recorded = [
             config, self.payload.digest, self.precision, self.ranks, self.device_kind, self.capability, self.threads,
-            versions(), list(_files(self)),
+            versions(), list(_files(self)), *([self.validation] if self.validation else ()),
         ]  # fmt: skip
         canonical = json.dumps(recorded, sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def make_query(
-    module: object, data: object, config: object, device: str | int | DeviceTarget, world_size: int | None = None
-) -> tuple[MemoryQuery, DeviceTarget]:
+    module: object, data: object, config: object, device: str | int | DeviceTarget, world_size: int | None = None,
+    trainer: TrainerParts = NO_PARTS,
+) -> tuple[MemoryQuery, DeviceTarget]:  # fmt: skip
     """The query, and the target it is asked for; module and data are what `kit.fit` takes.
 
     Raises:
@@ -128,7 +141,8 @@ def make_query(
     check_targets(*parts, config)
     check_parts(*parts, config)
     target = find_target_device(device, config, world_size)
-    return _query(*parts, strip_weights(*parts), config, target, world_size), target
+    trainer = TrainerParts(callbacks=trainer.callbacks, flags=held_flags(trainer.flags))
+    return _query(*parts, strip_weights(*parts, trainer), config, target, world_size, trainer), target
 
 
 def find_target_device(device: str | int | DeviceTarget, config: Config, world_size: int | None = None) -> DeviceTarget:
@@ -151,11 +165,13 @@ def target_here(config: Config, machine: Machine, world_size: int) -> DeviceTarg
 
 
 def _query(
-    module: Part, data: Part, payload: Payload, config: Config, target: DeviceTarget, world_size: int | None
-) -> MemoryQuery:
+    module: Part, data: Part, payload: Payload, config: Config, target: DeviceTarget, world_size: int | None,
+    trainer: TrainerParts,
+) -> MemoryQuery:  # fmt: skip
     return MemoryQuery(
         config=config, module=module, data=data, payload=payload, precision=precision_of(config, target),
         world_size=ranks_of(config, world_size), device_kind=target.device_kind, capability=target.capability,
+        trainer=trainer,
     )  # fmt: skip
 
 
@@ -212,7 +228,7 @@ def _files(query: MemoryQuery) -> Iterator[tuple[str, int]]:
     from kit.targets import find_target
 
     files = [find_target(query.config.model.target).file] if query.module.kind == "default" else []
-    for part in (query.module, query.data):
+    for part in (query.module, query.data, *query.trainer.callbacks):
         if part.kind == "path":
             files.append(find_target(part.value).file)
         elif part.kind != "default":  # a class of a notebook has no file: it travels by value
@@ -240,32 +256,37 @@ class Payload:
 
     module: bytes
     data: bytes
+    trainer: bytes = b""
+    """Callbacks and arguments of the Trainer; empty where there are none."""
     notes: tuple[str, ...] = ()
     """What was left out, in sentences."""
 
     @property
     def digest(self) -> str:
         """Equal for equal parts: the weights do not count."""
-        return hashlib.sha256(self.module + b"\0" + self.data).hexdigest()
+        return hashlib.sha256(self.module + b"\0" + self.data + self.trainer).hexdigest()
 
 
-def strip_weights(module: Part, data: Part) -> Payload:
-    """Pack both, the module without weights.
+def strip_weights(module: Part, data: Part, trainer: TrainerParts = NO_PARTS) -> Payload:
+    """Pack them, the module and callbacks without weights.
 
     Raises:
         ConfigError: naming the object that cannot be sent, and where it was found.
     """
     without_weights = _dump("module", module, _WithoutWeights).stream.getvalue()
+    parts = b""
+    if trainer != NO_PARTS:
+        parts = _dump("callbacks", Part("instance", trainer), _WithoutWeights).stream.getvalue()
     thin = _dump("data", data, _WithoutLargeArrays)
     if not thin.left_out_bytes:
-        return Payload(without_weights, thin.stream.getvalue())
+        return Payload(without_weights, thin.stream.getvalue(), parts)
     if thin.left_out_bytes <= WHOLE_BYTES:
-        return Payload(without_weights, _dump("data", data, _Whole).stream.getvalue())
+        return Payload(without_weights, _dump("data", data, _Whole).stream.getvalue(), parts)
     note = (
         f"data holds {format_bytes(thin.left_out_bytes)} of arrays, which were taken as zeros: batches whose shape "
         "depends on these numbers are not predicted"
     )
-    return Payload(without_weights, thin.stream.getvalue(), (note,))
+    return Payload(without_weights, thin.stream.getvalue(), parts, (note,))
 
 
 class _Whole(cloudpickle.Pickler):  # type: ignore[misc]

@@ -265,7 +265,7 @@ def start_prediction(query: MemoryQuery, task: dict[str, Any], timeout_seconds: 
     }  # fmt: skip
     environment = {**environment_of(resolved), "prediction": {**asked, **task}, **JOB, "removed": removed}
     sent = query.payload
-    payload = {"module": sent.module, "data": sent.data, "notes": sent.notes, "cells": cells()}
+    payload = {"module": sent.module, "data": sent.data, "trainer": sent.trainer, "notes": sent.notes, "cells": cells()}
     paths = RunPaths(scratch.make(_PREFIX))
     try:
         paths.marker.touch()

@@ -192,6 +192,13 @@ PASSED = (
     "reload_dataloaders_every_n_epochs", "sync_batchnorm", "use_distributed_sampler", "val_check_interval",
 )  # fmt: skip
 """Arguments that reach the Trainer as they are given."""
+HELD = (
+    "check_val_every_n_epoch", "detect_anomaly", "gradient_clip_algorithm", "gradient_clip_val", "inference_mode",
+    "limit_val_batches", "num_sanity_val_steps", "sync_batchnorm", "val_check_interval",
+)  # fmt: skip
+"""Of these, what changes how much memory a training takes."""
+VALIDATES = ("limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "overfit_batches")
+"""Of these, what has a trial validate."""
 _PLUGINS = ("CheckpointIO", "LayerSync")
 
 
@@ -236,6 +243,17 @@ def trainer_flags(given: object, config: Config, manual: bool = False) -> dict[s
     if problems:
         raise ConfigError([Problem(f"trainer.{name}", message) for name, message in problems])
     return flags
+
+
+def validates_by(flags: Mapping[str, Any]) -> bool:
+    """Whether arguments of the Trainer have a trial validate."""
+    return any(flags.get(name) for name in VALIDATES)
+
+
+def held_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments of the Trainer that change how much memory a training takes."""
+    found = {name: value for name, value in flags.items() if name in HELD}
+    return {"check_val_every_n_epoch": 1, **found} if validates_by(flags) else found
 
 
 def _listed(value: Any) -> list[Any]:

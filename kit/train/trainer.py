@@ -46,12 +46,11 @@ from kit.config import Config, Hardware
 from kit.errors import ConfigError, HardwareError, KitWarning, Problem
 from kit.events import EventWriter
 from kit.train.callbacks import WholeEpochs
-from kit.train.choices import strategy_entry
+from kit.train.choices import strategy_entry, validates_by
 from kit.train.fsdp import check_shards
 from kit.train.levers import instantiate, lever_callbacks
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_VALIDATION_FLAGS = ("limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "overfit_batches")
 _LOGGED_TIMES, _LIGHTNINGS_LOG_EVERY = 10, 50
 
 
@@ -239,7 +238,7 @@ def _validation(config: Config, flags: Mapping[str, Any]) -> dict[str, Any]:
     if every:
         batches = every * config.levers.accumulate_grad_batches
         return {**most, "val_check_interval": batches, "check_val_every_n_epoch": None}
-    return most if any(flags.get(name) for name in _VALIDATION_FLAGS) else {"limit_val_batches": 0}
+    return most if validates_by(flags) else {"limit_val_batches": 0}
 
 
 def _environment(world_size: int) -> ClusterEnvironment:

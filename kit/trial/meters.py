@@ -20,7 +20,8 @@ Each writes one event per rank, at most, and none costs a measured step anything
   bound, as kernels fuse and caches hit. A sync is where the host must know a value that a device computes (`.item()`,
   `bool(tensor)`, `.cpu()`); on the CPU it stops nothing, but would on a GPU. What cannot be counted is left out.
 - `MemoryMeter`, `memory_measured`: the peak of the fit, in the bytes that a prediction names. On the CPU the allocator
-  is traced from the strategy's set-up to the end of the second optimizer step; adding it up counts in no step. A GPU
+  is traced from the strategy's set-up to the end of the second optimizer step, and again in the first validation after
+  it, which writes another event; adding it up counts in no step. A GPU
   counts by itself, over the whole fit: allocated, reserved, and what the process holds outside the allocator (what the
   GPU gave away since the submission, which is wrong while others come and go). Before its second optimizer step a fit
   has not seen its peak, because optimizer state is made in the first, and is not measured.
@@ -349,11 +350,12 @@ def _held_bytes(tensor: torch.Tensor) -> int:
 
 
 class MemoryMeter(Callback):
-    """Writes one `memory_measured` event, and on the CPU a file of what the allocator did."""
+    """Writes a `memory_measured` event, on the CPU one more of a validation, and a file of what the allocator did."""
 
     def __init__(self, context: Context, clock: StepClock) -> None:
         self.context, self.clock = context, clock
         self._trace = AllocatorTrace() if context.environment["accelerator"] == "cpu" else None
+        self._validation = AllocatorTrace() if self._trace is not None else None
         self._batches = 0
 
     @override
@@ -399,6 +401,33 @@ class MemoryMeter(Callback):
             self._write(measured.peak_bytes, None, None, steps)
         self._trace = None
         self.clock.take()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # One that runs between the first steps is traced with them.
+        if self._validation is not None and self._trace is None and not trainer.sanity_checking:
+            try:
+                self._validation.start(pl_module, *trainer.optimizers)
+            except RuntimeError as error:
+                self._validation = None
+                _warn(error)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._validation is not None and self._validation.running:
+            self._validation.note(batch)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._validation is None or not self._validation.running:
+            return
+        try:
+            self._write(self._validation.stop().peak_bytes, None, None, trainer.global_step)
+        except RuntimeError as error:
+            _warn(error)
+        self._validation = None
 
     def end(self, trainer: Trainer) -> None:
         """Ask the GPU, once the fit has ended."""

@@ -107,6 +107,9 @@ class TrainerParts:
         return {name: value for name, value in found.items() if value}
 
 
+NO_PARTS = TrainerParts()
+
+
 def _parts(name: str, kind: str, given: object) -> tuple[Part, ...]:
     values = list(given) if isinstance(given, list | tuple) else [] if given is None or given is False else [given]
     parts = tuple(map(Part.of, values))

@@ -88,8 +88,7 @@ def prepare(
     module_part, data_part = Part.of(module), Part.of(data)
     check_targets(module_part, data_part, config)
     check_parts(module_part, data_part, config)
-    flags = trainer_flags(trainer, config, bool(trainer) and optimizes_manually(module, config))
-    trainer_parts = TrainerParts.of(logger, callbacks, flags)
+    trainer_parts = parts_of(module, config, logger, callbacks, trainer)
     rule = batch_rule(data_part, config) if batch_size is None and job is None else None
     if rule is not None:
         rule.warn(stacklevel=4)
@@ -110,6 +109,16 @@ def prepare(
             _note_warning(paths, message, payload_bytes=len(payload))
             warnings.warn(message, KitWarning, stacklevel=3)
         return paths
+
+
+def parts_of(module: object, config: Config, logger: object, callbacks: object, trainer: object) -> TrainerParts:
+    """What of the caller's own the Trainer of a trial gets, checked.
+
+    Raises:
+        ConfigError: for what is no logger, callback or argument of the Trainer, and for what a trial does not take.
+    """
+    flags = trainer_flags(trainer, config, bool(trainer) and optimizes_manually(module, config))
+    return TrainerParts.of(logger, callbacks, flags)
 
 
 def given_of(module: Part, data: Part) -> dict[str, str]:

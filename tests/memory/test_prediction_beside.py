@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from lightning.pytorch import Callback
 from trial_fixtures import ranks_alive
 from waiting import PATIENCE_SECONDS, remove, wait_until
 
@@ -49,6 +50,32 @@ def test_a_fit_is_predicted_beside_itself_and_its_row_holds_both(config):
     (residual,) = residuals(asked.trial.folder)
     assert (residual.device, residual.count) == ("CPU", 1)
     assert residual.median_ratio == row["device_allocated_bytes_ratio"]
+
+
+class Widening(TinyModule):
+    def validation_step(self, batch, batch_idx):
+        self.layer(batch[0]).repeat(1, 256).sin()
+
+    def val_dataloader(self):
+        return wide_data().train_dataloader()
+
+
+class Reading(Callback):
+    """Ends a training whose weights are no numbers."""
+
+    def on_fit_start(self, trainer, pl_module):
+        if float(pl_module.layer.weight.sum()) == 1.0:
+            raise ValueError("no numbers")
+
+
+def test_what_beside_the_steps_takes_memory_is_in_the_prediction_or_said_to_be_missing(config):
+    asked = config(predict_memory=True).replace({"model.arguments": {"width": 4096}, "trial.validate_every_steps": 2})
+    trial = fit(asked, Widening, wide_data().train_dataloader(), callbacks=[Reading()]).wait(SECONDS)
+    found = predicted(trial)
+    (row,) = results(asked.trial.folder)
+    assert found.peak.phase == "validation"
+    assert row["device_allocated_bytes_ratio"] == pytest.approx(1, abs=0.05)
+    assert any("Reading" in reason and "no numbers" in reason for reason in found.reasons)
 
 
 def test_a_known_answer_is_there_when_fit_returns(config):

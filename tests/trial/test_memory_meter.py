@@ -102,6 +102,22 @@ class Profiled(Wide):
         assert "aten::linear" in names, names
 
 
+class Validated(Wide):
+    def validation_step(self, batch, batch_idx):
+        self.layer(batch[0]).repeat(512, 1).sin()
+
+    def val_dataloader(self):
+        return data().train_dataloader()
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_the_first_validation_after_two_steps_counts_beside_them(config, every):
+    trial = fit(config(max_steps=4, validate_every_steps=every), Validated, data().train_dataloader()).wait(SECONDS)
+    steps, validation = (e["device_allocated_bytes"] for e in trial.events if e["kind"] == "memory_measured")
+    assert steps == measured(trial).peak_bytes < 2 * 512 * 512 * 4 * 4
+    assert validation > 512 * 512 * 4 * 8
+
+
 @pytest.mark.parametrize(("whole", "reason"), [(True, "runs already"), (False, "something else")])
 def test_a_module_that_profiles_itself_keeps_its_profile_and_is_told(config, whole, reason):
     trial = fit(config(), lambda: Profiled(whole), data).wait(SECONDS)

@@ -32,7 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from kit.config import Config
 from kit.data.build.open_source import load_source
 from kit.data.dataset import open_dataset
-from kit.data.patches.module import PatchData
+from kit.data.patches.module import EpochData, PatchData
 from kit.data.rows.loader import RowData
 from kit.errors import ConfigError, Problem
 from kit.units import format_bytes
@@ -216,16 +216,19 @@ def row_batches(data: RowData, batch_size: int | None = None) -> Batches:
 
 # -- what Trainer.fit takes
 
+Ends = Callable[[list[int]], bool]
+
 
 class FakeLoader:
-    """Yields batches of shapes, as many as are asked for."""
+    """Yields batches of shapes, as many as are asked for, or until `ends` says so of what was held before each."""
 
-    def __init__(self, batches: Batches, make: Callable[[Batches], Any]) -> None:
+    def __init__(self, batches: Batches, make: Callable[[Batches], Any], ends: Ends | None = None) -> None:
         self.batches = batches
-        self._make = make
+        self._make, self._ends = make, ends
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
+        held_bytes: list[int] = []
+        while self._ends is None or not self._ends(held_bytes):
             yield self._make(self.batches)
 
 
@@ -237,25 +240,26 @@ class SizedFakeLoader(FakeLoader):
 
 
 def fake_loaders(
-    loaders: Any, batch_size: int | None, make: Callable[[Batches], Any], fewest: int, looked: list[Batches]
-) -> Any:
+    loaders: Any, batch_size: int | None, make: Callable[[Batches], Any], fewest: int, looked: list[Batches],
+    ends: Ends | None = None,
+) -> Any:  # fmt: skip
     """The same loader, list, dict or CombinedLoader of loaders, of fake batches.
 
     `make` turns Batches into the next batch, an epoch that ends has at least `fewest`, and the Batches of each loader
-    are added to `looked`.
+    are added to `looked`; `ends` is for each FakeLoader.
     """
     if isinstance(loaders, CombinedLoader):
-        inner = fake_loaders(loaders.iterables, batch_size, make, fewest, looked)
+        inner = fake_loaders(loaders.iterables, batch_size, make, fewest, looked, ends)
         return CombinedLoader(inner, loaders._mode)
     if isinstance(loaders, Mapping):
-        return {name: fake_loaders(loader, batch_size, make, fewest, looked) for name, loader in loaders.items()}
+        return {name: fake_loaders(loader, batch_size, make, fewest, looked, ends) for name, loader in loaders.items()}
     if isinstance(loaders, list | tuple):
-        return [fake_loaders(loader, batch_size, make, fewest, looked) for loader in loaders]
+        return [fake_loaders(loader, batch_size, make, fewest, looked, ends) for loader in loaders]
     batches = loaders if isinstance(loaders, Batches) else look_at(loaders, batch_size)
     if batches.length is not None:
         batches = replace(batches, length=max(batches.length, fewest))
     looked.append(batches)
-    return FakeLoader(batches, make) if batches.length is None else SizedFakeLoader(batches, make)
+    return (FakeLoader if batches.length is None else SizedFakeLoader)(batches, make, ends)
 
 
 def loaders_of(data: Mapping[str, Any], batch_size: int | None) -> Any:
@@ -263,13 +267,28 @@ def loaders_of(data: Mapping[str, Any], batch_size: int | None) -> Any:
     module = data.get("datamodule")
     if module is None:
         return data["train_dataloaders"]
-    if isinstance(module, PatchData) and type(module).train_dataloader is PatchData.train_dataloader:
-        return patch_batches(module.config, batch_size)
-    if isinstance(module, RowData) and type(module).train_dataloader is RowData.train_dataloader:
-        return row_batches(module, batch_size)
+    if (known := _known_batches(module, "train_dataloader", batch_size)) is not None:
+        return known
     module.prepare_data()
     module.setup("fit")
     return module.train_dataloader()
+
+
+def _known_batches(module: Any, hook: str, batch_size: int | None) -> Batches | None:
+    """Those of kit's own data, unless a class of the user's makes its loaders."""
+    if isinstance(module, PatchData) and getattr(type(module), hook) is getattr(PatchData, hook):
+        return patch_batches(module.config, batch_size)
+    if isinstance(module, RowData) and getattr(type(module), hook) is getattr(RowData, hook):
+        return row_batches(module, batch_size)
+    return None
+
+
+def validation_loaders_of(source: Any, make: Callable[[], Any], batch_size: int | None) -> Any:
+    """What `source`, a data module or a module, is validated on: what `make` makes, or batches known without it."""
+    is_kits = isinstance(source, EpochData) and type(source).val_dataloader is EpochData.val_dataloader
+    known = _known_batches(source, "_validation_batches", batch_size) if is_kits else None
+    # How many there are is not known before the data is opened; a trial takes `trial.validation_batches`.
+    return make() if known is None else replace(known, length=_ENDLESS)
 
 
 LARGEST_CONSTANT = 4096

@@ -1,5 +1,9 @@
 """record: two optimizer steps of the real Lightning Trainer on fake tensors, and what they would allocate.
 
+Where the config or an argument of the Trainer has the trial validate, so does the dry run: the sanity batches, two
+steps, a validation. Its batches are those of the module's or data module's own loaders, at their own size, and end with
+the second unless what is held grows with each.
+
 Nothing of the module is materialised: weights, activations and optimizer state are shapes. The Trainer, its strategy,
 precision plugin, hooks and order of operations are those of a real fit (`kit.train.trainer.make_trainer`). A CPU is
 predicted with the CPU's own kernels; a GPU is played by fake CPU tensors that allocate as its kernels do
@@ -33,7 +37,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +47,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer import call
-from torch import Tensor
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -54,12 +59,13 @@ from kit.config import Config
 from kit.confinement.confine import confined, hooks_begin
 from kit.confinement.stand_ins import Refusals, overridden, replaced
 from kit.errors import KitError, KitWarning
-from kit.memory.record.batches import Batches, fake_loaders, loaders_of
+from kit.memory.record.batches import Batches, fake_loaders, loaders_of, validation_loaders_of
 from kit.memory.record.fakes import FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import Recording
 from kit.train.trainer import make_trainer
+from kit.units import format_bytes
 
 JOB = "the prediction"
 """As notes call it."""
@@ -78,6 +84,10 @@ class DryRun:
     device_kind: Literal["cpu", "cuda"] = "cpu"
     capability: tuple[int, int] | None = None
     """Compute capability of the GPU, such as (9, 0)."""
+    make_callbacks: Callable[[], list[Callback]] = list
+    """Makes those of the caller's own."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the Trainer, beside those that the config says."""
 
 
 def record(
@@ -144,27 +154,31 @@ def _recorded(
         if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
             answers.compiled()  # what was compiled before runs eagerly: torch skips compiled code under a recorder
         trainer = make_trainer(
-            run.config.replace({"trial.validate_every_steps": 0}),
+            run.config,
             accelerator="cpu",
             world_size=run.world_size,
             precision=run.precision,
             module=module,
-            callbacks=[StepMarker(recorder)],
+            callbacks=[*run.make_callbacks(), StepMarker(recorder)],
             # As in a real fit, because schedulers look at it; `StepMarker` ends the run sooner.
             max_steps=max(STEPS, run.config.trial.max_steps),
             stands_in=on_gpu,
             logger=[DummyLogger()],
+            flags=run.flags,
         )
+        _validate_at_the_end(trainer)
         vars(trainer._logger_connector)["log_metrics"] = _log_nothing  # no fake tensor is a number
         fake_batches = FakeBatches(recorder, answers, trainer, on_gpu)
         unknown = ""
         try:
             with contextlib.ExitStack() as entered:
-                arguments = entered.enter_context(fake_batches.taken(data, batch_size))
+                arguments = entered.enter_context(fake_batches.taken(module, data, batch_size))
                 if _is_distributed(run):
                     from kit.memory.record.ranks import label_collectives
 
                     entered.enter_context(label_collectives(recorder))
+                if trainer.limit_val_batches:
+                    hooks.notes += entered.enter_context(_able_to_validate(module))
                 entered.enter_context(hooks.running(kept))
                 trainer.fit(module, **arguments)
         except KitError:
@@ -183,6 +197,33 @@ def _recorded(
     recording.facts.update(_facts(run, module, trainer, unknown), unsure_workspace_bytes=workspaces.unsure_bytes)
     recording.facts["notes"] = [*recording.facts["notes"], *fake_batches.notes]
     return recording
+
+
+def _validate_at_the_end(trainer: Trainer) -> None:
+    """A Trainer that validates does so when it stops; without sanity batches after each step, as what a validation
+    leaves behind is there in the next."""
+    every_step = trainer.accumulate_grad_batches
+    trainer.val_check_interval = _NEVER if trainer.num_sanity_val_steps else every_step
+    trainer.check_val_every_n_epoch = None
+
+
+@contextlib.contextmanager
+def _able_to_validate(module: LightningModule) -> Iterator[list[str]]:
+    """Inside, a validation can be recorded; gives what to note.
+
+    Metrics check labels, of which there are none here. Where no gradient is needed torch runs a whole transformer layer
+    as one operator, and says nothing of what that holds meanwhile: less than its parts one by one.
+    """
+    for part in module.modules():
+        if hasattr(part, "validate_args"):
+            vars(part)["validate_args"] = False
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        found = any(isinstance(part, nn.TransformerEncoderLayer | nn.MultiheadAttention) for part in module.modules())
+        yield ["torch's fast path of transformer layers is not followed in validation: an upper bound"] * found
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _log_nothing(metrics: Any, step: int | None = None) -> None:
@@ -236,6 +277,9 @@ def _no_collection() -> Iterator[None]:
 
 STEPS = 2
 """Optimizer steps recorded: the first makes the state that the second steps with."""
+_NEVER = 1 << 40
+MOST_VALIDATED = 64
+"""Batches of one validation that are recorded where each leaves something behind."""
 MOST_BATCHES = 16
 """Micro-batches, per accumulated one, after which a module in manual optimization has stepped, or does not."""
 
@@ -248,8 +292,16 @@ class StepMarker(Callback):
         self.batches = 0
 
     @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.recorder.track(pl_module)
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.recorder.track(pl_module)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.recorder.phase = "validation"
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -394,9 +446,12 @@ class FakeBatches:
         """Samples per micro-batch of the first loader, once the data were looked at."""
         self.notes: list[str] = []
         self._looked: list[Batches] = []
+        self._validated: list[Batches] = []
 
     @contextlib.contextmanager
-    def taken(self, data: Mapping[str, Any], batch_size: int | None) -> Iterator[dict[str, Any]]:
+    def taken(
+        self, trained: LightningModule, data: Mapping[str, Any], batch_size: int | None
+    ) -> Iterator[dict[str, Any]]:
         """Arguments of `Trainer.fit` that read nothing; a data module keeps its own hooks."""
         module = data.get("datamodule")
         if module is not None:
@@ -409,17 +464,52 @@ class FakeBatches:
         strategy = self.trainer.strategy
         if self.on_gpu:
             self.answers.arrive = self._arrive
-        with overridden(strategy, "batch_to_device", partial(self._to_device, strategy.batch_to_device)):
+        with contextlib.ExitStack() as undo:
+            enter = undo.enter_context
+            enter(overridden(strategy, "batch_to_device", partial(self._to_device, strategy.batch_to_device)))
+            source = trained if module is None else module  # as Lightning has it
+            if self.trainer.limit_val_batches and is_overridden("val_dataloader", source):
+                loaders_made = partial(self._validation_loaders, source, source.val_dataloader, batch_size)
+                # Kit's own data has a property there, which gives this method.
+                is_property = isinstance(getattr(type(source), "val_dataloader", None), property)
+                enter(overridden(source, "_validation_batches" if is_property else "val_dataloader", loaders_made))
             if module is None:
                 yield {"train_dataloaders": loaders}
                 return
-            with contextlib.ExitStack() as undo:
-                # The data module was set up already and hands out `loaders`; the hooks around a batch stay its own.
-                for name in ("prepare_data", "setup", "teardown"):
-                    # Lightning's own empty method: then it does not even gather the ranks around it.
-                    undo.enter_context(overridden(module, name, getattr(LightningDataModule, name).__get__(module)))
-                undo.enter_context(overridden(module, "train_dataloader", lambda: loaders))
-                yield {"datamodule": module}
+            # The data module was set up already and hands out `loaders`; the hooks around a batch stay its own.
+            for name in ("prepare_data", "setup", "teardown"):
+                # Lightning's own empty method: then it does not even gather the ranks around it.
+                enter(overridden(module, name, getattr(LightningDataModule, name).__get__(module)))
+            enter(overridden(module, "train_dataloader", lambda: loaders))
+            yield {"datamodule": module}
+
+    def _validation_loaders(self, source: Any, make: Callable[[], Any], batch_size: int | None) -> Any:
+        """Made when Lightning asks, which is after the `setup` of a module with loaders of its own."""
+        with self.recorder.paused(), unset_fake_temporarily():
+            loaders = validation_loaders_of(source, make, batch_size)
+            made = fake_loaders(loaders, None, self._make, 0, self._validated, self._ends)
+        sizes = dict.fromkeys(batches.batch_size for batches in self._validated)
+        if any(size != self.batch_size for size in sizes):
+            said = " and ".join(map(str, sizes))
+            self.notes.append(f"validation takes batches of its own, of {said}, whatever the batch size of training")
+        self.notes += [note for batches in self._validated for note in batches.notes]
+        return made
+
+    def _ends(self, held_bytes: list[int]) -> bool:
+        """Whether a loader of validation has shown all: two batches, or more where each leaves something behind."""
+        gc.collect(0)
+        held_bytes.append(self.recorder.held_bytes)
+        grown_bytes = held_bytes[-1] - held_bytes[-2] if len(held_bytes) > 2 else 1
+        if len(held_bytes) == 4 and grown_bytes > 0:
+            self.notes.append(
+                f"validation keeps {format_bytes(grown_bytes)} of each batch: a trial takes at most "
+                f"trial.validation_batches of them, and {MOST_VALIDATED} are counted; a whole validation keeps more"
+            )
+        return grown_bytes <= 0 or len(held_bytes) > MOST_VALIDATED
+
+    @property
+    def _validates(self) -> bool:
+        return self.trainer.validating or self.trainer.sanity_checking
 
     @property
     def _has_an_end(self) -> bool:
@@ -434,17 +524,17 @@ class FakeBatches:
             for tensor in tensors:
                 self.recorder.ignore(tensor)
             return batch
-        if batches is self._looked[0] and self._has_an_end:
+        if self._validates or (batches is self._looked[0] and self._has_an_end):
             self._begin()
         with self.recorder.labelled("inputs"):
             return batches.make()[0]
 
     def _begin(self) -> None:
         gc.collect(0)  # cycles made by the last step go before the next, at the same place in every run
-        self.recorder.begin_batch()
+        self.recorder.begin_batch(self._validates)
 
     def _to_device(self, move: Callable[..., Any], batch: Any, *args: Any, **options: Any) -> Any:
-        if self.on_gpu or not self._has_an_end:
+        if self.on_gpu or not (self._validates or self._has_an_end):
             self._begin()
         batch = move(batch, *args, **options)
         for tensor in tree_leaves(batch):

@@ -114,6 +114,13 @@ class FakeValues:
             tensor.new_empty((count,), dtype=torch.int64),
         )
 
+    def bincount(
+        self, _mode: FakeTensorMode, _func: Any, tensor: FakeTensor, weights: Tensor | None = None, minlength: int = 0
+    ) -> Tensor:
+        """As many bins as were asked for at least, else one for each element: metrics count classes so."""
+        dtype = torch.int64 if weights is None else torch.float64
+        return tensor.new_empty((minlength or tensor.numel(),), dtype=dtype)
+
     def array(self, tensor: FakeTensor) -> NDArray[Any]:
         """`tensor` as numpy sees it: zeros that take no memory."""
         place = _place()
@@ -233,6 +240,7 @@ def fake_values() -> Iterator[FakeValues]:
         aten.nonzero.default: answers.nonzero,
         aten.masked_select.default: answers.masked_select,
         aten._unique2.default: answers.unique,
+        aten.bincount.default: answers.bincount,
         aten.mkldnn_rnn_layer.default: lstm_layer,
     }
     with contextlib.ExitStack() as undo:

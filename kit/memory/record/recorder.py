@@ -192,9 +192,14 @@ class BlockRecorder(TorchDispatchMode):
                 if buffer is not None:
                     self.note(buffer, "buffers", name)
 
-    def begin_batch(self) -> None:
-        """A micro-batch begins; the first one ends set-up, of which only what is still alive is kept."""
-        if not self._ledger.batch_starts:
+    @property
+    def held_bytes(self) -> int:
+        """What is on the device now."""
+        return sum(self._ledger.bytes[ref.block] for ref in self._alive.values() if ref.block != _ELSEWHERE)
+
+    def begin_batch(self, validates: bool = False) -> None:
+        """A micro-batch begins, or one of validation; the first ends set-up, of which only what is alive is kept."""
+        if not self._ledger.begun:
             refs = sorted((ref for ref in self._alive.values() if ref.block != _ELSEWHERE), key=lambda ref: ref.block)
             self._ledger.end_setup([ref.block for ref in refs])
             for block, ref in enumerate(refs):
@@ -202,7 +207,7 @@ class BlockRecorder(TorchDispatchMode):
         # What outlives its micro-batch and is nothing else is state that somebody keeps, such as averaged weights.
         for block in self._unnamed():
             self._ledger.category[block] = CATEGORY["buffers"]
-        self._ledger.begin_batch()
+        self._ledger.begin_batch(validates)
 
     def stop(self) -> None:
         """The recording ends here, whatever runs or is freed later."""
@@ -250,7 +255,7 @@ class BlockRecorder(TorchDispatchMode):
         """A backward pass: what forward made and is still alive are activations."""
         if self._backwards == 0:
             for block in self._unnamed():
-                if self._ledger.made_in(block) == PHASE["forward"]:
+                if self._ledger.made_in(block) in _FORWARD:
                     self._ledger.category[block] = CATEGORY["activations"]
         before, self._ledger.phase = self._ledger.phase, PHASE["backward"]
         self._backwards += 1
@@ -334,7 +339,7 @@ class BlockRecorder(TorchDispatchMode):
             operator.observer(args, out)
 
     def _casts_parameter(self, source: Any, out: Tensor) -> bool:
-        if self._ledger.phase != PHASE["forward"] or out.dtype not in _LOW_PRECISION or not isinstance(source, Tensor):
+        if self._ledger.phase not in _FORWARD or out.dtype not in _LOW_PRECISION or not isinstance(source, Tensor):
             return False
         block = self._block_of(source)
         return block is not None and self._ledger.category[block] in _WEIGHTS
@@ -407,6 +412,7 @@ class BlockRecorder(TorchDispatchMode):
 
 CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 PHASE = {name: index for index, name in enumerate(PHASES)}
+_FORWARD = (PHASE["forward"], PHASE["validation"])
 _WEIGHTS = (CATEGORY["parameters"], CATEGORY["gathered_parameters"])
 UNNAMED = -1
 """Category of a block that nobody has named yet."""
@@ -421,7 +427,7 @@ class Ledger:
         self.bytes: list[int] = []
         self.category: list[int] = []
         self.batch_starts: list[int] = []
-        self.stopped = False
+        self.begun = self.stopped = False
         self._names = {"": 0}
         self._columns: list[tuple[int, int, int, int]] = []  # operator, module, phase, stream of each block
         self._events: list[tuple[int, bool, int]] = []  # block, allocates, time
@@ -446,13 +452,13 @@ class Ledger:
         self.bytes.append(size)
         self.category.append(category)
         self._columns.append((operator, self._log[-1][1], self.phase, self.stream))
-        if size and self.batch_starts and not self.stopped:
+        if size and self.begun and not self.stopped:
             self._events.append((block, True, len(self._log) - 1))
         return block
 
     def end(self, block: int) -> None:
         """A block is freed."""
-        if self.bytes[block] and self.batch_starts and not self.stopped:
+        if self.bytes[block] and self.begun and not self.stopped:
             self._events.append((block, False, len(self._log) - 1))
 
     def belongs_to(self, block: int, module: int) -> None:
@@ -464,10 +470,11 @@ class Ledger:
         """The phase in which a block was made."""
         return self._columns[block][2]
 
-    def begin_batch(self) -> None:
-        """A micro-batch begins with the next operator."""
-        self.phase = PHASE["forward"]
-        self.batch_starts.append(len(self._log))
+    def begin_batch(self, validates: bool = False) -> None:
+        """A micro-batch begins with the next operator, or a batch of validation, which starts no step."""
+        self.begun, self.phase = True, PHASE["validation" if validates else "forward"]
+        if not validates:
+            self.batch_starts.append(len(self._log))
 
     def end_setup(self, alive: Sequence[int]) -> None:
         """Forget all blocks and operators but `alive`, which are numbered anew, in their order."""

@@ -43,6 +43,8 @@ from kit.registry import Drawable
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
 
+VALIDATION = "validation"
+"""As a recording names it where it had to be left out."""
 Verdict = Literal["fits", "tight", "does not fit", "unknown"]
 
 _MIB = 1 << 20
@@ -186,6 +188,10 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
         reasons.append(f"activations unknown: {unknown}; all bytes are a lower bound")
         if verdict != "does not fit":
             verdict, why = "unknown", f"activations are unknown; of what is known, {why}"
+    left_out = facts.get("left_out", {})
+    reasons += [f"{what} is no part of this: {reason}" for what, reason in left_out.items()]
+    if VALIDATION in left_out and verdict == "fits":
+        verdict, why = "unknown", f"{VALIDATION} is unknown; without it, {why}"
     peak = peak_of(played_from, played.allocated_bytes)
     return MemoryEstimate(
         device=target.name, device_kind=target.device_kind, capacity_bytes=target.capacity_bytes,

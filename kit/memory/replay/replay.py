@@ -31,8 +31,8 @@ CATEGORIES = (
 """What a block is for, in the order in which it is drawn. `activations` outlive the forward pass that made them,
 `temporaries` do not; `workspace` is what a kernel takes for itself; `gathered_parameters` are unsharded copies."""
 
-PHASES = ("setup", "forward", "backward", "optimizer", "other")
-"""When an operator ran. Everything that was there before the first batch is `setup`."""
+PHASES = ("setup", "forward", "backward", "optimizer", "other", "validation")
+"""When an operator ran. Everything that was there before the first batch is `setup`. Kept by number: add at the end."""
 
 
 @dataclass(frozen=True)

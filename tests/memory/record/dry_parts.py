@@ -185,8 +185,15 @@ class _Watch(Callback):
     def __init__(self):
         self.trace, self.measured = AllocatorTrace(), None
 
-    def on_train_start(self, trainer, pl_module):
+    def on_sanity_check_start(self, trainer, pl_module):
         self.trace.start(pl_module)
+
+    def on_train_start(self, trainer, pl_module):
+        if not self.trace.running:
+            self.trace.start(pl_module)
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.trace.note(batch)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.trace.note(batch)
