@@ -257,11 +257,26 @@ def _load_module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+_FILE_MODULE = "kit_target"
+
+
+def path_of(kind: type) -> str | None:
+    """The import path of a class, under which another process finds it; None for one that only a notebook knows."""
+    found: Any = sys.modules.get(kind.__module__)
+    if found is None or found.__name__ == "__main__":
+        return None
+    if kind.__module__.startswith(f"{_FILE_MODULE}_"):
+        return f"{found.__file__}:{kind.__qualname__}"
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return f"{kind.__module__}:{kind.__qualname__}" if found is kind else None
+
+
 def load_module_of_file(file: Path) -> ModuleType:
     """The module of a file, under a name made from its path; loaded again when the file has changed."""
     state = (file.stat().st_mtime_ns, file.stat().st_size)
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
-    name = "_".join(["kit_target", digest, re.sub(r"\W", "_", file.stem)])
+    name = "_".join([_FILE_MODULE, digest, re.sub(r"\W", "_", file.stem)])
     module = sys.modules.get(name)
     if module is not None and getattr(module, "__kit_state__", None) == state:
         return module

@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,7 @@ _MOST_FILES = 200
 
 def commit(
     config: Config, trial: Trial | str | Path | None = None, *, module: Any = None, data: Any = None,
+    logger: Any = None, callbacks: Any = None, trainer: Mapping[str, Any] | None = None,
     slurm: Slurm = "", replace: bool = False,
 ) -> Committed:  # fmt: skip
     """Write a config as a LightningCLI file that runs without the notebook, with its evidence and a job script.
@@ -52,6 +53,11 @@ def commit(
             devices, precision and loader settings those of the file.
         module: What is trained: a class or an import path. None takes `model.target`.
         data: A LightningDataModule class or its import path. None takes the config's own data.
+        logger: As `kit.fit` takes it; None takes the trial's, and False the CSV file of a run without any.
+        callbacks: As `kit.fit` takes them; None takes the trial's. What is not known to be made of plain arguments is
+            given as `{"class_path": "package.Name", "init_args": {...}}`, or as a `functools.partial` of its class.
+        trainer: As `kit.fit` takes it, with `max_steps` for the optimizer steps of the whole training; None takes the
+            trial's.
         slurm: `torchrun` or `python` writes a batch file too, in which srun starts torchrun on every node, or each
             rank with python.
         replace: Replace the files of an earlier commit of this config.
@@ -71,7 +77,7 @@ def commit(
     """
     found = Trial.open(trial) if isinstance(trial, str | Path) else trial
     write_drafts(module, data)
-    job, notes = make_job(config, found, module, data)
+    job, notes = make_job(config, found, module, data, logger, callbacks, trainer)
     folder = project_folder() / Path(config.commit.folder).expanduser()
     file = folder / f"{job.stem}.yaml"
     launch = _launch(job, file)
@@ -179,7 +185,9 @@ class Committed:
             if folder.exists():
                 names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
                 folder.rename(next(name for name in names if not name.exists()))
-        return CommittedRun(self.launch, self.config)
+        classes = [str(entry["class_path"]) for entry in self.values["trainer"].get("callbacks") or ()]
+        bars = [name for name in classes if name.endswith("ProgressBar")]  # Lightning takes no false beside one
+        return CommittedRun(self.launch, self.config, () if bars else ("--trainer.enable_progress_bar=false",))
 
     @property
     def files(self) -> list[Path]:
@@ -205,7 +213,10 @@ class Committed:
         ranks = "1 rank" if launch.world_size == 1 else f"{launch.world_size} ranks"
         epochs = "1 epoch" if self.config.training.max_epochs == 1 else f"{self.config.training.max_epochs} epochs"
         nodes = "" if launch.nodes == 1 else f" on {launch.nodes} nodes"
-        return f"{self.config.name}, {ranks}{nodes}, {epochs}"
+        trainer = self.values["trainer"]
+        steps = f", at most {trainer['max_steps']} steps" if trainer.get("max_steps", -1) > 0 else ""
+        time = f", at most {trainer['max_time']}" if trainer.get("max_time") else ""
+        return f"{self.config.name}, {ranks}{nodes}, {epochs}{steps}{time}"
 
     def _repr_html_(self) -> str:
         commands = "\n".join(commands_of(self.launch).values())

@@ -5,7 +5,8 @@ machine is asked, as `kit.fit` would. A config that leaves nothing open about it
 are those of the store as it is, or of its plan while it is not built.
 
 A committed file names the module and the data by import paths that hold on another machine. It cannot hold an object, a
-function, or a class that only a notebook knows: those are refused with the way to a name. For a class of a notebook
+function of no name, or a class that only a notebook knows: those are refused with the way to a name. So are loggers and
+callbacks of which it is not known how they were made. For a class of a notebook
 `write_drafts` writes a draft of a module: the text of its cell, with the imports, constants and definitions of the
 notebook that it names, each once, in the order they need each other. What cannot be written stays as a comment, for the
 author to see to. Source is read, never imported or run.
@@ -32,10 +33,11 @@ from kit.config import Config, project_folder
 from kit.errors import ConfigError, HardwareError, KitError, Problem, TargetError
 from kit.machine.machine import hardware, resolve_devices
 from kit.studies.calibration.result import Calibration, saved_path
-from kit.targets import find_target
-from kit.train.choices import Entry, entry
+from kit.targets import find_target, parsed, path_of
+from kit.train.choices import Entry, entry, trainer_flags
 from kit.trial.payload import (
     Part,
+    TrainerParts,
     batch_rule,
     check_parts,
     is_manual,
@@ -46,13 +48,15 @@ from kit.trial.payload import (
 )
 from kit.trial.trial import Trial
 
-_FILE_MODULE = "kit_target_"
 _PLAIN = (int, float, str, bool, type(None))
 _IRRELEVANT = ("trial.", "commit.", "checkpoint.", "profiler.", "name")
 """Settings that may differ from the trial's without another number coming out."""
 
 
-def make_job(config: Config, trial: Trial | None = None, module: Any = None, data: Any = None) -> tuple[Job, list[str]]:
+def make_job(
+    config: Config, trial: Trial | None = None, module: Any = None, data: Any = None,
+    logger: Any = None, callbacks: Any = None, trainer: Mapping[str, Any] | None = None,
+) -> tuple[Job, list[str]]:  # fmt: skip
     """The job, and what its user should know.
 
     Raises:
@@ -72,12 +76,67 @@ def make_job(config: Config, trial: Trial | None = None, module: Any = None, dat
         raise ConfigError([Problem("commit.nodes", message)])
     resolved, notes = _loader_settings(source["class_path"], config, trial, reasons)
     rule = batch_rule(Part.of(data), config)
+    own = {"logger": logger, "callbacks": callbacks, "trainer": trainer}
+    more, left = _trainer_parts(config, trial, is_manual(target), own)
     job = Job(
         config=config, accelerator=accelerator, devices=devices, precision=precision, model=model, data=source,
         shards_itself=shards_itself(target), manual=is_manual(target), resolved=resolved, reasons=reasons,
-        batch_size=rule.size if rule.by_config or trial is None else trial.config.loader.batch_size,
+        batch_size=rule.size if rule.by_config or trial is None else trial.config.loader.batch_size, **more,
     )  # fmt: skip
-    return job, [*_differences(config, trial), *notes]
+    return job, [*_differences(config, trial), *notes, *left]
+
+
+def _trainer_parts(
+    config: Config, trial: Trial | None, manual: bool, own: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Loggers, callbacks and flags of the Trainer: those given here, else the trial's; and what is left out of them.
+
+    Raises:
+        ConfigError: for those of which it is not known how they are made.
+    """
+    before = (trial.environment.get("trainer") or {}) if trial is not None else {}
+    flags = dict(own["trainer"] or {})
+    steps = {"max_steps": flags.pop("max_steps")} if isinstance(flags.get("max_steps"), int) else {}
+    given = TrainerParts.of(own["logger"], own["callbacks"] or (), {**trainer_flags(flags, config, manual), **steps})
+    made = given.summary().get("made", {})
+    # A run of an earlier version tells names only.
+    kept = before.get("made") or {
+        "logger": [{"name": name} for name in before.get("loggers", ())],
+        "callbacks": [{"name": name} for name in before.get("callbacks", ())],
+        "trainer": {name: {"name": name} for name in before.get("flags", ())},
+    }
+    chosen = {name: (kept if own[name] is None else made).get(name) or () for name in own}
+    settings = {name: _made(value, "trainer") for name, value in dict(chosen["trainer"]).items()}
+    notes = []
+    if settings.pop("enable_checkpointing", None) is False:
+        notes = ["the trial's Trainer had enable_checkpointing: false; this file keeps a last checkpoint all the same"]
+    entries = {name: tuple(_made(part, name) for part in chosen[name]) for name in ("logger", "callbacks")}
+    return {"loggers": entries["logger"], "callbacks": entries["callbacks"], "flags": settings}, notes
+
+
+def _made(part: Any, name: str) -> Any:
+    """The entry, or the value, that a file has in the place of what the Trainer was given."""
+    if isinstance(part, list):
+        return [_made(one, name) for one in part]
+    if "value" in part:
+        return part["value"]
+    if "class" not in part:
+        way = f"{name}=[{{'class_path': 'package.Name', 'init_args': {{...}}}}, ...]"
+        way = "trainer={'" + part["name"] + "': ...} with plain values" if name == "trainer" else way
+        why = part.get("why", "its run tells its name only")
+        again = f"give all of {name} again: kit.commit(config, trial, {way})"
+        raise ConfigError([Problem(name, f"how {part['name']} is made is not known: {why}; {again}")])
+    return entry(dotted(part["class"]), **_from_project(part["arguments"]))
+
+
+def _from_project(value: Any) -> Any:
+    """The same with paths below the project folder as they are called from there, and keys that are whole numbers."""
+    if isinstance(value, dict):
+        keys = (int(key) if str(key).lstrip("-").isdecimal() else key for key in value)
+        return dict(zip(keys, map(_from_project, value.values()), strict=True))
+    if isinstance(value, list | tuple):
+        return [_from_project(item) for item in value]
+    return value.removeprefix(f"{project_folder()}/") if isinstance(value, str) else value
 
 
 def _devices(config: Config, trial: Trial | None) -> tuple[Literal["cpu", "gpu"], int, str, dict[str, str]]:
@@ -206,9 +265,10 @@ def _target(part: Part, name: str, field: str, default: str) -> str:
     if part.kind == "default":
         return default
     if part.kind == "path":
+        _check_made(str(part.value), name)
         return str(part.value)
     if part.kind == "class":
-        path = _known_path(part.value)
+        path = path_of(part.value)
         if path is None:
             raise ConfigError([Problem(name, _no_module(part.value, name, field))])
         return path
@@ -217,25 +277,25 @@ def _target(part: Part, name: str, field: str, default: str) -> str:
     raise ConfigError([Problem(name, message)])
 
 
+def _check_made(path: str, name: str) -> None:
+    """Refuse a function that does not say that it makes a module: LightningCLI takes it for a class by what it says."""
+    found = find_target(path)
+    body = parsed(found.file, found.file.stat().st_mtime_ns).body if found.file else []
+    node = next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == found.name), None)
+    said = ast.unparse(node.returns) if node is not None and node.returns is not None else ""
+    if node is not None and (not said or "Loader" in said or "Dataset" in said):
+        kind = "LightningDataModule" if name == "data" else "LightningModule"
+        message = f"{path} is a function that says to make {said or 'nothing'}; have it return a {kind}, and say so"
+        raise ConfigError([Problem(name, f"{message}: def {found.name}(...) -> {kind}")])
+
+
 def write_drafts(*given: Any) -> None:
     """Write a draft of the module of each class that only a notebook knows, into the project folder."""
     for part in map(Part.of, given):
-        if part.kind == "class" and _known_path(part.value) is None:
+        if part.kind == "class" and path_of(part.value) is None:
             place = draft_place(part.value, project_folder())
             if place is not None and not place[0].exists():
                 place[0].write_text(place[1], encoding="utf-8")
-
-
-def _known_path(kind: type) -> str | None:
-    """The import path of a class, under which another process finds it; None for one that only a notebook knows."""
-    found: Any = sys.modules.get(kind.__module__)
-    if found is None or found.__name__ == "__main__":
-        return None
-    if kind.__module__.startswith(_FILE_MODULE):
-        return f"{found.__file__}:{kind.__qualname__}"
-    for name in kind.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return f"{kind.__module__}:{kind.__qualname__}" if found is kind else None
 
 
 def _no_module(kind: type, name: str, field: str) -> str:

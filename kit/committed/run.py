@@ -38,7 +38,6 @@ from kit.machine.processes import identify
 from kit.records.trace import losses_of
 from kit.registry import Drawable
 from kit.trial.directory import runs_folder
-from kit.trial.launch import LOAD_DEFAULTS
 from kit.trial.submit import take_devices
 from kit.units import format_seconds
 
@@ -58,7 +57,7 @@ class CommittedRun(Drawable):
         ConfigError: when there is no place for its log.
     """
 
-    def __init__(self, launch: LaunchLines, config: Config) -> None:
+    def __init__(self, launch: LaunchLines, config: Config, options: Sequence[str] = ()) -> None:
         if launch.nodes > 1:
             raise HardwareError(
                 f"{launch.file} is for {launch.nodes} nodes, and this is one; start launch.torchrun_nodes on each of "
@@ -76,16 +75,16 @@ class CommittedRun(Drawable):
         self._stopped_at = 0.0
         self._began = time.monotonic()
         self._seconds: float | None = None
-        self._process = self._start(config)
+        self._process = self._start(config, options)
         _running.add(self)
 
-    def _start(self, config: Config) -> subprocess.Popen[bytes]:
+    def _start(self, config: Config, given: Sequence[str]) -> subprocess.Popen[bytes]:
         """With GPUs of its own, which are given back when it ends."""
         taken = take_devices(config) if self.launch.gpu else None
         claims, devices = (taken.claims, taken.resolved.devices) if taken is not None else ((), ())
         guard = [sys.executable, "-m", "kit.machine.processes", str(os.getpid()), str(self._end_file)]
         losses = f"--trainer.callbacks.file={self.folder / 'events.0.jsonl'}"
-        options = ["--trainer.enable_progress_bar=false", "--trainer.callbacks+=kit.train.LossLog", losses]
+        options = [*given, "--trainer.callbacks+=kit.train.LossLog", losses]
         try:
             with self.log.open("wb") as log:
                 process = subprocess.Popen(
@@ -290,7 +289,7 @@ def _variables(devices: tuple[str, ...]) -> dict[str, str]:
     paths = [home, *filter(None, [kept.get("PYTHONPATH")])]
     loopback = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
     shown = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-    return {**loopback, **LOAD_DEFAULTS, **kept, **shown, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    return {**loopback, **kept, **shown, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 PORT = 29500

@@ -45,6 +45,12 @@ class Job:
     """Samples per batch on each device; None where only the loader of the caller's own knows."""
     model: Entry
     data: Entry
+    loggers: Sequence[Entry] = ()
+    """In the place of a CSV file, where there are any."""
+    callbacks: Sequence[Entry] = ()
+    """Beside those of the config."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of the Trainer."""
     shards_itself: bool = False
     """The module does so in `configure_model`."""
     manual: bool = False
@@ -106,14 +112,15 @@ def _sections(job: Job) -> dict[str, Any]:
             "devices": Noted(job.devices, step),
             "num_nodes": job.nodes,
             "strategy": Noted(strategy, f"hardware.strategy: {config.hardware.strategy}"),
-            **_precision(job),
             "max_epochs": config.training.max_epochs,
             "max_steps": -1,
             **optimization,
-            "num_sanity_val_steps": 0,
+            "num_sanity_val_steps": config.trial.sanity_batches,
             "log_every_n_steps": 10,
+            **job.flags,
+            **_precision(job),
             "callbacks": _callbacks(job),
-            "logger": [entry("lightning.pytorch.loggers.CSVLogger", save_dir=job.output, name="log")],
+            "logger": [*job.loggers] or [entry("lightning.pytorch.loggers.CSVLogger", save_dir=job.output, name="log")],
             "default_root_dir": job.output,
         },
         "model": job.model,
@@ -130,7 +137,7 @@ def _precision(job: Job) -> dict[str, Any]:
     """Lightning takes no `16-mixed` for sharded models, but its plugin shards the scaler correctly."""
     if job.precision == "16-mixed" and job.config.hardware.strategy.startswith("fsdp"):
         plugin = entry("lightning.pytorch.plugins.MixedPrecision", precision="16-mixed", device="cuda")
-        return {"plugins": _noted(job, "hardware.precision", [plugin])}
+        return {"plugins": _noted(job, "hardware.precision", [plugin, *job.flags.get("plugins", ())])}
     return {"precision": _noted(job, "hardware.precision", job.precision)}
 
 
@@ -145,6 +152,7 @@ def _callbacks(job: Job) -> list[Any]:
         entry("kit.train.WholeEpochs"),
         _checkpoints(job, every_n_train_steps=config.commit.checkpoint_every_steps),
         _checkpoints(job, every_n_epochs=1, save_on_train_epoch_end=True),
+        *job.callbacks,
         *monitor_entries(config, f"{job.output}/checkpoints"),
         *upload_entries(config),
         Noted(carried, "the config that this file was committed from: kit.Config.load reads it back"),
@@ -154,7 +162,7 @@ def _callbacks(job: Job) -> list[Any]:
 def _checkpoints(job: Job, **when: Any) -> Entry:
     """`last.ckpt`, replaced in one move each time; both callbacks write the same file."""
     return entry(
-        "lightning.pytorch.callbacks.ModelCheckpoint",
+        "kit.train.callbacks.LastModelCheckpoint",
         dirpath=f"{job.output}/checkpoints", save_last=True, save_top_k=0, enable_version_counter=False, **when,
     )  # fmt: skip
 

@@ -51,8 +51,9 @@ def fit(
             None takes the config's own data.
         logger: A logger of lightning.pytorch, a function without arguments that makes one, or several. The trial's own
             comes beside them, so `self.logger` works without any.
-        callbacks: Callbacks of lightning.pytorch, as instances or functions that make them. They act in the trial and
-            the prediction beside it, which says where one cannot.
+        callbacks: Callbacks of lightning.pytorch, as instances, functions that make them, or as they stand in a file of
+            LightningCLI (`{"class_path": ..., "init_args": {...}}`). They act in the trial and in the prediction beside
+            it, which says where one cannot.
         trainer: More arguments of lightning.pytorch's Trainer by name, such as `{"deterministic": True}`.
 
     Returns:

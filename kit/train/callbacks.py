@@ -23,7 +23,7 @@ operation costs some tens of microseconds more, so throughput under a limit is n
 another program, and Lightning with the name of a strategy that no config has.
 
 `CommittedConfig` carries the Config that a file was committed from, as text that stock LightningCLI passes on
-untouched, and what `auto` came to; it sets the threads of each rank where the config gives their number.
+untouched, and what `auto` came to; it gives each rank as many threads as a trial would, whatever started it.
 `kit.data.RowData` and `kit.data.EventData` take from it what the file does not name (see `kit.data.patches.module`).
 `CommittedData` is `kit.data.PatchData` of that Config, which therefore stands in the file once.
 """
@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +52,7 @@ from kit.data.patches.loader import PatchLoader
 from kit.data.patches.module import PatchData
 from kit.errors import ConfigError, KitWarning, Problem
 from kit.events import EventWriter
+from kit.machine.machine import share
 from kit.units import format_bytes
 
 
@@ -72,6 +74,11 @@ class WholeEpochs(Callback):
         loop._resuming_from_checkpoint = False  # so that the loader is asked for the next epoch's batches
         for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
             part.reset_restart_stage()
+
+
+class LastModelCheckpoint(ModelCheckpoint):
+    """The checkpoint that a run goes on from. Lightning drops a Trainer's callbacks for those of the same class that a
+    module brings in `configure_callbacks`; this one stays beside a module's own ModelCheckpoint."""
 
 
 class LossLog(Callback):
@@ -350,8 +357,8 @@ class CommittedConfig(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.committed.hardware.threads_per_rank:
-            torch.set_num_threads(self.committed.hardware.threads_per_rank)
+        given = self.committed.hardware.threads_per_rank
+        torch.set_num_threads(given or max(1, share().cores // trainer.num_devices))
 
 
 class CommittedData(PatchData):

@@ -25,12 +25,20 @@ import difflib
 import gc
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.machine.processes import LOAD_DEFAULTS
+
+if __name__ == "__main__":  # a rank, however it was started; libraries read these once, when they are loaded
+    for _name, _value in LOAD_DEFAULTS.items():
+        os.environ.setdefault(_name, _value)
+
+import torch
 from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
@@ -39,7 +47,7 @@ from kit.checkpoints.downloading import fetch_checkpoint
 from kit.checkpoints.parts import saved_at, signature
 from kit.checkpoints.uploading import latest_bundle
 from kit.config import COMMITTED, Config, committed_text, read_yaml
-from kit.errors import ConfigError, HardwareError, KitError, Problem, StoreError, TargetError
+from kit.errors import ConfigError, HardwareError, KitError, Problem, StoreError, TargetError, first_line
 from kit.targets import find_target, signature_of
 from kit.train.choices import Entry
 
@@ -99,6 +107,7 @@ class CommittedCLI(LightningCLI):
         settings = self.config.get(self.subcommand, self.config)
         values = plain(settings)
         check_run(values)
+        check_checkpoint(values)
         found = newest_checkpoint(values)
         if found is not None:
             settings.ckpt_path = found
@@ -239,6 +248,40 @@ def check_run(values: Values, environment: Mapping[str, str] | None = None) -> N
                 _check_writable(str(folder))
 
 
+_SAID = ("last", "best", "hpc", "registry")
+"""What Lightning takes for a checkpoint that it looks for itself."""
+
+
+def check_checkpoint(values: Values) -> None:
+    """Look at the file that `ckpt_path` names, whoever wrote it.
+
+    Raises:
+        ConfigError: for one that is not there, or that no training can go on from, with what to do instead.
+    """
+    given = str(values.get("ckpt_path") or "")
+    searched = "://" in given or given.partition(":")[0] in _SAID
+    if not given or searched or values.get("weights_only") is False or Path(given).is_dir():
+        return
+    load = "load such weights in the module, by an argument of it"
+    try:
+        found: Any = torch.load(given, "cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        near = difflib.get_close_matches(Path(given).name, [file.name for file in Path(given).parent.glob("*")], n=1)
+        message = "is not there" + (f"; did you mean {near[0]}?" if near else "")
+    except Exception as error:  # whatever reading a file of another kind comes to
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        message = f"is no checkpoint that can be read ({first_line(error)}); give one that a Trainer saved"
+        if named:
+            message = f"holds {named[1]}, which is more than numbers; if you trust it, add --weights_only=false"
+    else:
+        if isinstance(found, dict) and {"pytorch-lightning_version", "optimizer_states"} <= {*found}:
+            return
+        message = f"was not saved by a Trainer; {load}"
+        if isinstance(found, dict) and "pytorch-lightning_version" in found:
+            message = f"holds the weights alone (save_weights_only), and no training goes on from them; {load}"
+    raise ConfigError([Problem("ckpt_path", f"{given} {message}")])
+
+
 def plain(value: Any) -> Any:
     """The same with mappings of the parser's own kind as dicts."""
     if hasattr(value, "as_dict"):
@@ -339,7 +382,8 @@ def newest_checkpoint(values: Values) -> str | None:
             return None
         url = str(uploads[0]["url"])
         copy, several = latest_bundle(url, credentials), int(trainer.get("num_nodes") or 1) > 1
-        folders = {str(saves["init_args"].get("dirpath") or "") for saves in _entries(trainer, "ModelCheckpoint")}
+        saving = [*_entries(trainer, "ModelCheckpoint"), *_entries(trainer, "LastModelCheckpoint")]
+        folders = {str(saves["init_args"].get("dirpath") or "") for saves in saving}
         local = [file for name in folders if name and "://" not in name for file in Path(name).glob("last*.ckpt")]
         saved_here = max((saved_at(signature(file)) for file in local), default=0.0)
         if copy is None or (not several and copy[1].saved <= saved_here):

@@ -21,7 +21,7 @@ from typing import IO, Any, Literal
 from kit.errors import TrialError
 from kit.machine import processes
 from kit.trial import scratch
-from kit.trial.launch import LOAD_DEFAULTS, python_path
+from kit.trial.launch import python_path
 
 Start = Literal["warm", "cold"]
 _CLOSING_SECONDS = 3.0
@@ -40,7 +40,7 @@ class SupervisorHandle:
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=self._output,
-            env={**LOAD_DEFAULTS, **os.environ, "PYTHONPATH": python_path(os.environ)},
+            env={**processes.LOAD_DEFAULTS, **os.environ, "PYTHONPATH": python_path(os.environ)},
             start_new_session=True,
         )
         self._lock = threading.Lock()

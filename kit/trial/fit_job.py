@@ -151,6 +151,8 @@ def make_parts(parts: Iterable[Part], kind: type[Made], path: str) -> list[Made]
     found: list[Made] = []
     for part in parts:
         value = load_target(part.value) if part.kind == "path" else part.value
+        if part.kind == "entry":
+            value = load_target(":".join(value["class_path"].rsplit(".", 1)))(**value.get("init_args") or {})
         value = value if part.kind == "instance" or isinstance(value, kind) else value()
         for one in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(one, kind):

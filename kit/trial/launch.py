@@ -33,6 +33,7 @@ from kit.config import Config
 from kit.errors import KitWarning
 from kit.events import EventWriter
 from kit.json_text import read_json
+from kit.machine import processes
 from kit.machine.processes import SCRATCH, die_with_parent, guard_forks, note_process, scratch_folder, watch_lifeline
 from kit.registry import load
 from kit.trial import scratch
@@ -42,9 +43,6 @@ from kit.trial.verdict import EXIT_CANNOT_WRITE, EXIT_FAILED, describe_failure
 
 _READ_AT_LOAD = re.compile(r"OMP_NUM_THREADS|MKL_.*|PYTORCH_.*ALLOC.*|CUDA_MODULE_LOADING")
 _MOST_DESCRIPTORS = 1 << 20
-LOAD_DEFAULTS = {"OMP_WAIT_POLICY": "passive"}
-"""Set where the user has not. Threads that spin while they wait take the cores of those they wait for: with one of
-two cores busy, steps of a small U-Net took five times as long."""
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
@@ -70,7 +68,7 @@ def launch_variables(
     interface, also because it would otherwise look up the host's own name, which not every container can resolve.
     """
     return {
-        **LOAD_DEFAULTS,
+        **processes.LOAD_DEFAULTS,
         **variables,
         **scratch.INTERFACES,
         "CUDA_VISIBLE_DEVICES": ",".join(devices),

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import datetime
 import functools
 import inspect
 import linecache
+import math
+import os
 import sys
 import textwrap
 import types
@@ -32,9 +35,9 @@ import cloudpickle
 
 from kit.config import Config
 from kit.errors import ConfigError, KitWarning, Problem
-from kit.targets import class_bodies
+from kit.targets import class_bodies, path_of
 
-Kind = Literal["default", "path", "class", "factory", "instance"]
+Kind = Literal["default", "path", "class", "factory", "instance", "entry"]
 LARGE_BYTES = 10_000_000
 _SOURCE_BYTES = 1_000_000
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
@@ -55,6 +58,8 @@ class Part:
             return cls("default")
         if isinstance(value, str):
             return cls("path", value)
+        if isinstance(value, dict) and "class_path" in value:
+            return cls("entry", value)
         if isinstance(value, type):
             return cls("class", value)
         plain = callable(value) and not any(hasattr(value, mark) for mark in _INSTANCE_MARKS)
@@ -78,6 +83,8 @@ class Part:
 
     def __str__(self) -> str:
         name = getattr(self.value, "__qualname__", type(self.value).__name__)
+        if self.kind == "entry":
+            return str(self.value["class_path"]).rpartition(".")[2]
         return {"path": str(self.value), "class": f"class {name}", "factory": f"factory {name}"}.get(self.kind, name)
 
 
@@ -96,15 +103,20 @@ class TrainerParts:
         Raises:
             ConfigError: for what is no logger or callback.
         """
-        logger = "kit.train.trainer:default_logger" if logger is True else logger
+        logger = DEFAULT_LOGGER if logger is True else logger
         return cls(_parts("logger", "Logger", logger), _parts("callbacks", "Callback", callbacks), flags)
 
     def summary(self) -> dict[str, Any]:
-        """What a run directory tells of it."""
+        """What a run directory tells of it: names to be shown, and in `made` what `kit.commit` writes of each."""
         plain = (bool, int, float, str)
         flags = {name: value if isinstance(value, plain) else repr(value)[:80] for name, value in self.flags.items()}
         found = {"loggers": [*map(str, self.loggers)], "callbacks": [*map(str, self.callbacks)], "flags": flags}
-        return {name: value for name, value in found.items() if value}
+        made = {
+            "logger": [_recorded(part) for part in self.loggers],
+            "callbacks": [_recorded(part) for part in self.callbacks],
+            "trainer": {name: _recorded_flag(name, value) for name, value in self.flags.items()},
+        }
+        return {name: value for name, value in found.items() if value} | {"made": made} if any(found.values()) else {}
 
 
 NO_PARTS = TrainerParts()
@@ -114,11 +126,118 @@ def _parts(name: str, kind: str, given: object) -> tuple[Part, ...]:
     values = list(given) if isinstance(given, list | tuple) else [] if given is None or given is False else [given]
     parts = tuple(map(Part.of, values))
     for part in parts:
+        if part.kind == "entry" and not isinstance(part.value.get("class_path"), str):
+            message = f"{part.value} names no class_path; write {{'class_path': 'package.Name', 'init_args': {{...}}}}"
+            raise ConfigError([Problem(name, message)])
         held = part.value if part.kind == "class" else type(part.value)
         if part.kind in ("class", "instance") and kind not in {base.__name__ for base in held.__mro__}:
             message = f"{part} is no {kind} of lightning.pytorch; give one, its class or a function that makes it"
             raise ConfigError([Problem(name, message)])
     return parts
+
+
+DEFAULT_LOGGER = "kit.train.trainer:default_logger"
+"""What `logger=True` means."""
+_CONNECT = ("CometLogger", "NeptuneLogger")
+"""Loggers of Lightning that begin a run when they are made."""
+_PLAIN = (bool, int, float, str, type(None))
+_DEEPEST = 8
+
+
+def _recorded(part: Part) -> dict[str, Any]:
+    """The class and the arguments that make the same object; or `why` they are not known."""
+    path, arguments = _made_with(part)
+    if isinstance(arguments, str) or not _is_plain(arguments):
+        why = arguments if isinstance(arguments, str) else "an argument of it is no plain value"
+        return {"name": str(part), "why": why}
+    return {"name": str(part), "class": path, "arguments": arguments}
+
+
+def _recorded_flag(name: str, value: Any) -> Any:
+    if name == "plugins":
+        return [_recorded(Part.of(one)) for one in (value if isinstance(value, list | tuple) else [value])]
+    value = {"days": value.days, "seconds": value.seconds} if isinstance(value, datetime.timedelta) else value
+    return {"value": value} if _is_plain(value) else {"name": name, "why": f"{type(value).__name__} is no plain value"}
+
+
+def _made_with(part: Part) -> tuple[str | None, Any]:
+    """Import path and arguments; None and the reason, where they cannot be known."""
+    value = part.value
+    if part.kind == "entry":
+        return ":".join(value["class_path"].rsplit(".", 1)), dict(value.get("init_args") or {})
+    if part.kind == "path":
+        is_class = value == DEFAULT_LOGGER or next(class_bodies(value, until=""), None) is not None
+        return (value, {}) if is_class else (None, f"{value} is no class")
+    partial = isinstance(value, functools.partial) and isinstance(value.func, type)
+    kind = value.func if partial else value if part.kind == "class" else type(value)
+    if part.kind == "factory" and not partial:
+        return None, "a function makes it"
+    path = path_of(kind)
+    if path is None:
+        return None, "its class is known to this notebook only; put it into a module"
+    if partial:
+        return path, {**dict(zip(inspect.signature(kind).parameters, value.args, strict=False)), **value.keywords}
+    return path, {} if part.kind == "class" else _arguments_of(value)
+
+
+def _arguments_of(value: Any) -> dict[str, Any] | str:
+    """What an instance was made with, or why that cannot be known: it keeps no record.
+
+    What it holds under the names of its parameters is believed only where an object that is made of these anew is the
+    same in all that both hold: some classes keep another value than they were given (EarlyStopping turns the sign of
+    `min_delta` round).
+    """
+    kind = type(value)
+    bases = {base.__name__: base.__module__ for base in kind.__mro__}
+    if "Logger" in bases and (not kind.__module__.startswith("lightning.") or any(name in bases for name in _CONNECT)):
+        return "a logger may begin a run when it is made anew"
+    try:
+        found = {}
+        for name, parameter in inspect.signature(kind).parameters.items():
+            held = _held_as(value, name, parameter.default)
+            if _is_plain(held) and (type(held) is not type(parameter.default) or held != parameter.default):
+                found[name] = held
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            again = kind(**found)
+    except Exception as error:
+        return f"its arguments cannot be told from what it holds ({type(error).__name__})"
+    return found if _same(value, again, _DEEPEST) else "what it holds is not what it was made with"
+
+
+def _held_as(value: Any, name: str, default: Any) -> Any:
+    held = vars(value)
+    if name in held or f"_{name}" in held:
+        found = held.get(name, held.get(f"_{name}"))
+    else:
+        found = getattr(value, name) if isinstance(getattr(type(value), name, None), property) else default
+    return os.fspath(found) if isinstance(found, os.PathLike) else found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it can be read back from JSON and YAML: whole numbers as keys too, but no text that looks like one."""
+    if isinstance(value, dict):
+        keys = all(type(key) is int or (type(key) is str and not key.lstrip("-").isdecimal()) for key in value)
+        return keys and all(map(_is_plain, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN and (not isinstance(value, float) or math.isfinite(value))
+
+
+def _same(one: Any, other: Any, depth: int) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other) or depth == 0:
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key], depth - 1) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other, [depth - 1] * len(one)))
+    if hasattr(one, "tolist"):
+        return bool(one.tolist() == other.tolist())
+    if isinstance(one, _FUNCTIONS):
+        return getattr(one, "__func__", one) is getattr(other, "__func__", other)
+    return _same(vars(one), vars(other), depth - 1) if hasattr(one, "__dict__") else bool(one == other)
 
 
 def own_arguments(config: Config) -> dict[str, Any]:
