@@ -5,12 +5,15 @@ import contextlib
 import gc
 import itertools
 import os
+import queue
+import signal
 import statistics
 import threading
 import tracemalloc
 import weakref
 
 import pytest
+import zmq
 from ipywidgets.widgets import widget
 from properties import at_night, nightly
 from waiting import PATIENCE_SECONDS, wait_until
@@ -147,7 +150,7 @@ def count():
 
 
 @pytest.fixture
-def notebook():
+def notebook(tmp_path):
     """`run(code, cell)` in a real kernel: what the cell printed; a cell is known by its id, as front ends send it."""
     from jupyter_client.manager import KernelManager
     from jupyter_core.utils import ensure_event_loop
@@ -155,6 +158,7 @@ def notebook():
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel()
     client = manager.blocking_client()
+    client.context.setsockopt(zmq.RCVHWM, 0)  # on a busy machine this process may read nothing for seconds
     client.start_channels()
     client.wait_for_ready(timeout=PATIENCE_SECONDS)
 
@@ -163,14 +167,23 @@ def notebook():
         client.shell_channel.send(client.session.msg("execute_request", content, metadata={"cellId": cell}))
         printed = ""
         while True:
-            message = client.get_iopub_msg(timeout=PATIENCE_SECONDS)
+            try:
+                message = client.get_iopub_msg(timeout=PATIENCE_SECONDS)
+            except queue.Empty:
+                os.kill(manager.provisioner.pid, signal.SIGUSR1)
+                wait_until(lambda: stacks.read_text())
+                raise AssertionError(f"{code!r} does not end; the kernel is at\n{stacks.read_text()}") from None
             printed += message["content"]["text"] if message["msg_type"] == "stream" else ""
             assert message["msg_type"] != "error", "\n".join(message["content"]["traceback"])
             idle = message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
             if idle and message["parent_header"].get("msg_type") == "execute_request":
                 return printed.strip()
 
-    run(SETUP, "setup")
+    stacks = tmp_path / "stacks"
+    run(
+        f"{SETUP}\nimport faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, open({str(stacks)!r}, 'w'))",
+        "setup",
+    )
     yield run
     client.stop_channels()
     manager.shutdown_kernel(now=True)
