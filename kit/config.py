@@ -1105,8 +1105,9 @@ COMMITTED = "kit.train.CommittedConfig"
 
 
 def _read_text(path: str | Path) -> str:
+    file = resolve_path(path)
     try:
-        return resolve_path(path).read_bytes().decode("utf-8-sig")
+        return file.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 

@@ -23,6 +23,7 @@ import inspect
 import linecache
 import math
 import os
+import re
 import sys
 import textwrap
 import types
@@ -35,6 +36,7 @@ import cloudpickle
 
 from kit.config import Config
 from kit.errors import ConfigError, KitWarning, Problem
+from kit.secrets_in_text import secrets_of
 from kit.targets import class_bodies, path_of
 
 Kind = Literal["default", "path", "class", "factory", "instance", "entry"]
@@ -140,6 +142,7 @@ DEFAULT_LOGGER = "kit.train.trainer:default_logger"
 """What `logger=True` means."""
 _CONNECT = ("CometLogger", "NeptuneLogger")
 """Loggers of Lightning that begin a run when they are made."""
+_KEY = re.compile(r"(?i)(api_?key|token|secret|password|passwd)$")
 _PLAIN = (bool, int, float, str, type(None))
 _DEEPEST = 8
 
@@ -149,6 +152,10 @@ def _recorded(part: Part) -> dict[str, Any]:
     path, arguments = _made_with(part)
     if isinstance(arguments, str) or not _is_plain(arguments):
         why = arguments if isinstance(arguments, str) else "an argument of it is no plain value"
+        return {"name": str(part), "why": why}
+    kinds = [f"{name} is one" for name in arguments if _KEY.search(name)] + [kind for _, kind in secrets_of(arguments)]
+    if kinds:
+        why = f"an argument of it is a secret ({kinds[0]}), which no file may hold; give it by the environment"
         return {"name": str(part), "why": why}
     return {"name": str(part), "class": path, "arguments": arguments}
 

@@ -188,6 +188,15 @@ def test_what_is_not_known_is_told_with_a_reason(callback, why):
     assert re.search(why, found["why"])
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"api_key": "swordfish"}, {"tracking_uri": "https://me:swordfish@tracking.example"}]
+)
+def test_no_secret_of_a_callback_is_recorded(arguments):
+    (found,) = recorded({"class_path": "own.Told", "init_args": arguments})["callbacks"]
+    assert "environment" in found["why"]
+    assert "swordfish" not in repr(found)
+
+
 @pytest.mark.slow
 def test_it_runs_with_the_loggers_callbacks_and_flags_of_its_trial(small, project):
     callbacks = [
