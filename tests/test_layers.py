@@ -12,7 +12,7 @@ import pytest
 
 import kit
 
-ROOT = Path(kit.__file__).parent
+ROOT, TESTS = Path(kit.__file__).parent, Path(__file__).parent
 
 # From the ground up. A room may import from its own row and from the rows above it in this table.
 LAYERS = [
@@ -96,6 +96,11 @@ def test_folders_are_small_and_files_are_few():
     assert max(house.files_of_rooms().values()) <= MOST_FILES_OF_A_FOLDER
     files = [path for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert len(files) <= MOST_FILES
+
+
+def test_tests_lie_in_the_folder_of_the_room_that_they_test():
+    folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
+    assert folders - {path.name for path in ROOT.iterdir()} == {"browser", "datasets", "faults", "gpu", "notebooks"}
 
 
 def test_the_same_class_name_does_not_stand_for_ever_more_things():
