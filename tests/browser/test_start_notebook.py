@@ -40,7 +40,7 @@ def test_run_all_then_change_fit_watch_and_stop(notebook, artifacts):
     assert start.errors() == []
 
     panel.get_by_role("tab", name="Data").click()
-    expect(panel.get_by_text("is built")).to_be_visible()
+    expect(panel.get_by_text("ocean.zarr is built")).to_be_visible()
     panel.get_by_label("precision").select_option("bf16-mixed")
     expect(panel.get_by_text(re.compile('"hardware.precision": "bf16-mixed"'))).to_be_visible()
     panel.get_by_label("max steps").fill("5000")
