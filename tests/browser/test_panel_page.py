@@ -90,6 +90,7 @@ def test_a_setting_is_found_changed_marked_and_taken_back(panel):
     checkbox.hover()
     expect(checkbox).to_have_attribute("title", re.compile("faster"))  # it was made after the page was told of tooltips
     search.press("Escape")
+    expect(checkbox).to_be_hidden()
 
 
 def test_the_line_of_code_is_copied(opened, panel):
@@ -99,7 +100,10 @@ def test_the_line_of_code_is_copied(opened, panel):
     panel.get_by_placeholder("find a setting").focus()
     opened.page.keyboard.press("Control+V")
     expect(panel.get_by_placeholder("find a setting")).to_have_value(re.compile(r"^kit\.fit\(config, data=data\)"))
+    title = panel.get_by_role("button", name="chunking")
+    expect(title).to_be_hidden()  # nothing is found; a later test needs the titles
     opened.page.keyboard.press("Escape")
+    expect(title).to_be_visible()
 
 
 def test_keys_do_what_they_do_elsewhere(opened, panel, artifacts):
@@ -107,6 +111,7 @@ def test_keys_do_what_they_do_elsewhere(opened, panel, artifacts):
     title = panel.get_by_role("button", name="▸ chunking")
     for place in (title, panel.get_by_role("button", name="Fit"), tab(panel, "Live")):
         place.focus()
+        expect(place).to_be_focused()
         opened.page.keyboard.press("d")
         opened.page.keyboard.press("d")
         assert cells.count() == 2
