@@ -154,11 +154,10 @@ _AIOS_DEFAULTS = {
     "--batch-size": 8, "--steps": 200, "--max-seq-len": 128, "--lr": 2e-4, "--gradient-checkpointing": True,
 }  # fmt: skip
 _AIOS = {
-    "--model": _to("model.target", convert=lambda name: _GPT if name == "gpt2" else _TRANSFORMER),
+    "--model": _to("model.target", convert=lambda _: _GPT),
     "--dataset-file": _to("data.arguments.files", note="with data='kit.models.named:TextData'"),
     "--batch-size": _to("loader.batch_size"),
     "--steps": _to("trial.max_steps"),
-    "--max-seq-len": _to("data.arguments.context", "model.arguments.context"),
     "--lr": _to("model.arguments.learning_rate"),
     "--gradient-accumulation-steps": _to("levers.accumulate_grad_batches"),
     "--gradient-checkpointing": _to("levers.gradient_checkpointing"),
@@ -207,11 +206,11 @@ def changes_of(source: Mapping[str, Any] | str) -> tuple[str, dict[str, Any], tu
         ConfigError: when it is neither.
     """
     if isinstance(source, str):
-        tool, table, given, defaults = "AI-OS", _AIOS, dict(_flags(source)), _AIOS_DEFAULTS
-        changes: dict[str, Any] = {"model.target": _GPT}
+        tool, given, defaults = "AI-OS", dict(_flags(source)), _AIOS_DEFAULTS
+        table, changes = _aios_table(given), {"model.target": _GPT if _is_gpt(given) else _TRANSFORMER}
     elif source.keys() & SECTIONS:
-        tool, table, given, defaults = "BaseModel", _BASEMODEL, dict(_leaves(source)), _BASEMODEL_DEFAULTS
-        changes = {"model.target": _SKETCH}
+        tool, given, defaults = "BaseModel", dict(_leaves(source)), _BASEMODEL_DEFAULTS
+        table, changes = _BASEMODEL, {"model.target": _SKETCH}
     else:
         known = ", ".join(sorted(SECTIONS))
         raise ConfigError(f"neither a BaseModel YAML ({known}) nor a command line that begins with {COMMAND}")
@@ -228,12 +227,21 @@ def changes_of(source: Mapping[str, Any] | str) -> tuple[str, dict[str, Any], tu
             _put(changes, path, here)
     if "training.early_stopping_patience" in changes:
         changes.setdefault("training.monitor", "val_loss")
-    if tool == "AI-OS" and "--dataset-file" not in given:
-        changes.pop("data.arguments")
-    if changes["model.target"] == _TRANSFORMER:
-        rate = changes["model.arguments"]["learning_rate"]
-        changes["model.arguments"] = {"name": given["--model"], "learning_rate": rate}
     return tool, changes, tuple(rows)
+
+
+def _is_gpt(given: Mapping[str, Any]) -> bool:
+    return bool(given.get("--model", "gpt2") == "gpt2")
+
+
+def _aios_table(given: Mapping[str, Any]) -> dict[str, _Rule]:
+    """The rules for this command line: which arguments there are depends on its model, and on whether it names data."""
+    context = ["data.arguments.context"] * ("--dataset-file" in given) + ["model.arguments.context"] * _is_gpt(given)
+    table = {**_AIOS, "--max-seq-len": _to(*context) if context else _none("of the data, and no file is named")}
+    if not _is_gpt(given):
+        table["--model"] = _to("model.arguments.name", note=f"of {_TRANSFORMER}")
+        table["--window-size"] = _none(f"{_GPT} alone takes a window")
+    return table
 
 
 def _rule(table: Mapping[str, _Rule], name: str) -> _Rule:

@@ -102,6 +102,20 @@ def test_flags_and_defaults_of_ai_os(flags, path, value):
     assert Config.translate(f"aios hrm-hf train-actv1 {flags}").config.get(path) == value
 
 
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--model llama", "--model llama --window-size 64", "--dataset-file a.txt --model llama", "--window-size 64"],
+)
+def test_every_row_is_true_of_the_config(flags):
+    found = Config.translate(f"aios hrm-hf train-actv1 {flags}")
+    for setting in found.settings:
+        section, _, argument = setting.path.partition(".arguments.")
+        if argument:
+            assert found.config.get(f"{section}.arguments")[argument] == setting.here
+        elif setting.path:
+            assert found.config.get(setting.path) == setting.here
+
+
 def test_every_row_names_a_field_that_there_is_or_says_why_there_is_none():
     known = {info.path for info in Config.fields()} | {"model.arguments", "data.arguments"}
     for name, rule in {**_BASEMODEL, **_AIOS}.items():
