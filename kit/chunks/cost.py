@@ -140,6 +140,11 @@ class LayoutCost:
         return self.amplification * self.most_requests_per_sample / self.requests_per_sample
 
 
+def slowest(costs: Sequence[LayoutCost]) -> LayoutCost:
+    """Of several variables that one batch reads, the one that takes longest: what binds it binds the batch."""
+    return max(costs, key=lambda cost: cost.seconds_per_batch)
+
+
 def price(
     access: Access,
     network: Network,

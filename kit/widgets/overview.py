@@ -17,6 +17,7 @@ import ipywidgets
 
 from kit.charts.memory import LOOKS, VERDICTS
 from kit.charts.style import GREEN, ORANGE, VERMILION
+from kit.chunks.cost import LayoutCost, slowest
 from kit.config import Config
 from kit.errors import KitError
 from kit.machine.processes import machine
@@ -27,7 +28,6 @@ from kit.units import format_bytes, format_count, format_seconds
 from kit.widgets.parts import QUIET, line
 
 if TYPE_CHECKING:
-    from kit.chunks.cost import LayoutCost
     from kit.memory.replay.estimate import MemoryEstimate
     from kit.records.row import Row
     from kit.studies.scaling.predict import BigRun
@@ -169,8 +169,7 @@ def data_card(
     size = config.loader.batch_size
     requests = sum(cost.requests_made_per_batch for cost in costs) / size
     stored = format_bytes(sum(cost.bytes_made_per_batch for cost in costs) / size)
-    bound = max(costs, key=lambda cost: cost.seconds_per_batch).bound
-    why, bar = f"{requests:.3g} requests, {stored} a sample, bound by {bound}", []
+    why, bar = f"{requests:.3g} requests, {stored} a sample, bound by {slowest(costs).bound}", []
     rate = ranks * size / sum(cost.seconds_per_batch for cost in costs)
     if speed is not None and speed.holds_for(config) and not elsewhere:
         used = speed.samples_per_second / rate

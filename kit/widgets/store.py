@@ -18,7 +18,7 @@ import ipywidgets
 
 from kit.charts import style as look
 from kit.charts.chunks import MeasuredLayout, chunk_figure
-from kit.chunks.cost import LayoutCost
+from kit.chunks.cost import LayoutCost, slowest
 from kit.chunks.search import ChunkPlan, named
 from kit.config import Config
 from kit.data.build.plan import BuildPlan
@@ -470,21 +470,21 @@ class ChunkView(AnswerView):
 def headline(plan: ChunkPlan) -> tuple[str, str]:
     """(the layout, what it is predicted to give) in words."""
     shard = "each an object" if plan.shard is None else f"in shards of {named(plan.dims, plan.shard)}"
-    each = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
-    rate = f"{format_count(plan.samples_per_second)} samples/s predicted{each}, bound by {plan.bound}"
+    rate = f"{format_count(plan.samples_per_second)} samples/s predicted{_each(plan)}, bound by {plan.bound}"
     return f"chunks of {named(plan.dims, plan.chunk)}, {shard}", rate
+
+
+def _each(plan: ChunkPlan) -> str:
+    return f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
 
 
 def built_words(plan: ChunkPlan, built: Sequence[LayoutCost]) -> str:
     """What a store is predicted to give as it is cut, and why its plan says something else."""
-    seconds, slowest = (
-        sum(cost.seconds_per_batch for cost in built),
-        max(built, key=lambda cost: cost.seconds_per_batch),
-    )
-    rate = format_count(plan.batch_size / seconds)
+    rate = format_count(plan.batch_size / sum(cost.seconds_per_batch for cost in built))
     return (
-        f"{rate} samples/s as it is built, bound by {slowest.bound}: a plan compares sizes by mean latencies, while of "
-        "a store each request is played out with a latency of its own, and neighbours in a shard are read together"
+        f"{rate} samples/s{_each(plan)} as it is built, bound by {slowest(built).bound}: a plan compares sizes by mean "
+        "latencies, while of a store each request is played out with a latency of its own, and neighbours in a shard "
+        "are read together"
     )
 
 

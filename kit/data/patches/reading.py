@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kit.chunks.cost import slowest
 from kit.cloud.dials import preset
 from kit.config import Config
 from kit.data.build.layout import price_store
@@ -222,7 +223,7 @@ def _measure(config: Config, seconds: float) -> MeasuredReading:
         url=redact(dataset.url), chunk=info.chunk, shard=info.shard, order=config.data.order, batch_size=size,
         predicted_samples_per_second=size / sum(cost.seconds_per_batch for cost in costs),
         samples_per_second=pace.samples / pace.seconds,
-        bound=max(costs, key=lambda cost: cost.seconds_per_batch).bound,
+        bound=slowest(costs).bound,
         predicted_requests_per_sample=sum(cost.requests_made_per_batch for cost in costs) / size,
         requests_per_sample=pace.per_sample("requests"), bytes_per_sample=pace.per_sample("bytes_read"),
         mixing=None if predicted is None else mixing, predicted_mixing=predicted,
