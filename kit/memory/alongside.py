@@ -22,7 +22,7 @@ from kit.memory.recordings import cached_recording, start_prediction
 from kit.memory.residual_table import residuals_here
 from kit.trial.directory import RunPaths
 from kit.trial.payload import NO_PARTS, TrainerParts
-from kit.trial.submit import parts_of, prepare
+from kit.trial.submit import prepare, trainer_parts_of
 from kit.trial.trial import Trial
 
 _MARGIN_SECONDS = 60.0
@@ -72,7 +72,7 @@ def fit(
     trial = Trial(paths, config)
     trial.submit()
     if trial.config.trial.predict_memory:
-        predict_beside(module, data, trial, parts_of(module, trial.config, None, callbacks, trainer))
+        predict_beside(module, data, trial, trainer_parts_of(module, trial.config, None, callbacks, trainer))
     return trial
 
 

@@ -88,7 +88,7 @@ def prepare(
     module_part, data_part = Part.of(module), Part.of(data)
     check_targets(module_part, data_part, config)
     check_parts(module_part, data_part, config)
-    trainer_parts = parts_of(module, config, logger, callbacks, trainer)
+    trainer_parts = trainer_parts_of(module, config, logger, callbacks, trainer)
     rule = batch_rule(data_part, config) if batch_size is None and job is None else None
     if rule is not None:
         rule.warn(stacklevel=4)
@@ -111,7 +111,9 @@ def prepare(
         return paths
 
 
-def parts_of(module: object, config: Config, logger: object, callbacks: object, trainer: object) -> TrainerParts:
+def trainer_parts_of(
+    module: object, config: Config, logger: object, callbacks: object, trainer: object
+) -> TrainerParts:
     """What of the caller's own the Trainer of a trial gets, checked.
 
     Raises:
