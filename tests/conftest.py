@@ -106,6 +106,14 @@ def environment_restored():
     os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """An empty project folder, which is the working folder."""
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def running_cloud():
     """A simulated cloud for a whole file of tests; each asks for it as `cloud`."""

@@ -27,14 +27,6 @@ QUICK = {
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A project folder that is the working folder."""
-    (tmp_path / "pyproject.toml").touch()
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def rows(project):
     """The config of topics of 96 documents in a file: 4 batches of 20, and what is left is dropped."""
     corpus = kit.Corpus(**SIZES, length=80, seed=5)

@@ -34,9 +34,7 @@ SLOPE_BYTES = 20_000
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    (tmp_path / "pyproject.toml").touch()
-    monkeypatch.chdir(tmp_path)
+def project(project):
     OTHERS.update(threading.enumerate())
     yield
     OTHERS.clear()

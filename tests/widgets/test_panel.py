@@ -48,11 +48,9 @@ def no_supervisor_left():
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    (tmp_path / "pyproject.toml").touch()
-    (tmp_path / "waves.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def project(project):
+    (project / "waves.py").write_text(SOURCE)
+    return project
 
 
 @pytest.fixture

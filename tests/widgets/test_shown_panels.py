@@ -34,13 +34,6 @@ def no_supervisor_left():
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    (tmp_path / "pyproject.toml").touch()
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def notebook(monkeypatch):
     """A main module in which a cell has defined a module and its data."""
     main = types.ModuleType("__main__")
