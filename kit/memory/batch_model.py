@@ -8,9 +8,9 @@ than sizes, or another kind of device is asked for, it is recorded anew.
 
 largest_batch: how many samples fit, found on replays and confirmed by one real recording at the answer. The search
 doubles the batch until it no longer fits, then halves the gap. Where kernels are others at the answer than where it
-started, it goes on from recordings there. "Fits" is the verdict with the high end of what is held outside the
-allocator, so a tight batch is too large. Known error: the allocator's rounding makes reserved bytes rise unevenly, and
-a larger batch than the one found may happen to fit.
+started, it goes on from recordings there. "Fits" is the verdict `fits` or `fits if`, with the high end of what is
+held outside the allocator, so a tight batch is too large. Known error: the allocator's rounding makes reserved bytes
+rise unevenly, and a larger batch than the one found may happen to fit.
 """
 
 from __future__ import annotations
@@ -215,7 +215,9 @@ class LargestBatch:
 
     @property
     def _headline(self) -> str:
-        what = f"a batch of {self.batch_size} fits" if self.batch_size else "not even a batch of 1 fits"
+        what = "not even a batch of 1 fits"
+        if self.batch_size:
+            what = f"a batch of {self.batch_size} {self.estimate.verdict_in_words}"
         if not self.estimate.complete:
             what = "activations are unknown, so no batch is said to fit"
         size = format_bytes(self.estimate.capacity_bytes)
@@ -272,10 +274,10 @@ def search(model: MemoryModel) -> LargestBatch:
         KitError: what `predict_memory` raises.
     """
     at_one = model.estimate(1)
-    if not at_one.fits:
+    if not at_one.may_fit:
         return LargestBatch(batch_size=0, estimate=at_one, next_estimate=None, reasons=(at_one.reasons[0],))
     fails = 2
-    while fails <= MOST_SAMPLES and model.estimate(fails).fits:
+    while fails <= MOST_SAMPLES and model.estimate(fails).may_fit:
         fails *= 2
     fits, fails = _halve(1, fails, model.estimate)
     reasons = [model.reason] if model.reason else []
@@ -286,7 +288,7 @@ def search(model: MemoryModel) -> LargestBatch:
         fits, fails = _halve(*_around(fits, model.estimate), model.estimate)
         fits = max(1, fits)
     estimate = _recorded(model, fits)
-    if not estimate.fits:
+    if not estimate.may_fit:
         reasons.append(f"replays said that {fits} fit, a recording at {fits} says otherwise: {estimate.reasons[0]}")
         fits, fails = _halve(0, fits, lambda batch_size: _recorded(model, batch_size))
         estimate = _recorded(model, max(1, fits))
@@ -303,15 +305,15 @@ def _halve(fits: int, fails: int, estimate: Callable[[int], MemoryEstimate]) -> 
         return MOST_SAMPLES, fails
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        fits, fails = (middle, fails) if estimate(middle).fits else (fits, middle)
+        fits, fails = (middle, fails) if estimate(middle).may_fit else (fits, middle)
     return fits, fails
 
 
 def _around(batch_size: int, estimate: Callable[[int], MemoryEstimate]) -> tuple[int, int]:
     """One that fits below one that does not, looking ever further from `batch_size`; 0 is taken to fit."""
-    step = 1 if estimate(batch_size).fits else -1
+    step = 1 if estimate(batch_size).may_fit else -1
     last, gap = batch_size, 1
-    while 0 < (following := batch_size + step * gap) <= MOST_SAMPLES and estimate(following).fits == (step > 0):
+    while 0 < (following := batch_size + step * gap) <= MOST_SAMPLES and estimate(following).may_fit == (step > 0):
         last, gap = following, 2 * gap
     return (last, following) if step > 0 else (max(0, following), last)
 

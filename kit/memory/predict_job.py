@@ -3,6 +3,19 @@
 An error of kit comes back as it was raised, in a `refused` event. A step that does not end is interrupted while there
 is still time to answer without it: then activations are unknown, and the rest is not. Beside a trial, the job waits
 until the trial has taken its first step, works at the lowest priority, and writes the estimate to the trial's folder.
+
+A fake tensor has no value to branch on, so `kit.memory.record.fakes` guesses, and `facts["guesses"]` of a recording
+says where. `settle` records again with one guess at a time turned, as long as that is cheap, and leaves in the facts
+
+    conditions       guesses that the memory depends on, or that were not tried; a verdict holds only if they do
+    bounds           selections that were taken whole: fewer elements need less
+    least_fraction   of the peak, with one element selected instead of all, the smallest that was seen
+    otherwise        the guess that is turned in the recording, if any
+
+Of a condition's two answers the one that needs more is kept, so that it is no condition any more; an
+answer at which the training raises an error of its own ends the training, and is none either. What an optimizer asks
+stays a condition where it matters, as its answers change from step to step. Known limit: guesses are turned one at a
+time, so two that only matter together pass.
 """
 
 from __future__ import annotations
@@ -12,12 +25,13 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import cloudpickle
+import numpy as np
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
@@ -25,17 +39,18 @@ from kit.confinement.confine import confined
 from kit.errors import ConfigError, KitError
 from kit.memory.query import without_memory
 from kit.memory.record.dry_run import JOB, DryRun, record
+from kit.memory.record.fakes import UPPER_BOUND
 from kit.memory.recordings import NEXT
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import VALIDATION, Residuals, estimate
-from kit.memory.replay.replay import Recording
+from kit.memory.replay.replay import CATEGORIES, Recording, replay
 from kit.train.choices import validates_by
 from kit.trial.context import Context
 from kit.trial.directory import RunPaths
 from kit.trial.fit_job import load_part, make_data, make_module, make_parts, show_cells
 from kit.trial.payload import NO_PARTS, TrainerParts
 from kit.trial.verdict import describe, own_frame
-from kit.units import format_seconds
+from kit.units import format_bytes, format_seconds
 
 _LOOK_SECONDS = 0.2
 _LOWEST_PRIORITY = 19
@@ -60,7 +75,8 @@ def predict(context: Context) -> None:
         for place, wanted in enumerate(task["batch_sizes"]):
             batch_size = found[-1].batch_size + 1 if wanted == NEXT else wanted
             late = bool(found) and found[0].facts.get("late")
-            found.append(found[0] if late else _record(context, payload, batch_size, patience, kept.notes))
+            recording = found[0] if late else _record(context, payload, batch_size, patience, kept.notes, found[:1])
+            found.append(recording)
             found[-1].save(context.paths.recording(place))
             context.writer.write("recorded", batch_size=found[-1].batch_size, seconds=found[-1].facts["seconds"])
     except KitError as error:
@@ -74,8 +90,10 @@ def predict(context: Context) -> None:
 
 
 def _record(
-    context: Context, payload: dict[str, Any], batch_size: int | None, patience: Patience, said: list[str]
-) -> Recording:
+    context: Context, payload: dict[str, Any], batch_size: int | None, patience: Patience, said: list[str],
+    settled: Sequence[Recording],
+) -> Recording:  # fmt: skip
+    """A recording; its guesses are settled, or answered as in one that is `settled`."""
     task, config = context.environment["prediction"], context.config
     trainer: TrainerParts = cloudpickle.loads(payload["trainer"]).value if payload["trainer"] else NO_PARTS
     run = DryRun(
@@ -84,29 +102,37 @@ def _record(
         make_callbacks=lambda: _callbacks(payload["trainer"]), flags=trainer.flags,
     )  # fmt: skip
     left_out: dict[str, str] = {}
-    recording = _recorded(run, payload, batch_size, patience)
+    without: dict[str, Any] = {}
+    otherwise = settled[0].facts["otherwise"] if settled else ""
+    recording = _recorded(run, payload, batch_size, patience, otherwise)
     for what, less in _with_less(run, trainer):
         # What else runs beside the steps must not hide what is known of these.
         if not recording.facts["unknown"] or patience.message:
             break
-        again = _recorded(less, payload, batch_size, patience)
+        again = _recorded(less, payload, batch_size, patience, otherwise)
         left_out[what] = recording.facts["unknown"]
         if not again.facts["unknown"]:
-            recording = dataclasses.replace(again, facts={**again.facts, "left_out": left_out})
+            run, recording, without = less, again, {"left_out": left_out}
+    if settled:
+        recording = settled_like(recording, settled[0])
+    else:
+        recording = settle(recording, lambda guess: _recorded(run, payload, batch_size, patience, guess))
     notes = [*said, *recording.facts.get("notes", ()), *payload["notes"]]
-    facts = {**recording.facts, **task["facts"], "notes": notes}
+    facts = {**recording.facts, **task["facts"], **without, "notes": notes}
     if patience.message and facts["unknown"]:
         facts |= {"unknown": patience.message, "late": True}
     return dataclasses.replace(recording, facts=facts)
 
 
-def _recorded(run: DryRun, payload: dict[str, Any], batch_size: int | None, patience: Patience) -> Recording:
+def _recorded(
+    run: DryRun, payload: dict[str, Any], batch_size: int | None, patience: Patience, otherwise: str
+) -> Recording:
     seed_everything(run.config.training.seed, workers=True, verbose=False)
     with patience:
         return record(
             lambda: make_module(cloudpickle.loads(payload["module"]), run.config),
             lambda: make_data(cloudpickle.loads(payload["data"]), run.config),
-            run, batch_size,
+            run, batch_size, otherwise,
         )  # fmt: skip
 
 
@@ -150,6 +176,83 @@ class Patience:
         where = f" at {describe(frame, self.cells)}" if frame else ""
         self.message = f"still running after {format_seconds(self.seconds)}{where}"
         raise TimeoutError(self.message)
+
+
+# -- guesses
+
+MOST_TRIED = 8
+MOST_OPERATORS = 100_000
+"""How many operators all second answers may record together: 30 seconds or so, and the same guesses on any machine."""
+
+
+def settle(first: Recording, record_otherwise: Callable[[str], Recording]) -> Recording:
+    """The recording that needs most of those with one guess answered the other way, its facts as described above.
+
+    Args:
+        first: What was recorded with all guesses as they are.
+        record_otherwise: Records once more with this guess answered the other way.
+    """
+    highest, peak, turned = first, _peak(first), ""
+    conditions, bounds, least = dict.fromkeys(first.facts["guesses"]), [], 1.0
+    for guess in _tried(first):
+        other = record_otherwise(guess)
+        if other.facts["unknown"]:
+            if other.facts["refused"]:
+                del conditions[guess]
+            continue
+        needed = _peak(other)
+        if guess.endswith(UPPER_BOUND) and needed < peak:
+            bounds.append(guess)
+            least = min(least, needed / peak)
+        if needed == _peak(first) or guess.endswith(UPPER_BOUND) or guess.startswith(_TWO_ANSWERS):
+            del conditions[guess]
+        if needed > peak:
+            highest, peak, turned = other, needed, guess
+    for guess in [guess for guess in conditions if guess.endswith(UPPER_BOUND)]:
+        del conditions[guess]
+        bounds.append(guess)
+    new = [guess for guess in highest.facts["guesses"] if guess not in first.facts["guesses"]]
+    held = [guess.replace("is False", "is True") if guess == turned else guess for guess in conditions]
+    facts = {
+        "conditions": [*held, *new, *_growth(highest)], "bounds": bounds, "least_fraction": least,
+        "otherwise": turned,
+    }  # fmt: skip
+    return dataclasses.replace(highest, facts=highest.facts | facts)
+
+
+def settled_like(recording: Recording, settled: Recording) -> Recording:
+    """A recording at another batch size with the same guess turned, and what was found about the guesses."""
+    found = {name: settled.facts[name] for name in ("conditions", "bounds", "least_fraction", "otherwise")}
+    return dataclasses.replace(recording, facts=recording.facts | found)
+
+
+_TWO_ANSWERS = "the condition at"
+
+
+def _tried(first: Recording) -> list[str]:
+    if first.facts["unknown"]:
+        return []
+    return list(first.facts["guesses"][: min(MOST_TRIED, MOST_OPERATORS // len(first.operator_name))])
+
+
+def _peak(recording: Recording) -> int:
+    return replay(recording).peak_allocated_bytes
+
+
+def _growth(recording: Recording) -> list[str]:
+    """What an optimizer that keeps more with every step, such as LBFGS its history, leaves open."""
+    if not recording.batch_starts or recording.facts["unknown"]:
+        return []
+    is_state = recording.block_category[recording.event_block] == CATEGORIES.index("optimizer_state")
+    sizes = recording.block_bytes[recording.event_block] * is_state
+    moves = np.where(recording.event_allocates, sizes, -sizes)
+    grown_bytes = int(moves[recording.event_time >= recording.batch_starts[-1]].sum())
+    if grown_bytes <= _LEAST_GROWTH_BYTES:
+        return []
+    return [f"the optimizer keeps no more than after step 2, in which it kept {format_bytes(grown_bytes)} more"]
+
+
+_LEAST_GROWTH_BYTES = 1 << 16
 
 
 # -- beside a trial

@@ -103,6 +103,13 @@ def test_16_mixed_on_a_cpu_is_refused_with_the_way_out():
         make_query(MODULE, DATA, config, cpu)
 
 
+@pytest.mark.parametrize("device", ["H100-80GB", "T4", "24 GiB"])
+def test_16_mixed_on_a_card_is_answered_whatever_this_machine_trains_on(device):
+    here = Config().replace({"hardware.accelerator": "cpu", "hardware.precision": "16-mixed"})
+    found, target = make_query(MODULE, DATA, here, device)
+    assert (found.precision, found.device_kind, found.capability) == ("16-mixed", "cuda", target.capability)
+
+
 # -- equal questions
 
 

@@ -26,6 +26,7 @@ import cloudpickle
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -306,8 +307,13 @@ class TensorShape:
     def make(self) -> Tensor:
         """A tensor without numbers, of this shape, on whatever device mode is active."""
         made = torch.empty(self.shape, dtype=self.dtype)
-        if self.values is not None and hasattr(made, "constant"):
-            made.constant = self.values
+        if self.values is not None and isinstance(made, FakeTensor):
+            with unset_fake_temporarily():
+                values = self.values.clone()  # for code that writes to its batch
+            converter = made.fake_mode.fake_tensor_converter
+            made.constant = values
+            converter.set_tensor_memo(values, made)
+            converter.add_constant_storage_mapping(made)
         return made
 
 

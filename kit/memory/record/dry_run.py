@@ -49,7 +49,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
@@ -60,7 +60,8 @@ from kit.confinement.confine import confined, hooks_begin
 from kit.confinement.stand_ins import Refusals, overridden, replaced
 from kit.errors import KitError, KitWarning
 from kit.memory.record.batches import Batches, fake_loaders, loaders_of, validation_loaders_of
-from kit.memory.record.fakes import FakeValues, fake_values, saving_shapes
+from kit.memory.record.fake_mode import FakeMode
+from kit.memory.record.fakes import UPPER_BOUND, FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import Recording
@@ -95,6 +96,7 @@ def record(
     make_data: Callable[[], Mapping[str, Any]],
     run: DryRun,
     batch_size: int | None = None,
+    otherwise: str = "",
 ) -> Recording:
     """What two optimizer steps allocate on one device.
 
@@ -103,6 +105,7 @@ def record(
         make_data: Makes what `Trainer.fit` takes: `datamodule` or `train_dataloaders`; its tensors are real.
         run: What is to be predicted.
         batch_size: Samples per micro-batch on the device; by default the loader's own.
+        otherwise: One of `facts["guesses"]` of a recording before, to be answered the other way.
 
     Raises:
         ConfigError: for what a real fit would refuse too.
@@ -116,7 +119,7 @@ def record(
             enter = entered.enter_context
             enter(_no_collection())
             enter(eight_bit_on_fakes(run.config.levers.optimizer == "adamw-8bit"))
-            answers = enter(fake_values())
+            answers = enter(fake_values(otherwise))
             if run.device_kind == "cuda":
                 from kit.memory.record.cuda import cuda_emulation
 
@@ -125,16 +128,22 @@ def record(
                 from kit.memory.record.ranks import collective_notes, fake_ranks
 
                 enter(fake_ranks(run.world_size))
-            enter(FakeTensorMode(allow_non_fake_inputs=True))
+            enter(FakeMode())
             recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size)
     notes = [str(item.message) for item in warned if issubclass(item.category, KitWarning)]
-    notes += [*recording.facts["notes"], *answers.notes]
+    notes += [*recording.facts["notes"], *answers.guesses, *answers.notes]
     if run.device_kind == "cuda":
         notes += emulation.notes
     if _is_distributed(run):
         notes += collective_notes(run.config.hardware.strategy, run.device_kind)
     notes += [*hooks.notes, *kept.notes]
-    recording.facts.update(notes=list(dict.fromkeys(notes)), seconds=time.perf_counter() - began)
+    recording.facts.update(
+        notes=list(dict.fromkeys(notes)),
+        guesses=list(answers.guesses),
+        conditions=[guess for guess in answers.guesses if not guess.endswith(UPPER_BOUND)],
+        bounds=[guess for guess in answers.guesses if guess.endswith(UPPER_BOUND)],
+        seconds=time.perf_counter() - began,
+    )
     return recording
 
 
@@ -169,7 +178,7 @@ def _recorded(
         _validate_at_the_end(trainer)
         vars(trainer._logger_connector)["log_metrics"] = _log_nothing  # no fake tensor is a number
         fake_batches = FakeBatches(recorder, answers, trainer, on_gpu)
-        unknown = ""
+        unknown, refused = "", False
         try:
             with contextlib.ExitStack() as entered:
                 arguments = entered.enter_context(fake_batches.taken(module, data, batch_size))
@@ -184,7 +193,7 @@ def _recorded(
         except KitError:
             raise
         except Exception as error:
-            unknown = reason(error, recorder)
+            unknown, refused = reason(error, recorder), _is_refusal(error)
             if recorder.stopped:
                 hooks.notes.append(f"the training ended with {unknown}, after what was recorded")
                 unknown = ""
@@ -195,6 +204,7 @@ def _recorded(
     else:
         recording = recorder.recording(size, rounding_bytes)
     recording.facts.update(_facts(run, module, trainer, unknown), unsure_workspace_bytes=workspaces.unsure_bytes)
+    recording.facts["refused"] = refused
     recording.facts["notes"] = [*recording.facts["notes"], *fake_batches.notes]
     return recording
 
@@ -343,24 +353,35 @@ def reason(error: Exception, recorder: BlockRecorder) -> str:
     return what
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Whether code outside torch ended the training on purpose: by `raise` or `assert`."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    own = "torch" not in Path(frame.filename).parts or frame.name == "_assert"
+    return own and (frame.line or "").lstrip().startswith(("raise", "assert"))
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def known_parts(module: LightningModule, trainer: Trainer, batch_size: int, rounding_bytes: int) -> Recording:
-    """Parameters, gradients and optimizer state of two steps without forward and backward passes."""
+    """Parameters, gradients and optimizer state of two steps without forward and backward passes.
+
+    Sparse gradients, which may be as small as nothing, are left out: all of it is a lower bound.
+    """
     recorder = BlockRecorder()
     notes: dict[str, None] = {}
     optimizers = list(trainer.optimizers)
+    sparse = {id(part.weight) for part in module.modules() if getattr(part, "sparse", False) is True}
     with recorder:
         recorder.track(module)
         for step in range(STEPS):
             recorder.begin_batch()
             recorder.phase = "backward"
             for parameter in module.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = None
+                parameter.grad = None
+                if parameter.requires_grad and id(parameter) not in sparse:
                     parameter.grad = torch.empty_like(parameter)
             recorder.mark_gradients()
             if step == 0 and not optimizers:

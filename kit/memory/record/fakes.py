@@ -1,11 +1,23 @@
 """What code asks of a tensor that has a shape but no numbers, answered so that training goes on.
 
 `fake_values`: a fake tensor has no value to branch on, to print or to index by. Inside, a number reads 1.0, a count 1,
-a condition False, a check for finite numbers True, and a selection by mask selects everything (an upper bound).
+a condition False, a check for finite numbers True, and a selection by mask selects everything (an upper bound). A
+condition that guards a `raise` or stands in an `assert` reads as what lets the code go on.
+What is computed from constants alone is computed: a tensor of at most `KNOWN_NUMEL` numbers that Python numbers made
+(`torch.linspace`, `torch.ones_like`), and every result as small of such tensors, keep their values until something
+unknown is written to them, in place or by an initialiser.
 Initialising weights moves no memory, copies and conversions of modules work, and moves between devices do nothing,
-since there is only one. `FakeValues.notes` names file and line of every such read, except those of torch and
-Lightning themselves (a step counter, a signal flag), whose branches were read. A loop that waits for a condition sees
-it turn after a thousand rounds.
+since there is only one. `FakeValues.guesses` says each such answer with file and line, except those to torch and
+Lightning themselves (a step counter, a signal flag), whose branches were read; conditions of torch's optimizers are
+guesses, by which LBFGS keeps its history, and a number that one reads is another each time, as a count of steps or a
+loss is. A loop that waits for a condition sees it turn after a thousand rounds.
+`otherwise` names a guess that is answered the other way, by which a prediction (`kit.memory`) finds whether it matters.
+
+`shape_kernels`, `composite_kernels`: results whose size depends on values. Where these are known (lengths in a batch,
+numbers made from constants) the size is the real one. Elsewhere it is the largest or the one that most data have, and a
+note says which: a packed sequence is as long as the padded one, each element is repeated once, rows are all different.
+The second are for operators that torch composes of others and for which it reads lengths from memory: packed sequences,
+which recurrent layers take as the CPU does (on a GPU as `kit.memory.record.cuda` says), and the CTC loss.
 
 `saving_shapes`: `torch.save` keeps the shapes and writes a line that says which they are; `torch.load` makes tensors of
 these shapes from it. Files that were saved otherwise are loaded as ever.
@@ -17,36 +29,49 @@ bytes, and by 64 more where they would be a multiple of 256 values. Compared wit
 `tests/memory/record/test_cpu_lstm.py`: what is kept is equal to the byte in float32 and bfloat16; what is held
 meanwhile, of which a part is only known as measured, within a twentieth or 40 KiB, on CPUs without tiles (AMX).
 
-Private parts of torch used here, all tested on its upgrade: `fake_impls.op_implementations_dict`, `FakeTensor`, and
-`nn.Module._apply`.
+Private parts of torch used here, all tested on its upgrade: `fake_impls.op_implementations_dict` and `constructors`,
+`FakeTensor.constant` with what `FakeTensorMode` does about it, `_meta_registrations._create_grouped_mm_output_tensor`,
+`Library._destroy` and `nn.Module._apply`.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import io
+import itertools
+import linecache
 import math
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import lightning
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch._subclasses import fake_impls
+from torch import Tensor, _meta_registrations, nn
+from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import Function
 
 from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.batches import Batches, TensorShape, Writer
 
+KNOWN_NUMEL = 4096
+"""Numbers that a tensor made from constants may have for its values to be kept."""
 _PATIENCE = 1000
 """Times the same line may ask for the same condition before the answer turns, so that a waiting loop ends."""
+_PATIENCE_OTHERWISE = 50
+"""The same for a condition that is answered the other way."""
+UPPER_BOUND = ", an upper bound"
+"""How a guess ends that can only be too high."""
 
 aten = torch.ops.aten
 _HOST = torch.device("cpu")
@@ -56,14 +81,18 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _LIGHTNING = str(Path(lightning.__file__).parent) + os.sep
 # Parts of torch that read values for themselves; any other part of torch does so for its caller.
 _ASKING = tuple(_TORCH + part + os.sep for part in ("amp", "autograd", "distributed", "nn", "optim", "utils"))
+_OPTIMIZERS = _TORCH + "optim" + os.sep
 _CARRYING = tuple(f"{_TORCH}utils{os.sep}{part}" for part in ("_python_dispatch.py", "_stats.py", "_pytree.py"))
 
 
 class FakeValues:
-    """What was asked of tensors without values: `notes` holds one sentence per place, in order."""
+    """What was asked of tensors without values: `guesses` holds one sentence per place, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, otherwise: str = "") -> None:
+        self.guesses: dict[str, None] = {}
         self.notes: dict[str, None] = {}
+        """What else was assumed, in sentences."""
+        self.otherwise = otherwise
         self.arrive: Callable[[Tensor], Tensor] = _unchanged
         """What becomes of a tensor that is moved to the device."""
         self._asked: Counter[str] = Counter()
@@ -73,41 +102,64 @@ class FakeValues:
         if tensor.constant is not None:
             with unset_fake_temporarily():
                 return tensor.constant.item()
-        place = _place()
         if tensor.dtype is torch.bool:
-            return self._condition(getattr(tensor, "kit_truth", None), place)
+            return self._condition(getattr(tensor, "kit_truth", None))
+        place = _place()
         if tensor.is_floating_point() or tensor.is_complex():
-            self._note(f"read 1.0 for the value of a tensor at {place}", place)
-            return 1.0
-        self._note(f"read 1 for a count at {place}", place)
-        return 1 if place else 0  # Lightning exits when a flag of its own is 1
+            if not place and (optimizer := _place(of_optimizers=True).partition(":")[0]):
+                self._asked[optimizer] += 1
+                return float(self._asked[optimizer])
+            return 0.25 if self._guess(f"the number at {place} is 1.0", place) else 1.0
+        other = self._guess(f"the count at {place} is 1", place)
+        return 2 if other else 1 if place else 0  # Lightning exits when a flag of its own is 1
 
-    def _condition(self, truth: bool | None, place: str) -> bool:
+    def _condition(self, truth: bool | None) -> bool:
         if truth is not None:
             return truth
+        if (goes_on := _goes_on()) is not None:
+            return goes_on
+        place = _place(of_optimizers=True)
+        whose = "condition" if place == _place() else "optimizer's condition"
         self._asked[place] += 1
-        answer = self._asked[place] > _PATIENCE
-        self._note(f"took the {answer} branch at {place}", place)
-        return answer
+        if self._guess(f"the {whose} at {place} is False", place):
+            return self._asked[place] <= _PATIENCE_OTHERWISE
+        return self._asked[place] > _PATIENCE
 
     def equal(self, _mode: FakeTensorMode, _func: Any, first: FakeTensor, second: FakeTensor) -> bool:
         """Of two tensors: whether they are the same one."""
-        return first is second or self._condition(None, _place())
+        return first is second or self._condition(None)
+
+    def close(self, mode: FakeTensorMode, func: Any, first: FakeTensor, second: FakeTensor, *_: Any, **__: Any) -> bool:
+        """The same, within a tolerance."""
+        return self.equal(mode, func, first, second)
+
+    def made(self, mode: FakeTensorMode, func: Any, *args: Any, **options: Any) -> Tensor:
+        """By a factory from numbers: with its values, if it is small."""
+        like = {"zeros": 0, "ones": 1}.get(func._opname.removeprefix("new_").removesuffix("_like"))
+        fake: Tensor = fake_impls.constructors(mode, func, *args, **options)
+        if fake.numel() > KNOWN_NUMEL or fake.device.type == "meta" or fake.layout is not torch.strided:
+            return fake
+        with unset_fake_temporarily():
+            if any(isinstance(value, Tensor) for value in args):
+                value = like if like is not None else args[-1]
+                values = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).fill_(value)
+            else:
+                values = func(*args, **options)
+        known: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, values, make_constant=True)
+        return known
 
     def nonzero(self, _mode: FakeTensorMode, _func: Any, tensor: FakeTensor) -> Tensor:
         """Every element, (elements, dimensions)."""
-        self._selects_all()
-        return tensor.new_empty_strided((tensor.numel(), tensor.dim()), (1, tensor.numel()), dtype=torch.int64)
+        count = self._selected(tensor.numel())
+        return tensor.new_empty_strided((count, tensor.dim()), (1, count), dtype=torch.int64)
 
     def masked_select(self, _mode: FakeTensorMode, _func: Any, tensor: FakeTensor, mask: FakeTensor) -> Tensor:
         """Every element, (elements,)."""
-        self._selects_all()
-        return tensor.new_empty((math.prod(np.broadcast_shapes(tensor.shape, mask.shape)),))
+        return tensor.new_empty((self._selected(math.prod(np.broadcast_shapes(tensor.shape, mask.shape))),))
 
     def unique(self, _mode: FakeTensorMode, _func: Any, tensor: FakeTensor, *_options: Any, **_more: Any) -> Any:
         """Every element is another, (elements,), with where it is and how often."""
-        self._selects_all()
-        count = tensor.numel()
+        count = self._selected(tensor.numel())
         return (
             tensor.new_empty((count,)),
             tensor.new_empty(tensor.shape, dtype=torch.int64),
@@ -122,9 +174,12 @@ class FakeValues:
         return tensor.new_empty((minlength or tensor.numel(),), dtype=dtype)
 
     def array(self, tensor: FakeTensor) -> NDArray[Any]:
-        """`tensor` as numpy sees it: zeros that take no memory."""
+        """`tensor` as numpy sees it: its constant where it has one, else zeros that take no memory."""
+        if tensor.constant is not None:
+            with unset_fake_temporarily():
+                return tensor.constant.numpy().copy()
         place = _place()
-        self._note(f"read zeros for the values of a tensor at {place}", place)
+        self._guess(f"the values read at {place} are zeros", place)
         with unset_fake_temporarily():
             zero = torch.zeros((), dtype=tensor.dtype).numpy()
         return np.broadcast_to(zero, tuple(tensor.shape))
@@ -138,31 +193,170 @@ class FakeValues:
         options = {name: _HOST if name == "device" else value for name, value in options.items()}
         return Tensor.to(self.arrive(tensor), *args, **options)
 
-    def _selects_all(self) -> None:
+    def _selected(self, count: int) -> int:
+        """How many of so many elements are selected: all, or otherwise one."""
         place = _place()
-        self._note(f"assumed that all elements are selected at {place}, an upper bound", place)
+        other = self._guess(f"all elements are selected at {place}{UPPER_BOUND}", place)
+        return min(1, count) if other else count
+
+    def assume(self, what: str) -> None:
+        """Note what was assumed of values, also where a layer of torch's reads them."""
+        if place := _place(asking=()):
+            self.notes.setdefault(f"assumed {what} at {place}")
 
     def compiled(self, model: Any = None, **_options: Any) -> Any:
         """`torch.compile` that leaves the model as it is."""
         self.notes.setdefault("torch.compile was left out: memory without it is an upper bound")
         return model if model is not None else lambda later: later
 
-    def _note(self, sentence: str, place: str) -> None:
+    def _guess(self, sentence: str, place: str) -> bool:
+        """Keep a guess; whether it is the one that is answered otherwise."""
         if place:
-            self.notes.setdefault(sentence)
+            self.guesses.setdefault(sentence)
+        return bool(place) and sentence == self.otherwise
 
 
-def _place() -> str:
-    """File and line that asks, in the user's or a third party's code; empty when torch, Lightning or kit asks."""
+def _place(of_optimizers: bool = False, asking: tuple[str, ...] = _ASKING) -> str:
+    """File and line that asks, in the user's or a third party's code; empty when torch, Lightning or kit asks.
+
+    With `of_optimizers` a line of torch's own optimizers.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith((*_ASKING, _LIGHTNING, _KIT)) and not file.startswith((*_CARRYING, _MEMORY)):
+        if of_optimizers and file.startswith(_OPTIMIZERS):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        if file.startswith((*asking, _LIGHTNING, _KIT)) and not file.startswith((*_CARRYING, _MEMORY)):
             return ""
         if not file.startswith((_TORCH, _MEMORY)):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _goes_on() -> bool | None:
+    """The truth with which the code that asks for a condition goes on, where it raises with the other; else None."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _TORCH + "__init__.py" or not file.startswith((_MEMORY, _TORCH + "_")):
+            # Of what came just before: of a jump, Python may say only where its statement begins.
+            spans = list(frame.f_code.co_positions())
+            line, _, column, _ = spans[max(0, frame.f_lasti // 2 - 1)]
+            wanted = _wanted(file, line or frame.f_lineno, column or 0)
+            if wanted is not None or not file.startswith(_TORCH):
+                return wanted
+        frame = frame.f_back
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _wanted(file: str, line: int, column: int) -> bool | None:
+    """What the condition there must be for its `if` or `assert` not to raise."""
+    test: ast.expr | None = None
+    wanted = True
+    for node in _statements(file):
+        if isinstance(node, ast.If | ast.Assert) and _holds(node.test, line, column):
+            test, raises = node.test, [isinstance(body[-1], ast.Raise) for body in _bodies(node)]
+            if raises[0] == raises[1]:
+                return None
+            wanted = raises[1]
+    while isinstance(test, ast.UnaryOp | ast.BoolOp):
+        if isinstance(test, ast.BoolOp):
+            test = next((part for part in test.values if _holds(part, line, column)), test.values[-1])
+        elif isinstance(test.op, ast.Not):
+            test, wanted = test.operand, not wanted
+        else:
+            break
+    return None if test is None else wanted
+
+
+def _bodies(node: ast.If | ast.Assert) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """What runs when the test is true, and when it is not."""
+    if isinstance(node, ast.If):
+        return node.body, node.orelse or [ast.Pass()]
+    return [ast.Pass()], [ast.Raise()]
+
+
+def _holds(node: ast.expr, line: int, column: int) -> bool:
+    end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
+    return (node.lineno, node.col_offset) <= (line, column) < end
+
+
+@functools.lru_cache(maxsize=64)
+def _statements(file: str) -> tuple[ast.AST, ...]:
+    """Of a file or a notebook's cell; none when there is no source."""
+    try:
+        return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except SyntaxError:
+        return ()
+
+
+# -- values of constants
+
+
+def _forget(tensor: Tensor) -> None:
+    """Nothing is known of its values any more, nor of those of its views."""
+    if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+        tensor.fake_mode.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
+        tensor.constant = None
+
+
+def _forgets_written(_mode: FakeTensorMode, func: Any, _known: Any, args: Sequence[Any], options: Any) -> None:
+    """What an operator that nobody computes writes to; torch's own passes over lists, which optimizers write to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[place] if place < len(args) else options.get(argument.name)
+            for tensor in written if isinstance(written, list | tuple) else [written]:
+                _forget(tensor)
+
+
+def _invalidating(invalidate: Callable[..., None]) -> Callable[..., None]:
+    def invalidate_strided(converter: Any, tensor: Tensor) -> None:
+        if tensor.layout is torch.strided:  # torch asks a sparse tensor for the storage that it has not
+            invalidate(converter, tensor)
+
+    return invalidate_strided
+
+
+def _initialised(tensor: Tensor, *_args: Any, **_options: Any) -> Tensor:
+    _forget(tensor)
+    return tensor
+
+
+def _ragged(_mode: FakeTensorMode, **_options: Any) -> Any:
+    """A size that differs from row to row of a nested tensor: equal to itself alone."""
+    return torch._C._get_nested_int(next(_ragged_sizes), 1)
+
+
+_ragged_sizes = itertools.count(1 << 20)  # apart from those that torch numbers itself
+_DATA: Any = torch._C.TensorBase.data
+
+
+def _set_data(tensor: FakeTensor, data: Tensor) -> None:
+    _DATA.__set__(tensor, data)
+    tensor.constant = None
+
+
+def _listed(tensor: FakeTensor) -> Any:
+    if tensor.constant is None:
+        return _TOLIST(tensor)
+    with unset_fake_temporarily():
+        return tensor.constant.tolist()
+
+
+_TOLIST: Any = FakeTensor.tolist
+_FACTORIES = tuple(
+    getattr(getattr(aten, name), overload)
+    for name, overloads in {
+        "arange": ("default", "start", "start_step"), "linspace": ("default",), "logspace": ("default",),
+        "eye": ("default", "m"), "tril_indices": ("default",), "triu_indices": ("default",),
+        **dict.fromkeys(("zeros", "ones", "full", "scalar_tensor"), ("default",)),
+        **dict.fromkeys(("zeros_like", "ones_like", "full_like"), ("default",)),
+        **dict.fromkeys(("new_zeros", "new_ones", "new_full"), ("default",)),
+    }.items()
+    for overload in overloads
+)  # fmt: skip
 
 
 # -- modules of fake tensors
@@ -230,9 +424,9 @@ def _unchanged(tensor: Tensor, *_args: Any, **_options: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def fake_values() -> Iterator[FakeValues]:
+def fake_values(otherwise: str = "") -> Iterator[FakeValues]:
     """Inside, fake tensors answer as described above; afterwards torch is as it was, for the whole process."""
-    answers = FakeValues()
+    answers = FakeValues(otherwise)
     table: dict[Any, Any] = fake_impls.op_implementations_dict
     ours = {
         aten._local_scalar_dense.default: answers.value,
@@ -241,6 +435,9 @@ def fake_values() -> Iterator[FakeValues]:
         aten.masked_select.default: answers.masked_select,
         aten._unique2.default: answers.unique,
         aten.bincount.default: answers.bincount,
+        aten.allclose.default: answers.close,
+        **dict.fromkeys(_FACTORIES, answers.made),
+        **shape_kernels(answers.assume),
         aten.mkldnn_rnn_layer.default: lstm_layer,
     }
     with contextlib.ExitStack() as undo:
@@ -252,7 +449,13 @@ def fake_values() -> Iterator[FakeValues]:
             table[operator] = implementation
         for name in dir(nn.init):
             if name.endswith("_") and not name.startswith("_") and callable(getattr(nn.init, name)):
-                undo.enter_context(replaced(nn.init, name, _unchanged))
+                undo.enter_context(replaced(nn.init, name, _initialised))
+        undo.enter_context(composite_kernels(answers.assume))
+        undo.enter_context(replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN_NUMEL))
+        undo.enter_context(replaced(FakeTensorMode, "invalidate_written_to_constants", _forgets_written))
+        converter, name = fake_tensor.FakeTensorConverter, "invalidate_constant_aliases"
+        undo.enter_context(replaced(converter, name, _invalidating(converter.invalidate_constant_aliases)))
+        undo.enter_context(replaced(FakeTensorMode, "create_symbolic_nested_int", _ragged))
         undo.enter_context(replaced(torch, "compile", answers.compiled))
         undo.enter_context(overridden(nn.Module, "_apply", _applying(nn.Module._apply)))
         for name, method in (
@@ -261,11 +464,228 @@ def fake_values() -> Iterator[FakeValues]:
             ("to", lambda tensor, *args, **options: answers.moved(tensor, *args, **options)),
             ("cuda", lambda tensor, *_, **__: answers.arrive(tensor)),
             ("__format__", _printed),
+            ("tolist", _listed),
+            ("data", property(_DATA.__get__, _set_data)),
             ("pin_memory", _unchanged),
         ):
             undo.enter_context(overridden(FakeTensor, name, method))
         yield answers
 
+
+# -- operators whose results have a size that depends on values
+
+Assume = Callable[[str], None]
+"""Takes what was assumed of values that are not known, such as "that each element is repeated once"."""
+
+_private: Any = _meta_registrations
+
+
+def known_values(values: Tensor | Sequence[int]) -> list[int] | None:
+    """The numbers of a vector; None when it is fake and nobody knows them."""
+    if not isinstance(values, Tensor):
+        return list(values)
+    if isinstance(values, FakeTensor) and values.constant is None:
+        return None
+    numbers: list[int] = values.tolist()
+    return numbers
+
+
+def shape_kernels(assume: Assume) -> dict[Any, Callable[..., Any]]:
+    """Kernels by operator, each called with the fake mode, the operator and its arguments."""
+
+    def repeat_interleave(_mode: Any, _func: Any, repeats: Tensor, output_size: int | None = None) -> Tensor:
+        if output_size is None:
+            assume("that each element is repeated once")
+        return repeats.new_empty((repeats.numel() if output_size is None else output_size,))
+
+    def unique_rows(_mode: Any, _func: Any, values: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        assume("that all rows are different")
+        places = values.new_empty((values.shape[dim],), dtype=torch.int64)
+        return torch.empty_like(values), places, torch.empty_like(places)
+
+    def unique_runs(
+        _mode: Any, _func: Any, values: Tensor, _inverse: bool = False, _counts: bool = False, dim: int | None = None
+    ) -> tuple[Tensor, ...]:
+        assume("that no element equals the next")
+        count = values.numel() if dim is None else values.shape[dim]
+        kept = values.new_empty((count,)) if dim is None else torch.empty_like(values)
+        places = values.new_empty(values.shape if dim is None else (count,), dtype=torch.int64)
+        return kept, places, places.new_empty((count,))
+
+    def ctc_loss(
+        _mode: Any, _func: Any, chances: Tensor, targets: Tensor, _lengths: Any, target_lengths: Any, *_: Any
+    ) -> tuple[Tensor, Tensor]:
+        steps, batch = int(chances.shape[0]), int(chances.shape[1])
+        lengths = known_values(target_lengths)
+        if lengths is None:
+            assume("that targets are as long as they are padded to")
+            lengths = [targets.shape[1] if targets.dim() > 1 else -(-targets.numel() // batch)]
+        return chances.new_empty((batch,)), chances.new_empty((batch, steps, 2 * max(lengths, default=0) + 1))
+
+    def ctc_loss_backward(_mode: Any, _func: Any, _gradient: Tensor, chances: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(chances, memory_format=torch.contiguous_format)
+
+    def grouped_product(
+        mode: Any, _func: Any, first: Tensor, second: Tensor, ends: Tensor | None = None, _bias: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        # Torch's own says that it is for bfloat16 only; the CPU takes more.
+        with mode:
+            return cast("Tensor", _private._create_grouped_mm_output_tensor(first, second, ends, dtype or first.dtype))
+
+    return {
+        aten.repeat_interleave.Tensor: repeat_interleave,
+        aten.unique_dim.default: unique_rows,
+        aten.unique_consecutive.default: unique_runs,
+        aten._grouped_mm.default: grouped_product,
+        **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), ctc_loss),
+        **dict.fromkeys((aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor), ctc_loss_backward),
+    }
+
+
+@contextlib.contextmanager
+def composite_kernels(assume: Assume) -> Iterator[None]:
+    """Inside, sequences are packed and padded, recurrent layers run on packed ones, and the CTC loss takes lists of
+    lengths, without reading memory."""
+
+    def pack(values: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        found = known_values(lengths)
+        if found is None:
+            assume("that sequences are as long as they are padded to")
+            found = [values.shape[batch_first]] * values.shape[not batch_first]
+        function: Any = _Packed
+        counts = [sum(length > step for length in found) for step in range(max(found))]
+        return function.apply(values, counts, batch_first), torch.tensor(counts)
+
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    kernels: dict[str, Callable[..., Any]] = {"_pack_padded_sequence": pack, "_pad_packed_sequence": _padded}
+    kernels["ctc_loss.IntList"] = _ctc_of_lists
+    kernels |= {f"{kind}.data": _recurrent(kind) for kind in _KINDS}
+    try:
+        with warnings.catch_warnings():
+            # Torch warns of each kernel that is replaced, which is what this is for.
+            warnings.filterwarnings("ignore", message=r"(?s).*[Oo]verriding a previously registered kernel")
+            for name, kernel in kernels.items():
+                for key in ("AutogradCPU", "CPU"):
+                    library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+def _ctc_of_lists(
+    chances: Tensor, targets: Tensor, lengths: Sequence[int], target_lengths: Sequence[int], *options: Any
+) -> Tensor:
+    return torch.ctc_loss(chances, targets, torch.tensor(lengths), torch.tensor(target_lengths), *options)
+
+
+class _Packed(Function):
+    """Allocates as `aten::_pack_padded_sequence` and its backward: each part on its own, then all in one."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, counts: list[int], batch_first: bool) -> Tensor:
+        ctx.shape = values.shape
+        steps = values.transpose(0, 1) if batch_first else values
+        parts = [
+            steps[first:last, :count].contiguous().view(-1, *steps.shape[2:]) for first, last, count in _runs(counts)
+        ]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].new_zeros(ctx.shape), None, None
+
+
+def _runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """First and last step (exclusive) with the same number of sequences, and that number."""
+    first = 0
+    for count, steps in itertools.groupby(counts):
+        last = first + len(list(steps))
+        yield first, last, count
+        first = last
+
+
+def _padded(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, total: int = -1
+) -> tuple[Tensor, Tensor]:
+    counts = known_values(batch_sizes)
+    if counts is None:
+        raise RuntimeError("a packed sequence that was not packed by torch.nn.utils.rnn has unknown batch sizes")
+    padded = data.new_full((max(total, len(counts)), counts[0], *data.shape[1:]), value)
+    row = 0
+    for first, last, count in _runs(counts):
+        rows = (last - first) * count
+        padded[first:last, :count].copy_(data[row : row + rows].view(last - first, count, *data.shape[1:]))
+        row += rows
+    lengths = torch.tensor([sum(count > place for count in counts) for place in range(counts[0])])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
+class _Kind(NamedTuple):
+    """Of recurrent layers: gates, and numbers kept for each packed row and hidden unit beside the output."""
+
+    gates: int
+    kept: int
+
+
+_KINDS = {"lstm": _Kind(4, 7), "gru": _Kind(3, 7), "rnn_tanh": _Kind(1, 1), "rnn_relu": _Kind(1, 1)}
+
+
+def _recurrent(kind: str) -> Callable[..., Any]:
+    def run(
+        data: Tensor, batch_sizes: Tensor, states: Any, weights: Sequence[Tensor], biases: bool, layers: int,
+        dropout: float, train: bool, both: bool,
+    ) -> Any:  # fmt: skip
+        counts = known_values(batch_sizes) or [data.shape[0]]
+        if kind == "lstm" and counts[0] == counts[-1] and states[0].shape == states[1].shape:
+            # Sequences of one length are a padded batch.
+            padded = data.view(len(counts), counts[0], data.shape[1])
+            options = (biases, layers, dropout, train, both, False)
+            output, *last = torch.lstm(padded, tuple(states), list(weights), *options)
+            return output.flatten(0, 1), *last
+        if torch.is_autocast_enabled("cpu"):
+            data = data.to(torch.get_autocast_dtype("cpu"))
+        ways, function = 1 + both, cast("Any", _PackedLayer)
+        each = len(weights) // (layers * ways)
+        start, lasts = states[0] if kind == "lstm" else states, []
+        for layer in range(layers):
+            outputs = []
+            for first in range(layer * ways * each, (layer + 1) * ways * each, each):
+                output, *last = function.apply(_KINDS[kind], start[0], data, *weights[first : first + each])
+                outputs.append(output)
+                lasts.append(last)
+            data = torch.cat(outputs, -1) if both else outputs[0]
+            data = torch.dropout(data, dropout, train and layer < layers - 1)
+        state, cell = (torch.stack(parts) for parts in zip(*lasts, strict=True))
+        return (data, state, cell) if kind == "lstm" else (data, state)
+
+    return run
+
+
+class _PackedLayer(Function):
+    """Allocates as one direction of torch's layer on packed sequences of several lengths: the gates of all rows at
+    once, then what each step keeps; backward, the gradient of the gates twice. Measured with torch 2.13's CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: _Kind, start: Tensor, data: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        rows, ctx.wide = data.shape[0], weights[1].shape[0]
+        hidden = ctx.wide // kind.gates
+        gates = data.new_empty((rows, ctx.wide))
+        kept, output = data.new_empty((rows, kind.kept * hidden)), data.new_empty((rows, start.shape[-1]))
+        del gates
+        ctx.save_for_backward(data, kept, *weights)
+        return output, start.new_empty(start.shape), start.new_empty((len(start), hidden))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        data, _kept, *weights = ctx.saved_tensors
+        gates = [data.new_empty((data.shape[0], ctx.wide)) for _ in range(2)]
+        made = [torch.empty_like(weight) for weight in weights[1:]]
+        gates.pop()
+        return None, None, torch.empty_like(data), torch.empty_like(weights[0]), *made
+
+
+# -- the CPU's LSTM
 
 _PAGE_BYTES = 4096
 _ROW_BYTES = 64

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from kit.confinement.stand_ins import overridden
 from kit.memory.replay.replay import CATEGORIES, PHASES, Recording
+from kit.memory.replay.snapshot import owner_here
 
 Workspace = Callable[[str, tuple[Any, ...], Any], int]
 """(operator, its arguments, its result) → bytes its kernel takes for itself while it runs."""
@@ -429,7 +430,7 @@ class Ledger:
         self.batch_starts: list[int] = []
         self.begun = self.stopped = False
         self._names = {"": 0}
-        self._columns: list[tuple[int, int, int, int]] = []  # operator, module, phase, stream of each block
+        self._columns: list[tuple[int, int, int, int, int]] = []  # operator, module, phase, stream, line of each block
         self._events: list[tuple[int, bool, int]] = []  # block, allocates, time
         self._log = [(self.name("setup"), 0, self.phase)]  # operator, module, phase of each operator
 
@@ -451,7 +452,8 @@ class Ledger:
         block = len(self.bytes)
         self.bytes.append(size)
         self.category.append(category)
-        self._columns.append((operator, self._log[-1][1], self.phase, self.stream))
+        line = self.name(owner_here()) if self.begun else 0
+        self._columns.append((operator, self._log[-1][1], self.phase, self.stream, line))
         if size and self.begun and not self.stopped:
             self._events.append((block, True, len(self._log) - 1))
         return block
@@ -463,8 +465,8 @@ class Ledger:
 
     def belongs_to(self, block: int, module: int) -> None:
         """A block is of `module`, whichever made it."""
-        operator, _, phase, stream = self._columns[block]
-        self._columns[block] = (operator, module, phase, stream)
+        operator, _, phase, stream, line = self._columns[block]
+        self._columns[block] = (operator, module, phase, stream, line)
 
     def made_in(self, block: int) -> int:
         """The phase in which a block was made."""
@@ -479,7 +481,7 @@ class Ledger:
     def end_setup(self, alive: Sequence[int]) -> None:
         """Forget all blocks and operators but `alive`, which are numbered anew, in their order."""
         setup = PHASE["setup"]
-        self._columns = [(*self._columns[block][:2], setup, self._columns[block][3]) for block in alive]
+        self._columns = [(*self._columns[block][:2], setup, *self._columns[block][3:]) for block in alive]
         self.bytes = [self.bytes[block] for block in alive]
         self.category = [self.category[block] for block in alive]
         self._events = [(block, True, 0) for block, size in enumerate(self.bytes) if size]
@@ -490,7 +492,7 @@ class Ledger:
         if not self.batch_starts:
             raise ValueError("nothing was recorded: begin_batch() was never called")
         category = np.array(self.category, dtype=np.int64)
-        operator, module, phase, stream = np.array(self._columns, dtype=np.int32).reshape(-1, 4).T
+        operator, module, phase, stream, line = np.array(self._columns, dtype=np.int32).reshape(-1, 5).T
         block, allocates, when = np.array(self._events, dtype=np.int32).reshape(-1, 3).T
         name, part, ran_in = np.array(self._log, dtype=np.int32).reshape(-1, 3).T
         return Recording(
@@ -501,7 +503,7 @@ class Ledger:
             event_allocates=allocates.astype(np.bool_), event_time=when.copy(), operator_name=name.copy(),
             operator_module=part.copy(), operator_phase=ran_in.astype(np.uint8), names=tuple(self._names),
             batch_starts=tuple(self.batch_starts), batch_size=batch_size, rounding_bytes=rounding_bytes,
-            facts=dict(facts),
+            facts=dict(facts), block_line=line.copy(),
         )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 `workspace_bytes` is what is known: from the source of torch 2.13's CUDA kernels, or measured on its CPU kernels. It is
 allocated once the results are, and freed when the operator ends. `unsure_workspace_bytes` bounds what only cuDNN knows:
-between nothing and one more layout of a convolution's operands. It belongs in a range beside the peak, not in it. What
-cuBLAS keeps for good depends on the card, so the estimate adds it (`kit.memory.replay.replay`).
+between nothing and one more layout of a convolution's operands. It is no part of the peak nor of any verdict: where it
+finds no room, torch takes another algorithm. What cuBLAS keeps for good depends on the card, so the estimate adds it
+(`kit.memory.replay.replay`).
 
 Known error: CPU convolutions within a tenth of their operands (the rules are for plain layouts; padding of channels to
 the width of the vector unit is left out), everything else as its source says.
@@ -122,7 +123,18 @@ def _safe_softmax(args: Sequence[Any], out: Tensor) -> int:
     return int(out.numel() + out.numel() // max(1, out.shape[args[1]]))
 
 
+def _ctc_backward(args: Sequence[Any], _: Any) -> int:
+    """The chances of the rest of each target, as many as forward kept of their beginnings. (`native/LossCTC.cpp`.)"""
+    return int(args[6].nbytes)
+
+
+_BOTH: dict[str, Rule] = {
+    "_safe_softmax": _safe_softmax,
+    **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_backward),
+}
+
 _CUDA: dict[str, Rule] = {
+    **_BOTH,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     # cuDNN's own figure is not known without a GPU; it sums the same gradient.
     "_scaled_dot_product_cudnn_attention_backward": _flash_backward,
@@ -132,7 +144,6 @@ _CUDA: dict[str, Rule] = {
     "index_put_": _index_put,
     "_unsafe_index_put": _index_put,
     "_index_put_impl_": _index_put,
-    "_safe_softmax": _safe_softmax,
 }
 
 
@@ -213,11 +224,11 @@ def _gloo_copy(argument: int) -> Rule:
 
 
 _CPU: dict[str, Rule] = {
+    **_BOTH,
     "_allgather_base_": _gloo_copy(0),  # its output
     "_reduce_scatter_base_": _gloo_copy(1),  # its input
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    "_safe_softmax": _safe_softmax,
     "mkldnn_rnn_layer": forward_scratch_bytes,
     "mkldnn_rnn_layer_backward": backward_scratch_bytes,
     "optimizer_update_8bit_blockwise": _eight_bit_step,

@@ -5,15 +5,17 @@ stands a range for what the process holds outside the allocator. The verdict com
 the allocator, never from comparing sums alone:
 
     fits            reserved + the high end of outside bytes <= capacity
+    fits if         the same, under the `conditions` that the dry run had to guess
     tight           only with the low end, or only after the allocator gave its unused segments back to the driver
     does not fit    a request cannot be met even then
-    unknown         activations are unknown, and what is known would fit
+    unknown         activations are unknown, and what is known would fit; or an upper bound does not fit
 
 A timeline counts time in events. Its clock is the bytes allocated since the first batch began, freed or not, because a
 predicted and a measured run (`MeasuredMemory`) differ in speed but request memory in the same order.
 
 Invariant: the categories add up to the allocated bytes, exactly and at every event. Known error: fragmentation depends
-on addresses that CUDA chooses, and kernels may take scratch memory that nobody records.
+on addresses that CUDA chooses, and kernels may take scratch memory that nobody records. What cuDNN may take inside a
+convolution is named where it would not find room, and never turns a verdict.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from kit.units import format_bytes
 
 VALIDATION = "validation"
 """As a recording names it where it had to be left out."""
-Verdict = Literal["fits", "tight", "does not fit", "unknown"]
+Verdict = Literal["fits", "fits if", "tight", "does not fit", "unknown"]
 
 _MIB = 1 << 20
 # NCCL's buffers per communicator: 544 to 688 MB on four A100 (nccl#964), 1.6 GB at worst (nccl#864).
@@ -101,6 +103,8 @@ class MemoryEstimate(Drawable):
     trainable_parameters: int
     notes: tuple[str, ...] = ()
     """What the dry run had to assume."""
+    conditions: tuple[str, ...] = ()
+    """Guesses on which the bytes depend, with file and line: `fits if` holds when these do."""
     record_seconds: float = 0.0
     """What the recording took."""
     recording: Recording | None = field(default=None, compare=False)
@@ -110,6 +114,11 @@ class MemoryEstimate(Drawable):
     def fits(self) -> bool:
         """Whether the verdict is `fits`: a tight run may slow down, or run out after all."""
         return self.verdict == "fits"
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the verdict is `fits` or `fits if`."""
+        return self.verdict in ("fits", "fits if")
 
     @property
     def total_bytes(self) -> tuple[int, int]:
@@ -129,7 +138,7 @@ class MemoryEstimate(Drawable):
         """The inverse of `to_dict`; the recording is None."""
         known = {item.name for item in fields(cls)}
         plain = {name: value for name, value in values.items() if name in known}
-        plain |= {name: tuple(plain[name]) for name in ("outside_bytes", "reasons", "notes")}
+        plain |= {name: tuple(plain.get(name, ())) for name in ("outside_bytes", "reasons", "notes", "conditions")}
         plain["largest"] = tuple(LargeBlock(**block) for block in values["largest"])
         plain |= {"peak": Peak(**values["peak"]), "timeline": Timeline.from_dict(values["timeline"])}
         if plain["verdict"] not in get_args(Verdict):
@@ -149,10 +158,19 @@ class MemoryEstimate(Drawable):
     def _headline(self) -> str:
         size = format_bytes(self.capacity_bytes)
         place = self.device if size in self.device else f"{self.device} ({size})"
+        least = "" if self.complete else "at least "
         return (
-            f"{self.verdict}: {'' if self.complete else 'at least '}{format_bytes(self.device_allocated_bytes)} "
-            f"allocated, {format_bytes(self.device_reserved_bytes)} reserved, on {place}"
+            f"{self.verdict_in_words}: {least}{format_bytes(self.device_allocated_bytes)} allocated, "
+            f"{format_bytes(self.device_reserved_bytes)} reserved, on {place}"
         )
+
+    @property
+    def verdict_in_words(self) -> str:
+        """The verdict, of `fits if` with the first condition."""
+        if self.verdict != "fits if":
+            return self.verdict
+        more = f" (and {len(self.conditions) - 1} more)" if len(self.conditions) > 1 else ""
+        return f"{self.verdict} {self.conditions[0]}{more}"
 
     @property
     def _rows(self) -> list[list[str]]:
@@ -183,7 +201,7 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     outside, why_outside = outside_bytes(recording, target, played.peak_allocated_bytes, residuals)
     verdict, why = _judge(played_from, played, expandable, target, outside)
     unknown = facts.get("unknown")
-    reasons = [*why_outside, *target.reasons]
+    reasons = [*why_outside, *target.reasons, *_workspace_lost(recording, target, played, outside)]
     if unknown:
         reasons.append(f"activations unknown: {unknown}; all bytes are a lower bound")
         if verdict != "does not fit":
@@ -192,6 +210,14 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     reasons += [f"{what} is no part of this: {reason}" for what, reason in left_out.items()]
     if VALIDATION in left_out and verdict == "fits":
         verdict, why = "unknown", f"{VALIDATION} is unknown; without it, {why}"
+    conditions = tuple(facts.get("conditions", ()))
+    reasons += [f"guessed, and the memory may depend on it: {condition}" for condition in conditions]
+    if conditions and verdict == "fits":
+        verdict = "fits if"
+    fewest, bounded = _with_fewest_selected(facts, target, played, outside)
+    reasons += bounded
+    if fewest and verdict in ("tight", "does not fit"):
+        verdict, why = "unknown", f"it would fit with fewer elements selected; with all of them, {why}"
     peak = peak_of(played_from, played.allocated_bytes)
     return MemoryEstimate(
         device=target.name, device_kind=target.device_kind, capacity_bytes=target.capacity_bytes,
@@ -204,7 +230,8 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
         strategy=str(facts.get("strategy", "none")), precision=str(facts.get("precision", "32-true")),
         accumulate_grad_batches=int(facts.get("accumulate_grad_batches", 1)),
         parameters=int(facts.get("parameters", 0)), trainable_parameters=int(facts.get("trainable_parameters", 0)),
-        notes=tuple(facts.get("notes", ())), record_seconds=float(facts.get("seconds", 0.0)), recording=recording,
+        notes=tuple(facts.get("notes", ())), conditions=conditions,
+        record_seconds=float(facts.get("seconds", 0.0)), recording=recording,
     )  # fmt: skip
 
 
@@ -213,11 +240,9 @@ def outside_bytes(
 ) -> tuple[tuple[int, int], list[str]]:
     """(low, high) outside the allocator, and why: measured where there are measurements, else by rule."""
     low, high = target.outside_bytes
-    unsure = int(recording.facts.get("unsure_workspace_bytes", 0))
     reasons = []
     if residuals is not None and residuals.outside_bytes is not None:
         low, high = residuals.outside_bytes
-        unsure = 0
         why = f", as measured in {residuals.count} runs here"
     elif target.device_kind == "cpu":
         why = " for Python, torch and lightning, by rule and not measured here"
@@ -226,9 +251,6 @@ def outside_bytes(
         low, high = low + groups * _COMMUNICATOR_BYTES[0], high + groups * _COMMUNICATOR_BYTES[1]
         why = f" for CUDA's context and kernels{' and NCCL' if groups else ''}, by rule and not measured here"
     reasons.append(f"{format_bytes(low)} to {format_bytes(high)} outside the allocator{why}")
-    if unsure:
-        high += unsure
-        reasons.append(f"up to {format_bytes(unsure)} are added for what cuDNN may take inside a convolution")
     if residuals is not None and residuals.highest_ratio > 1:
         above = residuals.highest_ratio - 1
         margin = round(above * allocated_bytes)
@@ -236,6 +258,34 @@ def outside_bytes(
         more = f"{above:.1%}" if above >= 0.001 else "less than 0.1%"
         reasons.append(f"{format_bytes(margin)} are added: a measured peak was {more} above its prediction")
     return (low, high), reasons
+
+
+def _workspace_lost(recording: Recording, target: DeviceTarget, played: Replay, outside: tuple[int, int]) -> list[str]:
+    """What a convolution loses where cuDNN finds no room for its largest workspace: time, never the run.
+
+    torch tries the next algorithm when the workspace of one cannot be allocated, down to some that need none
+    (`native/cudnn/Conv_v8.cpp`), so the workspace is no part of any verdict.
+    """
+    wanted = int(recording.facts.get("unsure_workspace_bytes", 0))
+    left = max(0, target.capacity_bytes - played.peak_reserved_bytes - outside[1])
+    if wanted <= left:
+        return []
+    return [
+        f"cuDNN may want up to {format_bytes(wanted)} inside a convolution, and {format_bytes(left)} are left: it then "
+        "takes an algorithm that needs less and may be slower"
+    ]
+
+
+def _with_fewest_selected(
+    facts: Mapping[str, Any], target: DeviceTarget, played: Replay, outside: tuple[int, int]
+) -> tuple[bool, list[str]]:
+    """Whether it would fit if hardly anything were selected where all was, and how far below that the peak may lie."""
+    least = float(facts.get("least_fraction", 1.0))
+    if least == 1:
+        return False, []
+    fits = round(least * played.peak_reserved_bytes) + outside[1] <= target.capacity_bytes
+    share = f"with one element instead, the peak would be {least:.0%} of this"
+    return fits, [f"{bound}; {share}" for bound in facts.get("bounds", ())]
 
 
 def communicators(recording: Recording) -> int:
@@ -358,7 +408,7 @@ def peak_of(recording: Recording, allocated_bytes: NDArray[np.int64]) -> Peak:
 
 def breakdown_at(recording: Recording, event: int, held_bytes: NDArray[np.int64]) -> dict[str, int]:
     """Category to bytes alive after an event, the largest first; empty categories are left out."""
-    alive = _alive(recording, event)
+    alive = alive_after(recording, event)
     totals = [int(held_bytes[alive & (recording.block_category == place)].sum()) for place in range(len(CATEGORIES))]
     pairs = [(name, total) for name, total in zip(CATEGORIES, totals, strict=True) if total]
     return dict(sorted(pairs, key=lambda pair: -pair[1]))
@@ -368,7 +418,7 @@ def largest_at(
     recording: Recording, event: int, held_bytes: NDArray[np.int64], most: int = 10
 ) -> tuple[LargeBlock, ...]:
     """The largest blocks alive after an event, the largest first."""
-    sizes = np.where(_alive(recording, event), held_bytes, 0)
+    sizes = np.where(alive_after(recording, event), held_bytes, 0)
     names = recording.names
     return tuple(
         LargeBlock(
@@ -386,9 +436,7 @@ def timeline(recording: Recording, played: Replay, most_points: int = MOST_POINT
     allocated = played.allocated_bytes
     points = thin(allocated, most_points)
     series = category_series(recording, played.held_bytes)[:, points]
-    begins = recording.batch_starts[0] if recording.batch_starts else 0
-    counts = recording.event_allocates & (recording.event_time >= begins)
-    clock = np.cumsum(np.where(counts, recording.block_bytes[recording.event_block], 0))
+    clock = clock_of(recording)
     times = recording.event_time[points]
     starts = np.searchsorted(times, np.array(recording.batch_starts, dtype=np.int64))
     operators = len(recording.operator_phase)
@@ -405,6 +453,13 @@ def timeline(recording: Recording, played: Replay, most_points: int = MOST_POINT
     )  # fmt: skip
 
 
+def clock_of(recording: Recording) -> NDArray[np.int64]:
+    """(events,) bytes allocated since the first batch began, freed or not."""
+    begins = recording.batch_starts[0] if recording.batch_starts else 0
+    counts = recording.event_allocates & (recording.event_time >= begins)
+    return np.cumsum(np.where(counts, recording.block_bytes[recording.event_block], 0))
+
+
 def thin(values: NDArray[np.int64], most: int = MOST_POINTS) -> NDArray[np.int64]:
     """Indices of at most `most` values: the highest of each stretch, so that the highest of all is among them."""
     count = len(values)
@@ -418,7 +473,7 @@ def thin(values: NDArray[np.int64], most: int = MOST_POINTS) -> NDArray[np.int64
     return np.arange(stretches) * length + highest
 
 
-def _alive(recording: Recording, event: int) -> NDArray[np.bool_]:
+def alive_after(recording: Recording, event: int) -> NDArray[np.bool_]:
     """(blocks,) which are held after an event."""
     alive = np.zeros(recording.blocks, dtype=np.bool_)
     # Of several assignments to one block the last holds: it was freed, or it was not.

@@ -77,6 +77,8 @@ class Recording:
     """What goes with the numbers, as JSON values: `parameters`, `trainable_parameters`, `world_size`, `strategy`,
     `precision`, `device_kind` ("cuda" or "cpu"), `accumulate_grad_batches`, `seconds` (to record), `notes` (list of
     sentences: branches taken blindly, fallbacks), `unknown` (why activations are missing; empty when they are not)."""
+    block_line: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """(blocks,) index into names: the line that asked for it, or what did (`snapshot.owner_here`); 0 where unknown."""
 
     @property
     def blocks(self) -> int:
@@ -246,6 +248,7 @@ def with_cublas_workspaces(recording: Recording, workspace_bytes: int) -> Record
         "block_module": np.append(recording.block_module, recording.operator_module[operators]),
         "block_phase": np.append(recording.block_phase, recording.operator_phase[operators]),
         "block_stream": longer(recording.block_stream, 0),
+        "block_line": longer(recording.block_line, 0) if len(recording.block_line) else recording.block_line,
         "event_block": np.insert(recording.event_block, places, recording.blocks + np.arange(count)),
         "event_allocates": np.insert(recording.event_allocates, places, np.ones(count, dtype=np.bool_)),
         "event_time": np.insert(recording.event_time, places, operators),

@@ -214,7 +214,8 @@ def test_a_branch_taken_blindly_is_noted_and_a_finite_check_holds():
     recording = predict(Blind, lambda: loader(vectors), config())
     assert recording.facts["unknown"] == ""
     (note,) = recording.facts["notes"]
-    assert f"False branch at {Path(__file__).name}:" in note
+    assert f"condition at {Path(__file__).name}:" in note
+    assert recording.facts["conditions"] == [note]
 
 
 class Compiled(Perceptron):

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from dry_parts import Perceptron, at_peak, peak
+from dry_parts import Perceptron, at_peak, loader, measure, peak, predict, vectors
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kit.config import Config
@@ -70,3 +71,25 @@ def test_a_reason_is_the_first_line_and_the_place():
     with pytest.raises(ValueError, match="first") as caught:
         raise ValueError("first\nsecond")
     assert reason(caught.value, BlockRecorder()).startswith("ValueError: first at test_known_parts.py:")
+
+
+class Sparse(Perceptron):
+    """Its table's gradient holds only the rows that were looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20_000, 256, sparse=True)
+
+    def loss(self, batch):
+        x, y = batch
+        return super().loss((x + self.table(torch.arange(len(x))), y))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_sparse_gradients_do_not_make_the_lower_bound_higher_than_the_truth():
+    config = Config.make({"trial": {"max_steps": 4, "warmup_steps": 0}})
+    recording = predict(Sparse, lambda: loader(vectors), config)
+    assert recording.facts["unknown"]
+    assert 20_000 * 256 * 4 <= peak(recording) <= measure(Sparse, lambda: loader(vectors), config)

@@ -200,11 +200,15 @@ def test_communicators_are_counted_by_strategy(strategy, world, groups):
     assert communicators(told([], strategy=strategy, world_size=world)) == groups
 
 
-def test_what_cudnn_may_take_widens_the_high_end_unless_it_was_measured():
+def test_what_cudnn_may_take_costs_time_and_never_the_run():
     recording = told([], unsure_workspace_bytes=50 * MIB)
-    assert estimate(recording, device(GIB, (100, 200))).outside_bytes == (100, 200 + 50 * MIB)
-    measured = Residuals(count=3, outside_bytes=(10, 20))
-    assert estimate(recording, device(GIB, (100, 200)), residuals=measured).outside_bytes == (10, 20)
+    for capacity, slower in ((GIB, False), (90 * MIB, True)):
+        answer = estimate(recording, device(capacity, (10 * MIB, 60 * MIB)))
+        assert (answer.verdict, answer.outside_bytes) == ("fits", (10 * MIB, 60 * MIB))
+        assert any("slower" in reason for reason in answer.reasons) is slower
+    full = estimate(recording, device(60 * MIB, (10 * MIB, 60 * MIB)))
+    assert full.fits
+    assert any("0 B are left" in reason for reason in full.reasons)
 
 
 def test_an_error_seen_in_measurements_widens_the_high_end():

@@ -1,0 +1,124 @@
+"""FakeMode answers as torch's FakeTensorMode, operator by operator and dry run by dry run."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from dry_parts import Perceptron, images, loader, tokens, vectors
+from lightning.pytorch.demos import Transformer
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
+
+from kit.config import Config
+from kit.memory.record import dry_run
+from kit.memory.record.dry_run import DryRun, record
+from kit.memory.record.fake_mode import FakeMode
+from kit.memory.replay.replay import Recording
+
+
+class Language(Perceptron):
+    def __init__(self):
+        super().__init__()
+        self.layers = Transformer(vocab_size=512, nlayers=3)
+
+    def loss(self, batch):
+        out = self.layers(batch[:, :-1], batch[:, 1:])
+        return functional.nll_loss(out, batch[:, 1:].reshape(-1))
+
+
+class Pictures(Perceptron):
+    def __init__(self):
+        super().__init__()
+        block = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), *block, *block, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def loss(self, batch):
+        return functional.cross_entropy(self.layers(batch[0]), batch[1] % 8)
+
+
+class Recurrent(Perceptron):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.layers = nn.LSTM(16, 32, 2, batch_first=True), nn.Linear(32, 8)
+
+    def loss(self, batch):
+        return functional.mse_loss(self.layers(self.lstm(batch[0].view(-1, 16, 16))[0][:, -1]), batch[1])
+
+
+@pytest.mark.parametrize(("kind", "capability"), [("cpu", None), ("cuda", (8, 0))])
+@pytest.mark.parametrize(
+    ("module", "sample"), [(Perceptron, vectors), (Language, tokens), (Pictures, images), (Recurrent, vectors)]
+)
+def test_a_dry_run_is_the_same_as_with_torchs_own_mode(monkeypatch, module, sample, kind, capability):
+    run = DryRun(config=Config(), precision="bf16-mixed", device_kind=kind, capability=capability)
+    modes = (dry_run.FakeMode, lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    found = []
+    for mode in modes:  # from one line, which recordings name
+        monkeypatch.setattr(dry_run, "FakeMode", mode)
+        found.append(record(module, lambda: loader(sample), run))
+    quick, slow = found
+    assert not quick.facts["unknown"]
+    for facts in (quick.facts, slow.facts):
+        facts["notes"] = [note for note in facts["notes"] if "__pycache__" not in note]
+        del facts["seconds"]
+    assert quick.facts == slow.facts
+    for name in vars(Recording(**vars(quick))):
+        if name != "facts":
+            np.testing.assert_array_equal(getattr(quick, name), getattr(slow, name))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often torch is asked, by operator."""
+    counts = Counter()
+    ask = FakeTensorMode.__torch_dispatch__
+
+    def counted(mode, func, *args):
+        counts[func.__name__] += 1
+        return ask(mode, func, *args)
+
+    monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", counted)
+    return counts
+
+
+def test_torch_is_asked_once_for_equal_calls_and_again_for_others(asked):
+    with FakeMode():
+        x = torch.ones(4, 6)
+        for _ in range(5):
+            made = x.mul(2)
+        assert asked["mul.Tensor"] == 1
+        assert (made.shape, made.dtype, type(made)) == (x.shape, x.dtype, FakeTensor)
+        assert torch.ones(4, 6, dtype=torch.int64).mul(2).dtype is torch.int64
+        assert torch.ones(4, 6, dtype=torch.int64).mul(2.0).dtype is torch.float32
+        assert x.t().mul(2).stride() == (1, 6)
+
+
+def test_views_share_memory_and_results_do_not(asked):
+    with FakeMode():
+        x = torch.ones(4, 6)
+        for _ in range(3):
+            views = [x.t(), x[1:], *x.split(2), *x.unbind()]
+            assert all(view.untyped_storage()._cdata == x.untyped_storage()._cdata for view in views)
+            assert x.add_(1) is x
+        assert x[1:].storage_offset() == 6
+        one, other = x.exp(), x.exp()
+        assert one.untyped_storage()._cdata != other.untyped_storage()._cdata
+        assert asked["split.Tensor"] == asked["exp.default"] == 1
+
+
+def test_numbers_that_are_known_stay_known():
+    with FakeMode():
+        step = torch.tensor(1.0)
+        for expected in (2.0, 3.0, 4.0):
+            torch._foreach_add_([step], 1)
+            assert step.item() == expected
+
+
+def test_lists_of_other_shapes_are_still_refused():
+    with FakeMode():
+        values = [torch.ones(3), torch.ones(4)]
+        torch._foreach_mul_(values, [torch.ones(3), torch.ones(4)])
+        with pytest.raises(RuntimeError):
+            torch._foreach_mul_(values, [torch.ones(4), torch.ones(3)])
