@@ -17,40 +17,59 @@ ACCUMULATING = {"levers.accumulate_grad_batches": 2}
 
 
 def advised(config, capacity_bytes, devices=1, **target):
-    return recommend(config, {"device": cpu_of(capacity_bytes), "devices": devices, **target}, Blocks, blocks_data)
+    target = {"device": cpu_of(capacity_bytes), "devices": devices, "headroom_fraction": 0, **target}
+    return recommend(config, target, Blocks, blocks_data)
 
 
 def needs(tried):
     return tried.estimate.total_bytes[1]
 
 
-def test_every_step_that_needs_less_than_those_before_it_is_taken_where_it_just_fits(config):
+def test_as_memory_shrinks_ever_dearer_steps_are_taken_until_none_fits(config):
     given = config()
-    refused = advised(given, 1000)
-    assert not refused.fits
-    names = [tried.name for tried in refused.tried]
-    assert names[:5] == [
-        "as configured",
-        "accumulation in 8",
-        "checkpointing + accumulation in 8",
-        "8-bit optimizer + accumulation in 8",
-        "checkpointing + 8-bit optimizer + accumulation in 8",
-    ]
-    least = float("inf")
-    taken = []
-    for tried in refused.tried:
-        if needs(tried) >= least:
-            continue
-        least = needs(tried)
-        found = advised(given, least)
-        assert needs(found.chosen) <= least
-        assert found.chosen.step == tried.step
-        assert found.chosen.parts <= tried.parts
-        assert all(not before.estimate.fits for before in found.tried[:-1])
+    taken = [advised(given, 1 << 30)]
+    while (found := advised(given, needs(taken[-1].chosen) - 1)).fits:
+        assert needs(found.chosen) < needs(taken[-1].chosen)
+        assert not any(before.fits for before in found.tried[:-1])
         taken.append(found)
-    assert len(taken) >= 4
+    names = list(dict.fromkeys(found.chosen.name for found in taken))
+    assert names[0] == "as configured"
+    for lever in ("accumulation in 8", "checkpointing", "8-bit optimizer", "accumulation in 512"):
+        assert any(lever in name for name in names)
     assert "nothing to change" in str(taken[0])
     assert taken[0].config == given
+
+
+def test_every_step_of_a_hopeless_model_is_answered_with_single_samples(config):
+    refused = advised(config(), 1000)
+    assert not refused.fits
+    assert [tried.name for tried in refused.tried] == [
+        "as configured",
+        "accumulation in 512",
+        "checkpointing + accumulation in 512",
+        "8-bit optimizer + accumulation in 512",
+        "checkpointing + 8-bit optimizer + accumulation in 512",
+    ]
+    assert all(tried.estimate.batch_size in (1, 512) for tried in refused.tried)
+
+
+def test_what_leaves_too_little_free_is_not_advised(config):
+    given = config()
+    enough = needs(advised(given, 1 << 30).chosen)
+    assert advised(given, enough).config == given
+    careful = advised(given, enough, headroom_fraction=0.1)
+    assert needs(careful.chosen) <= 0.9 * enough
+    assert "no headroom" in str(careful)
+    assert "headroom" in advised(given, needs(advised(given, 1000).tried[-1]), headroom_fraction=0.1).refusal
+    with pytest.raises(PlanError, match="headroom_fraction"):
+        advised(given, enough, headroom_fraction=1)
+
+
+def test_steps_for_which_no_time_is_left_say_so(config):
+    refused = recommend(config(), cpu_of(1001), Blocks, blocks_data, timeout_seconds=0)
+    assert refused.tried[0].estimate is not None
+    assert all("were over" in tried.note for tried in refused.tried[1:] if tried.estimate is None)
+    assert any(tried.estimate is None for tried in refused.tried[1:])
 
 
 def test_the_config_sets_what_the_changes_say_and_keeps_the_global_batch(config):
@@ -129,7 +148,8 @@ def test_limits_need_a_trial_and_take_the_fewest_devices_that_keep_within_them(c
     found = recommend(given, roomy, TinyModule, TinyData, trial=trial)
     assert found.chosen.step.devices == 1
     assert found.chosen.seconds > 0
-    assert found.config == given
+    as_given = {f"loader.{name}": getattr(given.loader, name) for name in ("num_workers", "decode_threads")}
+    assert found.config.replace(as_given) == given  # on a busy machine the loader is measured as slow
     tight = {**roomy, "hours": 1e-9}
     refused = recommend(given, tight, TinyModule, TinyData, trial=trial)
     assert "times the limit" in refused.refusal

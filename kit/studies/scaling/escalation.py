@@ -61,10 +61,14 @@ class RunTarget:
     """As `kit.studies.predict_run` takes them."""
     cores: int | None = None
     """Of a node; by default those of this machine."""
+    headroom_fraction: float = 0.02
+    """Of a device's memory, to be left free: what fits to the last MiB on paper may not fit a real run."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= MOST_DEVICES:
             raise PlanError(f"a target of {self.devices} devices; give a number from 1 to {MOST_DEVICES}")
+        if not 0 <= self.headroom_fraction < 1:
+            raise PlanError(f"headroom_fraction is {self.headroom_fraction}; give a number from 0 to below 1")
         for name in ("hours", "money"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -193,12 +197,21 @@ class TriedStep:
     """Time and money with it, where there is a trial."""
     note: str = ""
     """Why it was skipped, where memory is not the reason."""
+    headroom_fraction: float = 0.0
+    """Of the device's memory, to be left free."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is known to fit, and to leave the headroom."""
+        return self.estimate is not None and self.estimate.may_fit and not self.short_bytes
 
     @property
     def short_bytes(self) -> int:
-        """What the device lacks; 0 where it fits or nothing is known."""
+        """What the device lacks, headroom included; 0 where it fits or nothing is known."""
         found = self.estimate
-        return 0 if found is None else max(0, found.total_bytes[1] - found.capacity_bytes)
+        if found is None:
+            return 0
+        return max(0, found.total_bytes[1] - int(found.capacity_bytes * (1 - self.headroom_fraction)))
 
     @property
     def seconds(self) -> float | None:
@@ -212,7 +225,8 @@ class TriedStep:
             return [self.name, devices, self.note, "–", "–", "–"]
         short = format_bytes(self.short_bytes) if self.short_bytes else "–"
         time = f"× {self.time_factor:.2f}" if self.seconds is None else format_seconds(self.seconds)
-        return [self.name, devices, found.verdict, format_bytes(found.total_bytes[1]), short, time]
+        verdict = "no headroom" if found.may_fit and not self.fits else found.verdict
+        return [self.name, devices, verdict, format_bytes(found.total_bytes[1]), short, time]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

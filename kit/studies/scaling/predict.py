@@ -295,7 +295,7 @@ class BigRunRow:
     @property
     def fits(self) -> bool | None:
         """Whether the device has the memory; None where that is not known."""
-        return None if self.memory is None or self.memory.verdict == "unknown" else self.memory.fits
+        return None if self.memory is None or self.memory.verdict in ("unknown", "fits if") else self.memory.fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

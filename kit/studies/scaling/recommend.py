@@ -1,12 +1,13 @@
 """recommend: the smallest change of a config that fits a target and is fast enough, with what is predicted and why.
 
 The steps of `kit.studies.scaling.escalation` are tried in order, on all devices of the target or, where time or money
-is limited, on ever more of them until a run keeps within the limit. The first step that fits is chosen. Each is dry-run
-once (`kit.memory.model`); the memory of smaller batches follows from that. A module that optimizes manually decides
-itself when it steps, so accumulation is never offered to it. Times come from a trial on the same kind of device through
-`kit.studies.predict_run`; without one they are factors of the config's own. Where data limits the run, loader processes
-(`kit.data.build.schedulers`) and another chunk layout (`kit.plan_chunks`) are advised too; where it does not, another
-layout is only mentioned.
+is limited, on ever more of them until a run keeps within the limit. The first step that fits, and leaves the headroom
+asked for, is chosen. Each is dry-run with the whole batch and with single samples; only where these fit, the memory of
+what lies between is asked of `kit.memory.model`. A step that takes too long is passed over with that reason. A module
+that optimizes manually decides itself when it steps, so accumulation is never offered to it. Times come from a trial on
+the same kind of device through `kit.studies.predict_run`; without one they are factors of the config's own. Where data
+limits the run, loader processes (`kit.data.build.schedulers`) and another chunk layout (`kit.plan_chunks`) are advised
+too; where it does not, another layout is only mentioned.
 
 Nothing is trained and nothing is changed: `config` is a changed copy. Where nothing fits, it is refused, with the bytes
 that the smallest step is short of.
@@ -14,7 +15,7 @@ that the smallest step is short of.
 
 from __future__ import annotations
 
-import contextlib
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -23,10 +24,10 @@ from kit.config import Config
 from kit.data.build.schedulers import advise_schedule
 from kit.errors import ConfigError, KitError, PlanError
 from kit.memory.batch_model import MemoryModel, memory_model
-from kit.memory.prediction import TIMEOUT_SECONDS
-from kit.memory.query import make_query
-from kit.memory.recordings import NEXT, RecordingRequest, record_all
-from kit.memory.replay.cards import THIS_MACHINE
+from kit.memory.prediction import TIMEOUT_SECONDS, estimate_here
+from kit.memory.query import MemoryQuery, make_query
+from kit.memory.recordings import RecordingRequest, UnansweredError, record_all, recordings_of
+from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.studies.diagnosis.evidence import store_layout
 from kit.studies.scaling.escalation import (
@@ -46,17 +47,19 @@ from kit.units import format_bytes, format_seconds
 
 
 def recommend(
-    config: Config, target: Any = None, module: Any = None, data: Any = None, *, trial: Any = None
-) -> Recommendation:
+    config: Config, target: Any = None, module: Any = None, data: Any = None, *, trial: Any = None,
+    timeout_seconds: float = 30.0,
+) -> Recommendation:  # fmt: skip
     """Find the smallest change of a config that fits a target: devices, hours or money.
 
     Args:
         config: Where to start.
         target: A device such as "H100-80GB" or "24 GiB", or a mapping such as `{"device": "A100-40GB", "devices": 8,
-            "hours": 12, "money": 500, "prices": "AWS H100"}`.
+            "hours": 12, "money": 500, "prices": "AWS H100", "headroom_fraction": 0.05}`.
         module: What is trained, as `kit.fit` takes it.
         data: What it is trained on, as `kit.fit` takes it.
         trial: Trials of this config, as `kit.studies.predict_run` takes them. A limit of time or money needs one.
+        timeout_seconds: After so long no further step is recorded; each that is left says so.
 
     Returns:
         The recommendation: `config`, its prediction, and every step that was tried on the way.
@@ -78,7 +81,7 @@ def recommend(
     goal = target_from(target)
     if goal.limited and trial is None:
         raise PlanError(f"a limit of {goal.limits} needs a trial to predict times from; pass trial=kit.fit(...)")
-    return _Escalation(module, data, config, goal, trial).answer()
+    return _Escalation(module, data, config, goal, trial, timeout_seconds).answer()
 
 
 _WHY = {
@@ -89,15 +92,25 @@ _WHY = {
 _Key = tuple[tuple[str, Any], ...]
 
 
+def _key(step: EscalationStep) -> _Key:
+    return tuple(step.changes().items())
+
+
 class _Escalation:
     """One recommendation while it is made."""
 
-    def __init__(self, module: Any, data: Any, config: Config, target: RunTarget, trial: Any) -> None:
+    def __init__(
+        self, module: Any, data: Any, config: Config, target: RunTarget, trial: Any, timeout_seconds: float
+    ) -> None:
         self.module, self.data, self.config, self.target, self.trial = module, data, config, target, trial
         self.tried: list[TriedStep] = []
         self.reasons: list[str] = []
+        self._batch_size = config.loader.batch_size
+        self._estimates: dict[tuple[_Key, int], MemoryEstimate | KitError] = {}
+        """By changes and parts of a batch."""
         self._models: dict[_Key, MemoryModel | KitError] = {}
-        self._recorded: set[_Key] = set()
+        self._timeout_seconds = timeout_seconds
+        self._deadline = time.monotonic() + timeout_seconds
         self._runs: dict[str, BigRun] = {}
         self._other_kind = False
         """Whether the trial ran on another kind of device, so that its times say nothing of the target."""
@@ -122,34 +135,65 @@ class _Escalation:
         steps = list(escalation_steps(self.config, devices))
         for place, step in enumerate(steps):
             found = self._try(step)
-            if found is None:
-                continue
-            self.tried.append(found)
-            if found.estimate is not None and found.estimate.fits:
-                return found if not self.target.limited or self._over(found) <= 1 else None
-            self._record([other for other in steps[place + 1 :] if other.strategy == step.strategy])
+            if found is not None:
+                self.tried.append(found)
+                if found.fits:
+                    return found if not self.target.limited or self._over(found) <= 1 else None
+            self._record([other for other in steps[place:] if other.strategy == step.strategy])
         return None
 
     def _record(self, steps: Sequence[EscalationStep]) -> None:
-        """Record the next steps, several at once, whole and in parts; an error is kept until the step is tried."""
-        parts = (1,) if self._manual else (1, 2)
-        keys: list[_Key] = []
+        """Record the next steps, several at once, whole and in single samples; an error is kept until one is tried."""
+        keys: list[tuple[_Key, int]] = []
         requests: list[RecordingRequest] = []
         for step in steps:
-            key = tuple(step.changes().items())
-            if key in self._models or key in self._recorded:
-                continue
-            self._recorded.add(key)
-            with contextlib.suppress(KitError):
-                for count in parts:
-                    accumulate = {"levers.accumulate_grad_batches": self._accumulated(count)}
-                    config = self.config.replace({**step.changes(), **accumulate})
-                    query, _ = make_query(self.module, self.data, config, self.target.device, step.devices)
-                    requests.append(RecordingRequest(query, (None, NEXT)))
+            for parts in dict.fromkeys((1, self._most_parts)):
+                key = (_key(step), parts)
+                if key in self._estimates or key in keys:
+                    continue
+                try:
+                    query, _ = self._query(step, parts)
+                except KitError as error:
+                    self._estimates[key] = error
+                    continue
                 keys.append(key)
-        for key, answer in zip(keys, record_all(requests, TIMEOUT_SECONDS)[:: len(parts)], strict=True):
-            if isinstance(answer, KitError):
-                self._models[key] = answer
+                requests.append(RecordingRequest(query, (self._size(parts),)))
+        if requests and (left_seconds := self._left_seconds) > 0:
+            for key, answer in zip(keys, record_all(requests, left_seconds), strict=True):
+                if isinstance(answer, KitError):
+                    self._estimates[key] = answer
+
+    @property
+    def _left_seconds(self) -> float:
+        return self._deadline - time.monotonic()
+
+    @property
+    def _most_parts(self) -> int:
+        """Parts that a batch can be cut into at all, whatever the step allows."""
+        return 1 if self._manual else self._batch_size
+
+    def _size(self, parts: int) -> int | None:
+        return None if parts == 1 else self._batch_size // parts
+
+    def _query(self, step: EscalationStep, parts: int) -> tuple[MemoryQuery, DeviceTarget]:
+        accumulate = {"levers.accumulate_grad_batches": self._accumulated(parts)}
+        config = self.config.replace({**step.changes(), **accumulate})
+        return make_query(self.module, self.data, config, self.target.device, step.devices)
+
+    def _estimate(self, step: EscalationStep, parts: int) -> MemoryEstimate | KitError:
+        """Of a batch in so many parts, from a recording of that size alone."""
+        key = (_key(step), parts)
+        if key not in self._estimates:
+            try:
+                query, target = self._query(step, parts)
+                request = RecordingRequest(query, (self._size(parts),))
+                left_seconds = TIMEOUT_SECONDS if not self.tried else self._left_seconds
+                if left_seconds <= 0:
+                    raise UnansweredError(f"not predicted: the {format_seconds(self._timeout_seconds)} were over")
+                self._estimates[key] = estimate_here(query, recordings_of(request, left_seconds)[0], target)
+            except KitError as error:
+                self._estimates[key] = error
+        return self._estimates[key]
 
     def _accumulated(self, parts: int) -> int:
         return self.config.levers.accumulate_grad_batches * parts
@@ -158,37 +202,63 @@ class _Escalation:
         return self.target.over(found.seconds or 0.0, found.step.devices)
 
     def _try(self, step: EscalationStep) -> TriedStep | None:
-        """The step with the fewest parts that fit, else with the most; None where an earlier step showed the same."""
-        first, model = not self.tried, self._model(step)
-        tried_parts = max((one.parts for one in self.tried if one.step.changes() == step.changes()), default=0)
+        """The step with the fewest parts that fit, else with the most; None where another one shows as much.
 
-        def tried(parts: int, estimate: MemoryEstimate | None, note: str = "") -> TriedStep:
-            words = [step.strategy] if step.devices > 1 else []
-            again = step.checkpointing and not self.config.levers.gradient_checkpointing
-            words += ["checkpointing"] if again else []
-            words += ["8-bit optimizer"] if step.eight_bit else []
-            words += [f"accumulation in {parts}"] if parts > 1 else []
-            return TriedStep(
-                name=" + ".join(words) or "as configured", step=step, parts=parts, estimate=estimate, note=note,
-                time_factor=step.time_factor(self.config, parts), run=self._row(step),
-            )  # fmt: skip
-
-        if isinstance(model, KitError):
+        Of several parts, single samples need least: where they do not fit, nothing between is looked at.
+        """
+        first = not self.tried
+        whole = self._estimate(step, 1)
+        if isinstance(whole, KitError):
             if first:
-                raise model
-            return None if tried_parts else tried(1, None, str(model))
-        most = 1 if self._manual else step.most_parts
-        parts = [count for count in parts_of(model.batch_size, most) if count > tried_parts]
+                raise whole
+            return None if self._tried_parts(step) else self._tried(step, 1, None, str(whole))
+        if first:
+            self._batch_size = whole.batch_size
+        least = self._tried(step, 1, whole)
+        parts = parts_of(self._batch_size, min(step.most_parts, self._most_parts))
+        if least.fits or len(parts) == 1:
+            return None if self._tried_parts(step) else least
+        if first:
+            self.tried.append(least)
+        single = self._estimate(step, self._most_parts)
+        if isinstance(single, KitError):
+            return None if self._tried_parts(step) > 1 else self._tried(step, self._most_parts, None, str(single))
+        least = self._tried(step, self._most_parts, single)
+        if not least.fits:
+            return None if max(parts) < least.parts or self._tried_parts(step) == least.parts else least
+        return self._fewest(step, parts)
+
+    def _fewest(self, step: EscalationStep, parts: Sequence[int]) -> TriedStep | None:
+        """The step with the fewest of these parts that fit, else with the most; None where that was seen."""
+        model = self._model(step)
+        if isinstance(model, KitError):
+            return self._tried(step, parts[-1], None, str(model))
         for count in parts:
-            estimate = model.estimate(model.batch_size // count, accumulate=self._accumulated(count))
-            if estimate.fits or count == parts[-1]:
-                return tried(count, estimate)
-            if first and count == 1:
-                self.tried.append(tried(1, estimate))
+            if count > max(1, self._tried_parts(step)):
+                estimate = model.estimate(self._batch_size // count, accumulate=self._accumulated(count))
+                found = self._tried(step, count, estimate)
+                if found.fits or count == parts[-1]:
+                    return found
         return None
 
+    def _tried_parts(self, step: EscalationStep) -> int:
+        """The most parts in which a step was tried with the same changes; 0 where it was not."""
+        return max((one.parts for one in self.tried if _key(one.step) == _key(step)), default=0)
+
+    def _tried(self, step: EscalationStep, parts: int, estimate: MemoryEstimate | None, note: str = "") -> TriedStep:
+        words = [step.strategy] if step.devices > 1 else []
+        again = step.checkpointing and not self.config.levers.gradient_checkpointing
+        words += ["checkpointing"] if again else []
+        words += ["8-bit optimizer"] if step.eight_bit else []
+        words += [f"accumulation in {parts}"] if parts > 1 else []
+        return TriedStep(
+            name=" + ".join(words) or "as configured", step=step, parts=parts, estimate=estimate, note=note,
+            time_factor=step.time_factor(self.config, parts), run=self._row(step),
+            headroom_fraction=self.target.headroom_fraction,
+        )  # fmt: skip
+
     def _model(self, step: EscalationStep) -> MemoryModel | KitError:
-        key = tuple(step.changes().items())
+        key = _key(step)
         if key not in self._models:
             try:
                 config = self.config.replace(step.changes())
@@ -210,10 +280,10 @@ class _Escalation:
                 self.trial, devices=counts, strategy=strategy, prices=self.target.prices,
                 cores_per_node=self.target.cores, memory=False,
             )  # fmt: skip
-            model = next(model for model in self._models.values() if isinstance(model, MemoryModel))
+            _, target = self._query(step, 1)
             on_cpu = run.scaling.cluster.on_cpu
-            if on_cpu != (model.target.device_kind == "cpu"):
-                reason = f"the trial ran on {'a CPU' if on_cpu else 'a GPU'}, which tells no time of {model.target}"
+            if on_cpu != (target.device_kind == "cpu"):
+                reason = f"the trial ran on {'a CPU' if on_cpu else 'a GPU'}, which tells no time of {target}"
                 if self.target.limited:
                     raise PlanError(f"{reason}; give a trial on that kind of device, or no limit")
                 if not self._other_kind:
@@ -264,7 +334,7 @@ class _Escalation:
         return [*found, *advice]
 
     def _refusal(self) -> str:
-        fitting = [one for one in self.tried if one.estimate is not None and one.estimate.fits]
+        fitting = [one for one in self.tried if one.fits]
         if fitting:
             best = min(fitting, key=self._over)
             seconds = format_seconds(best.seconds or 0.0)
@@ -280,9 +350,10 @@ class _Escalation:
         if least.estimate.verdict == "unknown":
             return f"nothing is known to fit: {least.estimate.reasons[0]}"
         needs, have = format_bytes(least.estimate.total_bytes[1]), format_bytes(least.estimate.capacity_bytes)
+        headroom = f" and a headroom of {least.headroom_fraction:.3g} of it" if least.estimate.may_fit else ""
         return (
-            f"nothing fits {least.estimate.device} with {have}: {least.name}, which needs least, needs {needs}, "
-            f"{format_bytes(least.short_bytes)} too much"
+            f"nothing fits {least.estimate.device} with {have}{headroom}: {least.name}, which needs least, needs "
+            f"{needs}, {format_bytes(least.short_bytes)} too much"
         )
 
 
