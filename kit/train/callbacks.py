@@ -34,6 +34,7 @@ import os
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -53,6 +54,7 @@ from kit.data.patches.module import PatchData
 from kit.errors import ConfigError, KitWarning, Problem
 from kit.events import EventWriter
 from kit.machine.machine import share
+from kit.memory.replay.snapshot import owner_here, snapshot_of
 from kit.units import format_bytes
 
 
@@ -178,6 +180,8 @@ class DeviceLimit(Callback):
         self.limit_bytes = limit_bytes
         self.storages = LiveStorages()
         """What tensors hold on the CPU; not used on a GPU."""
+        self.snapshot: dict[str, Any] | None = None
+        """What they held when memory last ran out, in the form of `torch.cuda.memory._snapshot()`."""
         self._counting = ExitStack()
 
     @override
@@ -190,14 +194,16 @@ class DeviceLimit(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.strategy.root_device.type == "cpu":
-            self.storages.add([*pl_module.parameters(), *pl_module.buffers()])
-            self.storages.add(value for optimizer in trainer.optimizers for value in optimizer.state.values())
+            self.storages.add([*pl_module.parameters(), *pl_module.buffers()], "parameters")
+            states = (value for optimizer in trainer.optimizers for value in optimizer.state.values())
+            self.storages.add(states, "optimizer_state")
             self._check(0)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.strategy.root_device.type == "cpu":
-            self.storages.add([batch])
+            self.storages.batch += 1
+            self.storages.add([batch], "inputs")
             self._counting.enter_context(_Counting(self))
 
     @override
@@ -216,6 +222,7 @@ class DeviceLimit(Callback):
 
     def _check(self, more_bytes: int) -> None:
         if self.storages.bytes > self.limit_bytes and self.storages.recount() > self.limit_bytes:
+            self.snapshot = self.storages.snapshot(more_bytes)
             tried = f"after {format_bytes(more_bytes)} more, " if more_bytes else ""
             raise torch.OutOfMemoryError(
                 f"the device is out of memory: {tried}tensors hold {format_bytes(self.storages.bytes)} of the "
@@ -250,6 +257,15 @@ class UnusedParameters(Callback):
             raise ConfigError([Problem("hardware.ddp_find_unused_parameters", message)])
 
     @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, RuntimeError) and "Expected to have finished reduction" in str(exception):
+            message = (
+                f"false, but a backward of {type(pl_module).__name__} left out parameters that another one uses, as "
+                "where optimizers take turns, and ddp waits for them; set it to true"
+            )
+            raise ConfigError([Problem("hardware.ddp_find_unused_parameters", message)]) from exception
+
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy, model = trainer.strategy, trainer.strategy.model
         if not isinstance(strategy, DDPStrategy) or not isinstance(model, DistributedDataParallel):
@@ -264,34 +280,63 @@ class UnusedParameters(Callback):
             warnings.warn(message, KitWarning, stacklevel=2)
 
 
+MOST_ENTRIES = 100_000
+"""Storages made or freed that are kept, the last ones."""
+
+
 class LiveStorages:
-    """Storages that are alive, each counted once, with their bytes when last seen."""
+    """Storages that are alive, each counted once, with their bytes when last seen, and who made them."""
 
     def __init__(self) -> None:
         self.bytes = 0
+        self.batch = -1
+        """The micro-batch that runs, from 0."""
+        self._owners: dict[int, str] = {}
+        self._trace: deque[tuple[str, int, int, str, int]] = deque(maxlen=MOST_ENTRIES)
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
 
-    def add(self, values: Iterable[Any]) -> int:
-        """Count the tensors in `values`; the bytes that are new."""
+    def add(self, values: Iterable[Any], owner: str = "") -> int:
+        """Count the tensors in `values`; the bytes that are new. `owner` is who made them, by default who runs now."""
         before = self.bytes
         for tensor in _tensors(values):
-            self._count(tensor.untyped_storage())
+            self._count(tensor.untyped_storage(), owner)
         return self.bytes - before
 
-    def _count(self, storage: Any) -> None:
+    def _count(self, storage: Any, owner: str = "") -> None:
         key, size = id(storage), int(storage.nbytes())
         known = self._sizes.get(key)
         if known == size:
             return
         if known is None:
             self._alive[key] = weakref.ref(storage, lambda _: self._drop(key))
+            self._owners[key] = owner or owner_here()
+        else:
+            self._note("free_requested", key, known)
+        self._note("alloc", key, size)
         self._sizes[key] = size
         self.bytes += size - (known or 0)
 
     def _drop(self, key: int) -> None:
         self._alive.pop(key, None)
-        self.bytes -= self._sizes.pop(key, 0)
+        size = self._sizes.pop(key, 0)
+        self._note("free_requested", key, size)
+        self._owners.pop(key, None)
+        self.bytes -= size
+
+    def _note(self, action: str, key: int, size: int) -> None:
+        self._trace.append((action, key, size, self._owners.get(key, ""), self.batch))
+
+    def snapshot(self, asked_bytes: int) -> dict[str, Any]:
+        """What is held but for the last `asked_bytes`, which were too many, in the form of torch's snapshots."""
+        trace, refused, left = list(self._trace), set[int](), asked_bytes
+        owner = trace[-1][3] if trace else ""
+        while left > 0 and trace and trace[-1][0] == "alloc":
+            _, key, size, _, _ = trace.pop()
+            refused.add(key)
+            left -= size
+        held = [(key, size, self._owners[key]) for key, size in self._sizes.items() if key not in refused]
+        return snapshot_of([*trace, ("oom", 0, asked_bytes, owner, self.batch)], held)
 
     def recount(self) -> int:
         """The bytes held, with every storage asked anew: sharding empties and refills its storages in place."""

@@ -122,11 +122,27 @@ def main() -> None:
         CommittedCLI()
     except KitError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except RuntimeError as error:
+        if (unfit := unfit_checkpoint(error)) is None:
+            raise
+        sys.exit(f"{type(unfit).__name__}: {unfit}")
+
+
+def unfit_checkpoint(error: RuntimeError) -> ConfigError | None:
+    """What torch said where the weights of a checkpoint are not those of the module; None of any other error."""
+    begun, _, rest = str(error).partition("loading state_dict for ")
+    if not rest or not begun.startswith("Error"):
+        return None
+    name, *differences = (line.strip() for line in rest.splitlines())
+    said = differences[0][:_LONGEST] + (f", and {len(differences) - 1} more lines" if len(differences) > 1 else "")
+    message = f"holds the weights of another module than {name.rstrip(':')} as it is set up here: {said}"
+    return ConfigError([Problem("ckpt_path", message)])
 
 
 _KEYS = ("seed_everything", "trainer", "model", "data", "ckpt_path", "optimizer", "lr_scheduler", "weights_only")
 _DATA = "kit.train.CommittedData"
 _PROBE = ".kit-write-test"
+_LONGEST = 300
 Values = Mapping[str, Any]
 
 

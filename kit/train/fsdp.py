@@ -133,7 +133,9 @@ class ShardStrategy(ModelParallelStrategy):
             mesh = self.device_mesh if self.replicas > 1 else self.device_mesh["shard"]
             for unit in _units(self.model, self.blocks):
                 _take_weights_of_rank_0(unit, self.root_device)
-                fully_shard(unit, mesh=mesh)
+                # Left to itself, a unit with no unit around it stays whole after a forward without a backward, and does
+                # not see that its parameters are frozen or thawed then, as by optimizers that take turns.
+                fully_shard(unit, mesh=mesh, reshard_after_forward=None if unit is self.model else True)
             _materialize_distributed_module(self.model, self.root_device)
             for name in _gathering_methods(self.model):
                 register_fsdp_forward_method(self.model, name)

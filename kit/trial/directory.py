@@ -167,6 +167,10 @@ class RunPaths:
         """What the rank's allocator did in the first steps."""
         return self.directory / f"memory.{rank}.npz"
 
+    def memory_snapshot(self, rank: int) -> Path:
+        """What the rank's device held when it ran out of memory."""
+        return self.directory / f"memory.{rank}.pickle"
+
     def recording(self, number: int) -> Path:
         """A recording that a prediction has made."""
         return self.directory / f"recording.{number}.npz"

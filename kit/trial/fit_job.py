@@ -38,7 +38,7 @@ from kit.train.levers import GradientCheckpointing, instantiate
 from kit.train.sequences import AUTO, AttentionKernel, SequenceChunks, available_kernels
 from kit.train.trainer import EventLogger, make_trainer
 from kit.trial.context import Context
-from kit.trial.meters import CarbonUse, CpuUse, EnergyUse, MemoryMeter, StepWork
+from kit.trial.meters import CarbonUse, CpuUse, EnergyUse, MemoryHistory, MemoryMeter, StepWork
 from kit.trial.payload import Part, TrainerParts, is_patch_data, own_arguments
 from kit.trial.recorder import CommunicationTimer, LoaderUsed, StepClock, StepRecorder
 from kit.trial.scratch import open_store
@@ -97,6 +97,7 @@ def fit(context: Context) -> None:
             CommunicationTimer(clock),
             recorder,
             *([] if meter is None else [meter]),
+            *([] if environment.get("confined") else [MemoryHistory(context)]),
         ],
         profiler=profiler,
         default_root_dir=context.paths.directory,

@@ -50,9 +50,11 @@ from typing_extensions import override
 from kit.errors import KitWarning
 from kit.machine.gpus import read_joules
 from kit.memory.record.truth import AllocatorTrace
+from kit.memory.replay.snapshot import MOST_BYTES, batch_words, read_snapshot, save_snapshot
+from kit.train.callbacks import DeviceLimit
 from kit.trial.context import Context
 from kit.trial.recorder import StepClock, samples_of
-from kit.trial.verdict import describe, is_library
+from kit.trial.verdict import describe, is_library, is_out_of_memory
 
 _JOULES_PER_KILOWATT_HOUR = 3.6e6
 _GRAMS_PER_KILOGRAM = 1000.0
@@ -198,6 +200,8 @@ class EnergyUse(AfterWarmup[tuple[float, float]]):
             self._context.writer.write("energy_measured", joules=joules, seconds=seconds)
 
 
+_gpu_memory: Any = torch.cuda.memory
+_note_metadata = getattr(_gpu_memory, "_set_memory_metadata", None)
 _MOST_LINES = 5
 _TORCH = f"{torch.__path__[0]}/"
 _MOVE_NOTHING = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
@@ -444,6 +448,53 @@ class MemoryMeter(Callback):
             "memory_measured", device_allocated_bytes=allocated, device_reserved_bytes=reserved, outside_bytes=outside,
             optimizer_steps=steps,
         )  # fmt: skip
+
+
+MOST_ENTRIES = 100_000
+"""Requests and releases that are kept of a device, of the last steps: tens of steps of most models."""
+
+
+class MemoryHistory(Callback):
+    """Keeps what a device held when it ran out of memory, with the stacks of who asked, in the run directory.
+
+    A GPU's allocator notes each request with its Python stack (2 µs), from before the module is moved there. On the CPU
+    memory runs out only under `hardware.device_memory_bytes`, which notes the same. Written by the first hook after the
+    error: the frames that failed still hold their tensors, and what was freed meanwhile is in the trace.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._batch = -1
+        self._on_gpu = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._on_gpu = trainer.strategy.root_device.type == "cuda"
+        if self._on_gpu:
+            with contextlib.suppress(RuntimeError):  # an allocator that keeps no history, such as cudaMallocAsync
+                _gpu_memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_ENTRIES)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch += 1
+        if self._on_gpu and _note_metadata is not None:
+            _note_metadata(batch_words(self._batch))
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if is_out_of_memory(exception):
+            with contextlib.suppress(Exception):  # a full disk must not hide that memory ran out
+                self._keep(trainer)
+
+    def _keep(self, trainer: Trainer) -> None:
+        limits = [it for it in getattr(trainer, "callbacks") if isinstance(it, DeviceLimit)]  # noqa: B009
+        for snapshot in [_gpu_memory._snapshot()] if self._on_gpu else [it.snapshot for it in limits if it.snapshot]:
+            found = read_snapshot(snapshot)
+            save_snapshot(self._context.paths.memory_snapshot(self._context.rank), snapshot, MOST_BYTES)
+            self._context.writer.write(
+                "out_of_memory", device_allocated_bytes=found.allocated_bytes, asked_bytes=found.asked_bytes,
+                device_reserved_bytes=found.reserved_bytes,
+            )  # fmt: skip
 
 
 def _warn(error: RuntimeError) -> None:

@@ -298,6 +298,12 @@ def pack(module: Part, data: Part, trainer: TrainerParts | None = None) -> bytes
     return cloudpickle.dumps(whole, protocol=5)  # type: ignore[no-any-return]
 
 
+def unpack(payload: bytes) -> dict[str, Any]:
+    """What `pack` packed, of a run whose signature was looked at (`kit.trial.directory.contents_to_run`)."""
+    found: dict[str, Any] = cloudpickle.loads(payload)
+    return found
+
+
 def why_not_sent(part: Part, error: Exception) -> str:
     """Why a part cannot be pickled, naming what it holds that cannot."""
     culprit = _culprit(part.value)

@@ -375,6 +375,29 @@ class Trial(Drawable):
         word = self.cause or self.state.lower()
         return TrialError(f"{self.message} [{word}]", details)
 
+    def memory_report(self, path: str | Path | None = None) -> Path:
+        """Write a page about a device that ran out of memory: what held it, against what was predicted, and what helps.
+
+        The page opens offline. What was held is read from the snapshot that the failed rank left; module and data are
+        dry-run again, as they were sent, also with the changes that might fit.
+
+        Args:
+            path: The HTML file; by default `memory_report.html` in the run directory.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            TrialError: when no rank left a snapshot.
+        """
+        file = self.run_directory / "memory_report.html" if path is None else Path(path).expanduser()
+        name = self._failed("memory_snapshot")
+        if not name:
+            raise TrialError(f"{self.name} has no snapshot of memory: no device ran out of it in a training step")
+        rank = int(self.event("trial_ended", "failed_rank") or 0)
+        written: Path = load("trial.memory_report")(self, self.paths.memory_snapshot(rank), file)
+        return written
+
     # -- displays
 
     def on_change(self, callback: Callable[[Trial], object]) -> Callable[[], None]:

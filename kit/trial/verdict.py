@@ -231,14 +231,28 @@ def describe_failure(error: BaseException, context: Context | None) -> dict[str,
     known = failed is not None and any(failed[0] is item for item in _chain(error, _any_inner))
     action = failed[1] if known and failed is not None else ""  # such as [_TrainingEpochLoop].train_dataloader_next
     cause = _cause(root, error, action)
+    snapshot = _snapshot(context) if cause == "device_oom" else ""
+    report = f"; trial.memory_report() shows what held it (from {snapshot})" if snapshot else ""
     return {
         "cause": cause,
         "type": type(root).__name__,
-        "message": _message(root, error, cells, action)[:_MESSAGE_LENGTH],
+        "message": _message(root, error, cells, action)[: _MESSAGE_LENGTH - len(report)] + report,
         "traceback": _own_traceback(root),
         "lost_peer": _is_lost_peer(root),
         "advice": _advice(context) if context is not None and cause == "device_oom" else [],
+        **({"memory_snapshot": snapshot} if snapshot else {}),
     }
+
+
+def _snapshot(context: Context | None) -> str:
+    """The name of the file in which `kit.trial.meters.MemoryHistory` kept what the device held."""
+    file = None if context is None else context.paths.memory_snapshot(context.rank)
+    return file.name if file is not None and file.exists() else ""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device ran out of memory, whatever was raised because of it."""
+    return any(_memory_cause(item) == "device_oom" for item in _chain(error, _any_inner))
 
 
 def _advice(context: Context) -> list[str]:

@@ -31,7 +31,7 @@ from kit.committed.job import make_job
 from kit.config import Config
 from kit.errors import ConfigError
 from kit.targets import load_target
-from kit.train.cli import check_checkpoint
+from kit.train.cli import check_checkpoint, unfit_checkpoint
 from kit.trial.payload import TrainerParts
 
 pytestmark = pytest.mark.timeout(400)
@@ -313,6 +313,19 @@ def test_what_no_training_can_go_on_from_is_refused_in_one_line(project):
     for fine in ("last", None, "gs://bucket/run"):
         check_checkpoint({"ckpt_path": fine})
     check_checkpoint({"ckpt_path": "more.ckpt", "weights_only": False})
+
+
+def test_weights_of_another_module_are_told_in_one_line():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    for other, says in ((torch.nn.Linear(2, 3), "0.weight"), (torch.nn.Sequential(torch.nn.Linear(4, 3)), "1.weight")):
+        with pytest.raises(RuntimeError) as refused:
+            module.load_state_dict(other.state_dict())
+        told = str(unfit_checkpoint(refused.value))
+        assert "ckpt_path" in told
+        assert "Sequential" in told
+        assert says in told
+        assert "\n" not in told
+    assert unfit_checkpoint(RuntimeError("shapes differ")) is None
 
 
 @pytest.mark.slow

@@ -61,12 +61,12 @@ class At(Callback):
 
 
 @pytest.fixture
-def cloud(cloud):
+def cloud(cloud, new_threads):
     """The simulated cloud; every thread that copies to it has ended with the test."""
     torch.set_num_threads(1)
     yield cloud
     cloud.turn("no limits")
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "kit-upload"])
+    wait_until(lambda: not new_threads("kit-upload"))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kit.config import Config
 from kit.errors import ConfigError
+from kit.memory.replay.snapshot import read_snapshot
 from kit.train import DeviceLimit, make_trainer
 from kit.train.callbacks import LiveStorages
 
@@ -101,3 +102,17 @@ def test_a_storage_that_was_emptied_in_place_is_asked_anew():
 def test_a_device_without_memory_is_refused():
     with pytest.raises(ConfigError, match="0 bytes"):
         DeviceLimit(0)
+
+
+def test_what_was_held_when_memory_ran_out_is_kept_with_the_line_that_asked():
+    module, limit = Wide(), DeviceLimit(8 * MIB)
+    trainer = make_trainer(
+        Config(), accelerator="cpu", world_size=1, precision="32-true", callbacks=[limit], max_steps=3
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(module, DataLoader(TensorDataset(torch.zeros(256, 4)), batch_size=128))
+    memory = read_snapshot(limit.snapshot)
+    assert memory.allocated_bytes <= 8 * MIB < memory.allocated_bytes + memory.asked_bytes
+    assert memory.asked_by.endswith(f"line {Wide.training_step.__code__.co_firstlineno + 1}, in training_step")
+    held = {one.owner: one.bytes for one in memory.holdings}
+    assert held == {"parameters": (5 * 16384 + 16385) * 4, "inputs": 128 * 4 * 4}

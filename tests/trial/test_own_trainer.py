@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
@@ -255,6 +256,64 @@ def test_with_the_setting_it_trains_and_the_cheaper_one_is_proposed(config, sett
     asked = config(2).replace({f"hardware.{setting}": True, "hardware.ddp_bucket_bytes": "1 MiB"})
     trial = complete(fit(asked, Headless, TinyData))
     assert any("ddp_static_graph" in warning for warning in trial.warnings) == (setting != "ddp_static_graph")
+
+
+# -- optimizers that take turns
+
+
+class Adversaries(LightningModule):
+    """A generator and a discriminator, as Lightning's documentation trains them."""
+
+    def __init__(self, toggled):
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggled = toggled
+        self.generator = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+        self.discriminator = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LeakyReLU(), torch.nn.Linear(16, 1))
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(part.parameters(), 0.01) for part in (self.generator, self.discriminator)]
+
+    def training_step(self, batch, place):
+        real = batch[0]
+        noise = real.flip(0)
+        fooled = self.turn(0, lambda: self.told(self.generator(noise), 1.0))
+        caught = self.turn(1, lambda: self.told(real, 1.0) + self.told(self.generator(noise).detach(), 0.0))
+        self.log("loss", fooled + caught)
+
+    def told(self, samples, truth):
+        answers = self.discriminator(samples)
+        return torch.nn.functional.binary_cross_entropy_with_logits(answers, torch.full_like(answers, truth))
+
+    def turn(self, place, loss_of):
+        optimizer = self.optimizers()[place]
+        if self.toggled:
+            self.toggle_optimizer(optimizer)
+        loss = loss_of()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        if self.toggled:
+            self.untoggle_optimizer(optimizer)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("toggled", [True, False])
+def test_a_gan_trains_alike_under_ddp_and_fsdp(config, toggled):
+    def losses(strategy, **settings):
+        asked = config(2, strategy).replace({f"hardware.{name}": value for name, value in settings.items()})
+        return logged(complete(fit(asked, lambda: Adversaries(toggled), TinyData)), "loss")
+
+    losses_of_ddp = losses("ddp", ddp_find_unused_parameters=True)
+    assert len(losses_of_ddp) > 2
+    assert losses("fsdp") == pytest.approx(losses_of_ddp, rel=1e-5)
+
+
+def test_a_gan_under_ddp_is_told_the_setting_that_it_needs(config):
+    trial = fit(config(2), Adversaries(True), TinyData)
+    with pytest.raises(TrialError, match="take turns"):
+        trial.wait(SECONDS)
+    assert "hardware.ddp_find_unused_parameters" in trial.message
 
 
 # -- predictions

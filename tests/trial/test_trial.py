@@ -306,7 +306,7 @@ def test_the_end_is_told_though_it_was_read_by_another_thread_while_a_callback_r
     wait_until(lambda: told[-1] == "COMPLETE")
 
 
-def test_unsubscribed_callbacks_are_not_called_and_no_thread_stays(config):
+def test_unsubscribed_callbacks_are_not_called_and_no_thread_stays(config, new_threads):
     trial = fit(config(), lambda: TinyModule(seconds=0.02), DATA)
     seen = []
     unsubscribe = trial.on_change(seen.append)
@@ -315,7 +315,7 @@ def test_unsubscribed_callbacks_are_not_called_and_no_thread_stays(config):
     count = len(seen)
     trial.wait(SECONDS)
     assert len(seen) == count
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "kit-watch"])
+    wait_until(lambda: not new_threads("kit-watch"))
 
 
 # -- opening again
