@@ -208,9 +208,15 @@ def metrics_figure(*trials: Trial) -> Figure:
     Raises:
         TrialError: when nothing was logged yet.
     """
+    for trial in trials:
+        trial.poll()
+    return logged_chart(*trials, titled=True)
+
+
+def logged_chart(*trials: Trial, titled: bool = False) -> Figure:
+    """The figure of what is known of the trials, which are not asked for news."""
     panels: defaultdict[str, list[tuple[str, int, Any]]] = defaultdict(list)
     for place, trial in enumerate(trials):
-        trial.poll()
         for name, series in metrics_of([*trial.steps, *trial.events]).items():
             thing = name
             while (shorter := _STAGE.sub("", thing)) and shorter != thing:
@@ -220,7 +226,8 @@ def metrics_figure(*trials: Trial) -> Figure:
     if not panels:
         raise TrialError(f"{trials[0].name}: nothing was logged, as no step was finished; wait() for it")
     shown = sorted(panels)[:_MOST_METRICS]
-    lines, height = math.ceil(len(shown) / _METRIC_COLUMNS), 0.3 + _METRICS_INCHES * math.ceil(len(shown) / 2)
+    lines = math.ceil(len(shown) / _METRIC_COLUMNS)
+    height = 0.3 * titled + _METRICS_INCHES * lines
     chart = look.figure(7.8, height)
     for place, thing in enumerate(shown):
         left, line = (0.085, 0.585)[place % _METRIC_COLUMNS], lines - 1 - place // _METRIC_COLUMNS
@@ -233,7 +240,10 @@ def metrics_figure(*trials: Trial) -> Figure:
                 colour = look.COLOURS[number % len(look.COLOURS)]
                 axes.plot(steps, values, color=colour, linestyle=look.DASHES[which % len(look.DASHES)], label=name,
                           linewidth=1.4, **few)  # fmt: skip
-            axes.legend(loc="best", fontsize=7)
-    more = f"; {len(panels) - len(shown)} more were logged" if len(panels) > len(shown) else ""
-    look.finding(chart, f"What {trials[0].name} logged{more}")
+            axes.locator_params("x", integer=True)
+            if [name for name, *_ in panels[thing]] != [thing]:
+                axes.legend(loc="best", fontsize=7)
+    if titled:
+        more = f"; {len(panels) - len(shown)} more were logged" if len(panels) > len(shown) else ""
+        look.finding(chart, f"What {trials[0].name} logged{more}")
     return chart

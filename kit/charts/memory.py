@@ -333,7 +333,10 @@ LOOKS = {
 """Category → look, in the order of CATEGORIES."""
 assert tuple(LOOKS) == CATEGORIES
 
-VERDICTS = {"fits": ("✓", GREEN), "tight": ("≈", ORANGE), "does not fit": ("✗", VERMILION), "unknown": ("?", "#777777")}
+VERDICTS = {
+    "fits": ("✓", GREEN), "fits if": ("✓?", ORANGE), "tight": ("≈", ORANGE), "does not fit": ("✗", VERMILION),
+    "unknown": ("?", "#777777"),
+}  # fmt: skip
 """Verdict → the sign and the colour it is shown with."""
 
 

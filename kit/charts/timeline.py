@@ -73,6 +73,8 @@ class TimelineInfo:
     capacity_bytes: int | None = None
     measured_clock: Floats = field(default_factory=lambda: np.zeros(0))
     measured_bytes: Floats = field(default_factory=lambda: np.zeros(0))
+    ran_out: bool = False
+    """Whether memory ran out where what was measured ends."""
 
     @property
     def measured_peak_bytes(self) -> int | None:
@@ -157,6 +159,7 @@ class TimelineChart:
                 area.set_verts([outline] if name in info.category_bytes else [])
                 low = high
             self._measured.set_data(info.measured_clock, info.measured_bytes)
+            self._measured.set(marker="X" if info.ran_out else "", markevery=[-1], markersize=8)
             self._peak.set_data([info.peak_clock], [info.peak_bytes])
             self._mark_capacity(info, limit)
             self._draw_spans(info.spans)
@@ -298,7 +301,11 @@ def timeline_figure(subject: MemoryEstimate | Trial, measured: MeasuredMemory | 
     Raises:
         TrialError: for a trial without a prediction.
     """
-    info = timeline_info(*_predicted_and_measured(subject, measured))
+    return draw_timeline(timeline_info(*_predicted_and_measured(subject, measured)))
+
+
+def draw_timeline(info: TimelineInfo) -> Figure:
+    """The chart of these numbers, with its legend."""
     entries = len(info.category_bytes) + bool(len(info.measured_clock))
     chart = TimelineChart(legend_lines=-(-entries // _LEGEND_COLUMNS))
     chart.show(info)

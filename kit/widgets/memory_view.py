@@ -26,7 +26,7 @@ import ipywidgets
 from kit.charts.memory import VERDICTS, BreakdownChart, breakdown_info, peak_words
 from kit.charts.timeline import TimelineChart, timeline_info
 from kit.config import Config
-from kit.errors import ConfigError, Problem
+from kit.errors import ConfigError, HardwareError, Problem
 from kit.memory.batch_model import MOST_SAMPLES
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.units import format_bytes, format_seconds
@@ -158,7 +158,8 @@ class MemoryView(AnswerView):
 def headline(estimate: MemoryEstimate, first: MemoryEstimate | None = None) -> tuple[str, str, str]:
     """(verdict, size, peak) in words; the size beside that of the `first` model, where it is another."""
     least = "" if estimate.complete else "at least "
-    verdict = f"{estimate.verdict} on {estimate.device}: {least}{format_bytes(estimate.device_reserved_bytes)} reserved"
+    verdict = estimate.verdict_in_words
+    verdict = f"{verdict} on {estimate.device}: {least}{format_bytes(estimate.device_reserved_bytes)} reserved"
     size = f"{estimate.parameters:,} parameters"
     if first is not None and first.parameters not in (0, estimate.parameters):
         size += f", {estimate.parameters / first.parameters:.3g} times the {first.parameters:,} at first"
@@ -216,7 +217,7 @@ class CardAnswer:
             return self.error
         if self.estimate is None:
             return "…"
-        parts: list[str] = [self.estimate.verdict]
+        parts: list[str] = ["fits if guessed right" if self.estimate.verdict == "fits if" else self.estimate.verdict]
         if self.estimate.verdict == "does not fit":
             excess_bytes = self.estimate.total_bytes[0] - self.estimate.capacity_bytes
             parts.append(f"{format_bytes(excess_bytes)} too much" if excess_bytes > 0 else "too fragmented")
@@ -317,6 +318,8 @@ class MemoryAnswers:
             estimate = self._estimate(request, request.device)
         except Exception as error:  # a module is the user's own code
             self._tell(view.on_error, request, error)
+            if isinstance(error, HardwareError):  # a CPU computes no 16-mixed; the GPU models are asked all the same
+                self._rest.submit(lambda: self._answer_cards(request))
             return
         self._tell(view.on_estimate, request, estimate, time.monotonic() - started)
         self._tell(view.on_rest, request, estimate)
@@ -377,7 +380,7 @@ def largest_replayed(model: MemoryModel, accumulate: int) -> int | None:
         return None
 
     def fails(size: int) -> bool:
-        return not model.estimate(size, accumulate=accumulate).fits
+        return not model.estimate(size, accumulate=accumulate).may_fit
 
     end = 1
     while end <= MOST_SAMPLES and not fails(end):

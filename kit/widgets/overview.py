@@ -122,7 +122,7 @@ def memory_card(
     largest = max(parts, key=lambda part: part[1], default=("nothing", 0))
     share = largest[1] / max(1, sum(count for _, count in parts))
     words = [text for text in (answer.words if answer else "").split(", ") if "batch" in text or "sample" in text]
-    why = " · ".join([*words, f"{largest[0]} {share:.0%} of the peak"])
+    why = " · ".join([*estimate.conditions[:1], *words, f"{largest[0]} {share:.0%} of the peak"])
     whole = max(estimate.capacity_bytes, estimate.device_reserved_bytes)
     bar = [(count / whole, LOOKS[name].colour) for name, count in estimate.breakdown.items() if count]
     return OverviewCard(

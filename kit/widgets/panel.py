@@ -27,7 +27,8 @@ from kit.config import Config
 from kit.errors import ConfigError, KitError, TrialError
 from kit.memory.alongside import fit
 from kit.memory.dials import model_dials
-from kit.memory.replay.cards import THIS_MACHINE
+from kit.memory.query import precision_of
+from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget, target_of
 from kit.studies.calibration.result import Calibration, calibrate
 from kit.studies.diagnosis.diagnose import Diagnosis
 from kit.studies.profiling.profile import Profile, profile
@@ -144,7 +145,7 @@ class Panel(ConfigPanel):
         self._listen()
         self._show_changes()
         self._show_code()
-        self._show_hints(config)
+        self._show_hints()
         self._show_cards()
         self.committing.look(config)
         self.exporting.look(config)
@@ -329,8 +330,8 @@ class Panel(ConfigPanel):
         self.calibration.button.on_click(lambda _: select("Data"))
         self.profiling.button.on_click(lambda _: select("Advice"))
         self.diagnosing.button.on_click(lambda _: select("Advice"))
-        cards = weakly(self._show_cards)
-        self.memory.device_control.observe(lambda _: (predict(), cards()), "value")
+        cards, hints = weakly(self._show_cards), weakly(self._show_hints)
+        self.memory.device_control.observe(lambda _: (predict(), cards(), hints()), "value")
         self.form.on_change(weakly(self._on_config))
         show_plan = weakly(self._show_plan)
         drawing = self._drawing
@@ -382,7 +383,7 @@ class Panel(ConfigPanel):
         self._show_code()
         self._show_cards()
         self._predict()
-        self._show_hints(config)
+        self._show_hints()
         self.committing.look(config)
         self.exporting.look(config, again=False)
         if self.store is not None:
@@ -424,7 +425,7 @@ class Panel(ConfigPanel):
         """Four answers over the settings and the tabs; the line of code below."""
         self._data_tab = ipywidgets.VBox([self.calibration.ui])
         pages = {
-            "Live": [self.view.progress, self.view.chart, self.view.notes, self.view.error],
+            "Live": [self.view.progress, self.view.chart, self.view.logged, self.view.notes, self.view.error],
             "Memory": [*self.memory.named_sliders(), self.memory.dials.ui, self.memory.view.ui],
             "Data": self._data_tab, "Advice": [self.diagnosing.ui, self.profiling.ui],
             "Trials": [self.exporting.ui], "Commit": [self.committing.ui],
@@ -507,9 +508,9 @@ class Panel(ConfigPanel):
         else:
             relabel(self.button, "Fit", "play", "primary", "start a trial: this config, run briefly in other processes")
 
-    def _show_hints(self, config: Config) -> None:
-        hints = device_hints(config, self._base, self._data)
-        self.form.show_hints({**hints, **size_hints(config, self._module)}, "settings")
+    def _show_hints(self) -> None:
+        hints = device_hints(self.config, self._base, self._data, self.memory.device)
+        self.form.show_hints({**hints, **size_hints(self.config, self._module)}, "settings")
 
     def _show_code(self) -> None:
         yaml = folded_html("config as YAML", pre_html(self.config.to_yaml(comments=False)))
@@ -527,19 +528,23 @@ class Panel(ConfigPanel):
             self._predict()
 
 
-def device_hints(config: Config, base: Config | None = None, data: Any = None) -> dict[str, str]:
+def device_hints(
+    config: Config, base: Config | None = None, data: Any = None, device: str | int = THIS_MACHINE
+) -> dict[str, str]:
     """What `auto` came to on this machine and why, what the strategy means, and the samples of a step.
 
     `base` is the config that the learning rate was chosen for, by default this one; `data` is as `kit.fit` takes it.
+    Precision and attention are those of `device`, the one that memory is predicted for.
     """
     from kit.machine.machine import hardware, resolve_devices
 
     machine = hardware()
+    on_card = {} if device == THIS_MACHINE else _card_hints(config, target_of(device))
     strategy = {"hardware.strategy": explain_strategy(config.hardware.strategy)}
     try:
         resolved = resolve_devices(config, machine)
     except KitError as error:
-        return {**strategy, "hardware.devices": str(error)}
+        return {**strategy, "hardware.devices": str(error), **on_card}
     precision = [reason for reason in resolved.reasons if reason.startswith(resolved.precision)]
     rule, before = batch_rule(Part.of(data), config), None
     sizes = {} if rule.by_config or rule.size is None else {"loader.batch_size": rule.size}
@@ -553,6 +558,14 @@ def device_hints(config: Config, base: Config | None = None, data: Any = None) -
         "hardware.precision": "; ".join(precision),
         "loader.batch_size": "; ".join(filter(None, [rule.note, seen])),
         "levers.attention": explain_attention(resolved.accelerator, config.levers.attention),
+        **on_card,
+    }
+
+
+def _card_hints(config: Config, target: DeviceTarget) -> dict[str, str]:
+    return {
+        "hardware.precision": f"{precision_of(config, target)} on {target}",
+        "levers.attention": explain_attention("gpu", config.levers.attention),
     }
 
 

@@ -1,7 +1,8 @@
-"""TrialView: a trial while it runs: progress with the time left, the chart, and how it ended.
+"""TrialView: a trial while it runs: progress with the time left, the chart, what its module logged, and how it ended.
 
 A view on a run directory and nothing else: it polls no process, and the trial goes on without it. Pictures are swapped
-in place, at most six a second and fewer where drawing is slow. A failed trial shows its root cause first and its
+in place, at most six a second and fewer where drawing is slow; the loss and all else that was logged every few seconds
+and at the end. A failed trial shows its root cause first and its
 traceback folded.
 
 AttemptsView: the same for a series of trials (a batch search, a back-off, a profile): its table, and a Stop button.
@@ -15,6 +16,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from kit.charts import style as look
+from kit.charts.compare import logged_chart
 from kit.charts.trial import TrialChart
 from kit.config import Config
 from kit.errors import TrialError
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 _DRAWS_PER_SECOND = 6
 _LONGEST_PAUSE_SECONDS = 0.5
+_LOGGED_SECONDS = 3.0
 _STARTING = "starting the ranks"
 
 
@@ -46,7 +50,7 @@ class TrialView(AnswerView):
         self.trial: Trial | None = None
         self._speed: SpeedRange | None = None
         self._estimate: MemoryEstimate | None = None
-        self.progress, self.chart, self.notes = line(), line(margin="4px 0 0"), line()
+        self.progress, self.chart, self.logged, self.notes = line(), line(margin="4px 0 0"), line(), line()
         self.progress.add_class("kit-trial")
         self._drawing = threading.RLock()
         self.reset(config)
@@ -56,7 +60,8 @@ class TrialView(AnswerView):
         with self._drawing:
             self.limits = config.trial
             """What the empty chart depends on."""
-            self._chart, self._seen, self._next_draw = TrialChart(config), (0, 0), 0.0
+            self._chart, self._seen, self._next_draw, self._next_logged = TrialChart(config), (0, 0), 0.0, 0.0
+            self.logged.value = ""
             self.say(words, 0.0)
             self.show_error("")
             self.notes.value = ""
@@ -83,12 +88,20 @@ class TrialView(AnswerView):
             self.chart.value = self._chart.svg()
             took = time.monotonic() - now
             self._next_draw = now + min(max(1 / _DRAWS_PER_SECOND, 4 * took), _LONGEST_PAUSE_SECONDS)
+            if trial.ended or now >= self._next_logged:
+                self._draw_logged(trial)
             done, of = self._chart.trace.last_step, self._chart.trace.max_steps
             fraction = 1.0 if trial.state == "COMPLETE" else done / of
             self.say(in_words(trial, done, of), fraction, spoken=trial.ended or not done)
             self.notes.value = notes_html(trial)
             if trial.error:
                 self.show_error(trial.error, trial.traceback)
+
+    def _draw_logged(self, trial: Trial) -> None:
+        with contextlib.suppress(TrialError):  # nothing was logged yet
+            drawn = logged_chart(trial)
+            self.logged.value = look.svg(drawn, f"What {trial.name} logged")
+        self._next_logged = time.monotonic() + _LOGGED_SECONDS
 
     def _take(self, trial: Trial) -> None:
         if self._estimate is None:
@@ -176,7 +189,7 @@ def display(trial: Trial) -> None:
     view.watch(trial)
     stop = button("Stop", "stop", "end the trial after its current step; what it measured is kept")
     stop.on_click(lambda _: trial.stop())
-    box = live_box([row(stop, view.progress), view.chart, view.notes, view.error], max_width="800px")
+    box = live_box([row(stop, view.progress), view.chart, view.logged, view.notes, view.error], max_width="800px")
     shown = LiveDisplay(box, f"{trial!r}\nRun this cell again to see it live.", lambda: view.still)
 
     def on_change(trial: Trial) -> None:

@@ -60,6 +60,7 @@ def test_memory_is_known_before_anything_runs_and_speed_after_a_trial(opened, pa
     expect(card(panel, "speed, measured")).to_contain_text("samples/s")
     expect(card(panel, "whole run, predicted")).to_contain_text("1 epoch, 1 device")
     expect(tab(panel, "Trials")).to_contain_text("Trials (1)")
+    expect(panel.get_by_label(re.compile("logged"))).to_be_visible()
     opened.page.screenshot(path=artifacts / "panel_after.png")
 
 

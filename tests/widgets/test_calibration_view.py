@@ -5,16 +5,9 @@ from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
 from kit.errors import TrialError
-from kit.trial.client import close_supervisors
 from kit.widgets.panel import Panel
 
 WAIT = PATIENCE_SECONDS
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_supervisor_left():
-    yield
-    close_supervisors()
 
 
 @pytest.fixture

@@ -11,19 +11,12 @@ import kit
 from kit.config import Config
 from kit.errors import ConfigError
 from kit.studies.diagnosis.diagnose import Diagnosis
-from kit.trial.client import close_supervisors
 from kit.widgets.controls import make_control, read_control, write_control
 from kit.widgets.files import FORMATS
 from kit.widgets.live import widgets_in
 
 WAIT = PATIENCE_SECONDS
 TINY = Path(__file__).parents[1] / "data" / "tiny_source.py"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_supervisor_left():
-    yield
-    close_supervisors()
 
 
 @pytest.fixture

@@ -10,14 +10,7 @@ from kit.config import Config
 from kit.errors import TrialError
 from kit.studies.diagnosis import diagnose
 from kit.testing import TinyData, TinyModule
-from kit.trial.client import close_supervisors
 from kit.widgets.panel import panel
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_supervisor_left():
-    yield
-    close_supervisors()
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ def test_a_slider_moved_while_a_card_is_recorded_does_not_wait_for_it(bench):
 
 def test_a_search_that_does_not_end_says_where_it_was_left():
     def fits_always(batch_size, accumulate):
-        return SimpleNamespace(fits=True, complete=True)
+        return SimpleNamespace(may_fit=True, complete=True)
 
     found = largest_replayed(SimpleNamespace(reason="", estimate=fits_always), 1)
     assert found == MOST_SAMPLES
@@ -292,6 +292,21 @@ def test_a_field_that_only_its_use_finds_wrong_has_the_reason_beside_it():
     panel.wait(WAIT)
     assert panel.form._notes["model.arguments"].value == ""
     assert panel.view.error.value == ""
+
+
+class OnlyOnGpus(Bench):
+    def __call__(self, config, device):
+        if device == "this machine":
+            raise HardwareError("16-mixed needs a GPU")
+        return super().__call__(config, device)
+
+
+def test_cards_are_judged_where_this_machine_computes_no_such_numbers():
+    panel = OnlyOnGpus().panel("this machine", **{"hardware.precision": "16-mixed", "hardware.accelerator": "cpu"})
+    with pytest.raises(HardwareError, match="16-mixed"):
+        panel.wait(WAIT)
+    verdicts = {answer.device: answer.estimate.verdict for answer in panel.cards if answer.estimate}
+    assert set(verdicts) == set(CARDS)
 
 
 def test_edits_that_do_not_fit_wait_beside_their_control(bench):

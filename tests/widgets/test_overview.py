@@ -8,7 +8,6 @@ from waiting import PATIENCE_SECONDS
 import kit
 from kit.config import Config
 from kit.records.row import row_of
-from kit.trial.client import close_supervisors
 from kit.widgets.memory_view import CardAnswer
 from kit.widgets.overview import (
     Overview,
@@ -37,7 +36,6 @@ def trial(tmp_path_factory):
         found = kit.fit(Config().replace(FEW), data="kit.testing:TinyData")
         found.wait(PATIENCE_SECONDS)
         yield found
-        close_supervisors()
 
 
 @pytest.fixture(scope="module")
@@ -164,4 +162,3 @@ def test_a_panel_fills_its_cards_as_it_goes(tmp_path, monkeypatch):
     made.reset_button.click()
     assert made.overview.cards["speed"].unit == "samples/s here"
     made.close()
-    close_supervisors()

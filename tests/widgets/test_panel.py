@@ -10,7 +10,6 @@ from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
-from kit.trial.client import close_supervisors
 from kit.widgets import panel as panels
 from kit.widgets.live import LatestOnlyWorker
 from kit.widgets.panel import Panel, panel
@@ -39,12 +38,6 @@ class Waves:
         return (t + 2 * y + 3 * x).astype("int16")
 '''
 WAIT = PATIENCE_SECONDS
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_supervisor_left():
-    yield
-    close_supervisors()
 
 
 @pytest.fixture
@@ -373,6 +366,16 @@ def test_the_sizes_of_the_model_stand_beside_its_arguments(config):
 def test_device_hints_name_what_is_missing(config):
     hints = panels.device_hints(config.replace({"hardware.devices": 3, "hardware.strategy": "ddp"}))
     assert hints["hardware.devices"]
+
+
+def test_precision_and_attention_are_those_of_the_card_asked_about(config):
+    changes = {"hardware.accelerator": "cpu", "hardware.precision": "16-mixed", "levers.attention": "cudnn"}
+    asked = config.replace(changes)
+    assert "needs a GPU" in panels.device_hints(asked)["hardware.devices"]
+    hints = panels.device_hints(asked, device="H100-80GB")
+    assert hints["hardware.precision"].startswith("16-mixed on H100")
+    assert "cudnn" in hints["levers.attention"]
+    assert "torch chooses" not in hints["levers.attention"]
 
 
 def test_the_strategy_says_what_it_means_and_a_mesh_that_does_not_fit_shows_its_arithmetic(config):

@@ -11,7 +11,6 @@ from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.config import Config
-from kit.trial.client import close_supervisors
 from kit.widgets.form import ConfigForm
 from kit.widgets.live import widgets_in
 
@@ -25,12 +24,6 @@ class MyData(TinyData):
 """
 PANELS = ("panel", "memory.panel", "data.chunk_panel", "data.build_panel")
 FEWEST_WORDS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_supervisor_left():
-    yield
-    close_supervisors()
 
 
 @pytest.fixture
