@@ -18,11 +18,15 @@ from typing import Any
 RESULTS = Path(__file__).with_name("results.jsonl")
 
 
-def publish(benchmark: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Print `rows` (same keys each) under the benchmark's name; record them when the command line says so."""
-    parser = argparse.ArgumentParser(description=benchmark)
-    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results.jsonl")
-    record = parser.parse_args().record
+def publish(benchmark: str, rows: Sequence[dict[str, Any]], *, record: bool | None = None, **facts: Any) -> None:
+    """Print `rows` (same keys each) under the benchmark's name; record them when the command line says so.
+
+    A benchmark with arguments of its own reads the command line itself and says whether to `record`.
+    """
+    if record is None:
+        parser = argparse.ArgumentParser(description=benchmark)
+        parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results.jsonl")
+        record = parser.parse_args().record
     texts = [[_text(value) for value in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(list(rows[0]), *texts, strict=True)]
     print(f"\n{benchmark}")
