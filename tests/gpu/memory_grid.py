@@ -404,21 +404,28 @@ def _text(value):
 
 
 def main(arguments=None):
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.measure:
         measure(json.loads(options.measure), options.under_cap)
         return 0
     if options.output is None:
-        _parser().error("--output says where the lines go, such as --output grid.jsonl")
+        parser().error("--output says where the lines go, such as --output grid.jsonl")
+    output = Path(options.output)
+    for row in run_cases(options):
+        print(row["case"], row.get("error", "done").splitlines()[0], flush=True)
+    rows = [row for row in read_rows(output).values() if row["device"] == options.device]
+    show(rows)
+    return int(any("error" in row for row in rows))
+
+
+def run_cases(options):
+    """Run what the output does not hold yet; each line when it is there."""
     output = Path(options.output)
     for case in todo(options, read_rows(output)):
         row = run_case(case, options.cap)
         with output.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(case.name, row.get("error", "done").splitlines()[0], flush=True)
-    rows = [row for row in read_rows(output).values() if row["device"] == options.device]
-    show(rows)
-    return int(any("error" in row for row in rows))
+        yield row
 
 
 def todo(options, rows):
@@ -443,7 +450,7 @@ def todo(options, rows):
     return [case for case in asked if case.name not in done and options.only in case.name]
 
 
-def _parser():
+def parser():
     parser = argparse.ArgumentParser(description="Predicted beside measured memory, on this machine's GPU.")
     parser.add_argument("--output", help="JSON lines, one a case; what is there is kept and not run again")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

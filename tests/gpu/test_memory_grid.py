@@ -39,7 +39,7 @@ def test_a_case_that_was_said_to_fit_and_ran_out_is_counted_apart():
 
 def test_a_grid_goes_on_where_it_was_interrupted(tmp_path):
     path = tmp_path / "grid.jsonl"
-    quick = memory_grid._parser().parse_args(["--device", "cpu", "--quick", "--output", str(path)])
+    quick = memory_grid.parser().parse_args(["--device", "cpu", "--quick", "--output", str(path)])
     first, second, *rest = memory_grid.todo(quick, {})
     lines = [
         {**row(first.name, 1, 1), "device": "cpu"},
