@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,13 @@ def environment_restored():
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+@pytest.fixture
+def new_threads():
+    """Finds by the start of their names threads begun since and alive; loaders of other tests have their own."""
+    before = {*threading.enumerate()}
+    return lambda *names: [one for one in {*threading.enumerate()} - before if one.name.startswith(names)]
 
 
 @pytest.fixture

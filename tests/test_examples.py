@@ -19,7 +19,6 @@ import readme
 
 import kit
 from kit.testing import TinyData, TinyModule
-from kit.trial.client import close_supervisors
 
 PUBLIC = [f"{package}.{name}" for package, names in house.public().items() for name in names]
 SMALL = {
@@ -55,7 +54,6 @@ def project(tmp_path_factory):
         patch.syspath_prepend(folder / "datasets" / "shop")
         yield folder
         sys.modules.pop("generate", None)
-        close_supervisors()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 
 import dask.array
@@ -150,15 +149,14 @@ def test_strict_makes_an_absent_chunk_an_error_that_names_it(store, how):
             read(config)
 
 
-def test_a_loader_that_failed_and_was_forgotten_leaves_no_thread(tmp_path):
+def test_a_loader_that_failed_and_was_forgotten_leaves_no_thread(tmp_path, new_threads):
     sharded(tmp_path / "absent.zarr")
-    others = {*threading.enumerate()}
     with pytest.raises(MissingChunkError):
         read(reading(tmp_path / "absent.zarr", **{"data.strict": True}))
 
     def collected():
         gc.collect()
-        return not any(one.name.startswith("kit-") for one in threading.enumerate() if one not in others)
+        return not new_threads("kit-")
 
     wait_until(collected)
 

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from contextlib import suppress
 from dataclasses import replace
@@ -214,7 +213,7 @@ def test_an_interrupt_leaves_a_store_that_says_how_far_it_got_and_can_be_finishe
     assert verify(config, progress=False).faults == ()
 
 
-def test_a_real_interrupt_signal_ends_a_build_and_leaves_no_thread(tmp_path, tiny_config):
+def test_a_real_interrupt_signal_ends_a_build_and_leaves_no_thread(tmp_path, tiny_config, new_threads):
     config = tiny_config(tmp_path / "t.zarr", data__arguments={"time": 400})
     timer = []
 
@@ -225,7 +224,7 @@ def test_a_real_interrupt_signal_ends_a_build_and_leaves_no_thread(tmp_path, tin
 
     with pytest.raises(KeyboardInterrupt):
         build(config, progress=progress)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kit-build")]
+    assert not new_threads("kit-build")
     with pytest.raises(UnfinishedStoreError):
         open_dataset(config)
 

@@ -36,12 +36,10 @@ CHECKED_TWICE = (ZstdCodec(level=0, checksum=True), Crc32cCodec())
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left():
-    before = {*threading.enumerate()}  # of other tests, whose loaders stay open for a module
+def no_thread_is_left(new_threads):
     yield
     gc.collect()
-    new = {*threading.enumerate()} - before
-    kit_threads = [thread for thread in new if thread.name.startswith(("kit-read", "kit-decode"))]
+    kit_threads = new_threads("kit-read", "kit-decode")
     for thread in kit_threads:
         thread.join(PATIENCE_SECONDS)
     assert not [thread for thread in kit_threads if thread.is_alive()]
@@ -523,7 +521,7 @@ def test_leaving_the_stream_cancels_what_was_read_ahead(tmp_path):
         wait_until(lambda: store.in_flight == 0)
 
 
-def test_an_exception_in_the_consumer_leaves_no_thread(tmp_path):
+def test_an_exception_in_the_consumer_leaves_no_thread(tmp_path, new_threads):
     source, stores = gated(write_folder(tmp_path, shards=None))
 
     def consume():
@@ -537,7 +535,7 @@ def test_an_exception_in_the_consumer_leaves_no_thread(tmp_path):
     with pytest.raises(RuntimeError, match="diverged"):
         consume()
     assert stores[0].in_flight == 0
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-decode")]
+    assert not new_threads("kit-decode")
 
 
 def test_closing_ends_a_stream_that_is_waiting(tmp_path):

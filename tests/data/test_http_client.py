@@ -6,6 +6,7 @@ import http.server
 import json
 import multiprocessing
 import re
+import shutil
 import threading
 import tracemalloc
 from concurrent.futures import Future
@@ -30,16 +31,27 @@ SHAPE, PATCH = (6, 40, 50), (2, 9, 11)
 SCHEMES = ["gs", "s3", "http"]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the server keeps its buckets."""
+    return tmp_path_factory.mktemp("buckets")
+
+
+@pytest.fixture(scope="module")
+def running_cloud(folder):
+    with simulated_cloud("no limits", folder=folder) as running:
+        yield running
+
+
 @pytest.fixture
-def cloud(tmp_path, monkeypatch):
+def cloud(cloud, folder):
     """A bucket `b` with an array in chunks and one in shards, on a server of our own."""
-    monkeypatch.delenv(VARIABLE, raising=False)
+    shutil.rmtree(folder / "b", ignore_errors=True)
     random = np.random.default_rng(0)
     for name, shards in {"chunks": None, "shards": (6, 20, 50)}.items():
         values = random.normal(size=SHAPE).astype("f4")
-        write_array(tmp_path / "b" / name, "a", values, chunks=(2, 10, 25), shards=shards)
-    with simulated_cloud("no limits", folder=tmp_path) as running:
-        yield running
+        write_array(folder / "b" / name, "a", values, chunks=(2, 10, 25), shards=shards)
+    return cloud
 
 
 def url_of(cloud, scheme, layout):
@@ -59,12 +71,12 @@ def read(dataset):
 
 @pytest.mark.parametrize("layout", ["chunks", "shards"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_both_clients_give_the_values_of_the_folder(cloud, tmp_path, scheme, layout, monkeypatch):
+def test_both_clients_give_the_values_of_the_folder(cloud, folder, scheme, layout, monkeypatch):
     dataset = open_dataset(url_of(cloud, scheme, layout), variables=["a"])
     by_wire = read(dataset)
     monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     by_fsspec = read(dataset)
-    local = read(open_dataset(str(tmp_path / "b" / layout)))
+    local = read(open_dataset(str(folder / "b" / layout)))
     assert (by_wire[3], by_fsspec[3]) == (HttpClient, AsyncClient)
     for got in (by_wire, by_fsspec):
         assert np.array_equal(got[0], local[0])
@@ -73,9 +85,9 @@ def test_both_clients_give_the_values_of_the_folder(cloud, tmp_path, scheme, lay
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_object_is_read_whole_in_part_and_from_its_end(cloud, tmp_path, scheme):
-    (tmp_path / "b" / "x").mkdir()
-    (tmp_path / "b" / "x" / "k").write_bytes(b"0123456789")
+def test_an_object_is_read_whole_in_part_and_from_its_end(cloud, folder, scheme):
+    (folder / "b" / "x").mkdir()
+    (folder / "b" / "x" / "k").write_bytes(b"0123456789")
     counters, url = Counters(), url_of(cloud, scheme, "x")
     source = HttpClient(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, counters)
     assert bytes(source.read("k")) == b"0123456789"
@@ -113,10 +125,10 @@ class Told(Get):
         self.future.set_exception(error)
 
 
-def ask_all(cloud, tmp_path, requests):
+def ask_all(cloud, folder, requests):
     """A wire that has had so many answers of a byte, and what it counted."""
-    (tmp_path / "b" / "x").mkdir()
-    (tmp_path / "b" / "x" / "k").write_bytes(b"1")
+    (folder / "b" / "x").mkdir()
+    (folder / "b" / "x" / "k").write_bytes(b"1")
     url, counters = url_of(cloud, "http", "x"), Counters()
     cloud.reset_counts()
     source = HttpClient(address_of(open_store(url), url), url, 256, PATIENCE_SECONDS, counters)
@@ -127,10 +139,10 @@ def ask_all(cloud, tmp_path, requests):
     return source, counters.values()
 
 
-def test_no_more_requests_are_open_than_the_limit_allows_and_it_is_told_how_each_went(cloud, tmp_path, monkeypatch):
+def test_no_more_requests_are_open_than_the_limit_allows_and_it_is_told_how_each_went(cloud, folder, monkeypatch):
     monkeypatch.setattr("kit.data.stores.http.ConcurrencyLimit", Noted)
     cloud.turn(latency_seconds=0.05, requests_per_second=20)
-    source, counted = ask_all(cloud, tmp_path, 40)
+    source, counted = ask_all(cloud, folder, 40)
     seen = cloud.counts()
     assert seen.most_in_flight <= 7
     assert len(source.limit.seconds) == 40
@@ -138,20 +150,20 @@ def test_no_more_requests_are_open_than_the_limit_allows_and_it_is_told_how_each
     assert seen.refused == source.limit.refusals == counted["retries"] > 0
 
 
-def test_where_only_latency_binds_all_that_are_allowed_are_soon_open(cloud, tmp_path, monkeypatch):
+def test_where_only_latency_binds_all_that_are_allowed_are_soon_open(cloud, folder, monkeypatch):
     answered = ConcurrencyLimit.answered
     # As long as the store takes: how long this machine takes is no crowd.
     monkeypatch.setattr(ConcurrencyLimit, "answered", lambda limit, sent_in, _: answered(limit, sent_in, 0.3))
     cloud.turn(latency_seconds=0.3)
-    source, counted = ask_all(cloud, tmp_path, 800)
+    source, counted = ask_all(cloud, folder, 800)
     assert (source.limit.now, source.limit.reason) == (256, "")
     assert FEWEST < cloud.counts().most_in_flight <= 256
     assert counted["retries"] == 0
 
 
-def test_a_connection_that_waits_keeps_nothing_of_its_last_answer(cloud, tmp_path):
-    (tmp_path / "b" / "x").mkdir()
-    (tmp_path / "b" / "x" / "k").write_bytes(bytes(8 << 20))
+def test_a_connection_that_waits_keeps_nothing_of_its_last_answer(cloud, folder):
+    (folder / "b" / "x").mkdir()
+    (folder / "b" / "x" / "k").write_bytes(bytes(8 << 20))
     url = url_of(cloud, "http", "x")
     source = HttpClient(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, Counters())
     source.read("k")
@@ -179,11 +191,11 @@ def test_a_refusal_is_an_error_without_a_secret(cloud, scheme, by, monkeypatch):
 
 @pytest.mark.parametrize("by", ["wire", "fsspec"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_truncated_object_on_the_store_is_named_as_damage(cloud, tmp_path, scheme, by, monkeypatch):
+def test_a_truncated_object_on_the_store_is_named_as_damage(cloud, folder, scheme, by, monkeypatch):
     if by == "fsspec":
         monkeypatch.setattr("kit.data.stream.fetch.address_of", lambda *_: None)
     dataset = open_dataset(url_of(cloud, scheme, "chunks"), variables=["a"])
-    for path in (tmp_path / "b" / "chunks" / "a" / "c").rglob("*"):
+    for path in (folder / "b" / "chunks" / "a" / "c").rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(CorruptChunkError, match="of a .*damaged"):
@@ -331,13 +343,13 @@ def test_no_repr_of_an_address_shows_a_key(noting, monkeypatch):
 # -- its thread
 
 
-def test_its_thread_ends_when_nothing_is_asked_for_and_comes_back(cloud, monkeypatch):
+def test_its_thread_ends_when_nothing_is_asked_for_and_comes_back(cloud, monkeypatch, new_threads):
     monkeypatch.setattr("kit.data.stores.http._LINGER_SECONDS", 0.05)
     url = url_of(cloud, "gs", "chunks")
     wire = HttpClient(address_of(open_store(url), url), url, 4, PATIENCE_SECONDS, Counters())
     for _ in range(3):
         assert wire.read("a/zarr.json") is not None
-        wait_until(lambda: not any(thread.name == "kit-http" for thread in threading.enumerate()))
+        wait_until(lambda: not new_threads("kit-http"))
 
 
 def test_whoever_waits_when_it_is_closed_is_told_so(cloud):

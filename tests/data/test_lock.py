@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -213,11 +212,11 @@ def test_a_lock_whose_taker_was_lost_too_is_taken(cloud):
     assert list_objects(store, ".kit", url) == []
 
 
-def test_a_holder_that_lost_its_lock_while_it_slept_leaves_that_of_the_next_alone(cloud, monkeypatch):
+def test_a_holder_that_lost_its_lock_while_it_slept_leaves_that_of_the_next_alone(cloud, monkeypatch, new_threads):
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
     url = cloud.url("race/slept.zarr")
     store = open_store(url, read_only=False)
     with write_lock(store, url):
         write_object(store, LOCK_KEY, holder("next"), url)
-        wait_until(lambda: not any(thread.name == "kit-lock" for thread in threading.enumerate()))
+        wait_until(lambda: not new_threads("kit-lock"))
     assert json.loads(read_object(store, LOCK_KEY, url))["token"] == "next"

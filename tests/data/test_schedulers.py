@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def recut(source, target, chunk, **changes):
 # -- the same bytes
 
 
-def test_all_schedulers_write_the_same_bytes(tmp_path):
+def test_all_schedulers_write_the_same_bytes(tmp_path, new_threads):
     values = write_slices(tmp_path / "source.zarr")
     chunk = {"time": 40, "lat": 16, "lon": 16}
     kinds = {"single-threaded": {}, "threads": {"build__threads": 2}, "distributed": {"build__workers": 1}}
@@ -89,7 +88,7 @@ def test_all_schedulers_write_the_same_bytes(tmp_path):
         assert verify(config, progress=False).faults == ()
         found[kind] = data_of(tmp_path / f"{kind}.zarr")
     assert found["threads"] == found["single-threaded"] == found["distributed"]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-build")]
+    assert not new_threads("kit-build")
 
 
 @examples(15)

@@ -15,7 +15,6 @@ from kit.studies.diagnosis.diagnose import judge
 from kit.studies.diagnosis.peaks import Peaks
 from kit.studies.repeats import RunSource
 from kit.targets import load_target
-from kit.trial import client
 
 FOLDER = Path(__file__).parents[2] / "datasets" / "slow"
 DATA, MODULE = "datasets/slow/parts.py:ValueByValue", "datasets/slow/parts.py:Counting"
@@ -47,8 +46,7 @@ def slow(tmp_path_factory):
         }
     )
     kit.build(recipe)
-    yield recipe
-    client.close_supervisors()
+    return recipe
 
 
 def mended(slow, left=()):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import kit
-from kit.trial import client
 
 SCRIPT = Path(kit.__file__).parents[1] / "datasets" / "topics" / "train.py"
 SIZES = {"documents": 400, "terms": 120, "topics": 4}
@@ -52,7 +51,6 @@ def test_one_process_and_two_find_the_topics_that_a_fit_from_python_finds(tmp_pa
         "trial.predict_memory": False,
     })  # fmt: skip
     kit.fit(config, None, "kit.data:RowData").wait()
-    client.close_supervisors()
     here = kit.open_topics(tmp_path / "here.npz")
     np.testing.assert_allclose(one.terms, here.terms, atol=1e-4)
     np.testing.assert_allclose(one.shares, here.shares, atol=1e-3)

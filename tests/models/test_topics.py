@@ -11,7 +11,6 @@ import kit
 from kit.config import Config
 from kit.errors import ConfigError, StoreError
 from kit.train import make_trainer
-from kit.trial import client
 
 Corpus, PoissonNMF, RowAdamW = topics.Corpus, topics.PoissonNMF, topics.RowAdamW
 SIZES = {"documents": 96, "terms": 60, "topics": 4}
@@ -176,13 +175,12 @@ def test_what_is_saved_is_settled_and_loads_into_dense_updates_too(corpus, tmp_p
 def config(corpus, tmp_path):
     source = tmp_path / "counts.npy"
     kit.data.write_rows(source, corpus.rows, corpus.shape, progress=False)
-    yield Config.make({
+    return Config.make({
         "hardware": {"accelerator": "cpu", "threads_per_rank": 1},
         "loader": {"batch_size": 16}, "data": {"arguments": {"source": str(source)}},
         "model": {"target": "kit.models:PoissonNMF", "arguments": {**SIZES, "save_path": str(tmp_path / "t.npz")}},
         "trial": {"max_steps": 12, "predict_memory": False, "folder": str(tmp_path / "runs")},
     })  # fmt: skip
-    client.close_supervisors()
 
 
 def losses_of(config):

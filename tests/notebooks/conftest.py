@@ -3,14 +3,6 @@ import shutil
 import pytest
 import readme
 
-from kit.trial.client import close_supervisors
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_supervisor_left():
-    yield
-    close_supervisors()
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):

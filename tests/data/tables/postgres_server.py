@@ -47,12 +47,13 @@ class PostgresServer:
         self.start()
 
     def start(self):
-        """Serve, at first or again after `kill`."""
+        """Serve, at first or again after `kill`; no vacuum of its own makes a new state of the data meanwhile."""
         programs = folder_of_programs()
         self._process = subprocess.Popen(
             [
                 programs / "postgres", "-D", self._folder / "data", "-h", self.host, "-p", str(self.port),
                 "-k", self._folder, "-F", "-c", "shared_buffers=16MB", "-c", "max_connections=40",
+                "-c", "autovacuum=off",
             ],
             stdout=self._log, stderr=self._log, cwd=self._folder, preexec_fn=_end_with_the_tests, **self._as,
         )  # fmt: skip

@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import event_tables
 import pyarrow
 
 from kit.data.tables.cache import QueryCache
+from kit.data.tables.declare import open_table  # not by way of a loader, which imports torch for seconds
 from kit.data.tables.source import Query, plan_partitions
 
 MOVES_BEFORE = {"file": 0, "marker": 1, "whole": 2}
@@ -59,7 +59,8 @@ def stay_after(moves):
 
 
 def main(folder, number, step):
-    source = event_tables.opened(folder / "shop.parquet")
+    columns = {"main_entity_column": "customer", "date_column": "time"}
+    source = open_table(folder / "shop.parquet", **columns, connection={"threads": 1})
     asked = Stuck(source) if step == "draft" else source
     if step in MOVES_BEFORE:
         stay_after(MOVES_BEFORE[step])

@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import threading
 
 import event_tables
 import pyarrow
@@ -222,7 +221,7 @@ def test_entities_that_come_under_a_declared_version_are_noticed_in_their_query_
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_a_query_that_fails_mid_way_ends_the_pass_and_loses_nothing(tables, prefetch):
+def test_a_query_that_fails_mid_way_ends_the_pass_and_loses_nothing(tables, prefetch, new_threads):
     source = tables["duckdb", "hash_mod"]
     whole = [*loader(source, 4)]
     loaded = loader(source, 4, prefetch=prefetch)
@@ -243,15 +242,15 @@ def test_a_query_that_fails_mid_way_ends_the_pass_and_loses_nothing(tables, pref
     assert 0 < len(got) < len(whole)
     loaded.load_state_dict(loaded.state_dict())
     assert [*got, *loaded] == whole
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-query")]
+    assert not new_threads("kit-query")
 
 
-def test_a_pass_that_is_left_ends_its_thread(tables):
+def test_a_pass_that_is_left_ends_its_thread(tables, new_threads):
     loaded = loader(tables["duckdb", "hash_mod"], 4)
     passed = iter(loaded)
     next(passed)
     loaded.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-query")]
+    assert not new_threads("kit-query")
     passed.close()
     assert len([*loaded]) == len(loaded)
 
