@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 TESTS  := $(BIN)/python $(PYTEST)
 
-.PHONY: lab test browser quick nightly coverage wheel check lint types notebooks bench clean
+.PHONY: lab test browser faults quick nightly coverage wheel check lint types notebooks bench gpu clean
 
 # A person needs the address and nothing else: Jupyter's own lines, extension by extension, are left out.
 lab: $(READY)
@@ -26,13 +26,17 @@ lab: $(READY)
 	@$(BIN)/jupyter lab $(ROOT) --log-level=ERROR --LabApp.log_level=ERROR \
 		--LabApp.default_url=/lab/tree/notebooks/00_start.ipynb
 
-# All tests but those that drive a browser.
+# All tests but those that drive a browser and those that break things on purpose.
 test: $(READY)
-	$(TESTS) --ignore=tests/browser
+	$(TESTS) --ignore=tests/browser --ignore=tests/faults
 
 # The notebooks and the panel in Chromium, as a person sees them.
 browser: $(READY)
 	$(TESTS) tests/browser
+
+# Killed ranks, kernels and builders, full disks, damaged files: each must be told, and nothing left behind.
+faults: $(READY)
+	$(TESTS) tests/faults
 
 # What changed and all that is pure, in 90 seconds.
 quick: $(READY)
@@ -54,7 +58,7 @@ wheel: $(READY)
 	$(BIN)/python tests/wheel.py
 
 # Exactly what CI runs.
-check: lint types notebooks test browser wheel
+check: lint types notebooks test faults browser wheel
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -68,6 +72,10 @@ notebooks: $(READY)
 
 bench: $(READY)
 	for script in $(filter-out benchmarks/publish.py benchmarks/streaming_%.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script --record || exit 1; done
+
+# What only a GPU can tell, in 8 minutes, with the packages that are here: see tests/gpu/README.md. Options in GPU.
+gpu:
+	$(PYTHON) tests/gpu/run_checks.py $(GPU)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
