@@ -107,7 +107,7 @@ register({
     "fit.calibrate": "kit.studies.calibration.job:calibrated",
     "fit.profile": "kit.studies.profiling.profilers:beside",
     "trial.row": "kit.records.row:keep_row",
-    "trial.memory_report": "kit.report.page:memory_report",
+    "trial.memory_report": "kit.report.out_of_memory:memory_report",
     "trial.display": "kit.widgets.trial_view:display",
     "attempts.display": "kit.widgets.trial_view:display_attempts",
     "diagnosis.display": "kit.widgets.diagnose:display",

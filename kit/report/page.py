@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -23,24 +22,12 @@ from typing import Any
 from kit.charts import style as look
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem, TrialError
-from kit.machine.machine import hardware
-from kit.memory.prediction import predict_memory
-from kit.memory.query import find_target_device
-from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
-from kit.memory.replay.estimate import MemoryEstimate, clock_of
-from kit.memory.replay.replay import replay as play
-from kit.memory.replay.replay import with_cublas_workspaces
-from kit.memory.replay.snapshot import NO_LINE, DeviceMemory, load_snapshot, moment_of, predicted_holdings
 from kit.records import results
 from kit.records.results import Results, speed_before
 from kit.records.row import Row, predicted_of, without_secrets, write
 from kit.studies.comparison import Comparison, compare, setting_text
 from kit.studies.repeats import Tried
-from kit.studies.scaling.escalation import RunTarget
-from kit.studies.scaling.recommend import recommend
 from kit.tables import FRAME, html_list, html_table, html_warnings
-from kit.trial.directory import contents_to_run
-from kit.trial.payload import unpack
 from kit.trial.settings_used import settings_used
 from kit.trial.submit import versions
 from kit.trial.trial import Trial
@@ -53,7 +40,7 @@ MOST_CLOSE = 6
 """Trials that are shown closely, about a third of a megabyte each."""
 _MARK = '<meta name="generator" content="kit.html_report">'
 _MARK_BYTES = 2000
-_MISSING = "–"
+MISSING = "–"
 _NOT_ASKED = ("name", "trial.folder")
 _STYLE = Path(__file__).with_name("html_report.css").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -121,9 +108,9 @@ def report_page(comparison: Comparison, title: str = "") -> str:
         "Hardware and versions": _hardware(rows),
         "Notes": html_list(_notes(comparison, rows, len(close))),
     }
-    about = f"{_count(len(rows), 'trial')} of {_count(len(comparison.groups), 'config')}"
+    about = f"{counted(len(rows), 'trial')} of {counted(len(comparison.groups), 'config')}"
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
-    page = _html(heading, f"{about}. Written {when} by kit {versions().get('kit', '')}.", sections)
+    page = html_page(heading, f"{about}. Written {when} by kit {versions().get('kit', '')}.", sections)
     folders = {Path(row["run_directory"]).parent for row in rows}  # a reader sees names of runs, not where they lie
     for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
         if len(folder.parts) > 1:
@@ -131,7 +118,7 @@ def report_page(comparison: Comparison, title: str = "") -> str:
     return page
 
 
-def _html(heading: str, about: str, sections: Mapping[str, str]) -> str:
+def html_page(heading: str, about: str, sections: Mapping[str, str]) -> str:
     """A whole file: a heading, a line below it, and sections under theirs. Heading and line are HTML."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{_MARK}\n'
@@ -144,7 +131,7 @@ def _html(heading: str, about: str, sections: Mapping[str, str]) -> str:
     )
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     """`1 trial`, `2 trials`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
@@ -172,8 +159,8 @@ def _short(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
     if ratios:
         low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
         found = low if low == high else f"{low} to {high}"
-        memory = f"Peak device memory was {found} of what was predicted, in {_count(len(ratios), 'trial')}."
-    failed = f"{_count(len(comparison.troubles), 'trial')} did not end well; the notes at the end say why."
+        memory = f"Peak device memory was {found} of what was predicted, in {counted(len(ratios), 'trial')}."
+    failed = f"{counted(len(comparison.troubles), 'trial')} did not end well; the notes at the end say why."
     return [speed, memory, *([failed] if comparison.troubles else [])]
 
 
@@ -233,7 +220,7 @@ def _measured(rows: Results) -> str:
         "is the peak of the rank that needed most; on the CPU, of its first two optimizer steps. The first steps "
         "(<code>trial.warmup_steps</code>) are in no average.</p>"
     )
-    total = _count(len(rows), "trial")
+    total = counted(len(rows), "trial")
     return f'{note}<div class="wide">{results.as_html(rows, total)}</div>'
 
 
@@ -252,7 +239,7 @@ def _charts(comparison: Comparison) -> str:
     kept = [place for place in range(len(comparison.columns)) if not 2 <= place < 2 + len(comparison.differences)]
     cells = [[line[place] for place in kept] for line in comparison.rows]
     table = html_table([comparison.columns[place] for place in kept], cells, dense=True)
-    return _figure(chart, caption) + f'<div class="wide">{table}</div>' + html_list(comparison.remarks)
+    return figure_html(chart, caption) + f'<div class="wide">{table}</div>' + html_list(comparison.remarks)
 
 
 def _newest_measured(rows: Sequence[Row]) -> Row | None:
@@ -272,8 +259,8 @@ def _hardware(rows: Sequence[Row]) -> str:
         packages = {str(name): str(version) for name, version in (found[0]["versions"] or {}).items()}
         columns.append({"trials": str(len(found)), **_machine(found[0]), **packages})
     names = list(dict.fromkeys(name for column in columns for name in column))
-    cells = [[name, *(column.get(name, _MISSING) for column in columns)] for name in names]
-    kept = [line for line in cells if any(cell != _MISSING for cell in line[1:])]
+    cells = [[name, *(column.get(name, MISSING) for column in columns)] for name in names]
+    kept = [line for line in cells if any(cell != MISSING for cell in line[1:])]
     heads = ["where they ran"] if len(columns) == 1 else [f"place {place}" for place in range(1, len(columns) + 1)]
     return _table(("", *heads), kept, "")
 
@@ -281,8 +268,8 @@ def _hardware(rows: Sequence[Row]) -> str:
 def _machine(row: Row) -> dict[str, str]:
     sizes = {"device memory": row["device_memory_bytes"], "host memory": row["host_memory_bytes"]}
     words = {"machine": "host", "device": "device", "processor": "cpu", "cores": "cores", "system": "platform"}
-    found = {title: _MISSING if row[name] is None else str(row[name]) for title, name in words.items()}
-    return found | {title: _MISSING if size is None else format_bytes(size) for title, size in sizes.items()}
+    found = {title: MISSING if row[name] is None else str(row[name]) for title, name in words.items()}
+    return found | {title: MISSING if size is None else format_bytes(size) for title, size in sizes.items()}
 
 
 def _notes(comparison: Comparison, rows: Results, close: int) -> list[str]:
@@ -334,7 +321,7 @@ def _safe(text: str) -> str:
     return str(without_secrets(text))
 
 
-def _figure(svg: str, caption: str) -> str:
+def figure_html(svg: str, caption: str) -> str:
     """A chart, which says itself what it shows, and one line below it."""
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
@@ -350,7 +337,7 @@ def _draw_course(trial: Trial) -> str:
         estimate = predicted_of(trial)
     chart.expect(estimate, speed_before(trial))
     chart.add([*trial.events, *trial.steps])
-    return _figure(chart.svg(), "Memory of each rank, throughput of all ranks, and where their time went, by step.")
+    return figure_html(chart.svg(), "Memory of each rank, throughput of all ranks, and where their time went, by step.")
 
 
 def _draw_timing(trial: Trial) -> str:
@@ -359,7 +346,7 @@ def _draw_timing(trial: Trial) -> str:
 
     found = timing(trial)
     chart = look.svg(timing_figure(found), f"Time of each batch by part. {found.sentence}.")
-    return _figure(chart, "The time of each batch by part, and in total the time of each rank.")
+    return figure_html(chart, "The time of each batch by part, and in total the time of each rank.")
 
 
 def _draw_pipeline(trial: Trial) -> str:
@@ -368,7 +355,7 @@ def _draw_pipeline(trial: Trial) -> str:
 
     info = pipeline_info([*trial.events, *trial.steps], trial.config)
     chart = look.svg(draw_pipeline(info), info.sentence)
-    return _figure(chart, "The time of each moment, from set-up to the last step.")
+    return figure_html(chart, "The time of each moment, from set-up to the last step.")
 
 
 def _draw_memory(trial: Trial) -> str:
@@ -379,204 +366,10 @@ def _draw_memory(trial: Trial) -> str:
     peak = None if measured is None else measured.peak_bytes
     words = breakdown_info(estimate, measured_bytes=peak).sentence
     chart = look.svg(look.root(draw_breakdown({"": estimate}, [peak])), f"Memory of the device. {words}")
-    return _figure(chart, "The predicted contents of the device at the peak, and the measured peak.")
+    return figure_html(chart, "The predicted contents of the device at the peak, and the measured peak.")
 
 
 def _diagnosis(trial: Trial) -> str:
     from kit.studies.diagnosis.diagnose import diagnose
 
     return f"<h3>Diagnosis</h3>{diagnose(trial, peaks=False)._repr_html_()}"
-
-
-# -- a device out of memory
-
-MOST_OWNERS = 14
-_NOTABLE = 0.02
-"""Of what is held: what differs by less from its prediction is not named."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """What was held when memory ran out, and what was predicted to be held then."""
-
-    trial: Trial
-    memory: DeviceMemory
-    estimate: MemoryEstimate | None
-    predicted: Mapping[str, int]
-    """Owner to bytes; empty without a prediction."""
-    clock: float
-    """Where on the clock of the prediction that moment is, 0 to 1."""
-    cells: Mapping[str, tuple[str, str]]
-    advice: str
-    """HTML."""
-
-    @property
-    def excess_bytes(self) -> int:
-        """How much more was held than predicted."""
-        return self.memory.allocated_bytes - sum(self.predicted.values()) if self.predicted else 0
-
-    def words(self, owner: str) -> str:
-        """An owner as people read it: from the package on, a file of one's own by its name, a cell by its number."""
-        match = re.fullmatch(r"(.+), line (\d+), in (.+)", owner)
-        if match is None:
-            return NO_LINE.get(owner, owner)
-        file, line, function = match.groups()
-        place = self.cells[file][0] if file in self.cells else re.split(r"-packages[/\\]", file)[-1]
-        return f"{Path(place).name if place == file else place}, line {line}, in {function}"
-
-
-def memory_report(trial: Trial, snapshot: Path, file: Path) -> Path:
-    """The page that `Trial.memory_report` writes.
-
-    Raises:
-        TrialError: when the snapshot cannot be read.
-    """
-    held = _held(trial, load_snapshot(snapshot))
-    when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
-    sections = {
-        "What happened": html_list(_happened(held)),
-        "Held and predicted": _held_chart(held) + _held_table(held),
-        "The smallest change that fits": held.advice,
-        "The whole story": html_list([
-            f"{snapshot.name} in the run directory has every request of the last steps with its stack; "
-            "pytorch.org/memory_viz opens it too"
-        ]),
-    }  # fmt: skip
-    about = f"Trial {escape(trial.name)}. Written {when} by kit {versions().get('kit', '')}."
-    return write(_html(f"Out of memory: {escape(trial.config.name)}", about, sections), file)
-
-
-def _held(trial: Trial, memory: DeviceMemory) -> _Held:
-    """Read against a prediction of what was sent; where there is none, the advice says why."""
-    try:
-        payload = unpack(contents_to_run(trial.paths).payload)
-        module, data = payload["module"].value, payload["data"].value
-        config, target, ranks = _asked_of(trial)
-        estimate = predict_memory(config, module, data, device=target, world_size=ranks)
-        recording = estimate.recording
-        assert recording is not None
-        if not estimate.complete:  # a lower bound would look like a surprise
-            raise TrialError(next(text for text in estimate.reasons if "activations unknown" in text))
-        played = with_cublas_workspaces(recording, target.cublas_workspace_bytes)
-        moment = moment_of(played, memory)
-        asked_bytes = clock_of(played)
-        found = _Held(
-            trial=trial, memory=memory, estimate=estimate, cells=payload["cells"], advice="",
-            predicted=predicted_holdings(played, moment, play(played).held_bytes),
-            clock=float(asked_bytes[moment] / max(1, asked_bytes[-1])),
-        )  # fmt: skip
-        return replace(found, advice=_smallest_change(found, estimate, config, target, (module, data)))
-    except Exception as error:  # the snapshot is shown, whatever became of module and data since
-        reason = f"nothing is predicted: {type(error).__name__}: {error}"
-        advice = html_list([reason, *(trial.event("failed", "advice") or ())])
-        return _Held(trial=trial, memory=memory, estimate=None, predicted={}, clock=0.0, cells={}, advice=advice)
-
-
-def _asked_of(trial: Trial) -> tuple[Config, DeviceTarget, int]:
-    """The config, the device that ran out, and the number of ranks; a GPU that is not here counts by its bytes."""
-    config, known = trial.config, trial.environment.get("hardware") or {}
-    ranks = int(trial.environment.get("world_size") or 1)
-    device: str | int = THIS_MACHINE
-    if trial.environment.get("accelerator") == "cpu":
-        config = config.replace({"hardware.accelerator": "cpu"})
-    elif not hardware().gpus:
-        device = int(config.hardware.device_memory_bytes or known.get("device_memory_bytes") or 0)
-    return config, find_target_device(device, config, ranks), ranks
-
-
-def _smallest_change(
-    held: _Held, estimate: MemoryEstimate, config: Config, target: DeviceTarget, parts: tuple[Any, Any]
-) -> str:
-    """What `kit.studies.recommend` says when the device is smaller by what was not predicted."""
-    less = max(0, held.excess_bytes)
-    smaller = replace(target, capacity_bytes=max(1, target.capacity_bytes - less))
-    found = recommend(config, RunTarget(device=smaller, devices=estimate.world_size), *parts)
-    note = f"{format_bytes(less)} that were not predicted are taken off the device" if less else ""
-    if less > _NOTABLE * held.memory.allocated_bytes and estimate.fits:
-        note += "; without them the config fits as it is, so look there before you change it"
-    values = {path: value for change in found.changes for path, value in change.values.items()}
-    if not found.fits or not values:
-        said = found.refusal or f"by its prediction the config fits {format_bytes(smaller.capacity_bytes)} as it is"
-        return html_list([said, *filter(None, [note]), *(held.trial.event("failed", "advice") or ())])
-    line = f"kit.fit(trial.config.replace({values}), module, data)"
-    reasons = [str(change) for change in found.changes]
-    table = f'<div class="wide wrapping">{found._repr_html_()}</div>'
-    tried = f"<details><summary>what was tried on the way</summary>{table}</details>"
-    return f"<pre>{escape(line)}</pre>{html_list([*reasons, *filter(None, [note])])}{tried}"
-
-
-def _happened(held: _Held) -> list[str]:
-    """The request that failed, the difference to the prediction, and the line to look at first."""
-    memory, estimate = held.memory, held.estimate
-    batch = f", in micro-batch {int(memory.batch[-1]) + 1}" if len(memory.batch) and memory.batch[-1] >= 0 else ""
-    of = f" of {format_bytes(estimate.capacity_bytes)}" if estimate else ""
-    reserved = (
-        f" ({format_bytes(memory.reserved_bytes)} reserved)" if memory.reserved_bytes > memory.allocated_bytes else ""
-    )
-    found = [
-        f"{format_bytes(memory.asked_bytes)} were asked for by {held.words(memory.asked_by)}{batch}, when "
-        f"{format_bytes(memory.allocated_bytes)}{of} were held{reserved}"
-    ]
-    if estimate is None:
-        return found
-    total = sum(held.predicted.values())
-    times = f"{memory.allocated_bytes / max(1, total):.2f}"
-    peak = f"the predicted peak is {format_bytes(estimate.device_allocated_bytes)}, at {estimate.peak}"
-    found.append(f"predicted at that moment: {format_bytes(total)}; {times} × that was held; {peak}")
-    more = {one.owner: one.bytes - held.predicted.get(one.owner, 0) for one in memory.holdings}
-    most = max(more, key=more.__getitem__, default="")
-    if most and more[most] > _NOTABLE * memory.allocated_bytes:
-        found.append(f"not predicted: {format_bytes(more[most])} more are held by {held.words(most)}; look there first")
-    elif memory.holdings:
-        first = memory.holdings[0]
-        found.append(f"as predicted: {held.words(first.owner)} holds most, {format_bytes(first.bytes)}")
-    return found
-
-
-def _held_chart(held: _Held) -> str:
-    from kit.charts.timeline import draw_timeline, timeline_info
-
-    if held.estimate is None:
-        return ""
-    clock, series = _on_clock(held.memory, held.estimate, held.clock)
-    info = replace(timeline_info(held.estimate), measured_clock=clock, measured_bytes=series, ran_out=len(clock) > 0)
-    caption = "Areas: predicted over two steps, by category. Line: held, up to the cross, where memory ran out."
-    return _figure(look.svg(draw_timeline(info), info.sentence), caption)
-
-
-def _on_clock(memory: DeviceMemory, estimate: MemoryEstimate, end: float) -> tuple[Any, Any]:
-    """(points,) of the prediction's clock up to `end`, and the bytes held there; a later step lies on the last one."""
-    import numpy as np
-
-    from kit.charts.timeline import thin
-
-    line = estimate.timeline
-    last = len(line.batch_starts) - 1
-    current = int(memory.batch[-1]) if len(memory.batch) else -1
-    first = 0 if current <= last and (memory.batch == 0).any() else current
-    places = np.flatnonzero(memory.batch >= max(0, first))
-    begin = line.clock_bytes[line.batch_starts[min(first, last)]] if first > 0 and last > 0 else 0
-    start, so_far = begin / max(1, *line.clock_bytes), np.cumsum(memory.requested[places])
-    clock = start + (end - start) * so_far / max(1, int(so_far.max(initial=0)))
-    series = memory.series[places].astype(np.float64)
-    kept = thin(clock, series)
-    return np.append(clock[kept], clock[-1:]), np.append(series[kept], series[-1:])
-
-
-def _held_table(held: _Held) -> str:
-    """Owner by owner, the largest first, the rest in one line."""
-    owned = {one.owner: one for one in held.memory.holdings}
-    names = dict.fromkeys([*owned, *held.predicted])
-    size = {name: owned[name].bytes if name in owned else 0 for name in names}
-    order = sorted(names, key=lambda name: -max(size[name], held.predicted.get(name, 0)))
-    shown = [([name], held.words(name)) for name in order[:MOST_OWNERS]]
-    shown += [(order[MOST_OWNERS:], f"{_count(len(order) - MOST_OWNERS, 'other line')}")] if order[MOST_OWNERS:] else []
-    cells = []
-    for group, words in [*shown, (order, "together")]:
-        predicted = sum(held.predicted.get(name, 0) for name in group)
-        blocks, measured = sum(owned[name].blocks for name in group if name in owned), sum(size[name] for name in group)
-        ratio = f"{measured / predicted:.2f}" if predicted and measured else _MISSING
-        known = format_bytes(predicted) if predicted else _MISSING
-        cells.append([words, str(blocks), known, format_bytes(measured), ratio])
-    columns = ("held by", "blocks", "predicted", "held", "ratio")
-    return f'<div class="wide">{html_table(columns, cells, caption="When memory ran out", dense=True)}</div>'

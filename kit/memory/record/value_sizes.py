@@ -1,0 +1,238 @@
+"""Kernels of fake tensors for operators whose results have a size that depends on values.
+
+Where these values are known (lengths in a batch, numbers made from constants) the size is the real one. Elsewhere it is
+the largest or the one that most data have, and what was assumed is told: a packed sequence is as long as the padded
+one, each element is repeated once, rows are all different.
+
+`shape_kernels` are for operators that a fake tensor is asked for. `composite_kernels` are for those that torch composes
+of others and for which it reads lengths from memory: packed sequences, which recurrent layers take as the CPU does (on
+a GPU as `kit.memory.record.cuda` says), and the CTC loss.
+
+Private parts of torch used here, all tested on its upgrade: `_meta_registrations._create_grouped_mm_output_tensor` and
+`Library._destroy`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, _meta_registrations
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
+
+aten = torch.ops.aten
+
+Assume = Callable[[str], None]
+"""Takes what was assumed of values that are not known, such as "that each element is repeated once"."""
+
+_private: Any = _meta_registrations
+
+
+def known_values(values: Tensor | Sequence[int]) -> list[int] | None:
+    """The numbers of a vector; None when it is fake and nobody knows them."""
+    if not isinstance(values, Tensor):
+        return list(values)
+    if isinstance(values, FakeTensor) and values.constant is None:
+        return None
+    numbers: list[int] = values.tolist()
+    return numbers
+
+
+def shape_kernels(assume: Assume) -> dict[Any, Callable[..., Any]]:
+    """Kernels by operator, each called with the fake mode, the operator and its arguments."""
+
+    def repeat_interleave(_mode: Any, _func: Any, repeats: Tensor, output_size: int | None = None) -> Tensor:
+        if output_size is None:
+            assume("that each element is repeated once")
+        return repeats.new_empty((repeats.numel() if output_size is None else output_size,))
+
+    def unique_rows(_mode: Any, _func: Any, values: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        assume("that all rows are different")
+        places = values.new_empty((values.shape[dim],), dtype=torch.int64)
+        return torch.empty_like(values), places, torch.empty_like(places)
+
+    def unique_runs(
+        _mode: Any, _func: Any, values: Tensor, _inverse: bool = False, _counts: bool = False, dim: int | None = None
+    ) -> tuple[Tensor, ...]:
+        assume("that no element equals the next")
+        count = values.numel() if dim is None else values.shape[dim]
+        kept = values.new_empty((count,)) if dim is None else torch.empty_like(values)
+        places = values.new_empty(values.shape if dim is None else (count,), dtype=torch.int64)
+        return kept, places, places.new_empty((count,))
+
+    def ctc_loss(
+        _mode: Any, _func: Any, chances: Tensor, targets: Tensor, _lengths: Any, target_lengths: Any, *_: Any
+    ) -> tuple[Tensor, Tensor]:
+        steps, batch = int(chances.shape[0]), int(chances.shape[1])
+        lengths = known_values(target_lengths)
+        if lengths is None:
+            assume("that targets are as long as they are padded to")
+            lengths = [targets.shape[1] if targets.dim() > 1 else -(-targets.numel() // batch)]
+        return chances.new_empty((batch,)), chances.new_empty((batch, steps, 2 * max(lengths, default=0) + 1))
+
+    def ctc_loss_backward(_mode: Any, _func: Any, _gradient: Tensor, chances: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(chances, memory_format=torch.contiguous_format)
+
+    def grouped_product(
+        mode: Any, _func: Any, first: Tensor, second: Tensor, ends: Tensor | None = None, _bias: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        # Torch's own says that it is for bfloat16 only; the CPU takes more.
+        with mode:
+            return cast("Tensor", _private._create_grouped_mm_output_tensor(first, second, ends, dtype or first.dtype))
+
+    return {
+        aten.repeat_interleave.Tensor: repeat_interleave,
+        aten.unique_dim.default: unique_rows,
+        aten.unique_consecutive.default: unique_runs,
+        aten._grouped_mm.default: grouped_product,
+        **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), ctc_loss),
+        **dict.fromkeys((aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor), ctc_loss_backward),
+    }
+
+
+@contextlib.contextmanager
+def composite_kernels(assume: Assume) -> Iterator[None]:
+    """Inside, sequences are packed and padded, recurrent layers run on packed ones, and the CTC loss takes lists of
+    lengths, without reading memory."""
+
+    def pack(values: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        found = known_values(lengths)
+        if found is None:
+            assume("that sequences are as long as they are padded to")
+            found = [values.shape[batch_first]] * values.shape[not batch_first]
+        function: Any = _Packed
+        counts = [sum(length > step for length in found) for step in range(max(found))]
+        return function.apply(values, counts, batch_first), torch.tensor(counts)
+
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    kernels: dict[str, Callable[..., Any]] = {"_pack_padded_sequence": pack, "_pad_packed_sequence": _padded}
+    kernels["ctc_loss.IntList"] = _ctc_of_lists
+    kernels |= {f"{kind}.data": _recurrent(kind) for kind in _KINDS}
+    try:
+        with warnings.catch_warnings():
+            # Torch warns of each kernel that is replaced, which is what this is for.
+            warnings.filterwarnings("ignore", message=r"(?s).*[Oo]verriding a previously registered kernel")
+            for name, kernel in kernels.items():
+                for key in ("AutogradCPU", "CPU"):
+                    library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+def _ctc_of_lists(
+    chances: Tensor, targets: Tensor, lengths: Sequence[int], target_lengths: Sequence[int], *options: Any
+) -> Tensor:
+    return torch.ctc_loss(chances, targets, torch.tensor(lengths), torch.tensor(target_lengths), *options)
+
+
+class _Packed(Function):
+    """Allocates as `aten::_pack_padded_sequence` and its backward: each part on its own, then all in one."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, counts: list[int], batch_first: bool) -> Tensor:
+        ctx.shape = values.shape
+        steps = values.transpose(0, 1) if batch_first else values
+        parts = [
+            steps[first:last, :count].contiguous().view(-1, *steps.shape[2:]) for first, last, count in _runs(counts)
+        ]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].new_zeros(ctx.shape), None, None
+
+
+def _runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """First and last step (exclusive) with the same number of sequences, and that number."""
+    first = 0
+    for count, steps in itertools.groupby(counts):
+        last = first + len(list(steps))
+        yield first, last, count
+        first = last
+
+
+def _padded(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, total: int = -1
+) -> tuple[Tensor, Tensor]:
+    counts = known_values(batch_sizes)
+    if counts is None:
+        raise RuntimeError("a packed sequence that was not packed by torch.nn.utils.rnn has unknown batch sizes")
+    padded = data.new_full((max(total, len(counts)), counts[0], *data.shape[1:]), value)
+    row = 0
+    for first, last, count in _runs(counts):
+        rows = (last - first) * count
+        padded[first:last, :count].copy_(data[row : row + rows].view(last - first, count, *data.shape[1:]))
+        row += rows
+    lengths = torch.tensor([sum(count > place for count in counts) for place in range(counts[0])])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
+class _Kind(NamedTuple):
+    """Of recurrent layers: gates, and numbers kept for each packed row and hidden unit beside the output."""
+
+    gates: int
+    kept: int
+
+
+_KINDS = {"lstm": _Kind(4, 7), "gru": _Kind(3, 7), "rnn_tanh": _Kind(1, 1), "rnn_relu": _Kind(1, 1)}
+
+
+def _recurrent(kind: str) -> Callable[..., Any]:
+    def run(
+        data: Tensor, batch_sizes: Tensor, states: Any, weights: Sequence[Tensor], biases: bool, layers: int,
+        dropout: float, train: bool, both: bool,
+    ) -> Any:  # fmt: skip
+        counts = known_values(batch_sizes) or [data.shape[0]]
+        if kind == "lstm" and counts[0] == counts[-1] and states[0].shape == states[1].shape:
+            # Sequences of one length are a padded batch.
+            padded = data.view(len(counts), counts[0], data.shape[1])
+            options = (biases, layers, dropout, train, both, False)
+            output, *last = torch.lstm(padded, tuple(states), list(weights), *options)
+            return output.flatten(0, 1), *last
+        if torch.is_autocast_enabled("cpu"):
+            data = data.to(torch.get_autocast_dtype("cpu"))
+        ways, function = 1 + both, cast("Any", _PackedLayer)
+        each = len(weights) // (layers * ways)
+        start, lasts = states[0] if kind == "lstm" else states, []
+        for layer in range(layers):
+            outputs = []
+            for first in range(layer * ways * each, (layer + 1) * ways * each, each):
+                output, *last = function.apply(_KINDS[kind], start[0], data, *weights[first : first + each])
+                outputs.append(output)
+                lasts.append(last)
+            data = torch.cat(outputs, -1) if both else outputs[0]
+            data = torch.dropout(data, dropout, train and layer < layers - 1)
+        state, cell = (torch.stack(parts) for parts in zip(*lasts, strict=True))
+        return (data, state, cell) if kind == "lstm" else (data, state)
+
+    return run
+
+
+class _PackedLayer(Function):
+    """Allocates as one direction of torch's layer on packed sequences of several lengths: the gates of all rows at
+    once, then what each step keeps; backward, the gradient of the gates twice. Measured with torch 2.13's CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: _Kind, start: Tensor, data: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        rows, ctx.wide = data.shape[0], weights[1].shape[0]
+        hidden = ctx.wide // kind.gates
+        gates = data.new_empty((rows, ctx.wide))
+        kept, output = data.new_empty((rows, kind.kept * hidden)), data.new_empty((rows, start.shape[-1]))
+        del gates
+        ctx.save_for_backward(data, kept, *weights)
+        return output, start.new_empty(start.shape), start.new_empty((len(start), hidden))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        data, _kept, *weights = ctx.saved_tensors
+        gates = [data.new_empty((data.shape[0], ctx.wide)) for _ in range(2)]
+        made = [torch.empty_like(weight) for weight in weights[1:]]
+        gates.pop()
+        return None, None, torch.empty_like(data), torch.empty_like(weights[0]), *made
