@@ -2,13 +2,15 @@
 
 The names that examples use: `config` (a small one for the CPU), `MyModule` and `MyData`, `trial` (one that has ended),
 `ocean` and `store` (a config of the ocean's recipe, made smaller, and its built store), `shop` (a DuckDB file),
-`topics` and `gpt` (configs of those models), `bucket` (an empty one), and `last.ckpt` in the project folder.
+`topics` and `gpt` (configs of those models), `bucket` (an empty one), and in the project folder `last.ckpt` and
+`trace.json`.
 """
 
 import doctest
 import functools
 import importlib
 import inspect
+import json
 import shutil
 import sys
 
@@ -42,12 +44,20 @@ def public(name):
 FUNCTIONS = [name for name in PUBLIC if inspect.isfunction(public(name))]
 
 
+def _bar(name, length):
+    kind = "cpu_op" if name.startswith("aten") else "user_annotation"
+    return {"ph": "X", "name": name, "cat": kind, "ts": 0, "dur": length, "pid": 1, "tid": 1}
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A project folder with the datasets, the working directory of these tests."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "pyproject.toml").touch()
     (folder / "last.ckpt").write_bytes(b"weights")
+    (folder / "trace.json").write_text(
+        json.dumps({"traceEvents": [_bar("ProfilerStep#1", 1000), _bar("aten::mm", 610)]})
+    )
     shutil.copytree(readme.ROOT / "datasets", folder / "datasets")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kit.studies.levers import verify_sequences as verify_sequences
     from kit.studies.placement import placements as placements
     from kit.studies.profiling.profile import profile as profile
+    from kit.studies.profiling.viewer import open_trace as open_trace
     from kit.studies.repeats import try_change as try_change
     from kit.studies.scaling.predict import predict_run as predict_run
     from kit.studies.scaling.recommend import recommend as recommend

@@ -36,8 +36,39 @@ def page(chromium, tmp_path):
     context.close()
 
 
-def test_the_timeline_is_drawn_zoomed_and_searched(page, artifacts):
+def timeline(page):
     frame = page.frame_locator("iframe")
+    frame.get_by_role("tab", name="timeline").click()
+    return frame
+
+
+def test_each_view_says_what_it_holds(page, artifacts):
+    frame = page.frame_locator("iframe")
+    frame.get_by_text("The GPU works 50% of the time").wait_for()
+    page.screenshot(path=artifacts / "trace_overview.png")
+    frame.get_by_role("tab", name="overview").press("ArrowRight")
+    rows = frame.get_by_role("tabpanel", name="operators").get_by_role("row")
+    rows.filter(has_text="aten::linear").get_by_text("200 µs").wait_for()  # its own
+    rows.filter(has_text="aten::linear").get_by_text("1.000 ms").wait_for()  # with aten::mm inside
+    frame.get_by_role("tab", name="kernels").click()
+    frame.get_by_role("tabpanel", name="kernels").get_by_text("gemm").wait_for()
+    frame.get_by_role("tab", name="memory").click()
+    frame.get_by_role("img", name="allocated memory").wait_for()
+    assert frame.get_by_role("tab").count() == 5  # no ranks and nothing compared
+
+
+def test_a_table_is_sorted_by_the_heading_that_is_clicked(page):
+    frame = page.frame_locator("iframe")
+    frame.get_by_role("tab", name="operators").click()
+    panel = frame.get_by_role("tabpanel", name="operators")
+    names = panel.locator("tbody tr td:first-child")
+    for first in ("aten::linear", "aten::mm"):  # the longest with all inside, then the shortest
+        panel.get_by_role("button", name="with all inside").click()
+        assert names.first.text_content() == first
+
+
+def test_the_timeline_is_drawn_zoomed_and_searched(page, artifacts):
+    frame = timeline(page)
     said = frame.locator("#said")
     said.get_by_text("0.00 µs to 4.000 ms of 4.000 ms").wait_for()
     colours = frame.locator("canvas").evaluate(
@@ -53,7 +84,7 @@ def test_the_timeline_is_drawn_zoomed_and_searched(page, artifacts):
 
 
 def test_hovering_names_a_bar_and_how_long_it_took(page):
-    frame = page.frame_locator("iframe")
+    frame = timeline(page)
     frame.locator("#said").get_by_text("of 4.000 ms").wait_for()
     box = frame.locator("canvas").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.15, box["y"] + 20 + 60 + 17 + 15 + 6 + 17 + 4)
@@ -63,7 +94,7 @@ def test_hovering_names_a_bar_and_how_long_it_took(page):
 
 def test_what_is_drawn_can_be_saved_for_other_viewers(page, tmp_path):
     with page.expect_download() as started:
-        page.frame_locator("iframe").locator("#save").click()
+        timeline(page).locator("#save").click()
     started.value.save_as(tmp_path / "saved.json")
     events = json.loads((tmp_path / "saved.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} >= {"aten::mm", "gemm", "ProfilerStep#0"}

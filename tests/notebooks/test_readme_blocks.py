@@ -28,6 +28,7 @@ BOUND = {
     "kit.studies.find_batch_size(config, MyModule, MyData)": MANY,
     "kit.studies.back_off(config, MyModule, MyData, keep_global_batch=True)": "out of memory; tests/studies has it run",
     "kit.studies.verify_sequences(config, MyModule, MyData, lengths=[1024, 8192], chunk=512)": MANY,
+    "kit.studies.open_trace('trace.json', against='before.json')": "the reader's files; tests/studies reads made ones",
     "diagnosis['no prefetch'].try_it()": "six trials, of a finding this trial may not have; tests/studies tries one",
 }
 SMALLER = {

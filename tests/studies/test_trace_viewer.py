@@ -25,8 +25,12 @@ def view(tmp_path):
     return make
 
 
-def data(viewer):
+def whole(viewer):
     return json.loads(re.search(r'type="application/json">(.*?)</script>', viewer.page, re.DOTALL)[1])
+
+
+def data(viewer):
+    return whole(viewer)["ranks"][0]["timeline"]
 
 
 STEP = bar("ProfilerStep#3", 0, 100, "user_annotation")

@@ -172,17 +172,17 @@ class Profile(Drawable, Series):
         files = sorted(self.folder.glob(f"{_PREFIX}pytorch_profiler_output*.pt.trace.json"))
         return {_trace(path, path.stat().st_mtime_ns).rank: path for path in files}
 
-    def viewer(self, rank: int = 0) -> TraceViewer:
-        """The trace of a rank, to look at in the notebook; it needs no network.
+    def viewer(self, rank: int | None = None) -> TraceViewer:
+        """The traces of all ranks, or of one, to look at in the notebook; it needs no network.
 
         Raises:
             TrialError: when there is none.
         """
         files = self.trace_files
-        if rank not in files:
+        if not files or (rank is not None and rank not in files):
             known = ", ".join(map(str, files)) or "none"
-            raise TrialError(f"no trace of rank {rank} in {self.folder}; there are {known}")
-        return TraceViewer(files[rank])
+            raise TrialError(f"no trace of rank {rank or 0} in {self.folder}; there are {known}")
+        return TraceViewer(*(files.values() if rank is None else [files[rank]]))
 
     def _read(self, which: str) -> list[Mapping[str, Any]]:
         files = sorted(self.folder.glob(f"{_PREFIX}{which}_profiler_output*.json"))

@@ -1,43 +1,70 @@
-"""TraceViewer: a trace in the notebook, as a page that needs no network and no other program.
+"""TraceViewer: traces of torch's profiler in the notebook, as one page that needs no network and no other program.
 
-It has a row of bars for each thread of the host and each stream of the device, with nested bars below their parents,
-and the allocated memory where the trace has it. Wheel or + and − zoom, dragging or arrow keys move, hovering shows the
-name and length of a bar, and a name typed into the box is highlighted. The bars can be saved as a trace that
-chrome://tracing and Perfetto open. Above `MOST_BARS` the shortest bars are left out, and the page says how many.
+What the page says of each rank: an overview (how much the device worked, what it waited for, step by step), operators,
+kernels, memory and the timeline; of several ranks, how a step of each is spent and who waits for whom; before and after
+a change, which operations and kernels it changed. Any trace of torch's profiler will do, also another program's.
+
+The timeline has a row of bars for each thread of the host and each stream of the device, with nested bars below their
+parents. Wheel or + and − zoom, dragging or arrow keys move, hovering shows the name and length of a bar, and a name
+typed into the box is highlighted. The bars can be saved as a trace that chrome://tracing and Perfetto open. Above
+`MOST_BARS` of all ranks the shortest bars are left out, and the page says how many.
 """
 
 from __future__ import annotations
 
 import html
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kit.errors import TrialError
-from kit.studies.profiling.trace import read_events
+from kit.studies.profiling.trace import CAUSES, TraceInfo, trace_info
+from kit.studies.profiling.trace_comparison import (
+    Difference,
+    compare_kernels,
+    compare_operations,
+    rank_finding,
+    rank_times,
+)
+from kit.studies.profiling.trace_events import TraceEvents, read_events
+from kit.units import format_bytes, format_seconds
 
 MOST_BARS = 40_000
+_MOST_ROWS = 400
+"""Of a table of operators or kernels; the rest took least."""
+_MOST_MOMENTS = 2_000
+"""Of a curve of memory: it is as wide as a screen."""
 _KINDS = ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver", "kernel", "gpu_memcpy",
           "gpu_memset", "gpu_user_annotation")  # fmt: skip
-_HEIGHT_PIXELS = 460
-_STEPS = ("", "steps")
+_ON_DEVICE = ("kernel", "gpu")
+_HEIGHT_PIXELS = 560
 Bar = tuple[int, int, float, float, int]
 """Row, depth, begin and length in µs, and which name."""
 
 
 class TraceViewer:
-    """Shows itself in a notebook; `page` is the whole of it, `save` writes it."""
+    """Shows itself in a notebook; `page` is the whole of it, `save` writes it, `traces` has the numbers."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Read a trace.
+    def __init__(self, *paths: str | Path, against: str | Path | None = None) -> None:
+        """Read traces, one after another.
 
         Raises:
-            TrialError: when the file is no trace or has no bars.
+            TrialError: when a file is no trace or has no bars.
         """
-        self.path = Path(path)
-        self.page = _page(read_events(path), self.path.name)
+        self.paths = tuple(map(Path, paths))
+        read = [_read(path, MOST_BARS // len(self.paths)) for path in self.paths]
+        self.traces: dict[int, TraceInfo] = {trace.rank: trace for trace, _ in read}
+        """By rank."""
+        if len(self.traces) < len(read):
+            ranks = ", ".join(f"{trace.path.name} is of rank {trace.rank}" for trace, _ in read)
+            raise TrialError(f"several traces of one rank: {ranks}; compare two with against=")
+        self.before = trace_info(read_events(against), against) if against is not None else None
+        self.page = self._page(dict(sorted((trace.rank, bars) for trace, bars in read)))
 
     def save(self, path: str | Path) -> Path:
         """Write the page as one HTML file."""
@@ -45,15 +72,35 @@ class TraceViewer:
         file.write_text(self.page, encoding="utf-8")
         return file
 
+    def _page(self, timelines: Mapping[int, Mapping[str, Any]]) -> str:
+        ranks = [_rank_data(self.traces[rank], timeline) for rank, timeline in timelines.items()]
+        data: dict[str, Any] = {"ranks": ranks, "together": None, "compared": None}
+        if len(ranks) > 1:
+            times = rank_times([*self.traces.values()])
+            data["together"] = {
+                "finding": rank_finding(times),
+                "parts": ["computing", "exchanging", "waiting", "copying", "idle"],
+                "rows": [
+                    [one.rank, *map(_known, (one.computing, one.exchanging, one.waiting, one.copying, one.idle)),
+                     one.hidden] for one in times
+                ],
+            }  # fmt: skip
+        if self.before is not None:
+            data["compared"] = _compared(self.before, self.traces[min(self.traces)])
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+        safe = text.replace("<", "\\u003c").replace("\u2028", "\\u2028")  # cannot end the script it stands in
+        return _TEMPLATE.replace("{{title}}", html.escape(self.paths[0].name)).replace("{{data}}", safe)
+
     def __repr__(self) -> str:
-        return (
-            f"Trace {self.path}\nA notebook shows it; save('trace.html') writes a page. chrome://tracing and Perfetto "
-            "open the file itself."
-        )
+        sentences = [f"rank {rank}: {trace.sentence}" for rank, trace in sorted(self.traces.items())]
+        return "\n".join((
+            f"Trace {', '.join(map(str, self.paths))}", *sentences,
+            "A notebook shows it; save('trace.html') writes a page. chrome://tracing and Perfetto open the file too.",
+        ))  # fmt: skip
 
     def _repr_html_(self) -> str:
         style = f"width: 100%; height: {_HEIGHT_PIXELS}px; border: 1px solid #ccc"
-        title = html.escape(f"trace {self.path.name}")
+        title = html.escape(f"trace {self.paths[0].name}")
         # sandboxed: names of operations are not trusted
         return (
             f'<iframe title="{title}" sandbox="allow-scripts allow-downloads" style="{style}" '
@@ -61,62 +108,186 @@ class TraceViewer:
         )
 
 
-def _page(events: Sequence[Mapping[str, Any]], title: str) -> str:
-    spans = [event for event in events if event.get("cat") in _KINDS and event.get("dur") is not None]
-    if not spans:
-        raise TrialError(f"{title} holds nothing that took time")
-    left_out = max(0, len(spans) - MOST_BARS)
-    kept = sorted(spans, key=lambda event: -float(event["dur"]))[:MOST_BARS] if left_out else spans
-    data = json.dumps(_data(kept, events, left_out), separators=(",", ":"))
-    safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028")  # cannot end the script it stands in
-    return _TEMPLATE.replace("{{title}}", html.escape(title)).replace("{{data}}", safe)
+def open_trace(*paths: str | Path, against: str | Path | None = None) -> TraceViewer:
+    """Show traces of torch's profiler, of kit or of any other program, without network.
+
+    Args:
+        paths: Files (`.json`, `.json.gz`), one for each rank of one training, or one folder that holds them.
+        against: A file of the same training before a change, whose first rank is compared with.
+
+    Returns:
+        A page for a notebook, with `save("trace.html")` and, by rank, `traces` with the numbers.
+
+    Raises:
+        TrialError: for a folder without traces, files that are none, and several files of one rank.
+
+    Example:
+        >>> viewer = kit.studies.open_trace("trace.json")
+        >>> print(viewer.traces[0].finding)
+        The CPU works 61% of the time; most of the rest (39%) goes to Python
+    """
+    files = [file for path in map(Path, paths) for file in (_files(path) if path.is_dir() else [path])]
+    if not files:
+        raise TrialError("no trace was named; give the files that torch's profiler wrote, or their folder")
+    return TraceViewer(*files, against=against)
 
 
-def _data(spans: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], left_out: int) -> dict[str, Any]:
-    zero = min(float(event["ts"]) for event in spans)
-    threads: defaultdict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for event in spans:  # steps have their own row: each begins in the middle of what Lightning does
-        is_step = str(event["name"]).startswith("ProfilerStep#")
-        threads[_STEPS if is_step else (str(event.get("pid")), str(event.get("tid")))].append(event)
-    names: dict[tuple[str, str], int] = {}
-    bars: list[Bar] = []
-    rows = []
-    # Steps first, then the host, the busiest thread first.
-    ordered = sorted(threads.items(), key=lambda item: (item[0] != _STEPS, _is_device(item[1]), -len(item[1])))
-    for place, ((process, thread), found) in enumerate(ordered):
-        nested = _nested(found)
-        title = f"GPU {process}, stream {thread.removeprefix('stream ')}" if _is_device(found) else f"thread {thread}"
-        title = "steps" if (process, thread) == _STEPS else title
-        rows.append([title, 1 + max(depth for _, depth in nested)])
-        for event, depth in nested:
-            shown = str(event["name"]).removeprefix("[pl][profile]")
-            name = names.setdefault((shown, str(event["cat"])), len(names))
-            bars.append((place, depth, round(float(event["ts"]) - zero, 3), round(float(event["dur"]), 3), name))
-    return {"rows": rows, "bars": bars, "names": [*names], "memory": _memory(events, zero), "left_out": left_out}
+def _files(folder: Path) -> list[Path]:
+    found = sorted((*folder.glob("*.json"), *folder.glob("*.json.gz")))
+    traces = [path for path in found if ".pt.trace.json" in path.name] or found
+    if not traces:
+        raise TrialError(f"{folder} holds no trace; torch's profiler writes files that end in .pt.trace.json")
+    return traces
 
 
-def _is_device(events: Sequence[Mapping[str, Any]]) -> bool:
-    return all(str(event["cat"]).startswith(("kernel", "gpu")) for event in events)
+def _read(path: Path, most_bars: int) -> tuple[TraceInfo, dict[str, Any]]:
+    """The numbers of one file and its timeline; its events are gone after that."""
+    events = read_events(path)
+    if not len(events):
+        raise TrialError(f"{path.name} holds nothing that took time")
+    return trace_info(events, path), _timeline(events, most_bars)
 
 
-def _nested(events: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Each with how many others it lies in."""
-    found, ends = [], list[float]()
-    for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
-        begin = float(event["ts"])
-        while ends and ends[-1] <= begin:
-            ends.pop()
-        found.append((event, len(ends)))
-        ends.append(begin + float(event["dur"]))
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+# -- what the page says of a rank
+
+
+def _rank_data(trace: TraceInfo, timeline: Mapping[str, Any]) -> dict[str, Any]:
+    parts = ["busy", *(cause for cause in CAUSES if cause in trace.gap_seconds)]
+    steps = trace.step_seconds or ({"busy": trace.busy_seconds, **trace.gap_seconds},)
+    return {
+        "rank": trace.rank, "device": trace.device, "sentence": trace.sentence, "tiles": _tiles(trace), "parts": parts,
+        "steps": [[step.get(part, 0.0) for part in parts] for step in steps],
+        "operations": [
+            [one.name, one.calls, one.own_seconds, one.total_seconds, one.device_seconds, one.allocated_bytes]
+            for one in trace.operations[:_MOST_ROWS]
+        ],
+        "kernels": [
+            [one.name, one.calls, one.seconds, one.seconds / one.calls, one.shortest_seconds, one.longest_seconds,
+             _known(one.occupancy), _known(one.blocks), "yes" if one.tensor_cores else ""]
+            for one in trace.kernels[:_MOST_ROWS]
+        ],
+        "timeline": timeline,
+    }  # fmt: skip
+
+
+def _tiles(trace: TraceInfo) -> list[tuple[str, str, str]]:
+    """Label, value and explanation of the figures on top."""
+    host = "kernels, copies and fills" if trace.device == "gpu" else "operators, but those that load data"
+    found = [
+        ("a step", format_seconds(trace.window_seconds / trace.steps), f"{trace.steps} steps were profiled"),
+        (f"{trace.device.upper()} works", f"{trace.busy_fraction:.0%}", f"of the time: {host}"),
+    ]
+    if trace.device_name:
+        found.insert(0, ("device", trace.device_name, f"rank {trace.rank} of {trace.world_size}"))
+    if trace.device == "gpu":
+        found += [
+            ("tensor cores", f"{trace.tensor_core_fraction:.0%}", "of the time of kernels, judged by their names"),
+            ("waits for the GPU", f"{trace.syncs_per_step:.3g}", "a step: the host asked for a value or a sync"),
+        ]
+        if not math.isnan(trace.occupancy):
+            found.append(("occupancy", f"{trace.occupancy:.0%}", "of the warps of a multiprocessor, as estimated"))
+    if trace.communicating_seconds:
+        hidden = trace.hidden_seconds / trace.communicating_seconds
+        said = f"of the time; {hidden:.0%} of it beside computing"
+        found.append(("exchanging", f"{trace.communicating_seconds / trace.window_seconds:.0%}", said))
+    if trace.memory:
+        peak = max(max(values) for _, values in trace.memory.values())
+        found.append(("allocated at most", format_bytes(peak), "while it was profiled"))
     return found
 
 
-def _memory(events: Sequence[Mapping[str, Any]], zero: float) -> list[tuple[float, float]]:
-    """(µs, bytes) of the device that is trained on: of the GPU where the trace has any."""
-    held = [event for event in events if event["name"] == "[memory]" and "Total Allocated" in (event.get("args") or {})]
-    on_gpu = [event for event in held if event["args"].get("Device Type") != 0]
-    chosen = sorted((float(e["ts"]) - zero, float(e["args"]["Total Allocated"])) for e in on_gpu or held)
-    return [(round(moment, 1), value) for moment, value in chosen]
+def _compared(before: TraceInfo, after: TraceInfo) -> dict[str, Any]:
+    was, now = before.window_seconds / before.steps, after.window_seconds / after.steps
+    change = f"{was / now:.2f} × as fast" if now <= was else f"{now / was:.2f} × as long"
+    rows = [
+        ("a step", format_seconds(was), format_seconds(now)),
+        ("device works", f"{before.busy_fraction:.0%}", f"{after.busy_fraction:.0%}"),
+    ]
+    for cause in CAUSES:
+        if cause in before.gap_seconds or cause in after.gap_seconds:
+            gone = [format_seconds(one.gap_seconds.get(cause, 0.0) / one.steps) for one in (before, after)]
+            rows.append((f"{cause}, a step", gone[0], gone[1]))
+    return {
+        "sentence": f"A step takes {format_seconds(now)}, before {format_seconds(was)}: {change}.",
+        "before": before.path.name, "after": after.path.name, "rows": rows,
+        "operations": _difference_rows(compare_operations(before, after)),
+        "kernels": _difference_rows(compare_kernels(before, after)),
+    }  # fmt: skip
+
+
+def _difference_rows(found: Sequence[Difference]) -> list[list[Any]]:
+    return [
+        [one.name, one.before, one.after, one.seconds, one.calls_before, one.calls_after] for one in found[:_MOST_ROWS]
+    ]
+
+
+# -- its timeline
+
+
+def _timeline(events: TraceEvents, most_bars: int) -> dict[str, Any]:
+    places = np.flatnonzero(events.of_kinds(*_KINDS))
+    if not len(places):
+        places = np.arange(len(events))
+    left_out = max(0, len(places) - most_bars)
+    if left_out:
+        longest = np.argpartition(-events.length[places], most_bars - 1)[:most_bars]
+        places = np.sort(places[longest])
+    zero = float(events.begin[places].min())
+    steps = places[events.named(r"^ProfilerStep#")[places] & ~events.named_kinds("gpu")[places]]
+    others = events.by_thread(np.setdiff1d(places, steps))
+    # Steps first, since each begins in the middle of what Lightning does; then the host, the busiest thread first.
+    rows = [("steps", steps)] if len(steps) else []
+    titled = [(_title(events, part), part) for part in others]
+    rows += sorted(titled, key=lambda row: (row[0].startswith("GPU"), -len(row[1])))
+    names: dict[tuple[int, int], int] = {}
+    bars: list[Bar] = []
+    heights = []
+    for row, (_, part) in enumerate(rows):
+        depths = _depths(events, part)
+        heights.append(1 + max(depths))
+        for place, depth in zip(part.tolist(), depths, strict=True):
+            name = names.setdefault((int(events.name[place]), int(events.kind[place])), len(names))
+            begin, length = round(float(events.begin[place]) - zero, 3), round(float(events.length[place]), 3)
+            bars.append((row, depth, begin, length, name))
+    return {
+        "rows": [[title, height] for (title, _), height in zip(rows, heights, strict=True)], "bars": bars,
+        "names": [[events.names[name].removeprefix("[pl][profile]"), events.kinds[kind]] for name, kind in names],
+        "memory": _memory(events, zero), "left_out": left_out,
+    }  # fmt: skip
+
+
+def _title(events: TraceEvents, places: NDArray[np.int64]) -> str:
+    process, thread = events.threads[int(events.thread[places[0]])]
+    on_device = all(events.kinds[kind].startswith(_ON_DEVICE) for kind in np.unique(events.kind[places]).tolist())
+    return f"GPU {process}, stream {thread.removeprefix('stream ')}" if on_device else f"thread {thread}"
+
+
+def _depths(events: TraceEvents, places: NDArray[np.int64]) -> list[int]:
+    """In how many others each lies."""
+    depths, ends = [], list[float]()
+    for begin, end in zip(events.begin[places].tolist(), events.end[places].tolist(), strict=True):
+        while ends and ends[-1] <= begin:
+            ends.pop()
+        depths.append(len(ends))
+        ends.append(end)
+    return depths
+
+
+def _memory(events: TraceEvents, zero: float) -> list[tuple[float, float]]:
+    """(µs, bytes) of the device that is trained on: of the GPU where the trace has any. The highest of neighbours."""
+    devices = sorted(events.allocated, key=lambda device: device == "CPU")
+    if not devices:
+        return []
+    moments, values, _ = events.allocated[devices[0]]
+    shown = np.arange(len(values))
+    if len(values) > _MOST_MOMENTS:
+        parts = np.array_split(shown, _MOST_MOMENTS)
+        shown = np.array([part[np.argmax(values[part])] for part in parts])
+    return [(round(float(moments[at]) - zero, 1), float(values[at])) for at in shown.tolist()]
 
 
 _TEMPLATE = (Path(__file__).with_name("trace_viewer.html")).read_text(encoding="utf-8")
