@@ -325,9 +325,12 @@ class Data(Section):
         "data/dataset.zarr", "Where the Zarr store is: a path, or a file://, gs://, s3://, http(s):// or memory:// "
         "URL. NetCDF, .npz, Icechunk and kerchunk are read there too.",
     )  # fmt: skip
-    credentials: Annotated[str, Field(pattern=r"^(default|anonymous|env:[A-Za-z_][A-Za-z0-9_]*)$")] = setting(
-        "default", "Where the key to the store is found: default, anonymous, or env:NAME. Never the key itself.",
-        suggestions=("default", "anonymous"),
+    credentials: Annotated[
+        str, Field(pattern=r"^(default|anonymous|requester-pays|env:[A-Za-z_][A-Za-z0-9_]*)$")
+    ] = setting(
+        "default", "Where the key to the store is found: default, anonymous, or env:NAME. Never the key itself. "
+        "requester-pays is default where the reader pays for the requests.",
+        suggestions=("default", "anonymous", "requester-pays"),
     )  # fmt: skip
     variables: Names = setting((), "Variables stacked as channels, in this order. Empty takes all of one shape.")
     patch: Sizes = setting(

@@ -142,6 +142,7 @@ def open_remote(url: str, options: dict[str, Any], read_only: bool) -> RemoteSto
     options = {"skip_instance_cache": True, "use_listings_cache": False, **options}
     scheme = url.partition("://")[0]
     if scheme == "gs":
+        options["session_kwargs"] = {"trust_env": True} | options.get("session_kwargs", {})  # a proxy
         fs = _gcs_class()(asynchronous=True, **options)
         return RemoteStore(fs=fs, path=fs._strip_protocol(url), read_only=read_only)
     if scheme == "s3":
@@ -160,7 +161,9 @@ async def guarded_client(**options: Any) -> Any:
     """An HTTP client whose connections, also of redirects, lead to no metadata service."""
     import aiohttp
 
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=guarded_socket), **options)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(socket_factory=guarded_socket), trust_env=True, **options
+    )
 
 
 @functools.cache

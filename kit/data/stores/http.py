@@ -307,7 +307,7 @@ class HttpClient(Client):
             span, most_bytes = f"{get.first}-{get.last - 1}", get.last - get.first
         elif get.first is not None:
             span, most_bytes = str(get.first), -get.first
-        easy.setopt(pycurl.URL, f"{self._address.base}/{quote(get.key)}")
+        easy.setopt(pycurl.URL, f"{self._address.base}/{quote(get.key)}{self._address.signature()}")
         easy.setopt(pycurl.NOBODY, get.head)
         easy.setopt(pycurl.HEADERFUNCTION if get.head else pycurl.WRITEFUNCTION, parts.append)
         if span is None:

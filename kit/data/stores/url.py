@@ -1,9 +1,9 @@
 """From a URL and the name of a credential to a Zarr store and its objects, or to a StoreError with the way out.
 
 Paths and `file://` are folders whose objects are written by rename; everything else (`memory://`, `gs://`, `s3://`,
-`http(s)://`, any other fsspec scheme) goes through fsspec. Chained URLs (`a::b`) and caching wrappers are refused: one
-URL names one place. Secrets never travel in a URL or a config; `credentials` says where one is found, and every error
-text passes through `redact`.
+`az://`, `http(s)://`, any other fsspec scheme) goes through fsspec. Chained URLs (`a::b`) and caching wrappers are
+refused: one URL names one place. Secrets never travel in a URL or a config; `credentials` says where one is found, and
+every error text passes through `redact`.
 
 A store is bound to no event loop until its first read, so a caller with its own loop opens its own store.
 """
@@ -45,6 +45,7 @@ _WRAPPERS = {
     "asynclocal", "blockcache", "cached", "dask", "dir", "filecache", "generic", "reference", "simplecache", "tar",
     "zip",
 }  # fmt: skip
+_SAME = {"gcs": "gs", "abfs": "az", "abfss": "az"}
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
 _named: set[str] = set()
 """Environment variables that credentials named, so that their values can be kept out of messages."""
@@ -80,7 +81,7 @@ def resolve_url(url: str) -> str:
     if scheme in ("file", "local"):
         return str(_absolute(Path(url[match.end() :])))
     _check_remote(url, scheme)
-    return f"{'gs' if scheme == 'gcs' else scheme}://{url[match.end() :].rstrip('/')}"
+    return f"{_SAME.get(scheme, scheme)}://{url[match.end() :].rstrip('/')}"
 
 
 def _refuse_odd_text(url: str) -> None:
@@ -117,7 +118,7 @@ def _check_remote(url: str, scheme: str) -> None:
         raise StoreError(f"{redact(url)}: {scheme}:// wraps another URL; give the URL of the store itself")
     if scheme not in known:
         close = difflib.get_close_matches(scheme, known, n=1)
-        hint = f"did you mean {close[0]}://?" if close else "use a path, gs://, s3://, https:// or memory://"
+        hint = f"did you mean {close[0]}://?" if close else "use a path, gs://, s3://, az://, https:// or memory://"
         raise StoreError(f"{redact(url)}: unknown scheme {scheme}://; {hint}")
     parts = urlsplit(url)
     if "@" in parts.netloc:
@@ -158,9 +159,11 @@ def open_store(url: str, credentials: str = "default", *, read_only: bool = True
 
     Args:
         url: A path (relative ones start at the project folder) or a URL.
-        credentials: `default`, `anonymous`, or `env:NAME` for a key in an environment variable: a JSON key (or the
-            path of one) or an access token for `gs://`, `KEY:SECRET` for `s3://`, a bearer token for `http(s)://`, and
-            a JSON object of fsspec options for any scheme.
+        credentials: `default`; `requester-pays`, which is `default` with the reader's project or account paying;
+            `anonymous`; or `env:NAME` for a key in an environment variable: a JSON key (or the path of one) or an
+            access token for `gs://`, `KEY:SECRET` for `s3://`, a connection string, a shared access signature or an
+            account's key for `az://`, a bearer token for `http(s)://`, and a JSON object of fsspec options for any
+            scheme. The account of `az://` is in `AZURE_STORAGE_ACCOUNT_NAME`, where no connection string names it.
         read_only: Refuse writes and ask for no more than reading rights.
 
     Raises:
@@ -204,7 +207,11 @@ def options_of(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
     endpoint = endpoint_of(url)
     options |= {"endpoint_url": endpoint} if endpoint else {}
     if credentials == "anonymous" or (credentials == "default" and takes_no_key(url)):
-        return options | ({"token": "anon"} if scheme == "gs" else {"anon": True} if scheme == "s3" else {})
+        return options | ({"token": "anon"} if scheme == "gs" else {"anon": True} if scheme in ("s3", "az") else {})
+    if credentials == "requester-pays":
+        if scheme not in ("gs", "s3"):
+            raise StoreError(f"{redact(url)}: {scheme}:// knows no requester who pays; use default, or env:NAME")
+        return options | {"requester_pays": True}
     if credentials == "default":
         return options
     name = credentials.removeprefix("env:")
@@ -226,6 +233,9 @@ def options_of(url: str, credentials: str, read_only: bool) -> dict[str, Any]:
     if scheme == "s3":
         key, _, rest = secret.partition(":")
         return options | {"key": key, "secret": rest.partition(":")[0], "token": rest.partition(":")[2] or None}
+    if scheme == "az":
+        kinds = (("AccountName=", "connection_string"), ("sig=", "sas_token"))
+        return options | {next((kind for mark, kind in kinds if mark in secret), "account_key"): secret}
     return options | {"client_kwargs": {"headers": {"Authorization": f"Bearer {secret}"}}}
 
 
@@ -359,6 +369,8 @@ def store_error(url: str, error: BaseException) -> StoreError:
 def _way_out(error: BaseException, url: str) -> str:
     status = str(getattr(error, "status", "") or getattr(error, "code", ""))
     text = f"{status} {error}".lower()
+    if url.startswith("az://") and "account_name" in text:
+        return "; name the account in AZURE_STORAGE_ACCOUNT_NAME, or give a connection string as credentials env:NAME"
     if isinstance(error, ImportError):
         return f"; the package that reads {url.partition('://')[0]}:// is not installed"
     if isinstance(error, PermissionError) or re.search(r"\b(401|403)\b|forbidden|unauthorized|anonymous caller", text):
