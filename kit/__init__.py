@@ -86,6 +86,7 @@ _FIGURES = {
     "figure.Placements": "kit.charts.rows:placements_figure",
     "figure.Profile": "kit.charts.pipeline:profile_figure",
     "figure.QueryCheck": "kit.charts.rows:query_figure",
+    "figure.Split": "kit.charts.splits:split_figure",
     "figure.SequenceCheck": "kit.charts.compare:sequence_figure",
     "figure.Timing": "kit.charts.trial:timing_figure",
     "figure.Trial": "kit.charts.trial:loss_figure",
@@ -99,6 +100,7 @@ _FIGURES = {
 }
 register(_FIGURES)
 register({
+    "dataset.join": "kit.data.joined:join_config",
     "file.module": "kit.targets:load_module_of_file",
     "job.fit": "kit.trial.fit_job:fit",
     "job.predict": "kit.memory.predict_job:predict",

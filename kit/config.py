@@ -322,9 +322,17 @@ class Data(Section):
         "import path.",
     )  # fmt: skip
     url: str = setting(
-        "data/dataset.zarr", "Where the Zarr store is: a path, or a file://, gs://, s3://, http(s):// or memory:// "
-        "URL. NetCDF, .npz, Icechunk and kerchunk are read there too.",
+        "data/dataset.zarr", "Where the Zarr store is: a path, or a file://, gs://, s3://, az://, http(s):// or "
+        "memory:// URL. NetCDF, .npz, Icechunk and kerchunk are read there too.",
     )  # fmt: skip
+    more: Names = setting((), "Further stores that are read with url as one dataset, without a copy. See join.")
+    join: str = setting(
+        "", "Dimension along which url and more follow one another, such as time. One that they do not have, such as "
+        "member, makes each an element of it. Empty puts different variables side by side.",
+    )  # fmt: skip
+    gap_dimension: str = setting(
+        "", "Dimension, such as time, whose coordinate may have gaps: no patch reaches over one. Empty looks for none."
+    )
     credentials: Annotated[
         str, Field(pattern=r"^(default|anonymous|requester-pays|env:[A-Za-z_][A-Za-z0-9_]*)$")
     ] = setting(
@@ -349,15 +357,43 @@ class Data(Section):
         1024, "Random samples of one epoch. In grid order the grid decides.", unit="samples", ge=1
     )
     validation_fraction: float = setting(
-        0.0, "Part of the data that is kept for validation: of patches the end of validation_dimension, of rows the "
-        "last, of a table the last entities of each query. Nothing of it is trained on. 0 keeps none.", ge=0, lt=1,
+        0.0, "Part of the data that is kept for validation: of patches as split says, of rows the last, of a table the "
+        "last entities of each query. Nothing of it is trained on. 0 keeps none.", ge=0, lt=1,
+    )  # fmt: skip
+    test_fraction: float = setting(
+        0.0, "Part of the patches that is kept for a test, in the same way. 0 keeps none.", ge=0, lt=1
+    )
+    split: Literal["end", "regions"] = setting(
+        "end", "Which patches are kept. end: those at the end of validation_dimension, test last. regions: the array "
+        "is cut into regions, each of which goes to one part as a whole, by split_seed.",
     )  # fmt: skip
     validation_dimension: str = setting(
-        "", "Dimension whose end is kept for validation, such as time. Empty takes the first of the array."
+        "", "Dimension whose end is kept, such as time. Empty takes the first of the array."
     )
+    split_region: Sizes = setting(
+        dict, "Size of a region along each dimension. A dimension that is left out is not cut. Empty takes the chunks.",
+        unit="elements",
+    )  # fmt: skip
+    split_seed: int = setting(
+        0, "Seed of the regions. It is not training.seed, so that trials with other seeds keep the same parts.",
+        ge=0, le=2**32 - 1,
+    )  # fmt: skip
+    guard: Sizes = setting(
+        dict, "Elements that are left out between patches of different parts, along each dimension. Patches of "
+        "different parts never overlap, with or without it.", unit="elements",
+    )  # fmt: skip
+    least_valid_fraction: float = setting(
+        0.0, "Patches with fewer valid values, such as those with too little sea, are left out. Estimated without "
+        "reading, by the tiles of kit.data.statistics. 0 leaves none out.", ge=0, le=1,
+    )  # fmt: skip
+    weight_by: Literal["nothing", "valid", "mean", "deviation"] = setting(
+        "nothing", "Train more often on patches with more of it, in proportion: valid values, or the mean or the "
+        "standard deviation of the first variable. Estimated by the tiles of kit.data.statistics. Not in grid order.",
+    )  # fmt: skip
     standardize: bool = setting(
-        True, "Subtract each variable's mean and divide by its standard deviation, both computed while building."
-    )
+        True, "Subtract each variable's mean and divide by its standard deviation, computed while building; by "
+        "kit.data.statistics over the part for training alone.",
+    )  # fmt: skip
     strict: bool = setting(
         False, "Make a missing chunk an error in every store, as it always is in stores that kit built. Otherwise a "
         "missing chunk of another writer is read as the fill value, as Zarr defines it, and counted.",

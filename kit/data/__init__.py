@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from kit.data.build.plan import plan_build as plan_build
     from kit.data.build.schedulers import advise_schedule as advise_schedule
     from kit.data.build.verify import verify as verify
+    from kit.data.joined import join as join
     from kit.data.patches.module import PatchData as PatchData
     from kit.data.patches.probe import probe as probe
     from kit.data.patches.reading import measure_networks as measure_networks
     from kit.data.patches.reading import measure_reading as measure_reading
+    from kit.data.patches.tiles import statistics as statistics
     from kit.data.rows.loader import RowData as RowData
     from kit.data.rows.rows import open_rows as open_rows
     from kit.data.rows.write import array_bytes as array_bytes
     from kit.data.rows.write import write_rows as write_rows
+    from kit.data.splits import split as split
     from kit.data.tables.cache import QueryCache as QueryCache
     from kit.data.tables.declare import open_table as open_table
     from kit.data.tables.declare import read_sources as read_sources

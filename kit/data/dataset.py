@@ -61,6 +61,7 @@ from kit.errors import (
     UnfinishedStoreError,
     did_you_mean,
 )
+from kit.registry import load
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -340,6 +341,9 @@ def open_dataset(
         >>> {array.dims for array in kit.open_dataset(store).arrays.values()}
         {('time', 'lat', 'lon')}
     """
+    if isinstance(given, Config) and given.data.more:
+        joined: Dataset = load("dataset.join")(given)
+        return joined
     if isinstance(given, Config):
         return open_dataset(given.data.url, given.data.credentials, given.data.variables, strict=given.data.strict)
     if not isinstance(given, str | PathLike):

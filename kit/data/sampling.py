@@ -34,59 +34,34 @@ from numpy.typing import NDArray
 
 from kit.chunks.access import VALUE_BYTES, Blocks, fit_window
 from kit.chunks.geometry import axes_of, most_chunks
+from kit.data.elastic import Segment, Steps, cuts_of, segments_after
+from kit.data.places import MOST_CELLS, Places, cell_starts
+from kit.data.splits import Part, Split, split_of, widest_of
+from kit.data.tile_statistics import TileStatistics, need_statistics
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.units import format_bytes
 
 if TYPE_CHECKING:
-    from kit.config import Config
+    from kit.config import Config, Data
     from kit.data.dataset import ArrayInfo, Dataset
 
 LARGEST_PERMUTATION = 10_000_000
 _PATHS = {
     "shape": "data.url", "patch": "data.patch", "order": "data.order", "stride": "data.stride",
     "samples_per_epoch": "data.samples_per_epoch", "seed": "training.seed", "shuffle": "loader.shuffle",
-    "drop_last": "loader.drop_last", "block": "loader.window_bytes", "samples_per_block": "loader.block_reuse",
-    "blocks_per_window": "loader.window_blocks",
+    "drop_last": "loader.drop_last", "places": "data.split",
 }  # fmt: skip
-"""The fields of a config that decide the samples and their order."""
+"""The fields of a config that decide the samples and their order; blocks may change, those of a begun epoch stay."""
 _FEISTEL_ROUNDS = 8
 _WORDS_PER_BLOCK = 4
+_LONGER = 1.5
+"""A step of a coordinate over the usual one, from which on it is a gap."""
 _ANCHORS, _SAMPLES, _ORDER = 1, 2, 3
 Offsets = NDArray[np.int64]
 """Offsets of samples `(sample, dimension)`, in elements."""
 Whole = NDArray[np.int64]
-
-
-def steps_per_epoch(samples: int, batch_size: int, world_size: int, drop_last: bool) -> int:
-    """Steps of an epoch, the same on every rank."""
-    full, rest = divmod(samples, batch_size * world_size)
-    return full + (rest >= world_size and not drop_last)
-
-
-def batch_positions(samples: int, batch_size: int, world_size: int, drop_last: bool, step: int, rank: int) -> range:
-    """The run of positions in the epoch that `rank` takes at `step`."""
-    last = step == steps_per_epoch(samples, batch_size, world_size, drop_last) - 1 and not drop_last
-    first = step * batch_size * world_size
-    end = samples if last else first + batch_size * world_size
-    return range(*(first + (end - first) * part // world_size for part in (rank, rank + 1)))
-
-
-def resume_step(
-    samples: int, drop_last: bool, mine: tuple[int, int], theirs: tuple[int, int], step: int
-) -> tuple[int | None, int]:
-    """The step that follows the first `step` global batches of another (batch size, world size), and the samples seen.
-
-    None for the step when those samples end inside a batch.
-    """
-    steps, seen = steps_per_epoch(samples, *mine, drop_last), step * prod(theirs)
-    if mine == theirs:
-        return step, seen
-    if step >= steps_per_epoch(samples, *theirs, drop_last):
-        return steps, samples
-    following, inside = divmod(seen, prod(mine))
-    # A remainder joins the last batch where it is smaller than the ranks: then that batch has begun.
-    begun = following >= steps and not drop_last
-    return None if inside or begun else min(following, steps), seen
+Gaps = tuple[int, NDArray[np.int64]]
+"""A dimension, and the elements of it before which there is a gap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +88,12 @@ class SamplePlan:
     blocks_per_window: int = 1
     origin: tuple[int, ...] = ()
     """Where `shape` begins in the array; empty for its first element."""
+    earlier: tuple[Segment, ...] = ()
+    """How the steps of the epoch before were taken, where this plan is of the rest of one (see `resume`)."""
+    places: Places | None = None
+    """Where patches may lie and how often, in `shape`; None where all positions are alike."""
+    limit: WindowLimit | None = None
+    """Block order: what a window may hold, for the blocks of an epoch that was begun with others."""
 
     def batch_bytes(self, variables: int) -> int:
         """Of a batch as it is handed over: values and validity."""
@@ -131,40 +112,52 @@ class SamplePlan:
         return Windows(
             shape=self.shape, patch=self.patch, stride=self.stride, block=self.block, samples=self.samples,
             samples_per_block=self.samples_per_block, blocks=self.blocks_per_window, world_size=self.world_size,
-            seed=self.seed,
+            seed=self.seed, cuts=cuts_of(self.earlier, self.world_size, self.blocks_per_window)[0], places=self.places,
+        )  # fmt: skip
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The steps of an epoch."""
+        return Steps(
+            samples=self.samples, batch_size=self.batch_size, world_size=self.world_size, drop_last=self.drop_last,
+            earlier=self.earlier,
         )  # fmt: skip
 
     @property
+    def spacing(self) -> tuple[int, ...]:
+        """Distance between positions along each dimension: in random order every element is one."""
+        return (1,) * len(self.shape) if self.order == "random" else self.stride
+
+    @property
     def grid(self) -> tuple[int, ...]:
-        """Number of grid offsets along each dimension."""
-        sides = zip(self.shape, self.patch, self.stride, strict=True)
+        """Number of positions along each dimension."""
+        sides = zip(self.shape, self.patch, self.spacing, strict=True)
         return tuple((size - patch) // stride + 1 for size, patch, stride in sides)
 
     @property
     def samples(self) -> int:
         """Samples that exist in an epoch; with drop_last, those past the last full global batch are not delivered."""
-        return prod(self.grid) if self.order == "grid" else self.samples_per_epoch
+        if self.order != "grid":
+            return self.samples_per_epoch
+        return prod(self.grid) if self.places is None else self.places.count
 
     @property
     def global_batch_size(self) -> int:
         return self.batch_size * self.world_size
 
-    @cached_property
+    @property
     def batches_per_epoch(self) -> int:
         """Steps of an epoch, the same on every rank."""
-        return steps_per_epoch(self.samples, self.batch_size, self.world_size, self.drop_last)
+        return self.steps.count
 
     def positions(self, step: int, rank: int) -> range:
-        """The run of positions in the epoch that `rank` reads at `step`."""
-        if not 0 <= step < self.batches_per_epoch or not 0 <= rank < self.world_size:
-            raise IndexError(
-                f"step {step} of {self.batches_per_epoch}, rank {rank} of {self.world_size}: no such batch"
-            )
+        """The run of positions in the epoch that `rank` reads at `step`; in block order, of the rows of all ranks."""
+        run = self.steps.positions(step, rank)
         if self.windows is None:
-            return batch_positions(self.samples, self.batch_size, self.world_size, self.drop_last, step, rank)
-        run = self.windows.run(rank)
-        first, last_step = run.start + step * self.batch_size, step == self.batches_per_epoch - 1
-        return range(first, run.stop if last_step and not self.drop_last else first + self.batch_size)
+            return run
+        places, row = self._places(step, rank), self.windows.run(rank)
+        first = self.samples - self.windows.size + row.start
+        return range(first + places.start, first + places.stop)
 
     def batch(self, epoch: int, step: int, rank: int) -> Offsets:
         """Offsets `(sample, dimension)` of the batch that `rank` reads at `step` of `epoch`, in elements.
@@ -179,24 +172,28 @@ class SamplePlan:
         shown, run = epoch if self.shuffle else 0, self.positions(step, rank)
         if self.windows is not None:
             return self.windows.offsets(shown, rank, self._places(step, rank))
+        stride = np.array(self.stride, np.int64)
+        if self.order == "random" and self.places is not None:
+            words = _words(_key(self.seed, shown), run, 1 + len(self.shape))
+            return self.places.draw(words)
         if self.order == "random":
             choices = np.array(self.shape, np.uint64) - np.array(self.patch, np.uint64) + np.uint64(1)
-            blocks = -(-len(choices) // _WORDS_PER_BLOCK)
-            generator = np.random.Philox(key=_key(self.seed, shown), counter=run.start * blocks)
-            words = generator.random_raw(len(run) * blocks * _WORDS_PER_BLOCK).reshape(len(run), -1)
-            offsets: Offsets = (words[:, : len(choices)] % choices).astype(np.int64)
+            offsets: Offsets = (_words(_key(self.seed, shown), run, len(choices)) % choices).astype(np.int64)
             return offsets
         index = np.arange(run.start, run.stop, dtype=np.int64)
         if self.shuffle and self.samples <= LARGEST_PERMUTATION:
             index = _permutation(self.samples, self.seed, shown)[index]
         elif self.shuffle:
             index = bijection(self.samples, _key(self.seed, shown), index)
-        cells = np.stack(np.unravel_index(index, self.grid), axis=1)
-        return cells.astype(np.int64) * np.array(self.stride, np.int64)
+        if self.places is not None:
+            return self.places.at(index) * stride
+        return np.stack(np.unravel_index(index, self.grid), axis=1).astype(np.int64) * stride
 
-    def window(self, step: int, rank: int) -> int:
+    def window(self, epoch: int, step: int, rank: int) -> int:
         """The last window that the batch draws from; 0 where there are none."""
-        return 0 if self.windows is None else self.windows.window_of(rank, self._places(step, rank).stop - 1)
+        if self.windows is None:
+            return 0
+        return self.windows.window_of(rank, self._places(step, rank).stop - 1, epoch if self.shuffle else 0)
 
     def pairs_of_one_visit(self, epoch: int, step: int, rank: int) -> tuple[int, int]:
         """(pairs of the batch drawn from one visit to a block, all its pairs); see `kit.data.sampling.mixing`."""
@@ -206,18 +203,27 @@ class SamplePlan:
         return pairs_of_one_visit(self.windows.visits(epoch if self.shuffle else 0, rank, places))
 
     def identity(self) -> dict[str, Any]:
-        """What decides the samples and their order, in plain values, for `step_after`."""
-        return {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        """What decides the samples and their order, in plain values, for `resume`."""
+        plain = asdict(replace(self, limit=None, places=None))
+        del plain["limit"]
+        plain["places"] = "" if self.places is None else self.places.digest
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in plain.items()}
 
-    def step_after(self, other: Mapping[str, Any], step: int) -> int:
-        """The step that follows the first `step` global batches of another plan, of which `other` is the identity.
+    def resume(self, other: Mapping[str, Any], step: int) -> SamplePlan:
+        """This plan for the rest of an epoch, of which another plan took the first `step` steps.
+
+        Every sample of the epoch comes exactly once, whatever the batch sizes and ranks of both; `notes` says what is
+        not as it would have been. In block order the epoch keeps the blocks that it began with.
+
+        Args:
+            other: The identity of that plan.
+            step: Its steps, and those that it was resumed from itself.
 
         Raises:
-            ConfigError: when the other plan has other samples or another order, or its batches end inside one of ours.
+            ConfigError: when the other plan has other samples or another order, and when a block that the epoch began
+                with does not fit a window.
         """
         mine = self.identity()
-        if other == mine:
-            return step
         problems = [
             Problem(
                 path,
@@ -225,128 +231,217 @@ class SamplePlan:
                 "and order, or begin the epoch anew",
             )
             for name, path in _PATHS.items()
-            if mine[name] != other.get(name)
+            if mine[name] != other.get(name, "")
         ]
         if problems:
             raise ConfigError(problems)
-        sizes, others = (self.batch_size, self.world_size), (int(other["batch_size"]), int(other["world_size"]))
-        following, seen = resume_step(self.samples, self.drop_last, sizes, others, step)
-        why = f"{seen} samples end inside one of them"
-        if self.windows is not None:
-            following, why = None, "in block order every rank has a part of its own"
-        if following is None:
-            ours, theirs = (f"{batch_size} × {ranks} ranks" for batch_size, ranks in (sizes, others))
+        if not step:
+            return self
+        begun = self if self.windows is None else self._with_blocks_of(other)
+        way = (begun.batch_size, begun.world_size, begun.blocks_per_window)
+        return replace(begun, earlier=segments_after(other, step, way))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the rest of an epoch is not as it would have been without the stop."""
+        if self.windows is None or not self.windows.cuts:
+            return self.steps.notes
+        ranks, blocks, _ = self.windows.cuts[-1]
+        return (
+            *self.steps.notes,
+            f"the samples that are left come in another order than without the stop: blocks are mixed "
+            f"{self.blocks_per_window} at a time on each of {self.world_size} ranks, and were {blocks} on {ranks}",
+        )
+
+    def _with_blocks_of(self, other: Mapping[str, Any]) -> SamplePlan:
+        """This plan with the blocks that an epoch was begun with."""
+        block, each = tuple(other["block"]), int(other["samples_per_block"])
+        if (block, each) == (self.block, self.samples_per_block):
+            return self
+        blocks = int(other["blocks_per_window"])
+        if self.limit is not None:
+            axes = axes_of(self.shape, self.limit.chunk, self.patch, self.stride)
+            sides = zip(block, self.limit.chunk, strict=True)
+            held = Blocks(axes, tuple(-(-side // chunk) for side, chunk in sides))
+            fits = self.limit.chunks // held.footprint if held.everything > self.limit.chunks else self.limit.blocks
+            blocks = min(self.limit.blocks, fits)
+        if not blocks:
             message = (
-                f"batches are {ours}, but {theirs} in the state to resume from, and {why}; resume with {theirs}, or "
-                "begin the epoch anew"
+                f"the epoch to resume was begun with blocks of {block}, and a window cannot hold one of them; take as "
+                "many bytes as then until the epoch ends, or begin the epoch anew"
             )
-            raise ConfigError([Problem("loader.batch_size", message)])
-        return following
+            raise ConfigError([Problem("loader.window_bytes", message)])
+        return replace(self, block=block, samples_per_block=each, blocks_per_window=blocks)
 
     def _places(self, step: int, rank: int) -> range:
         """The batch in the row of samples that its rank is served."""
-        run = self.positions(step, rank)
-        first = step * self.batch_size
-        return range(first, first + len(run))
+        run = self.steps.positions(step, rank)
+        if self.windows is None:
+            return run
+        row = self.windows.run(rank)
+        served = cuts_of(self.earlier, self.world_size, self.blocks_per_window)[1]
+        first = served + (step - self.steps.before) * self.batch_size
+        last = step == self.batches_per_epoch - 1 and not self.drop_last
+        return range(first, len(row) if last else first + self.batch_size)
 
 
-def sample_plan(config: Config, dataset: Dataset, world_size: int, *, validates: bool = False) -> SamplePlan:
-    """The samples that `config` asks of `dataset`, for `world_size` ranks. Opens nothing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowLimit:
+    """What a window may hold, however its blocks are cut."""
+
+    chunk: tuple[int, ...]
+    """Sides of a chunk."""
+    chunks: int
+    """Chunks of each variable."""
+    blocks: int
+    """Blocks that are mixed, at most."""
+
+
+def sample_plan(config: Config, dataset: Dataset, world_size: int, *, part: Part = "train") -> SamplePlan:
+    """The samples that `config` asks of `dataset`, for `world_size` ranks. Reads nothing but kept statistics.
 
     Args:
-        validates: Those of the part that is kept for validation.
+        part: Those that are trained on, or kept for validation or a test. Kept ones are the same at each pass: in grid
+            order all, else as many as their share of an epoch, and not weighted.
 
     Raises:
         ConfigError: for an unknown variable or dimension, a patch larger than its array, a global batch larger than an
-            epoch, or a window too small for two blocks, each under the dotted path of its field.
+            epoch, a window too small for two blocks, a part that is not kept or holds no patch, and statistics that are
+            not there, each under the dotted path of its field.
     """
-    arrays = dataset.select(config.data.variables)
+    data, arrays = config.data, dataset.select(config.data.variables)
     widest = widest_of(dataset, config)
     chunk_bytes = 0
     for info in arrays:  # decoded bytes of the chunks that one chunk of the widest touches
         sides = [(widest.chunk[axis], info.chunk[axis]) for axis in info.stored_axes]
         touched = (whole // part if whole % part == 0 else most_chunks(whole, part) for whole, part in sides)
         chunk_bytes += prod(touched) * info.chunk_bytes
-    train = plan_samples(config, widest, world_size, chunk_bytes)
-    return _plan_validation(train, config, widest) if validates else train
-
-
-def widest_of(dataset: Dataset, config: Config) -> ArrayInfo:
-    """The variable with the largest chunks, by whose shape samples are planned; it has every dimension."""
-    arrays = dataset.select(config.data.variables)
-    return max((info for info in arrays if not info.repeated), key=lambda info: prod(info.chunk))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """Where along one dimension training ends and validation begins."""
-
-    dimension: str
-    place: int
-    """Of the dimension among those of the array."""
-    start: int
-    """The first element that is kept for validation."""
-    size: int
-    chunk: int
-
-    @property
-    def sentence(self) -> str:
-        border = "at a border of chunks, so that no chunk is read for both" if self.start % self.chunk == 0 else (
-            f"inside a chunk of {self.chunk}, which is read for both"
-        )  # fmt: skip
-        kept = f"{self.dimension} {self.start:,} to {self.size - 1:,} of {self.size:,}"
-        return f"validation: {kept}, {(self.size - self.start) / self.size:.0%}; training ends before it, {border}"
-
-
-def split_of(config: Config, array: ArrayInfo) -> Split | None:
-    """The split that the config asks for; None where all is trained on.
-
-    Raises:
-        ConfigError: for a dimension that there is not, and where one part cannot hold a patch.
-    """
-    fraction, name = config.data.validation_fraction, config.data.validation_dimension or array.dims[0]
-    if not fraction:
-        return None
-    if name not in array.dims:
-        hint = did_you_mean(name, array.dims, "the array has {}")
-        raise ConfigError([Problem("data.validation_dimension", f"unknown dimension {name!r}{hint}")])
-    place = array.dims.index(name)
-    size, chunk, patch = array.shape[place], array.chunk[place], config.data.patch.get(name, 1)
-    if size < 2 * patch:
-        message = f"{fraction}, but {size} elements along {name!r} do not hold a patch of {patch} on each side; "
-        problem = Problem("data.validation_fraction", message + "take another data.validation_dimension, or 0")
-        raise ConfigError([problem])
-    asked = min(max(round(size * (1 - fraction)), patch), size - patch)
-    border = round(asked / chunk) * chunk
-    start = border if patch <= border <= size - patch else asked
-    return Split(dimension=name, place=place, start=start, size=size, chunk=chunk)
-
-
-def _plan_validation(train: SamplePlan, config: Config, array: ArrayInfo) -> SamplePlan:
-    """Patches of the part that is kept, the same at each validation: in grid order all, else as many as its share.
-
-    Raises:
-        ConfigError: where none is kept.
-    """
-    split = split_of(config, array)
-    if split is None:
-        raise ConfigError([Problem("data.validation_fraction", "0 keeps nothing to validate on; give it a part")])
-    shape, origin = list(array.shape), [0] * len(array.shape)
-    shape[split.place], origin[split.place] = split.size - split.start, split.start
-    whole = replace(
-        train, shape=tuple(shape), origin=tuple(origin), order="grid" if train.order == "grid" else "random", block=(),
-        samples_per_block=1, blocks_per_window=1, shuffle=False, drop_last=False, batch_size=1, world_size=1,
-        samples_per_epoch=max(train.world_size, round(train.samples_per_epoch * config.data.validation_fraction)),
+    tiles = None
+    if data.least_valid_fraction or (data.weight_by != "nothing" and part == "train"):
+        path = "data.least_valid_fraction" if data.least_valid_fraction else "data.weight_by"
+        tiles = need_statistics(dataset, data.variables, path)
+    gaps = gaps_of(dataset, widest, data.gap_dimension) if data.gap_dimension else None
+    train = plan_samples(config, widest, world_size, chunk_bytes, tiles, gaps)
+    if part == "train":
+        return train
+    fraction = data.validation_fraction if part == "validation" else data.test_fraction
+    split = split_of(config, widest)
+    if split is None or not fraction:
+        raise ConfigError([Problem(f"data.{part}_fraction", f"0 keeps nothing for {part}; give it a part")])
+    whole = _of_part(
+        replace(
+            train, order="grid" if train.order == "grid" else "random", block=(), samples_per_block=1,
+            blocks_per_window=1, limit=None, shuffle=False, drop_last=False, batch_size=1, world_size=1,
+            samples_per_epoch=max(world_size, round(train.samples_per_epoch * fraction)), places=None,
+            shape=widest.shape, origin=(),
+        ),
+        config, split, part, tiles, gaps,
     )  # fmt: skip
-    size = max(1, min(train.batch_size, whole.samples // train.world_size))
-    return replace(whole, batch_size=size, world_size=train.world_size)
+    return replace(whole, batch_size=max(1, min(train.batch_size, whole.samples // world_size)), world_size=world_size)
 
 
-def plan_samples(config: Config, array: ArrayInfo, world_size: int, chunk_bytes: int | None = None) -> SamplePlan:
+def gaps_of(dataset: Dataset, array: ArrayInfo, dimension: str) -> Gaps:
+    """A dimension, and its elements before which its coordinate leaves something out: a step longer than usual.
+
+    Raises:
+        ConfigError: for a dimension that there is not.
+    """
+    if dimension not in array.dims:
+        hint = did_you_mean(dimension, array.dims, "the array has {}")
+        raise ConfigError([Problem("data.gap_dimension", f"unknown dimension {dimension!r}{hint}")])
+    steps = np.diff(dataset.coordinate(dimension)).astype(np.float64)
+    usual = np.median(steps) if len(steps) else 0.0
+    # Months are of 28 to 31 days; a missing one makes at least 59.
+    longer = np.flatnonzero(np.abs(steps) > _LONGER * abs(usual)) + 1
+    return array.dims.index(dimension), longer.astype(np.int64)
+
+
+def _without_gaps(plan: SamplePlan, axis: int, gaps: NDArray[np.int64]) -> Places | None:
+    """The places whose patches reach over no gap along one dimension; None where all are such."""
+    first, side = (plan.origin[axis] if plan.origin else 0), plan.patch[axis]
+    inside = gaps[(gaps > first) & (gaps < first + plan.shape[axis])] - first
+    if not len(inside) or side == 1:
+        return None
+    starts = [np.array([0, count], np.int64) for count in plan.grid]
+    step = plan.spacing[axis]
+    starts[axis] = cell_starts(np.concatenate([inside - side + 1, inside]), step, plan.grid[axis])
+    begins = starts[axis][:-1] * step
+    whole = np.searchsorted(inside, begins, "right") == np.searchsorted(inside, begins + side - 1, "right")
+    if not whole.any():
+        message = f"no patch of {side} fits between the gaps; use a smaller one"
+        raise ConfigError([Problem("data.gap_dimension", message)])
+    return Places(
+        tuple(starts), whole.astype(np.float64).reshape([-1 if one == axis else 1 for one in range(len(starts))])
+    )
+
+
+def _of_part(
+    plan: SamplePlan,
+    config: Config,
+    split: Split | None,
+    part: Part,
+    tiles: TileStatistics | None,
+    gaps: Gaps | None,
+) -> SamplePlan:
+    """The plan, restricted to the patches of a part and to those that the config keeps."""
+    if split is not None:
+        origin, shape = split.extent(part)
+        plan = replace(plan, shape=shape, origin=origin if any(origin) else ())
+    places = None if split is None else split.allowed(part, plan.patch, plan.spacing)
+    if gaps is not None:
+        whole = _without_gaps(plan, *gaps)
+        places = whole if places is None else places if whole is None else places.both(whole)
+    if tiles is not None:
+        places = _weighted(plan, config.data, places, tiles, weigh=part == "train")
+    return replace(plan, places=places)
+
+
+def _weighted(plan: SamplePlan, data: Data, places: Places | None, tiles: TileStatistics, *, weigh: bool) -> Places:
+    """The places, weighted by what patches hold there; each cell by the patch in its middle."""
+    origin = plan.origin or (0,) * len(plan.shape)
+    cuts = zip(plan.grid, plan.spacing, origin, tiles.tile, plan.shape, strict=True)
+    starts = [
+        cell_starts(np.arange(-first % side, size, side, dtype=np.int64), stride, positions)
+        for positions, stride, first, side, size in cuts
+    ]
+    if (cells := prod(len(begins) for begins in starts)) > MOST_CELLS:
+        message = f"{cells:,} cells are too many to plan with; use a larger data.stride"
+        raise ConfigError([Problem("data.least_valid_fraction", message)])
+    cut = Places(tuple(starts), np.ones([len(begins) - 1 for begins in starts]))
+    cut = cut if places is None else cut.both(places)
+    starts, allowed = [*cut.starts], cut.weights
+    middles = tuple(
+        (begins[:-1] + begins[1:] - 1) / 2.0 * stride + first
+        for begins, stride, first in zip(starts, plan.spacing, origin, strict=True)
+    )
+    held = tiles.of_patches(plan.patch, middles)
+    weights = allowed * (held["valid"] >= data.least_valid_fraction)
+    if not weights.any():
+        most = float((held["valid"] * (allowed > 0)).max())
+        message = f"{data.least_valid_fraction} leaves no patch: the fullest has {most:.2f} of its values; use less"
+        raise ConfigError([Problem("data.least_valid_fraction", message)])
+    if weigh and data.weight_by != "nothing":
+        weights = weights * np.maximum(0.0, held[data.weight_by])
+        if not weights.any():
+            message = f"{data.weight_by} of every patch is 0 or less, so that none would be drawn; weigh by another"
+            raise ConfigError([Problem("data.weight_by", message)])
+    return Places(tuple(starts), weights)
+
+
+def plan_samples(
+    config: Config,
+    array: ArrayInfo,
+    world_size: int,
+    chunk_bytes: int | None = None,
+    tiles: TileStatistics | None = None,
+    gaps: Gaps | None = None,
+) -> SamplePlan:
     """As `sample_plan`, for an array whose shape and dimension names are known.
 
     Args:
         chunk_bytes: Decoded bytes of one chunk of every variable; this array's own without it. For block order.
+        tiles: What patches hold, where the config filters or weighs them.
+        gaps: Where the coordinate of `data.gap_dimension` has gaps.
 
     Raises:
         ConfigError: see `sample_plan`.
@@ -370,18 +465,16 @@ def plan_samples(config: Config, array: ArrayInfo, world_size: int, chunk_bytes:
             problems.append(Problem("data.patch", message))
     if problems:
         raise ConfigError(problems)
-    shape, split = list(array.shape), split_of(config, array)
-    if split is not None:
-        shape[split.place] = split.start
     in_blocks = data.order == "block"
     ones = (1,) * len(patch)
     spacing = zip(array.dims, ones if in_blocks else patch, strict=True)
     plan = SamplePlan(
-        shape=tuple(shape), patch=patch, order=data.order,
+        shape=tuple(array.shape), patch=patch, order=data.order,
         stride=tuple(data.stride.get(name, side) for name, side in spacing),
         samples_per_epoch=data.samples_per_epoch, batch_size=loader.batch_size, world_size=world_size,
         seed=config.training.seed, shuffle=loader.shuffle, drop_last=loader.drop_last, block=ones if in_blocks else (),
     )  # fmt: skip
+    plan = _of_part(plan, config, split_of(config, array), "train", tiles, gaps)
     if not in_blocks:
         return plan
     axes = axes_of(plan.shape, array.chunk, plan.patch, plan.stride)
@@ -397,9 +490,13 @@ def plan_samples(config: Config, array: ArrayInfo, world_size: int, chunk_bytes:
             f"use at least {format_bytes(least)}, a smaller patch, or order random"
         )
         raise ConfigError([Problem("loader.window_bytes", message)])
-    return replace(
-        plan, block=window.block, samples_per_block=window.samples_per_block, blocks_per_window=window.blocks
+    limit = WindowLimit(
+        chunk=tuple(array.chunk), chunks=loader.window_bytes // 2 // chunk_bytes, blocks=loader.window_blocks
     )
+    return replace(
+        plan, block=window.block, samples_per_block=window.samples_per_block, blocks_per_window=window.blocks,
+        limit=limit,
+    )  # fmt: skip
 
 
 def _problems(plan: SamplePlan) -> Iterator[Problem]:
@@ -428,6 +525,13 @@ def _problems(plan: SamplePlan) -> Iterator[Problem]:
 
 
 # -- pseudo-random numbers
+
+
+def _words(key: int, numbers: range, count: int) -> NDArray[np.uint64]:
+    """Pseudo-random words `(number, count)`, a pure function of the key and the number."""
+    blocks = -(-count // _WORDS_PER_BLOCK)
+    generator = np.random.Philox(key=key, counter=numbers.start * blocks)
+    return generator.random_raw(len(numbers) * blocks * _WORDS_PER_BLOCK).reshape(len(numbers), -1)[:, :count]
 
 
 @lru_cache(maxsize=1)
@@ -480,6 +584,10 @@ class Windows:
     """Of an epoch, all ranks together."""
     world_size: int
     seed: int
+    cuts: tuple[tuple[int, int, int], ...] = ()
+    """How the epoch was cut before, and how much of that was served; see `kit.data.elastic.cuts_of`."""
+    places: Places | None = None
+    """Where patches may lie and how often; None where all positions are alike."""
 
     @cached_property
     def positions(self) -> Whole:
@@ -487,21 +595,25 @@ class Windows:
         sides = zip(self.shape, self.patch, self.stride, strict=True)
         return np.array([(size - patch) // stride + 1 for size, patch, stride in sides], np.int64)
 
+    @property
+    def size(self) -> int:
+        """Samples that the cuts before left, all ranks together."""
+        return self.samples - sum(ranks * served for ranks, _, served in self.cuts)
+
     def run(self, rank: int) -> range:
-        """The samples of an epoch that a rank owns."""
-        return range(*(self.samples * part // self.world_size for part in (rank, rank + 1)))
+        """The samples that a rank owns, counted among those that are left."""
+        return range(*(self.size * part // self.world_size for part in (rank, rank + 1)))
 
-    def window_of(self, rank: int, place: int) -> int:
+    def window_of(self, rank: int, place: int, epoch: int = 0) -> int:
         """The window that serves a place of the rank's row."""
-        first = self.run(rank).start
-        return ((first + place) // self.samples_per_block - first // self.samples_per_block) // self.blocks
+        row = _row(self, epoch, rank)
+        piece = next(piece for piece in reversed(row) if piece.first_place <= place)
+        return piece.first_window + piece.window_of(place - piece.first_place)
 
-    def window(self, rank: int, window: int) -> range:
-        """The samples that a window of a rank mixes."""
-        run = self.run(rank)
-        visit = run.start // self.samples_per_block + window * self.blocks
-        ends = (visit * self.samples_per_block, (visit + self.blocks) * self.samples_per_block)
-        return range(max(run.start, ends[0]), min(run.stop, ends[1]))
+    def window(self, rank: int, window: int, epoch: int = 0) -> range | Whole:
+        """The samples that a window of a rank mixes, in the order of their numbers."""
+        piece = next(piece for piece in reversed(_row(self, epoch, rank)) if piece.first_window <= window)
+        return piece.window(window - piece.first_window)
 
     def offsets(self, epoch: int, rank: int, places: range) -> Offsets:
         """Offsets of a run of places of the rank's row."""
@@ -511,35 +623,67 @@ class Windows:
         """The visit that each of these places belongs to."""
         return np.concatenate([served[1][part] for served, part in self._parts(epoch, rank, places)])
 
-    def _parts(self, epoch: int, rank: int, places: range) -> Iterator[tuple[tuple[Offsets, Whole], slice]]:
+    def _parts(self, epoch: int, rank: int, places: range) -> Iterator[tuple[tuple[Offsets, Whole, Whole], slice]]:
         """The windows that these places are served from, and the part of each."""
-        first = self.run(rank).start
-        for index in range(self.window_of(rank, places.start), self.window_of(rank, places.stop - 1) + 1):
-            held = self.window(rank, index)
-            start = max(places.start, held.start - first) - (held.start - first)
-            stop = min(places.stop, held.stop - first) - (held.start - first)
-            yield _serve(self, epoch, rank, index), slice(start, stop)
+        place = places.start
+        while place < places.stop:
+            index = self.window_of(rank, place, epoch)
+            piece = next(piece for piece in reversed(_row(self, epoch, rank)) if piece.first_place <= place)
+            first = piece.first_place + piece.place_of(index - piece.first_window)
+            stop = min(places.stop, first + len(self.window(rank, index, epoch)))
+            yield _serve(self, epoch, rank, index), slice(place - first, stop - first)
+            place = stop
 
-    def draw(self, epoch: int, samples: range) -> tuple[Offsets, Whole]:
-        """Offsets and visits of a run of samples, in the order of their numbers."""
+    def left(self, epoch: int, rank: int, served: int) -> Iterator[range | Whole]:
+        """What a rank's row holds behind its first `served` places, in pieces, each in the order of the samples."""
+        for piece in _row(self, epoch, rank):
+            inside = served - piece.first_place
+            if inside >= len(piece.samples):
+                continue
+            if inside <= 0:
+                yield piece.samples
+                continue
+            window = piece.window_of(inside)
+            first = piece.place_of(window)
+            end = first + len(piece.window(window))
+            yield np.sort(_serve(self, epoch, rank, piece.first_window + window)[2][inside - first :])
+            if end < len(piece.samples):
+                yield piece.samples[end:]
+
+    def draw(self, epoch: int, samples: range | Whole) -> tuple[Offsets, Whole]:
+        """Offsets and visits of some samples that lie close together, in the order of their numbers."""
         each = self.samples_per_block
-        visits = np.arange(samples.start, samples.stop) // each
-        anchors = self._words(epoch, _ANCHORS, range(samples.start // each, (samples.stop - 1) // each + 1))
-        anchors = anchors % self.positions.astype(np.uint64)
+        whole = range(int(samples[0]), int(samples[-1]) + 1)
+        visits = np.arange(whole.start, whole.stop) // each
+        numbers = range(whole.start // each, (whole.stop - 1) // each + 1)
+        if self.places is None:
+            anchors = (self._words(epoch, _ANCHORS, numbers) % self.positions.astype(np.uint64)).astype(np.int64)
+        else:
+            anchors = self.places.draw(self._words(epoch, _ANCHORS, numbers))
         stride, side = np.array(self.stride, np.int64), np.array(self.block, np.int64)
-        blocks = anchors.astype(np.int64) * stride // side
+        blocks = anchors * stride // side
         first = -(-blocks * side // stride)
         last = np.minimum(self.positions - 1, ((blocks + 1) * side - 1) // stride)
         which = visits - visits[0]
-        inside = self._words(epoch, _SAMPLES, samples) % (last - first + 1).astype(np.uint64)[which]
-        return (first[which] + inside.astype(np.int64)) * stride, visits
+        words = self._words(epoch, _SAMPLES, whole)
+        if self.places is None:
+            found = first[which] + (words % (last - first + 1).astype(np.uint64)[which]).astype(np.int64)
+        else:
+            ends = np.searchsorted(which, np.arange(len(numbers) + 1))
+            parts = [
+                self.places.draw_between(first[visit], last[visit], words[ends[visit] : ends[visit + 1]])
+                for visit in range(len(numbers))
+            ]
+            found = np.concatenate(parts)
+        offsets = found * stride
+        if isinstance(samples, range):
+            return offsets, visits
+        chosen = samples - whole.start
+        return offsets[chosen], visits[chosen]
 
     def _words(self, epoch: int, purpose: int, numbers: range) -> NDArray[np.uint64]:
-        """Pseudo-random words `(number, dimension)`, a pure function of (seed, epoch, purpose, number)."""
-        blocks = -(-len(self.shape) // _WORDS_PER_BLOCK)
-        generator = np.random.Philox(key=_key(self.seed, epoch, purpose), counter=numbers.start * blocks)
-        words = generator.random_raw(len(numbers) * blocks * _WORDS_PER_BLOCK)
-        return words.reshape(len(numbers), -1)[:, : len(self.shape)]
+        """Pseudo-random words `(number, dimension)`, one more before them where places are drawn."""
+        return _words(_key(self.seed, epoch, purpose), numbers, len(self.shape) + (self.places is not None))
 
 
 def pairs_of_one_visit(visits: Whole) -> tuple[int, int]:
@@ -556,13 +700,88 @@ def mixing(same: int, pairs: int, batch_size: int) -> float:
     return 1 / (1 + (batch_size - 1) * same / pairs) if pairs else 1.0
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Piece:
+    """Samples of a rank's row that are cut into windows together: consecutive, or what one window had left."""
+
+    samples: range | Whole
+    samples_per_block: int
+    blocks: int
+    first_place: int
+    first_window: int
+
+    @cached_property
+    def _starts(self) -> Whole | None:
+        """Where each visit begins; None where samples are consecutive, so that it can be computed."""
+        if isinstance(self.samples, range):
+            return None
+        return np.flatnonzero(np.diff(self.samples // self.samples_per_block, prepend=-1))
+
+    @property
+    def windows(self) -> int:
+        return self.window_of(len(self.samples) - 1) + 1
+
+    def window_of(self, place: int) -> int:
+        first, each = self.samples[0], self.samples_per_block
+        if self._starts is None:
+            return int((first + place) // each - first // each) // self.blocks
+        return int(np.searchsorted(self._starts, place, side="right") - 1) // self.blocks
+
+    def place_of(self, window: int) -> int:
+        """The first place of a window; the end behind the last one."""
+        visit = window * self.blocks
+        if self._starts is None:
+            first, each = self.samples[0], self.samples_per_block
+            return int(min(len(self.samples), max(0, (first // each + visit) * each - first)))
+        return int(self._starts[visit]) if visit < len(self._starts) else len(self.samples)
+
+    def window(self, window: int) -> range | Whole:
+        return self.samples[self.place_of(window) : self.place_of(window + 1)]
+
+
+@lru_cache(maxsize=64)
+def _row(windows: Windows, epoch: int, rank: int) -> tuple[_Piece, ...]:
+    """The row of samples that a rank is served, in pieces."""
+    found: list[_Piece] = []
+    place = window = 0
+    for samples in _shares(windows, epoch)[rank] if windows.cuts else [windows.run(rank)]:
+        piece = _Piece(
+            samples=samples, samples_per_block=windows.samples_per_block, blocks=windows.blocks, first_place=place,
+            first_window=window,
+        )  # fmt: skip
+        found.append(piece)
+        place, window = place + len(samples), window + piece.windows
+    return tuple(found)
+
+
 @lru_cache(maxsize=4)
-def _serve(windows: Windows, epoch: int, rank: int, window: int) -> tuple[Offsets, Whole]:
-    """A window's samples, in the order they are served."""
-    offsets, visits = windows.draw(epoch, windows.window(rank, window))
-    order = np.random.Generator(np.random.Philox(key=_key(windows.seed, epoch, _ORDER, rank, window)))
+def _shares(windows: Windows, epoch: int) -> tuple[list[range | Whole], ...]:
+    """What earlier cuts left, divided among the ranks."""
+    *earlier, (ranks, blocks, served) = windows.cuts
+    before = replace(windows, world_size=ranks, blocks=blocks, cuts=tuple(earlier))
+    left = [piece for rank in range(ranks) for piece in before.left(epoch, rank, served)]
+    shares: list[list[range | Whole]] = []
+    for rank in range(windows.world_size):
+        run, place = windows.run(rank), 0
+        share = []
+        for piece in left:
+            part = piece[max(0, run.start - place) : max(0, run.stop - place)]
+            if len(part):
+                share.append(part)
+            place += len(piece)
+        shares.append(share)
+    return tuple(shares)
+
+
+@lru_cache(maxsize=4)
+def _serve(windows: Windows, epoch: int, rank: int, window: int) -> tuple[Offsets, Whole, Whole]:
+    """A window's offsets, visits and sample numbers, in the order they are served."""
+    samples = windows.window(rank, window, epoch)
+    offsets, visits = windows.draw(epoch, samples)
+    again = (len(windows.cuts),) if windows.cuts else ()
+    order = np.random.Generator(np.random.Philox(key=_key(windows.seed, epoch, _ORDER, rank, window, *again)))
     shuffled = order.permutation(len(offsets))
-    return offsets[shuffled], visits[shuffled]
+    return offsets[shuffled], visits[shuffled], np.asarray(samples)[shuffled]
 
 
 @lru_cache(maxsize=64)

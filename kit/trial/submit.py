@@ -206,7 +206,9 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:
     """
     from kit.data.build.layout import predict_reading
     from kit.data.dataset import open_dataset
-    from kit.data.sampling import sample_plan, split_of, widest_of
+    from kit.data.patches.tiles import standardized_by
+    from kit.data.sampling import sample_plan
+    from kit.data.splits import split_of, widest_of
     from kit.data.stores.url import is_shared
     from kit.data.stream.engine import Engine
     from kit.data.stream.memory import refuse_too_little
@@ -217,10 +219,11 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:
     dataset = open_dataset(config)
     plan = sample_plan(config, dataset, world_size)
     if config.trial.validate_every_steps:
-        sample_plan(config, dataset, world_size, validates=True)
+        sample_plan(config, dataset, world_size, part="validation")
     batch_bytes = plan.batch_bytes(len(dataset.select(config.data.variables)))
     refuse_too_little(config.loader, batch_bytes, world_size)
-    Engine(dataset, config.data.variables, standardize=config.data.standardize)  # opens nothing, refuses what it cannot
+    # Opens nothing, and refuses what it cannot read.
+    Engine(standardized_by(config, dataset), config.data.variables, standardize=config.data.standardize)
     split = split_of(config, widest_of(dataset, config))
     return {"predicted": predict_reading(config, dataset), **({} if split is None else {"split": split.sentence})}
 

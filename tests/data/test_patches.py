@@ -264,20 +264,6 @@ def test_a_state_of_other_samples_is_refused_with_what_differs(config):
             loader_of(config.replace(changes)).load_state_dict(state)
 
 
-def test_another_number_of_ranks_goes_on_where_a_global_batch_ended(config):
-    whole = passes(loader_of(config.replace({"loader.batch_size": 8})))
-    one = loader_of(config.replace({"loader.batch_size": 8}))
-    batches = iter(one)
-    next(batches)
-    state = one.state_dict()
-    one.close()
-    for rank in (0, 1):
-        part = loader_of(config, rank=rank, world_size=2)
-        part.load_state_dict(state)
-        assert torch.equal(next(iter(part))["values"], whole[1]["values"][4 * rank : 4 * rank + 4])
-        part.close()
-
-
 def test_mixing_is_measured_and_is_one_in_random_order(config):
     for order, low, high in [("random", 1, 1), ("block", 0.01, 0.999)]:
         loader = loader_of(config.replace({"data.order": order, "loader.window_blocks": 3, "loader.block_reuse": 3.0}))

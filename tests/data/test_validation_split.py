@@ -10,7 +10,8 @@ import kit
 from kit.config import Config
 from kit.data.dataset import open_dataset
 from kit.data.rows.loader import RowData
-from kit.data.sampling import sample_plan, split_of, widest_of
+from kit.data.sampling import sample_plan
+from kit.data.splits import split_of, widest_of
 from kit.data.tables.chunks import EventPlan
 from kit.errors import ConfigError
 from kit.models.unet import UNet
@@ -56,7 +57,7 @@ def test_no_patch_of_training_reaches_into_what_is_kept(config, order, world_siz
     asked = config(**{"data.order": order, "data.stride": {"time": 1} if order == "grid" else {}})
     dataset = open_dataset(asked)
     first, last, _ = places(sample_plan(asked, dataset, world_size), world_size, 0)
-    begin, end, count = places(sample_plan(asked, dataset, world_size, validates=True), world_size, 0)
+    begin, end, count = places(sample_plan(asked, dataset, world_size, part="validation"), world_size, 0)
     assert (first, last) == (0, 31) if order == "grid" else first < last <= 31
     assert 32 <= begin < end <= 39  # three tenths of the chunks of 4, at whose border it begins
     assert count >= (24 if order != "grid" else 1)
@@ -65,12 +66,12 @@ def test_no_patch_of_training_reaches_into_what_is_kept(config, order, world_siz
 def test_the_split_begins_at_a_border_of_chunks_and_says_so(config):
     asked = config()
     split = split_of(asked, widest_of(open_dataset(asked), asked))
-    assert (split.dimension, split.start, split.size) == ("time", 32, 40)
+    assert (split.dimension, split.extent("validation")) == ("time", ((32, 0, 0), (8, 16, 16)))
     assert "32 to 39 of 40, 20%" in split.sentence
     assert "no chunk" in split.sentence
     late = asked.replace({"data.patch": {}, "data.validation_fraction": 0.02})
     inside = split_of(late, widest_of(open_dataset(late), late))
-    assert (inside.start, "read for both" in inside.sentence) == (39, True)
+    assert (inside.extent("train")[1][0], "read for both" in inside.sentence) == (39, True)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ share the budgets of requests in flight and of memory; in block order each reads
 alone are the better choice. They are forked from a server that has opened nothing, and open the store themselves; a
 script that starts them guards its own start with `if __name__ == "__main__"`.
 
-`state_dict` says how far the current pass has come. A loader that takes it goes on with exactly the batches not yet
-handed over, with any number of processes, and with another number of ranks or batch size where the plan allows it.
+`state_dict` says how far the current pass has come. A loader that takes it goes on with exactly the samples not yet
+handed over, with any number of processes and of ranks and any batch size (see `kit.data.elastic`); what then cannot be
+as it would have been is a warning.
 
 Lightning leaves such a loader as it is, since it is no torch DataLoader: every rank reads its own part of the plan
 already, and no sampler is put in its place.
@@ -21,7 +22,7 @@ import multiprocessing
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, Self, TypedDict, TypeVar
 
@@ -59,14 +60,21 @@ class Plan(Protocol):
     @property
     def batches_per_epoch(self) -> int: ...
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the rest of an epoch is not as it would have been without the stop."""
+
     def identity(self) -> dict[str, Any]:
         """What decides the batches and their order, in plain values."""
 
-    def step_after(self, other: Mapping[str, Any], step: int) -> int:
-        """The step that follows the first `step` global batches of the plan of that identity."""
+    def resume(self, other: Mapping[str, Any], step: int) -> Self:
+        """The plan of the rest of an epoch, of which the plan of that identity took the first `step` steps."""
 
 
-class EpochPasses(Generic[Batch]):
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+
+
+class EpochPasses(Generic[Batch, AnyPlan]):
     """The batches of one rank; each pass over it is the next epoch.
 
     Args:
@@ -74,11 +82,14 @@ class EpochPasses(Generic[Batch]):
         rank: This process's rank in the plan.
     """
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: AnyPlan, rank: int) -> None:
         self.rank = rank
         self.epoch = 0
         """The epoch that the next pass reads."""
-        self._plan = plan
+        self.on_length: Callable[[int], None] | None = None
+        """Called with the batches of the epoch that begins, where an epoch was resumed with other ranks or batches."""
+        self._plan = self._rest = self._now = plan
+        """Of a whole epoch, of the rest of a resumed one, and of the pass under way or the next."""
         self._first_step = 0
         """Where the next pass begins: past what was handed over before a resume."""
         self._handed = (0, 0)
@@ -92,21 +103,25 @@ class EpochPasses(Generic[Batch]):
         """End the processes and threads of a pass; the next one starts them again."""
         raise NotImplementedError
 
+    def plan_of(self, first_step: int) -> AnyPlan:
+        """Of a pass that begins with that step."""
+        return self._rest if first_step else self._plan
+
     def __len__(self) -> int:
-        """Batches in an epoch."""
-        return self._plan.batches_per_epoch
+        """Batches in the epoch under way, or else in the next one; with those handed over before a resume."""
+        return self._now.batches_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
         # The body runs at the first `next`: making an iterator, as Lightning does to check for one, starts no epoch.
         epoch, self.epoch = self.epoch, self.epoch + 1
         first, self._first_step = self._first_step, 0
-        self._handed = (epoch, first)
+        self._handed, self._now = (epoch, first), self.plan_of(first)
         for batch in self._batches(epoch, first):
             if self._handed[0] == epoch:
                 self._handed = (epoch, self._handed[1] + 1)
             yield batch
         if self._handed[0] == epoch:
-            self._handed = (epoch + 1, 0)
+            self._handed, self._now = (epoch + 1, 0), self._plan
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of `epoch`, or the rest of it after a `load_state_dict` in its middle."""
@@ -114,23 +129,31 @@ class EpochPasses(Generic[Batch]):
             self._first_step = 0
         self.epoch = epoch
         self._handed = (epoch, self._first_step)
+        self._begin(self.plan_of(self._first_step))
 
     def state_dict(self) -> dict[str, Any]:
         """How far the pass under way has come, in plain numbers, the same on every rank."""
         epoch, step = self._handed
-        return {"epoch": epoch, "step": step, "plan": self._plan.identity()}
+        return {"epoch": epoch, "step": step, "plan": self._now.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next pass go on where that state was taken.
+        """Make the next pass go on where that state was taken, to the sample, with any batch size and ranks.
 
         Raises:
             ConfigError: when the samples or their order are not those of the state, or what they are read from has
-                changed since, each reason named; another number of ranks or batch size is accepted where the order
-                allows it and it meets the state's end of a batch.
+                changed since, each reason named.
         """
-        step = self._plan.step_after(state["plan"], state["step"])
-        self.epoch, self._first_step = state["epoch"], step
-        self._handed = (self.epoch, step)
+        rest = self._plan.resume(state["plan"], state["step"])
+        for note in rest.notes:
+            warnings.warn(f"resumed in the middle of an epoch: {note}", KitWarning, stacklevel=2)
+        self._rest, self.epoch, self._first_step = rest, state["epoch"], state["step"]
+        self._handed = (self.epoch, self._first_step)
+        self._begin(self.plan_of(self._first_step))
+
+    def _begin(self, plan: AnyPlan) -> None:
+        self._now = plan
+        if self.on_length is not None and self._rest.batches_per_epoch != self._plan.batches_per_epoch:
+            self.on_length(plan.batches_per_epoch)
 
     batch_sampler = None
     """What Lightning asks a loader for that has a sampler, where it validates."""
@@ -141,19 +164,25 @@ class EpochPasses(Generic[Batch]):
         return self
 
 
-class EpochStream(IterableDataset[Batch]):
+class EpochStream(IterableDataset[Batch], Generic[Batch, AnyPlan]):
     """Every W-th batch of the current epoch, in loader process w; all of them in a process that loads for itself."""
 
-    def __init__(self, plan: Plan, processes: int) -> None:
-        self._batches_per_epoch = plan.batches_per_epoch
+    def __init__(self, plan: AnyPlan, processes: int) -> None:
+        self.plan = self.rest = plan
+        """Of a whole epoch, and of the rest of a resumed one."""
         numbers = (torch.zeros((), dtype=torch.int64) for _ in range(2))
         self.epoch, self.first_step = map(shared, numbers) if processes else numbers
+
+    @property
+    def plan_now(self) -> AnyPlan:
+        """Of the current epoch."""
+        return self.rest if int(self.first_step) else self.plan
 
     def steps(self) -> tuple[int | None, range]:
         """Which loader process this is (None for no such process), and the steps that it reads."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        steps = range(int(self.first_step) + worker, self._batches_per_epoch, workers)
+        steps = range(int(self.first_step) + worker, self.plan_now.batches_per_epoch, workers)
         return info.id if info else None, steps
 
     @property
@@ -166,7 +195,7 @@ class EpochStream(IterableDataset[Batch]):
         raise NotImplementedError
 
 
-class EpochLoader(EpochPasses[Batch]):
+class EpochLoader(EpochPasses[Batch, AnyPlan]):
     """The batches of one rank, read by a stream.
 
     Args:
@@ -176,10 +205,17 @@ class EpochLoader(EpochPasses[Batch]):
         rank: This process's rank in the plan.
     """
 
-    def __init__(self, plan: Plan, settings: Loader, stream: EpochStream[Batch], rank: int) -> None:
+    def __init__(self, plan: AnyPlan, settings: Loader, stream: EpochStream[Batch, AnyPlan], rank: int) -> None:
         super().__init__(plan, rank)
         self._settings, self._stream = settings, stream
         self._processes: DataLoader[Batch] | None = None
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._processes is not None and self._stream.rest != self._rest:
+            self.close()  # they have the plan that they were started with
+        self._stream.rest = self._rest
 
     @override
     def _batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
@@ -262,7 +298,7 @@ class PatchBatch(TypedDict):
     """The same shape, bool: False where the value is missing."""
 
 
-class PatchLoader(EpochLoader[PatchBatch]):
+class PatchLoader(EpochLoader[PatchBatch, SamplePlan]):
     """The batches of one rank; each pass over it is the next epoch.
 
     Args:
@@ -339,12 +375,12 @@ class PatchLoader(EpochLoader[PatchBatch]):
         return mixing(counts["pairs_of_one_visit"], counts["pairs"], self.plan.batch_size)
 
 
-class _Stream(EpochStream[PatchBatch]):
+class _Stream(EpochStream[PatchBatch, SamplePlan]):
     """Patches read by an engine."""
 
     def __init__(self, engine: Engine, plan: SamplePlan, rank: int, processes: int) -> None:
         super().__init__(plan, processes)
-        self.engine, self._plan, self._rank = engine, plan, rank
+        self.engine, self._rank = engine, rank
         counts = torch.zeros((processes, len(NAMES)), dtype=torch.int64)
         self._counts = shared(counts) if processes else counts
 
@@ -364,11 +400,11 @@ class _Stream(EpochStream[PatchBatch]):
             yield {"values": torch.from_numpy(values), "valid": torch.from_numpy(valid)}
 
     def _arrays(self, epoch: int, steps: range) -> Iterator[Arrays]:
-        plan, rank = self._plan, self._rank
+        plan, rank = self.plan_now, self._rank
         if plan.windows is None:
             yield from self.engine.stream((plan.batch(epoch, step, rank) for step in steps), plan.patch)
             return
-        served = ((plan.batch(epoch, step, rank), plan.window(step, rank)) for step in steps)
+        served = ((plan.batch(epoch, step, rank), plan.window(epoch, step, rank)) for step in steps)
         for step, arrays in zip(steps, self.engine.stream_windows(served, plan.patch), strict=True):
             same, pairs = plan.pairs_of_one_visit(epoch, step, rank)
             self.engine.count(pairs=pairs, pairs_of_one_visit=same)

@@ -6,7 +6,9 @@ the trial's where kit runs it (`use_config`), and in a committed run that of its
 its trial had.
 
 With `data.validation_fraction` a part of the data is kept for validation, and each module has a `val_dataloader` of it:
-no sample of training reaches into that part. Means and deviations for `data.standardize` are of the whole store.
+no sample of training reaches into that part. With `data.test_fraction` patches are kept for a test too, and
+`Trainer.test` takes them. Means and deviations for `data.standardize` are of the whole store, or of the part for
+training where `kit.data.statistics` has been there.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from kit.config import Config, Loader
 from kit.data.build.layout import network_of
 from kit.data.dataset import Dataset, open_dataset
 from kit.data.patches.loader import EpochPasses, PatchLoader
+from kit.data.patches.tiles import standardized_by
 from kit.data.sampling import sample_plan
+from kit.data.splits import Part
 from kit.data.stores.disk_cache import ReadCache
 
 if TYPE_CHECKING:
@@ -34,8 +38,9 @@ class EpochData(LightningDataModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loader: EpochPasses[Any] | None = None
-        self.validation_loader: EpochPasses[Any] | None = None
+        self.loader: EpochPasses[Any, Any] | None = None
+        self.validation_loader: EpochPasses[Any, Any] | None = None
+        self.test_loader: EpochPasses[Any, Any] | None = None
 
     @property
     def val_dataloader(self) -> Any:
@@ -66,12 +71,31 @@ class EpochData(LightningDataModule):
     @override
     def teardown(self, stage: str | None = None) -> None:
         self._close()
-        if self.validation_loader is not None:
-            self.validation_loader.close()
+        for kept in (self.validation_loader, self.test_loader):
+            if kept is not None:
+                kept.close()
 
     def _close(self) -> None:
         if self.loader is not None:
             self.loader.close()
+
+    def _tell_length(self, batches: int) -> None:
+        """Give the Trainer the batches of the epoch that begins.
+
+        It counts them once, when it asks for the loader: before it hands over the state of a checkpoint, and never
+        again. An epoch that is resumed with other ranks or batches has its own number of them, and so has the next.
+        """
+        trainer = self.trainer
+        limit = 1.0 if trainer is None else trainer.limit_train_batches
+        if trainer is None or (isinstance(limit, float) and limit != 1.0):
+            return
+        loop = trainer.fit_loop
+        if loop._combined_loader is not None:
+            loop._combined_loader.limits = None if isinstance(limit, float) else limit
+        loop.max_batches = batches if isinstance(limit, float) else min(batches, limit)
+        interval = trainer.val_check_interval
+        if isinstance(interval, float) and trainer.val_check_batch != float("inf"):
+            trainer.val_check_batch = max(1, int(loop.max_batches * interval))
 
 
 def loader_settings(config: Config) -> tuple[Loader, Loader]:
@@ -136,6 +160,7 @@ class PatchData(EpochData):
         self.dataset: Dataset | None = None
         self.loader: PatchLoader | None = None
         self.validation_loader: PatchLoader | None = None
+        self.test_loader: PatchLoader | None = None
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -156,6 +181,7 @@ class PatchData(EpochData):
         """
         self._close()
         self.loader = self._patches(loader_settings(self.config)[0])
+        self.loader.on_length = self._tell_length
         return self.loader
 
     @override
@@ -164,14 +190,24 @@ class PatchData(EpochData):
 
     @override
     def _validation_batches(self) -> PatchLoader:
-        self.validation_loader = self._patches(loader_settings(self.config)[1], validates=True)
+        self.validation_loader = self._patches(loader_settings(self.config)[1], "validation")
         return self.validation_loader
 
-    def _patches(self, settings: Loader, validates: bool = False) -> PatchLoader:
+    @override
+    def test_dataloader(self) -> PatchLoader:
+        """The patches of this rank that `data.test_fraction` keeps, the same at each call.
+
+        Raises:
+            ConfigError: where none are kept.
+        """
+        self.test_loader = self._patches(loader_settings(self.config)[1], "test")
+        return self.test_loader
+
+    def _patches(self, settings: Loader, part: Part = "train") -> PatchLoader:
         dataset = self.dataset = self.dataset or self._open()
         config, (world_size, rank) = self.config, self.ranks
         return PatchLoader(
-            dataset, sample_plan(config, dataset, world_size, validates=validates), settings, rank=rank,
+            standardized_by(config, dataset), sample_plan(config, dataset, world_size, part=part), settings, rank=rank,
             variables=config.data.variables, standardize=config.data.standardize,
             coalescing=network_of(config).coalescing, read_cache=ReadCache.of(config.cache),
         )  # fmt: skip

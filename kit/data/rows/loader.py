@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from kit.chunks.resources import DiskRates
 from kit.config import Config, Loader
+from kit.data.elastic import Segment
 from kit.data.patches.loader import EpochLoader, EpochStream, pins, shared
 from kit.data.patches.module import ConfiguredData, loader_settings
 from kit.data.rows.page_cache import disk_read_bytes, drop_cached
@@ -76,6 +77,8 @@ class RowOrder:
     """Blocks that are mixed with one another."""
     first_row: int = 0
     """Where these rows begin among all."""
+    earlier: tuple[Segment, ...] = ()
+    """How the steps of the epoch before were taken, where this order is of the rest of one (see `resume`)."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -100,12 +103,16 @@ class RowOrder:
         return SamplePlan(
             shape=(self.rows,), patch=(1,), order="grid", stride=(1,), samples_per_epoch=self.rows,
             batch_size=self.batch_size, world_size=self.world_size, seed=self.seed,
-            shuffle=self.shuffle and not self.in_blocks, drop_last=self.drop_last,
+            shuffle=self.shuffle and not self.in_blocks, drop_last=self.drop_last, earlier=self.earlier,
         )  # fmt: skip
 
     @property
     def batches_per_epoch(self) -> int:
         return self.plan.batches_per_epoch
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.plan.notes
 
     def batch(self, epoch: int, step: int, rank: int) -> NDArray[np.int64]:
         """The rows that `rank` reads at `step` of `epoch`, in their order.
@@ -125,14 +132,14 @@ class RowOrder:
         return np.concatenate(parts) + self.first_row
 
     def identity(self) -> dict[str, Any]:
-        """What decides the batches and their order, in plain values, for `step_after`."""
+        """What decides the batches and their order, in plain values, for `resume`."""
         return {**{name: getattr(self, name) for name in _OWN}, "plan": self.plan.identity()}
 
-    def step_after(self, other: Mapping[str, Any], step: int) -> int:
-        """The step that follows the first `step` global batches of another order, of which `other` is the identity.
+    def resume(self, other: Mapping[str, Any], step: int) -> RowOrder:
+        """This order for the rest of an epoch, of which another one took the first `step` steps.
 
         Raises:
-            ConfigError: when the other has other rows or another order, or its batches end inside one of ours.
+            ConfigError: when the other has other rows or another order.
         """
         changed = [name for name in _OWN if getattr(self, name) != other.get(name)]
         if changed:
@@ -140,7 +147,7 @@ class RowOrder:
             raise ConfigError(
                 [Problem(name, f"{getattr(self, name)}, but {other.get(name)} {way_out}") for name in changed]
             )
-        return self.plan.step_after(other["plan"], step)
+        return replace(self, earlier=self.plan.resume(other["plan"], step).earlier)
 
 
 @lru_cache(maxsize=2)
@@ -163,7 +170,7 @@ def _generator(*words: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
 
 
-class RowLoader(EpochLoader[RowBatch]):
+class RowLoader(EpochLoader[RowBatch, RowOrder]):
     """The batches of one rank; each pass over it is the next epoch.
 
     Args:
@@ -204,10 +211,10 @@ class RowLoader(EpochLoader[RowBatch]):
         return dict(zip(_COUNTED, totals, strict=True))
 
 
-class _Stream(EpochStream[RowBatch]):
+class _Stream(EpochStream[RowBatch, RowOrder]):
     def __init__(self, rows: Rows, order: RowOrder, rank: int, settings: Loader) -> None:
         super().__init__(order, settings.num_workers)
-        self._rows, self._order, self._rank, self._settings = rows, order, rank, settings
+        self._rows, self._rank, self._settings = rows, rank, settings
         self._spans = Spans()
         processes = max(1, settings.num_workers)
         self.counts = torch.zeros((processes, len(_COUNTED)), dtype=torch.int64)
@@ -248,7 +255,7 @@ class _Stream(EpochStream[RowBatch]):
         return disk_read_bytes() if missed is None else missed
 
     def _read(self, epoch: int, step: int, pinned: bool = False) -> RowBatch:
-        numbers = self._order.batch(epoch, step, self._rank)
+        numbers = self.plan_now.batch(epoch, step, self._rank)
         values, rows = self._rows.take(numbers), torch.from_numpy(numbers)
         return (values.pin_memory(), rows.pin_memory()) if pinned else (values, rows)
 
@@ -400,6 +407,7 @@ class RowData(ConfiguredData):
         self._close()
         settings, _ = loader_settings(self.config)
         self.loader = RowLoader(self._kept or self.rows, self.order(world_size), settings, rank=rank)
+        self.loader.on_length = self._tell_length
         return self.loader
 
     @override

@@ -55,7 +55,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.data.sampling import batch_positions, resume_step, steps_per_epoch
+from kit.data.elastic import Segment, Steps, segments_after
 from kit.data.tables.source import Query, checked, expected_schema, import_extra, plan_partitions, refuse_difference
 from kit.errors import ConfigError, PartitionError, Problem, QueryError
 from kit.machine.processes import give_memory_back
@@ -343,6 +343,8 @@ class EventPlan:
     validation_fraction: float = 0.0
     validates: bool = False
     """Whether the entities are those kept for validation, the last of each query chunk, instead of the others."""
+    earlier: tuple[Segment, ...] = ()
+    """How the steps of the epoch before were taken, where this plan is of the rest of one (see `resume`)."""
 
     def __post_init__(self) -> None:
         if not self.batches_per_epoch:
@@ -370,13 +372,26 @@ class EventPlan:
         return self.batch_size * self.world_size
 
     @cached_property
+    def steps(self) -> Steps:
+        """The steps of an epoch."""
+        return Steps(
+            samples=self.total, batch_size=self.batch_size, world_size=self.world_size, drop_last=self.drop_last,
+            earlier=self.earlier,
+        )  # fmt: skip
+
+    @property
     def batches_per_epoch(self) -> int:
         """Steps of an epoch, the same on every rank."""
-        return steps_per_epoch(self.total, self.batch_size, self.world_size, self.drop_last)
+        return self.steps.count
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the rest of an epoch is not as it would have been without the stop."""
+        return self.steps.notes
 
     def run(self, step: int, rank: int) -> range:
         """The places of the epoch that `rank` takes at `step`."""
-        return batch_positions(self.total, self.batch_size, self.world_size, self.drop_last, step, rank)
+        return self.steps.positions(step, rank)
 
     def chunk_order(self, epoch: int) -> Numbers:
         """The query chunks in the order they are read."""
@@ -394,7 +409,8 @@ class EventPlan:
         for chunk in self.chunk_order(epoch).tolist():
             end = begin + len(self.parts[chunk])
             parts = [np.arange(0)]
-            for step in range(max(first_step, min(last, begin // self.global_batch_size)), last + 1):
+            likely = self.steps.before + max(0, begin - self.steps.seen) // self.global_batch_size
+            for step in range(max(first_step, min(last, likely)), last + 1):
                 run = self.run(step, rank)
                 if run.start >= end:
                     break
@@ -407,31 +423,25 @@ class EventPlan:
     # -- resuming
 
     def identity(self) -> dict[str, Any]:
-        """What decides the entities and their order, in plain values, for `step_after`."""
+        """What decides the entities and their order, in plain values, for `resume`."""
         return {
             "entities": [*map(len, self.parts)], "table": dict(self.table), "batch_size": self.batch_size,
             "world_size": self.world_size, "seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last,
+            "earlier": [*map(asdict, self.earlier)],
         }  # fmt: skip
 
-    def step_after(self, other: Mapping[str, Any], step: int) -> int:
-        """The step that follows the first `step` global batches of another plan, of which `other` is the identity.
+    def resume(self, other: Mapping[str, Any], step: int) -> EventPlan:
+        """This plan for the rest of an epoch, of which another plan took the first `step` steps.
 
         Raises:
-            ConfigError: when the other plan has other entities or another order, each reason named, or its batches end
-                inside one of ours.
+            ConfigError: when the other plan has other entities or another order, each reason named.
         """
         problems = [*self._differences(other)]
         if problems:
             raise ConfigError(problems)
-        mine, theirs = (self.batch_size, self.world_size), (int(other["batch_size"]), int(other["world_size"]))
-        following, seen = resume_step(self.total, self.drop_last, mine, theirs, step)
-        if following is None:
-            message = (
-                f"after {seen} entities the state lies inside a global batch of {mine[0]} × {mine[1]}; take one that "
-                f"divides {seen}, such as {theirs[0]} × {theirs[1]}"
-            )
-            raise ConfigError([Problem("loader.batch_size", message)])
-        return following
+        if not step:
+            return self
+        return replace(self, earlier=segments_after(other, step, (self.batch_size, self.world_size, 1)))
 
     def _differences(self, other: Mapping[str, Any]) -> Iterator[Problem]:
         theirs, name = other["table"], self.table.get("name", "the table")

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 Encode = Callable[["pyarrow.Table"], Any]
 
 
-class EventLoader(EpochPasses[Any]):
+class EventLoader(EpochPasses[Any, EventPlan]):
     """The batches of one rank, read from a table.
 
     Args:
@@ -97,10 +97,10 @@ class EventLoader(EpochPasses[Any]):
         budget = ChunkBudget(self._memory_bytes, self.table.name, self.table.advice)
         reading = self._reading = _ReadAhead(self, epoch, first_step, budget)
         chunk: EventChunk | None = None
-        cursor = 0
+        cursor, plan = 0, self.plan_of(first_step)
         try:
-            for step in range(first_step, len(self)):
-                needed, parts = len(self.plan.run(step, self.rank)), []
+            for step in range(first_step, plan.batches_per_epoch):
+                needed, parts = len(plan.run(step, self.rank)), []
                 while needed:
                     if chunk is None or cursor == len(chunk):
                         chunk = None
@@ -128,7 +128,7 @@ class _ReadAhead:
 
     def __init__(self, loader: EventLoader, epoch: int, first_step: int, budget: ChunkBudget) -> None:
         self._table, self._plan, self._budget = loader.table, loader.plan, budget
-        self._shares = loader.plan.shares(epoch, first_step, loader.rank)
+        self._shares = loader.plan_of(first_step).shares(epoch, first_step, loader.rank)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kit-query")
         self._next: Future[EventChunk] | None = None
         self._ahead = self._alone = 0
@@ -267,6 +267,7 @@ class EventData(ConfiguredData):
         self._use_committed()
         self._close()
         self.loader = self._entities()
+        self.loader.on_length = self._tell_length
         return self.loader
 
     @override

@@ -1,0 +1,272 @@
+"""Join: several stores as one dataset, without a copy: each chunk is a chunk of one of them.
+
+Along a dimension that they have, such as time, stores follow one another: years of one record. Along one that they do
+not have, each is an element of it: members of an ensemble. Without a dimension they lie side by side: variables of one
+grid, and static fields beside them.
+
+The invariant: what is joined is cut, packed and compressed alike, and a store that another follows ends with a chunk
+(with a shard, where there are shards), so the bytes of a chunk are those that lie in its store. What cannot be joined
+so is refused with the reason; xarray joins it by reading, and `kit.data.PatchData(config, xarray_object)` takes that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from os import PathLike
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from zarr.abc.store import ByteRequest, Store
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
+from zarr.storage import MemoryStore, WrapperStore
+
+from kit.config import Config
+from kit.data.dataset import ArrayInfo, Dataset, StoreDataset, XarrayStore, open_dataset
+from kit.data.stores.url import read_object, redact
+from kit.errors import ConfigError, Problem
+
+_ALIKE = ("dims", "dtype", "chunk", "shard", "scale_factor", "add_offset", "missing", "also_missing")
+_DOCUMENTS = ("zarr.json", ".zarray")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedDataset(StoreDataset):
+    """A `Dataset` over several; it pickles with them."""
+
+    parts: tuple[Dataset, ...] = field(repr=False)
+    dimension: str
+
+    def coordinate(self, name: str) -> NDArray[Any]:
+        if name == self.dimension and name in self.parts[0].coordinates:
+            return np.concatenate([part.coordinate(name) for part in self.parts])
+        owner = next((part for part in self.parts if name in part.coordinates), None)
+        return super().coordinate(name) if owner is None else owner.coordinate(name)
+
+    def _headline(self) -> str:
+        how = f"along {self.dimension}" if self.dimension else "side by side"
+        return f"{super()._headline()}; {len(self.parts)} stores {how}"
+
+
+def join(
+    stores: Sequence[Dataset | str | PathLike[str]], dimension: str = "", credentials: str = "default"
+) -> JoinedDataset:
+    """Several stores as one dataset; nothing is read but their metadata, and nothing is copied.
+
+    Args:
+        stores: Paths, URLs or datasets that are open.
+        dimension: Along which they follow one another, such as `time`. One that they do not have makes each store an
+            element of it, such as `member`. Empty puts variables of different stores side by side.
+        credentials: As `data.credentials`, for all URLs.
+
+    Returns:
+        The dataset, for `kit.data.PatchData(config, dataset)`. `data.more` and `data.join` of a config do the same.
+
+    Raises:
+        ConfigError: when they are not cut, packed and named alike, with what differs.
+        StoreError: when one cannot be opened.
+
+    Example:
+        >>> members = kit.data.join([store, store], "member")
+        >>> members.arrays["temperature"].dims
+        ('member', 'time', 'lat', 'lon')
+    """
+    parts = tuple(one if isinstance(one, Dataset) else open_dataset(one, credentials) for one in stores)
+    if len(parts) < 2:
+        raise _error(f"{len(parts)} store is nothing to join; give at least two")
+    arrays: dict[str, ArrayInfo] = {}
+    if not dimension:
+        for part in parts:
+            for name, info in part.arrays.items():
+                if name in arrays:
+                    raise _error(
+                        f"two stores have a variable {name!r}; give a dimension that they follow each other in"
+                    )
+                arrays[name] = info
+    else:
+        for name, info in parts[0].arrays.items():
+            if all(name in part.arrays for part in parts):
+                arrays[name] = _along(dimension, name, [part.arrays[name] for part in parts], info)
+            elif dimension not in info.dims:
+                arrays[name] = info  # a static field, of the first store
+    if not arrays:
+        raise _error("the stores have no variable in common")
+    return JoinedDataset(
+        url=" + ".join(part.url for part in parts[:2]) + (f" + {len(parts) - 2} more" if len(parts) > 2 else ""),
+        credentials=credentials, arrays=arrays, coordinates=parts[0].coordinates, attributes=parts[0].attributes,
+        asides={name: why for part in parts for name, why in part.asides.items()},
+        strict=any(part.strict or part.manifest is not None for part in parts),
+        opener=partial(_open, parts, dimension, arrays), parts=parts, dimension=dimension,
+    )  # fmt: skip
+
+
+def join_config(config: Config) -> JoinedDataset:
+    """The dataset of a config that names several stores."""
+    data = config.data
+    first, *others = (open_dataset(url, data.credentials, strict=data.strict) for url in (data.url, *data.more))
+    return join([first, *others], data.join, data.credentials)
+
+
+def _along(dimension: str, name: str, infos: Sequence[ArrayInfo], first: ArrayInfo) -> ArrayInfo:
+    for other in infos[1:]:
+        for attribute in _ALIKE:
+            if getattr(first, attribute) != getattr(other, attribute):
+                mine, theirs = getattr(first, attribute), getattr(other, attribute)
+                raise _error(f"{name} has {attribute} {mine} in one store and {theirs} in another; rebuild one alike")
+    unknown: dict[str, Any] = {"mean": None, "deviation": None}
+    if dimension not in first.dims:
+        if any(other.shape != first.shape for other in infos):
+            raise _error(f"{name} has {first.shape} in one store and another shape elsewhere; name a dimension it has")
+        return replace(
+            first, shape=(len(infos), *first.shape), dims=(dimension, *first.dims), chunk=(1, *first.chunk),
+            shard=None if first.shard is None else (1, *first.shard), **unknown,
+        )  # fmt: skip
+    axis = first.dims.index(dimension)
+    side = (first.shard or first.chunk)[axis]
+    for other in infos:
+        if [*other.shape[:axis], *other.shape[axis + 1 :]] != [*first.shape[:axis], *first.shape[axis + 1 :]]:
+            raise _error(f"{name} has {first.shape} in one store and {other.shape} in another")
+        if other is not infos[-1] and other.shape[axis] % side:
+            raise _error(
+                f"{name} has {other.shape[axis]} elements along {dimension!r} in a store that another follows, which "
+                f"do not end with a {'shard' if first.shard else 'chunk'} of {side}; give an xarray object that joins "
+                "them, or build them anew with a side that divides"
+            )
+    shape = (*first.shape[:axis], sum(one.shape[axis] for one in infos), *first.shape[axis + 1 :])
+    return replace(first, shape=shape, **unknown)
+
+
+def _error(message: str) -> ConfigError:
+    return ConfigError([Problem("data.join", message)])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the chunks of one array lie."""
+
+    parts: tuple[int, ...]
+    """The stores that hold it, in order."""
+    axis: int | None
+    """The dimension that is joined; None where one store holds it whole."""
+    starts: tuple[int, ...] = ()
+    """Along an axis that the stores have: the first object of each."""
+
+    def find(self, place: Sequence[int]) -> tuple[int, list[int]]:
+        """The store, and the coordinates of an object in it."""
+        if self.axis is None:
+            return self.parts[0], [*place]
+        if not self.starts:
+            return self.parts[place[0]], [*place[1:]]
+        part = int(np.searchsorted(self.starts, place[self.axis], "right")) - 1
+        inside = [*place]
+        inside[self.axis] -= self.starts[part]
+        return self.parts[part], inside
+
+
+def _open(parts: tuple[Dataset, ...], dimension: str, arrays: Mapping[str, ArrayInfo]) -> Store:
+    """A store whose chunks are those of the parts."""
+    stores = [part.open_store() for part in parts]
+    memory = MemoryStore()
+    documents: dict[str, bytes] = {"zarr.json": json.dumps({"zarr_format": 3, "node_type": "group"}).encode()}
+    sources = {}
+    for name, info in arrays.items():
+        holders = tuple(number for number, part in enumerate(parts) if name in part.arrays)
+        own = parts[holders[0]].arrays[name]
+        if len(holders) == 1 or not dimension or info == own:
+            sources[name] = _Source(holders[:1], None)
+        elif dimension not in own.dims:
+            sources[name] = _Source(holders, 0)
+        else:
+            axis = own.dims.index(dimension)
+            side = (own.shard or own.chunk)[axis]
+            counts = [-(-part.arrays[name].shape[axis] // side) for part in parts]
+            sources[name] = _Source(holders, axis, tuple(np.cumsum([0, *counts[:-1]]).tolist()))
+        found = [_document(stores[number], name, parts[number].url) for number in holders]
+        base, first = found[0]
+        added = len(info.shape) - len(own.shape)
+        wanted = _adapted(first, info.shape, added)
+        for number, (_, other) in zip(holders[1:], found[1:], strict=True):
+            if sources[name].axis is not None and _encoding(_adapted(other, info.shape, added)) != _encoding(wanted):
+                raise _error(f"{redact(parts[number].url)}: {name} is encoded in another way than in the first store")
+        documents[f"{name}/{base}"] = json.dumps(wanted).encode()
+    for key, data in documents.items():
+        memory._store_dict[key] = default_buffer_prototype().buffer.from_bytes(data)
+    return JoinedStore(memory, stores, sources)
+
+
+def _document(store: Store, name: str, url: str) -> tuple[str, dict[str, Any]]:
+    for base in _DOCUMENTS:
+        data = read_object(store, f"{name}/{base}", url)
+        if data is not None:
+            return base, json.loads(data)
+    raise _error(f"{redact(url)}: {name} has no metadata that can be joined")
+
+
+def _encoding(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if key not in ("attributes", "consolidated_metadata")}
+
+
+def _adapted(document: Mapping[str, Any], shape: tuple[int, ...], added: int) -> dict[str, Any]:
+    """An array's metadata with another shape, and with dimensions of one element in front of each chunk."""
+    ones = [1] * added
+    changed = dict(document) | {"shape": [*shape]}
+    if "chunks" in document:  # version 2
+        return changed | {"chunks": [*ones, *document["chunks"]]}
+    grid = dict(document["chunk_grid"])
+    grid["configuration"] = {"chunk_shape": [*ones, *grid["configuration"]["chunk_shape"]]}
+    codecs = []
+    for codec in document["codecs"]:
+        if added and codec["name"] == "transpose":
+            raise _error("chunks that are stored transposed have no further dimension; join along one that they have")
+        settings = dict(codec.get("configuration") or {})
+        if "chunk_shape" in settings:
+            settings["chunk_shape"] = [*ones, *settings["chunk_shape"]]
+        codecs.append({"name": codec["name"], "configuration": settings})
+    names = document.get("dimension_names")
+    changed["dimension_names"] = None if names is None else [*([None] * added), *names]
+    return changed | {"chunk_grid": grid, "codecs": codecs}
+
+
+class JoinedStore(WrapperStore[MemoryStore]):
+    """The metadata of what is joined in memory, and the chunks of its stores."""
+
+    def __init__(self, store: MemoryStore, stores: Sequence[Store], sources: Mapping[str, _Source]) -> None:
+        super().__init__(store)
+        self._stores, self._sources = stores, sources
+
+    def _with_store(self, store: MemoryStore) -> Self:
+        return type(self)(store, self._stores, self._sources)
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        found = self._place_of(key)
+        if found is None:
+            return await self._store.get(key, prototype, byte_range)
+        store, there = found
+        if isinstance(store, XarrayStore):  # it computes, which would hold up the loop
+            return prototype.buffer.from_array_like(await asyncio.to_thread(store.cutter.cut, there))
+        return await store.get(there, prototype, byte_range)
+
+    async def exists(self, key: str) -> bool:
+        found = self._place_of(key)
+        return await self._store.exists(key) if found is None else await found[0].exists(found[1])
+
+    def _place_of(self, key: str) -> tuple[Store, str] | None:
+        """The store and key of a chunk; None for metadata."""
+        name = next((name for name in self._sources if key.startswith(f"{name}/")), None)
+        rest = key[len(name) + 1 :] if name else ""
+        if name is None or rest in (*_DOCUMENTS, ".zattrs"):
+            return None
+        prefix, mark = ("c/", "/") if rest.startswith("c/") else ("c.", ".") if rest.startswith("c.") else ("", "")
+        inside = rest.removeprefix(prefix)
+        mark = mark or ("/" if "/" in inside else ".")
+        part, place = self._sources[name].find([int(one) for one in inside.split(mark)])
+        return self._stores[part], f"{name}/{prefix}{mark.join(map(str, place))}"
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+        super().close()

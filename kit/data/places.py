@@ -1,0 +1,167 @@
+"""Places: the positions that a patch may take where not all are alike, each with a weight. Pure numpy, no store.
+
+Positions are counted along each dimension, in strides. They are cut into *cells*, boxes of positions that share one
+weight, so that nothing is kept for each position: drawing one is a search among the cells and a draw within one. A cell
+of weight 0 is never drawn.
+
+The invariant: `draw` is a pure function of its words and gives position p with probability proportional to its cell's
+weight; `at` numbers the positions of weight above 0, each once, cell after cell. Both hold for any cells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_CELLS = 20_000_000
+"""Beyond it they would take more than a third of a gigabyte on each rank."""
+_UNIT = 2.0**-64
+Words = NDArray[np.uint64]
+Positions = NDArray[np.int64]
+Weights = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Positions with weights.
+
+    Args:
+        starts: For each dimension the first position of each of its cells, then the end.
+        weights: Of each cell (cells of dimension 0, cells of dimension 1, ...), at least 0.
+    """
+
+    starts: tuple[Positions, ...]
+    weights: Weights
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the places and their weights."""
+        parts = [*self.starts, self.weights]
+        return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Places) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
+    def sides(self) -> tuple[Positions, ...]:
+        """Positions of each cell along each dimension."""
+        return tuple(np.diff(starts) for starts in self.starts)
+
+    @cached_property
+    def _positions(self) -> Weights:
+        """Positions of each cell."""
+        return _outer(self.sides)
+
+    @cached_property
+    def _likelihood(self) -> Weights:
+        """Of coming to a cell or one before it, in the order of cells."""
+        summed = np.cumsum((self._positions * self.weights).reshape(-1))
+        likelihood: Weights = summed / summed[-1]
+        return likelihood
+
+    @cached_property
+    def _ends(self) -> Positions:
+        """Positions of weight above 0 up to the end of each cell."""
+        return np.cumsum((self._positions * (self.weights > 0)).reshape(-1)).astype(np.int64)
+
+    @property
+    def count(self) -> int:
+        """Positions of weight above 0."""
+        return int(self._ends[-1])
+
+    @property
+    def share(self) -> float:
+        """Positions of weight above 0, over all."""
+        return self.count / max(1.0, float(self._positions.sum()))
+
+    def both(self, other: Places) -> Places:
+        """The same positions, each with the product of its weights."""
+        starts = tuple(np.union1d(mine, theirs) for mine, theirs in zip(self.starts, other.starts, strict=True))
+        weights = np.ones([len(begins) - 1 for begins in starts])
+        for one in (self, other):
+            cells = zip(one.starts, starts, strict=True)
+            weights *= one.weights[np.ix_(*(np.searchsorted(own, cut[:-1], "right") - 1 for own, cut in cells))]
+        return Places(starts, weights)
+
+    def draw(self, words: Words) -> Positions:
+        """Positions `(sample, dimension)` for random words `(sample, 1 + dimensions)`."""
+        cells = np.searchsorted(self._likelihood, words[:, 0] * _UNIT, side="right")
+        cells = np.minimum(cells, np.searchsorted(self._likelihood, 1.0))  # rounding may give a word of 1.0
+        return self._inside(cells, words[:, 1:])
+
+    def at(self, numbers: Positions) -> Positions:
+        """The positions `(sample, dimension)` of these numbers, from 0 to `count`."""
+        cells = np.searchsorted(self._ends, numbers, side="right")
+        index = np.unravel_index(cells, self.weights.shape)
+        rest = numbers - np.concatenate([[0], self._ends])[cells]
+        found = np.empty((len(numbers), len(self.starts)), np.int64)
+        for axis in reversed(range(len(self.starts))):
+            rest, inside = np.divmod(rest, self.sides[axis][index[axis]])
+            found[:, axis] = self.starts[axis][index[axis]] + inside
+        return found
+
+    def draw_between(self, first: Positions, last: Positions, words: Words) -> Positions:
+        """As `draw`, of the positions from `first` to `last`, `(dimension,)` each; there must be one of weight."""
+        spans = [
+            slice(int(np.searchsorted(starts, low, "right")) - 1, int(np.searchsorted(starts, high, "right")))
+            for starts, low, high in zip(self.starts, first, last, strict=True)
+        ]
+        starts = tuple(
+            np.clip(starts[span.start : span.stop + 1], low, high + 1)
+            for starts, span, low, high in zip(self.starts, spans, first, last, strict=True)
+        )
+        return Places(starts, self.weights[tuple(spans)]).draw(words)
+
+    def _inside(self, cells: Positions, words: Words) -> Positions:
+        index = np.unravel_index(cells, self.weights.shape)
+        return np.stack(
+            [
+                self.starts[axis][which] + (words[:, axis] % self.sides[axis][which].astype(np.uint64)).astype(np.int64)
+                for axis, which in enumerate(index)
+            ],
+            axis=1,
+        )
+
+
+def _outer(sides: Sequence[NDArray[np.int64]]) -> Weights:
+    product: Weights = np.ones(())
+    for side in sides:
+        product = np.multiply.outer(product, side.astype(np.float64))
+    return product
+
+
+def cell_starts(borders: NDArray[np.int64], stride: int, positions: int) -> Positions:
+    """Where cells begin, in positions, when their offsets change at these elements; the end last."""
+    inner = -(-borders // stride)
+    return np.unique(np.concatenate([[0], inner[(inner > 0) & (inner < positions)], [positions]]))
+
+
+def within(values: Weights, side: int, extent: int, offsets: Weights, patch: int, axis: int) -> Weights:
+    """Sums of what lies within a patch at each offset along one axis.
+
+    Args:
+        values: Sums over tiles along that axis, whose elements are taken for alike.
+        side: Elements of a tile; the last one ends with the array.
+        extent: Elements of the array.
+        offsets: Where patches begin, in elements.
+        patch: Elements of a patch.
+    """
+    moved = np.moveaxis(values, axis, 0)
+    summed = np.concatenate([np.zeros_like(moved[:1]), np.cumsum(moved, axis=0)])
+    edges = np.minimum(np.arange(len(summed)) * side, extent).astype(np.float64)
+
+    def up_to(ends: Weights) -> Weights:
+        tile = np.clip(np.searchsorted(edges, ends, side="right") - 1, 0, len(moved) - 1)
+        share = (ends - edges[tile]) / (edges[tile + 1] - edges[tile])
+        return summed[tile] + (summed[tile + 1] - summed[tile]) * share.reshape(-1, *(1,) * (moved.ndim - 1))
+
+    found: Weights = np.moveaxis(up_to(offsets + patch) - up_to(offsets), 0, axis)
+    return found
