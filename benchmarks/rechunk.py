@@ -217,7 +217,7 @@ def rechunking(source: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
 
 def cache_hits(folder: Path, count: int = 400, size: int = 1 << 16) -> list[dict[str, Any]]:
     """Reads per second of entries and of plain files, in turns."""
-    from kit.data.stores.disk_cache import MemoryCache, SharedFolder
+    from kit.data.stores.disk_cache import WHOLE, MemoryCache, SharedFolder
     from kit.data.stores.local import Folder
     from kit.data.stores.transfer import Counters
 
@@ -226,8 +226,8 @@ def cache_hits(folder: Path, count: int = 400, size: int = 1 << 16) -> list[dict
     names = [f"{place * 2654435761 % 2**32:08x}" for place in range(count)]
     (folder / "files").mkdir()
     for name, row in zip(names, values, strict=True):
-        shared.put(name, row)
-        memory.put(name, row)
+        shared.put(name, [(WHOLE, row)])
+        memory.put(name, [(WHOLE, row)])
         (folder / "files" / name).write_bytes(row.tobytes())
     plain = Folder(folder / "files", Counters())
     readers: dict[str, Callable[[str], Any]] = {

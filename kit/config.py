@@ -510,8 +510,8 @@ class Cache(Section):
         "cached.", unit="bytes", ge=0, le=1 << 50,
     )  # fmt: skip
     folder: str = setting(
-        "", "Folder of the cache, shared by all processes of a machine and kept for later runs. Empty caches in the "
-        "memory of each process.",
+        "", "Folder of the cache, shared by all processes of a machine and kept for later runs; prefetch fills it "
+        "beforehand. Empty caches in the memory of each process.",
     )  # fmt: skip
     eviction: Literal["lru", "none"] = setting(
         "lru", "What happens when the cache is full: the least recently used bytes are evicted (lru), or nothing more "

@@ -146,7 +146,7 @@ def expected_runs(
 def _chunks_of_shards(axes: Sequence[Axis], per_shard: Place, positions: Sequence[Place]) -> Iterable[set[int]]:
     """Numbers of the inner chunks of each shard that patches at these positions, counted in strides, touch."""
     shards: defaultdict[Place, set[int]] = defaultdict(set)
-    ranks = _ranks(per_shard) if math.prod(per_shard) <= _MOST_RANKED else None
+    ranks = morton_numbers(per_shard, per_shard) if math.prod(per_shard) <= _MOST_RANKED else None
     for position in positions:
         offsets = [place * axis.stride for place, axis in zip(position, axes, strict=True)]
         touched = (
@@ -160,10 +160,10 @@ def _chunks_of_shards(axes: Sequence[Axis], per_shard: Place, positions: Sequenc
     return shards.values()
 
 
-@lru_cache(maxsize=16)
-def _ranks(per_shard: Place) -> dict[Place, int]:
-    """Where each inner chunk lies in a shard, counted in chunks."""
-    places = sorted(product(*map(range, per_shard)), key=lambda place: _code(place, per_shard))
+@lru_cache(maxsize=64)
+def morton_numbers(per_shard: Place, limits: Place) -> dict[Place, int]:
+    """Where each inner chunk lies in a shard, counted in chunks; those from `limits` on are not stored."""
+    places = sorted(product(*map(range, limits)), key=lambda place: _code(place, per_shard))
     return {place: rank for rank, place in enumerate(places)}
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kit.data.build.verify import verify as verify
     from kit.data.joined import join as join
     from kit.data.patches.module import PatchData as PatchData
+    from kit.data.patches.prefetch import prefetch as prefetch
     from kit.data.patches.probe import probe as probe
     from kit.data.patches.reading import measure_networks as measure_networks
     from kit.data.patches.reading import measure_reading as measure_reading

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kit.data.stores.disk_cache import SharedFolder
+from kit.data.stores.disk_cache import WHOLE, SharedFolder
 
 
 def body(number):
@@ -29,7 +29,7 @@ def main(folder, size_bytes, seed, rounds):
         number = draw.randrange(60)
         found = cache.get(name(number))
         if found is None:
-            cache.put(name(number), body(number))
+            cache.put(name(number), [(WHOLE, body(number))])
         elif not np.array_equal(found, body(number)):
             sys.exit(1)
 

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -50,6 +51,10 @@ _LINGER_SECONDS = 5.0
 _CLOSE_SECONDS = 5.0
 _MEMORY_PAUSE_SECONDS = 0.001
 _MOST_REDIRECTS = 5
+
+
+_quoted = lru_cache(maxsize=4096)(quote)
+"""A shard is requested from many times."""
 
 
 class StatusError(OSError):
@@ -307,7 +312,7 @@ class HttpClient(Client):
             span, most_bytes = f"{get.first}-{get.last - 1}", get.last - get.first
         elif get.first is not None:
             span, most_bytes = str(get.first), -get.first
-        easy.setopt(pycurl.URL, f"{self._address.base}/{quote(get.key)}{self._address.signature()}")
+        easy.setopt(pycurl.URL, f"{self._address.base}/{_quoted(get.key)}{self._address.signature()}")
         easy.setopt(pycurl.NOBODY, get.head)
         easy.setopt(pycurl.HEADERFUNCTION if get.head else pycurl.WRITEFUNCTION, parts.append)
         if span is None:

@@ -5,7 +5,8 @@ of three reasons, and counted in decoded bytes under that one:
 
 - pinned: a window of block order needs it, until the window is released;
 - evictable: used recently, within `budget_bytes`, the least recently used dropped first;
-- transient: memory is spare, so the batches planned before those that waited for it are complete may use it too.
+- transient: memory is spare, so the batches planned before those that used it are handed over may use it too: so what
+  is requested does not depend on whether reading or training is the slower.
 
 The invariant: under one lock a chunk is either waited for, by batches that will all hear of it, or decoded. No batch
 waits for a chunk that nobody reads: one no longer wanted is forgotten before its request is dropped.
@@ -65,7 +66,7 @@ class Chunk:
         self.parts: list[BatchPart] = []
         """Of the batches that wait for it."""
         self.transient_batches = 0
-        """Incomplete batches it is kept for, where it is transient."""
+        """Batches it is kept for, where it is transient."""
         self.window = _NO_WINDOW
         """The last window that pins it."""
         self.first_window = _NO_WINDOW
@@ -114,6 +115,9 @@ class ChunkCache:
                         chunk.parts.append(part)
                     else:
                         here[coords] = chunk.decoded
+                        if chunk.transient_batches:
+                            chunk.transient_batches += 1
+                            self._transient[part.batch].append(chunk)
         return here, new
 
     def pin(self, stored: StoredArray, variable: int, coords: Iterable[tuple[int, ...]], window: int) -> list[Chunk]:
@@ -149,7 +153,7 @@ class ChunkCache:
                         chunk.decoded = None  # whoever requested it may keep the chunk for long
 
     def end_batch(self, batch: JobGroup[Any]) -> None:
-        """Drop the transient chunks of this batch alone; it is complete, or cancelled."""
+        """Drop the transient chunks of this batch alone; it is handed over, or cancelled."""
         with self._lock:
             for chunk in self._transient.pop(batch, ()):
                 if chunk.transient_batches > 1:
@@ -243,6 +247,8 @@ class ChunkCache:
 
 def _bytes(decoded: NDArray[Any]) -> int:
     """Memory of a decoded chunk; one of fill values, or of an array that lacks a dimension, repeats what is there."""
+    if 0 not in decoded.strides:
+        return decoded.nbytes
     sides = zip(decoded.shape, decoded.strides, strict=True)
     return int(prod(side for side, stride in sides if stride)) * decoded.itemsize
 

@@ -42,8 +42,8 @@ from kit.errors import CorruptChunkError
 
 ABSENT = 2**64 - 1
 """Offset and length of an inner chunk that a shard does not hold."""
-_CHECKSUM_BYTES = 4
-_ENTRY_BYTES = 16
+INDEX_CHECKSUM_BYTES = 4
+INDEX_ENTRY_BYTES = 16
 _BLOSC_HEADER_BYTES = 16
 
 Index = NDArray[np.uint64]
@@ -121,7 +121,7 @@ class StoredArray:
     @property
     def index_bytes(self) -> int:
         assert self.per_shard is not None
-        return prod(self.per_shard) * _ENTRY_BYTES + _CHECKSUM_BYTES * self.index_checked
+        return prod(self.per_shard) * INDEX_ENTRY_BYTES + INDEX_CHECKSUM_BYTES * self.index_checked
 
     @property
     def index_span(self) -> tuple[int, int | None]:
@@ -282,8 +282,8 @@ def _decompress_gzip(data: Octets) -> Octets:
 
 
 def _check_crc32c(data: Octets) -> Octets:
-    body, stored = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-    if google_crc32c.value(body) != int.from_bytes(stored.tobytes(), "little") or len(stored) < _CHECKSUM_BYTES:
+    body, stored = data[:-INDEX_CHECKSUM_BYTES], data[-INDEX_CHECKSUM_BYTES:]
+    if google_crc32c.value(body) != int.from_bytes(stored.tobytes(), "little") or len(stored) < INDEX_CHECKSUM_BYTES:
         raise ValueError("the stored checksum (crc32c) is not that of the bytes")
     return body
 

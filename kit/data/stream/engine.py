@@ -151,16 +151,19 @@ class Engine:
         waiting: deque[Future[Arrays]] = deque()
         try:
             for offsets in batches:
-                waiting.append(reader.start(offsets, patch))
+                waiting.append(reader.start(offsets, patch, until_handed=True))
                 self.spans.follow(waiting[-1])
                 if len(waiting) > self._batches_ahead:
                     yield self._next(waiting)
+                    reader.hand_over(waiting.popleft())
             while waiting:
                 yield self._next(waiting)
+                reader.hand_over(waiting.popleft())
         finally:
             self.spans.forget()
             for future in waiting:
                 future.cancel()
+                reader.hand_over(future)
 
     def stream_windows(
         self, batches: Iterable[tuple[NDArray[np.int64], int]], patch: Sequence[int]
@@ -181,8 +184,7 @@ class Engine:
             self._first_window = windows.end()
 
     def _next(self, waiting: deque[Future[Arrays]]) -> Arrays:
-        arrays = waiting[0].result()  # it leaves the queue only when it is there, so that an interrupt cancels it
-        waiting.popleft()
+        arrays = waiting[0].result()  # it leaves the queue only when it has been taken, so that an interrupt cancels it
         self.spans.hand_over()
         return arrays
 

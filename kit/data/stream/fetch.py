@@ -1,7 +1,7 @@
 """Requests for chunks: which client reads which store, and how a reader sends its requests.
 
-An object store at a known address is read by libcurl (`HttpClient`); a local folder, and whatever is read through a
-cache, by threads that each wait for a response (`ThreadClient`); any other store on its event loop (`AsyncClient`). All
+An object store at a known address is read by libcurl (`HttpClient`); a local folder by threads that each wait for a
+response (`ThreadClient`); any other store on its event loop (`AsyncClient`). All
 give bytes, or None where there is no such object, or a StoreError without secrets; all retry by one policy
 (`kit.data.stores.retry`), count every request, and give up one that has no response in time.
 
@@ -17,7 +17,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ from zarr.storage import LocalStore
 from kit.chunks.requests import Run
 from kit.data.dataset import XarrayStore
 from kit.data.stores.auth import address_of
-from kit.data.stores.disk_cache import CachedReads, Read, ReadCache
 from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.local import Folder
@@ -43,6 +42,8 @@ from kit.data.stream.memory import Reservation
 from kit.data.stream.pool import ThreadPool
 from kit.data.stream.receive import ReceiveQueue
 from kit.errors import ConfigError, Problem, StoreError
+
+Read = Callable[[str, int | None, int | None], Octets | None]
 
 _CLOSE_SECONDS = 5.0
 _MEMORY_PAUSE_SECONDS = 0.001
@@ -61,31 +62,21 @@ def open_client(
     seconds: float,
     counters: Counters,
     in_flight: int,
-    cache: ReadCache | None = None,
-    known: Mapping[str, str] | None = None,
 ) -> Client:
     """What reads a store.
 
     Args:
         seconds: How long one request may take.
         in_flight: Requests sent and not answered, at most.
-        cache: Keeps what a remote store gives.
-        known: Which objects there are, by key, where a manifest lists them; else the store is asked for each.
     """
     if type(store) is LocalStore:
         return ThreadClient(Folder(store.root, counters).read, in_flight)
     if isinstance(store, XarrayStore):
         return ThreadClient(store.cutter.counted_by(counters).read, in_flight)
     address = address_of(store, url)
-    client: Client = (
-        AsyncClient(store, url, in_flight, seconds, counters)
-        if address is None
-        else HttpClient(address, url, in_flight, seconds, counters)
-    )
-    if cache is None or not isinstance(store, RemoteStore):
-        return client
-    identify = client.identity if known is None else known.get
-    return ThreadClient(CachedReads(client.read, redact(url), cache.open(), identify, counters).read, in_flight)
+    if address is None:
+        return AsyncClient(store, url, in_flight, seconds, counters)
+    return HttpClient(address, url, in_flight, seconds, counters)
 
 
 def read_index(client: Client, stored: StoredArray, key: str, url: str) -> Index | None:
@@ -263,11 +254,11 @@ class Requests:
         whole: list[Get] = []
         for request in requests:
             if request.stored.per_shard is None:
-                whole.append(_GetChunks(self._queue, request, None))
+                whole.append(GetChunks(self._queue, request, None))
                 continue
             future, mine = self._queue.indexes.claim(request.key)
             if mine:
-                self._client.submit([_GetIndex(self._queue.indexes, request, self._url)], urgent=True)
+                self._client.submit([GetIndex(self._queue.indexes, request, self._url)], urgent=True)
             future.add_done_callback(partial(self._submit_runs, request))
         self._client.submit(whole)
 
@@ -282,20 +273,22 @@ class Requests:
     def _submit_runs(self, request: ChunkRequest, index: Future[Index | None]) -> None:
         wanted = request.part(self._queue.cache.still_wanted(request.chunks))
         try:
-            runs = self._queue.runs(wanted, index.result()) if wanted.chunks else []
+            runs = self._queue.runs(self._queue.places(wanted, index.result()))
             parts = [request.part(chunk for _, _, chunk in run.items) for run in runs]
-            self._client.submit(map(partial(_GetChunks, self._queue), parts, runs))
+            self._client.submit(map(partial(GetChunks, self._queue), parts, runs))
         except BaseException as error:
             request.fail(error)
 
 
-class _GetChunks(Get):
+class GetChunks(Get):
     """Get of one object, or of neighbours in a shard."""
 
     __slots__ = ("_queue", "_request", "_reservation", "_run")
+    at_once = False
+    """Whether the thread that has read decodes too."""
 
     def __init__(self, queue: ReceiveQueue, request: ChunkRequest, run: Run[Chunk] | None) -> None:
-        super().__init__(request.key, *(() if run is None else (run.first, run.last)))
+        super().__init__(request.key, *((None, None) if run is None else (run.first, run.last)))
         self._queue, self._request, self._run = queue, request, run
         self._reservation: Reservation | None = None
 
@@ -314,7 +307,7 @@ class _GetChunks(Get):
     def done(self, data: Octets | None) -> None:
         reservation, self._reservation = self._reservation, None  # from here on it belongs to the response
         assert reservation is not None
-        self._queue.on_response(self._request, self._run, data, reservation)
+        self._queue.on_response(self._request, self._run, data, reservation, self.at_once)
 
     def fail(self, error: BaseException) -> None:
         if self._reservation is not None:
@@ -323,7 +316,7 @@ class _GetChunks(Get):
         self._request.fail(error)
 
 
-class _GetIndex(Get):
+class GetIndex(Get):
     """Get of the index of a shard."""
 
     __slots__ = ("_indexes", "_request", "_url")

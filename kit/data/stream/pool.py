@@ -27,11 +27,21 @@ class Owner(Protocol):
         """One of its jobs has failed."""
 
 
+class _Droppable(Future[Result]):
+    """A future that is asked whether it was cancelled several times a chunk, which takes no lock."""
+
+    dropped = False
+
+    def cancel(self) -> bool:
+        self.dropped = super().cancel() or self.dropped
+        return self.dropped
+
+
 class JobGroup(Generic[Result]):
     """Work in parts: `finish` is called after the last part, and gives the result."""
 
     def __init__(self) -> None:
-        self.future: Future[Result] = Future()
+        self.future: _Droppable[Result] = _Droppable()
         self._lock = threading.Lock()
         self._settled = False
         self._left = 0
@@ -40,7 +50,7 @@ class JobGroup(Generic[Result]):
     @property
     def cancelled(self) -> bool:
         """Whether the future is settled or cancelled, so that queued jobs need not run."""
-        return self._settled or self.future.cancelled()
+        return self._settled or self.future.dropped
 
     def expect(self, parts: int, finish: Callable[[], Result]) -> None:
         """Say how many parts there are, before the first of them can end."""

@@ -22,9 +22,11 @@ from zarr.storage import LocalStore
 
 from kit.chunks.requests import LOCAL_GAP_BYTES, Coalescing
 from kit.data.stores.disk_cache import identities
+from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import HttpClient
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import redact, run_sync
+from kit.data.stream.cached import CachedRequests
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkRequest
 from kit.data.stream.codec import StoredArray
 from kit.data.stream.fetch import Requests, open_client
@@ -53,20 +55,30 @@ class Reader:
         self._where = redact(plan.url)
         self._lock = threading.RLock()
         self._active: dict[Future[Arrays], JobGroup[Arrays]] = {}
+        self._whole: dict[Future[Arrays], JobGroup[Arrays]] = {}
+        """Batches of a stream that are not handed over."""
+        self._unplanned: set[JobGroup[Arrays]] = set()
+        self._over: list[tuple[JobGroup[Arrays], set[JobGroup[Arrays]]]] = []
+        """Batches handed over before some that were begun by then were planned, and those: they may use its chunks."""
         self._dtype = plan.arrays[0].dtype.newbyteorder("=") if plan.as_stored else np.dtype(np.float32)
         self._store = plan.open_store()
-        known = identities(plan.manifest) if plan.manifest and plan.read_cache else None
         is_local, in_flight = type(self._store) is LocalStore, plan.requests_in_flight
+        folder_threads = min(in_flight, max(_LEAST_FOLDER_THREADS, 2 * plan.decode_threads))
         if is_local:
-            in_flight = min(in_flight, max(_LEAST_FOLDER_THREADS, 2 * plan.decode_threads))
-        self._client = open_client(
-            self._store, plan.url, plan.request_seconds, counters, in_flight, plan.read_cache, known
-        )
+            in_flight = folder_threads
+        self._client = open_client(self._store, plan.url, plan.request_seconds, counters, in_flight)
+        kept = plan.read_cache if isinstance(self._store, RemoteStore) else None
+        decoding = folder_threads if is_local or kept else 0  # threads that read a disk, and decode at once
         self._queue = ReceiveQueue(
             plan, counters, Coalescing(LOCAL_GAP_BYTES) if is_local else plan.coalescing, decode_at_once=is_local,
-            decoding=max(in_flight if is_local else 0, plan.decode_threads),
+            decoding=max(decoding, plan.decode_threads) if is_local else plan.decode_threads + decoding,
         )  # fmt: skip
         self._requests = Requests(self._client, plan.url, self._queue)
+        if kept is not None:
+            known = None if plan.manifest is None else identities(plan.manifest)
+            self._requests = CachedRequests(
+                self._client, plan.url, self._queue, kept.open(), known, counters, folder_threads
+            )
 
         async def open_arrays() -> tuple[StoredArray, ...]:
             return tuple(await asyncio.gather(*(StoredArray.open(self._store, info) for info in plan.arrays)))
@@ -84,8 +96,11 @@ class Reader:
             return self._client.limit.now, self._client.limit.reason
         return self._plan.requests_in_flight, ""
 
-    def start(self, offsets: NDArray[np.int64], patch: Sequence[int]) -> Future[Arrays]:
+    def start(self, offsets: NDArray[np.int64], patch: Sequence[int], *, until_handed: bool = False) -> Future[Arrays]:
         """Begin reading the patches at `offsets` `(sample, dim)`; cancelling the future ends the work.
+
+        Args:
+            until_handed: Others may use its chunks until `hand_over`, where memory allows; else until it is complete.
 
         Raises:
             IndexError: for a patch that reaches outside the arrays.
@@ -98,6 +113,9 @@ class Reader:
             if self.closed:
                 raise StoreError(f"{self._where}: its reader is closed")
             self._active[batch.future] = batch
+            if until_handed:
+                self._whole[batch.future] = batch
+                self._unplanned.add(batch)
         batch.future.add_done_callback(self._end_batch)  # not one that knows the batch: a cycle would keep its arrays
         self._plan_soon(batch, self._begin, batch, offsets, tuple(patch))
         return batch.future
@@ -152,6 +170,12 @@ class Reader:
             raise IndexError(f"a patch of {tuple(patch)} reaches outside an array of {shape}")
 
     def _begin(self, batch: JobGroup[Arrays], offsets: NDArray[np.int64], patch: tuple[int, ...]) -> None:
+        try:
+            self._plan_batch(batch, offsets, patch)
+        finally:
+            self._end_planning(batch)
+
+    def _plan_batch(self, batch: JobGroup[Arrays], offsets: NDArray[np.int64], patch: tuple[int, ...]) -> None:
         values = self._plan.allocate((len(offsets), len(self._stored), *patch), self._dtype)
         packed = []
         for variable, info in enumerate(self._plan.arrays):  # in place, where they are of the batch's type already
@@ -196,11 +220,39 @@ class Reader:
         self._counters.add(samples=len(values))
         return values, valid
 
+    def hand_over(self, future: Future[Arrays]) -> None:
+        """A batch that was to be kept until now has been taken, or is not wanted any more."""
+        with self._lock:
+            batch = self._whole.pop(future, None)
+            if batch is None or future in self._active:
+                return
+            if self._unplanned:
+                self._over.append((batch, {*self._unplanned}))
+                return
+        self._queue.cache.end_batch(batch)
+
+    def _end_planning(self, batch: JobGroup[Arrays]) -> None:
+        with self._lock:
+            self._unplanned.discard(batch)
+            for _, others in self._over:
+                others.discard(batch)
+            over = [done for done, others in self._over if not others]
+            self._over = [item for item in self._over if item[1]]
+        for done in over:
+            self._queue.cache.end_batch(done)
+
     def _end_batch(self, future: Future[Arrays]) -> None:
-        batch = self._active.pop(future, None)
-        if batch is not None:
+        failed = future.cancelled() or future.exception() is not None
+        with self._lock:
+            batch = self._active.pop(future, None)
+            over = batch is not None and (failed or future not in self._whole)
+            if failed:
+                self._whole.pop(future, None)
+        if batch is not None and failed:
+            self._end_planning(batch)  # it may never be planned
+        if batch is not None and over:
             self._queue.cache.end_batch(batch)
-        if future.cancelled() or future.exception() is not None:
+        if failed:
             self._cancel_unwanted()
 
     def _cancel_unwanted(self) -> None:

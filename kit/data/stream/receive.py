@@ -38,6 +38,8 @@ from kit.data.stream.pool import ThreadPool
 from kit.errors import MissingChunkError
 from kit.machine.processes import give_memory_back, rss_bytes
 
+Place = tuple[int, int, Chunk]
+"""First byte of a chunk in its shard, one past the last, and the chunk."""
 WINDOWS_DECODED = 2
 """The one being served and the next one."""
 _CHUNKS_PER_JOB = 64
@@ -75,6 +77,9 @@ class ReceiveQueue:
         self.batch_bytes = 0
         """Memory of the largest batch so far."""
         self._undecoded: deque[ChunkResponse] = deque()
+        self._decode_lock = threading.Lock()
+        self._decode_jobs = 0
+        """Queued or running: one a thread, as a job takes all that has come meanwhile."""
         self._together_bytes = min(_TOGETHER_BYTES, plan.memory_bytes // _TOGETHER_SHARE)
         self._decoding_bytes = decoding * (self._together_bytes + largest_chunk_bytes(plan.arrays))
         self._stored_bytes: dict[str, int] = {}
@@ -111,18 +116,22 @@ class ReceiveQueue:
 
     # -- before a request
 
-    def runs(self, request: ChunkRequest, index: Index | None) -> list[Run[Chunk]]:
-        """The runs of neighbours to request from a shard; chunks that it lacks are settled at once."""
-        stored, spans = request.stored, []
+    def places(self, request: ChunkRequest, index: Index | None) -> list[Place]:
+        """Where chunks lie in a shard; those that it lacks are settled at once."""
+        stored, places = request.stored, list[Place]()
         for chunk in request.chunks:
             span = None if index is None else stored.locate(index, chunk.coords)
             if span is None:
                 self._fill(request, chunk, index)
             else:
-                spans.append((*span, chunk))
-        found = runs(spans, self._coalescing)
+                places.append((*span, chunk))
+        return places
+
+    def runs(self, places: Sequence[Place]) -> list[Run[Chunk]]:
+        """The runs of neighbours to request from a shard."""
+        found = runs(places, self._coalescing)
         self._counters.add(
-            requests_saved=len(spans) - len(found), bytes_wasted=sum(max(0, run.wasted_bytes) for run in found)
+            requests_saved=len(places) - len(found), bytes_wasted=sum(max(0, run.wasted_bytes) for run in found)
         )
         return found
 
@@ -151,9 +160,17 @@ class ReceiveQueue:
     # -- after it
 
     def on_response(
-        self, request: ChunkRequest, run: Run[Chunk] | None, data: Octets | None, reservation: Reservation
+        self,
+        request: ChunkRequest,
+        run: Run[Chunk] | None,
+        data: Octets | None,
+        reservation: Reservation,
+        at_once: bool = False,
     ) -> None:
-        """Take what a request brought; `run` is None for a whole object, `data` where there is no object."""
+        """Take what a request brought; `run` is None for a whole object, `data` where there is no object.
+
+        `at_once`: reading took hardly any time, so decode in this thread.
+        """
         if data is None:
             for chunk in request.chunks:
                 self._fill(request, chunk, None)
@@ -172,7 +189,7 @@ class ReceiveQueue:
                 self.cache, stored, chunk, data[first:last], last - first, len(spans) > 1, reservation
             )
             if not self._read_ahead.keep(response):
-                self._decode_soon(response)
+                self._decode_soon(response, at_once)
 
     def scatter_soon(self, part: BatchPart, decoded: Mapping[tuple[int, ...], NDArray[Any]]) -> None:
         """Copy chunks that are decoded already, by their coordinates, in decoding threads."""
@@ -191,15 +208,19 @@ class ReceiveQueue:
             else:
                 response.release_memory()
 
-    def _decode_soon(self, response: ChunkResponse) -> None:
-        if self._decode_at_once or response.stored.in_place:
+    def _decode_soon(self, response: ChunkResponse, at_once: bool = False) -> None:
+        if at_once or self._decode_at_once or response.stored.in_place:
             self._decode(response)
         else:
             self._undecoded.append(response)
-            self.decoders.put(response, self._decode_some)  # a job each, so none is left: some will find nothing
+            with self._decode_lock:
+                more = self._decode_jobs < self._plan.decode_threads
+                self._decode_jobs += more
+            if more:
+                self.decoders.put(_Always(), self._decode_some)
 
     def _decode_some(self) -> None:
-        """Decode the responses that have waited longest, those of one array in one call.
+        """Decode the responses that have waited longest, those of one array in one call; then queue up again.
 
         Not where they are kept: then each would have to be copied apart, which takes as long.
         """
@@ -218,6 +239,11 @@ class ReceiveQueue:
                     found = some[0].stored.decode_together([one.data for one in some])
             for response, decoded in zip_longest(some, found):
                 self._decode(response, decoded)
+        with self._decode_lock:  # with this lock, whoever appends either starts a job or is seen here
+            left = bool(self._undecoded)
+            self._decode_jobs -= not left
+        if left:
+            self.decoders.put(_Always(), self._decode_some)
 
     def _decode(self, response: ChunkResponse, decoded: NDArray[Any] | None = None) -> None:
         """Decode a chunk, unless that is done, and hand it to the batches that wait."""
@@ -272,6 +298,15 @@ class ReceiveQueue:
         self._counters.add(chunks_filled=1)
         for part in self.cache.settle(chunk, filled):
             self.decoders.put(part.batch, part.scatter, chunk.coords, filled)
+
+
+class _Always:
+    """Owns jobs that run whatever becomes of a batch; they tell their failures themselves."""
+
+    cancelled = False
+
+    def fail(self, error: BaseException) -> None:
+        """Each response has failed by itself."""
 
 
 class ReadAheadBuffer:

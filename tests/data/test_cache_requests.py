@@ -1,0 +1,200 @@
+"""After one pass over the data nothing is requested again: any order, layout, server, number of ranks and loaders."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import kit
+from kit.data.build.build import build
+from kit.data.dataset import open_dataset
+from kit.data.patches.loader import PatchLoader
+from kit.data.patches.module import PatchData
+from kit.data.sampling import sample_plan
+from kit.data.stores.disk_cache import ReadCache
+from kit.errors import ConfigError, PlanError
+
+SHARDS = {"shards": {"time": 4, "lat": 32, "lon": 32}, "chunks": "none"}
+GAP = {"chunking.latency_seconds": 0.03, "chunking.bandwidth_bytes_per_second": 80_000_000}
+
+
+def config_of(tiny_config, url, folder, shard="shards", order="random", **changes):
+    """16 × 48 × 48 elements, all of which an epoch touches."""
+    return tiny_config(
+        url, data__arguments={"time": 16, "lat": 48, "lon": 48}, data__patch={"time": 2, "lat": 16, "lon": 16},
+        data__order=order, data__samples_per_epoch=256, data__standardize=False, loader__batch_size=8,
+        data__variables=["wind"], chunking__chunk={"time": 1, "lat": 16, "lon": 16}, chunking__shard=SHARDS[shard],
+        cache__size_bytes=8 << 20, cache__folder=str(folder or ""), **changes,
+    )  # fmt: skip
+
+
+def held_bytes(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def stored_bytes(dataset):
+    return sum(item.bytes for item in dataset.manifest.objects if item.key.startswith("wind/"))
+
+
+def one_pass(loader):
+    """Sum of all values, and what the pass counted."""
+    before = loader.counters()
+    total = sum(float(np.abs(batch["values"].numpy()).sum(dtype=np.float64)) for batch in loader)
+    return total, {name: count - before[name] for name, count in loader.counters().items()}
+
+
+@pytest.mark.parametrize("order", ["random", "grid", "block"])
+@pytest.mark.parametrize("shard", ["shards", "chunks"])
+@pytest.mark.parametrize("merged", [True, False])
+def test_later_epochs_and_later_runs_request_nothing(cloud, tmp_path, tiny_config, order, shard, merged):
+    config = config_of(tiny_config, cloud.url(f"ends-{order}-{shard}-{merged}/t.zarr"), tmp_path / "c", shard, order)
+    config = config.replace(GAP if merged else {"chunking.latency_seconds": 0.0})
+    dataset = build(config, progress=False)
+    data = PatchData(config)
+    first = one_pass(data.train_dataloader())[1]
+    assert first["requests"] > 0
+    assert (first["requests_saved"] > 0) is (shard == "shards")
+    assert (first["bytes_wasted"] > 0) is (shard == "shards" and merged)
+    kit.data.prefetch(config, progress=False)  # what random offsets have left out
+    for _ in range(3):
+        assert one_pass(data.loader)[1]["requests"] == 0
+    data.teardown()
+    assert held_bytes(tmp_path / "c") <= 1.1 * stored_bytes(dataset)
+    mark = cloud.counts()
+    open_dataset(config).open_array("wind")
+    alone = cloud.counts(since=mark).requests
+    again = PatchData(config)
+    mark = cloud.counts()
+    loader = again.train_dataloader()
+    batches = one_pass(loader)[1]
+    assert (batches["requests"], batches["bytes_read"]) == (0, 0)
+    assert batches["read_cache_hits"] > 0
+    assert cloud.counts(since=mark).requests <= alone, "metadata and manifest, which tell whether it was rebuilt"
+    again.teardown()
+
+
+@pytest.mark.parametrize("server", ["gcs", "s3", "http", "memory"])
+@pytest.mark.parametrize("kit_built", [True, False])
+def test_other_servers_are_asked_once_for_each_chunk(server, kit_built, request, cloud, tmp_path, tiny_config):
+    name = f"once-{kit_built}/t.zarr"
+    here = {"http": cloud.url(name), "memory": f"memory://{name}"}.get(server)
+    here = here or f"{request.getfixturevalue(server)}/{name}"
+    config = config_of(tiny_config, here, tmp_path / "c")
+    build(config, progress=False)
+    config = config.replace({"data.url": cloud.url(name, "http")}) if server == "http" else config
+    dataset = open_dataset(config)
+    dataset = dataset if kit_built else replace(dataset, manifest=None)
+    with closing(loader_of(config, dataset)) as loader:
+        values, counts = one_pass(loader)
+        assert counts["requests"] > 0
+    kit.data.prefetch(config, dataset, progress=False)
+    with closing(loader_of(config, dataset)) as loader:
+        again, counts = one_pass(loader)
+        assert again == values
+        assert counts["bytes_read"] == 0
+        objects = len(dataset.manifest.objects) if dataset.manifest else 100
+        assert counts["requests"] <= (0 if kit_built else objects)  # others are asked which object it is
+
+
+def loader_of(config, dataset, world_size=1, rank=0):
+    plan = sample_plan(config, dataset, world_size)
+    return PatchLoader(
+        dataset, plan, config.loader, rank=rank, variables=config.data.variables, read_cache=ReadCache.of(config.cache)
+    )
+
+
+@pytest.mark.parametrize("order", ["random", "block"])
+def test_ranks_and_trials_share_what_each_has_read(cloud, tmp_path, tiny_config, order):
+    config = config_of(tiny_config, cloud.url(f"ranks-{order}/t.zarr"), tmp_path / "c", order=order)
+    dataset = build(config, progress=False)
+    for rank in range(2):
+        with closing(loader_of(config, dataset, 2, rank)) as loader:
+            one_pass(loader)
+    missing = kit.data.prefetch(config, progress=False).requests
+    assert missing <= 2
+    for world_size in (1, 3):
+        for rank in range(world_size):
+            with closing(loader_of(config, dataset, world_size, rank)) as loader:
+                assert one_pass(loader)[1]["requests"] == 0
+    assert held_bytes(tmp_path / "c") <= 1.1 * stored_bytes(dataset)
+
+
+def test_loader_processes_share_a_folder(cloud, tmp_path, tiny_config):
+    config = config_of(tiny_config, cloud.url("workers/t.zarr"), tmp_path / "c", loader__num_workers=2)
+    build(config, progress=False)
+    kit.data.prefetch(config, progress=False)
+    data = PatchData(config)
+    for _ in range(2):
+        counts = one_pass(data.train_dataloader() if data.loader is None else data.loader)[1]
+        assert (counts["requests"], counts["read_cache_hits"] > 0) == (0, True)
+    data.teardown()
+
+
+def test_a_cache_in_memory_ends_requests_too(cloud, tiny_config):
+    config = config_of(tiny_config, cloud.url("heap/t.zarr"), None)
+    config = config.replace({"cache.size_bytes": (8 << 20) + 1})  # shared by readers of this process with that size
+    build(config, progress=False)
+    data = PatchData(config)
+    data.train_dataloader()
+    while one_pass(data.loader)[1]["requests"]:
+        assert data.loader.epoch < 8
+    assert one_pass(data.loader)[1]["requests"] == 0
+    data.teardown()
+
+
+def test_what_is_evicted_is_requested_again_and_right(cloud, tmp_path, tiny_config):
+    config = config_of(tiny_config, cloud.url("evicted/t.zarr"), tmp_path / "c", "chunks")
+    dataset = build(config, progress=False)
+    small = config.replace({"cache.size_bytes": stored_bytes(dataset) // 3})
+    totals = []
+    for one in (config.replace({"cache.size_bytes": 0}), small):
+        data = PatchData(one)
+        totals.append(one_pass(data.train_dataloader())[0])
+        data.teardown()
+    assert totals[0] == totals[1]
+    assert held_bytes(tmp_path / "c") <= stored_bytes(dataset) // 3 + 8
+
+
+# -- filling it beforehand
+
+
+@pytest.mark.parametrize("shard", ["shards", "chunks"])
+def test_prefetch_reads_all_once_and_goes_on_where_it_was_stopped(cloud, tmp_path, tiny_config, shard):
+    config = config_of(tiny_config, cloud.url(f"prefetch-{shard}/t.zarr"), tmp_path / "c", shard)
+    dataset = build(config, progress=False)
+    seen = []
+
+    def stop(done, total, count):
+        seen.append((done, total, count))
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kit.data.prefetch(config, progress=stop)
+    assert seen[-1][0] == 5
+    mark = cloud.counts()
+    found = kit.data.prefetch(config, progress=False)
+    assert found.objects == seen[0][1]
+    assert found.requests > 0
+    assert cloud.counts(since=mark).bytes_sent < stored_bytes(dataset)
+    assert found.held_bytes == stored_bytes(dataset)
+    assert "held" in str(found)
+    again = kit.data.prefetch(config, progress=False)
+    assert (again.requests, again.bytes_read, again.held_bytes) == (0, 0, found.held_bytes)
+    assert held_bytes(tmp_path / "c") <= 1.1 * stored_bytes(dataset)
+
+
+def test_prefetch_refuses_what_cannot_hold_the_data_before_any_byte(cloud, tmp_path, tiny_config):
+    config = config_of(tiny_config, cloud.url("refused/t.zarr"), tmp_path / "c")
+    build(config, progress=False)
+    with pytest.raises(ConfigError, match=r"cache\.size_bytes: .* of wind.* at least"):
+        kit.data.prefetch(config.replace({"cache.size_bytes": 10_000}), progress=False)
+    with pytest.raises(ConfigError, match=r"cache\.size_bytes: is 0"):
+        kit.data.prefetch(config.replace({"cache.size_bytes": 0}), progress=False)
+    with pytest.raises(ConfigError, match=r"cache\.folder"):
+        kit.data.prefetch(config.replace({"cache.folder": ""}), progress=False)
+    here = config.replace({"data.url": str(tmp_path / "t.zarr")})
+    build(here, progress=False)
+    with pytest.raises(PlanError, match="is read without a cache"):
+        kit.data.prefetch(here, progress=False)
