@@ -225,7 +225,10 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:
     # Opens nothing, and refuses what it cannot read.
     Engine(standardized_by(config, dataset), config.data.variables, standardize=config.data.standardize)
     split = split_of(config, widest_of(dataset, config))
-    return {"predicted": predict_reading(config, dataset), **({} if split is None else {"split": split.sentence})}
+    return {
+        "predicted": predict_reading(config, dataset, world_size),
+        **({} if split is None else {"split": split.sentence}),
+    }
 
 
 def environment_of(resolved: Resolved) -> dict[str, Any]:

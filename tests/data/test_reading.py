@@ -69,7 +69,7 @@ def test_a_grid_read_in_order_is_predicted_to_share_chunks(tmp_path):
     shuffled, plain = (
         predict_reading(config.replace({"loader.shuffle": shuffle}), open_dataset(config)) for shuffle in (True, False)
     )
-    assert shuffled == plain == {"requests_per_sample": pytest.approx(0.5)}
+    assert shuffled == plain == {"requests_per_sample": pytest.approx(1 / 25)}  # one chunk, joined by all batches
     config = store(tmp_path / "small", u=(2, 2)).replace({"data.stride": {"y": 1, "x": 1}, "loader.batch_size": 5})
     shuffled, plain = (
         predict_reading(config.replace({"loader.shuffle": shuffle}), open_dataset(config)) for shuffle in (True, False)

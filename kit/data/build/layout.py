@@ -29,7 +29,10 @@ from kit.data.build.open_source import load_source
 from kit.data.build.shards import ArrayWriter, Blueprint, make_blueprint
 from kit.data.build.source import Region, Source, source_error
 from kit.data.dataset import ArrayInfo, Dataset, open_dataset
+from kit.data.sampling import sample_plan
+from kit.data.stores.disk_cache import Entries, MemoryCache, ReadCache
 from kit.data.stores.url import local_folder
+from kit.data.stream.expected import Expected, Reading, expect
 from kit.errors import PlanError
 from kit.tables import html_table
 from kit.units import format_bytes, format_count
@@ -264,19 +267,52 @@ def _sample_chunks(writer: ArrayWriter) -> list[Region]:
     return [*found.values()]
 
 
-def predict_reading(config: Config, dataset: Dataset) -> dict[str, float]:
+def predict_reading(config: Config, dataset: Dataset, world_size: int = 1) -> dict[str, float]:
     """`requests_per_sample` and, where the store tells, `bytes_per_sample`, of a trial of `trial.max_steps`.
+
+    A short one is played through with the offsets that it will read (`kit.data.stream.expected`); of a long one the
+    average is expected.
 
     Raises:
         PlanError: for a patch that does not fit the data.
         ConfigError: for variables that do not exist.
     """
     batches = config.trial.max_steps * config.levers.accumulate_grad_batches
+    if played := _played(config, dataset, world_size, batches):
+        answer = {"requests_per_sample": played.requests / played.samples}
+        return (
+            answer
+            if played.stored_bytes is None
+            else answer | {"bytes_per_sample": played.stored_bytes / played.samples}
+        )
     costs, samples = price_store(config, dataset, batches), config.loader.batch_size
     answer = {"requests_per_sample": sum(cost.requests_made_per_batch for cost in costs) / samples}
     if stored_fraction(dataset) is not None:
         answer["bytes_per_sample"] = sum(cost.bytes_made_per_batch for cost in costs) / samples
     return answer
+
+
+def _played(config: Config, dataset: Dataset, world_size: int, batches: int) -> Expected | None:
+    loader, in_folder = config.loader, local_folder(config.data.url) is not None
+    plan, cache = sample_plan(config, dataset, world_size), ReadCache.of(config.cache)
+    processes = max(1, loader.num_workers)
+    reading = Reading(
+        batches=min(batches, plan.batches_per_epoch * config.training.max_epochs),
+        ahead=loader.batches_ahead + (loader.prefetch_factor if loader.num_workers else 0), processes=processes,
+        coalescing=replace(network_of(config), in_folder=in_folder).coalescing,
+        joins=loader.batches_ahead,
+        cache_bytes=loader.cache_bytes // processes,
+        memory_bytes=loader.memory_bytes // processes,
+        requests_in_flight=max(1, loader.requests_in_flight // processes),
+        entries=None if in_folder or cache is None else _as_it_is(cache),
+        shared=cache is not None and bool(cache.folder),
+    )  # fmt: skip
+    return expect(dataset, dataset.select(config.data.variables), plan, reading)
+
+
+def _as_it_is(cache: ReadCache) -> Entries:
+    """What a trial finds: what is in the folder, or nothing in the memory of its new processes."""
+    return cache.open() if cache.folder else MemoryCache(cache.size_bytes, cache.eviction)
 
 
 def price_store(config: Config, dataset: Dataset, batches: int | None = None) -> tuple[LayoutCost, ...]:

@@ -1,0 +1,92 @@
+"""A short trial asks for what was predicted, within 15 %: any order and layout, a cold cache, a warm one and none."""
+
+import pytest
+from test_cache_requests import GAP, config_of
+from waiting import wait_until
+
+import kit
+from kit.data.build.build import build
+from kit.data.build.layout import predict_reading
+from kit.data.patches.module import PatchData
+
+NAMES = {"requests": "requests", "bytes": "bytes_read"}
+
+
+def counted(config, steps):
+    """Requests and bytes of a sample, as a trial of so many steps counts them when it ends."""
+    data = PatchData(config)
+    loader = data.train_dataloader()
+    begun, left = 0, steps
+    try:
+        while left:
+            for place, _ in enumerate(loader):  # noqa: B007
+                left -= 1
+                if not left:
+                    break
+            ahead = min(len(loader), place + 1 + config.loader.batches_ahead)
+            begun += ahead * config.loader.batch_size
+        wait_until(lambda: loader.counters()["samples"] == begun)
+        counts = loader.counters()
+    finally:
+        data.teardown()
+    return {f"{short}_per_sample": counts[name] / counts["samples"] for short, name in NAMES.items()}
+
+
+@pytest.mark.parametrize("order", ["random", "grid", "block"])
+@pytest.mark.parametrize("shard", ["shards", "chunks"])
+@pytest.mark.parametrize("steps", [8, 50])
+def test_in_a_folder(tmp_path_factory, tiny_config, order, shard, steps):
+    config = config_of(
+        tiny_config, tmp_path_factory.getbasetemp() / f"{shard}.zarr", None, shard, order, trial__max_steps=steps
+    )
+    config = config.replace({"training.max_epochs": 20})
+    dataset = build(config, progress=False)
+    assert counted(config, steps) == pytest.approx(predict_reading(config, dataset), rel=0.15)
+
+
+@pytest.mark.parametrize("order", ["random", "grid", "block"])
+@pytest.mark.parametrize("shard", ["shards", "chunks"])
+@pytest.mark.parametrize("steps", [8, 50])
+@pytest.mark.parametrize("filled", [0.0, 0.5])
+def test_with_a_read_cache(cloud, tmp_path, tiny_config, order, shard, steps, filled):
+    url = cloud.url(f"expected-{shard}/t.zarr")
+    config = config_of(tiny_config, url, tmp_path / "c", shard, order, trial__max_steps=steps)
+    gap = GAP if shard == "chunks" else {"chunking.latency_seconds": 0.0}
+    config = config.replace({**gap, "training.max_epochs": 20})
+    dataset = build(config, progress=False)
+    if filled:
+        fill(config, filled)
+    predicted = predict_reading(config, dataset)
+    found = counted(config, steps)
+    assert found == pytest.approx(predicted, rel=0.15, abs=0.02)
+
+
+def fill(config, fraction):
+    def stop(done, total, _):
+        if done >= fraction * total and fraction < 1:
+            raise KeyboardInterrupt
+
+    try:
+        kit.data.prefetch(config, progress=stop)
+    except KeyboardInterrupt:
+        assert fraction < 1
+
+
+def test_a_cache_that_holds_everything_leaves_nothing_to_request(cloud, tmp_path, tiny_config):
+    config = config_of(tiny_config, cloud.url("expected-shards/t.zarr"), tmp_path / "c", trial__max_steps=8)
+    dataset = build(config, progress=False)
+    kit.data.prefetch(config, progress=False)
+    assert counted(config, 8) == predict_reading(config, dataset) == {f"{name}_per_sample": 0 for name in NAMES}
+
+
+def test_two_ranks_and_decoded_chunks_kept_are_counted(tmp_path, tiny_config):
+    config = config_of(tiny_config, tmp_path / "t.zarr", None, trial__max_steps=16, loader__cache_bytes=40_000)
+    dataset = build(config, progress=False)
+    kept, plain = (
+        predict_reading(one, dataset)["requests_per_sample"]
+        for one in (config, config.replace({"loader.cache_bytes": 0}))
+    )
+    assert kept < 0.9 * plain
+    assert counted(config, 16)["requests_per_sample"] == pytest.approx(kept, rel=0.15)
+    two = predict_reading(config.replace({"loader.cache_bytes": 0}), dataset, 2)["requests_per_sample"]
+    assert two == pytest.approx(plain, rel=0.15)
