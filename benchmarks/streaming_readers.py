@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import queue
+import statistics
 import sys
 import threading
 import time
@@ -103,24 +104,34 @@ def kit_engine(question: Question) -> dict[str, float]:
 
 
 def kit_memory(question: Question) -> dict[str, float]:
-    """Host memory that the process grows by at its peak, while it streams `times` as much as the loader is allowed."""
+    """Host memory that the process that reads grows by, at its peak and later on."""
+    import psutil
+
     from kit.data.patches.module import PatchData
-    from kit.machine.processes import peak_rss_bytes, rss_bytes
+    from kit.machine.processes import rss_bytes
 
     config = question.config
     limit, data = config.loader.memory_bytes, PatchData(config)
     before = rss_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    samples, streamed = 0, 0
+    samples, streamed, held = 0, 0, list[int]()
+    reads: Any = psutil.Process()
     try:
         for batch in _kit_batches(data):
+            if not held and config.loader.num_workers:  # the loader process is the youngest below this one
+                reads = max(reads.children(recursive=True), key=lambda process: process.create_time())
+                before = reads.memory_info().rss
             samples, streamed = samples + len(batch), streamed + batch.nbytes
-            if streamed >= question.settings["times"] * limit:
+            held.append(reads.memory_info().rss)
+            if streamed >= question.settings["most_bytes"]:
                 break
     finally:
         data.teardown()
-    grown = peak_rss_bytes() - before
-    return {"limit_bytes": limit, "streamed_bytes": streamed, "grown_bytes": grown, "samples": samples}
+    quarter = len(held) // 4
+    later = statistics.mean(held[3 * quarter :]) - statistics.mean(held[quarter : 2 * quarter])
+    grown = max(held) - before
+    return {
+        "limit_bytes": limit, "streamed_bytes": streamed, "grown_bytes": grown, "later_bytes": later, "samples": samples
+    }  # fmt: skip
 
 
 def _kit_batches(data: Any) -> Iterator[torch.Tensor]:
