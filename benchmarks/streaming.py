@@ -67,7 +67,7 @@ BLOCK_LAYOUTS = (Layout(chunk=128), LAYOUTS[3])
 MEMORY_LAYOUT = BLOCK_LAYOUTS[0]
 BLOCK_WORKERS = 8
 BLOCK_REUSES = (1, 4)
-MEMORY_LIMITS = {"64 MiB": "16 MiB", "256 MiB": "64 MiB", "1024 MiB": "256 MiB"}
+MEMORY_LIMITS = {"56 MiB": "16 MiB", "64 MiB": "16 MiB", "256 MiB": "64 MiB", "1024 MiB": "256 MiB"}
 """Allowed in all, and of it for the cache or the window."""
 TIMES, MOST_STREAMED_BYTES = 10, 4 << 30
 Answer = dict[str, float]

@@ -339,8 +339,9 @@ DATA = (
         "a miss, never an error and never wrong bytes; never above its size",
         of("data/test_disk_cache.py", "a_damaged_entry_is_a_miss_and_is_filled_again",
            "processes_that_share_a_folder_and_are_killed_never_spoil_it",
-           "any_history_gives_right_bytes_within_the_size", "a_disk_that_refuses_is_no_error",
-           "what_a_killed_writer_left_half_written_is_removed_when_room_is_made")
+           "any_history_gives_right_bytes_within_the_size", "a_disk_that_is_full_keeps_nothing_more_with_one_word",
+           "what_a_killed_writer_left_half_written_is_cut_off_by_the_next",
+           "a_folder_that_cannot_be_made_is_not_needed", "a_folder_that_is_only_read_gives_what_is_in_it")
         + of("data/tables/test_query_cache.py", "no_damage_to_the_file_is_ever_read_as_rows",
              "a_reader_is_not_disturbed_by_who_drops_the_result"),
     ),
