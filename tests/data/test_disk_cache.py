@@ -205,6 +205,24 @@ def test_the_parts_of_an_object_are_found_one_by_one_and_kept_once(make_cache, t
     assert held(tmp_path) <= 1.01 * len(whole)
 
 
+def test_a_file_that_another_process_has_replaced_meanwhile_is_read_anew(tmp_path):
+    stale = SharedFolder(tmp_path / "a", 100_000, "lru")
+    other = SharedFolder(tmp_path / "b", 100_000, "lru")
+    bodies = {(place, place + 100): np.full(100, place // 100, np.uint8) for place in range(0, 2000, 100)}
+    spans = [*bodies]
+    stale.put("object", [(span, bodies[span]) for span in spans[:3]])
+    for span in reversed(spans):
+        other.put("object", [(span, bodies[span])])
+    (here,), (there,) = entries(tmp_path / "a"), entries(tmp_path / "b")
+    here.write_bytes(there.read_bytes())  # under the same inode, and longer
+    stale.put("object", [(spans[0], bodies[spans[0]]), ((5000, 5010), np.ones(10, np.uint8))])
+    fresh = SharedFolder(tmp_path / "a", 100_000, "lru")
+    for span in spans:
+        np.testing.assert_array_equal(fresh.get("object", *span), bodies[span])
+        np.testing.assert_array_equal(stale.get("object", *span), bodies[span])
+    assert len(fresh.get("object", 5000, 5010)) == 10
+
+
 def test_what_an_earlier_version_kept_is_removed(tmp_path):
     (tmp_path / "ab").mkdir()
     (tmp_path / "total").write_bytes(bytes(8))

@@ -323,6 +323,8 @@ class _PartsFile:
     inode: int = 0
     end: int = 0
     """Where the last whole record ends."""
+    last: tuple[int, bytes] = 0, b""
+    """Where that record begins, and its head: another file may have got the same inode."""
     used: float = 0.0
     """When its time of use was last written."""
     counted_bytes: int = 0
@@ -365,6 +367,8 @@ class _PartsFile:
 
     def _read_records(self, descriptor: int, size: int) -> None:
         """Records from the end of what is known to the first that is not whole."""
+        if self.end and os.pread(descriptor, _HEAD.size, self.last[0]) != self.last[1]:
+            self.places, self.end = np.empty(0, _PLACE), 0
         found = [self.places]
         while True:
             head = os.pread(descriptor, _READ_BYTES, self.end)
@@ -385,6 +389,7 @@ class _PartsFile:
             if ends[-1] > size:
                 break
             found.append(_places(rows, ends))
+            self.last = self.end, head[: _HEAD.size]
             self.end = int(ends[-1])
         if len(found) > 1:
             self._know(found)
@@ -415,6 +420,7 @@ class _PartsFile:
         rows = np.frombuffer(record[_HEAD.size :], _ROW)
         ends = self.end + len(record) + np.cumsum(rows["bytes"], dtype=np.int64)
         self._know([self.places, _places(rows, ends)])
+        self.last = self.end, record[: _HEAD.size]
         self.end = int(ends[-1])
 
     def read(self, span: Span) -> Octets | None:
