@@ -304,6 +304,10 @@ class Levers(Section):
         "auto", "Preferred kernel of scaled_dot_product_attention. auto is torch's own choice. math stores all "
         "attention scores, the others none.",
     )  # fmt: skip
+    zero_grad_after_step: bool = setting(
+        False, "Free the gradients as soon as the optimizer has stepped. Lightning keeps them through the next forward "
+        "pass.",
+    )  # fmt: skip
     sequence_chunk: int = setting(
         0, "Positions of a long sequence that are trained at a time, for a module with a chunk_step method. 0 takes "
         "sequences whole.", unit="positions", ge=0,

@@ -30,6 +30,7 @@ from kit.trial.trial import try_out
 Change = Mapping[str, Any]
 LEVERS: dict[str, dict[str, Any]] = {
     "bf16-mixed": {"hardware.precision": "bf16-mixed"},
+    "zero_grad after the step": {"levers.zero_grad_after_step": True},
     "gradient checkpointing": {"levers.gradient_checkpointing": True},
     "8-bit optimizer": {"levers.optimizer": "adamw-8bit"},
     "fused optimizer": {"levers.optimizer": "adamw-fused"},

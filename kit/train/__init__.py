@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kit.train.fsdp import SelfShardedStrategy as SelfShardedStrategy
     from kit.train.fsdp import ShardStrategy as ShardStrategy
     from kit.train.levers import GradientCheckpointing as GradientCheckpointing
+    from kit.train.levers import ZeroGradAfterStep as ZeroGradAfterStep
     from kit.train.optimizers import OptimizerChoice as OptimizerChoice
     from kit.train.optimizers import ShardedAdamW8bit as ShardedAdamW8bit
     from kit.train.sequences import AttentionKernel as AttentionKernel

@@ -103,6 +103,8 @@ def lever_entries(config: Config) -> list[Entry]:
         chosen.append(entry("kit.train.GradientCheckpointing", blocks=list(levers.checkpoint_blocks) or None))
     if levers.optimizer != "module":
         chosen.append(entry("kit.train.OptimizerChoice", name=levers.optimizer))
+    if levers.zero_grad_after_step:
+        chosen.append(entry("kit.train.ZeroGradAfterStep"))
     if levers.sequence_chunk:
         chosen.append(entry("kit.train.SequenceChunks", length=levers.sequence_chunk))
     if levers.attention != "auto":

@@ -1,9 +1,13 @@
-"""Levers that trade time for memory, as callbacks that need nothing of the module.
+"""Levers of memory, as callbacks that need nothing of the module.
 
 Gradient checkpointing keeps only the inputs of each block and computes the rest again in the backward pass: activation
 memory falls from all blocks to about one, for roughly one more forward pass. Gradients stay equal; class, attribute and
 parameter names stay as they are, because only `forward` is replaced. Blocks with running statistics (BatchNorm) are
 left alone: computing them twice would update the statistics twice.
+
+Lightning clears gradients between the forward and the backward pass, so that those of the last step lie beside all
+activations of the next. `ZeroGradAfterStep` clears them once the optimizer has stepped, which costs no time and changes
+no number.
 """
 
 from __future__ import annotations
@@ -84,6 +88,50 @@ class GradientCheckpointing(Callback):
             if getattr(block.__dict__.get("forward"), "func", None) is not checkpoint:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
                 self._replaced.append(block)
+
+
+class ZeroGradAfterStep(Callback):
+    """Free the gradients after each optimizer step, instead of after the next forward pass.
+
+    It asks the module's own `optimizer_zero_grad`, as Lightning does. Whoever looks at gradients afterwards, in
+    `on_train_batch_end` or `on_before_zero_grad`, finds none: `on_before_optimizer_step` has them.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        name, parts = class_name(pl_module), (pl_module, *trainer.callbacks)
+        looking = [part for part in parts if is_overridden("on_before_zero_grad", part)]
+        message = ""
+        if not pl_module.automatic_optimization:
+            message = f"{name} optimizes manually, so levers.zero_grad_after_step does nothing; call "
+            message += "optimizer.zero_grad() after optimizer.step() in its training_step"
+        elif looking:
+            message = f"on_before_zero_grad of {', '.join(map(class_name, looking))} finds no gradients, because "
+            message += "levers.zero_grad_after_step frees them sooner; look at them in on_before_optimizer_step"
+        if message:
+            warnings.warn(message, KitWarning, stacklevel=2)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not pl_module.automatic_optimization or trainer.global_step == self._step:
+            return  # batches are still accumulated
+        self._step = trainer.global_step
+        following = 0 if trainer.is_last_batch else batch_idx + 1
+        # That of the class: sequence chunks have an empty one in the instance.
+        zero_grad = type(pl_module).optimizer_zero_grad
+        for optimizer in trainer.optimizers:
+            zero_grad(pl_module, trainer.current_epoch, following, optimizer)
 
 
 def lever_callbacks(config: Config, stands_in: bool = False) -> list[Callback]:

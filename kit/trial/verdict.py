@@ -457,6 +457,9 @@ def advice(config: Config, batch_size: int | None = None, whose: str = "") -> tu
     half, raised = size // 2, levers.accumulate_grad_batches * 2
     setting = f"batches of {half} from {whose}" if whose else f"loader.batch_size: {half}"
     helps = {
+        "gradients freed before the next forward pass: levers.zero_grad_after_step: true costs no time": (
+            not levers.zero_grad_after_step
+        ),
         f"a smaller batch: {setting} with levers.accumulate_grad_batches: {raised} keeps the global batch; "
         "kit.studies.find_batch_size finds the largest that fits": size > 1,
         "fewer bits: hardware.precision: bf16-mixed": hardware.precision == "32-true",

@@ -9,12 +9,19 @@ from torch import nn
 from kit.config import Config
 from kit.errors import ConfigError, KitWarning
 from kit.models import UNet
-from kit.train import AttentionKernel, GradientCheckpointing, OptimizerChoice, SequenceChunks, make_trainer
+from kit.train import (
+    AttentionKernel,
+    GradientCheckpointing,
+    OptimizerChoice,
+    SequenceChunks,
+    ZeroGradAfterStep,
+    make_trainer,
+)
 from kit.train.choices import lever_entries
 from kit.train.fsdp import holds_its_parameters_alone, outermost, repeated_blocks
 from kit.train.levers import lever_callbacks
 
-LEVERS = (GradientCheckpointing, OptimizerChoice, SequenceChunks, AttentionKernel)
+LEVERS = (GradientCheckpointing, OptimizerChoice, ZeroGradAfterStep, SequenceChunks, AttentionKernel)
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +158,7 @@ EVERY_LEVER = {
     "gradient_checkpointing": True,
     "checkpoint_blocks": ["DecoderBlock"],
     "optimizer": "adamw-fused",
+    "zero_grad_after_step": True,
     "sequence_chunk": 3,
     "attention": "math",
 }
@@ -183,6 +191,76 @@ def test_an_exported_yaml_names_every_lever_and_trains_as_the_config_does(tmp_pa
         trainer.fit(train_parts.SmallGPT(), train_parts.tokens(8))
         losses.append(kept.values)
     assert losses[0] == losses[1]
+
+
+class Sums(train_parts.Net):
+    """Sums gradients over pairs of batches by itself, and notes which are there as a forward pass begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = []
+
+    def training_step(self, batch, batch_idx):
+        self.held.append(self.first.weight.grad is not None)
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+class Whole(Sums):
+    optimizer_zero_grad = train_parts.Net.optimizer_zero_grad
+
+
+@pytest.mark.parametrize(
+    ("made", "accumulate", "held"),
+    [
+        (Whole, 1, [False] * 5),
+        (Whole, 2, [False, True, False, True, False, True, False, True]),
+        (Sums, 1, [False, True, False, True, False]),
+    ],
+)
+def test_gradients_freed_after_the_step_change_no_number(made, accumulate, held):
+    losses, seen = [], []
+    for lever in (False, True):
+        torch.manual_seed(0)
+        module, values = made(), train_parts.Losses()
+        levers = {"zero_grad_after_step": lever, "accumulate_grad_batches": accumulate}
+        config = Config.make({"levers": levers, "trial": {"max_steps": len(held) // accumulate, "warmup_steps": 0}})
+        trainer = make_trainer(
+            config, accelerator="cpu", world_size=1, precision="32-true", module=module, callbacks=[values]
+        )
+        trainer.fit(module, train_parts.regression(8))
+        losses.append(values.values)
+        seen.append(module.held)
+    assert losses[0] == losses[1]
+    assert seen == [[False, *[True] * (len(held) - 1)], held]
+
+
+def test_who_looks_at_gradients_after_the_step_is_told():
+    class Looks(train_parts.Losses):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            pass
+
+    with pytest.warns(KitWarning, match="on_before_zero_grad of Looks finds no gradients"):
+        fit(train_parts.Net(), ZeroGradAfterStep(), Looks(), steps=1)
+
+
+def test_a_module_that_optimizes_manually_frees_them_itself():
+    class Manual(train_parts.Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+            return {"loss": torch.tensor(0.0)}
+
+    module = Manual()
+    with pytest.warns(KitWarning, match="Manual optimizes manually"):
+        fit(module, ZeroGradAfterStep(), steps=2)
+    assert module.first.weight.grad is not None
 
 
 def test_layers_made_in_configure_model_are_found():

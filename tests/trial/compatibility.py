@@ -27,6 +27,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "no lever": {},
     "accumulation": {"levers.accumulate_grad_batches": 2},
     "gradient checkpointing": {"levers.gradient_checkpointing": True},
+    "zero_grad after the step": {"levers.zero_grad_after_step": True},
     "fused AdamW": {"levers.optimizer": "adamw-fused"},
     "8-bit AdamW": {"levers.optimizer": "adamw-8bit"},
     "SGD": {"levers.optimizer": "sgd"},
