@@ -329,6 +329,7 @@ LOOKS = {
     "communication": CategoryLook("communication", PURPLE, text_colour=_DARK),
     "workspace": CategoryLook("workspace", VERMILION, "\\\\\\\\"),
     "temporaries": CategoryLook("temporaries", VERMILION),
+    "last_gradients": CategoryLook("last step's gradients", SKY, "///", text_colour=_DARK),
 }
 """Category → look, in the order of CATEGORIES."""
 assert tuple(LOOKS) == CATEGORIES

@@ -25,19 +25,25 @@ def digits(config, devices):
 
 def test_steps_rise_by_the_dearest_change_in_them():
     found = digits(PLAIN, 1)
-    assert found[:4] == [
+    assert found[:5] == [
         ("none", False, False, False),
+        ("none", False, False, False),  # with gradients freed after the step, as in all that follow
         ("none", False, False, True),
         ("none", False, True, False),
         ("none", False, True, True),
     ]
     assert found == sorted(found)
-    assert len(found) == 8
+    assert len(found) == 9
+    steps = list(escalation_steps(PLAIN, 1))
+    assert [step.zero_grad for step in steps] == [False, *[True] * 8]
+    assert steps[0].changes() == {"hardware.strategy": "none", "hardware.devices": 1}
+    assert steps[0].most_parts == 1
+    assert not any(step.zero_grad for step in escalation_steps(PLAIN, 1, manual=True))
 
 
 def test_sharding_comes_last_and_one_device_never_shards():
     found = digits(PLAIN, 4)
-    assert [strategy for strategy, *_ in found] == ["ddp"] * 8 + ["fsdp"] * 8
+    assert [strategy for strategy, *_ in found] == ["ddp"] * 9 + ["fsdp"] * 8
     assert {strategy for strategy, *_ in digits(PLAIN, 1)} == {"none"}
 
 

@@ -11,14 +11,16 @@ from kit.studies.scaling.recommend import recommend
 from kit.testing import TinyData, TinyModule
 from kit.units import format_bytes
 
-HELD = {"levers.gradient_checkpointing": True, "levers.optimizer": "adamw-8bit"}
+HELD = {
+    "levers.zero_grad_after_step": True, "levers.gradient_checkpointing": True, "levers.optimizer": "adamw-8bit"
+}  # fmt: skip
 ACCUMULATING = {"levers.accumulate_grad_batches": 2}
 """From here on more parts need no other recording."""
 
 
 def advised(config, capacity_bytes, devices=1, **target):
     target = {"device": cpu_of(capacity_bytes), "devices": devices, "headroom_fraction": 0, **target}
-    return recommend(config, target, Blocks, blocks_data)
+    return recommend(config, target, Blocks, blocks_data, timeout_seconds=600)
 
 
 def needs(tried):
@@ -34,7 +36,7 @@ def test_as_memory_shrinks_ever_dearer_steps_are_taken_until_none_fits(config):
         taken.append(found)
     names = list(dict.fromkeys(found.chosen.name for found in taken))
     assert names[0] == "as configured"
-    for lever in ("accumulation in 8", "checkpointing", "8-bit optimizer", "accumulation in 512"):
+    for lever in ("zero_grad after the step", "accumulation in 8", "checkpointing", "8-bit optimizer", "accumulation in 512"):
         assert any(lever in name for name in names)
     assert "nothing to change" in str(taken[0])
     assert taken[0].config == given
@@ -45,10 +47,10 @@ def test_every_step_of_a_hopeless_model_is_answered_with_single_samples(config):
     assert not refused.fits
     assert [tried.name for tried in refused.tried] == [
         "as configured",
-        "accumulation in 512",
-        "checkpointing + accumulation in 512",
-        "8-bit optimizer + accumulation in 512",
-        "checkpointing + 8-bit optimizer + accumulation in 512",
+        "zero_grad after the step + accumulation in 512",
+        "zero_grad after the step + checkpointing + accumulation in 512",
+        "zero_grad after the step + 8-bit optimizer + accumulation in 512",
+        "zero_grad after the step + checkpointing + 8-bit optimizer + accumulation in 512",
     ]
     assert all(tried.estimate.batch_size in (1, 512) for tried in refused.tried)
 
@@ -77,7 +79,8 @@ def test_the_config_sets_what_the_changes_say_and_keeps_the_global_batch(config)
     whole = needs(advised(given, 1 << 30).chosen)
     found = advised(given, 0.9 * whole)
     changed = found.config
-    assert set(given.diff(changed)) == {"loader.batch_size", "levers.accumulate_grad_batches"}
+    levers = {"levers.zero_grad_after_step", "levers.accumulate_grad_batches"}
+    assert set(given.diff(changed)) == {"loader.batch_size", *levers}
     assert changed.loader.batch_size * changed.levers.accumulate_grad_batches == 512
     assert "make its loader" in str(found)
     assert "accumulation" in found._repr_html_()

@@ -253,6 +253,7 @@ def _facts(run: DryRun, module: LightningModule, trainer: Trainer, unknown: str)
         "device_kind": run.device_kind,
         "capability": run.capability,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "manual": not module.automatic_optimization,
         "unknown": unknown,
     }
 

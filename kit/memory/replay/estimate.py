@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from kit.errors import PlanError
 from kit.memory.replay.cards import DeviceTarget
+from kit.memory.replay.loop_order import BEFORE_BACKWARD, LoopOrder, loop_order, saved_bytes
 from kit.memory.replay.replay import (
     CATEGORIES,
     PHASES,
@@ -105,6 +106,10 @@ class MemoryEstimate(Drawable):
     """What the dry run had to assume."""
     conditions: tuple[str, ...] = ()
     """Guesses on which the bytes depend, with file and line: `fits if` holds when these do."""
+    gradients_freed: str = ""
+    """When, such as `between forward and backward pass`, as Lightning does; empty where it is not known."""
+    zero_grad_saves_bytes: int = 0
+    """How much lower the peak is with gradients freed after the step (`levers.zero_grad_after_step`)."""
     record_seconds: float = 0.0
     """What the recording took."""
     recording: Recording | None = field(default=None, compare=False)
@@ -218,13 +223,17 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     reasons += bounded
     if fewest and verdict in ("tight", "does not fit"):
         verdict, why = "unknown", f"it would fit with fewer elements selected; with all of them, {why}"
-    peak = peak_of(played_from, played.allocated_bytes)
+    peak, order = peak_of(played_from, played.allocated_bytes), loop_order(played_from)
+    saves = 0 if unknown else saved_bytes(played_from, order)
+    reasons += _order_told(recording, order, saves)
     return MemoryEstimate(
         device=target.name, device_kind=target.device_kind, capacity_bytes=target.capacity_bytes,
         device_allocated_bytes=played.peak_allocated_bytes, device_reserved_bytes=played.peak_reserved_bytes,
         device_reserved_expandable_bytes=expandable.peak_reserved_bytes, outside_bytes=outside, verdict=verdict,
-        breakdown=breakdown_at(played_from, peak.event, played.held_bytes), peak=peak,
-        largest=largest_at(played_from, peak.event, played.held_bytes), timeline=timeline(played_from, played),
+        breakdown=breakdown_at(played_from, peak.event, played.held_bytes, order), peak=peak,
+        largest=largest_at(played_from, peak.event, played.held_bytes),
+        timeline=timeline(played_from, played, order), gradients_freed=order.gradients_freed,
+        zero_grad_saves_bytes=saves,
         reasons=(why, f"the peak is at {peak}", *reasons), complete=not unknown,
         batch_size=recording.batch_size, world_size=int(facts.get("world_size", 1)),
         strategy=str(facts.get("strategy", "none")), precision=str(facts.get("precision", "32-true")),
@@ -286,6 +295,20 @@ def _with_fewest_selected(
     fits = round(least * played.peak_reserved_bytes) + outside[1] <= target.capacity_bytes
     share = f"with one element instead, the peak would be {least:.0%} of this"
     return fits, [f"{bound}; {share}" for bound in facts.get("bounds", ())]
+
+
+def _order_told(recording: Recording, order: LoopOrder, saves_bytes: int) -> list[str]:
+    """When gradients are freed, where that raises the peak, and the way out."""
+    if not saves_bytes:
+        return []
+    way = "levers.zero_grad_after_step: true"
+    if recording.facts.get("manual"):
+        way = "optimizer.zero_grad() right after optimizer.step()"
+    as_lightning = ", as Lightning does" if order.gradients_freed == BEFORE_BACKWARD and "levers" in way else ""
+    return [
+        f"gradients are freed {order.gradients_freed}{as_lightning}; with {way} the peak is "
+        f"{format_bytes(saves_bytes)} lower"
+    ]
 
 
 def communicators(recording: Recording) -> int:
@@ -384,11 +407,17 @@ class Timeline:
         return cls(**plain)
 
 
-def category_series(recording: Recording, held_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+def category_series(
+    recording: Recording, held_bytes: NDArray[np.int64], order: LoopOrder | None = None
+) -> NDArray[np.int64]:
     """(categories, events) bytes alive after each event, by category in the order of CATEGORIES."""
+    order = order or loop_order(recording)
     events = len(recording.event_block)
     moves = np.zeros((len(CATEGORIES), events), dtype=np.int64)
     moves[recording.block_category[recording.event_block], np.arange(events)] = changes(recording, held_bytes)
+    for row, sign in ((CATEGORIES.index("gradients"), -1), (CATEGORIES.index("last_gradients"), 1)):
+        np.add.at(moves[row], order.begins, sign * held_bytes[order.blocks])
+        np.add.at(moves[row], order.ends, -sign * held_bytes[order.blocks])
     return np.cumsum(moves, axis=1)
 
 
@@ -406,10 +435,14 @@ def peak_of(recording: Recording, allocated_bytes: NDArray[np.int64]) -> Peak:
     )  # fmt: skip
 
 
-def breakdown_at(recording: Recording, event: int, held_bytes: NDArray[np.int64]) -> dict[str, int]:
+def breakdown_at(
+    recording: Recording, event: int, held_bytes: NDArray[np.int64], order: LoopOrder | None = None
+) -> dict[str, int]:
     """Category to bytes alive after an event, the largest first; empty categories are left out."""
-    alive = alive_after(recording, event)
-    totals = [int(held_bytes[alive & (recording.block_category == place)].sum()) for place in range(len(CATEGORIES))]
+    order = order or loop_order(recording)
+    alive, category = alive_after(recording, event), recording.block_category.copy()
+    category[order.blocks[(order.begins <= event) & (event < order.ends)]] = CATEGORIES.index("last_gradients")
+    totals = [int(held_bytes[alive & (category == place)].sum()) for place in range(len(CATEGORIES))]
     pairs = [(name, total) for name, total in zip(CATEGORIES, totals, strict=True) if total]
     return dict(sorted(pairs, key=lambda pair: -pair[1]))
 
@@ -431,11 +464,13 @@ def largest_at(
     )  # fmt: skip
 
 
-def timeline(recording: Recording, played: Replay, most_points: int = MOST_POINTS) -> Timeline:
+def timeline(
+    recording: Recording, played: Replay, order: LoopOrder | None = None, most_points: int = MOST_POINTS
+) -> Timeline:
     """The allocated, reserved and per-category series of a replay, thinned."""
     allocated = played.allocated_bytes
     points = thin(allocated, most_points)
-    series = category_series(recording, played.held_bytes)[:, points]
+    series = category_series(recording, played.held_bytes, order)[:, points]
     clock = clock_of(recording)
     times = recording.event_time[points]
     starts = np.searchsorted(times, np.array(recording.batch_starts, dtype=np.int64))

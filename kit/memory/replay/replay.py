@@ -26,10 +26,11 @@ from kit.memory.replay.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator
 
 CATEGORIES = (
     "parameters", "buffers", "gradients", "optimizer_state", "inputs", "activations", "autocast_cache",
-    "gathered_parameters", "communication", "workspace", "temporaries",
+    "gathered_parameters", "communication", "workspace", "temporaries", "last_gradients",
 )  # fmt: skip
 """What a block is for, in the order in which it is drawn. `activations` outlive the forward pass that made them,
-`temporaries` do not; `workspace` is what a kernel takes for itself; `gathered_parameters` are unsharded copies."""
+`temporaries` do not; `workspace` is what a kernel takes for itself; `gathered_parameters` are unsharded copies;
+`gradients` count as `last_gradients` from the begin of the next step until they are freed. Kept by number."""
 
 PHASES = ("setup", "forward", "backward", "optimizer", "other", "validation")
 """When an operator ran. Everything that was there before the first batch is `setup`. Kept by number: add at the end."""

@@ -3,6 +3,7 @@
 A step is a set of changes. Steps are ordered by the dearest change in them, and the first that fits is taken:
 
     as configured     nothing
+    zero_grad         gradients freed after the step, not after the next forward pass: no time, and in all that follow
     accumulation      a batch in k parts, one after another: the same global batch. Little time, until parts are small
     checkpointing     activations are computed again: a third more time, since a forward pass is a third of a step
                       (Chen et al. 2016)
@@ -125,6 +126,7 @@ class EscalationStep:
 
     strategy: str
     devices: int
+    zero_grad: bool
     checkpointing: bool
     eight_bit: bool
     most_parts: int
@@ -133,6 +135,7 @@ class EscalationStep:
     def changes(self) -> dict[str, Any]:
         """What it sets in a config, without the batch."""
         found: dict[str, Any] = {"hardware.strategy": self.strategy, "hardware.devices": self.devices}
+        found |= {"levers.zero_grad_after_step": True} if self.zero_grad else {}
         found |= {"levers.gradient_checkpointing": True} if self.checkpointing else {}
         return found | ({"levers.optimizer": "adamw-8bit"} if self.eight_bit else {})
 
@@ -142,8 +145,8 @@ class EscalationStep:
         return float((CHECKPOINTING_TIME if again else 1.0) * PART_TIME ** math.log2(parts))
 
 
-def escalation_steps(config: Config, devices: int) -> Iterator[EscalationStep]:
-    """All steps on that many devices, in the order in which they are tried."""
+def escalation_steps(config: Config, devices: int, manual: bool = False) -> Iterator[EscalationStep]:
+    """All steps on that many devices, in the order in which they are tried; a `manual` module frees its gradients."""
     named, shards = config.hardware.strategy, config.hardware.shards
     if devices == 1:
         strategies = ["none"]
@@ -154,9 +157,15 @@ def escalation_steps(config: Config, devices: int) -> Iterator[EscalationStep]:
     # An optimizer with less state is not replaced.
     eight_bit = [False] if config.levers.optimizer in ("adamw-8bit", "sgd") else [False, True]
     checkpointing = [True] if config.levers.gradient_checkpointing else [False, True]
+    frees = not manual
+    if frees and not config.levers.zero_grad_after_step:
+        yield EscalationStep(
+            strategy=strategies[0], devices=devices, zero_grad=False, checkpointing=checkpointing[0], eight_bit=False,
+            most_parts=1,
+        )  # fmt: skip
     for strategy, parts, eight, again in product(strategies, (MOST_PARTS, 1 << 30), eight_bit, checkpointing):
         yield EscalationStep(
-            strategy=strategy, devices=devices, checkpointing=again, eight_bit=eight, most_parts=parts
+            strategy=strategy, devices=devices, zero_grad=frees, checkpointing=again, eight_bit=eight, most_parts=parts
         )  # fmt: skip
 
 
@@ -268,7 +277,9 @@ class Recommendation:
         what = ", ".join(change.name for change in self.changes) or "nothing to change"
         count, device = self.target.devices, self.target.device
         shown = format_bytes(device) if isinstance(device, int) else str(device)
-        return f"{what}: fits {f'{count} × ' if count > 1 else ''}{shown}{time}"
+        found = self.chosen.estimate
+        condition = f", {found.verdict_in_words.removeprefix('fits ')}" if found and found.conditions else ""
+        return f"{what}: fits {f'{count} × ' if count > 1 else ''}{shown}{condition}{time}"
 
     @property
     def _rows(self) -> list[list[str]]:

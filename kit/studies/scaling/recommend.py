@@ -132,7 +132,7 @@ class _Escalation:
 
     def _first_fitting(self, devices: int) -> TriedStep | None:
         """The first step that fits on that many devices, if it keeps within the limits."""
-        steps = list(escalation_steps(self.config, devices))
+        steps = list(escalation_steps(self.config, devices, self._manual))
         for place, step in enumerate(steps):
             found = self._try(step)
             if found is not None:
@@ -147,7 +147,7 @@ class _Escalation:
         keys: list[tuple[_Key, int]] = []
         requests: list[RecordingRequest] = []
         for step in steps:
-            for parts in dict.fromkeys((1, self._most_parts)):
+            for parts in dict.fromkeys((1, self._most_parts if step.most_parts > 1 else 1)):
                 key = (_key(step), parts)
                 if key in self._estimates or key in keys:
                     continue
@@ -166,6 +166,10 @@ class _Escalation:
     @property
     def _left_seconds(self) -> float:
         return self._deadline - time.monotonic()
+
+    @property
+    def _too_late(self) -> str:
+        return f"not predicted: the {format_seconds(self._timeout_seconds)} were over"
 
     @property
     def _most_parts(self) -> int:
@@ -189,7 +193,7 @@ class _Escalation:
                 request = RecordingRequest(query, (self._size(parts),))
                 left_seconds = TIMEOUT_SECONDS if not self.tried else self._left_seconds
                 if left_seconds <= 0:
-                    raise UnansweredError(f"not predicted: the {format_seconds(self._timeout_seconds)} were over")
+                    raise UnansweredError(self._too_late)
                 self._estimates[key] = estimate_here(query, recordings_of(request, left_seconds)[0], target)
             except KitError as error:
                 self._estimates[key] = error
@@ -226,15 +230,19 @@ class _Escalation:
         least = self._tried(step, self._most_parts, single)
         if not least.fits:
             return None if max(parts) < least.parts or self._tried_parts(step) == least.parts else least
-        return self._fewest(step, parts)
+        return self._fewest(step, parts, least)
 
-    def _fewest(self, step: EscalationStep, parts: Sequence[int]) -> TriedStep | None:
-        """The step with the fewest of these parts that fit, else with the most; None where that was seen."""
+    def _fewest(self, step: EscalationStep, parts: Sequence[int], single: TriedStep) -> TriedStep | None:
+        """The step with the fewest of these parts that fit, else with the most; None where that was seen.
+
+        `single` samples fit: where nothing else is known in time, they are the answer of a step that allows them.
+        """
         model = self._model(step)
-        if isinstance(model, KitError):
-            return self._tried(step, parts[-1], None, str(model))
         for count in parts:
             if count > max(1, self._tried_parts(step)):
+                if isinstance(model, KitError) or self._left_seconds <= 0:
+                    note = str(model) if isinstance(model, KitError) else self._too_late
+                    return single if single.parts in parts else self._tried(step, parts[-1], None, note)
                 estimate = model.estimate(self._batch_size // count, accumulate=self._accumulated(count))
                 found = self._tried(step, count, estimate)
                 if found.fits or count == parts[-1]:
@@ -248,6 +256,7 @@ class _Escalation:
     def _tried(self, step: EscalationStep, parts: int, estimate: MemoryEstimate | None, note: str = "") -> TriedStep:
         words = [step.strategy] if step.devices > 1 else []
         again = step.checkpointing and not self.config.levers.gradient_checkpointing
+        words += ["zero_grad after the step"] if step.zero_grad and not self.config.levers.zero_grad_after_step else []
         words += ["checkpointing"] if again else []
         words += ["8-bit optimizer"] if step.eight_bit else []
         words += [f"accumulation in {parts}"] if parts > 1 else []
@@ -261,10 +270,13 @@ class _Escalation:
         key = _key(step)
         if key not in self._models:
             try:
+                if self._left_seconds <= 0:
+                    raise UnansweredError(self._too_late)
                 config = self.config.replace(step.changes())
                 self._models[key] = memory_model(
-                    config, self.module, self.data, device=self.target.device, world_size=step.devices
-                )
+                    config, self.module, self.data, device=self.target.device, world_size=step.devices,
+                    timeout_seconds=self._left_seconds,
+                )  # fmt: skip
             except KitError as error:
                 self._models[key] = error
         return self._models[key]
@@ -316,7 +328,9 @@ class _Escalation:
             reason = f"{chosen.parts} parts of {estimate.batch_size}, the same global batch"
             reason += "" if own else "; your data makes its own batches, so make its loader with this size"
             found.append(Change(name="accumulation", values=values, reason=reason))
-        self.reasons += [] if estimate is None else [estimate.reasons[0]]
+        if estimate is not None:
+            self.reasons.append(estimate.reasons[0])
+            self.reasons += [f"it fits only if {condition}" for condition in estimate.conditions]
         if step.devices > 1:
             text = f"the global batch is that of {step.devices} devices: the learning rate may have to follow"
             self.reasons.append(text)
@@ -358,6 +372,8 @@ class _Escalation:
 
 
 _LEVERS = (
+    ("levers.zero_grad_after_step", "zero_grad after the step",
+     "the last step's gradients are not kept through the forward pass: no time, the same numbers"),
     ("levers.gradient_checkpointing", "checkpointing",
      "activations of repeated blocks are computed again: a third more time"),
     ("levers.optimizer", "8-bit optimizer",

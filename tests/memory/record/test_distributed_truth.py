@@ -13,7 +13,7 @@ from kit.memory.replay.replay import CATEGORIES, Recording
 
 KIB_64 = 2**16
 ALL_LEVERS = {
-    "levers": {"accumulate_grad_batches": 2, "gradient_checkpointing": True},
+    "levers": {"accumulate_grad_batches": 2, "gradient_checkpointing": True, "zero_grad_after_step": True},
     "training": {"gradient_clip_norm": 1.0},
 }
 ACCUMULATED = {**ALL_LEVERS, "levers": {"accumulate_grad_batches": 2}}
@@ -26,6 +26,7 @@ def case(module, strategy, settings=None, **more):
 TWO_RANKS = {
     "ddp": case("Decoder", "ddp", measured=True),
     "ddp, bf16, accumulated, clipped": case("Decoder", "ddp", ACCUMULATED, precision="bf16-mixed"),
+    "ddp, freed after the step": case("Decoder", "ddp", {"levers": {"zero_grad_after_step": True}}, measured=True),
     "ddp, running statistics": case("Statistics", "ddp", measured=True),
     "fsdp": case("Decoder", "fsdp", measured=True),
     "fsdp, bf16, all levers": case("Decoder", "fsdp", ALL_LEVERS, precision="bf16-mixed"),

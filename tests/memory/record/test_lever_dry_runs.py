@@ -5,6 +5,7 @@ import torch
 
 from kit.config import Config
 from kit.memory.record.dry_run import DryRun, record
+from kit.memory.replay.loop_order import loop_order, saved_bytes
 from kit.memory.replay.replay import CATEGORIES, replay
 from kit.models import GPT, Tokens
 
@@ -71,6 +72,14 @@ def test_16_mixed_runs_with_its_scaler_and_steps():
     assert any("efficient" in note and "needs capability 8.0" in note for note in recording.facts["notes"])
     scale = [name for name in recording.names if "amp" in name]
     assert "_amp_foreach_non_finite_check_and_unscale_" in scale
+
+
+def test_gradients_freed_after_the_step_are_what_the_plain_recording_says_they_save():
+    plain, freed = dry("32-true"), dry("32-true", zero_grad_after_step=True)
+    order = loop_order(plain)
+    assert order.gradients_freed == "between forward and backward pass"
+    assert loop_order(freed).gradients_freed == "after the step"
+    assert peak(plain) - peak(freed) == saved_bytes(plain, order)
 
 
 def test_on_the_cpu_what_needs_a_gpu_is_said():
