@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SHOWN = {
     "model": ("arguments",),
     "hardware": ("precision", "strategy", "devices"),
-    "levers": ("gradient_checkpointing", "optimizer", "attention"),
+    "levers": ("gradient_checkpointing", "zero_grad_after_step", "optimizer", "attention"),
     "training": ("gradient_clip_norm",),
 }
 SHOWN_CARDS = ("T4-16GB", "RTX-4090-24GB", "A100-40GB", "H100-80GB", "H200-141GB")

@@ -36,7 +36,13 @@ def test_as_memory_shrinks_ever_dearer_steps_are_taken_until_none_fits(config):
         taken.append(found)
     names = list(dict.fromkeys(found.chosen.name for found in taken))
     assert names[0] == "as configured"
-    for lever in ("zero_grad after the step", "accumulation in 8", "checkpointing", "8-bit optimizer", "accumulation in 512"):
+    for lever in (
+        "zero_grad after the step",
+        "accumulation in 8",
+        "checkpointing",
+        "8-bit optimizer",
+        "accumulation in 512",
+    ):
         assert any(lever in name for name in names)
     assert "nothing to change" in str(taken[0])
     assert taken[0].config == given

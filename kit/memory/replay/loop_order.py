@@ -10,6 +10,7 @@ moves.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,7 @@ def loop_order(recording: Recording) -> LoopOrder:
     outside = [place for place, name in enumerate(recording.names) if not name]  # the empty name: no part of the module
     forward = recording.operator_phase == PHASES.index("forward")
     forward &= ~np.isin(recording.operator_module, outside)
-    for start, following in zip(steps, steps[1:], strict=False):
+    for start, following in pairwise(steps):
         after = np.flatnonzero(backward[following:])
         if not len(after):
             continue
