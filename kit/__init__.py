@@ -107,6 +107,7 @@ register({
     "job.calibrate": "kit.studies.calibration.job:calibrate",
     "job.peaks": "kit.studies.diagnosis.peaks_job:peaks",
     "fit.calibrate": "kit.studies.calibration.job:calibrated",
+    "fit.host": "kit.studies.diagnosis.host:HostWatch",
     "fit.profile": "kit.studies.profiling.profilers:beside",
     "trial.row": "kit.records.row:keep_row",
     "trial.memory_report": "kit.report.out_of_memory:memory_report",

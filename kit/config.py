@@ -570,8 +570,8 @@ class Trial(Section):
         "it off for a module that starts a profiler itself.",
     )  # fmt: skip
     count_work: bool = setting(
-        True, "Count the FLOPs, memory traffic and host syncs of one warm-up step. MFU and the diagnosis are computed "
-        "from them. That step takes longer.",
+        True, "Count the FLOPs, memory traffic and host syncs of one warm-up step, and watch what the host does in the "
+        "others. MFU and the diagnosis are computed from them. The warm-up step takes longer.",
     )  # fmt: skip
     codecarbon: Annotated[str, Field(pattern=r"^([A-Z]{3})?$")] = setting(
         "", "Country code, such as DEU, for whose grid codecarbon estimates energy and CO2 of the trial, offline. "

@@ -4,11 +4,11 @@ A file never blocks the writer when the reader is busy (a pipe does, after 64 Ki
 line is what a kill leaves and is dropped; a damaged line in the middle is damage and raises. Non-finite numbers are
 written as text, so that every line stays JSON.
 
-Kinds: `rank_started`, `fit_started`, `loader_used`, `levers_used`, `work_counted`, `cpu_used`, `energy_measured`,
-`carbon_estimated`, `step`, `logged`, `span`, `memory_measured`, `warned`, `fit_ended`, `failed` come from ranks of a
-fit, `recorded`, `refused`, `prediction_ended` from that of a prediction, `peaks_measured` from one that measures its
-device, `calibration_step`, `calibrated`, `calibration_ended` from one that measures its loader; `trial_started`,
-`trial_ended` from the supervisor.
+Kinds: `rank_started`, `fit_started`, `loader_used`, `levers_used`, `work_counted`, `host_watched`, `cpu_used`,
+`energy_measured`, `carbon_estimated`, `step`, `logged`, `span`, `memory_measured`, `warned`, `fit_ended`, `failed` come
+from ranks of a fit, `recorded`, `refused`, `prediction_ended` from that of a prediction, `peaks_measured` from one that
+measures its device, `calibration_step`, `calibrated`, `calibration_ended` from one that measures its loader;
+`trial_started`, `trial_ended` from the supervisor.
 Every event has `kind`, `time` (seconds since the epoch) and `rank` (-1: supervisor).
 """
 

@@ -26,6 +26,21 @@ def shares(**changes):
     return {**found, "backward": 1 - sum(found.values())}
 
 
+def host(**changes):
+    """What was watched of a rank that does nothing beside its step."""
+    found = {
+        "samples": 100, "lines": [], "reads": {}, "hooks": {}, "garbage_fraction": 0.0, "collections": 0,
+        "threads": [], "grown": {}, "pixels": 64 * 64, "workers": [], "own_fraction": 0.003,
+        "loader": {"workers": 2, "persistent": True, "start_method": "fork", "objects_bytes": 0},
+        "embeddings": {"name": "users", "elements": 900, "parameters": 1000},
+    }  # fmt: skip
+    return {**found, **changes}
+
+
+def line(place="train.py, line 7, in draw", **changes):
+    return {"part": "forward", "hook": "", "place": place, "package": "", "fraction": 0.2, **changes}
+
+
 def evidence(changes=None, **values):
     """A healthy trial on one CPU rank, 1 s a batch of 10 samples; `changes` are of its config."""
     config = Config().replace({"hardware.precision": "bf16-mixed", **(changes or {})})
@@ -36,6 +51,8 @@ def evidence(changes=None, **values):
         "requests_per_sample": None, "bytes_per_request": None, "layout": None, "thread_cores": 0.98,
         "process_cores": 1.0, "workers": 2, "device_allocated_bytes": None, "device_reserved_bytes": None,
         "device_limit_bytes": None, "host_bytes": 1e9, "host_limit_bytes": 1e11, "work": work(), "peaks": PEAKS,
+        "hosts": {0: host()}, "measured_gains": {"full precision": (0.9, 1.1), "batch too small": (0.9, 1.1)},
+        "growth_bytes": 0.0, "errors": {},
     }  # fmt: skip
     return Evidence(**(found | values))
 

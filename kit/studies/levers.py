@@ -15,7 +15,7 @@ without `chunk_step` (`kit.train.SequenceChunks`) has no second line, and the re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kit.arguments import config_first
@@ -23,6 +23,7 @@ from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem
 from kit.memory.prediction import predict_memory
 from kit.registry import Drawable
+from kit.studies.repeats import MOST, Tried, try_change
 from kit.studies.series import measured_bytes, samples_per_second
 from kit.tables import cell, html_list, html_table, text_table
 from kit.trial.trial import try_out
@@ -60,6 +61,8 @@ class LeverStep:
     run_directory: str
     note: str = ""
     """Why it did not run, or what it warned of."""
+    tried: Tried | None = None
+    """Speed beside the first config, run in turn; None for the first, and where it did not run."""
 
     @property
     def ran(self) -> bool:
@@ -102,7 +105,9 @@ class LeversCheck(Drawable):
         return step.predicted_bytes / first if first and step.predicted_bytes else None
 
     def speed_fraction(self, step: LeverStep) -> float | None:
-        """Throughput as a fraction of the first step's."""
+        """Throughput as a fraction of the first step's, of runs in turn where there are some."""
+        if step.tried is not None and step.tried.after.samples_per_second:
+            return step.tried.gain
         first = self.steps[0].samples_per_second
         return step.samples_per_second / first if first and step.samples_per_second else None
 
@@ -112,10 +117,18 @@ class LeversCheck(Drawable):
             [
                 step.name, cell(step.predicted_bytes), cell(step.measured_bytes), cell(step.ratio, _two),
                 cell(self.saved_bytes(step)), cell(self.memory_fraction(step), _two),
-                cell(step.samples_per_second, "{:,.1f}".format), cell(self.speed_fraction(step), _two),
+                cell(step.samples_per_second, "{:,.1f}".format), self._speed_words(step),
             ]
             for step in self.steps
         ]  # fmt: skip
+
+    def _speed_words(self, step: LeverStep) -> str:
+        """The fraction and its 95 % interval."""
+        shown = cell(self.speed_fraction(step), _two)
+        if step.tried is None or not step.tried.after.samples_per_second:
+            return shown
+        low, high = step.tried.noise
+        return f"{'no difference: ' * (step.tried.verdict == 'within the noise')}{shown} ({low:.2f} to {high:.2f})"
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -136,7 +149,7 @@ class LeversCheck(Drawable):
 @config_first
 def verify_levers(
     config: Any = None, module: Any = None, data: Any = None, *,
-    levers: Sequence[str | Change] | None = None, cumulative: bool = True,
+    levers: Sequence[str | Change] | None = None, cumulative: bool = True, repeats: int = MOST, seconds: float = 60.0,
 ) -> LeversCheck:  # fmt: skip
     """Run a config, then run it again with each memory lever, and wait for all of it.
 
@@ -147,6 +160,9 @@ def verify_levers(
         levers: Names out of `kit.studies.levers.LEVERS`, or `{"section.field": value}`. None takes every lever that the
             config does not have yet.
         cumulative: Add each lever to those before. False takes each alone.
+        repeats: Runs of the first config and of each lever at most, in turn, until it is decided whether their speeds
+            differ (`kit.studies.try_change`); two at least.
+        seconds: For each lever, after which no further pair of runs begins.
 
     Returns:
         A row for each lever: memory and samples per second, predicted and measured.
@@ -156,7 +172,8 @@ def verify_levers(
         TrialError: when the trial of the config itself fails.
 
     Example:
-        >>> check = kit.studies.verify_levers(config, MyModule, MyData, levers=[{"levers.optimizer": "sgd"}])
+        >>> levers = [{"levers.optimizer": "sgd"}]
+        >>> check = kit.studies.verify_levers(config, MyModule, MyData, levers=levers, repeats=2)
     """
     changes = _changes(config, levers)
     steps, below = [_measured("as configured", module, data, config)], config
@@ -164,7 +181,7 @@ def verify_levers(
         shown = f"+ {name}" if cumulative else name
         try:
             changed = below.replace(change)
-            steps.append(_measured(shown, module, data, changed))
+            steps.append(_beside(_measured(shown, module, data, changed), steps[0], module, data, repeats, seconds))
         except KitError as error:
             steps.append(_failed(shown, below, error))
             continue
@@ -204,6 +221,17 @@ def _measured(name: str, module: Any, data: Any, config: Config) -> LeverStep:
         samples_per_second=samples_per_second(trial), precision=str(trial.event("fit_started", "precision")),
         run_directory=str(trial.run_directory), note="; ".join(trial.warnings),
     )  # fmt: skip
+
+
+def _beside(
+    step: LeverStep, first: LeverStep, module: Any, data: Any, repeats: int, seconds: float
+) -> LeverStep:  # fmt: skip
+    """The step, with its speed beside the first config's."""
+    change = {path: after for path, (_, after) in first.config.diff(step.config).items()}
+    if not change:
+        return step
+    tried = try_change(first.config, module, data, change=change, repeats=repeats, seconds=seconds)
+    return replace(step, tried=tried)
 
 
 def _failed(name: str, config: Config, error: KitError) -> LeverStep:

@@ -1,16 +1,20 @@
-"""try_change: the same trial before and after a change, several times each, and whether the difference exceeds noise.
+"""try_change: the same trial before and after a change, until the noise is small enough to tell whether it helps.
 
 Trials run one after another, before and after in turn (before after, after before, ...), so that a machine that slows
-down slows both. Samples per second after the warm-up steps are compared; the seed is the config's in every run. The
-change helps, or hurts, when Student's t-test at 95 % tells the two sides apart; otherwise the difference is within the
-noise. The test is on logarithms, since noise is proportional, with one variance for both sides; so speeds are geometric
-means. With few repeats only large effects show.
+down slows both. They are repeated until the answer is decided: the change helps, hurts, or its difference is less than
+`ENOUGH`; or until `repeats` or `seconds` are spent. "No difference found" is an answer too, and says which difference
+would have been seen. Samples per second after the warm-up steps are compared; the seed is the config's in every run.
+The change helps, or hurts, when Student's t-test at 95 % tells the two sides apart; otherwise the difference is within
+the noise. The test is on logarithms, since noise is proportional, with one variance for both sides; so speeds are
+geometric means. Looking after every pair would find differences that are not there, so until the last pair an answer
+must hold at 99 %.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +33,12 @@ Verdict = Literal["helps", "hurts", "within the noise", "did not run"]
 Change = Mapping[str, Any]
 _STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228, 15: 2.131, 30: 2.042}
 """Student's t, two-sided 95 %, by degrees of freedom; between two of them the value of the fewer holds."""
+_STUDENT_STRICT = {2: 9.925, 4: 4.604, 6: 3.707, 8: 3.355, 10: 3.169, 14: 2.977, 20: 2.845, 30: 2.750}
+"""The same for 99 %."""
+ENOUGH = 0.05
+"""A difference in speed that is not worth another repeat."""
+LEAST, MOST, MOST_SECONDS = 2, 6, 120.0
+"""Repeats of each side, and the budget of all."""
 _COLUMNS = ("", "runs", "samples/s", "spread", "against before")
 
 
@@ -105,8 +115,8 @@ class Tried:
 
     before: Side
     after: Side
-    predicted_gain: float | None
-    """The predicted gain at most; None where none was predicted."""
+    predicted: tuple[float, float] | None
+    """The predicted gain, from and to; None where none was predicted."""
 
     @property
     def gain(self) -> float:
@@ -114,13 +124,28 @@ class Tried:
         return self.after.mean / self.before.mean
 
     @property
+    def predicted_gain(self) -> float | None:
+        """The middle of `predicted`."""
+        return None if self.predicted is None else math.sqrt(self.predicted[0] * self.predicted[1])
+
+    @property
     def noise(self) -> tuple[float, float]:
         """The 95 % interval of `gain`: from the difference of mean logarithms, with the variance of both pooled."""
+        return self.interval(_STUDENT)
+
+    @property
+    def visible(self) -> float:
+        """The difference in speed, as a fraction, that these repeats would have told from noise."""
+        low, high = self.noise
+        return math.sqrt(high / low) - 1
+
+    def interval(self, student_by_freedom: Mapping[int, float]) -> tuple[float, float]:
+        """The interval of `gain` by these quantiles of Student's t."""
         before, after = self.before.samples_per_second, self.after.samples_per_second
         logarithms = [[math.log(value) for value in side] for side in (before, after)]
         freedom = len(before) + len(after) - 2
         squares = sum(statistics.variance(side) * (len(side) - 1) for side in logarithms)
-        student = _STUDENT[max(known for known in _STUDENT if known <= freedom)]
+        student = student_by_freedom[max(known for known in student_by_freedom if known <= freedom)]
         half = student * math.sqrt(squares / freedom * (1 / len(before) + 1 / len(after)))
         return self.gain * math.exp(-half), self.gain * math.exp(half)
 
@@ -135,11 +160,11 @@ class Tried:
     def sentence(self) -> str:
         if self.verdict == "did not run":
             return f"The change did not run: {self.after.note}"
-        predicted = "" if self.predicted_gain is None else f"; predicted was {self.predicted_gain:.2f} × at most"
+        predicted = "" if self.predicted is None else "; predicted were {:.2f} to {:.2f} ×".format(*self.predicted)
         low, high = self.noise
         measured = f"{self.gain:.2f} × as fast, by the noise of repeated runs {low:.2f} to {high:.2f} ×{predicted}"
         if self.verdict == "within the noise":
-            return f"No effect is seen, the difference is within the noise: {measured}."
+            return f"No difference was found; one of {self.visible:.0%} would have been seen: {measured}."
         return f"It {self.verdict}: {measured}."
 
     @property
@@ -166,10 +191,10 @@ class Tried:
 
 def try_change(
     *given: Any, module: Any = None, data: Any = None, change: Change | None = None, new_module: Any = None,
-    new_data: Any = None, repeats: int = 3, predicted_gain: float | None = None,
-    on_run: Callable[[Trial], object] | None = None, trust: bool = False,
+    new_data: Any = None, repeats: int = MOST, seconds: float = MOST_SECONDS,
+    predicted: tuple[float, float] | None = None, on_run: Callable[[Trial], object] | None = None, trust: bool = False,
 ) -> Tried:  # fmt: skip
-    """Measure what a change brings: run before and after several times each, and wait for all of it.
+    """Measure what a change brings: run before and after in turn until it is decided, and wait for all of it.
 
     Args:
         given: A trial, a config, or config, module and data as `kit.fit` takes them.
@@ -178,8 +203,10 @@ def try_change(
         change: `{"section.field": value}`. A store that a change names and that is not there is built first.
         new_module: Trained afterwards instead of the module.
         new_data: Trained on afterwards instead of the data.
-        repeats: Runs of each, two at least: a single run says nothing about noise.
-        predicted_gain: The gain that was predicted, to stand beside the measured one.
+        repeats: Runs of each at most, two at least: a single run says nothing about noise. Fewer where the answer is
+            decided before.
+        seconds: No further pair of runs begins after so long.
+        predicted: The gain that was predicted, from and to, to stand beside the measured one.
         on_run: Is called with each trial when it has started.
         trust: Run the code of a trial also when this user did not write its run directory here.
 
@@ -201,7 +228,11 @@ def try_change(
     changed = _afterwards(source, change, new_module, new_data, repeats)
     before = Side(name="before", config=source.config, samples_per_second=(), run_directories=())
     after = Side(name="after", config=changed.config, samples_per_second=(), run_directories=())
+    began = time.monotonic()
     for number in range(repeats):
+        tried = Tried(before=before, after=after, predicted=predicted)
+        if number >= LEAST and (after.note or not undecided(tried) or time.monotonic() - began > seconds):
+            break
         for name in ("before", "after") if number % 2 == 0 else ("after", "before"):
             if name == "before":
                 before = _with_run(before, source, on_run)
@@ -210,7 +241,14 @@ def try_change(
                     after = _with_run(after, changed, on_run)
                 except KitError as error:
                     after = replace(after, samples_per_second=(), note=str(error))
-    return Tried(before=before, after=after, predicted_gain=predicted_gain)
+    return Tried(before=before, after=after, predicted=predicted)
+
+
+def undecided(tried: Tried, enough: float = ENOUGH) -> bool:
+    """Whether more repeats could tell more: the gain may be none, or is known less well than to `enough`."""
+    low, high = tried.interval(_STUDENT_STRICT)
+    is_effect = low > 1 or high < 1
+    return not ((is_effect and tried.visible <= max(enough, abs(tried.gain - 1) / 2)) or tried.visible <= enough)
 
 
 def _with_run(side: Side, source: RunSource, on_run: Callable[[Trial], object] | None) -> Side:

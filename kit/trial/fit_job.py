@@ -90,7 +90,7 @@ def fit(context: Context) -> None:
             UnusedParameters(),
             LoaderUsed(context),
             LeversUsed(context),
-            *([StepWork(context)] if config.trial.count_work else []),
+            *([StepWork(context), load("fit.host")(context, clock)] if config.trial.count_work else []),
             CpuUse(context),
             EnergyUse(context),
             *([CarbonUse(context)] if config.trial.codecarbon else []),

@@ -210,6 +210,7 @@ _COPIES = {"_to_copy", "copy_"}
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update")
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _Line = tuple[str, int, str]
+_UNKNOWN: _Line = ("Lightning", 0, "")
 STEPS = 2
 """Optimizer steps until a fit has seen its peak of memory."""
 
@@ -274,6 +275,8 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._attention: tuple[Callable[..., int], ...] = (sdpa_flop_count, sdpa_backward_flop_count)
         self._flops: Counter[str] = Counter()
         self._bytes = self._calls = self._syncs = self._norms_again = 0
+        self._collectives: Counter[_Line] = Counter()
+        self._collective_bytes = self._rows = self._rows_used = 0
         self._line_calls: Counter[_Line] = Counter()
         self._line_syncs: Counter[_Line] = Counter()
 
@@ -289,6 +292,12 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         name, line = func._opname, _own_line()
         self._calls += 1
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._collectives[_own_line(beyond_libraries=True) or _UNKNOWN] += 1
+            self._collective_bytes += sum(map(_held_bytes, _tensors(args)))
+        if name in ("embedding", "_embedding_bag"):
+            self._rows += args[0].shape[0]
+            self._rows_used += min(args[0].shape[0], args[1].numel())
         if line is not None:
             self._line_calls[line] += 1
         tensors = _tensors(args)
@@ -325,6 +334,11 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "syncs": self._syncs,
             "own_syncs": sum(self._line_syncs.values()),
             "batch_norms_again": self._norms_again,
+            "collectives": sum(self._collectives.values()),
+            "collective_bytes": self._collective_bytes,
+            "collective_places": [[describe(line, cells), count] for line, count in self._collectives.most_common(3)],
+            "rows": self._rows,
+            "rows_used": self._rows_used,
             "lines": [
                 {"place": describe(line, cells), "calls": self._line_calls[line], "syncs": self._line_syncs[line]}
                 for line in dict.fromkeys(most)
@@ -332,13 +346,16 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
 
 
-def _own_line() -> _Line | None:
-    """The line of the user's code that called torch; None where Lightning or another library did."""
+def _own_line(beyond_libraries: bool = False) -> _Line | None:
+    """The line of the user's code that called torch; None where Lightning or another library did, unless asked for."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         file = frame.f_code.co_filename
         if file != __file__ and not file.startswith(_TORCH):
-            return None if is_library(file) else (file, frame.f_lineno, frame.f_code.co_name)
+            if not is_library(file):
+                return file, frame.f_lineno, frame.f_code.co_name
+            if not beyond_libraries:
+                return None
         frame = frame.f_back
     return None
 

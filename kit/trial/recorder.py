@@ -44,6 +44,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from typing_extensions import override
 
@@ -171,6 +172,7 @@ class StepRecorder(Callback):
             "loss": None,
             **seconds,
             "samples": samples,
+            **({} if trainer.world_size == 1 else {"elements": _elements(batch)}),
             "samples_per_second": _rate(samples, seconds["step_seconds"]),
             **self._memory(pl_module.device),
         }
@@ -265,6 +267,11 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
     return [next(values[tensor.device]) for tensor in tensors]
 
 
+def _elements(batch: Any) -> int:
+    """Numbers in the tensors of a batch: what differs between ranks where samples are of several lengths."""
+    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
 def _data_words(data: object) -> str:
     """Its class, and which data it is where it says so."""
     description = getattr(data, "description", "")
@@ -308,6 +315,8 @@ class StepClock(Profiler):
         """The last exception seen to leave an action, and the innermost action that it left."""
         self.device: DeviceClock | None = None
         """Where set, it is told of every change of part."""
+        self.actions: dict[str, float] = {}
+        """Seconds of each action of Lightning, without those inside of it, since this was last cleared."""
         self._stack: list[tuple[str, str]] = []
         self._entered: list[str] = []
         self._save_started = 0.0
@@ -321,6 +330,11 @@ class StepClock(Profiler):
         if not self._stack:
             return _REST
         return self._entered[-1] if self._entered else self._stack[-1][1]
+
+    @property
+    def action(self) -> str:
+        """The innermost action of Lightning; empty outside of one."""
+        return self._stack[-1][0] if self._stack else ""
 
     def enter(self, part: str) -> None:
         """Charge everything to `part` until `leave`; inside of another entered part, to that one."""
@@ -382,7 +396,9 @@ class StepClock(Profiler):
     def _charge(self) -> None:
         now = time.perf_counter()
         if self._stack:
-            self._seconds[self.part] += now - self._since
+            spent, action = now - self._since, self._stack[-1][0]
+            self._seconds[self.part] += spent
+            self.actions[action] = self.actions.get(action, 0.0) + spent
         self._since = now
 
     def _tell_device(self) -> None:

@@ -23,7 +23,7 @@ from kit.charts.pipeline import profile_figure
 from kit.errors import ForeignRunError, KitError
 from kit.studies.diagnosis.diagnose import Diagnosis, Finding, diagnose, finding_html
 from kit.studies.profiling.profile import Profile
-from kit.studies.repeats import Tried
+from kit.studies.repeats import MOST, Tried
 from kit.trial.trial import Trial
 from kit.units import format_count, format_seconds
 from kit.widgets.live import Background, LiveDisplay, close_widgets, live_box
@@ -31,8 +31,6 @@ from kit.widgets.parts import button, error_words, line, progress_html, put, rel
 
 if TYPE_CHECKING:
     from kit.studies.calibration.result import Calibration
-
-REPEATS = 3
 
 
 class DiagnosisView(Background):
@@ -43,7 +41,7 @@ class DiagnosisView(Background):
         self.diagnosis, self._check = diagnosis, check
         self._display: LiveDisplay | None = None
         self.findings = [_FindingView(finding, self._try) for finding in diagnosis.findings]
-        head = line(f"<b>{html.escape(diagnosis.headline)}</b>")
+        head = line(_close_lines(diagnosis.head_html))
         rest = line(_close_lines(diagnosis.details_html))
         self.ui = live_box([head, *(view.ui for view in self.findings), rest])
 
@@ -87,7 +85,7 @@ class _FindingView:
         self.tried: Tried | None = None
         self._runs = 0
         self._trust = False
-        tooltip = f"run it {REPEATS} times as it is and {REPEATS} times changed, and compare"
+        tooltip = f"run it in turn as it is and changed, {MOST} times each at most, until the difference is decided"
         self.button = button("Try it", "play", tooltip, "auto")
         self.button.on_click(lambda _: on_click(self))
         self.answer = line()
@@ -101,7 +99,7 @@ class _FindingView:
         self._runs = 0
         self.say("starting …")
         try:
-            self.tried = self.finding.try_it(REPEATS, self._on_run, self._trust)
+            self.tried = self.finding.try_it(on_run=self._on_run, trust=self._trust)
         except ForeignRunError as error:
             self.say(f"not tried: {error}")
             self._trust = True
@@ -114,7 +112,7 @@ class _FindingView:
 
     def _on_run(self, _: Trial) -> None:
         self._runs += 1
-        self.say(f"run {self._runs} of {2 * REPEATS} …")
+        self.say(f"run {self._runs}, of {2 * MOST} at most …")
 
 
 def _close_lines(text: str) -> str:
@@ -131,8 +129,8 @@ class DiagnosisControl(Background):
     """A button that diagnoses what `trial()` returns, and, in `ui`, the findings.
 
     `on_shown` is called when other findings are shown. `check` raises a KitError while something runs that a changed
-    trial would disturb. A click reads what the trial wrote and measures the device's peaks for two seconds; nothing
-    else is run.
+    trial would disturb. A click reads what the trial wrote, measures the device's peaks for two seconds, and runs the
+    module for a few steps where only that tells an effect.
     """
 
     def __init__(

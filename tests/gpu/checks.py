@@ -343,7 +343,7 @@ def attention(place):
 def optimizers(place):
     """Fused and 8-bit AdamW beside the module's own, and torchao's numbers in kit's step."""
     levers = ["fused optimizer", "8-bit optimizer"]
-    found = kit.studies.verify_levers(place.gpt(), None, TOKENS, levers=levers, cumulative=False)
+    found = kit.studies.verify_levers(place.gpt(), None, TOKENS, levers=levers, cumulative=False, repeats=2)
     for step in found.steps:
         yield line(f"{step.name}: allocated", step.predicted_bytes, step.measured_bytes, "bytes")
         yield line(f"{step.name}: speed", None, step.samples_per_second, "samples/s")

@@ -18,7 +18,9 @@ def data():
 
 @pytest.fixture
 def check(config):
-    return kit.studies.verify_levers(config(max_steps=4), model, data, levers=["gradient checkpointing", "bf16-mixed"])
+    return kit.studies.verify_levers(
+        config(max_steps=4), model, data, levers=["gradient checkpointing", "bf16-mixed"], repeats=2
+    )
 
 
 def test_each_lever_is_measured_and_predicted_step_by_step(check):
@@ -51,7 +53,7 @@ def test_the_table_and_the_chart_show_every_rung(check):
 
 def test_a_lever_that_cannot_run_stands_there_with_its_reason_and_the_next_goes_on(config):
     check = kit.studies.verify_levers(
-        config(max_steps=3), model, data, levers=[NO_SUCH_BLOCKS, {"loader.pin_memory": False}]
+        config(max_steps=3), model, data, levers=[NO_SUCH_BLOCKS, {"loader.pin_memory": False}], repeats=2
     )
     assert not check.steps[1].ran
     assert "GPT holds no" in check.steps[1].note
@@ -62,7 +64,12 @@ def test_a_lever_that_cannot_run_stands_there_with_its_reason_and_the_next_goes_
 
 def test_levers_alone_do_not_build_on_each_other(config):
     check = kit.studies.verify_levers(
-        config(max_steps=3), model, data, levers=["gradient checkpointing", "fused optimizer"], cumulative=False
+        config(max_steps=3),
+        model,
+        data,
+        levers=["gradient checkpointing", "fused optimizer"],
+        cumulative=False,
+        repeats=2,
     )
     assert not check.steps[2].config.levers.gradient_checkpointing
 

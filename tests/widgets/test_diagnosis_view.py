@@ -16,7 +16,7 @@ def test_a_clean_bill_has_no_buttons():
     found = evidence()
     view = DiagnosisView(judge(found, source(found)))
     assert view.findings == []
-    assert "Nothing found" in view.ui.children[0].value
+    assert "Nothing was found" in view.ui.children[0].value
 
 
 def test_only_what_a_setting_mends_has_a_button():

@@ -2,9 +2,11 @@
 
 The evidence is the trial's own (`kit.studies.diagnosis.evidence`), the rules are data (`kit.studies.diagnosis.rules`).
 A finding names one thing that is wrong. Rules that found nothing are listed too, and so are those that the trial could
-not answer, with what they need. A specific cause comes before the general complaint that it explains, a larger effect
-before a smaller one. No finding is a clean result. Nothing is changed by itself: `finding.try_it()` runs the change
-beside the config as it is, and says whether it helped (`kit.studies.try_change`).
+not answer, with what they need. Findings are settled before they are told: what another one explains is left out, and
+of two that would turn the same setting in different ways only the first keeps its change; `settled` says so. The
+largest effect comes first. No finding is a clean result. Where only a trial can tell an effect (a number format, a
+larger batch), the module itself runs for a few steps (`kit.studies.diagnosis.gains`). Nothing is changed by itself:
+`finding.try_it()` runs the change beside the config as it is, and says whether it helped (`kit.studies.try_change`).
 
 The roofline compares the achieved FLOP/s with the peak of the device and says what bounds the step:
 
@@ -24,29 +26,27 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 from kit.errors import ConfigError, KitError, Problem, TrialError
+from kit.records.trace import PHASE_LABELS, PHASES
 from kit.registry import Drawable, load
-from kit.studies.diagnosis.evidence import Evidence, evidence_of
+from kit.studies.diagnosis.evidence import BUSY_FRACTION, Evidence, evidence_of
+from kit.studies.diagnosis.gains import measured_gains
 from kit.studies.diagnosis.peaks import Peaks, device_peaks
-from kit.studies.diagnosis.rules import RULES, Change, Rule, show
+from kit.studies.diagnosis.rule import Change, Range, Rule, middle, show
+from kit.studies.diagnosis.rules import RULES
 from kit.studies.profiling.profile import Profile
-from kit.studies.repeats import RunSource, Tried, try_change
+from kit.studies.repeats import MOST, RunSource, Tried, try_change
 from kit.tables import FRAME, html_list, html_table, text_table
 from kit.trial.trial import Trial, try_out
 from kit.units import format_bytes, format_count
 
-GENERAL = ("waiting for data", "training shorter than preprocessing")
-"""Complaints that another finding about data explains."""
-_SPECIFIC = ("no prefetch", "chunks that do not fit", "Python in the data", "all cores busy")
 _COLUMNS = ("rule", "found", "threshold", "source")
-_BUSY_FRACTION = 0.1
-"""Of the time without a core, from which on figures are those of a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,10 @@ class Finding:
     """What to change, in words."""
     change: Change
     """Fields of the config that do it; empty where none does."""
-    predicted_gain: float | None
-    """Throughput after over before, at most; None where it cannot be bounded."""
+    predicted: Range | None
+    """Throughput after over before, from and to; None where it is not about time, or not known."""
+    limit_next: str
+    """The part of the step that is longest after the change, and its share; empty where not known."""
     source: RunSource
 
     @property
@@ -79,18 +81,25 @@ class Finding:
         return f"a finding from {show(self.rule.unit, self.rule.threshold)} on ({self.rule.source})"
 
     @property
+    def predicted_gain(self) -> float | None:
+        """The middle of `predicted`."""
+        return middle(self.predicted)
+
+    @property
     def effect(self) -> str:
-        if self.predicted_gain is None:
-            return "cannot be predicted"
-        return f"{self.predicted_gain:.2f} × as fast at most"
+        if self.predicted is None:
+            return "not known before it is tried"
+        low, high = self.predicted
+        gain = f"{low:.2f} ×" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f} ×"
+        return f"{gain} as fast{f'; then {self.limit_next}' if self.limit_next else ''}"
 
     @property
     def reasons(self) -> dict[str, str]:
         """What to change, what that should bring, and why one may believe it."""
         code = {"in code": self.code} if self.code else {}
+        effect = {"predicted": self.effect} if self.change or self.predicted is not None else {}
         return {
-            "change": self.setting, **code, "predicted": self.effect, "evidence": self.evidence,
-            "threshold": self.threshold,
+            "change": self.setting, **code, **effect, "evidence": self.evidence, "threshold": self.threshold,
         }  # fmt: skip
 
     @property
@@ -99,8 +108,12 @@ class Finding:
         changed = self.source.config.replace(self.change) if self.change else None
         return changed.as_code(self.source.config) if changed is not None else ""
 
-    def try_it(self, repeats: int = 3, on_run: Callable[[Trial], object] | None = None, trust: bool = False) -> Tried:
-        """Run before and after, `repeats` times each, and wait; `trust` as `kit.studies.try_change` takes it.
+    def try_it(
+        self, repeats: int = MOST, on_run: Callable[[Trial], object] | None = None, trust: bool = False
+    ) -> Tried:
+        """Run before and after in turn until it is decided, `repeats` times each at most, and wait.
+
+        `trust` as `kit.studies.try_change` takes it.
 
         Raises:
             ForeignRunError: for a trial that this user did not write here.
@@ -115,7 +128,7 @@ class Finding:
             )
             raise ConfigError([Problem(self.name, message)])
         return try_change(
-            *given, change=self.change, repeats=repeats, predicted_gain=self.predicted_gain, on_run=on_run, trust=trust
+            *given, change=self.change, repeats=repeats, predicted=self.predicted, on_run=on_run, trust=trust
         )
 
 
@@ -132,6 +145,8 @@ class Diagnosis(Drawable):
     """Rules that the trial could not answer."""
     roofline: Roofline | None
     notes: tuple[str, ...] = ()
+    settled: tuple[str, ...] = ()
+    """What was left out because a finding explains it, and which change another one overrules."""
 
     @property
     def clean(self) -> bool:
@@ -154,11 +169,14 @@ class Diagnosis(Drawable):
 
     @property
     def headline(self) -> str:
-        applied = f"{len(self.values)} of {len(RULES)} rules applied"
+        """One sentence: what holds the training up most, and what mending it brings."""
         if self.clean:
-            return f"Nothing found: {applied}."
-        count = len(self.findings)
-        return f"{count} findings, the largest effect first; {applied}." if count > 1 else f"1 finding; {applied}."
+            return f"Nothing was found that holds this training up ({len(self.values)} of {len(RULES)} rules applied)."
+        first, more = self.findings[0], len(self.findings) - 1
+        others = f" ({more} more below)" if more else ""
+        if first.predicted is None:
+            return f"{first.name.capitalize()}: {first.setting}{others}."
+        return f"{first.name.capitalize()}: mending it makes the training {first.effect.partition(';')[0]}{others}."
 
     @property
     def sentences(self) -> list[str]:
@@ -167,7 +185,7 @@ class Diagnosis(Drawable):
 
     @property
     def _rest(self) -> list[str]:
-        return [*([self.roofline.sentence] if self.roofline else []), *self.notes]
+        return [*([self.roofline.sentence] if self.roofline else []), *self.settled, *self.notes]
 
     @property
     def rows(self) -> list[list[str]]:
@@ -195,14 +213,20 @@ class Diagnosis(Drawable):
 
     @property
     def findings_html(self) -> str:
-        return f'<div style="{FRAME}"><b>{escape(self.headline)}</b></div>' + "".join(map(finding_html, self.findings))
+        return self.head_html + "".join(map(finding_html, self.findings))
+
+    @property
+    def head_html(self) -> str:
+        """The headline, and the parts of a step as one bar."""
+        return f'<div style="{FRAME}"><b>{escape(self.headline)}</b></div>{shares_html(self.evidence.shares)}'
 
     @property
     def details_html(self) -> str:
-        """The roofline in a sentence, notes, and all rules behind a fold."""
+        """The roofline in a sentence, notes, and all rules, behind a fold."""
         table = html_table(_COLUMNS, self.rows, dense=True)
-        fold = f'<details style="{FRAME}"><summary>all rules, thresholds and sources</summary>{table}</details>'
-        return html_list(self._rest) + fold
+        rest = html_list(self._rest) if self._rest else ""
+        summary = f"<summary>{len(self.values)} of {len(RULES)} rules applied: thresholds and sources</summary>"
+        return f'<details style="{FRAME}">{summary}{rest}{table}</details>'
 
     def _ipython_display_(self) -> None:
         """With buttons where widgets are installed, else as the notebook shows HTML or text."""
@@ -212,26 +236,56 @@ class Diagnosis(Drawable):
             sys.stdout.write(f"{self!r}\n")
 
 
+_COLOURS = {
+    "wait": "#d55e00", "transfer": "#cc79a7", "forward": "#56b4e9", "backward": "#0072b2", "optimizer": "#009e73",
+    "communication": "#e69f00", "validation": "#8c6bb1", "checkpoint": "#a65628", "logging": "#999999",
+    "other": "#bbbbbb",
+}  # fmt: skip
+_LEAST_LABEL, _LEAST_SHOWN = 0.13, 0.004
+
+
+def shares_html(shares: Mapping[str, float]) -> str:
+    """The parts of a step as one bar, each as wide as its share."""
+    parts = [(name, shares[name]) for name in PHASES if shares.get(name, 0.0) >= _LEAST_SHOWN]
+    if not parts:
+        return ""
+    cells = ""
+    for name, share in parts:
+        label = escape(f"{PHASE_LABELS.get(name, name)} {share:.0%}")
+        ink = "#000" if name in ("forward", "communication", "other") else "#fff"
+        look = f"width: {share:.2%}; background: {_COLOURS.get(name, '#bbb')}; color: {ink}; overflow: hidden; "
+        look += "white-space: nowrap; padding: 1px 0; text-align: center"
+        cells += f'<span title="{label}" style="{look}">{label if share >= _LEAST_LABEL else ""}</span>'
+    words = escape(", ".join(f"{name} {share:.0%}" for name, share in parts))
+    frame = "display: flex; width: 100%; max-width: 720px; font-size: 0.8em; margin: 4px 0 2px"
+    return f'<div role="img" aria-label="a step: {words}" style="{FRAME}; {frame}">{cells}</div>'
+
+
 def finding_html(finding: Finding) -> str:
-    """One finding: the sentence, and under it what to change and why one may believe it, a line each."""
+    """One finding: the sentence, what to change and what that brings; behind a fold why one may believe it."""
     frame = (
         f"{FRAME}; border-left: 4px solid var(--jp-warn-color1, #c77700); padding: 2px 8px 2px 10px; margin: 10px 0 2px"
     )
     columns = "display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 1px 12px; margin-top: 3px"
-    rows = ""
+    rows, folded = "", ""
     for name, text in finding.reasons.items():
         shown = f"<code>{escape(text)}</code>" if name == "in code" else escape(text)
+        if name in ("evidence", "threshold"):
+            folded += f"<div>{shown}</div>"
+            continue
         rows += f'<span style="opacity: 0.75">{name}</span><span style="overflow-wrap: anywhere">{shown}</span>'
     return (
         f'<div style="{frame}; line-height: 1.45"><b>{escape(finding.name)}</b>: {escape(finding.sentence)}'
-        f'<div style="{columns}; font-size: 0.92em">{rows}</div></div>'
+        f'<div style="{columns}; font-size: 0.92em">{rows}</div>'
+        f'<details style="font-size: 0.92em; opacity: 0.85"><summary>why</summary>{folded}</details></div>'
     )
 
 
 def diagnose(
-    *given: Any, module: Any = None, data: Any = None, peaks: Peaks | bool = True, profile: Profile | None = None
-) -> Diagnosis:
-    """Say what slows a trial, what to change, and what that would bring at most.
+    *given: Any, module: Any = None, data: Any = None, peaks: Peaks | bool = True, profile: Profile | None = None,
+    short_trials: bool = True,
+) -> Diagnosis:  # fmt: skip
+    """Say what slows a trial, what to change, and what that would bring.
 
     Args:
         given: A trial or its run directory; or config, module and data as `kit.fit` takes them, to be run first.
@@ -240,6 +294,8 @@ def diagnose(
         peaks: What the device can do, measured where it is not known yet (two seconds). False leaves out the rules
             that need it.
         profile: A finished profile of the same config, for the rules that need traces and functions.
+        short_trials: Whether the module may run for a few steps more, where only that tells an effect: in 16 bits, and
+            with four times a small batch. False leaves out these two rules.
 
     Returns:
         The findings, the largest gain first. `diagnosis["no prefetch"].try_it()` tries one.
@@ -249,7 +305,7 @@ def diagnose(
         ConfigError: for arguments that are none of these.
 
     Example:
-        >>> diagnosis = kit.studies.diagnose(trial, peaks=False)
+        >>> diagnosis = kit.studies.diagnose(trial, peaks=False, short_trials=False)
     """
     if len(given) == 1 and isinstance(given[0], str | Path):
         given = (Trial.open(given[0]),)
@@ -269,6 +325,10 @@ def diagnose(
         evidence = evidence_of(trial, found, profile)
     except ValueError as error:
         raise TrialError(f"{trial.name} cannot be diagnosed: {error}") from error
+    if short_trials:
+        gains, said = measured_gains(evidence, source)
+        evidence = replace(evidence, measured_gains=gains)
+        notes += said
     return judge(evidence, source, notes)
 
 
@@ -276,15 +336,11 @@ def judge(evidence: Evidence, source: RunSource, notes: Sequence[str] = ()) -> D
     """What the rules say of this evidence; `source` is what a change is tried on."""
     measured = {rule: rule.measure(evidence) for rule in RULES}
     known = {rule: value for rule, value in measured.items() if value is not None and math.isfinite(value)}
-    findings = [_finding(rule, value, evidence, source) for rule, value in known.items() if value >= rule.threshold]
-    specific = any(finding.name in _SPECIFIC for finding in findings)
-    for place, finding in enumerate(findings):
-        if specific and finding.name in GENERAL:
-            findings[place] = replace(finding, sentence=f"{finding.sentence} Findings above say why.")
-    findings.sort(key=lambda one: (specific and one.name in GENERAL, -(one.predicted_gain or 0.0)))
+    found = [_finding(rule, value, evidence, source) for rule, value in known.items() if value >= rule.threshold]
+    findings, settled = settle(found)
     remarks = [*evidence.notes]
     # The rules hold on a busy machine too: what is wrong there is seldom right on a quiet one.
-    if (queued := evidence.queued_fraction or 0.0) >= _BUSY_FRACTION:
+    if (queued := evidence.queued_fraction or 0.0) >= BUSY_FRACTION:
         remarks.append(
             f"the machine was busy: training waited {queued:.0%} of the time for a core; figures and predicted effects "
             "are of that time, so run it again when less else runs"
@@ -292,12 +348,48 @@ def judge(evidence: Evidence, source: RunSource, notes: Sequence[str] = ()) -> D
     return Diagnosis(
         evidence=evidence, findings=tuple(findings), roofline=roofline_of(evidence),
         values={rule.name: value for rule, value in known.items()},
-        unasked=tuple(rule for rule in RULES if rule not in known), notes=(*remarks, *notes),
+        unasked=tuple(rule for rule in RULES if rule not in known), notes=(*remarks, *notes), settled=tuple(settled),
     )  # fmt: skip
 
 
+_FAILS = ("device memory near its limit", "host memory near its limit")
+"""Findings that come first and whose change wins: without them a step fails."""
+
+
+def settle(findings: Sequence[Finding]) -> tuple[list[Finding], list[str]]:
+    """Findings without those that another explains or mends, the largest effect first; and what was left out."""
+    explained = {name: one.name for one in findings for name in one.rule.explains}
+    kept = [one for one in findings if one.name not in explained]
+    kept.sort(key=lambda one: (one.name not in _FAILS, -(one.predicted_gain or 0.0)))
+    words = [f"{one.name} is explained by {explained[one.name]}" for one in findings if one.name in explained]
+    turned, changes = dict[str, tuple[str, Any]](), dict[str, str]()
+    for one in [*kept]:
+        if one.change and changes.setdefault(repr(sorted(one.change.items())), one.name) != one.name:
+            words.append(f"{one.name} is mended by what mends {changes[repr(sorted(one.change.items()))]}")
+            kept.remove(one)
+            continue
+        place = kept.index(one)
+        against = [path for path, value in one.change.items() if path in turned and turned[path][1] != value]
+        if against:
+            kept[place] = replace(one, change={})
+            words.append(f"{one.name} would turn {against[0]} otherwise than {turned[against[0]][0]}, which is first")
+        else:
+            turned |= {path: (one.name, value) for path, value in one.change.items()}
+    return kept, words
+
+
+def _limit_next(rule: Rule, gain: float | None, evidence: Evidence) -> str:
+    """What is longest once the rule's part is as much shorter as the gain says."""
+    if gain is None or rule.part not in evidence.shares or not gain > 1:
+        return ""
+    left = dict(evidence.shares)
+    left[rule.part] = max(0.0, left[rule.part] - (1 - 1 / gain))
+    part = max(left, key=left.__getitem__)
+    return f"{PHASE_LABELS.get(part, part)} is longest, {left[part] / (math.fsum(left.values()) or 1):.0%} of a step"
+
+
 def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) -> Finding:
-    change, gain, config = dict(rule.change(evidence)), rule.effect(evidence), evidence.config
+    change, effect, config = dict(rule.change(evidence)), rule.effect(evidence), evidence.config
     try:  # leave out a change that the config refuses or has already
         change = change if config.diff(config.replace(change)) else {}
     except ConfigError:
@@ -305,7 +397,8 @@ def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) ->
     return Finding(
         rule=rule, value=value, sentence=rule.sentence(evidence, value), setting=rule.setting(evidence),
         change=change, source=source,
-        predicted_gain=gain if gain is not None and math.isfinite(gain) else None,
+        predicted=effect if middle(effect) is not None else None,
+        limit_next=_limit_next(rule, middle(effect), evidence),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,6 +29,10 @@ from kit.trial.trial import Trial
 
 _SUFFIX = "_seconds"
 _NO_PART = ("step_seconds", "cpu_seconds")
+_STANDS_OUT = 0.1
+_LEAST_POINTS, _STEADY = 6, 0.35
+BUSY_FRACTION = 0.1
+"""Of the time without a core, from which on figures are those of a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,14 @@ class CountedWork:
     """Of one rank, in the user's own code."""
     batch_norms_again: int
     """Batch statistics taken a second time while gradients were computed."""
+    rows: int = 0
+    """Of all tables of embeddings that were looked up, and `rows_used` of them at most."""
+    rows_used: int = 0
+    collectives: int = 0
+    """Of one rank, with those of its strategy."""
+    collective_bytes: int = 0
+    collective_places: tuple[tuple[str, int], ...] = ()
+    """The lines of the user's code, or "Lightning", that made most of them."""
     lines: tuple[Mapping[str, Any], ...]
     """`place`, `calls` and `syncs` of the user's lines that called most, of one rank."""
 
@@ -119,8 +131,49 @@ class Evidence:
     """Of the first rank, where a profile was given."""
     functions: tuple[Mapping[str, Any], ...] | None = None
     """Rows of `Profile.functions`, where a profile was given with the advanced pass."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """The relative standard error of the mean seconds of each part of a step."""
+    rank_parts: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Seconds a batch of each rank by part, of the parts in `rank_seconds`."""
+    uneven: float | None = None
+    """Numbers in the largest batch of a step over those in the mean one, over all ranks, averaged over steps."""
+    hosts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What `kit.studies.diagnosis.host` wrote, by rank."""
+    epoch_start_fraction: float | None = None
+    """Of the time, what the first steps of epochs took beyond the median step; None where no epoch began meanwhile."""
+    growth_bytes: float | None = None
+    """What a step allocates and does not free, of the rank that grows most; 0 where it does not grow steadily."""
+    measured_gains: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Gains of short trials with a change, by the rule that asked for them: from and to."""
     notes: tuple[str, ...] = field(default=())
     """What could not be learned, and why."""
+
+    @property
+    def host(self) -> Mapping[str, Any]:
+        """Of the first rank; empty where nothing was watched."""
+        return self.hosts.get(min(self.hosts), {}) if self.hosts else {}
+
+    def line_fraction(self, places: Collection[str]) -> float:
+        """Of the time of the first rank, what was seen at these lines of the user's code."""
+        return math.fsum(line["fraction"] for line in self.host.get("lines", ()) if line["place"] in places)
+
+    def more_than_others(self, rank: int) -> str:
+        """Of the function in which this rank was seen more than all others, the line seen most; empty where none is."""
+        seen: dict[int, dict[str, float]] = {}
+        for one, host in self.hosts.items():
+            shares = seen.setdefault(one, {})
+            for line in host.get("lines", ()):
+                if line["place"]:
+                    shares[_function(line["place"])] = shares.get(_function(line["place"]), 0.0) + line["fraction"]
+        mine, others = seen.pop(rank, {}), [*seen.values()]
+        more = {
+            name: share - max((other.get(name, 0.0) for other in others), default=0.0) for name, share in mine.items()
+        }
+        most = max(more, key=more.__getitem__, default="")
+        if not most or more[most] < _STANDS_OUT:
+            return ""
+        lines = (line for line in self.hosts[rank]["lines"] if _function(line["place"]) == most)
+        return str(max(lines, key=lambda line: float(line["fraction"]))["place"])
 
     @property
     def user_loader(self) -> bool:
@@ -129,7 +182,21 @@ class Evidence:
 
     @property
     def wait_fraction(self) -> float | None:
-        return self.shares.get("wait")
+        """Of the time, waiting for data; of a busy machine what would be left on a quiet one.
+
+        There loader processes and training each take as long as now less what they queued for a core, and the training
+        waits for what processes take longer.
+        """
+        share, queued = self.shares.get("wait"), self.queued_fraction or 0.0
+        workers = [worker for worker in self.host.get("workers", ()) if "queued_fraction" in worker]
+        if share is None or queued < BUSY_FRACTION or not workers or share >= 1:
+            return share
+        busy = statistics.fmean(1 - worker["idle_fraction"] for worker in workers)
+        slowed = statistics.fmean(worker["queued_fraction"] for worker in workers)
+        ready = max(0.1, 1 - slowed / busy) if busy > 0 else 1.0
+        train = (1 - share) * max(0.1, 1 - queued / (1 - share))
+        left = max(0.0, ready - train)
+        return min(share, left / (left + train))
 
     @property
     def wait_seconds(self) -> float:
@@ -153,6 +220,12 @@ class Evidence:
             return None
         idle = max(0.0, 1 - self.thread_cores)
         return max(0.0, 1 - idle / self.shares["wait"])
+
+
+def _function(place: str) -> str:
+    """A place without its line."""
+    file, _, rest = place.partition(", line ")
+    return file + rest.partition(",")[2]
 
 
 def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | None = None) -> Evidence:
@@ -182,24 +255,101 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         config=config, accelerator=str(started.get("accelerator", "cpu")), world_size=int(started.get("world_size", 1)),
         own_loader=own, given_loader=given, cores=hardware().cores if here else None, batches=len(steps),
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
-        notes=tuple(notes), work=_work(trial), read_seconds=_read_seconds(steps), **_times(steps), **_start_up(trial),
+        hosts={int(event["rank"]): event for event in trial.events if event["kind"] == "host_watched"},
+        uneven=_uneven(steps), epoch_start_fraction=_epoch_starts(steps), growth_bytes=_growth(trial),
+        notes=tuple(notes), work=_work(trial), read_seconds=_read_seconds(steps),
+        **_times(steps, _computing(trial)), **_start_up(trial),
         **_reading(trial), **_cpu(trial), **_memory(trial, here), **profiled,
     )  # fmt: skip
 
 
-def _times(steps: Sequence[Event]) -> dict[str, Any]:
+def _computing(trial: Trial) -> dict[int, float]:
+    """Of the time that each rank was ready to compute, the part in which it had a core."""
+    used = [event for event in trial.events if event["kind"] == "cpu_used"]
+    ready = {int(event["rank"]): event["thread_seconds"] + event["queued_seconds"] for event in used}
+    return {int(event["rank"]): event["thread_seconds"] / (ready[int(event["rank"])] or 1.0) for event in used}
+
+
+def _times(steps: Sequence[Event], computing: Mapping[int, float]) -> dict[str, Any]:
     parts = sorted({name for step in steps for name in step if name.endswith(_SUFFIX) and name not in _NO_PART})
     seconds = {name.removesuffix(_SUFFIX): sum(_finite(step.get(name)) for step in steps) for name in parts}
     total = sum(seconds.values()) or math.nan
     alone = [name for name in parts if name.split("_")[0] not in _SHARED]
-    ranks: defaultdict[int, list[float]] = defaultdict(list)
+    ranks: defaultdict[int, list[Event]] = defaultdict(list)
     for step in steps:
-        ranks[int(step["rank"])].append(sum(_finite(step.get(part)) for part in alone))
+        ranks[int(step["rank"])].append(step)
+    parts_of = {
+        rank: {
+            part.removesuffix(_SUFFIX): statistics.fmean(_finite(step.get(part)) for step in own)
+            * computing.get(rank, 1.0)  # a rank that had no core is not slow
+            for part in alone
+        }
+        for rank, own in sorted(ranks.items())
+    }
+    errors = {name: _relative_error(_spent(steps, name)) for name in seconds}
     return {
+        "errors": errors,
+        "rank_parts": parts_of,
         "step_seconds": sum(_finite(step["step_seconds"]) for step in steps) / len(steps),
         "shares": {part: value / total for part, value in seconds.items()},
-        "rank_seconds": {rank: statistics.fmean(values) for rank, values in sorted(ranks.items())},
+        "rank_seconds": {rank: math.fsum(own.values()) for rank, own in parts_of.items()},
     }
+
+
+def _spent(steps: Sequence[Event], part: str) -> list[float]:
+    """Seconds of a part, of each step; of what comes every so many steps, of those in which it came."""
+    found = [_finite(step.get(part + _SUFFIX)) for step in steps]
+    longest = max(found)
+    return [one for one in found if one >= longest / 10] if part in BESIDE_TRAINING else found
+
+
+def _relative_error(values: Sequence[float]) -> float:
+    """The standard error of a mean over it; 1 where there is too little to tell."""
+    mean = statistics.fmean(values)
+    return statistics.stdev(values) / math.sqrt(len(values)) / mean if len(values) > 1 and mean > 0 else 1.0
+
+
+def _uneven(steps: Sequence[Event]) -> float | None:
+    """See `Evidence.uneven`."""
+    batches: defaultdict[Any, list[float]] = defaultdict(list)
+    for step in steps:
+        if "elements" in step:
+            batches[step.get("batch", step["step"])].append(_finite(step["elements"]))
+    together = [sizes for sizes in batches.values() if len(sizes) > 1 and max(sizes) > 0]
+    return statistics.fmean(max(sizes) * len(sizes) / math.fsum(sizes) for sizes in together) if together else None
+
+
+def _epoch_starts(steps: Sequence[Event]) -> float | None:
+    """See `Evidence.epoch_start_fraction`; of the first rank."""
+    rank = min(int(step["rank"]) for step in steps)
+    own = [step for step in steps if int(step["rank"]) == rank]
+    first = [after for before, after in pairwise(own) if after.get("epoch", 0) != before.get("epoch", 0)]
+    if not first:
+        return None
+    usual = statistics.median(_finite(step["step_seconds"]) for step in own)
+    beyond = math.fsum(max(0.0, _finite(step["step_seconds"]) - usual) for step in first)
+    return beyond / (math.fsum(_finite(step["step_seconds"]) for step in own) or math.nan)
+
+
+def _growth(trial: Trial) -> float | None:
+    """See `Evidence.growth_bytes`: of the medians of three thirds both differences must be much of the whole."""
+    found = list[float]()
+    for event in trial.events:
+        held = event.get("held", ()) if event["kind"] == "host_watched" else ()
+        if len(held) >= _LEAST_POINTS:
+            found.append(growth(held))
+    return max(found, default=None)
+
+
+def growth(held: Sequence[tuple[int, float]]) -> float:
+    """Bytes that a step adds, of (step, bytes) in order; 0 where they do not grow steadily."""
+    third = len(held) // 3
+    parts = [held[:third], held[third:-third], held[-third:]]
+    (_, first), (_, second), (_, last) = medians = [
+        (statistics.median(step for step, _ in part), statistics.median(size for _, size in part)) for part in parts
+    ]
+    steady = min(second - first, last - second) >= _STEADY * (last - first) > 0
+    return (last - first) / (medians[2][0] - medians[0][0]) if steady else 0.0
 
 
 _SHARED = ("backward", "communication", *BESIDE_TRAINING, "other")
@@ -312,6 +462,8 @@ def _work(trial: Trial) -> CountedWork | None:
         samples=sum(int(event["samples"]) for event in found), flops=dict(flops),
         bytes=sum(event["bytes"] for event in found), calls=first["calls"], own_syncs=first["own_syncs"],
         batch_norms_again=max(event["batch_norms_again"] for event in found), lines=tuple(first["lines"]),
+        collective_places=tuple((str(place), int(count)) for place, count in first.get("collective_places", ())),
+        **{name: int(first.get(name, 0)) for name in ("rows", "rows_used", "collectives", "collective_bytes")},
     )  # fmt: skip
 
 

@@ -1,81 +1,44 @@
 """The rules of diagnosis, each as data: what it measures, the threshold and its source, and what to change.
 
 A rule measures one number of the evidence; None means that the trial does not tell, and `needs` says what it would
-take. A finding is a value at or above the threshold. The predicted effect is a factor on throughput, an upper bound
-from the measured parts of a step (Amdahl's law: a part that does not change takes as long as before); a rule that
-cannot bound it gives None. Nothing here runs, reads or draws anything.
-
-Sources are published guides by title; *kit* marks thresholds of our own, each with its reason. `RULES` has all of them,
-in the order of the table of a diagnosis: about data, about the step itself, about devices and ranks.
+take. A finding is a value at or above the threshold. Sources are published guides by title; *kit* marks thresholds of
+our own, each with its reason. `RULES` has all of them, in the order of the table of a diagnosis: about data, about the
+step itself, about devices and ranks, and about what the host does beside (`kit.studies.diagnosis.host_rules`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
-
 from kit.studies.diagnosis.evidence import Evidence
+from kit.studies.diagnosis.host_rules import HOST_RULES
+from kit.studies.diagnosis.rule import (
+    BASEMODEL,
+    SLIVER,
+    TRAINING_AT_SCALE,
+    WAITS,
+    Change,
+    Range,
+    Rule,
+    shorter,
+    without,
+)  # fmt: skip
 from kit.studies.profiling.profile import MANY_CALLS_FRACTION, many_short_calls
 from kit.units import format_bytes, format_count, format_seconds
 
-Change = Mapping[str, Any]
-Unit = Literal["fraction", "ratio", "count"]
 
-TRAINING_AT_SCALE = "Training at Larger Scale, ch. 7"
-BASEMODEL = "BaseModel, Scaling & Memory"
-SLIVER = 0.1
-"""A wait below a tenth of the time is not worth advice."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One thing that can be wrong."""
-
-    name: str
-    looks_at: str
-    """What is measured, in words."""
-    unit: Unit
-    threshold: float
-    source: str
-    needs: str
-    """What a trial must have recorded for the rule to apply."""
-    measure: Callable[[Evidence], float | None]
-    sentence: Callable[[Evidence, float], str]
-    """What is wrong, in one sentence."""
-    setting: Callable[[Evidence], str]
-    """What to change, in words."""
-    change: Callable[[Evidence], Change] = lambda _: {}
-    """Fields of the config that do it; empty where none does."""
-    effect: Callable[[Evidence], float | None] = lambda _: None
-    """Throughput after the change over throughput before, at most."""
-
-
-def show(unit: Unit, value: float) -> str:
-    """A value or threshold as people read it."""
-    if unit == "fraction":
-        return f"{value:.0%}"
-    return f"{value:.2f} ×" if unit == "ratio" else format_count(value)
-
-
-def shorter(found: Evidence, part_seconds: float, factor: float) -> float | None:
-    """A part of the step made `factor` times as fast."""
-    after = found.step_seconds - part_seconds * (1 - 1 / factor)
-    return found.step_seconds / after if after > 0 and factor > 0 else None
-
-
-def _without_wait(found: Evidence) -> float | None:
-    """The wait hidden behind the training: the longer of the two remains."""
+def _without_wait(found: Evidence) -> Range | None:
+    """From one process beside the training to as many as the cores leave; the wait is hidden, or the longer remains."""
     train, wait = found.train_seconds, found.wait_seconds
-    return (train + wait) / max(train, wait) if max(train, wait) > 0 else None
+    one, many = max(train, wait), max(train, wait / _workers(found))
+    return ((train + wait) / one, (train + wait) / many) if one > 0 and many > 0 else None
 
 
-def _with_workers(found: Evidence) -> float | None:
+def _with_workers(found: Evidence) -> Range | None:
     """Preparing a batch in several processes: as fast as they, the training, and all cores together allow."""
     train, wait = found.train_seconds, found.wait_seconds
     busy = train * (0 if found.on_gpu else 1) + wait
     after = max(train, wait / _workers(found), busy * max(1, found.world_size) / (found.cores or 1))
-    return (train + wait) / after if after > 0 else None
+    alone = max(train, wait / _workers(found))
+    return ((train + wait) / after, (train + wait) / alone) if after > 0 and alone > 0 else None
 
 
 def _workers(found: Evidence) -> int:
@@ -117,7 +80,13 @@ def _no_prefetch(found: Evidence) -> float | None:
     if found.wait_fraction is None or found.workers is None:
         return None
     ahead = found.config.loader.batches_ahead if found.own_loader else 0
+    if found.wait_seconds < _LEAST_WAIT_SECONDS:
+        return 0.0
     return found.wait_fraction if found.workers == 0 and ahead == 0 else 0.0
+
+
+_LEAST_WAIT_SECONDS = 1e-3
+"""To take a batch from another process costs about as much."""
 
 
 def _chunks(found: Evidence) -> float | None:
@@ -173,7 +142,7 @@ def _start_up(found: Evidence) -> float | None:
     return found.start_up_seconds / found.total_seconds if found.start_up_seconds >= _LEAST_START_UP_SECONDS else 0.0
 
 
-_LEAST_START_UP_SECONDS = 1.0
+_LEAST_START_UP_SECONDS = 2.0
 
 
 def _syncs(found: Evidence) -> float | None:
@@ -195,36 +164,31 @@ def _syncs_sentence(found: Evidence, _: float) -> str:
     return f"The step asks for the value of a tensor {count} times{place}: that {what}."
 
 
-def _syncs_effect(found: Evidence) -> float | None:
-    """As if the calls of the line that waits took none of the forward pass."""
-    line = found.work.most("syncs") if found.work else None
-    if line is None or found.work is None or found.on_gpu:
+def _syncs_effect(found: Evidence) -> Range | None:
+    """Without the samples of the lines that wait, or of all lines that call as often: a loop is more than one line."""
+    work = found.work
+    if work is None or found.on_gpu or not found.host:
         return None
-    forward = found.shares.get("forward", 0.0) * found.step_seconds
-    named = sum(entry["calls"] for entry in found.work.lines)
-    return shorter(found, 0.99 * forward * line["calls"] / max(1, named), 1e9)
+    syncing = {line["place"] for line in work.lines if line["syncs"]}
+    calling = {line["place"] for line in work.lines if line["calls"] >= work.own_syncs / 2} | syncing
+    high = found.line_fraction(calling)
+    return without(found.line_fraction(syncing), high) if high else None
 
 
 def _precision(found: Evidence) -> float | None:
-    peaks, work = found.peaks, found.work
-    if peaks is None or work is None or not found.samples_per_second:
-        return None
-    full = work.flops.get("float32", 0.0)
-    if found.config.hardware.precision not in ("auto", "32-true") or not full:
+    if found.config.hardware.precision not in ("auto", "32-true"):
         return 1.0
-    devices = found.world_size if found.on_gpu else 1
-    share = full / (devices * peaks.peak("float32")) / (work.samples / found.samples_per_second)
-    half = max(peaks.peak(name) for name in ("bfloat16", "float16") if name in peaks.flops_per_second)
-    return half / peaks.peak("float32") if share >= _COMPUTE_SHARE else 1.0
+    return found.measured_gains.get("full precision", (None, None))[0]
 
 
-_COMPUTE_SHARE = 0.1
-"""Of the step, what arithmetic in float32 takes at full speed, to be worth advice."""
-
-
-def _mixed(found: Evidence) -> str:
+def mixed(found: Evidence) -> str:
     """On a GPU, auto is bf16-mixed or 16-mixed by what it is capable of."""
     return "auto" if found.on_gpu else "bf16-mixed"
+
+
+def _gain_words(found: Evidence, name: str) -> str:
+    low, high = found.measured_gains[name]
+    return f"{low:.2g} to {high:.2g} ×"
 
 
 def _calls(found: Evidence) -> float | None:
@@ -317,18 +281,32 @@ _LEAST_LAG = 0.05
 
 def _straggler_sentence(found: Evidence, value: float) -> str:
     slowest = max(found.rank_seconds, key=lambda rank: found.rank_seconds[rank])
-    return f"Rank {slowest} takes {value:.2g} times as long as the others over its own work, and they wait for it."
+    mine = found.rank_parts.get(slowest, {})
+    others = [parts for rank, parts in found.rank_parts.items() if rank != slowest]
+    usual = {part: sum(one.get(part, 0.0) for one in others) / max(1, len(others)) for part in mine}
+    part = max(mine, key=lambda name: mine[name] - usual[name], default="")
+    at = (
+        f", mostly in {part} ({format_seconds(mine[part])} a step beside {format_seconds(usual[part])})" if part else ""
+    )
+    place = found.more_than_others(slowest)
+    lost = max(found.rank_seconds.values()) - min(found.rank_seconds.values())
+    return (
+        f"Rank {slowest} takes {value:.2g} times as long as the others over its own work{at}"
+        f"{f', at {place}' if place else ''}; they lose {format_seconds(lost)} a step waiting for it."
+    )
 
 
-def _straggler_effect(found: Evidence) -> float | None:
+def _straggler_effect(found: Evidence) -> Range | None:
     *others, slowest = sorted(found.rank_seconds.values())
-    return shorter(found, slowest - others[len(others) // 2], 1e9)
+    lost = (slowest - others[len(others) // 2]) / found.step_seconds
+    return without(0.9 * lost, lost)
 
 
 RULES: tuple[Rule, ...] = (
     # -- data
     Rule(
-        name="waiting for data", looks_at="share of the time spent waiting for a batch", unit="fraction", threshold=0.4,
+        name="waiting for data", part="wait", explains=("training shorter than preprocessing",),
+        looks_at="share of the time spent waiting for a batch", unit="fraction", threshold=0.4,
         source=f"{TRAINING_AT_SCALE}: above 40 % a pipeline is I/O-bound", needs="timed steps",
         measure=lambda found: found.wait_fraction,
         sentence=lambda _, value: f"Training waits for data {value:.0%} of the time: reading sets the pace, not the "
@@ -336,7 +314,8 @@ RULES: tuple[Rule, ...] = (
         setting=_wait_setting, change=_wait_change, effect=_without_wait,
     ),
     Rule(
-        name="no prefetch", looks_at="share of the time spent waiting, with nothing read ahead", unit="fraction",
+        name="no prefetch", part="wait", explains=WAITS,
+        looks_at="share of the time spent waiting, with nothing read ahead", unit="fraction",
         threshold=SLIVER, source=f"{BASEMODEL}: a GPU idle between batches asks for a higher prefetch; a tenth is "
         "kit's", needs="cpu_used and timed steps", measure=_no_prefetch,
         sentence=lambda _, value: "Each batch is read only once the one before is trained on, so the model waits "
@@ -347,7 +326,8 @@ RULES: tuple[Rule, ...] = (
         effect=_without_wait,
     ),
     Rule(
-        name="chunks that do not fit", looks_at="time to read a batch, over that with the chunks kit plans",
+        name="chunks that do not fit", part="wait", explains=WAITS,
+        looks_at="time to read a batch, over that with the chunks kit plans",
         unit="ratio", threshold=3.0, source=f"{TRAINING_AT_SCALE}: too small chunks are many requests, too large ones "
         "wasted bytes; the factor is kit's, beyond the error of its cost model", needs="data that kit reads",
         measure=_chunks, sentence=_chunks_sentence,
@@ -355,7 +335,8 @@ RULES: tuple[Rule, ...] = (
         change=_chunks_change, effect=lambda found: shorter(found, found.wait_seconds, _chunks(found) or 1.0),
     ),
     Rule(
-        name="Python in the data", looks_at="part of the wait in which the training thread itself computes",
+        name="Python in the data", part="wait", explains=WAITS,
+        looks_at="part of the wait in which the training thread itself computes",
         unit="fraction", threshold=0.5, source="one core at 100 % (kit): a thread that waits for a disk or a network "
         "uses no CPU", needs="cpu_used, and a wait of a fifth of the time", measure=_one_core,
         sentence=lambda found, _: "One core is at 100 % making batches in Python while everything else waits for it: "
@@ -365,7 +346,8 @@ RULES: tuple[Rule, ...] = (
         change=_worker_change, effect=_with_workers,
     ),
     Rule(
-        name="all cores busy", looks_at="cores used, over those there are, while the GPU waits for data",
+        name="all cores busy", part="wait", explains=WAITS,
+        looks_at="cores used, over those there are, while the GPU waits for data",
         unit="fraction", threshold=0.9, source="kit: more loader processes cannot help beyond that",
         needs="a GPU and cpu_used", measure=_all_cores,
         sentence=lambda found, _: f"All {found.cores} cores are busy making batches and the GPU still waits: more "
@@ -374,7 +356,8 @@ RULES: tuple[Rule, ...] = (
         "the store", effect=_without_wait,
     ),
     Rule(
-        name="training shorter than preprocessing", looks_at="time to prepare a batch, over the time to train on it",
+        name="training shorter than preprocessing", part="wait",
+        looks_at="time to prepare a batch, over the time to train on it",
         unit="ratio", threshold=1.0, source=f"{TRAINING_AT_SCALE}: then the device is under-used",
         needs="timed steps, and a wait of a tenth of the time", measure=_preparing,
         sentence=lambda found, value: f"Preparing a batch takes {value:.2g} times as long as training on it, so the "
@@ -383,8 +366,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="loader start-up", looks_at="share of the trial until its first batch", unit="fraction", threshold=0.3,
-        source="kit: with a third of the trial gone before it, its length says little about a long run; a second at "
-        "least", needs="the time of the first batch", measure=_start_up,
+        source="kit: with a third of the trial gone before it, its length says little about a long run; two seconds "
+        "at least", needs="the time of the first batch", measure=_start_up,
         sentence=lambda found, value: f"The first batch took {format_seconds(found.start_up_seconds or 0.0)}, "
         f"{value:.0%} of this short trial: a long run pays that once.",
         setting=lambda _: "trial.max_steps: judge by a longer trial",
@@ -399,11 +382,12 @@ RULES: tuple[Rule, ...] = (
         sentence=lambda _, value: f"Copying batches to the GPU takes {value:.0%} of the time.",
         setting=lambda found: "pin_memory of your own DataLoader" if found.given_loader else "loader.pin_memory",
         change=lambda found: {} if found.given_loader else {"loader.pin_memory": True},
-        effect=lambda found: shorter(found, found.shares["transfer"] * found.step_seconds, 1e9),
+        effect=lambda found: without(0.5 * found.shares["transfer"], found.shares["transfer"]), part="transfer",
     ),
     # -- the step itself
     Rule(
-        name="sync in the step", looks_at="values asked of tensors in the user's code, in one step (on the CPU: from "
+        name="sync in the step", explains=("many tiny operations",), part="forward",
+        looks_at="values asked of tensors in the user's code, in one step (on the CPU: from "
         f"{_SYNCS_ON_CPU} on)", unit="count", threshold=1.0, source=f"{TRAINING_AT_SCALE}: gaps come from syncs of "
         "CPU and GPU; the count on a CPU is kit's", needs="counted work (trial.count_work, and three warm-up steps)",
         measure=_syncs, sentence=_syncs_sentence,
@@ -411,17 +395,14 @@ RULES: tuple[Rule, ...] = (
         "elements) and log the tensor itself", effect=_syncs_effect,
     ),
     Rule(
-        name="full precision", looks_at="peak in 16 bits over that in 32, where float32 takes a tenth of the time",
-        unit="ratio", threshold=1.3, source=f"{BASEMODEL}: mixed precision by default; the factor is kit's, measured "
-        "on this device", needs="counted work and measured peaks", measure=_precision,
-        sentence=lambda _, value: f"The step computes in float32, and this device computes {value:.2g} times as fast "
-        "in 16 bits.",
-        setting=lambda found: f"hardware.precision: {_mixed(found)}",
-        change=lambda found: {"hardware.precision": _mixed(found)},
-        effect=lambda found: shorter(
-            found, (found.shares.get("forward", 0.0) + found.shares.get("backward", 0.0)) * found.step_seconds,
-            _precision(found) or 1.0,
-        ),
+        name="full precision", looks_at="gain of the same steps in 16 bits, measured, at its lower end", unit="ratio",
+        threshold=1.15, source=f"{BASEMODEL}: mixed precision by default; the factor is kit's, beyond the noise of a "
+        "short trial", needs="two short trials of the module (short_trials)", measure=_precision,
+        sentence=lambda found, _: "The step computes in float32; the same steps in 16 bits were "
+        f"{_gain_words(found, 'full precision')} as fast.",
+        setting=lambda found: f"hardware.precision: {mixed(found)}",
+        change=lambda found: {"hardware.precision": mixed(found)},
+        effect=lambda found: found.measured_gains.get("full precision"),
     ),
     Rule(
         name="many tiny operations", looks_at=f"operations of a step that take {_TINY_CALL_SECONDS * 1e6:.0f} µs or "
@@ -431,7 +412,6 @@ RULES: tuple[Rule, ...] = (
         setting=lambda _: "your model: fewer, larger operations; a larger loader.batch_size spreads the calls over "
         "more samples",
         change=lambda found: {} if found.given_loader else {"loader.batch_size": 2 * found.config.loader.batch_size},
-        effect=lambda found: None if found.given_loader else 2.0,
     ),
     Rule(
         name="many tiny calls", looks_at="share of the time in one function of a thousand calls and more, 20 µs or "
@@ -439,7 +419,7 @@ RULES: tuple[Rule, ...] = (
         "many calls and little time may be batched; the numbers are kit's", needs="an advanced profile",
         measure=_functions, sentence=_functions_sentence,
         setting=lambda _: "that function: call it for many values at once",
-        effect=lambda found: 1 / max(1e-3, 1 - (_functions(found) or 0.0)),
+        effect=lambda found: without(0.5 * (_functions(found) or 0.0), _functions(found) or 0.0),
     ),
     Rule(
         name="idle gaps", looks_at="share of the trace in which the device had nothing to do", unit="fraction",
@@ -447,18 +427,20 @@ RULES: tuple[Rule, ...] = (
         needs="a PyTorch trace", measure=_gaps, sentence=_gaps_sentence,
         setting=lambda _: "what the gaps are attributed to: kit's loader settings for loading, pin_memory for "
         "transfer, the step itself for syncs and Python",
-        effect=lambda found: 1 / max(1e-3, 1 - (_gaps(found) or 0.0)),
+        effect=lambda found: without(0.5 * (_gaps(found) or 0.0), _gaps(found) or 0.0),
     ),
     # -- devices and ranks
     Rule(
-        name="device memory near its limit", looks_at="peak memory of the fullest device, over what it has",
+        name="device memory near its limit",
+        looks_at="peak memory of the fullest device, over what it has",
         unit="fraction", threshold=0.9, source="kit: a slightly longer sequence or another allocation order takes the "
         "last tenth", needs="a GPU, or hardware.device_memory_bytes", measure=_device_full,
         sentence=lambda _, value: f"The fullest device used {value:.0%} of its memory: a little more and a step fails.",
         setting=_device_setting, change=_device_change,
     ),
     Rule(
-        name="host memory near its limit", looks_at="peak resident memory of all ranks, over what the machine has",
+        name="host memory near its limit",
+        looks_at="peak resident memory of all ranks, over what the machine has",
         unit="fraction", threshold=0.9, source="kit: beyond it the system ends processes", needs="a trial of this "
         "machine",
         measure=lambda found: found.host_bytes / found.host_limit_bytes
@@ -484,7 +466,7 @@ RULES: tuple[Rule, ...] = (
         threshold=1.2, source="kit: every step lasts as long as its slowest rank; a twentieth of the step at least",
         needs="several ranks", measure=_straggler, sentence=_straggler_sentence,
         setting=lambda _: "what differs between the ranks: their share of the data, other work on their device, or "
-        "their cores (hardware.threads_per_rank)", effect=_straggler_effect,
+        "their cores (hardware.threads_per_rank)", effect=_straggler_effect, explains=("communication",),
     ),
     Rule(
         name="communication", looks_at="share of the time in communication between ranks", unit="fraction",
@@ -493,10 +475,12 @@ RULES: tuple[Rule, ...] = (
         sentence=lambda _, value: f"The ranks spend {value:.0%} of the time exchanging gradients and parameters.",
         setting=lambda _: "levers.accumulate_grad_batches: exchange gradients once for several batches",
         change=lambda found: {"levers.accumulate_grad_batches": 2 * found.config.levers.accumulate_grad_batches},
-        effect=lambda found: shorter(found, found.shares["communication"] * found.step_seconds, 2.0),
+        effect=lambda found: without(0.4 * found.shares["communication"], 0.5 * found.shares["communication"]),
+        part="communication",
     ),
     Rule(
-        name="BatchNorm under checkpointing", looks_at="batch statistics that are, or would be, taken twice a step",
+        name="BatchNorm under checkpointing",
+        looks_at="batch statistics that are, or would be, taken twice a step",
         unit="count", threshold=1.0, source="kit, measured: running statistics are updated again when activations are "
         "recomputed", needs="counted work",
         measure=lambda found: 1.0 if any("BatchNorm would count every batch twice" in x for x in found.warnings)
@@ -508,4 +492,5 @@ RULES: tuple[Rule, ...] = (
         change=lambda found: {"levers.gradient_checkpointing": False}
         if found.config.levers.gradient_checkpointing else {},
     ),
+    *HOST_RULES,
 )  # fmt: skip

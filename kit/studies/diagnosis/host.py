@@ -1,0 +1,303 @@
+"""What the host of a rank does while it trains: hooks, garbage, threads, what is kept, and what its workers hold.
+
+`HostWatch` writes one `host_watched` event per rank, of the steps after the warm-up. Lines of the user's code are
+sampled in the rank and in its forked loader processes (`kit.studies.diagnosis.sampler`). What hooks take is timed, by
+the clock of the step (`kit.trial.recorder`). What is kept is what the allocators say is not freed. All of it costs less
+than a hundredth of the time, and says what (`own_fraction`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker as torch_worker
+from typing_extensions import override
+
+from kit.studies.diagnosis.sampler import MOST_WORKERS, PAGE_BYTES, Sampler, WatchedLoop, kind_of, summary
+from kit.trial.context import Context
+from kit.trial.recorder import StepClock
+from kit.trial.verdict import describe
+
+_POINTS = 12
+_LEAST_ENTRIES = 10_000
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc tells of its heaps, in bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keep",
+        )
+    )
+
+
+@functools.cache
+def _mallinfo() -> Any:
+    call = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if call is not None:
+        call.restype = _Mallinfo
+    return call
+
+
+def held_bytes(device: torch.device) -> int | None:
+    """What is allocated and not freed, on the device and, by glibc's count, on the host; None where nobody tells.
+
+    Resident memory tells less: heaps in pieces grow for hundreds of steps though nothing is kept.
+    """
+    on_device = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    with contextlib.suppress(OSError, AttributeError):
+        call = _mallinfo()
+        if call is not None:
+            found = call()
+            return int(found.uordblks + found.hblkhd + on_device)
+    return on_device or None
+
+
+class Garbage:
+    """The seconds that Python's garbage collection takes."""
+
+    def __init__(self) -> None:
+        self.seconds, self.collections = 0.0, 0
+        self._began = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        elif self._began:
+            self.seconds += time.perf_counter() - self._began
+            self.collections += info.get("generation") == 2
+
+
+class HostWatch(Callback):
+    """Watches from the first step after the warm-up to the end of the last, and writes once."""
+
+    def __init__(self, context: Context, clock: StepClock) -> None:
+        self._context, self._clock = context, clock
+        self._sampler: Sampler | None = None
+        self._garbage = Garbage()
+        self._pages: mmap.mmap | None = None
+        self._loop: Any = None
+        self._begun: dict[str, Any] = {}
+        self._written = False
+        self._held: list[tuple[int, int]] = []
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            self._pages = mmap.mmap(-1, MOST_WORKERS * PAGE_BYTES)
+            self._loop = torch_worker._worker_loop
+            setattr(torch_worker, "_worker_loop", WatchedLoop(self._loop, self._pages, os.getpid()))  # noqa: B010
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._sampler is None and trainer.global_step >= self._context.config.trial.warmup_steps:
+            gc.callbacks.append(self._garbage)
+            self._clock.actions.clear()
+            self._begun = {
+                "pixels": pixels(batch),
+                "wall": time.perf_counter(), "threads": thread_seconds(), "sizes": sizes(trainer, pl_module),
+            }  # fmt: skip
+            self._sampler = Sampler(self._clock)
+            self._sampler.start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        steps = getattr(trainer, "trial_steps", None)
+        if self._sampler is not None and trainer.global_step % max(1, (steps or 0) // _POINTS) == 0:
+            held = held_bytes(pl_module.device)
+            if held is not None and len(self._held) < 4 * _POINTS:
+                self._held.append((trainer.global_step, held))
+        if steps is not None and trainer.global_step >= steps:  # while loader processes still live
+            self._write(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer, pl_module)
+        self._unhook()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
+
+    def _unhook(self) -> None:
+        if self._sampler is not None:
+            self._sampler.stop()
+        if self._garbage in gc.callbacks:
+            gc.callbacks.remove(self._garbage)
+        if self._loop is not None:
+            setattr(torch_worker, "_worker_loop", self._loop)  # noqa: B010
+            self._loop = None
+
+    def _write(self, trainer: Trainer, module: LightningModule) -> None:
+        sampler, begun = self._sampler, self._begun
+        if sampler is None or self._written:
+            return
+        self._written = True
+        wall = time.perf_counter() - begun["wall"]
+        threads = thread_seconds()
+        cores = {
+            name: (seconds - begun["threads"].get(name, 0.0)) / wall
+            for name, seconds in threads.items() if not name.startswith("kit-")
+        }  # fmt: skip
+        after, callbacks = sizes(trainer, module), getattr(trainer, "callbacks")  # noqa: B009
+        mine = {callback.state_key for callback in callbacks if type(callback).__module__.startswith("kit.")}
+        places = {thread.name: self._place(thread) for thread in threading.enumerate()}
+        self._context.writer.write(
+            "host_watched",
+            seconds=wall,
+            own_fraction=sampler.cost_seconds / wall,
+            interval_seconds=sampler.interval_seconds,
+            **summary(sampler, self._context.cells),
+            hooks={
+                name: seconds / wall
+                for name, seconds in self._clock.actions.items()
+                if name.startswith(("[Callback]", "[LightningModule]")) and name[10:].rpartition(".")[0] not in mine
+            },
+            garbage_fraction=self._garbage.seconds / wall,
+            collections=self._garbage.collections,
+            threads=[{"name": name, "cores": share, "place": places.get(name, "")} for name, share in cores.items()],
+            grown={
+                name: [begun["sizes"][name], size]
+                for name, size in after.items()
+                if size > begun["sizes"].get(name, size)
+            },
+            pixels=begun["pixels"],
+            held=self._held,
+            loader=self._loader(trainer),
+            workers=self._workers(),
+            embeddings=embeddings(module),
+        )  # fmt: skip
+
+    def _place(self, thread: threading.Thread) -> str:
+        """The function that a thread runs; empty for one of a library."""
+        target = getattr(thread, "_target", None) or type(thread).run
+        code = getattr(getattr(target, "__func__", target), "__code__", None)
+        if code is None or not kind_of(code.co_filename)[0]:
+            return ""
+        return describe((code.co_filename, code.co_firstlineno, code.co_name), self._context.cells)
+
+    def _loader(self, trainer: Trainer) -> dict[str, Any]:
+        loader = trainer.train_dataloader
+        if not isinstance(loader, DataLoader):
+            return {}
+        method = getattr(loader.multiprocessing_context, "get_start_method", lambda: None)()
+        return {
+            "workers": loader.num_workers, "persistent": loader.persistent_workers,
+            "start_method": method or ("fork" if sys.platform == "linux" and sys.version_info < (3, 14) else "other"),
+            "objects_bytes": objects_bytes(loader.dataset),
+        }  # fmt: skip
+
+    def _workers(self) -> list[dict[str, Any]]:
+        found = []
+        for number in range(MOST_WORKERS if self._pages is not None else 0):
+            begin = number * PAGE_BYTES
+            page = (self._pages or b"")[begin : begin + PAGE_BYTES]
+            size = int.from_bytes(page[:8], "little")
+            with contextlib.suppress(ValueError):
+                if size:
+                    found.append(json.loads(page[8 : 8 + size]))
+        return found
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU seconds of the other threads of Python, by name; empty where the system does not tell."""
+    found: dict[str, float] = {}
+    for thread in threading.enumerate():
+        if thread is threading.current_thread():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
+            found[thread.name] = found.get(thread.name, 0.0) + int(text.split()[0]) / 1e9
+    return found
+
+
+def sizes(trainer: Trainer, module: LightningModule) -> dict[str, int]:
+    """Entries of the containers that the module and the user's callbacks hold as attributes."""
+    callbacks = getattr(trainer, "callbacks")  # noqa: B009
+    own = [callback for callback in callbacks if not type(callback).__module__.startswith(("kit.", "lightning."))]
+    holders: list[Any] = [module, *own]
+    return {
+        f"{type(holder).__name__}.{name}": len(value)
+        for holder in holders
+        for name, value in vars(holder).items()
+        if isinstance(value, list | dict | set) and not name.startswith("_")
+    }
+
+
+def pixels(batch: Any) -> int:
+    """Of one picture of a batch; 0 where there are none."""
+    shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim >= 4]
+    return max((int(shape[-1] * shape[-2]) for shape in shapes), default=0)
+
+
+def embeddings(module: nn.Module) -> dict[str, Any]:
+    """The largest table of embeddings with dense gradients, and all trained parameters."""
+    tables = [
+        (part.weight.numel(), name) for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and not part.sparse and part.weight.requires_grad
+    ]  # fmt: skip
+    total = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    size, name = max(tables, default=(0, ""))
+    return {"name": name, "elements": size, "parameters": total}
+
+
+def objects_bytes(dataset: Any) -> int:
+    """What the Python objects in a dataset's containers take, from a hundred of each: references count as they go."""
+    found, seen = 0, 0
+    while dataset is not None and seen < 4:
+        for value in list(getattr(dataset, "__dict__", {}).values()):
+            if isinstance(value, list | dict) and len(value) >= _LEAST_ENTRIES:
+                found += _sampled_bytes(value)
+        if isinstance(dataset, list) and len(dataset) >= _LEAST_ENTRIES:
+            found += _sampled_bytes(dataset)
+        dataset, seen = getattr(dataset, "dataset", None), seen + 1
+    return found
+
+
+def _sampled_bytes(container: list[Any] | dict[Any, Any]) -> int:
+    count = min(100, len(container))
+    if isinstance(container, dict):
+        some: Iterator[Any] = (item for item, _ in zip(container.items(), range(count), strict=False))
+    else:
+        some = (container[place] for place in range(0, len(container), max(1, len(container) // count)))
+    held = [_deep_bytes(item, 3) for item in some]
+    return sys.getsizeof(container) + int(sum(held) / max(1, len(held)) * len(container))
+
+
+def _deep_bytes(value: Any, depth: int) -> int:
+    size = sys.getsizeof(value, 0) if not isinstance(value, torch.Tensor) else 0
+    if depth and isinstance(value, list | tuple | set):
+        return size + sum(_deep_bytes(item, depth - 1) for item in list(value)[:100])
+    if depth and isinstance(value, dict):
+        return size + sum(_deep_bytes(item, depth - 1) for pair in list(value.items())[:100] for item in pair)
+    return size

@@ -1,0 +1,491 @@
+"""Rules about what the host does beside the arithmetic: hooks, files, workers, garbage, threads, uneven ranks.
+
+They read what `kit.studies.diagnosis.host` watched. Where a share was sampled, its effect is a range by the number of
+samples. The thresholds are kit's: a tenth of the time is worth advice, a twentieth where the cure costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kit.studies.diagnosis.evidence import Evidence
+from kit.studies.diagnosis.rule import SLIVER, WAITS, Change, Range, Rule, without, without_part
+from kit.units import format_bytes, format_count, format_seconds
+
+_TWENTIETH = 0.05
+_FEW_SAMPLES = 16
+"""A batch of at most that many samples may be too small for a device."""
+_DRAWERS = ("matplotlib", "seaborn", "plotly", "bokeh", "PIL", "tensorboard", "wandb", "mlflow", "comet_ml", "neptune")
+_HOOKS_OF_PARTS = (
+    "training_step", "optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad", "transfer_batch_to_device",
+    "on_before_batch_transfer", "on_after_batch_transfer", "lr_scheduler_step", "validation_step", "forward",
+    "on_save_checkpoint", "state_dict",
+)  # fmt: skip
+"""What belongs to a part of the step that has rules of its own."""
+_FULL_COLLECTIONS = 3
+_MANY_STEPS = 10_000
+_SMALL_BYTES = 1 << 16
+_DECODED_AGAIN = (4.0, 12.0)
+"""How many times as fast a JPEG is decoded at an eighth of its size: Huffman decoding remains."""
+
+
+def _sampled(found: Evidence, fraction: float, samples: int | None = None) -> Range:
+    """Without a share that was sampled, by the binomial's standard error."""
+    count = samples or int(found.host.get("samples", 1)) or 1
+    error = math.sqrt(max(0.0, fraction * (1 - fraction)) / count)
+    return without(fraction - error, fraction + error)
+
+
+def _lines(found: Evidence) -> list[Mapping[str, Any]]:
+    return list(found.host.get("lines", ()))
+
+
+def _share(found: Evidence, part: str) -> float | None:
+    return found.shares.get(part)
+
+
+def _every(found: Evidence) -> int:
+    """How many times as rarely brings a validation to a twentieth of the time."""
+    share = found.shares.get("validation", 0.0)
+    return max(2, math.ceil(share / max(1e-6, 1 - share) / _TWENTIETH))
+
+
+def _validation_change(found: Evidence) -> Change:
+    every = found.config.trial.validate_every_steps
+    return {"trial.validate_every_steps": every * _every(found)} if every else {}
+
+
+# -- hooks and drawing
+
+
+def _drawing(found: Evidence) -> float | None:
+    if not found.host:
+        return None
+    drawn = [line for line in _lines(found) if line["package"] in _DRAWERS and line["part"] not in ("wait", "worker")]
+    return math.fsum(line["fraction"] for line in drawn) + found.shares.get("logging", 0.0)
+
+
+def _drawing_sentence(found: Evidence, value: float) -> str:
+    drawn = [line for line in _lines(found) if line["package"] in _DRAWERS and line["part"] not in ("wait", "worker")]
+    at = f" at {drawn[0]['place']}, in {drawn[0]['package']}" if drawn else ""
+    return f"Drawing and logging take {value:.0%} of the time{at}: a step need not wait for a picture."
+
+
+def _hook(found: Evidence) -> tuple[str, float]:
+    """The hook that takes most, and its share."""
+    hooks = {
+        name: share for name, share in found.host.get("hooks", {}).items()
+        if name.rpartition(".")[2] not in _HOOKS_OF_PARTS
+    }  # fmt: skip
+    worst = max(hooks, key=hooks.__getitem__, default="")
+    return worst, hooks.get(worst, 0.0)
+
+
+def _hook_sentence(found: Evidence, value: float) -> str:
+    name = _hook(found)[0]
+    place = next((line["place"] for line in _lines(found) if line["hook"] == name and line["place"]), "")
+    seconds = format_seconds(value * found.step_seconds)
+    return (
+        f"{name.partition(']')[2]} takes {value:.0%} of the time, {seconds} a step{f', at {place}' if place else ''}."
+    )
+
+
+def _garbage(found: Evidence) -> float | None:
+    share = found.host.get("garbage_fraction")
+    return share if share is None or found.host.get("collections", 0) >= _FULL_COLLECTIONS else 0.0
+
+
+# -- threads
+
+
+def _thread(found: Evidence) -> Mapping[str, Any] | None:
+    busiest = max(found.host.get("threads", ()), key=lambda thread: thread["cores"], default=None)
+    return busiest if busiest is not None and busiest["cores"] >= 2 * SLIVER else None
+
+
+def _held(found: Evidence) -> float | None:
+    """Of the time, what the training thread neither computed, queued for a core, nor waited for anything known."""
+    if not found.host or found.thread_cores is None:
+        return None
+    if _thread(found) is None or found.on_gpu:
+        return 0.0
+    waits = math.fsum(found.shares.get(part, 0.0) for part in ("wait", "communication", "checkpoint"))
+    return max(0.0, 1 - found.thread_cores - waits)
+
+
+def _held_sentence(found: Evidence, value: float) -> str:
+    thread = _thread(found) or {"name": "a thread", "place": "", "cores": 0.0}
+    at = f", at {thread['place']}" if thread["place"] else ""
+    return (
+        f"The training stands still {value:.0%} of the time while the thread {thread['name']!r} computes{at} "
+        f"({thread['cores']:.0%} of a core): one of the two at a time has Python's interpreter."
+    )
+
+
+# -- the step
+
+
+def _small_batch(found: Evidence) -> float | None:
+    gain = found.measured_gains.get("batch too small")
+    return None if gain is None else gain[0]
+
+
+def may_be_small(found: Evidence) -> bool:
+    """Whether a larger batch is worth a short trial: few samples, which kit can change, and room for more."""
+    work = found.work
+    if work is None or found.given_loader or not work.calls or not found.step_seconds > 0:
+        return False
+    limit, held = found.device_limit_bytes, found.device_allocated_bytes
+    room = not limit or not held or held < limit / 4
+    return room and work.samples <= _FEW_SAMPLES * found.world_size
+
+
+def larger_batch(found: Evidence) -> Change:
+    return {"loader.batch_size": 4 * found.config.loader.batch_size}
+
+
+def _idle_optimizer(found: Evidence) -> float | None:
+    """The share of the optimizer where most of what it updates had no gradient."""
+    tables, work = found.host.get("embeddings", {}), found.work
+    if work is None or not tables or "optimizer" not in found.shares:
+        return None
+    unused = _unused(found)
+    large = tables.get("elements", 0) >= 0.5 * max(1, tables.get("parameters", 0))
+    return found.shares["optimizer"] if large and unused >= 0.9 else 0.0
+
+
+def _unused(found: Evidence) -> float:
+    work = found.work
+    return 1 - work.rows_used / work.rows if work is not None and work.rows else 0.0
+
+
+def _idle_optimizer_effect(found: Evidence) -> Range:
+    """Without the optimizer's share of idle rows, and at most without the pass that fills their gradients with zeros.
+
+    AdamW passes over seven tables (parameter, gradient and two moments read, three of them written), a dense gradient
+    is written and read once: two sevenths of the optimizer's time.
+    """
+    tables = found.host["embeddings"]
+    gone = found.shares["optimizer"] * _unused(found) * tables["elements"] / tables["parameters"]
+    return without(gone, gone + min(gone * 2 / 7, 0.95 * found.shares.get("backward", 0.0)))
+
+
+def _idle_optimizer_sentence(found: Evidence, value: float) -> str:
+    tables = found.host["embeddings"]
+    return (
+        f"The optimizer takes {value:.0%} of the time: it updates all of {tables['name']!r}, "
+        f"{tables['elements'] / tables['parameters']:.0%} of the parameters, of which a batch uses "
+        f"{1 - _unused(found):.1%}."
+    )
+
+
+def _small_collectives(found: Evidence) -> float | None:
+    work = found.work
+    if found.world_size < 2 or work is None:
+        return None
+    own = sum(count for place, count in work.collective_places if not place.startswith("Lightning"))
+    small = work.collective_bytes / max(1, work.collectives) <= _SMALL_BYTES or own >= work.collectives / 2
+    return own if small else 0.0
+
+
+def _collectives_effect(found: Evidence) -> Range | None:
+    share = found.line_fraction({place for place, _ in found.work.collective_places}) if found.work else 0.0
+    return without(0.75 * share, share) if share else None
+
+
+# -- files
+
+
+def _one_read(found: Evidence, *packages: str) -> tuple[str, Mapping[str, Any], float, bool] | None:
+    """Package, what it read, its share of its process's time, and whether that is a worker."""
+    places = [(found.host, False), *((worker, True) for worker in found.host.get("workers", ()))]
+    for host, is_worker in places:
+        for package in packages:
+            read = host.get("reads", {}).get(package)
+            if read is not None:
+                lines = (line for line in host["lines"] if line["package"] == package)
+                return package, read, math.fsum(line["fraction"] for line in lines), is_worker
+    return None
+
+
+def _gone_from_reading(found: Evidence, share: float, is_worker: bool, low: float, high: float) -> Range:
+    """The gain where of what reads, in the training thread or in workers, between `low` and `high` is gone."""
+    if not is_worker:
+        return without(share * low, share * high)
+    train, wait = found.train_seconds, found.wait_seconds
+    making = train + wait  # the workers are what sets the pace
+    after = [max(train, making * (1 - share * gone)) for gone in (low, high)]
+    return making / after[0], making / after[1]
+
+
+def _one_row(found: Evidence) -> float | None:
+    if not found.host or found.wait_fraction is None:
+        return None
+    read = _one_read(found, "h5py", "zarr")
+    if read is None or found.wait_fraction < SLIVER or read[2] < SLIVER:
+        return 1.0
+    return float(read[1].get("covered_bytes", 1) / max(1, read[1].get("wanted_bytes", 1)))
+
+
+def _one_row_sentence(found: Evidence, _: float) -> str:
+    package, read, share, __ = _one_read(found, "h5py", "zarr") or ("", {}, 0.0, False)
+    chunk, name = "×".join(map(str, read["chunk"])), {"h5py": "HDF5", "zarr": "Zarr"}[package]
+    return (
+        f"{format_bytes(read['wanted_bytes'])} are read at a time out of {name} chunks of {chunk}, which are "
+        f"{format_bytes(read['covered_bytes'])} each and are decompressed whole: {share:.0%} of the time of who reads."
+    )
+
+
+def _one_row_effect(found: Evidence) -> Range | None:
+    read = _one_read(found, "h5py", "zarr")
+    if read is None:
+        return None
+    gone = 1 - read[1]["wanted_bytes"] / read[1]["covered_bytes"]
+    if read[3]:
+        return _gone_from_reading(found, read[2], True, 0.9 * gone, gone)
+    return without(read[2] * gone, max(read[2], found.shares.get("wait", 0.0)) * gone)
+
+
+def _full_size(found: Evidence) -> float | None:
+    if not found.host or found.wait_fraction is None:
+        return None
+    read, pixels = _one_read(found, "PIL"), found.host.get("pixels", 0)
+    if read is None or not pixels or found.wait_fraction < SLIVER or read[2] < 3 * SLIVER:
+        return 1.0
+    return float(read[1]["pixels"] / pixels)
+
+
+def _full_size_sentence(found: Evidence, value: float) -> str:
+    read = _one_read(found, "PIL")
+    host = found.host if read is None or not read[3] else found.host["workers"][0]
+    place = next((line["place"] for line in host["lines"] if line["package"] == "PIL"), "")
+    return (
+        f"Pictures are decoded at {value:.0f} times the pixels that the model gets"
+        f"{f', at {place}' if place else ''}: {read[2] if read else 0:.0%} of the time of who reads."
+    )
+
+
+def _full_size_effect(found: Evidence) -> Range | None:
+    read = _one_read(found, "PIL")
+    low, high = (1 - 1 / factor for factor in _DECODED_AGAIN)
+    return None if read is None else _gone_from_reading(found, read[2], read[3], low, high)
+
+
+# -- workers
+
+
+def _workers(found: Evidence) -> int:
+    return int(found.host.get("loader", {}).get("workers", 0))
+
+
+def _copied(found: Evidence) -> float | None:
+    """What all workers will hold of a dataset of Python objects once they have touched it, over the host's memory."""
+    if not found.host or not found.host_limit_bytes:
+        return None
+    copies = _workers(found) * found.world_size
+    return copies * float(found.host["loader"].get("objects_bytes", 0) if copies else 0) / found.host_limit_bytes
+
+
+def _parent_copied(found: Evidence) -> float | None:
+    """What each worker holds for itself, beyond its dataset, over what the rank holds."""
+    workers = [worker for worker in found.host.get("workers", ()) if worker.get("private_bytes")]
+    if not found.host or not found.host_bytes:
+        return None
+    if not workers or found.host["loader"].get("start_method") != "fork":
+        return 0.0
+    own = sum(worker["private_bytes"] for worker in workers) / len(workers)
+    beyond = own - float(found.host["loader"].get("objects_bytes", 0))
+    return max(0.0, beyond) / (found.host_bytes / found.world_size) if beyond >= _LEAST_COPIED_BYTES else 0.0
+
+
+_LEAST_COPIED_BYTES = 1 << 29
+
+
+def _slow_start(found: Evidence) -> float | None:
+    if not found.host or found.start_up_seconds is None:
+        return None
+    fresh = found.host.get("loader", {}).get("start_method") in ("spawn", "forkserver")
+    return found.start_up_seconds if fresh and _workers(found) else 0.0
+
+
+def _restarts(found: Evidence) -> float | None:
+    if not found.host:
+        return None
+    again = _workers(found) and not found.host["loader"].get("persistent")
+    return found.epoch_start_fraction if again and found.epoch_start_fraction is not None else 0.0
+
+
+# -- memory
+
+
+def _grows(found: Evidence) -> float | None:
+    if found.growth_bytes is None or not found.host_limit_bytes:
+        return None
+    return found.growth_bytes * _MANY_STEPS / found.host_limit_bytes
+
+
+def _grows_sentence(found: Evidence, _: float) -> str:
+    grown = found.host.get("grown", {})
+    name = max(grown, key=lambda one: grown[one][1] - grown[one][0], default="")
+    what = f"; {name} grew from {grown[name][0]} to {grown[name][1]} entries meanwhile" if name else ""
+    left = (found.host_limit_bytes or 0) - (found.host_bytes or 0)
+    steps = format_count(max(0.0, left) / max(1.0, found.growth_bytes or 1.0))
+    return (
+        f"Every step adds {format_bytes(found.growth_bytes or 0)} of memory that is not given back{what}: the machine "
+        f"is full after {steps} steps."
+    )
+
+
+def _uneven_effect(found: Evidence) -> Range | None:
+    """The largest batch sets the pace; were all as large as the mean, that share of its passes would be saved."""
+    passes = found.shares.get("forward", 0.0) + found.shares.get("backward", 0.0)
+    slowest = found.rank_parts.get(max(found.rank_seconds, key=found.rank_seconds.__getitem__), {})
+    saved = 1 - 1 / (found.uneven or 1.0)
+    own = slowest.get("forward", 0.0) / found.step_seconds
+    return without(saved * min(passes, 2 * own), saved * passes)
+
+
+HOST_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="images decoded at full size", looks_at="pixels decoded over pixels that the model gets, where decoding "
+        "holds the training up", unit="ratio", threshold=4.0, source="kit: a JPEG decodes at a half, a quarter or an "
+        "eighth of its size for less", needs="watched processes that read with Pillow", measure=_full_size,
+        sentence=_full_size_sentence, part="wait",
+        setting=lambda _: "your dataset: image.draft('RGB', size) before it is loaded, or smaller files",
+        effect=_full_size_effect, explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy"),
+    ),
+    Rule(
+        name="one row of a large chunk", looks_at="bytes decompressed over bytes asked for, where reading holds the "
+        "training up", unit="ratio", threshold=8.0, source="kit: a chunk is decompressed whole",
+        needs="watched processes that read with h5py or zarr", measure=_one_row, sentence=_one_row_sentence,
+        setting=lambda _: "the file: chunks of about what is read at once; or read the rows of a chunk together",
+        effect=_one_row_effect, part="wait", explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy"),
+    ),
+    Rule(
+        name="dataset copied into workers", looks_at="Python objects of the dataset, in all workers, over the "
+        "machine's memory", unit="fraction", threshold=0.03, source="kit: reading an object counts its references, "
+        "which copies its page", needs="a trial of this machine", measure=_copied,
+        explains=("workers copy the parent",),
+        sentence=lambda found, value: f"The dataset holds {format_bytes(found.host['loader']['objects_bytes'])} of "
+        f"Python objects, and each of {_workers(found)} workers copies what it reads of them: {value:.0%} of the "
+        "machine's memory in time.",
+        setting=lambda _: "your dataset: arrays or tensors (or Arrow) in place of lists and dictionaries",
+    ),
+    Rule(
+        name="workers copy the parent", looks_at="memory of each worker that it shares with none, over that of its "
+        "rank", unit="fraction", threshold=0.5, source="kit: from half a gibibyte on; garbage collection in a forked "
+        "process touches, and so copies, all objects", needs="forked workers", measure=_parent_copied,
+        sentence=lambda _, value: f"Each forked worker holds {value:.0%} of its rank's memory a second time.",
+        setting=lambda _: "gc.freeze() before the loader starts, or multiprocessing_context='spawn'",
+    ),
+    Rule(
+        name="workers start slowly", looks_at="seconds until the first batch, where workers are new interpreters",
+        unit="count", threshold=3.0, source="kit: each imports all that the dataset needs", needs="loader processes",
+        measure=_slow_start, explains=("loader start-up",),
+        sentence=lambda found, value: f"{_workers(found)} workers are started as new interpreters, which import "
+        f"everything again: the first batch came after {format_seconds(value)}.",
+        setting=lambda _: "multiprocessing_context='fork', fewer workers, or imports within the functions that need "
+        "them",
+    ),
+    Rule(
+        name="workers started every epoch", looks_at="share of the time that first steps of epochs take longer",
+        unit="fraction", threshold=SLIVER, source="kit", needs="watched steps", measure=_restarts,
+        sentence=lambda found, value: f"{_workers(found)} workers are started anew at every epoch: that takes "
+        f"{value:.0%} of the time.",
+        setting=lambda _: "persistent_workers=True of your DataLoader",
+        effect=lambda found: without(0.8 * (found.epoch_start_fraction or 0.0), found.epoch_start_fraction),
+        part="wait", explains=(*WAITS, "loader start-up"),
+    ),
+    Rule(
+        name="validation too often", looks_at="share of the time in validation", unit="fraction", threshold=0.2,
+        source="kit: a twentieth tells as much", needs="timed steps", part="validation",
+        measure=lambda found: _share(found, "validation"),
+        sentence=lambda _, value: f"Validation takes {value:.0%} of the time.",
+        setting=lambda found: f"trial.validate_every_steps, or val_check_interval: {_every(found)} times as rarely",
+        change=_validation_change, effect=lambda found: without_part(found, "validation", 1 / _every(found)),
+    ),
+    Rule(
+        name="checkpoints too often", looks_at="share of the time in writing checkpoints", unit="fraction",
+        threshold=SLIVER, source="kit", needs="timed steps", part="checkpoint",
+        measure=lambda found: _share(found, "checkpoint"),
+        sentence=lambda found, value: f"Writing checkpoints takes {value:.0%} of the time, "
+        f"{format_seconds(value * found.step_seconds)} a step.",
+        setting=lambda _: "every_n_train_steps of your ModelCheckpoint, save_weights_only, or a faster disk",
+        effect=lambda found: without_part(found, "checkpoint"),
+    ),
+    Rule(
+        name="drawing in the step", looks_at="share of the time in drawing and logging", unit="fraction",
+        threshold=_TWENTIETH, source="kit", needs="watched steps", measure=_drawing, sentence=_drawing_sentence,
+        setting=lambda _: "that line: every hundredth step, or after the training",
+        effect=lambda found: _sampled(found, _drawing(found) or 0.0), part="forward",
+        explains=("slow hook", "sync in the step"),
+    ),
+    Rule(
+        name="slow hook", looks_at="share of the time in one hook of a callback or the module", unit="fraction",
+        threshold=SLIVER, source="kit", needs="watched steps", part="other",
+        measure=lambda found: _hook(found)[1] if found.host else None, sentence=_hook_sentence,
+        setting=lambda _: "that hook: less of it, or every so many steps",
+        effect=lambda found: without(0.95 * _hook(found)[1], _hook(found)[1]),
+        explains=("many tiny operations", "sync in the step"),
+    ),
+    Rule(
+        name="garbage collection", looks_at="share of the time in Python's garbage collection, of three full ones and "
+        "more", unit="fraction", threshold=_TWENTIETH, source="kit: one or two are an accident of a short trial",
+        needs="watched steps", part="other", measure=_garbage,
+        sentence=lambda found, value: f"Python collects garbage {value:.0%} of the time "
+        f"({found.host.get('collections', 0)} full collections).",
+        setting=lambda _: "no gc.collect() in a step; gc.freeze() after everything is loaded",
+        effect=lambda found: without(0.95 * found.host["garbage_fraction"], found.host["garbage_fraction"]),
+        explains=("slow hook",),
+    ),
+    Rule(
+        name="interpreter held by a thread", looks_at="share of the time in which the training thread stands still "
+        "while another computes in Python", unit="fraction", threshold=SLIVER, source="kit", needs="watched steps",
+        measure=_held, sentence=_held_sentence,  # no effect: changing hands slows what computes, too, nobody knows how
+        setting=lambda _: "that thread: a process of its own, or pauses (time.sleep) in its loop",
+        explains=("many tiny operations", "slow hook"),
+    ),
+    Rule(
+        name="batch too small", looks_at="gain of four times the batch, measured, at its lower end", unit="ratio",
+        threshold=1.5, source=f"kit: asked for batches of {_FEW_SAMPLES} and fewer", needs="two short trials of the "
+        "module (short_trials)", measure=_small_batch,
+        sentence=lambda found, value: f"A batch of {found.work.samples // found.world_size if found.work else 0} is "
+        f"too small for the device: with four times the batch samples are at least {value:.2g} times as fast.",
+        setting=lambda found: f"loader.batch_size: {4 * found.config.loader.batch_size}, and the learning rate with it",
+        change=larger_batch, effect=lambda found: found.measured_gains.get("batch too small"),
+        explains=("many tiny operations",),
+    ),
+    Rule(
+        name="optimizer larger than the work", looks_at="share of the time in the optimizer, where a batch uses few "
+        "rows of a large table", unit="fraction", threshold=0.3, source="kit", needs="watched steps and counted work",
+        measure=_idle_optimizer, sentence=_idle_optimizer_sentence, part="optimizer",
+        setting=lambda _: "sparse=True of that embedding, with SparseAdam or SGD for it",
+        effect=_idle_optimizer_effect,
+    ),
+    Rule(
+        name="memory that grows", looks_at=f"memory that {_MANY_STEPS:,} steps would add, over the machine's",
+        unit="fraction", threshold=SLIVER, source="kit: growth in both halves of the trial", needs="a trial of this "
+        "machine, and six steps or more", measure=_grows, sentence=_grows_sentence,
+        setting=lambda _: "what keeps tensors from step to step: loss.detach() or loss.item() in a list of losses",
+    ),
+    Rule(
+        name="uneven batches", looks_at="numbers in a step's largest batch over those in the mean one", unit="ratio",
+        threshold=1.2, source="kit: a step lasts as long as its largest batch", needs="several ranks",
+        measure=lambda found: found.uneven if found.world_size > 1 else None, part="backward",
+        sentence=lambda _, value: f"The ranks get batches of different sizes: the largest of a step is "
+        f"{value:.2g} times the mean, and the others wait for it.",
+        setting=lambda _: "your sampler: batches of like length to all ranks in the same step",
+        effect=_uneven_effect, explains=("stragglers", "communication"),
+    ),
+    Rule(
+        name="small collectives", looks_at="collectives of a step that your own code makes", unit="count",
+        threshold=16.0, source="kit: each costs its latency, whatever its size", needs="several ranks and counted work",
+        measure=_small_collectives, part="forward",
+        sentence=lambda found, value: f"A step makes {value:.0f} collectives of its own, most of them at "
+        f"{found.work.collective_places[0][0] if found.work else ''}: each waits for all ranks.",
+        setting=lambda _: "one collective for all values: stack them, or log with sync_dist at the end of the epoch",
+        effect=_collectives_effect, explains=("communication", "many tiny operations"),
+    ),
+)  # fmt: skip

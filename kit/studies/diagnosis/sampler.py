@@ -1,0 +1,253 @@
+"""Sampler: what the training thread is at, by line of the user's code, without another thread that looks at it.
+
+About every twenty milliseconds the training thread itself notes the part of the step, the innermost line of the user's
+code, and the library that it called. It is asked by another thread, as if by a signal but without one, so no system
+call is interrupted; it answers when it next runs Python, and all time since its last answer counts for the line at
+which it does. So a long call counts as long as it is. No thread looks at the frames of another, which Python 3.11 does
+not always survive. What an answer costs is timed, and it is asked for less often where that exceeds `MOST_OVERHEAD` of
+the time; the cost is told (`own_fraction`).
+
+Frames of readers and decoders (h5py, Zarr, Pillow) also tell what they read: the chunk, or the size of the picture.
+
+Loader processes are watched in the same way when they are forked, by a loop put around torch's own; they tell by a page
+of memory that they share with the rank. Spawned ones are left alone: they would have to import kit.
+
+Kept are counts, at most `MOST_LINES` lines, whatever the length of a training.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import functools
+import inspect
+import json
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+import kit
+from kit.trial.recorder import StepClock
+from kit.trial.verdict import describe, is_library
+
+INTERVAL_SECONDS = 0.02
+SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
+"""A number that nobody sends: only Python's own flag is raised."""
+MOST_OVERHEAD = 0.005
+"""Of the time, what looking may take before it is done less often."""
+MOST_LINES = 400
+MOST_WORKERS, PAGE_BYTES = 32, 1 << 15
+_MOST_DEPTH = 200
+_COLD = 2
+"""Answers that fill caches, and tell nothing of what later ones cost."""
+_TELL_SECONDS = 0.5
+_MOST_PICKED = 10_000
+_TOLD = 12
+_READERS = {"h5py": "__getitem__", "zarr": "__getitem__", "PIL": "load"}
+"""Packages that read, and the function in which their arguments can be seen."""
+_KIT = f"{Path(kit.__file__).parent}/"
+_MODELS_OF_KIT = (f"{_KIT}models/", f"{_KIT}testing.py")
+
+
+class Sampler:
+    """Counts what the main thread of this process is at, from `start`, which it calls itself, until it is stopped."""
+
+    def __init__(self, clock: StepClock | None = None) -> None:
+        self._clock = clock
+        self.lines: dict[tuple[str, str, str, int, str, str], float] = {}
+        """Seconds by part, hook, file, line, function and the package that was called."""
+        self.reads: dict[str, dict[str, Any]] = {}
+        """The last read of a kind that was seen."""
+        self.samples = 0
+        self.idle_seconds = self.cost_seconds = 0.0
+        """`idle_seconds`: where no line of the user's code was on the stack."""
+        self.interval_seconds = INTERVAL_SECONDS
+        self._cold_seconds = 0.0
+        self._asked = self._stopped = False
+        self._stop = threading.Event()
+        self.started = self._last = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin; without effect where this system has no such signal, somebody uses it, or in another thread."""
+        in_main = threading.current_thread() is threading.main_thread()
+        if SIGNAL is None or not in_main:
+            return
+        before = signal.getsignal(SIGNAL)
+        earlier = getattr(before, "__self__", None)  # one that has stopped
+        if before is not signal.SIG_DFL and not (isinstance(earlier, Sampler) and earlier._stopped):
+            return
+        signal.signal(SIGNAL, self._on_asked)
+        self.started = self._last = time.perf_counter()
+        threading.Thread(target=self._ask, name="kit-host", daemon=True).start()
+
+    def stop(self) -> None:
+        """End; the handler stays and does nothing, as it may have been asked already."""
+        self._stopped = True
+        self._stop.set()
+
+    @property
+    def seconds(self) -> float:
+        """Between the first and the last answer."""
+        return self._last - self.started
+
+    def _ask(self) -> None:
+        while not self._stop.wait(self.interval_seconds):
+            if not self._asked:
+                self._asked = True
+                _thread.interrupt_main(SIGNAL)  # type: ignore[arg-type]  # any number will do
+
+    def _on_asked(self, _: int, frame: FrameType | None) -> None:
+        self._asked = False
+        if self._stopped:
+            return
+        now = time.perf_counter()
+        with contextlib.suppress(Exception):  # looking must never end a training
+            self._count(frame, now - self._last)
+        self._last = now
+        self.cost_seconds += time.perf_counter() - now
+        if self.samples == _COLD:
+            self._cold_seconds = self.cost_seconds
+        elif self.samples > _COLD:
+            each = (self.cost_seconds - self._cold_seconds) / (self.samples - _COLD)
+            self.interval_seconds = min(1.0, max(INTERVAL_SECONDS, each / MOST_OVERHEAD))
+
+    def _count(self, frame: FrameType | None, seconds: float) -> None:
+        self.samples += 1
+        part, hook = ("worker", "") if self._clock is None else (self._clock.part, self._clock.action)
+        line = self._line(frame)
+        if not line[0] and not line[3].startswith(tuple(_READERS)):
+            self.idle_seconds += seconds
+        key = (part, hook, *line)
+        if len(self.lines) < MOST_LINES or key in self.lines:
+            self.lines[key] = self.lines.get(key, 0.0) + seconds
+
+    def _line(self, frame: FrameType | None) -> tuple[str, int, str, str]:
+        """The innermost line of the user's code, and the package that it called."""
+        package, depth = "", 0
+        while frame is not None and depth < _MOST_DEPTH:
+            file = frame.f_code.co_filename
+            own, found = kind_of(file)
+            if own:
+                return file, frame.f_lineno, frame.f_code.co_name, package
+            if found:
+                package = found
+                if frame.f_code.co_name == _READERS.get(package):
+                    self._note_read(package, frame)
+            frame, depth = frame.f_back, depth + 1
+        return "", 0, "", package
+
+    def _note_read(self, package: str, frame: FrameType) -> None:
+        found = read_of(package, frame)
+        if found is not None:
+            self.reads[package] = found
+
+
+@functools.lru_cache(4096)
+def kind_of(file: str) -> tuple[bool, str]:
+    """Whether a file is the user's, and else the package that it belongs to; empty for Python's own."""
+    if file.startswith(_KIT) and not file.startswith(_MODELS_OF_KIT):
+        return False, "kit"
+    package = file.rpartition("site-packages/")[2].partition("/")[0] if "site-packages/" in file else ""
+    return not is_library(file), package
+
+
+def read_of(package: str, frame: FrameType) -> dict[str, Any] | None:
+    """What a frame of a reader reads: bytes asked for and bytes of the chunks they lie in, or pixels decoded."""
+    seen = frame.f_locals.get("self")
+    if package == "PIL":
+        size = getattr(seen, "size", None)
+        return {"pixels": int(size[0] * size[1])} if isinstance(size, tuple) and len(size) == 2 else None
+    chunk, shape, kind = (getattr(seen, name, None) for name in ("chunks", "shape", "dtype"))
+    if not chunk or not shape or kind is None or len(chunk) != len(shape):
+        return None
+    given = frame.f_locals.get("args", frame.f_locals.get("selection"))
+    asked = given if isinstance(given, tuple) else (given,)
+    if package == "h5py" and len(asked) == 1 and isinstance(asked[0], tuple):
+        asked = asked[0]
+    item = int(np.dtype(kind).itemsize)
+    wanted = covered = item
+    for axis, length in enumerate(shape):
+        index = asked[axis] if axis < len(asked) else slice(None)
+        if isinstance(index, slice):
+            picked: Sequence[int] = range(*index.indices(length))
+        elif isinstance(index, int | np.integer):
+            picked = [int(index)]
+        else:
+            return None
+        chunks = len({place // chunk[axis] for place in picked}) if len(picked) <= _MOST_PICKED else 1
+        wanted, covered = wanted * max(1, len(picked)), covered * min(length, max(1, chunks) * chunk[axis])
+    return {"chunk": [int(side) for side in chunk], "wanted_bytes": wanted, "covered_bytes": covered}
+
+
+class WatchedLoop:
+    """torch's loop of a loader process, watched. It pickles as torch's own, so that a spawned process runs that."""
+
+    __module__ = "torch.utils.data._utils.worker"
+
+    def __init__(self, original: Any, pages: mmap.mmap, parent: int) -> None:
+        self._original, self._pages, self._parent = original, pages, parent
+
+    def __reduce__(self) -> str:
+        return "_worker_loop"
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        with contextlib.suppress(Exception):
+            number = inspect.signature(self._original).bind(*args, **options).arguments["worker_id"]
+            if number < MOST_WORKERS and os.getpid() != self._parent:
+                sampler = Sampler()
+                sampler.start()
+                tell = threading.Thread(target=self._tell, args=(sampler, number), name="kit-tell", daemon=True)
+                tell.start()
+        self._original(*args, **options)
+
+    def _tell(self, sampler: Sampler, number: int) -> None:
+        pause = _TELL_SECONDS
+        while True:
+            time.sleep(pause)
+            pause = min(60.0, 1.5 * pause)  # reading what a large process holds takes milliseconds
+            with contextlib.suppress(Exception):
+                queued = queued_seconds(os.getpid())
+                watched = max(1e-9, sampler.seconds)
+                found = {
+                    **summary(sampler, {}), "private_bytes": private_bytes(), "queued_fraction": queued / watched,
+                    "idle_fraction": sampler.idle_seconds / watched,
+                }  # fmt: skip
+                text = json.dumps(found).encode()[: PAGE_BYTES - 8]
+                begin = number * PAGE_BYTES
+                self._pages[begin : begin + 8 + len(text)] = len(text).to_bytes(8, "little") + text
+
+
+def queued_seconds(thread: int) -> float:
+    """How long a thread of this process has waited for a core; 0 where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def private_bytes() -> int | None:
+    """What this process holds for itself alone; None where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Private_Dirty:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def summary(sampler: Sampler, cells: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    """Fractions of the time: the lines seen most, and what readers read."""
+    total = sampler.seconds or 1.0
+    most = sorted(dict(sampler.lines).items(), key=lambda item: -item[1])[:_TOLD]
+    lines = [
+        {"part": part, "hook": hook, "place": describe((file, number, function), cells) if file else "",
+         "package": package, "fraction": seconds / total}
+        for (part, hook, file, number, function, package), seconds in most
+    ]  # fmt: skip
+    return {"samples": sampler.samples, "lines": lines, "reads": dict(sampler.reads)}

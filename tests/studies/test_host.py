@@ -1,0 +1,171 @@
+import gc
+import pickle
+import sys
+import threading
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from pipeline_events import steps
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import worker as torch_worker
+
+import kit
+from kit.studies.diagnosis import sampler as room
+from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth
+from kit.studies.diagnosis.gains import difference
+from kit.studies.diagnosis.host import held_bytes, objects_bytes
+from kit.studies.diagnosis.sampler import Sampler, WatchedLoop, read_of
+from kit.testing import TinyModule
+
+
+class Counting(Callback):
+    """Counts in Python after each step, and collects what it leaves."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(sum(number % 7 for number in range(200_000)))
+        gc.collect()
+
+
+class InPython(Dataset):
+    def __init__(self):
+        self.rows = [[float(i), [i]] for i in range(20_000)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        value = sum(number % 7 for number in range(100_000)) % 2
+        return torch.full((8,), self.rows[index][0] / 20_000), torch.tensor([float(value)])
+
+
+def test_a_callback_is_named_with_its_line_and_loader_processes_tell_what_they_do(config):
+    data = DataLoader(InPython(), batch_size=4, num_workers=1)
+    trial = kit.fit(config(max_steps=30, warmup_steps=3), TinyModule, data, callbacks=[Counting()]).wait()
+    host = trial.event("host_watched")
+    share = host["hooks"]["[Callback]Counting.on_train_batch_end"]
+    assert 0.05 < share <= 1
+    places = {line["place"] for line in host["lines"] if line["hook"].endswith("Counting.on_train_batch_end")}
+    assert all("test_host.py" in place for place in places)
+    assert places
+    assert 0 < host["garbage_fraction"] < share
+    assert host["collections"] >= 20
+    assert host["grown"]["Counting.seen"][1] >= 25
+    assert host["loader"]["workers"] == 1
+    assert host["loader"]["objects_bytes"] > 20_000 * 100
+    (worker,) = host["workers"]
+    assert any("test_host.py" in line["place"] for line in worker["lines"])
+    assert "StepRecorder" not in repr(host["hooks"]), "kit's own callbacks are no finding"
+
+
+def reader(chunks, shape, given):
+    def __getitem__(self, args):
+        return sys._getframe()
+
+    return __getitem__(SimpleNamespace(chunks=chunks, shape=shape, dtype=np.dtype("float32")), given)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "covered"),
+    [
+        (5, 256 * 4, 4096 * 256 * 4),
+        ((5,), 256 * 4, 4096 * 256 * 4),
+        ((slice(4000, 4200), slice(0, 8)), 200 * 8 * 4, 2 * 4096 * 256 * 4),
+    ],
+)
+def test_a_read_of_a_row_covers_its_whole_chunk(given, wanted, covered):
+    found = read_of("h5py", reader((4096, 256), (16_384, 256), given))
+    assert (found["wanted_bytes"], found["covered_bytes"]) == (wanted, covered)
+
+
+def test_what_is_read_in_a_way_nobody_knows_is_not_guessed():
+    assert read_of("zarr", reader((8, 8), (64, 64), np.array([1, 2]))) is None
+    assert read_of("zarr", reader(None, (64, 64), 3)) is None
+
+
+def test_a_spawned_process_runs_the_loop_of_torch(monkeypatch):
+    original = torch_worker._worker_loop
+    watched = WatchedLoop(original, None, 0)
+    monkeypatch.setattr(torch_worker, "_worker_loop", watched)
+    text = pickle.dumps(watched)
+    monkeypatch.setattr(torch_worker, "_worker_loop", original)
+    assert pickle.loads(text) is original
+
+
+def test_what_python_objects_take_is_about_what_was_allocated():
+    tracemalloc.start()
+    rows = [{"id": i, "box": [i, i + 1.0, i + 2.0]} for i in range(20_000)]
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.6 < objects_bytes(SimpleNamespace(rows=rows)) / taken < 1.7
+    assert objects_bytes(SimpleNamespace(rows=torch.zeros(20_000))) == 0
+
+
+def test_memory_grows_only_where_both_halves_of_a_trial_say_so():
+    assert growth([(step, 1e9 + 1e6 * step) for step in range(5, 30, 2)]) == pytest.approx(1e6)
+    assert growth([(step, 1e9 + 1e7 * min(step, 12)) for step in range(5, 30, 2)]) == 0
+    assert growth([(step, 1e9) for step in range(5, 30, 2)]) == 0
+
+
+def test_what_is_kept_is_counted_and_what_was_freed_is_not():
+    before = held_bytes(torch.device("cpu"))
+    kept = torch.zeros(1 << 20)
+    after = held_bytes(torch.device("cpu"))
+    assert after - before == pytest.approx(kept.nbytes, abs=1 << 20)
+    del kept
+    assert held_bytes(torch.device("cpu")) - before < 1 << 20
+
+
+def test_what_first_steps_of_epochs_take_longer_is_told():
+    found = [*steps(20, epoch_steps=5, wait=0.0, train=0.1)]
+    assert _epoch_starts(found) == pytest.approx(0)
+    for step in found[5::5]:
+        step["step_seconds"] = 0.3
+    assert _epoch_starts(found) == pytest.approx(3 * 0.2 / (17 * 0.1 + 3 * 0.3))
+    assert _epoch_starts([*steps(4)]) is None
+
+
+def test_the_largest_batch_of_a_step_is_held_against_the_mean():
+    ranks = [[*steps(4, rank=rank, elements=size)] for rank, size in ((0, 100), (1, 300))]
+    assert _uneven([*ranks[0], *ranks[1]]) == pytest.approx(1.5)
+
+
+def test_a_gain_is_as_wide_as_its_steps_are_noisy():
+    low, high = difference([0.0, 0.0, 0.0], [0.7, 0.7, 0.7])
+    assert low == high == pytest.approx(np.exp(0.7))
+    low, high = difference([0.0, 0.4, -0.4], [0.7, 0.3, 1.1])
+    assert low < np.exp(0.7) < high
+    assert high / low > 2
+    held_up = difference([0.0, 0.01, 0.0, -0.01, -3.0], [0.7, 0.71, 0.7, 0.69, 0.7])
+    assert held_up == pytest.approx((np.exp(0.7),) * 2, rel=0.05)
+
+
+def spin(sampler, answers):
+    while sampler.samples < answers:
+        sum(range(1000))
+
+
+def test_the_line_that_runs_is_named_and_all_time_is_counted():
+    sampler = Sampler()
+    sampler.start()
+    spin(sampler, 5)
+    sampler.stop()
+    (_, _, file, _, function, _), seconds = max(sampler.lines.items(), key=lambda item: item[1])
+    assert (file, function) == (__file__, "spin")
+    assert sum(sampler.lines.values()) == pytest.approx(sampler.seconds)
+    assert seconds > 0.5 * sampler.seconds
+    assert 0 < sampler.cost_seconds < sampler.seconds
+
+
+def test_a_signal_that_somebody_uses_is_left_to_them(monkeypatch):
+    monkeypatch.setattr(room.signal, "getsignal", lambda _: print)
+    sampler = Sampler()
+    sampler.start()
+    assert not any(thread.name == "kit-host" and thread.is_alive() for thread in threading.enumerate())
+    assert sampler.seconds == 0
