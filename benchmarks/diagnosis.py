@@ -1,88 +1,223 @@
-"""The diagnosis on planted faults: found, missed, and false alarms.
+"""The diagnosis on thirty pipelines with planted faults: named, missed, false alarms, and gains that are kept.
 
-    python benchmarks/diagnosis.py [--record]
+    python benchmarks/diagnosis.py [--seconds 170] [--only TEXT] [--development] [--record]
 
-The pipeline of `datasets/slow`: with all five mistakes, the first that is named mended before the next diagnosis, until
-nothing is named; with each of them alone; and with none. Mistakes of reading stand beside a smaller model, which they
-hold up; beside the recipe's they cost less than a rule calls worth advice. A row is a pipeline:
-what was planted, what was named, what of the planted was missed, and what was named without being planted. Complaints
-that a mistake causes (waiting for data, many tiny operations) are no false alarms beside it. Full precision is planted
-only where the processor computes faster in 16 bits, and tiny chunks stand with no prefetch, which would hide them on a
-local disk.
+The pipelines are those of `benchmarks/pipelines`: twenty with one planted fault each, ten with none. Of each, one after
+another: a trial is run and diagnosed; where the planted fault has a cure that is about time, the pipeline and its cure
+run in turn until the gain is known to a tenth, or eight times each; and TraceML watches the same pipeline in a plain
+Lightning Trainer (`pip install traceml-ai`, left out where it is not installed). What is done is appended to a file of
+results, and a second start goes on from there, so that the whole fits into short quiet times of a machine.
+
+*named* is whether the planted fault is among the findings; *false alarms* are findings that are neither planted nor, by
+the pipeline's own account, also true, nor seen to be true when their change was tried (*also true*, with the gain).
+*predicted* is the range that the finding gave, *measured* the gain of the cure with its 95 % interval, *kept* whether
+the middle of the range is within 20 % of it. The ten pipelines that were kept aside have a table of their own: nothing
+was tuned on them.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
 import tempfile
 import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipelines import SHORT, Parts, Pipeline, all_pipelines
 from publish import publish
 
 import kit
 from kit.config import Config
-from kit.targets import load_target
+from kit.studies.repeats import Side, Tried, undecided
+from kit.studies.series import samples_per_second
+from kit.trial.trial import Trial
 
-DATA, MODULE = "datasets/slow/parts.py:ValueByValue", "datasets/slow/parts.py:Counting"
-CAUSED = {"waiting for data", "training shorter than preprocessing", "many tiny operations"}
-"""By some mistake; in a pipeline without one they are false."""
-READING = {"chunks that do not fit", "no prefetch"}
-TOGETHER = {"chunks that do not fit": READING}
-
-
-def pipeline(slow: Config, cures: dict[str, Any], planted: set[str]) -> tuple[Config, str, str]:
-    """The recipe with every mistake mended that is not planted; its store is built."""
-    module, data, config = MODULE, DATA, slow
-    for name, cure in cures.items():
-        if name in planted:
-            continue
-        module, data = cure.get("new_module", module), cure.get("new_data", data)
-        config = config.replace(cure.get("change", {}))
-    if planted and planted <= READING:
-        config = config.replace({"model.arguments": {**config.model.arguments, "width": 4, "depth": 1}})
-    store = Path(slow.data.url).with_name(Path(config.data.url).name)
-    config = config.replace({"data.url": str(store)})
-    if not store.exists():
-        kit.build(config)
-    return config, module, data
+FOLDER = Path(tempfile.gettempdir(), "kit-diagnosis")
+RESULTS = FOLDER / "results.jsonl"
+MOST_PAIRS, PAIR_SECONDS = 8, 40.0
+KEPT = 0.2
 
 
-def measure(slow: Config, cures: dict[str, Any], planted: set[str]) -> dict[str, Any]:
+def fit(parts: Parts) -> Trial:
+    config = Config().replace({**SHORT, "trial.folder": str(FOLDER / "runs"), **parts.config})
+    trial = kit.fit(config, parts.module, parts.data, callbacks=parts.callbacks(), trainer=dict(parts.flags))
+    return trial.wait()
+
+
+def diagnosed(pipeline: Pipeline) -> dict[str, Any]:
+    trial = fit(pipeline.parts)
+    found = kit.studies.diagnose(trial, peaks=False)
+    findings = {
+        one.name: {"predicted": one.predicted, "sentence": one.sentence, "change": dict(one.change)}
+        for one in found.findings
+    }
+    host, queued = found.evidence.host, found.evidence.queued_fraction
+    own = {"own_fraction": host.get("own_fraction"), "queued_fraction": queued, "settled": found.settled}
+    return {"findings": findings, "step_seconds": found.evidence.step_seconds, **own}
+
+
+def gained(pipeline: Pipeline) -> dict[str, Any]:
+    """The advised change, or the author's cure, beside the pipeline, in turn until the gain is known to a tenth."""
+    finding = read()[(pipeline.name, "kit")]["findings"].get(pipeline.planted, {})
+    cure = pipeline.cure
+    if finding.get("change"):
+        cure = replace(pipeline.parts, config={**pipeline.parts.config, **finding["change"]})
+    sides: dict[str, list[float]] = {"before": [], "after": []}
     began = time.perf_counter()
-    named: set[str] = set()
-    left = set(planted)
-    while True:
-        found = kit.studies.diagnose(*pipeline(slow, cures, left)).names
-        named |= set(found)
-        mendable = [name for name in found if name in left]
-        if len(planted) <= len(READING) or not mendable:
+    for pair in range(MOST_PAIRS):
+        order = ("before", "after") if pair % 2 == 0 else ("after", "before")
+        for name in order:
+            sides[name].append(samples_per_second(fit(pipeline.parts if name == "before" else cure)))
+        tried = Tried(predicted=None, **{
+            name: Side(name=name, config=Config(), samples_per_second=tuple(speeds), run_directories=())
+            for name, speeds in sides.items()
+        })  # fmt: skip
+        if pair and (not undecided(tried, 0.1) or time.perf_counter() - began > PAIR_SECONDS):
             break
-        left.remove(mendable[0])
-    missed, false = planted - named, named - planted - (CAUSED if planted else set())
+    return {"gain": tried.gain, "noise": tried.noise, "pairs": pair + 1}
+
+
+def beside(pipeline: Pipeline, found: dict[str, Any]) -> dict[str, Any]:
+    """The findings that were not planted and that a setting mends."""
+    known = (pipeline.planted, *pipeline.also)
+    return {name: one for name, one in found["findings"].items() if name not in known and one["change"]}
+
+
+def confirmed(pipeline: Pipeline) -> dict[str, Any]:
+    """Whether what was named beside the planted fault is true: its change is tried."""
+    parts, answers = pipeline.parts, {}
+    config = Config().replace({**SHORT, "trial.folder": str(FOLDER / "runs"), **parts.config})
+    for name, one in beside(pipeline, read()[(pipeline.name, "kit")]).items():
+        tried = kit.studies.try_change(config, parts.module, parts.data, change=one["change"], seconds=40)
+        answers[name] = {"verdict": tried.verdict, "gain": tried.gain, "noise": tried.noise}
+    return {"answers": answers}
+
+
+def traced(pipeline: Pipeline) -> dict[str, Any]:
+    """What TraceML says of the same pipeline."""
+    logs = FOLDER / "traceml" / f"{abs(hash(pipeline.name))}-{time.time_ns()}"
+    ranks = int(pipeline.parts.config.get("hardware.devices", 1))
+    command = [
+        str(Path(sys.executable).with_name("traceml")), "run", "--mode", "summary", "--logs-dir", str(logs),
+        "--run-name", "run", "--interval", "0.5", "--finalize-timeout-sec", "20", "--no-save-training-output",
+        "--nproc-per-node", str(ranks), str(Path(__file__).with_name("pipelines") / "plain.py"), "--args",
+        pipeline.name, str(FOLDER),
+    ]  # fmt: skip
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **path},
+    )  # fmt: skip
+    found = next(iter(logs.rglob("final_summary.json")), None)
+    if found is None:
+        return {"verdict": f"no summary: {(done.stderr or done.stdout).strip().splitlines()[-1:]}"}
+    return verdicts(json.loads(found.read_text()))
+
+
+def verdicts(summary: dict[str, Any]) -> dict[str, Any]:
+    """The main verdict, and those of its sections."""
+    primary = summary.get("primary_diagnosis") or {}
+    sections = {
+        name: (part.get("diagnosis") or {}).get("status")
+        for name, part in summary.items() if isinstance(part, dict) and isinstance(part.get("diagnosis"), dict)
+    }  # fmt: skip
+    return {"verdict": primary.get("status") or primary.get("kind"), "sections": sections, "primary": primary}
+
+
+STAGES = {"kit": diagnosed, "gain": gained, "beside": confirmed, "traceml": traced}
+
+
+def needed(pipeline: Pipeline, stage: str) -> bool:
+    if stage == "traceml":
+        return Path(sys.executable).with_name("traceml").exists()
+    if stage == "beside":
+        found = read().get((pipeline.name, "kit"))
+        return found is not None and bool(beside(pipeline, found))
+    return stage == "kit" or (pipeline.cure is not None and pipeline.speeds_up and (pipeline.name, "kit") in read())
+
+
+def read() -> dict[tuple[str, str], dict[str, Any]]:
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    found = {(row["name"], row["stage"]): row for row in map(json.loads, lines)}
+    return {key: row for key, row in found.items() if "error" not in row}
+
+
+def rows(pipelines: list[Pipeline]) -> list[dict[str, Any]]:
+    found, table = read(), []
+    for pipeline in pipelines:
+        said, gain = found.get((pipeline.name, "kit")), found.get((pipeline.name, "gain"))
+        theirs = found.get((pipeline.name, "traceml"))
+        if said is None:
+            continue
+        names = list(said["findings"])
+        tried = found.get((pipeline.name, "beside"), {}).get("answers", {})
+        true = [name for name, answer in tried.items() if answer["verdict"] == "helps"]
+        false = [name for name in names if name not in (pipeline.planted, *pipeline.also, *true)]
+        predicted = said["findings"].get(pipeline.planted, {}).get("predicted")
+        row = {
+            "pipeline": pipeline.name, "planted": pipeline.planted or "nothing",
+            "named": "–" if not pipeline.planted else "yes" if pipeline.planted in names else "no",
+            "also true": ", ".join(f"{name} ({tried[name]['gain']:.2f} ×)" for name in true) or "–",
+            "false alarms": ", ".join(false) or "none",
+            "predicted": f"{predicted[0]:.2f} to {predicted[1]:.2f}" if predicted else "–",
+            "measured": "–", "kept": "–", "TraceML": str((theirs or {}).get("verdict", "–")),
+        }  # fmt: skip
+        if gain is not None and "gain" in gain:
+            row["measured"] = f"{gain['gain']:.2f} ({gain['noise'][0]:.2f} to {gain['noise'][1]:.2f})"
+            if predicted:
+                ratio = math.sqrt(predicted[0] * predicted[1]) / gain["gain"]
+                row["kept"] = f"{'yes' if abs(ratio - 1) <= KEPT else 'no'}, {ratio:.2f}"
+        table.append(row)
+    return table
+
+
+def facts(table: list[dict[str, Any]]) -> dict[str, str]:
+    planted = [row for row in table if row["planted"] != "nothing"]
+    tried = [row for row in table if row["kept"] != "–"]
     return {
-        "planted": " + ".join(sorted(planted)) or "nothing",
-        "faults": len(planted),
-        "found": len(planted - missed),
-        "missed": " + ".join(sorted(missed)) or "none",
-        "false alarms": " + ".join(sorted(false)) or "none",
-        "seconds": time.perf_counter() - began,
+        "named": f"{sum(row['named'] == 'yes' for row in planted)} of {len(planted)}",
+        "pipelines with a false alarm": f"{sum(row['false alarms'] != 'none' for row in table)} of {len(table)}",
+        "predicted within 20 % of measured": f"{sum(row['kept'].startswith('yes') for row in tried)} of {len(tried)}",
     }
 
 
 def main() -> None:
-    cures = dict(load_target("datasets/slow/parts.py:CURES"))
-    with tempfile.TemporaryDirectory() as folder:
-        slow = Config.load("datasets/slow/recipe.yaml").replace(
-            {"data.url": f"{folder}/slow.zarr", "trial.folder": f"{folder}/runs", "trial.predict_memory": False}
-        )
-        peaks = kit.studies.device_peaks(slow)
-        mistakes = set(cures)
-        if peaks.peak("bfloat16") < 1.3 * peaks.peak("float32"):
-            mistakes.remove("full precision")
-        cases = [mistakes, *(TOGETHER.get(name, {name}) for name in cures if name in mistakes), set()]
-        rows = [measure(slow, cures, planted) for planted in cases]
-    publish("diagnosis of planted faults", rows)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after so long")
+    parser.add_argument("--only", default="", help="pipelines whose name has this text")
+    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--development", action="store_true", help="leave out those that are kept aside")
+    parser.add_argument("--again", action="store_true", help="also what is known")
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results.jsonl")
+    given = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    began, known = time.perf_counter(), {} if given.again else read()
+    pipelines = list(all_pipelines(str(FOLDER)).values())
+    for stage in given.stages.split(","):
+        for one in pipelines:
+            wanted = given.only in one.name and not (given.development and one.held_out)
+            if (one.name, stage) in known or not wanted or not needed(one, stage):
+                continue
+            if time.perf_counter() - began > given.seconds:
+                break
+            try:
+                row = STAGES[stage](one)
+            except Exception as error:  # one that fails must not keep the others from being measured
+                row = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-1500:]}
+            with RESULTS.open("a") as file:
+                file.write(json.dumps({"name": one.name, "stage": stage, **row}) + "\n")
+    for aside in (False, True):
+        table = rows([one for one in pipelines if one.held_out is aside])
+        if table:
+            title = "diagnosis of planted faults" + ", kept aside" * aside
+            publish(title, table, record=given.record, **facts(table))
 
 
 if __name__ == "__main__":

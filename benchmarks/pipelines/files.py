@@ -88,7 +88,7 @@ class ZarrStream(IterableDataset):
 
         array = zarr.open_array(self.path, mode="r")
         while True:
-            place = random.randrange(len(array))
+            place = random.randrange(array.shape[0])
             yield torch.from_numpy(np.asarray(array[place])).unsqueeze(0).repeat(3, 1, 1), place % 10
 
 

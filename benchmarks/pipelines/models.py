@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.demos import Transformer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 from pipelines import Parts, Pipeline
 
@@ -187,15 +187,19 @@ def series():
     return DataLoader(TensorDataset(torch.randn(1024, 24, 8)), batch_size=64, shuffle=True)
 
 
+def at_once(batch_size, *tensors):
+    """Batches cut from tensors in one go, as torch's documentation has it."""
+    data = TensorDataset(*tensors)
+    return DataLoader(data, sampler=BatchSampler(RandomSampler(data), batch_size, drop_last=False), batch_size=None)
+
+
 def perceptron():
     """scikit-learn's MLPClassifier: one hidden layer of 100, batches of 200."""
     return Classifier(nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10)))
 
 
 def digits():
-    return DataLoader(
-        TensorDataset(torch.rand(20_000, 64), torch.randint(0, 10, (20_000,))), batch_size=200, shuffle=True
-    )
+    return at_once(200, torch.rand(20_000, 64), torch.randint(0, 10, (20_000,)))
 
 
 def boring():
@@ -240,9 +244,7 @@ class SparseRecommender(Recommender):
 
 
 def ratings():
-    return DataLoader(
-        TensorDataset(torch.randint(0, 100_000, (50_000,)), torch.rand(50_000)), batch_size=256, shuffle=True
-    )
+    return at_once(256, torch.randint(0, 100_000, (50_000,)), torch.rand(50_000))
 
 
 class Hard(Classifier):
@@ -272,9 +274,7 @@ def wide():
 
 
 def many_digits():
-    return DataLoader(
-        TensorDataset(torch.rand(100_000, 64), torch.randint(0, 10, (100_000,))), batch_size=256, shuffle=True
-    )
+    return at_once(256, torch.rand(20_000, 64), torch.randint(0, 10, (20_000,)))
 
 
 class InMemory(Dataset):
@@ -291,16 +291,18 @@ class InMemory(Dataset):
 
 
 class Remembering(Classifier):
-    """Keeps every loss for a plot at the end, and with it the graph of its step."""
+    """Keeps what it saw and said of every step, for a plot at the end."""
 
-    def __init__(self, net, detach=False):
+    def __init__(self, net, keep=True):
         super().__init__(net)
-        self.losses, self.detach_them = [], detach
+        self.said, self.keep = [], keep
 
     def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach() if self.detach_them else loss)
-        return loss
+        x, y = batch
+        out = self.net(x)
+        if self.keep:
+            self.said.append((x, out, y))
+        return nn.functional.cross_entropy(out, y)
 
 
 def convolutions():
@@ -310,6 +312,10 @@ def convolutions():
     )  # fmt: skip
 
 
+LONGER = {"trial.max_steps": 200, "trial.warmup_steps": 10}
+"""Of steps that take a few milliseconds."""
+
+
 def pipelines(folder):
     text = {"trial.validation_batches": 4, "trial.sanity_batches": 0}
     yield Pipeline(name="BERT, batches of 16", parts=Parts(module=Bert, data=lambda: sentences(16)))
@@ -317,7 +323,7 @@ def pipelines(folder):
     yield Pipeline(name="ViT of transformers", parts=Parts(module=vit, data=pictures), held_out=True)
     yield Pipeline(name="Lightning's demo transformer", parts=Parts(module=WordModel, data=words))
     yield Pipeline(name="LSTM", parts=Parts(module=Series, data=series))
-    yield Pipeline(name="scikit-learn's perceptron", parts=Parts(module=perceptron, data=digits))
+    yield Pipeline(name="scikit-learn's perceptron", parts=Parts(module=perceptron, data=digits, config=LONGER))
     yield Pipeline(name="BoringModel", parts=Parts(module=BoringModel, data=boring), held_out=True)
     yield Pipeline(
         name="GPT-2, validated every 2 steps", planted="validation too often",
@@ -326,12 +332,13 @@ def pipelines(folder):
     )  # fmt: skip
     yield Pipeline(
         name="recommender, dense AdamW", planted="optimizer larger than the work",
-        parts=Parts(module=Recommender, data=ratings), cure=Parts(module=SparseRecommender, data=ratings),
+        parts=Parts(module=Recommender, data=ratings),
+        cure=Parts(module=SparseRecommender, data=ratings, config=LONGER),
     )  # fmt: skip
     yield Pipeline(
         name="loss by loss", planted="sync in the step", also=("many tiny operations",),
-        parts=Parts(module=lambda: Hard(wide()), data=many_digits),
-        cure=Parts(module=lambda: HardAtOnce(wide()), data=many_digits),
+        parts=Parts(module=lambda: Hard(wide()), data=many_digits, config=LONGER),
+        cure=Parts(module=lambda: HardAtOnce(wide()), data=many_digits, config=LONGER),
     )  # fmt: skip
     yield Pipeline(
         name="BERT, batches of 2", planted="batch too small", also=("many tiny operations",),
@@ -339,7 +346,7 @@ def pipelines(folder):
         cure=Parts(module=lambda: Bert(4, 64), data=InMemory, config={"loader.batch_size": 32}),
     )  # fmt: skip
     yield Pipeline(
-        name="losses kept with their graphs", planted="memory that grows", speeds_up=False, held_out=True,
+        name="outputs kept for a plot", planted="memory that grows", speeds_up=False, held_out=True,
         parts=Parts(module=lambda: Remembering(convolutions()), data=lambda: pictures(64)),
-        cure=Parts(module=lambda: Remembering(convolutions(), detach=True), data=lambda: pictures(64)),
+        cure=Parts(module=lambda: Remembering(convolutions(), keep=False), data=lambda: pictures(64)),
     )  # fmt: skip

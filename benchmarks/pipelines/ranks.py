@@ -20,7 +20,7 @@ class Curious(Gpt):
     def training_step(self, batch, batch_idx):
         if self.global_rank == 0 and batch_idx % self.every == 0:
             seen = {}
-            for _ in range(20):
+            for _ in range(300):
                 for token in batch["input_ids"].flatten().tolist():
                     seen[token] = seen.get(token, 0) + 1
         return super().training_step(batch, batch_idx)
@@ -97,7 +97,7 @@ class MixedTexts(Texts):
 
 def pipelines(folder):
     yield Pipeline(
-        name="rank 0 reports", planted="slow rank", parts=Parts(module=Curious, data=TextModule, config=TWO),
+        name="rank 0 reports", planted="stragglers", parts=Parts(module=Curious, data=TextModule, config=TWO),
         cure=Parts(module=Incurious, data=TextModule, config=TWO),
     )  # fmt: skip
     yield Pipeline(

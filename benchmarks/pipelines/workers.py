@@ -98,7 +98,7 @@ def pipelines(folder):
     )  # fmt: skip
     yield Pipeline(
         name="workers beside a vocabulary", planted="workers copy the parent", speeds_up=False, held_out=True,
-        also=("garbage collection",),
+        also=("garbage collection", "waiting for data"),
         parts=Parts(module=with_vocabulary, data=loader(Collecting)),
         cure=Parts(module=with_vocabulary, data=loader(Plain)),
     )  # fmt: skip
