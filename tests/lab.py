@@ -1,0 +1,161 @@
+"""JupyterLab on loopback and Chromium, for the tests of the browser and for whoever walks the notebooks."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from types import SimpleNamespace
+
+import nbformat
+from properties import nightly
+from waiting import PATIENCE_SECONDS
+
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+NOTEBOOK_SECONDS = 4 * PATIENCE_SECONDS
+"""For whatever a page waits for, a whole notebook at the longest."""
+FLAGS = (
+    "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--no-first-run",
+)  # fmt: skip
+SETTINGS = {
+    "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none", "autoStartDefaultKernel": True},
+    "@jupyterlab/apputils-extension:notification": {
+        "fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True,
+    },
+    "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
+}  # fmt: skip
+_COMMAND = """([name, wait, args]) => {
+  const done = window.jupyterapp.commands.execute(name, args);
+  return wait ? done.then(() => null) : null;
+}"""
+_CONNECTED = """() => {
+  const kernel = window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel;
+  return kernel && kernel.connectionStatus === 'connected' && ['idle', 'busy'].includes(kernel.status);
+}"""
+
+_NOTHING_RUNS = """() => [...document.querySelectorAll('.jp-InputPrompt')]
+  .every((prompt) => !prompt.textContent.includes('*'))"""
+
+_PAINTED = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 150)))"
+"""A frame within the page is painted only once it is in sight."""
+
+
+@contextlib.contextmanager
+def serve_lab(state, root):
+    """A JupyterLab server on a free port of this machine, with its settings below `state`: its URL and root."""
+    (state / "settings").mkdir()
+    (state / "settings" / "overrides.json").write_text(json.dumps(SETTINGS))
+    write_kernel(state / "share")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (state / "lab.log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.port={port}",
+                "--ServerApp.port_retries=0", "--ServerApp.ip=127.0.0.1", "--IdentityProvider.token=",
+                "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True", f"--ServerApp.root_dir={root}",
+                "--LabApp.expose_app_in_browser=True", f"--LabServerApp.app_settings_dir={state / 'settings'}",
+            ],
+            env={
+                **os.environ,
+                "JUPYTER_PATH": str(state / "share"), "IPYTHONDIR": str(state / "ipython"),
+                "JUPYTER_CONFIG_DIR": str(state / "config"), "JUPYTER_RUNTIME_DIR": str(state / "runtime"),
+                "JUPYTERLAB_WORKSPACES_DIR": str(state / "workspaces"), "JUPYTERLAB_SETTINGS_DIR": str(state / "user"),
+            },
+            stdout=log, stderr=log, cwd=root,
+        )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(url, process, state / "lab.log")
+        yield SimpleNamespace(url=url, root=root)
+    finally:
+        process.terminate()
+        try:
+            process.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def write_kernel(share):
+    """The kernel that the notebooks name, running this interpreter."""
+    folder = share / "kernels" / "kit"
+    folder.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "display_name": "kit (training experiments)", "language": "python"}
+    (folder / "kernel.json").write_text(json.dumps(spec))
+
+
+def _wait_for(url, server, log):
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/api/status", timeout=1).close()
+            return
+        except OSError:
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, f"JupyterLab did not answer: {log.read_text()[-3000:]}"
+            time.sleep(0.1)
+
+
+SIZES = ((1400, "Light"), (1400, "Dark"), (800, "Dark"), (800, "Light")) if nightly() else ((800, "Light"),)
+OUTPUT = "xpath=ancestor::*[contains(@class, 'jp-OutputArea-output')]"
+
+
+class Notebook:
+    """One notebook in one tab, driven by Lab's own commands."""
+
+    def __init__(self, page, lab, path):
+        self.page, self.file = page, lab.root / path
+        page.goto(f"{lab.url}/doc/tree/{lab.root.name}/{path}?reset", wait_until="domcontentloaded")
+        page.wait_for_selector(".jp-Notebook .jp-Cell")
+        page.wait_for_function(_CONNECTED)
+
+    def command(self, name, *, wait=True, **arguments):
+        self.page.evaluate(_COMMAND, [name, wait, arguments])
+
+    def run_all(self, *, wait=True):
+        self.command("notebook:run-all-cells", wait=wait)
+
+    def saved(self):
+        """The notebook as it is on disk, once every cell has run and it has been saved."""
+        self.page.wait_for_function(_NOTHING_RUNS)
+        self.command("docmanager:save")
+        return nbformat.read(self.file, as_version=4)
+
+    def use_theme(self, name):
+        if self.page.evaluate("document.body.dataset.jpThemeName") == name:
+            return
+        self.command("apputils:change-theme", theme=name)
+        self.page.wait_for_function("(name) => document.body.dataset.jpThemeName === name", arg=name)
+        self.page.locator("#jupyterlab-splash").wait_for(state="detached")
+
+    def pictures(self, places, name, artifacts):
+        """Pictures for people, wide and narrow, light and dark; nothing may be wider than the output it stands in."""
+        for width, theme in SIZES:
+            self.page.set_viewport_size({"width": width, "height": 1500})
+            self.use_theme(f"JupyterLab {theme}")
+            for part, place in places.items():
+                place.scroll_into_view_if_needed()
+                self.page.evaluate(_PAINTED)
+                self.page.screenshot(path=artifacts / f"{name}_{part}_{width}_{theme.lower()}.png")
+                box, around = place.bounding_box(), place.locator(OUTPUT).last.bounding_box()
+                assert box["x"] + box["width"] <= around["x"] + around["width"] + 1, f"{part} at {width} pixels"
+
+    def errors(self):
+        output = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
+        return self.page.locator(output).all_inner_texts()
+
+
+def end_kernels(url, files):
+    with urllib.request.urlopen(f"{url}/api/sessions") as answer:
+        sessions = json.load(answer)
+    for session in sessions:
+        if session["path"] in files:
+            request = urllib.request.Request(f"{url}/api/sessions/{session['id']}", method="DELETE")
+            urllib.request.urlopen(request).close()
