@@ -1,6 +1,7 @@
 """Hardware: tables as real machines give them, choices with reasons, refusals with a way out, and never CUDA."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import kit.machine.gpus
 from kit.config import Config
 from kit.errors import HardwareError
 from kit.machine.gpus import Gpu, GpuTable, read_joules, read_nvml, visible
-from kit.machine.machine import Machine, Share, core_quota, hardware, memory_limit, resolve_devices, share
+from kit.machine.machine import Machine, Seat, Share, core_quota, hardware, memory_limit, resolve_devices, seat, share
 
 GIB = 1 << 30
 
@@ -369,3 +370,43 @@ def test_hardware_reads_what_it_is_given():
     limits = Share(3, 4, 8 * GIB, 5 * GIB, 16 * GIB)
     here = hardware(lambda: GpuTable(gpus=TURING, source="NVML"), {}, lambda: limits)
     assert (here.cores, here.memory_available_bytes, here.gpus) == (3, 5 * GIB, TURING)
+
+
+# -- one of several people on a machine
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("", None), ("3/8", Seat(3, 8)), (" 3/8  ada l. ", Seat(3, 8, "ada l.")), ("1/1", Seat(1, 1))],
+)
+def test_a_share_is_read_from_the_environment(text, expected):
+    assert seat({"KIT_SEAT": text}) == expected
+
+
+@pytest.mark.parametrize("text", ["0/8", "9/8", "3", "3/0", "a/b", "-1/8", "1/8ada"])
+def test_what_is_no_share_is_refused_with_an_example(text):
+    with pytest.raises(HardwareError, match=re.escape(f"{text!r}, but must be a share such as '3/8'")):
+        seat({"KIT_SEAT": text})
+
+
+def test_a_share_is_told_as_if_it_were_the_machine(monkeypatch):
+    whole = share()
+    monkeypatch.setenv("KIT_SEAT", "2/4 ada")
+    part = share()
+    assert part.cores == max(1, len(Seat(2, 4).cores(os.sched_getaffinity(0))))
+    assert part.memory_bytes == whole.memory_bytes // 4 >= part.memory_available_bytes
+    found = hardware(read=lambda: GpuTable(gpus=SERVER, source="NVML"), read_share=lambda: part)
+    assert [one.total_bytes for one in found.gpus] == [20 * GIB] * 4
+    assert [one.free_bytes // GIB for one in found.gpus] == [10, 20, 20, 20]
+    assert [one.used_bytes // GIB for one in found.gpus] == [70, 1, 1, 5], "of the whole card"
+    assert "share 2 of 4 (ada) of this machine is yours" in str(found)
+
+
+def test_a_process_that_takes_its_seat_keeps_to_its_cores():
+    code = "import os; from kit.machine.machine import share, take_seat; take_seat(); take_seat(); "
+    code += "print(sorted(os.sched_getaffinity(0)), share().cores)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "KIT_SEAT": "2/8"}, capture_output=True, text=True, check=True
+    )
+    mine = Seat(2, 8).cores(os.sched_getaffinity(0))
+    assert done.stdout.strip() == f"{list(mine)} {len(mine)}"

@@ -34,6 +34,13 @@ class Gpu:
     """UUID of the card, for a MIG instance."""
     claimed: str = ""
     """The trials that hold it, in words; see `kit.machine.claims`."""
+    card_used_bytes: int | None = None
+    """Held on the whole card, where `total_bytes` and `free_bytes` are those of one person's share of it."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Held by all processes, of the whole card."""
+        return self.total_bytes - self.free_bytes if self.card_used_bytes is None else self.card_used_bytes
 
     @property
     def is_mig(self) -> bool:

@@ -14,13 +14,19 @@ smaller of the cgroup's limit and what is installed; available memory can be tak
 page cache counted as free. Both cgroup versions are read, from the process's own group up to the root, because the
 tightest counts. Without cgroups (other systems) the machine's own numbers stand. Paths start at `root`, so that a
 folder can stand in for the machine.
+
+Where several people share a machine, `KIT_SEAT=3/8 ada` is the third of eight equal shares, and `ada` who has it: every
+eighth core, but one at least, and an eighth of the memory of host and GPUs. `hardware()` tells the share as if it were
+the machine, so whatever kit chooses or predicts fits in it; the processes of trials are bound to its cores, and their
+devices to its memory. What the notebook's own process does is not bound.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -44,6 +50,56 @@ _BF16_CAPABILITY = (8, 0)
 _COLUMNS = ("GPU", "name", "free", "memory", "busy", "processes", "capability", "UUID")
 
 
+SEAT = "KIT_SEAT"
+_SEAT_FORM = re.compile(r"(\d{1,4})/(\d{1,4})(?:\s+(\S.*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One of `of` equal shares of a machine that several people use."""
+
+    number: int
+    """From 1 to `of`."""
+    of: int
+    name: str = ""
+
+    def cores(self, allowed: Iterable[int]) -> tuple[int, ...]:
+        """Of the cores that the process may use, those of this share: the same when asked again of the answer."""
+        usable = sorted(allowed)
+        mine = tuple(core for core in usable if core % self.of == self.number - 1)
+        return mine or (usable[(self.number - 1) % len(usable)],)
+
+    def bytes_of(self, total_bytes: int) -> int:
+        """This share of that much memory."""
+        return total_bytes // self.of
+
+    def __str__(self) -> str:
+        return f"share {self.number} of {self.of}" + (f" ({self.name})" if self.name else "")
+
+
+def seat(environment: Mapping[str, str] | None = None) -> Seat | None:
+    """This process's share of a machine that several people use, from `KIT_SEAT`; None without one.
+
+    Raises:
+        HardwareError: for a text that is no share.
+    """
+    text = (os.environ if environment is None else environment).get(SEAT, "").strip()
+    if not text:
+        return None
+    match = _SEAT_FORM.fullmatch(text)
+    number, of = (int(match[1]), int(match[2])) if match else (0, 0)
+    if match is None or not 1 <= number <= of:
+        raise HardwareError(f"{SEAT} is {text!r}, but must be a share such as '3/8' or '3/8 ada': the third of eight")
+    return Seat(number, of, match[3] or "")
+
+
+def take_seat() -> None:
+    """Bind this process, and all that it starts, to the cores of its share; nothing without one."""
+    mine = seat()
+    if mine is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, mine.cores(os.sched_getaffinity(0)))
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What this process may use."""
@@ -61,9 +117,15 @@ def share(root: Path = Path("/")) -> Share:
 
     memory = psutil.virtual_memory()
     limit, available = memory_limit(root, memory.total, memory.available)
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = core_quota(root)
-    cores = allowed if quota is None else min(allowed, max(1, int(quota)))
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    quota, mine = core_quota(root), seat()
+    usable = len(allowed)
+    if mine is not None:
+        usable = len(mine.cores(allowed))
+        quota = None if quota is None else quota / mine.of
+        limit = mine.bytes_of(limit)
+        available = min(available, limit)
+    cores = usable if quota is None else min(usable, max(1, int(quota)))
     return Share(cores, os.cpu_count() or cores, limit, available, memory.total)
 
 
@@ -227,8 +289,17 @@ def hardware(
         True
     """
     table = visible(read(), os.environ if environment is None else environment)
-    machine = Machine(gpus=table.gpus, gpu_source=table.source, notes=table.notes, **asdict(read_share()))
+    mine, notes = seat(environment), table.notes
+    gpus = table.gpus if mine is None else tuple(_part_of(gpu, mine) for gpu in table.gpus)
+    if mine is not None:
+        notes = (*notes, f"{mine} of this machine is yours: the cores and the memory told here, of host and GPUs")
+    machine = Machine(gpus=gpus, gpu_source=table.source, notes=notes, **asdict(read_share()))
     return with_claims(machine, claims()) if machine.gpus else machine
+
+
+def _part_of(gpu: Gpu, mine: Seat) -> Gpu:
+    total = mine.bytes_of(gpu.total_bytes)
+    return replace(gpu, total_bytes=total, free_bytes=min(gpu.free_bytes, total), card_used_bytes=gpu.used_bytes)
 
 
 def with_claims(machine: Machine, claimed: Mapping[str, Sequence[GpuLease]]) -> Machine:

@@ -73,7 +73,8 @@ def fit(context: Context) -> None:
     profiler = clock
     if profile is not None:
         profiler = load("fit.profile")(clock, profile["pass"], Path(profile["folder"]), config)
-    limit_bytes = config.hardware.device_memory_bytes
+    limits = (config.hardware.device_memory_bytes, environment.get("share_bytes", 0))
+    limit_bytes = min(filter(None, limits), default=0)
     trainer = make_trainer(
         config,
         accelerator=environment["accelerator"],

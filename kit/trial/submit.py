@@ -33,8 +33,9 @@ from kit.events import SUPERVISOR, EventWriter
 from kit.json_text import read_json
 from kit.machine.claims import choosing, release
 from kit.machine.gpus import Gpu
-from kit.machine.machine import Resolved, hardware, resolve_devices, with_claims
+from kit.machine.machine import Resolved, hardware, resolve_devices, seat, with_claims
 from kit.machine.processes import cpu_name, machine
+from kit.memory.replay.cards import Card
 from kit.targets import find_target
 from kit.train.choices import trainer_flags
 from kit.trial.directory import Control, RunPaths, contents_to_run, sign
@@ -149,6 +150,7 @@ def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken
         "payload_bytes": len(payload),
         **own,
         "device_used_bytes": list(taken.used_bytes),
+        **({"share_bytes": taken.share_bytes} if taken.share_bytes else {}),
         "claims": [str(file) for file in taken.claims],
         "hardware": dict(taken.hardware),
         "given": given,
@@ -296,6 +298,8 @@ class Taken:
     """To be handed over to the supervisor, or released."""
     hardware: Mapping[str, Any] = field(default_factory=dict)
     """What the row of the trial tells of the machine."""
+    share_bytes: int = 0
+    """Of each device, for the allocator of a rank, where several people share this machine; 0 without a limit."""
 
 
 def take_devices(config: Config) -> Taken:
@@ -315,14 +319,14 @@ def take_devices(config: Config) -> Taken:
             gpus = [next(gpu for gpu in machine.gpus if gpu.uuid == uuid) for uuid in resolved.devices]
             shared = [machine.gpus.index(gpu) for gpu in gpus if gpu.claimed]
             claimed = "; ".join(f"GPU {index} is claimed by {machine.gpus[index].claimed}" for index in shared)
-            if shared and not isinstance(asked, tuple) and asked != -1:
+            if shared and not isinstance(asked, tuple) and asked != -1 and seat() is None:
                 raise HardwareError(
                     f"hardware.devices is {asked}, but {sum(not gpu.claimed for gpu in machine.gpus)} of "
                     f"{len(machine.gpus)} GPUs are unclaimed: {claimed}; wait for that trial or stop it, or share on "
                     f"purpose with devices: [{shared[0]}]"
                 )
             claims = desk.take(resolved.devices, config.name)
-        if shared:
+        if shared and seat() is None:  # who has a share of a GPU shares it on purpose
             warnings.warn(f"{claimed}; the trials share it", KitWarning, stacklevel=6)
     facts = {
         "device": gpus[0].name if gpus else "CPU",
@@ -331,8 +335,18 @@ def take_devices(config: Config) -> Taken:
         "memory_bytes": machine.memory_bytes,
         "device_memory_bytes": min((gpu.total_bytes for gpu in gpus), default=None),
     }
-    used_bytes = tuple(gpu.total_bytes - gpu.free_bytes for gpu in gpus)
-    return Taken(resolved=resolved, used_bytes=used_bytes, claims=tuple(claims), hardware=facts)
+    used_bytes = tuple(gpu.used_bytes for gpu in gpus)
+    share_bytes = 0
+    if gpus and seat() is not None:  # what a process holds outside the allocator is part of its share
+        share_bytes = max(1, min(gpu.total_bytes - _most_context_bytes(gpu) for gpu in gpus))
+    return Taken(
+        resolved=resolved, used_bytes=used_bytes, share_bytes=share_bytes, claims=tuple(claims), hardware=facts
+    )
+
+
+def _most_context_bytes(gpu: Gpu) -> int:
+    card = Card(name=gpu.name, memory_bytes=gpu.total_bytes, capability=gpu.capability or (8, 0))
+    return card.context_bytes[1]
 
 
 _FIELD = "trial.codecarbon"

@@ -30,6 +30,7 @@ from typing import Literal
 
 from kit.events import SUPERVISOR, EventWriter
 from kit.machine.claims import release
+from kit.machine.machine import take_seat
 from kit.machine.processes import adopt_orphans, identify, members_of
 from kit.registry import load
 from kit.trial import scratch
@@ -357,6 +358,7 @@ def preload() -> str | None:
 
 def main() -> None:
     start, parent = sys.argv[1], int(sys.argv[2])
+    take_seat()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0) if os.getppid() != parent else None)
     signal.setitimer(signal.ITIMER_REAL, 1, 1)  # imports take seconds; a kernel that ends meanwhile is noticed

@@ -99,6 +99,15 @@ def test_a_number_is_taken_whole_or_not_at_all(machine):
     assert set(claims()) == {"GPU-1", "GPU-2"}
 
 
+def test_who_has_a_share_of_a_gpu_shares_it_and_its_allocator_is_held_to_that(machine, monkeypatch):
+    monkeypatch.setenv("KIT_SEAT", "1/8 ada")
+    machine(tuple(dataclasses.replace(gpu, total_bytes=gpu.total_bytes // 8) for gpu in gpus(1)))
+    first, second = take_devices(config_of("auto")), take_devices(config_of("auto"))
+    assert first.resolved.devices == second.resolved.devices == ("GPU-0",)
+    eighth = gpus(1)[0].total_bytes // 8
+    assert eighth - (1 << 30) < first.share_bytes < eighth, "without what lies outside the allocator"
+
+
 @pytest.mark.parametrize("devices", [[1], [0, 1], -1])
 def test_what_is_named_is_shared_with_a_warning(machine, devices):
     machine(gpus(2))
