@@ -19,6 +19,7 @@ from kit.units import format_bytes, format_count, format_seconds
 _RULE = "1px solid var(--jp-border-color2, #ccc)"
 _SHORT = 12
 """Letters of a cell that never wraps: as long as numbers with their units are."""
+_SHORT_CAPTION = 60
 _MARK = "background: var(--jp-rendermime-table-row-hover-background, rgba(86, 180, 233, 0.25)); font-weight: bold"
 FRAME = "color: var(--jp-ui-font-color1, #222); font-variant-numeric: tabular-nums"
 
@@ -63,12 +64,18 @@ def html_table(
         for index, row in enumerate(rows)
     )
     title = (
-        f'<caption style="text-align: left; font-weight: bold; padding: 2px 0">{escape(caption)}</caption>'
+        f'<caption style="text-align: left; font-weight: bold; padding: 2px 0{_one_line(caption)}">'
+        f"{escape(caption)}</caption>"
         if caption
         else ""
     )
     style = f"{FRAME}; border-collapse: collapse; margin: 4px 0{'; font-size: 0.82em' if dense else ''}"
     return f'<table style="{style}">{title}<thead>{above}<tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _one_line(caption: str) -> str:
+    """A short one is not broken to the width of a narrow table."""
+    return "; white-space: nowrap" if len(caption) <= _SHORT_CAPTION else ""
 
 
 def cell(value: float | None, form: Callable[[float], str] = format_bytes) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from kit.trial.trial import Trial
 
 _ROW_INCHES, _EDGE_INCHES = 0.5, 0.75
+_LETTERS = 24
 _NAMES_INCHES, _PANEL_INCHES, _GAP_INCHES = 1.9, 1.75, 0.3
 _CALIBRATION_ROW_INCHES, _CALIBRATION_EDGE_INCHES, _BARS_INCHES = 0.27, 0.85, 4.8
 _LETTER_INCHES = 0.068
@@ -144,7 +146,7 @@ def levers_figure(check: LeversCheck) -> Figure:
                 speed.barh(row, fast, height=0.42, color=look.GREEN)
                 look.note(speed, (fast, row), f"{fast:,.0f}")
         for axes in (memory, speed):
-            look.rows(axes, [step.name for step in steps], named=axes is memory)
+            look.rows(axes, [textwrap.fill(step.name, _LETTERS) for step in steps], named=axes is memory)
             longest = max((bar.get_width() for bars in axes.containers for bar in bars), default=0.0)
             axes.set_xlim(0, 1.75 * longest or 1.0)  # words stand right of the bars
     return chart

@@ -397,6 +397,8 @@ def _notes(shown: Sequence[Values], count: int, more_words: str) -> list[str]:
     notes += far[:_MOST_NOTES]
     doubts = {doubt(row, quantity) for row in shown for quantity in (SPEED, *COUNTED) if row[f"{quantity}_predicted"]}
     notes += [doubt_note(words) for words in sorted(filter(None, doubts))]
+    if any(map(_is_lower_bound, shown)):
+        notes.append("≥: the step could not be recorded in time, so what it keeps is not in the prediction")
     if (more := count - MOST_ROWS) > 0:
         notes.append(f"{more:,} more: choose with where(...) or a slice, or write all with to_csv(path)")
     return [*notes, more_words] if more_words else notes
@@ -432,7 +434,14 @@ def _devices(row: Values) -> str:
 
 
 def _allocated_predicted(row: Values) -> str:
-    return row["prediction"] or _cell("device_allocated_bytes_predicted", format_bytes)(row)
+    least = "≥ " if _is_lower_bound(row) else ""
+    return row["prediction"] or least + _cell("device_allocated_bytes_predicted", format_bytes)(row)
+
+
+def _is_lower_bound(row: Values) -> bool:
+    """Whether activations were unknown when it was predicted: such a prediction is kept without a ratio."""
+    predicted, measured, ratio = (row[f"device_allocated_bytes_{name}"] for name in _COMPARED)
+    return bool(predicted and measured) and ratio is None
 
 
 def _reserved_predicted(row: Values) -> str:

@@ -144,6 +144,8 @@ def test_memory_stands_as_predicted_measured_and_ratio(tmp_path):
     assert [row[f"device_reserved_bytes_{part}"] for part in ("predicted", "measured", "ratio")] == [2000, 1900, 0.95]
     assert "device allocated predicted" in repr(found)
     paths.write_prediction({**estimate, "complete": False})
+    assert "≥ 1000 B" in repr(results(tmp_path))
+    assert "≥: the step could not be recorded in time" in repr(results(tmp_path))
     lower_bound = results(tmp_path)[0]
     assert (lower_bound["device_allocated_bytes_predicted"], lower_bound["device_allocated_bytes_ratio"]) == (
         1000,
