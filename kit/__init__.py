@@ -30,6 +30,7 @@ How do I go on from here?
     kit.checkpoints  upload, download, latest, unfinished, CheckpointUpload
     kit.cloud        simulate: a bucket on this machine, with latency, bandwidth and faults
     kit.train        callbacks, strategies and levers for a Trainer of your own
+    kit.course       guess, score: your own number beside both, for learning and teaching
     kit.models       small honest models whose size is one argument
 
 As widgets
@@ -88,6 +89,7 @@ _FIGURES = {
     "figure.QueryCheck": "kit.charts.rows:query_figure",
     "figure.Split": "kit.charts.splits:split_figure",
     "figure.SequenceCheck": "kit.charts.compare:sequence_figure",
+    "figure.Score": "kit.charts.course:score_figure",
     "figure.Timing": "kit.charts.trial:timing_figure",
     "figure.Trial": "kit.charts.trial:loss_figure",
     "figure.Trial.breakdown": "kit.charts.timeline:breakdown_figure",
@@ -110,6 +112,7 @@ register({
     "fit.host": "kit.studies.diagnosis.host:HostWatch",
     "fit.profile": "kit.studies.profiling.profilers:beside",
     "trial.row": "kit.records.row:keep_row",
+    "score.page": "kit.report.handed_in:score_page",
     "trial.memory_report": "kit.report.out_of_memory:memory_report",
     "trial.display": "kit.widgets.trial_view:display",
     "attempts.display": "kit.widgets.trial_view:display_attempts",
@@ -168,7 +171,7 @@ BESIDE_DATASETS = {
 }
 """What lies with its dataset in a checkout of kit, and in no installed one."""
 
-_public, __dir__ = lazy(__name__, "checkpoints", "cloud", "data", "memory", "models", "studies", "train")
+_public, __dir__ = lazy(__name__, "checkpoints", "cloud", "course", "data", "memory", "models", "studies", "train")
 
 
 def __getattr__(name: str) -> Any:

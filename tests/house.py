@@ -15,7 +15,17 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "kit"
-MAPS = ("kit", "kit.checkpoints", "kit.cloud", "kit.data", "kit.memory", "kit.models", "kit.studies", "kit.train")
+MAPS = (
+    "kit",
+    "kit.checkpoints",
+    "kit.cloud",
+    "kit.course",
+    "kit.data",
+    "kit.memory",
+    "kit.models",
+    "kit.studies",
+    "kit.train",
+)
 """Packages whose names are loaded from elsewhere when they are first used."""
 CORE = ("machine", "chunks", "data", "checkpoints", "train", "models", "confinement", "memory", "trial")
 """Everything below studies, with the files of the root: what a maintainer must know."""

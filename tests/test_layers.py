@@ -26,7 +26,7 @@ LAYERS = [
     {"memory/record"},
     {"trial"},
     {"memory"},
-    {"records"},
+    {"records", "course"},
     {"studies", "studies/calibration", "studies/profiling", "studies/diagnosis", "studies/scaling"},
     {"committed"},
     {"charts"},

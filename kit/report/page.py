@@ -69,11 +69,9 @@ def html_report(trials: Given | Sequence[Given], path: str | Path, *, title: str
         'report.html'
     """
     file = Path(path).expanduser()
-    if file.is_dir():
-        raise ConfigError([Problem("path", f"{file} is a folder; name the file, such as {file / 'report.html'}")])
-    if file.exists() and not overwrite and not _is_ours(file):
-        message = f"{file} is there already and is no report of kit; choose another name, or say overwrite=True"
-        raise ConfigError([Problem("path", message)])
+    refuse_folder(file, "report.html")
+    if not overwrite:
+        refuse_other_files(file, ", or say overwrite=True")
     given: Iterable[Any] = trials if isinstance(trials, list | tuple) else [trials]
     page = report_page(compare(*given), title)
     try:
@@ -81,6 +79,27 @@ def html_report(trials: Given | Sequence[Given], path: str | Path, *, title: str
         return write(page, file)
     except OSError as error:
         raise ConfigError([Problem("path", f"cannot write {file}: {error.strerror or error}")]) from error
+
+
+def refuse_other_files(file: Path, way_out: str = "") -> None:
+    """Refuse a file that is there and is no page of kit's.
+
+    Raises:
+        ConfigError: for such a file, with what else to do.
+    """
+    if file.exists() and not _is_ours(file):
+        message = f"{file} is there already and is no report of kit; choose another name{way_out}"
+        raise ConfigError([Problem("path", message)])
+
+
+def refuse_folder(file: Path, example: str) -> None:
+    """Refuse the path of a folder.
+
+    Raises:
+        ConfigError: for such a path, with `example` as the name of a file that would do.
+    """
+    if file.is_dir():
+        raise ConfigError([Problem("path", f"{file} is a folder; name the file, such as {file / example}")])
 
 
 def _is_ours(file: Path) -> bool:
