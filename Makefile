@@ -18,13 +18,27 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 TESTS  := $(BIN)/python $(PYTEST)
 
-.PHONY: lab test browser faults quick nightly coverage wheel check lint types notebooks bench gpu clean
+PEOPLE ?= 8
+
+.PHONY: lab reset book room test browser faults quick nightly coverage wheel check lint types notebooks bench gpu clean
 
 # A person needs the address and nothing else: Jupyter's own lines, extension by extension, are left out.
 lab: $(READY)
 	@echo "Starting JupyterLab: the browser opens notebooks/00_start.ipynb in a few seconds. Ctrl+C here ends it."
 	@$(BIN)/jupyter lab $(ROOT) --log-level=ERROR --LabApp.log_level=ERROR \
 		--LabApp.default_url=/lab/tree/notebooks/00_start.ipynb
+
+# A fresh start for a course. What it moves is named first, nothing is deleted, and stores stay.
+reset: $(READY)
+	@$(BIN)/python -m kit.course.reset
+
+# The notebooks, executed, as pages that open offline: artifacts/book/index.html.
+book: $(READY)
+	@$(BIN)/python -m kit.course.book $(BOOK)
+
+# Several people on this machine: make room PEOPLE=8 NAMES=ada,ben. More options in ROOM.
+room: $(READY)
+	@$(BIN)/python -m kit.course.room $(PEOPLE) --names "$(NAMES)" $(ROOM)
 
 # All tests but those that drive a browser and those that break things on purpose.
 test: $(READY)
