@@ -114,21 +114,23 @@ class Guess:
         if self.truth is None:
             how = f"one of {', '.join(map(repr, self.choices))}" if self.choices else _how(self.unit)
             if self.guess is None:
-                return (f"write your guess into the cell above in place of None, {how}, run that cell, then go on",)
-            return ("neither predicted nor measured yet",)
+                return (f"{self.question}: write {how} in place of None, and run this cell again",)
+            return (f"{self.question}: you say {_shown(self.guess, self.unit)}",)
         if self.first is None:
-            return ("no guess was made; make one before you run the next notebook",)
+            return ("you made no guess",)
         if self.guess is not None and self.guess != self.first:
             return (f"a later guess was {_shown(self.guess, self.unit)}; the first one counts",)
         return ()
 
     def __repr__(self) -> str:
-        return "\n".join([text_table(COLUMNS, [self.cells()]), *(f"- {note}" for note in self.notes)])
+        table = [text_table(COLUMNS, [self.cells()])] if self.truth is not None else []
+        return "\n".join([*table, *(f"- {note}" for note in self.notes)])
 
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        return html_table(COLUMNS, [self.cells()]) + (html_list(self.notes) if self.notes else "")
+        table = html_table(COLUMNS, [self.cells()]) if self.truth is not None else ""
+        return table + (html_list(self.notes) if self.notes else "")
 
 
 def guess(question: str, value: Value | None = None, *, unit: str = "", choices: Sequence[str] = ()) -> Guess:

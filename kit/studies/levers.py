@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from kit.arguments import config_first
 from kit.config import Config
@@ -88,16 +88,17 @@ class LeversCheck(Drawable):
         first = self.steps[0].measured_bytes
         return step.measured_bytes / first if first and step.measured_bytes else None
 
-    def saved_bytes(self, step: LeverStep) -> int | None:
-        """Measured memory that this lever took away: from the step before that ran, or the first where each is alone.
+    def saved_bytes(self, step: LeverStep, kind: Literal["measured", "predicted"] = "measured") -> int | None:
+        """Memory that this lever took away: from the step before that ran, or the first where each is alone.
 
-        Below 0 where it needs more; None for the first step and what was not measured.
+        Below 0 where it needs more; None for the first step and what was not measured, or predicted.
         """
+        peaks = [one.measured_bytes if kind == "measured" else one.predicted_bytes for one in self.steps]
         place = self.steps.index(step)
-        before = [one.measured_bytes for one in self.steps[:place] if one.measured_bytes]
-        if not before or not step.measured_bytes:
+        before, mine = [peak for peak in peaks[:place] if peak], peaks[place]
+        if not before or not mine:
             return None
-        return before[-1 if self.cumulative else 0] - step.measured_bytes
+        return before[-1 if self.cumulative else 0] - mine
 
     def predicted_fraction(self, step: LeverStep) -> float | None:
         """Predicted memory as a fraction of the first step's."""

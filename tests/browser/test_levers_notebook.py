@@ -21,7 +21,7 @@ found"""
 def test_run_all_shows_the_levers_the_search_and_the_back_off(notebook, artifacts):
     opened = notebook("notebooks/04_levers.ipynb", width=1280, height=1400)
     opened.run_all()
-    expect(opened.page.locator(".jp-Cell").last).to_contain_text("off their default")
+    expect(opened.page.locator(".jp-OutputArea-output").last).to_contain_text("off their default")
     assert opened.errors() == []
     steps = opened.page.get_by_role("rowheader", name=re.compile(r"^\+ "))
     expect(steps).to_have_count(4)
@@ -32,7 +32,7 @@ def test_run_all_shows_the_levers_the_search_and_the_back_off(notebook, artifact
     expect(live).to_contain_text("samples on each device")
     expect(live.get_by_role("button", name="Stop")).to_have_count(0)
     expect(live).to_contain_text("out of memory")
-    backed_off = opened.page.locator(".kit-live").nth(2)
+    backed_off = opened.page.locator(".kit-live").nth(1)
     expect(backed_off).to_contain_text("gradients stay")
     expect(backed_off.get_by_role("row", name=re.compile("out of memory"))).to_have_count(0)
     live.scroll_into_view_if_needed()

@@ -28,9 +28,10 @@ def points(value, truth, **options):
 
 def test_a_guess_shows_itself_and_what_to_do():
     asked = kit.course.guess("how much?", unit="bytes")
-    assert "in place of None" in str(asked)
-    assert "600 MiB" in str(asked)
-    assert asked._repr_html_().count("<tr") == 2
+    assert str(asked) == "- how much?: write a size such as '600 MiB' in place of None, and run this cell again"
+    answered = kit.course.guess("how much?", "7 MiB", unit="bytes")
+    assert str(answered) == "- how much?: you say 7 MiB"
+    assert answered.compare(measured=8 << 20)._repr_html_().count("<tr") == 2
 
 
 @pytest.mark.parametrize(

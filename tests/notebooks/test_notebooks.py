@@ -3,6 +3,7 @@
 import ast
 import inspect
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from minutes import words_of
 from nbclient import NotebookClient
 from properties import nightly
 from saved_notebooks import assert_pictures_and_text
@@ -19,7 +21,9 @@ import kit
 
 REPOSITORY = Path(__file__).parents[2]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-MOST_CODE_CELLS = 10
+COURSE = REPOSITORY / "notebooks" / "README.md"
+MOST_CODE_CELLS, MOST_WORDS = 10, 600
+GUESS = "predict-first"
 LIMIT_SECONDS = 600
 IN_A_BROWSER = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium")).exists() and not nightly()
 
@@ -38,6 +42,17 @@ def code(cells):
     return [cell for cell in cells if cell.cell_type == "code"]
 
 
+def shown(cells):
+    """Cells of code that show something: those that ask for a guess come on top."""
+    return [cell for cell in code(cells) if GUESS not in cell.metadata.get("tags", [])]
+
+
+def solutions(cells):
+    """Code of the exercises' solutions, in order."""
+    text = "\n".join(cell.source for cell in cells if "## Exercises" in cell.source)
+    return re.findall(r"<details><summary>Solution \d</summary>.*?```python\n(.*?)```.*?</details>", text, re.DOTALL)
+
+
 def trees(cells):
     return [ast.parse(cell.source) for cell in code(cells)]
 
@@ -50,7 +65,50 @@ def test_its_title_is_a_question_and_its_cells_are_few(cells):
     title = cells[0].source.splitlines()[0]
     assert title.startswith("# ")
     assert title.endswith("?")
-    assert len(code(cells)) <= MOST_CODE_CELLS
+    assert len(shown(cells)) <= MOST_CODE_CELLS
+
+
+def test_its_text_is_short(cells):
+    assert words_of(cells) <= MOST_WORDS
+
+
+def test_it_asks_before_it_answers(cells):
+    """Each guess is asked for with None in its place, and compared further down."""
+    asked = [cell for cell in code(cells) if GUESS in cell.metadata.get("tags", [])]
+    assert asked
+    for cell in asked:
+        calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
+        guesses = [call for call in calls if ast.unparse(call.func) == "kit.course.guess"]
+        assert guesses
+        assert all(isinstance(call.args[1], ast.Constant) and call.args[1].value is None for call in guesses)
+        later = "\n".join(one.source for one in cells[cells.index(cell) + 1 :] if one.cell_type == "code")
+        names = [node.targets[0].id for node in ast.parse(cell.source).body if isinstance(node, ast.Assign)]
+        assert len(names) == len(guesses)
+        assert [name for name in names if not re.search(rf"\b{name}\b", later)] == []
+
+
+def test_no_two_notebooks_ask_the_same():
+    text = "\n".join(path.read_text() for path in NOTEBOOKS)
+    asked = re.findall(r'kit\.course\.guess\((?:\\n",\s*")?\s*\\"(.*?)\\"', text)
+    assert len(asked) == len(set(asked)) >= 10
+
+
+def test_it_has_two_exercises_with_solutions_and_says_what_next(cells, path):
+    assert len(solutions(cells)) == 2
+    for solution in solutions(cells):
+        for node in ast.walk(ast.parse(solution)):
+            if isinstance(node, ast.Call) and re.fullmatch(r"kit\.[\w.]+", name := ast.unparse(node.func)):
+                called = pkgutil.resolve_name(name.replace("kit.", "kit:", 1))
+                given = {word.arg: None for word in node.keywords}
+                inspect.signature(called).bind(*node.args, **given)
+    assert "**What next?**" in cells[-1].source
+
+
+def test_the_page_of_the_course_has_a_row_for_each():
+    rows = dict(re.findall(r"^\| \[(\w+)\]\(\w+\.ipynb\) \| (.*?) \| \d+ \|", COURSE.read_text(), re.MULTILINE))
+    assert rows == {
+        path.stem: nbformat.read(path, as_version=4).cells[0].source.splitlines()[0][2:] for path in NOTEBOOKS
+    }
 
 
 def test_it_defines_nothing(cells):
@@ -100,6 +158,7 @@ def project(tmp_path):
 @pytest.mark.skipif(IN_A_BROWSER, reason="the tests of the browser run it, and judge what it leaves")
 def test_it_runs_unattended_and_leaves_pictures_and_text(path, project):
     notebook = nbformat.read(project / "notebooks" / path.name, as_version=4)
+    notebook.cells += [nbformat.v4.new_code_cell(solution) for solution in solutions(notebook.cells)]
     client = NotebookClient(
         notebook,
         timeout=LIMIT_SECONDS,

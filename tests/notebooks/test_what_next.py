@@ -18,6 +18,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NOTEBOOKS = readme.ROOT / "notebooks"
 
 
+def there(*names):
+    """These notebooks are there."""
+    assert [name for name in names if not (NOTEBOOKS / f"{name}.ipynb").exists()] == []
+
+
 @pytest.fixture
 def config(folder):
     """The ocean, smaller, in a project of its own."""
@@ -30,6 +35,10 @@ def config(folder):
 
 
 def start(config):
+    there("01_chunks")
+    assert (NOTEBOOKS / "README.md").exists()
+    MyModule, MyData = TinyModule, TinyData
+    kit.panel(config, MyModule, MyData).close()
     kit.build(config)
     panel = kit.panel(config)
     for changes in ({}, {"devices": 2, "strategy": "ddp"}, {"patch": {"time": 2, "lat": 8, "lon": 8}}):
@@ -49,7 +58,7 @@ def start(config):
 
 
 def chunks(config):
-    assert (NOTEBOOKS / "02_streaming.ipynb").exists()
+    there("02_streaming")
     kit.build(config)
     yours = kit.Config().replace({
         "data.url": config.data.url, "data.source": None, "data.patch": config.data.patch, "loader.batch_size": 2,
@@ -60,6 +69,7 @@ def chunks(config):
 
 
 def streaming(config):
+    there("03_memory")
     with kit.cloud.simulate("across the ocean") as cloud:
         config = config.replace({"data.url": cloud.url("bucket/ocean.zarr")})
         kit.build(config)
@@ -71,13 +81,50 @@ def streaming(config):
 
 
 def memory(config):
+    there("04_levers")
     MyModule, MyData = TinyModule, TinyData
     config = config.replace({"model.arguments": {}, "loader.batch_size": 4})
     assert kit.predict_memory(config, MyModule, MyData, device="H100-80GB").verdict == "fits"
 
 
+def levers(config):
+    there("06_profile")
+    assert kit.Config.profile("long context").model.arguments["window"]
+
+
+def slow(config):
+    there("07_commit")
+    config = config.replace({"model.target": "kit.testing:TinyModule", "model.arguments": {}})
+    trial = kit.fit(config, data="kit.testing:TinyData").wait()
+    assert kit.studies.diagnose(trial).values
+
+
+def committed(config):
+    there("08_larger_than_memory")
+    config = config.replace({"model.target": "kit.testing:TinyModule", "model.arguments": {}})
+    trial = kit.fit(config, data="kit.testing:TinyData").wait()
+    line = kit.commit(trial.config, trial, data="kit.testing:TinyData").command
+    assert "python -m kit.train.cli fit --config" in line
+
+
+def rows(config):
+    there("09_topics")
+    numpy.save("mine.npy", numpy.zeros((8, 4), "float32"))
+    assert len(kit.data.RowData("mine.npy").train_dataloader()) == 1  # `RowData`
+
+
+def tables(config):
+    there("11_build")
+    assert kit.data.read_sources("datasets/shop/sources.yaml")
+
+
+def published(config):
+    assert (readme.ROOT / "benchmarks/published.py").exists()
+    memory(config)  # kit.predict_memory(config, MyModule, MyData, device="H100-80GB")
+
+
 def cloud(config):
-    assert (NOTEBOOKS / "11_build.ipynb").exists()
+    there("11_build")
     with kit.cloud.simulate("no limits") as cloud:
         config = config.replace({"data.url": cloud.url("bucket/ocean.zarr")})
         kit.build(config)
@@ -93,6 +140,7 @@ def cloud(config):
 
 
 def build(config):
+    there("12_published")
     names = sorted(path.name for path in (readme.ROOT / "datasets" / "recipes").iterdir())
     assert names, "datasets/recipes"
     with kit.cloud.simulate("no limits") as cloud:
@@ -106,6 +154,7 @@ def build(config):
 
 
 def topics(config):
+    there("10_tables")
     _, path, option = ["python", "datasets/topics/train.py", "--help"]  # `python datasets/topics/train.py --help`
     told = subprocess.run([sys.executable, str(readme.ROOT / path), option], capture_output=True, text=True, check=True)
     assert "--topics" in told.stdout
@@ -121,8 +170,9 @@ def topics(config):
 
 
 TRIED = {
-    "00_start": start, "01_chunks": chunks, "02_streaming": streaming, "03_memory": memory, "05_cloud": cloud,
-    "09_topics": topics, "11_build": build,
+    "00_start": start, "01_chunks": chunks, "02_streaming": streaming, "03_memory": memory, "04_levers": levers,
+    "05_cloud": cloud, "06_profile": slow, "07_commit": committed, "08_larger_than_memory": rows, "09_topics": topics,
+    "10_tables": tables, "11_build": build, "12_published": published,
 }  # fmt: skip
 
 
