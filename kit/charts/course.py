@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kit.course.guesses import Score
 
-_ROW_INCHES, _EDGE_INCHES = 0.42, 1.35
+_ROW_INCHES, _EDGE_INCHES = 0.36, 1.35
 _LETTERS = 44
 _FARTHEST = 10.0
 _EDGE = 1.15
@@ -54,7 +54,7 @@ def score_figure(score: Score) -> Figure:
 def _draw(axes: Axes, row: int, guess: Guess) -> None:
     measured = guess.measured is not None
     if isinstance(guess.truth, str):
-        answer = "no guess" if guess.first is None else "right" if guess.points == MOST_POINTS else f"not {guess.first}"
+        answer = "no guess" if guess.first is None else "right" if guess.points == MOST_POINTS else "wrong"
         look.note(axes, (1.0, row), f"{answer}: it is {guess.truth}", xytext=(8, 0))
     else:
         _mark(axes, row, ratio(guess.first, guess.truth), "o", look.VERMILION)
@@ -62,7 +62,7 @@ def _draw(axes: Axes, row: int, guess: Guess) -> None:
             _mark(axes, row, ratio(guess.predicted, guess.truth), "D", look.BLUE)
     points = "–" if guess.points is None else "•" * guess.points or "0"
     axes.annotate(
-        points if measured else f"{points}  (predicted only)", (1.0, row), xycoords=("axes fraction", "data"),
+        points if measured else f"{points}  (predicted)", (1.0, row), xycoords=("axes fraction", "data"),
         xytext=(8, 0), textcoords="offset points", va="center", fontsize=9, color=look.INK,
     )  # fmt: skip
 
