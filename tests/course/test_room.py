@@ -1,8 +1,10 @@
 """A room: equal shares of cores, folders that are made once, and servers that end with it."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -59,7 +61,16 @@ def test_shares_are_even_and_a_share_of_a_share_is_itself(cores, of):
 
 @pytest.mark.timeout(300)
 def test_servers_open_with_their_share_and_end_with_the_room(tmp_path):
-    command = [sys.executable, "-m", "kit.course.room", "2", "--folder", str(tmp_path), "--port", "18890"]
+    command = [
+        sys.executable,
+        "-m",
+        "kit.course.room",
+        "2",
+        "--folder",
+        str(tmp_path),
+        "--port",
+        str(_two_free_ports()),
+    ]
     room = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         lines = [room.stdout.readline() for _ in range(4)]
@@ -78,6 +89,17 @@ def test_servers_open_with_their_share_and_end_with_the_room(tmp_path):
         room.send_signal(signal.SIGTERM)
         room.communicate(timeout=120)
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers))
+
+
+def _two_free_ports():
+    """The first of two ports in a row that nobody listens on."""
+    while True:
+        with socket.socket() as one, socket.socket() as next_one:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                next_one.bind(("127.0.0.1", port + 1))
+                return port
 
 
 def _answer(url):
