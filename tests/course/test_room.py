@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -92,14 +93,13 @@ def test_servers_open_with_their_share_and_end_with_the_room(tmp_path):
 
 
 def _two_free_ports():
-    """The first of two ports in a row that nobody listens on."""
+    """The first of two ports in a row that nobody listens on; below those of clients, who may meet themselves there."""
     while True:
-        with socket.socket() as one, socket.socket() as next_one:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                next_one.bind(("127.0.0.1", port + 1))
-                return port
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as one, socket.socket() as next_one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            next_one.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def _answer(url):
