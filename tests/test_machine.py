@@ -385,7 +385,7 @@ def test_a_share_is_read_from_the_environment(text, expected):
 
 @pytest.mark.parametrize("text", ["0/8", "9/8", "3", "3/0", "a/b", "-1/8", "1/8ada"])
 def test_what_is_no_share_is_refused_with_an_example(text):
-    with pytest.raises(HardwareError, match=re.escape(f"{text!r}, but must be a share such as '3/8'")):
+    with pytest.raises(HardwareError, match=re.escape(repr(text)) + ".* such as '3/8'"):
         seat({"KIT_SEAT": text})
 
 
@@ -399,7 +399,7 @@ def test_a_share_is_told_as_if_it_were_the_machine(monkeypatch):
     assert [one.total_bytes for one in found.gpus] == [20 * GIB] * 4
     assert [one.free_bytes // GIB for one in found.gpus] == [10, 20, 20, 20]
     assert [one.used_bytes // GIB for one in found.gpus] == [70, 1, 1, 5], "of the whole card"
-    assert "share 2 of 4 (ada) of this machine is yours" in str(found)
+    assert re.search(r"share 2 of 4 \(ada\)", str(found))
 
 
 def test_a_process_that_takes_its_seat_keeps_to_its_cores():

@@ -28,7 +28,7 @@ def points(value, truth, **options):
 
 def test_a_guess_shows_itself_and_what_to_do():
     asked = kit.course.guess("how much?", unit="bytes")
-    assert str(asked) == "- how much?: write a size such as '600 MiB' in place of None, and run this cell again"
+    assert re.search("^- how much.: .*size such as '600 MiB' in place of None", str(asked))
     answered = kit.course.guess("how much?", "7 MiB", unit="bytes")
     assert str(answered) == "- how much?: you say 7 MiB"
     assert answered.compare(measured=8 << 20)._repr_html_().count("<tr") == 2
@@ -78,7 +78,7 @@ def test_the_first_guess_counts_and_run_all_keeps_it(project):
     kit.course.guess("q", 10).compare(measured=100)
     again = kit.course.guess("q", 100).compare(measured=100)
     assert (again.points, again.first) == (0, 10)
-    assert "a later guess was 100; the first one counts" in str(again)
+    assert re.search("later guess was 100; .*first", str(again))
     unattended = kit.course.guess("q").compare(measured=100)
     assert (unattended.guess, unattended.points) == (100, 0)
 
@@ -98,7 +98,7 @@ def test_the_score_counts_what_was_guessed(project):
         kit.course.guess(name, value).compare(predicted=90, measured=100)
     score = kit.course.score()
     assert (score.points, score.most_points) == (5, 6)
-    assert "5 of 6 points, 2 of 3 questions guessed" in str(score)
+    assert re.search("5 of 6 points, 2 of 3", str(score))
     assert [guess.question for guess in score.guesses] == ["a", "b", "c"]
 
 

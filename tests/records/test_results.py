@@ -145,7 +145,7 @@ def test_memory_stands_as_predicted_measured_and_ratio(tmp_path):
     assert "device allocated predicted" in repr(found)
     paths.write_prediction({**estimate, "complete": False})
     assert "≥ 1000 B" in repr(results(tmp_path))
-    assert "≥: the step could not be recorded in time" in repr(results(tmp_path))
+    assert re.search("≥: .*recorded in time", repr(results(tmp_path)))
     lower_bound = results(tmp_path)[0]
     assert (lower_bound["device_allocated_bytes_predicted"], lower_bound["device_allocated_bytes_ratio"]) == (
         1000,
