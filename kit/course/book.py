@@ -46,7 +46,7 @@ def execute(path: Path, project: Path) -> Any:
     import nbformat
     from nbclient import NotebookClient
 
-    notebook = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     resources = {"metadata": {"path": str(project / "notebooks")}}
     NotebookClient(notebook, timeout=LIMIT_SECONDS, kernel_name="python3", resources=resources).execute()
     return notebook
@@ -56,7 +56,7 @@ def page(notebook: Any, title: str, before: str, after: str) -> str:
     """One notebook as HTML, with links to its neighbours (names of files, empty for none)."""
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)  # type: ignore[no-untyped-call]
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = list(filter(None, map(_shown, cell.outputs)))
@@ -116,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{given.executed} has no notebooks\n")
         return 2
     if given.executed:
-        notebooks = {path.stem: nbformat.read(path, as_version=4) for path in sources}
+        notebooks = {}
+        for path in sources:
+            notebooks[path.stem] = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     else:
         with tempfile.TemporaryDirectory() as temporary:
             project = Path(temporary)
