@@ -108,6 +108,8 @@ register({
     "job.predict": "kit.memory.predict_job:predict",
     "job.calibrate": "kit.studies.calibration.job:calibrate",
     "job.peaks": "kit.studies.diagnosis.peaks_job:peaks",
+    "model.hf": "kit.models.named:Transformer",
+    "model.timm": "kit.models.named:ImageModel",
     "fit.calibrate": "kit.studies.calibration.job:calibrated",
     "fit.host": "kit.studies.diagnosis.host:HostWatch",
     "fit.profile": "kit.studies.profiling.profilers:beside",

@@ -527,8 +527,9 @@ class Model(Section):
     """What is trained."""
 
     target: str = setting(
-        "kit.models:UNet", "Import path of a LightningModule, as package.module:Name or path/to/file.py:Name."
-    )
+        "kit.models:UNet", "Import path of a LightningModule, as package.module:Name or path/to/file.py:Name, or a "
+        "model by name: hf:gpt2 of transformers, timm:resnet18 of timm.",
+    )  # fmt: skip
     arguments: Arguments = setting(dict, "Keyword arguments that the module is made with.")
 
 

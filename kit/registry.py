@@ -29,6 +29,11 @@ def register(paths: Mapping[str, str]) -> None:
     _paths.update(paths)
 
 
+def registered(name: str) -> str | None:
+    """The import path that is registered under a name."""
+    return _paths.get(name)
+
+
 def load(name: str) -> Any:
     """What is registered under a name.
 

@@ -5,6 +5,8 @@ exact for what a module binds at its top level (definitions, assignments, re-exp
 table); where reading cannot decide (star imports from elsewhere, a computed `__getattr__`) it accepts, and
 `load_target` has the last word. Relative files start at the project folder; so do packages that are not installed.
 
+`hf:NAME` and `timm:NAME` are models by name: a class of kit, with the name as its first argument (`named_target`).
+
 What a class or function is made with: the names of its arguments and their defaults, read without importing it.
 
 `signature_of` reads the source text that an import path points to, so that a notebook kernel can offer a model's
@@ -29,11 +31,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from kit.config import project_folder, resolve_path
 from kit.errors import TargetError, did_you_mean
+from kit.registry import registered
 
 _FORM = re.compile(r"(?P<place>[^:\s][^:]*|[A-Za-z]:[^:]+):(?P<name>[A-Za-z_]\w*)")
 _DEEPEST_STAR = 5
@@ -57,7 +60,12 @@ def find_target(text: str) -> Target:
     Raises:
         TargetError: when the form is wrong, the module or file does not exist, or it has no such name.
     """
-    place, name = _split(text)
+    path, given = named_target(text)
+    if given:
+        package, extra = _NAMED[text.strip().partition(":")[0]]
+        if importlib.util.find_spec(package) is None:
+            raise TargetError(f"{text} is made by {package}, which is not installed; pip install 'kit[{extra}]'")
+    place, name = _split(path)
     if place.endswith(".py"):
         file: Path | None = _file(text, place)
         module = ""
@@ -80,20 +88,28 @@ def load_target(text: str) -> Any:
         module = load_module_of_file(target.file) if not target.module and target.file else _load_module(target.module)
     except Exception as error:
         raise TargetError(f"{text}: importing it failed: {type(error).__name__}: {error}") from error
+    given = named_target(text)[1]
     try:
-        return getattr(module, target.name)
+        found = getattr(module, target.name)
+        return functools.partial(found, **given) if given else found
     except AttributeError:
         names = [name for name in dir(module) if not name.startswith("_")]
         place = target.module or str(target.file)
         raise TargetError(f"{text}: {place} has no {target.name!r}{_hint(target.name, names)}") from None
 
 
+_NAMED = {"hf": ("transformers", "transformers"), "timm": ("timm", "timm")}
+"""Libraries whose models are known by name: the package, and the extra of kit that brings it."""
+
+
+def named_target(text: str) -> tuple[str, dict[str, Any]]:
+    """The import path of a model by name, and the arguments that the name stands for; any other text as it is."""
+    library, _, name = text.strip().partition(":")
+    path = registered(f"model.{library}") if name and library in _NAMED else None
+    return (text, {}) if path is None else (path, {"name": name})
+
+
 def _split(text: str) -> tuple[str, str]:
-    if text.startswith("hf:"):
-        raise TargetError(
-            f"{text}: a model of transformers is kit.models.named:Transformer; set model.arguments.name to "
-            f"{text.removeprefix('hf:')!r}"
-        )
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise TargetError(f"{text!r} is no import path; write package.module:Name or path/to/file.py:Name")
@@ -260,8 +276,8 @@ def _load_module(name: str) -> ModuleType:
 _FILE_MODULE = "kit_target"
 
 
-def path_of(kind: type) -> str | None:
-    """The import path of a class, under which another process finds it; None for one that only a notebook knows."""
+def path_of(kind: type | FunctionType) -> str | None:
+    """The import path of a class or function, under which another process finds it; None where only a notebook does."""
     found: Any = sys.modules.get(kind.__module__)
     if found is None or found.__name__ == "__main__":
         return None
@@ -310,7 +326,8 @@ def signature_of(value: str | Callable[..., Any]) -> dict[str, Any] | None:
         TargetError: for a path that leads nowhere.
     """
     if isinstance(value, str):
-        return _read(value, _DEEPEST)
+        found, (_, given) = _read(value, _DEEPEST), named_target(value)
+        return found and {name: default for name, default in found.items() if name not in given}
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):

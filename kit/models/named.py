@@ -1,4 +1,6 @@
-"""Transformer: a causal language model of transformers by its name; TextData: text files and JSON lines as its tokens.
+"""Models of transformers and timm by their name; TextData: text files and JSON lines as tokens.
+
+`model.target: hf:gpt2` is `Transformer` and `timm:resnet18` is `ImageModel`, each with that name.
 
 Nothing is downloaded. A name such as `gpt2` or `llama` is an architecture, built from its configuration with random
 weights; a folder that `save_pretrained` wrote gives its configuration and its weights. A method of peft, such as LoRA,
@@ -25,24 +27,41 @@ from typing_extensions import override
 
 from kit.config import Config, resolve_path
 from kit.data.patches.module import ConfiguredData
-from kit.errors import ConfigError, did_you_mean
-from kit.models.zoo import Learner
+from kit.errors import ConfigError, did_you_mean, first_line
+from kit.models.zoo import Classifier, Learner
 
-_INSTALL = "pip install 'kit[transformers]'"
+_INSTALL, _INSTALL_TIMM = "pip install 'kit[transformers]'", "pip install 'kit[timm]'"
 _END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
 
+MASKED_FRACTION = 0.15
+"""Tokens that a masked language model has to guess, as BERT does (arXiv:1810.04805)."""
+_TASKS = {
+    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
+    "masked-lm": ("AutoModelForMaskedLM", "MASKED_LM"),
+    "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "image-classification": ("AutoModelForImageClassification", "IMAGE_CLASSIFICATION"),
+}
+_PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
+
+
 class Transformer(Learner):
-    """A causal language model of the library transformers; a batch is (batch, token + 1).
+    """A model of the library transformers, trained for the task that its architecture is made for.
+
+    A batch of tokens is (batch, token + 1): a causal model predicts each next token; a masked one the tokens that are
+    hidden from it, `MASKED_FRACTION` of them; one of encoder and decoder the second half from the first. A batch of
+    images is (batch, 3, height, width) and (batch,) classes.
 
     Args:
-        name: An architecture such as `gpt2`, or a folder that holds a model.
+        name: An architecture such as `gpt2`, `bert`, `t5` or `vit`, or a folder that holds a model.
         settings: Entries of its configuration, such as `{"n_layer": 2, "vocab_size": 256}`.
         method: A method of peft with its settings, such as `{"peft_type": "LORA", "r": 8}`; None trains all weights.
         learning_rate: Of AdamW.
+        task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `image-classification`, or `auto`.
 
     Raises:
-        ConfigError: for a name that is neither, a setting or method that does not exist, and a package that is absent.
+        ConfigError: for a name that is neither, a setting or method that does not exist, a task that the architecture
+            has no model for, and a package that is absent.
     """
 
     def __init__(
@@ -51,33 +70,121 @@ class Transformer(Learner):
         settings: Mapping[str, Any] | None = None,
         method: Mapping[str, Any] | None = None,
         learning_rate: float = 3e-4,
+        task: str = "auto",
     ) -> None:
         super().__init__(learning_rate)
         self.save_hyperparameters()
-        self.model = _built(name, dict(settings or {}))
+        self.model, self.task = _built(name, dict(settings or {}), task)
+        self.masked_token = _masked_token(self.model.config)
         if method is not None:
-            self.model = _adapted(self.model, dict(method))
+            self.model = _adapted(self.model, {"task_type": _PEFT_TASKS.get(self.task), **method})
 
     @override
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, token) to the logits of each next one, (batch, token, vocabulary)."""
-        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return logits
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Tokens (batch, token) to logits (batch, token, vocabulary), or images to logits (batch, class)."""
+        if self.task == "image-classification":
+            logits: Tensor = self.model(pixel_values=inputs).logits
+            return logits
+        more = {"use_cache": False} if self.task == "causal-lm" else {}
+        tokens: Tensor = self.model(input_ids=inputs, **more).logits
+        return tokens
 
     @override
-    def loss(self, batch: Tensor) -> Tensor:
-        """Mean cross-entropy of the token that follows each."""
+    def loss(self, batch: Any) -> Tensor:
+        """Mean cross-entropy of what has to be predicted."""
+        if self.task == "image-classification":
+            return functional.cross_entropy(self(batch[0]), batch[1])
+        if self.task == "seq2seq-lm":
+            half = batch.shape[1] // 2
+            loss: Tensor = self.model(input_ids=batch[:, :half], labels=batch[:, half:].contiguous()).loss
+            return loss
+        if self.task == "masked-lm":
+            tokens = batch[:, :-1]
+            hidden = torch.rand(tokens.shape, device=tokens.device) < MASKED_FRACTION
+            missed = functional.cross_entropy(
+                self(tokens.masked_fill(hidden, self.masked_token)).flatten(0, 1), tokens.flatten(), reduction="none"
+            )
+            return self.masked_mean(missed, hidden.flatten())
         return functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.learning_rate)
+        return _trained(self, self.learning_rate)
 
 
-def _built(name: str, settings: dict[str, Any]) -> Any:
+class ImageModel(Classifier):
+    """A model of the library timm; a batch is (batch, 3, height, width) and (batch,) classes.
+
+    Args:
+        name: As timm lists it, such as `resnet18` or `vit_tiny_patch16_224`.
+        classes: Number of classes.
+        settings: More arguments of `timm.create_model`, such as `{"img_size": 32, "drop_path_rate": 0.1}`.
+        method: A method of peft with its settings, such as `{"peft_type": "LORA", "target_modules": ["qkv"]}`; None
+            trains all weights.
+        learning_rate: Of AdamW.
+
+    Raises:
+        ConfigError: for a name or setting that timm does not know, and a package that is absent.
+    """
+
+    def __init__(
+        self,
+        name: str = "resnet18",
+        classes: int = 1000,
+        settings: Mapping[str, Any] | None = None,
+        method: Mapping[str, Any] | None = None,
+        learning_rate: float = 3e-4,
+    ) -> None:
+        super().__init__(learning_rate)
+        self.save_hyperparameters()
+        self.model = _image_model(name, classes, dict(settings or {}))
+        if method is not None:
+            self.model = _adapted(self.model, dict(method))
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, 3, height, width) to (batch, class)."""
+        logits: Tensor = self.model(images)
+        return logits
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return _trained(self, self.learning_rate)
+
+
+def _trained(module: Learner, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW on what a method of peft has left to be trained."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(parameters, lr=learning_rate)
+
+
+def _image_model(name: str, classes: int, settings: dict[str, Any]) -> Any:
     try:
-        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+        import timm
+    except (ImportError, RuntimeError) as error:  # torchvision may be of another build than torch
+        absent = getattr(error, "name", "") == "timm"
+        why = "is not installed" if absent else f"cannot be imported ({first_line(error)})"
+        raise ConfigError(f"{name} is a model of timm, which {why}; {_INSTALL_TIMM}") from None
+    if not timm.is_model(name):
+        hint = did_you_mean(name, timm.list_models(), "see timm.list_models()")
+        raise ConfigError(f"timm has no model {name!r}{hint}")
+    try:
+        return timm.create_model(name, pretrained=False, num_classes=classes, **settings)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"timm does not make {name} with {settings}: {first_line(error)}") from None
+
+
+def _masked_token(config: Any) -> int:
+    """What stands for a hidden token: that of the configuration, or the last of the vocabulary."""
+    found = getattr(config, "mask_token_id", None)
+    return int(getattr(config, "vocab_size", 1)) - 1 if found is None else int(found)
+
+
+def _built(name: str, settings: dict[str, Any], task: str) -> tuple[Any, str]:
+    """The model, and the task that it is made for."""
+    try:
+        import transformers
+        from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError:
         raise ConfigError(f"{name} is a model of transformers, which is not installed; {_INSTALL}") from None
     folder = resolve_path(name)
@@ -91,13 +198,33 @@ def _built(name: str, settings: dict[str, Any]) -> Any:
         raise ConfigError(f"{name} has no setting {unknown!r}{did_you_mean(unknown, list(config.to_dict()))}")
     for key, value in settings.items():
         setattr(config, key, value)
+    task = _task_of(config, task, name)
+    if task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # as T5 has been trained
+    kind: Any = getattr(transformers, _TASKS[task][0])
     try:
         if any(folder.glob("*.safetensors")) and here:
-            return AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True)
-        return AutoModelForCausalLM.from_config(config)
+            return kind.from_pretrained(folder, config=config, local_files_only=True), task
+        return kind.from_config(config), task
     except ValueError as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"{name} cannot be made as a language model: {reason}") from None
+        raise ConfigError(f"{name} cannot be made for {task}: {first_line(error)}") from None
+
+
+def _task_of(config: Any, task: str, name: str) -> str:
+    """The task of an architecture: encoder and decoder first, then masked, because BERT can be made causal too."""
+    from transformers.models.auto import modeling_auto
+
+    if task != "auto" and task not in _TASKS:
+        raise ConfigError(f"task {task!r} is none of {', '.join(_TASKS)}{did_you_mean(task, list(_TASKS))}")
+    mappings = {one: getattr(modeling_auto, f"MODEL_FOR_{words}_MAPPING") for one, (_, words) in _TASKS.items()}
+    known = [one for one, models in mappings.items() if type(config) in models]
+    if not known or task not in ("auto", *known):
+        able = f"for {', '.join(known)}" if known else "for no task that kit trains"
+        asked = "a model" if task == "auto" else f"one for {task}"
+        raise ConfigError(
+            f"transformers makes {name} {able}, but {asked} was asked for; train it in a module of your own"
+        )
+    return known[0] if task == "auto" else task
 
 
 def _adapted(model: Any, method: dict[str, Any]) -> Any:
@@ -106,7 +233,7 @@ def _adapted(model: Any, method: dict[str, Any]) -> Any:
     except ImportError:
         raise ConfigError(f"{method} is a method of peft, which is not installed; {_INSTALL}") from None
     try:
-        return get_peft_model(model, get_peft_config({"task_type": "CAUSAL_LM", **method}))
+        return get_peft_model(model, get_peft_config(method))
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"peft does not take {method}: {error}") from None
 

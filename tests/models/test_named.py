@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +12,8 @@ import torch
 
 from kit.config import Config
 from kit.errors import ConfigError, TargetError
-from kit.models.named import TextData, Transformer
-from kit.targets import find_target
+from kit.models.named import MASKED_FRACTION, TextData, Transformer
+from kit.targets import find_target, load_target, signature_of
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -20,9 +22,35 @@ tokenizers = pytest.importorskip("tokenizers")
 TEXTS = ["the cat sat on the mat. " * 40, "a dog ran in the sun. " * 40]
 TINY = {
     "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": 256},
-    "llama": {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16,
-              "intermediate_size": 32, "vocab_size": 256, "max_position_embeddings": 32},
-}  # fmt: skip
+    "llama": {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": 256,
+        "max_position_embeddings": 32,
+    },
+    "bert": {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": 256,
+        "max_position_embeddings": 32,
+    },
+    "t5": {
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "d_model": 16,
+        "d_kv": 8,
+        "num_heads": 2,
+        "d_ff": 32,
+        "vocab_size": 256,
+    },
+}
+TASKS = {"gpt2": "causal-lm", "llama": "causal-lm", "bert": "masked-lm", "t5": "seq2seq-lm"}
+VIT = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32, "image_size": 32}
 
 
 @pytest.fixture
@@ -48,13 +76,53 @@ def losses(model, batch, steps=12):
 @pytest.mark.parametrize("name", TINY)
 def test_an_architecture_learns_the_bytes_of_a_text(text, name):
     torch.manual_seed(0)
-    model = Transformer(name, TINY[name], learning_rate=1e-2)
+    model = load_target(f"hf:{name}")(settings=TINY[name], learning_rate=1e-2)
+    assert model.task == TASKS[name]
     data = TextData(str(text / "*.txt"), context=24, batch_size=4)
     batch = next(iter(data.train_dataloader()))
     assert batch.shape == (4, 25)
     found = losses(model, batch)
     assert abs(found[0] - np.log(256)) < 0.5
     assert found[-1] < 0.8 * found[0]
+
+
+def test_images_are_classified(text):
+    torch.manual_seed(0)
+    batch = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 0, 1])
+    found = losses(load_target("hf:vit")(settings=VIT, learning_rate=1e-2), batch)
+    assert found[-1] < 0.5 * found[0]
+
+
+def test_a_masked_model_is_judged_by_the_tokens_that_were_hidden_from_it():
+    torch.manual_seed(0)
+    model, batch = Transformer("bert", {**TINY["bert"], "hidden_dropout_prob": 0.0}), torch.randint(255, (64, 33))
+    seen = []
+    model.model.forward = lambda input_ids: (
+        seen.append(input_ids)
+        or SimpleNamespace(logits=torch.nn.functional.one_hot(torch.where(input_ids == 255, 7, input_ids), 256) * 99.0)
+    )
+    loss = model.loss(batch)
+    hidden = seen[0] == 255
+    assert abs(hidden.float().mean().item() - MASKED_FRACTION) < 0.03
+    expected = 99.0 * (batch[:, :-1][hidden] != 7).float().mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("target", "package", "extra"), [("hf:gpt2", "transformers", "transformers"), ("timm:resnet18", "timm", "timm")]
+)
+def test_the_extra_is_named_where_the_package_is_absent(monkeypatch, target, package, extra):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == package else found(name, *more)
+    )
+    with pytest.raises(TargetError, match=rf"{package}, which is not installed; pip install 'kit\[{extra}\]'"):
+        find_target(target)
+
+
+def test_the_arguments_of_a_model_by_name_leave_out_its_name():
+    for target in ("hf:gpt2", "timm:resnet18"):
+        assert {"name", "learning_rate"} & {*signature_of(target)} == {"learning_rate"}
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")  # peft, of what it then does itself
@@ -100,8 +168,12 @@ def test_what_is_not_there_is_said_with_the_way_out(text):
         Transformer("gpt2", {"n_layers": 2})
     with pytest.raises(ConfigError, match="peft does not take"):
         Transformer("gpt2", TINY["gpt2"], {"peft_type": "LORRA"})
-    with pytest.raises(TargetError, match=r"named:Transformer.*'llama'"):
-        find_target("hf:llama")
+    with pytest.raises(ConfigError, match="for causal-lm, but one for masked-lm was asked for"):
+        Transformer("llama", TINY["llama"], task="masked-lm")
+    with pytest.raises(ConfigError, match="did you mean masked-lm|did you mean 'masked-lm'"):
+        Transformer("bert", TINY["bert"], task="mask-lm")
+    with pytest.raises(ConfigError, match="clap for no task that kit trains"):
+        Transformer("clap")
     with pytest.raises(ConfigError, match=r"no file .*none\.txt"):
         TextData(str(text / "none.txt")).setup()
     with pytest.raises(ConfigError, match="tokenizer.json"):
