@@ -20,7 +20,8 @@ softmax: neither is computed. Rows of the document table that a batch does not t
 is in 32 bits, whatever the precision of the Trainer. On several devices each rank's loss is its samples' times the
 number of
 ranks: averaged gradients are then those of the global batch, and so is the mean of the ranks' losses. Rank 0 alone
-writes the topics.
+writes the topics. Documents that are kept for validation have no trained shares: theirs are found by `find_shares`
+with the terms as they are, and `val_loss` is the mean of their losses.
 
 `RowAdamW` is AdamW whose largest parameter is a table of which a step touches only a few rows, and equal to AdamW.
 AdamW moves every row at every step, also those without a gradient: averages fade, their remainder moves the row, and
@@ -76,6 +77,28 @@ LEAST_RATE = 1e-10
 _PRECISIONS = ("32-true", "bf16-mixed")
 Batch = tuple[Tensor, Tensor]
 """Counts (samples, terms), and which documents they are of, (samples,), int64."""
+
+
+FOLD_IN_ROUNDS = 50
+"""After which the shares of a document no longer change its loss in the third digit."""
+
+
+def find_shares(counts: Tensor, terms: Tensor, rounds: int = FOLD_IN_ROUNDS) -> Tensor:
+    """The shares of documents by expectation maximization, which lowers their loss in each round.
+
+    Args:
+        counts: (documents, terms).
+        terms: Probabilities, (topics, terms).
+        rounds: Of the maximization, from even shares on.
+
+    Returns:
+        Probabilities, (documents, topics).
+    """
+    shares = counts.new_full((len(counts), len(terms)), 1 / len(terms))
+    for _ in range(rounds):
+        shares = shares * ((counts / (shares @ terms).clamp(min=LEAST_RATE)) @ terms.T)
+        shares = shares / shares.sum(1, keepdim=True).clamp(min=LEAST_RATE)
+    return shares
 
 
 class PoissonNMF(LightningModule):
@@ -184,6 +207,15 @@ class PoissonNMF(LightningModule):
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.loss(batch) * self.trainer.world_size
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        counts = batch[0].float()
+        with torch.autocast(counts.device.type, enabled=False):
+            terms = self.terms.float().softmax(1)
+            rates = (find_shares(counts, terms) @ terms).clamp(min=LEAST_RATE)
+            loss = (rates - counts * rates.log()).sum(1).mean()
+        self.log("val_loss", loss, batch_size=len(counts), sync_dist=True)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

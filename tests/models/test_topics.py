@@ -1,5 +1,7 @@
 """PoissonNMF beside tinytopics' own formulas, alone and on two ranks, and what it refuses."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -128,6 +130,27 @@ def test_counts_may_be_whole_numbers_and_the_arithmetic_stays_in_32_bits(corpus)
     wanted = model.loss((counts, torch.arange(8)))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model.loss((counts.int(), torch.arange(8))), wanted)
+
+
+def test_the_loss_of_kept_documents_is_that_of_their_best_shares_under_the_terms():
+    corpus = Corpus(documents=64, terms=120, topics=4, length=150, seed=2)
+    counts, truth = torch.from_numpy(corpus.rows(0, 64)).float(), corpus.truth
+    terms, shares = torch.tensor(truth.terms), torch.tensor(truth.shares)
+
+    def losses(found):
+        rates = (found.float() @ terms.float()).clamp(min=topics.LEAST_RATE)
+        return (rates - counts * rates.log()).sum(1)
+
+    by_rounds = [losses(topics.find_shares(counts, terms.float(), rounds)) for rounds in (0, 1, 5, 50)]
+    for before, after in pairwise(by_rounds):
+        assert (after <= before + 1e-3).all()
+    assert (by_rounds[-1] <= losses(shares) + 0.5).all()  # no worse than the shares that the counts were drawn from
+    model, logged = PoissonNMF(64, 120, 4), {}
+    with torch.no_grad():
+        model.terms.copy_(terms.clamp(min=1e-30).log())
+    model.log = lambda name, value, **_: logged.update({name: value.item()})
+    model.validation_step((counts, torch.arange(64)), 0)
+    assert logged["val_loss"] == pytest.approx(by_rounds[-1].mean().item(), rel=1e-4)
 
 
 def test_topics_are_recovered_from_a_corpus_that_was_made_of_them(corpus, tmp_path):

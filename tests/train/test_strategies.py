@@ -40,6 +40,8 @@ PAIRS = {
     "fsdp, UNet": case("UNet", "fsdp", CHECKPOINTED),
     "ddp, UNet, masked": case("UNet", "ddp", loader="coasts"),
     "fsdp, UNet, masked": case("UNet", "fsdp", loader="coasts"),
+    "ddp, sketches, masked": case("SmallSketches", "ddp", loader="entities"),
+    "fsdp, sketches, masked": case("SmallSketches", "fsdp", loader="entities"),
     "fsdp, GPT": case("SmallGPT", "fsdp", CHECKPOINTED),
 }
 OTHERS = {

@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from kit.models import GPT, Tokens
+from kit.models import GPT, Sketches, SketchModel, Tokens
 
 SIDE = 16
+_SKETCHES = {"sketched_columns": 1, "numbers": 3, "sketch_quality": 0.125}
+_BUCKETS = 16
 
 
 class Layer(nn.Module):
@@ -158,6 +160,11 @@ class SmallGPT(GPT):
         super().__init__(vocabulary=32, width=16, heads=2, layers=2, context=8)
 
 
+class SmallSketches(SketchModel):
+    def __init__(self):
+        super().__init__(**_SKETCHES, hidden_dim=16, num_layers=2)
+
+
 class Wide(Net):
     """Two groups of different rates and decays, one scheduler a step, and a layer large enough for 8 bits."""
 
@@ -259,6 +266,16 @@ def coasts(batch_size: int) -> DataLoader:
     for place, sample in enumerate(samples):
         share = 0.9 if place % 2 else 0.1
         sample["valid"] = torch.rand(sample["valid"].shape, generator=generator) < share
+    return _loader(samples, batch_size)
+
+
+def entities(batch_size: int) -> DataLoader:
+    """Entities, of which the first rank of two has few later events and the second nearly all."""
+    data = Sketches(**_SKETCHES, batch_size=1, entities=64).dataset
+    generator, samples = torch.Generator().manual_seed(1), [data[place] for place in range(64)]
+    for place, sample in enumerate(samples):
+        known = torch.rand(sample["target"].shape[0] // _BUCKETS, generator=generator) < (0.9 if place % 2 else 0.1)
+        sample["target"] = sample["target"] * known.repeat_interleave(_BUCKETS)
     return _loader(samples, batch_size)
 
 
