@@ -191,6 +191,10 @@ class Training(Section):
         1, "Epochs of the real training, which schedules see in a trial too. A trial stops at trial.max_steps.",
         unit="epochs", ge=1,
     )  # fmt: skip
+    max_steps: int = setting(
+        0, "Optimizer steps of the real training, in place of max_epochs and over as many epochs as they take. 0 goes "
+        "by max_epochs.", unit="steps", ge=0,
+    )  # fmt: skip
     gradient_clip_norm: float | None = setting(
         None, "Gradients with a larger norm are scaled down to it. Empty clips nothing.", gt=0
     )
@@ -203,6 +207,12 @@ class Training(Section):
         0, "Validations without a better monitor after which the training ends. 0 never ends it early.",
         unit="validations", ge=0,
     )  # fmt: skip
+
+    @property
+    def length(self) -> str:
+        """How long the real training is, in words."""
+        count, unit = (self.max_steps, "step") if self.max_steps else (self.max_epochs, "epoch")
+        return f"{count:,} {unit}" + "s" * (count != 1)
 
 
 class Loader(Section):

@@ -115,7 +115,7 @@ _BASEMODEL = {
     "training_params.learning_rate": _to("model.arguments.learning_rate"),
     "training_params.check_val_every_n_steps": _to("trial.validate_every_steps", convert=lambda value: value or 0),
     "training_params.check_val_every_n_epochs": _none("kit.fit(..., trainer={'check_val_every_n_epoch': N})"),
-    "training_params.limit_train_batches": _to("trial.max_steps", note="of a trial; a committed run goes to its end"),
+    "training_params.limit_train_batches": _to("trial.max_steps", note="of a trial; training.max_steps is of a run"),
     "training_params.limit_val_batches": _to("trial.validation_batches"),
     "training_params.loss": _none("the module's own: a subclass of kit.models.SketchModel"),
     "training_params.checkpoint_dir": _to("commit.output"),
@@ -157,7 +157,7 @@ _AIOS = {
     "--model": _to("model.target", convert=lambda _: _GPT),
     "--dataset-file": _to("data.arguments.files", note="with data='kit.models.named:TextData'"),
     "--batch-size": _to("loader.batch_size"),
-    "--steps": _to("trial.max_steps"),
+    "--steps": _to("training.max_steps", "trial.max_steps"),
     "--lr": _to("model.arguments.learning_rate"),
     "--gradient-accumulation-steps": _to("levers.accumulate_grad_batches"),
     "--gradient-checkpointing": _to("levers.gradient_checkpointing"),
@@ -280,6 +280,7 @@ def _flags(command: str) -> Iterator[tuple[str, Any]]:
     flags = [place for place, word in enumerate(words) if word.startswith("--")]
     for place, after in pairwise([*flags, len(words)]):
         name, _, joined = words[place].partition("=")
+        name = name.replace("_", "-")  # its configs have the same names with underscores
         value: Any = joined or " ".join(words[place + 1 : after]) or True
         if name.startswith("--no-"):
             name, value = f"--{name.removeprefix('--no-')}", False

@@ -82,7 +82,7 @@ def test_a_command_line_of_ai_os_becomes_a_config():
         assert found.get(path) == profile.get(path)
     assert dict(found.model.arguments) == {"context": 128, "window": 2048, "learning_rate": 2e-4}
     assert dict(found.data.arguments) == {"files": "training_data/test_sample.txt", "context": 128}
-    assert found.trial.max_steps == 50
+    assert (found.trial.max_steps, found.training.max_steps) == (50, 50)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,7 @@ def test_a_command_line_of_ai_os_becomes_a_config():
         ("--cuda-ids=1", "hardware.devices", (1,)),
         ("--zero-stage zero3 --world-size 4", "hardware.strategy", "fsdp"),
         ("--use-chunked-training --chunk-size 1024", "levers.sequence_chunk", 1024),
+        ("--use_chunked_training --chunk_size=512", "levers.sequence_chunk", 512),
         ("--model llama", "model.target", "kit.models.named:Transformer"),
     ],
 )

@@ -56,8 +56,7 @@ def commit(
         logger: As `kit.fit` takes it; None takes the trial's, and False the CSV file of a run without any.
         callbacks: As `kit.fit` takes them; None takes the trial's. What is not known to be made of plain arguments is
             given as `{"class_path": "package.Name", "init_args": {...}}`, or as a `functools.partial` of its class.
-        trainer: As `kit.fit` takes it, with `max_steps` for the optimizer steps of the whole training; None takes the
-            trial's.
+        trainer: As `kit.fit` takes it; None takes the trial's.
         slurm: `torchrun` or `python` writes a batch file too, in which srun starts torchrun on every node, or each
             rank with python.
         replace: Replace the files of an earlier commit of this config.
@@ -211,12 +210,10 @@ class Committed:
     def _headline(self) -> str:
         launch = self.launch
         ranks = "1 rank" if launch.world_size == 1 else f"{launch.world_size} ranks"
-        epochs = "1 epoch" if self.config.training.max_epochs == 1 else f"{self.config.training.max_epochs} epochs"
         nodes = "" if launch.nodes == 1 else f" on {launch.nodes} nodes"
-        trainer = self.values["trainer"]
-        steps = f", at most {trainer['max_steps']} steps" if trainer.get("max_steps", -1) > 0 else ""
-        time = f", at most {trainer['max_time']}" if trainer.get("max_time") else ""
-        return f"{self.config.name}, {ranks}{nodes}, {epochs}{steps}{time}"
+        most = self.values["trainer"].get("max_time")
+        time = f", at most {most}" if most else ""
+        return f"{self.config.name}, {ranks}{nodes}, {self.config.training.length}{time}"
 
     def _repr_html_(self) -> str:
         commands = "\n".join(commands_of(self.launch).values())

@@ -95,9 +95,7 @@ def _trainer_parts(
         ConfigError: for those of which it is not known how they are made.
     """
     before = (trial.environment.get("trainer") or {}) if trial is not None else {}
-    flags = dict(own["trainer"] or {})
-    steps = {"max_steps": flags.pop("max_steps")} if isinstance(flags.get("max_steps"), int) else {}
-    given = TrainerParts.of(own["logger"], own["callbacks"] or (), {**trainer_flags(flags, config, manual), **steps})
+    given = TrainerParts.of(own["logger"], own["callbacks"] or (), trainer_flags(own["trainer"], config, manual))
     made = given.summary().get("made", {})
     # A run of an earlier version tells names only.
     kept = before.get("made") or {

@@ -23,7 +23,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kit.config import COMMITTED, Config
-from kit.train.choices import Entry, entry, lever_entries, monitor_entries, strategy_entry, upload_entries
+from kit.train.choices import (
+    Entry,
+    entry,
+    length_of,
+    lever_entries,
+    monitor_entries,
+    strategy_entry,
+    upload_entries,
+)
 
 _WORD = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*|[0-9]+-[a-z]+")
 _NO_WORD = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
@@ -112,8 +120,7 @@ def _sections(job: Job) -> dict[str, Any]:
             "devices": Noted(job.devices, step),
             "num_nodes": job.nodes,
             "strategy": Noted(strategy, f"hardware.strategy: {config.hardware.strategy}"),
-            "max_epochs": config.training.max_epochs,
-            "max_steps": -1,
+            **length_of(config.training),
             **optimization,
             "num_sanity_val_steps": config.trial.sanity_batches,
             "log_every_n_steps": 10,

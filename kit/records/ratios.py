@@ -30,7 +30,7 @@ LARGEST_ERROR_FRACTION = FAR / 2
 """Standard error of a mean: twice that is `FAR`, so that with a larger one chance alone makes a ratio far."""
 SPEED = "samples_per_second"
 COUNTED = ("requests_per_sample", "bytes_per_sample")
-NO_SPEED = ("name", "trial.", "training.max_epochs", "commit.", "profiler.", "build.", "queries.", "calibration.")
+NO_SPEED = ("name", "trial.", "training.max_", "commit.", "profiler.", "build.", "queries.", "calibration.")
 """Settings that change neither how fast a step is nor what it reads."""
 _MOST_EARLIER = 5
 _ENDED = ("COMPLETE", "STOPPED")

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from kit.config import Checkpoint, Config, Hardware
+from kit.config import Checkpoint, Config, Hardware, Training
 from kit.errors import ConfigError, Problem, did_you_mean
 
 _MIB = 1 << 20
@@ -132,6 +132,13 @@ def monitor_entries(config: Config, folder: str = "") -> list[Entry]:
     return found
 
 
+def length_of(training: Training) -> dict[str, int]:
+    """What the Trainer is told of the length of the real training."""
+    if training.max_steps:
+        return {"max_epochs": -1, "max_steps": training.max_steps}
+    return {"max_epochs": training.max_epochs, "max_steps": -1}
+
+
 def strategy_entry(
     hardware: Hardware, accelerator: Literal["cpu", "gpu"], world_size: int, nodes: int = 1, shards_itself: bool = False
 ) -> Entry:
@@ -171,7 +178,7 @@ SAID_BY_CONFIG = {
     "devices": "hardware.devices",
     "gradient_clip_val": "training.gradient_clip_norm",
     "max_epochs": "training.max_epochs",
-    "max_steps": "trial.max_steps",
+    "max_steps": "training.max_steps",
     "num_nodes": "commit.nodes",
     "precision": "hardware.precision",
     "strategy": "hardware.strategy",
@@ -225,7 +232,8 @@ def trainer_flags(given: object, config: Config, manual: bool = False) -> dict[s
     for name, value in (given or {}).items():
         if name == "gradient_clip_val" and by_value and config.training.gradient_clip_norm is None and not manual:
             continue
-        if name not in PASSED and (value is None or value is False or value == "auto"):
+        unbounded = name in ("max_epochs", "max_steps") and value == -1  # the Trainer's own word for nothing
+        if unbounded or (name not in PASSED and (value is None or value is False or value == "auto")):
             del flags[name]
         elif name in SAID_BY_CONFIG:
             field = SAID_BY_CONFIG[name]

@@ -5,8 +5,8 @@ MASTER_PORT are set), on one device each; it never starts another process and ne
 allocation. What a module in manual optimization cannot have (accumulation, clipping) is left out with a `KitWarning`.
 
 A trial is the beginning of the real training, not a short training: `max_epochs` and `estimated_stepping_batches` are
-those of `training.max_epochs`, so that a schedule is as far as it would be. `TrialTrainer` leaves the fit after the
-steps of the trial. A training with fewer steps than that is taken as long as the trial.
+those of `training.max_epochs` or `training.max_steps`, so that a schedule is as far as it would be. `TrialTrainer`
+leaves the fit after the steps of the trial. A training with fewer steps than that is taken as long as the trial.
 
 `EventLogger` is the logger of every trial, beside the user's or alone: `self.logger` is never None, whatever is called
 on `self.logger.experiment` works, and the numbers among it become `logged` events.
@@ -46,7 +46,7 @@ from kit.config import Config, Hardware
 from kit.errors import ConfigError, HardwareError, KitWarning, Problem
 from kit.events import EventWriter
 from kit.train.callbacks import WholeEpochs
-from kit.train.choices import strategy_entry, validates_by
+from kit.train.choices import length_of, strategy_entry, validates_by
 from kit.train.fsdp import check_shards
 from kit.train.levers import instantiate, lever_callbacks
 
@@ -73,10 +73,14 @@ class TrialTrainer(Trainer):
         self.fit_loop.setup_data()
         if not self.global_step:  # the length of a training is settled before its first step
             self.last_as_long()
-        return super().estimated_stepping_batches if math.isfinite(self.num_training_batches) else self.trial_steps
+        known = self.max_steps > 0 or math.isfinite(self.num_training_batches)
+        return super().estimated_stepping_batches if known else self.trial_steps
 
     def last_as_long(self) -> None:
-        """Take a training that would be over before the trial for one of more epochs."""
+        """Take a training that would be over before the trial for one of more steps or epochs."""
+        if self.max_steps > 0:
+            self.fit_loop.epoch_loop.max_steps = max(self.max_steps, self.trial_steps)
+            return
         batches = self.num_training_batches if math.isfinite(self.num_training_batches) else 1
         steps = max(1, math.ceil(batches / self.accumulate_grad_batches))
         left = math.ceil((self.trial_steps - self.global_step) / steps) + (self.global_step > 0)
@@ -86,7 +90,8 @@ class TrialTrainer(Trainer):
 class _TrialEnd(Callback):
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if isinstance(trainer, TrialTrainer):  # the checkpoint may hold all epochs, but never all steps
+        if isinstance(trainer, TrialTrainer) and trainer.max_epochs != -1:
+            # The checkpoint may hold all epochs, but never all steps.
             trainer.fit_loop.max_epochs = max(trainer.max_epochs or 1, trainer.trial_steps)
 
     @override
@@ -222,7 +227,7 @@ def make_trainer(
         devices=world_size,
         num_nodes=1,
         strategy=strategy,
-        max_epochs=config.training.max_epochs,
+        **length_of(config.training),
         callbacks=[*lever_callbacks(config, stands_in), WholeEpochs(), *callbacks],
         profiler=profiler,
         default_root_dir=default_root_dir,

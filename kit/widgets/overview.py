@@ -9,6 +9,7 @@ height, so that the page does not move while settings change.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -183,8 +184,8 @@ def data_card(
 def run_card(speed: MeasuredSpeed | None, config: Config, elsewhere: str = "") -> OverviewCard:
     """Time and energy of the whole run, and from how many devices on more do not help."""
     code = "kit.studies.predict_run(trial)"
-    epochs = config.training.max_epochs
-    unit = f"{epochs} epoch" + "s" * (epochs != 1)
+    training = config.training
+    unit = training.length
     if elsewhere:
         return OverviewCard(title="whole run", value="not known", unit=f"on {elsewhere}", why=unit, help=code)
     if speed is None or not speed.holds_for(config):
@@ -192,7 +193,9 @@ def run_card(speed: MeasuredSpeed | None, config: Config, elsewhere: str = "") -
     if speed.run is None:
         return OverviewCard(title="whole run", value="not known", unit=unit, why=speed.run_unknown, help=code)
     first = speed.run.rows[0]
-    share = epochs / max(1, speed.run.epochs)
+    batches = math.ceil(speed.run.samples_per_epoch / (first.devices * speed.run.batch_size))
+    epochs = training.max_steps * config.levers.accumulate_grad_batches / batches or training.max_epochs
+    share = first.seconds_per_epoch * epochs / first.total_seconds
     hours = format_seconds(first.seconds_per_epoch * epochs)
     energy = first.watt_hours[0] * share
     power = f"{energy:.3g} Wh" if energy < 1000 else f"{energy / 1000:.3g} kWh"

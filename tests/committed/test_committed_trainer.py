@@ -236,8 +236,8 @@ def test_a_module_that_brings_a_checkpoint_callback_keeps_its_own_and_a_restart_
 
 @pytest.mark.slow
 def test_an_epoch_that_never_ends_is_bounded_by_steps_and_goes_on_within_it(small, project):
-    endless = small.replace({"data.arguments": {"endless": True}})
-    committed = kit.commit(endless, data="own:Samples", trainer={"max_steps": 12})
+    endless = small.replace({"data.arguments": {"endless": True}, "training.max_steps": 12})
+    committed = kit.commit(endless, data="own:Samples")
     assert "12 steps" in repr(committed)
     parts.finish(parts.start([*shlex.split(committed.launch.python), "--trainer.max_steps=7"], project))
     run = committed.run().wait(SECONDS)

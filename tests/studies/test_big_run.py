@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 
 import pytest
 
@@ -149,3 +150,14 @@ def test_a_trial_that_was_all_warm_up_tells_nothing(config):
     trial.steps[:] = [event for event in trial.steps if event["step"] <= 3]
     with pytest.raises(TrialError, match="warm-up"):
         predict_run(trial)
+
+
+def test_a_run_of_steps_takes_as_many_on_any_number_of_devices(config):
+    asked = config(max_steps=14, warmup_steps=3, count_work=False, measure_memory=False)
+    trial = fit(asked.replace({"training.max_steps": 500}), Slow, TinyData).wait()
+    run = predict_run(trial, devices=[1, 4], memory=False)
+    for row in run.rows:
+        batches = math.ceil(4096 / 4 / row.devices)
+        assert row.total_seconds == pytest.approx(500 / batches * row.seconds_per_epoch)
+    assert ": 500 steps, 4 a batch" in repr(run)
+    assert predict_run(trial, devices=[1], epochs=2, memory=False).steps == 0

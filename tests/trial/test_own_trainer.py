@@ -89,6 +89,14 @@ def test_schedules_see_the_real_training_and_the_trial_ends_before(config):
     assert trial.event("fit_started", "max_epochs") == 5
 
 
+@pytest.mark.parametrize(("steps", "seen"), [(80, 80), (3, 8)])
+def test_schedules_see_a_training_of_steps_and_never_one_shorter_than_the_trial(config, steps, seen):
+    asked = config().replace({"training.max_steps": steps, "training.max_epochs": 7})
+    trial = complete(fit(asked, Logging, lambda: Validated(samples=12), callbacks=[Seen()]))
+    assert f"seen: -1 epochs, {seen} steps" in trial.paths.log(0).read_text()
+    assert trial.steps[-1]["step"] == 8
+
+
 def test_a_training_shorter_than_the_trial_is_taken_as_long_as_it(config):
     trial = complete(fit(config(), Logging, lambda: Validated(samples=12), callbacks=[Seen()]))
     assert "seen: 3 epochs, 9 steps" in trial.paths.log(0).read_text()
@@ -121,6 +129,7 @@ def test_arguments_of_the_trainer_pass_through(config, flags, seen):
     [
         ({"trainer": {"devices": 4}}, "trainer.devices", "hardware.devices"),
         ({"trainer": {"fast_dev_run": True}}, "trainer.fast_dev_run", "trial.max_steps"),
+        ({"trainer": {"max_steps": 50}}, "trainer.max_steps", "training.max_steps"),
         ({"trainer": {"limit_val_batch": 1}}, "trainer.limit_val_batch", "limit_val_batches"),
         ({"trainer": [1]}, "trainer", "mapping"),
         ({"logger": "kit.testing:TinyData", "callbacks": [3]}, "callbacks", "Callback"),

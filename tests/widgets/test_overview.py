@@ -1,5 +1,7 @@
 """The four answers on top of a panel, from real estimates, plans and trials."""
 
+import math
+
 import numpy as np
 import pytest
 import xarray
@@ -103,6 +105,10 @@ def test_the_whole_run_counts_its_epochs(trial):
     assert speed.run is not None, speed.run_unknown
     epochs = trial.asked.replace({"training.max_epochs": 5})
     assert run_card(speed, epochs).unit == "5 epochs, 1 device"
+    one = run_card(speed, trial.asked)
+    steps = trial.asked.replace({"training.max_steps": math.ceil(speed.run.samples_per_epoch / speed.run.batch_size)})
+    assert run_card(speed, steps).unit.endswith("steps, 1 device")
+    assert (run_card(speed, steps).value, run_card(speed, steps).why) == (one.value, one.why)  # an epoch in steps
     assert run_card(speed, trial.asked.replace({"loader.batch_size": 3})).value == "not known"
 
 

@@ -75,7 +75,7 @@ def predict_run(
         runs: A trial, a run directory or a row of `kit.results()`. Several, on different numbers of devices, correct
             the formulas by what more devices really cost.
         devices: The numbers of devices.
-        epochs: Epochs of the run. None takes the config's `training.max_epochs`.
+        epochs: Epochs of the run. None takes the config's `training.max_steps` or `training.max_epochs`.
         samples_per_epoch: Samples of an epoch. None takes what the config or the loader says.
         prices: A price for a device-hour, the name of an example in `kit.studies.scaling.bill.PRICES`, or a mapping
             such as `{"per_device_hour": 3.9, "currency": "USD", "per_gigabyte": 0.12}`. None leaves money out.
@@ -108,7 +108,9 @@ def predict_run(
     if not counts or counts[0] < 1 or counts[-1] > MOST_DEVICES:
         raise ConfigError([Problem("devices", f"{list(devices)}; give numbers from 1 to {MOST_DEVICES}")])
     found = measure(runs)
-    epochs = found.config.training.max_epochs if epochs is None else epochs
+    training = found.config.training
+    steps = training.max_steps if epochs is None else 0
+    epochs = training.max_epochs if epochs is None else epochs
     samples = found.samples_per_epoch if samples_per_epoch is None else samples_per_epoch
     for name, value in {"epochs": epochs, "samples_per_epoch": samples}.items():
         if value is None or value < 1:
@@ -120,9 +122,9 @@ def predict_run(
     watts = power_of("CPU" if cluster.on_cpu else found.device, measured_watts=found.watts, given=power)
     charged = prices_of(prices)
     estimates, notes = _memories(found, counts, device, module, data) if memory else ({}, [])
-    rows = _rows(found, scaling, counts, epochs, samples, charged, watts, estimates)
+    rows = _rows(found, scaling, counts, (epochs, steps), samples, charged, watts, estimates)
     base = scaling.at(found.steps[0].devices)
-    base_batches = epochs * math.ceil(samples / (base.devices * found.batch_size))
+    base_batches = _batches(found, base.devices, (epochs, steps), samples)
     carbon = carbon_reasons(found.trials, base_batches * base.seconds_per_batch)
     checks = [
         Checked(
@@ -133,21 +135,22 @@ def predict_run(
     ]  # fmt: skip
     return BigRun(
         name=found.config.name, rows=tuple(rows), checks=tuple(checks), caps=scaling.caps(max(counts)), epochs=epochs,
-        samples_per_epoch=samples, batch_size=found.batch_size, prices=charged, power=watts, scaling=scaling,
+        steps=steps, samples_per_epoch=samples, batch_size=found.batch_size, prices=charged, power=watts,
+        scaling=scaling,
         reasons=(*_how(scaling), *found.reasons, *assumed, *_priced(charged), *watts.reasons, *carbon, *notes),
     )  # fmt: skip
 
 
 def _rows(
-    found: MeasuredScaling, scaling: Scaling, counts: Sequence[int], epochs: int, samples: int, prices: RunPrices,
-    power: Power, estimates: Mapping[int, MemoryEstimate],
+    found: MeasuredScaling, scaling: Scaling, counts: Sequence[int], length: tuple[int, int], samples: int,
+    prices: RunPrices, power: Power, estimates: Mapping[int, MemoryEstimate],
 ) -> list[BigRunRow]:  # fmt: skip
     first = scaling.at(counts[0]).samples_per_second(found.batch_size) / counts[0]
     rows: list[BigRunRow] = []
     for count in counts:
         point, estimate = scaling.at(count), estimates.get(count)
         batches = math.ceil(samples / (count * found.batch_size))  # of an epoch, on each device
-        whole, speed = batches * epochs, point.samples_per_second(found.batch_size)
+        whole, speed = _batches(found, count, length, samples), point.samples_per_second(found.batch_size)
         total = whole * point.seconds_per_batch
         # A device on the CPU is as many cores as its rank uses.
         energy = power.watt_hours(count * (scaling.cluster.cores_used(count) if scaling.cluster.on_cpu else 1) * total)
@@ -161,6 +164,14 @@ def _rows(
             bound="memory" if estimate is not None and estimate.verdict == "does not fit" else point.bound,
         ))  # fmt: skip
     return rows
+
+
+def _batches(found: MeasuredScaling, count: int, length: tuple[int, int], samples: int) -> int:
+    """Batches of the whole run on each of `count` devices; `length` is (epochs, steps), with steps in their place."""
+    epochs, steps = length
+    if steps:
+        return steps * found.config.levers.accumulate_grad_batches
+    return epochs * math.ceil(samples / (count * found.batch_size))
 
 
 def _cluster(
@@ -322,6 +333,8 @@ class BigRun(Drawable):
     caps: tuple[Cap, ...]
     """The limits that decide, each with the number of devices from which it does."""
     epochs: int
+    steps: int
+    """Optimizer steps, in place of the epochs; 0 where these count."""
     samples_per_epoch: int
     batch_size: float
     prices: RunPrices
@@ -362,7 +375,8 @@ class BigRun(Drawable):
 
     @property
     def _headline(self) -> str:
-        size = f"{format_count(self.samples_per_epoch)} samples × {self.epochs} epoch" + "s" * (self.epochs > 1)
+        epochs = f"{format_count(self.samples_per_epoch)} samples × {self.epochs} epoch" + "s" * (self.epochs > 1)
+        size = f"{self.steps:,} steps" if self.steps else epochs
         return f"{self.name}: {size}, {self.batch_size:g} a batch on each device; {self.sentence}"
 
     @property
