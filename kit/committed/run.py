@@ -287,9 +287,8 @@ def _variables(devices: tuple[str, ...]) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
     home = str(Path(kit.__file__).parents[1])
     paths = [home, *filter(None, [kept.get("PYTHONPATH")])]
-    loopback = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
     shown = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-    return {**loopback, **kept, **shown, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    return {**kept, **shown, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 PORT = 29500

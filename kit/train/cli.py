@@ -50,6 +50,8 @@ from kit.config import COMMITTED, Config, committed_text, read_yaml
 from kit.errors import ConfigError, HardwareError, KitError, Problem, StoreError, TargetError, first_line
 from kit.targets import find_target, signature_of
 from kit.train.choices import Entry
+from kit.train.one_lightning import use_one_lightning
+from kit.train.rendezvous import meet_here
 
 _STRICT = {"exit_on_error": False}
 
@@ -107,6 +109,12 @@ class CommittedCLI(LightningCLI):
         settings = self.config.get(self.subcommand, self.config)
         values = plain(settings)
         check_run(values)
+        trainer = values.get("trainer") or {}
+        strategy = plain(trainer.get("strategy"))
+        alone = isinstance(strategy, Mapping) and str(strategy.get("class_path", "")).endswith("SingleDeviceStrategy")
+        if trainer.get("num_nodes") == 1 and not alone and not _under_slurm(os.environ):
+            ranks = int(trainer.get("devices") or 1)
+            self._store = meet_here(os.environ, ranks)  # held as long as this rank runs
         check_checkpoint(values)
         found = newest_checkpoint(values)
         if found is not None:
@@ -117,6 +125,7 @@ def main() -> None:
     """Run the command line; what is wrong with it is one line on stderr."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addFilter(lambda record: "Tip: For seamless" not in record.getMessage())  # of a product, not of the run
+    use_one_lightning()
     gc.freeze()  # else each full collection looks at all that imports have made, and stops threads that read meanwhile
     try:
         CommittedCLI()
@@ -330,8 +339,7 @@ def _check_ranks(devices: int, nodes: int, variables: Mapping[str, str]) -> None
             f"this run is for {mine}, but torchrun started {world}, {here} on this node; start it with {way}, or "
             f"give the job {other} (another number of ranks is another global batch)"
         )
-    # As Lightning sees it: a job of SLURM that is not a shell of its user.
-    if "SLURM_NTASKS" in variables and variables.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+    if _under_slurm(variables):
         tasks, each = int(variables["SLURM_NTASKS"]), variables.get("SLURM_NTASKS_PER_NODE", "")
         if tasks != devices * nodes or (each.isdigit() and int(each) != devices):
             raise HardwareError(
@@ -344,6 +352,12 @@ def _check_ranks(devices: int, nodes: int, variables: Mapping[str, str]) -> None
             f"this run is for {mine}, and python alone starts those of one; start it on every node with torchrun "
             f"--nnodes {nodes} --nproc-per-node {devices}, or give the job --trainer.num_nodes=1"
         )
+
+
+def _under_slurm(variables: Mapping[str, str]) -> bool:
+    """As Lightning sees it: a job of SLURM that is not a shell of its user, nor one in which torchrun starts ranks."""
+    started = "TORCHELASTIC_RUN_ID" not in variables and "SLURM_NTASKS" in variables
+    return started and variables.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def _check_strategy(trainer: Values, world_size: int) -> None:

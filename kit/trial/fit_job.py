@@ -35,13 +35,13 @@ from kit.targets import load_target
 from kit.train.callbacks import DeviceLimit, UnusedParameters
 from kit.train.choices import monitor_entries
 from kit.train.levers import GradientCheckpointing, instantiate
+from kit.train.rendezvous import open_store
 from kit.train.sequences import AUTO, AttentionKernel, SequenceChunks, available_kernels
 from kit.train.trainer import EventLogger, make_trainer
 from kit.trial.context import Context
 from kit.trial.meters import CarbonUse, CpuUse, EnergyUse, MemoryHistory, MemoryMeter, StepWork
 from kit.trial.payload import Part, TrainerParts, is_patch_data, own_arguments
 from kit.trial.recorder import CommunicationTimer, LoaderUsed, StepClock, StepRecorder
-from kit.trial.scratch import open_store
 
 Made = TypeVar("Made")
 

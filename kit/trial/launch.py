@@ -36,6 +36,8 @@ from kit.json_text import read_json
 from kit.machine import processes
 from kit.machine.processes import SCRATCH, die_with_parent, guard_forks, note_process, scratch_folder, watch_lifeline
 from kit.registry import load
+from kit.train import rendezvous
+from kit.train.one_lightning import use_one_lightning
 from kit.trial import scratch
 from kit.trial.context import Context, confine_rank, confined_job
 from kit.trial.directory import Control, RunPaths
@@ -70,13 +72,13 @@ def launch_variables(
     return {
         **processes.LOAD_DEFAULTS,
         **variables,
-        **scratch.INTERFACES,
+        **rendezvous.INTERFACES,
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         "TORCHELASTIC_RUN_ID": "kit",
         "GROUP_RANK": "0",
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": scratch.HOST,
+        "MASTER_ADDR": rendezvous.HOST,
         "MASTER_PORT": str(port),
         SCRATCH: str(folder),
     }
@@ -146,8 +148,9 @@ def _redirect(source: int, *targets: int) -> None:
 
 
 def _variables_of(launch: Launch, rank: int) -> dict[str, str]:
-    store = {} if rank else {scratch.DESCRIPTOR: str(launch.store)}
-    return {**launch.variables, "RANK": str(rank), "LOCAL_RANK": str(rank), **store}
+    store = {} if rank else {rendezvous.DESCRIPTOR: str(launch.store)}
+    # GLOBAL_RANK is what litdata goes by before the ranks have met, as it goes by WORLD_SIZE.
+    return {**launch.variables, **dict.fromkeys(("RANK", "LOCAL_RANK", "GLOBAL_RANK"), str(rank)), **store}
 
 
 def spawn_rank(launch: Launch, rank: int, group: int) -> int:
@@ -215,6 +218,7 @@ def _settle(environment: dict[str, Any]) -> None:
     if Path(environment["folder"]).is_dir():
         os.chdir(environment["folder"])
     sys.path[:] = list(dict.fromkeys([*environment["sys_path"], *sys.path]))
+    use_one_lightning()
     torch.set_num_threads(environment["threads_per_rank"])
     multiprocessing.set_start_method("fork", force=True)
     scratch.take(scratch_folder())

@@ -6,11 +6,6 @@ and spilled queries lie in its scratch folder, its semaphores bear the folder's 
 share tensors are noted there. The supervisor removes all of it when the last process of the group is gone; where the
 supervisor was killed, the next kernel that loses or starts one does. A folder's name holds its owner (this system,
 process id, start time), so it has one at every moment.
-
-Ranks find each other in a store that is reached from this machine alone. Left to itself, torch's store listens on every
-interface, whatever MASTER_ADDR says. Here the supervisor opens the socket, on loopback, so that nobody else can take
-its port, and rank 0 inherits it and serves; ranks join a store that is there already, as torchrun has them do. The
-sockets of gloo and NCCL stay on loopback too.
 """
 
 from __future__ import annotations
@@ -23,18 +18,13 @@ import multiprocessing
 import os
 import re
 import shutil
-import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit.json_text import read_json
 from kit.machine.processes import LONGEST_SOCKET_FOLDER, NOTE, alive, identify, machine
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _TRIAL = "kit-trial-"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -116,27 +106,3 @@ def _system() -> str:
 
 def _semaphores(folder: Path) -> str:
     return f"kit-{folder.name[-8:]}"
-
-
-HOST = "127.0.0.1"
-DESCRIPTOR = "KIT_STORE_DESCRIPTOR"
-"""The variable that tells rank 0 which descriptor it inherited."""
-_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-INTERFACES = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
-
-
-def listen() -> socket.socket:
-    """The socket of a trial's store, on a port that nobody has."""
-    return socket.create_server((HOST, 0), backlog=1024)
-
-
-def open_store() -> TCPStore | None:
-    """Let this rank find the others; rank 0 serves the store as long as it holds what is returned."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    descriptor = os.environ.pop(DESCRIPTOR, None)
-    if descriptor is None:
-        return None
-    port = int(os.environ["MASTER_PORT"])
-    return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=int(descriptor))

@@ -33,6 +33,7 @@ from kit.machine.claims import release
 from kit.machine.machine import take_seat
 from kit.machine.processes import adopt_orphans, identify, members_of
 from kit.registry import load
+from kit.train import rendezvous
 from kit.trial import scratch
 from kit.trial.directory import KILL, Control, RunPaths
 from kit.trial.launch import Launch, differing_variables, fork_rank, launch_variables, spawn_rank, touched_device
@@ -179,7 +180,7 @@ class RankGroup:
         order = self.order
         self._scratch = scratch.make(folder=order.temporary)
         start = fork_rank if cold_reason is None else spawn_rank
-        with scratch.listen() as store:
+        with rendezvous.listen() as store:
             port = store.getsockname()[1]
             variables = launch_variables(order.variables, order.world_size, order.devices, port, self._scratch)
             launch = Launch(self.paths, order.world_size, variables, self.lifeline, store.fileno())
