@@ -4,10 +4,11 @@ Devices, precision and loader settings are those of the trial where it ran with 
 machine is asked, as `kit.fit` would. A config that leaves nothing open about its devices needs no such machine. Chunks
 are those of the store as it is, or of its plan while it is not built.
 
-A committed file names the module and the data by import paths that hold on another machine. It cannot hold an object, a
-function of no name, or a class that only a notebook knows: those are refused with the way to a name. So are loggers and
-callbacks of which it is not known how they were made. For a class of a notebook
-`write_drafts` writes a draft of a module: the text of its cell, with the imports, constants and definitions of the
+A committed file names the module and the data by import paths that hold on another machine. What is no class of
+Lightning's (a function, a data set) is called there by `kit.train.made`, as a trial calls it. A file cannot hold an
+object, a function of no name, or a class that only a notebook knows: those are refused with the way to a name. So are
+loggers and callbacks of which it is not known how they were made. For a class or function of a notebook `write_drafts`
+writes a draft of a module: the text of its cell, with the imports, constants and definitions of the
 notebook that it names, each once, in the order they need each other. What cannot be written stays as a comment, for the
 author to see to. Source is read, never imported or run.
 """
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import importlib
+import inspect
 import itertools
 import linecache
 import re
@@ -33,8 +36,9 @@ from kit.config import Config, project_folder
 from kit.errors import ConfigError, HardwareError, KitError, Problem, TargetError
 from kit.machine.machine import hardware, resolve_devices
 from kit.studies.calibration.result import Calibration, saved_path
-from kit.targets import find_target, parsed, path_of
+from kit.targets import class_bodies, find_target, named_target, parsed, path_of
 from kit.train.choices import Entry, entry, trainer_flags
+from kit.train.one_lightning import real_name
 from kit.trial.payload import (
     Part,
     TrainerParts,
@@ -43,6 +47,7 @@ from kit.trial.payload import (
     is_manual,
     is_patch_data,
     own_arguments,
+    parts_of,
     shards_itself,
     takes_config,
 )
@@ -65,17 +70,18 @@ def make_job(
     """
     given = trial.environment.get("given", {}) if trial is not None else {}
     for name, part in (("module", module), ("data", data)):  # a trial does not know which object it was given
-        if given.get(name, "default") != "default" and part is None:
+        if given.get(name, "default") not in ("default", "module") and part is None:
             message = f"the trial was given a {name} of its own; give the same: kit.commit(config, trial, {name}=...)"
             raise ConfigError([Problem(name, message)])
-    target = _target(Part.of(module), "module", "model.target", config.model.target)
-    model, source = entry(dotted(target), **config.values()["model"]["arguments"]), data_entry(data, config)
+    target, model = module_entry(module, config)
+    loaders = parts_of(module, data, config)[1]
+    source = None if loaders.kind == "module" else data_entry(data, config)
     accelerator, devices, precision, reasons = _devices(config, trial)
     if config.commit.nodes > 1 and config.hardware.strategy == "none":
         message = f"{config.commit.nodes} nodes are more than one device; set hardware.strategy to ddp or fsdp"
         raise ConfigError([Problem("commit.nodes", message)])
-    resolved, notes = _loader_settings(source["class_path"], config, trial, reasons)
-    rule = batch_rule(Part.of(data), config)
+    resolved, notes = _loader_settings("" if source is None else source["class_path"], config, trial, reasons)
+    rule = batch_rule(loaders, config)
     own = {"logger": logger, "callbacks": callbacks, "trainer": trainer}
     more, left = _trainer_parts(config, trial, is_manual(target), own)
     job = Job(
@@ -124,7 +130,7 @@ def _made(part: Any, name: str) -> Any:
         why = part.get("why", "its run tells its name only")
         again = f"give all of {name} again: kit.commit(config, trial, {way})"
         raise ConfigError([Problem(name, f"how {part['name']} is made is not known: {why}; {again}")])
-    return entry(dotted(part["class"]), **_from_project(part["arguments"]))
+    return entry(real_name(dotted(part["class"])), **_from_project(part["arguments"]))
 
 
 def _from_project(value: Any) -> Any:
@@ -171,7 +177,7 @@ def _loader_settings(
     data: str, config: Config, trial: Trial | None, reasons: dict[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
     """What was left open of the data of that class, and notes for its user; adds to `reasons`."""
-    is_kits, notes = data == "kit.train.CommittedData", []
+    is_kits, made, notes = data == "kit.train.CommittedData", data == _MADE_DATA, []
     event = trial.event("calibrated") if trial is not None and config.calibration.enabled else None
     changes, why = ({}, "") if event is None else (dict(event["changes"]), str(event["headline"]))
     if is_kits and config.calibration.enabled and event is None:
@@ -185,10 +191,14 @@ def _loader_settings(
             notes = [
                 "the loader was not calibrated: its settings are those of the config (kit.studies.calibrate measures)"
             ]
+    if not data:  # the module makes its loaders itself
+        return {}, []
     if not is_kits and not takes_config(":".join(data.rsplit(".", 1))):
-        # Data of the user's own is made as its class makes it, without the settings that a trial gave its loader.
+        # Data of the user's own is made as its class makes it, without the settings that a trial gave its loader. Where
+        # a function may give a data set, kit makes the loader, by these.
         settings = ", ".join(f"{path.partition('.')[2]}={value}" for path, value in changes.items())
-        return {}, [f"the trial's loader ran with {settings}; set them in your data module"] if settings else []
+        note = f"the trial's loader ran with {settings}; set them in your data module"
+        return changes if made else {}, [note] if settings else []
     reasons.update(dict.fromkeys(list(changes)[:1], why))
     if not is_kits:
         return changes, []
@@ -236,67 +246,107 @@ def _differences(config: Config, trial: Trial | None) -> list[str]:
     return [*ended, *changed]
 
 
+def module_entry(module: Any, config: Config) -> tuple[str, Entry]:
+    """What is trained, as an import path, and the `model` of a file.
+
+    Raises:
+        ConfigError: for what a file cannot name.
+    """
+    part = Part.of(module)
+    path, bound = _target(part, "module", "model.target", config.model.target)
+    target, given = named_target(path)
+    if part.kind == "factory":  # called without arguments, as in a trial
+        return target, entry(_MADE_MODULE, function=_called(target), **({"arguments": bound} if bound else {}))
+    arguments = {**given, **config.values()["model"]["arguments"]}
+    if _is_called(target, "LightningModule"):
+        return target, entry(_MADE_MODULE, function=_called(target), **({"arguments": arguments} if arguments else {}))
+    return target, entry(dotted(target), **arguments)
+
+
+_MADE_DATA, _MADE_MODULE = "kit.train.made.made_data", "kit.train.made.made_module"
+
+
 def data_entry(data: Any, config: Config) -> Entry:
     """The `data` of a file; kit's own reads the config that the file carries.
 
     Raises:
-        ConfigError: for what is no LightningDataModule class or import path.
+        ConfigError: for what a file cannot name.
     """
     part = Part.of(data)
     if part.kind == "default":
         return entry("kit.train.CommittedData")
     if part.kind == "class" and is_patch_data(part.value):
         raise ConfigError([Problem("data", f"{part} is made from a Config; leave data out for kit's own")])
-    if part.is_dataset:
-        message = f"{part} has no loader of its own; wrap it in a LightningDataModule, and give its class"
-        raise ConfigError([Problem("data", message)])
     check_parts(Part("default"), part, config)
-    return entry(dotted(_target(part, "data", "", "")), **own_arguments(config))
+    target, bound = _target(part, "data", "", "")
+    arguments = bound if part.kind == "factory" else own_arguments(config)
+    if part.kind == "factory" or part.is_dataset or _is_called(target, "LightningDataModule"):
+        return entry(_MADE_DATA, function=_called(target), **({"arguments": arguments} if arguments else {}))
+    return entry(dotted(target), **arguments)
 
 
-def _target(part: Part, name: str, field: str, default: str) -> str:
-    """The import path of a part, as `kit.fit` was given it.
+def _target(part: Part, name: str, field: str, default: str) -> tuple[str, dict[str, Any]]:
+    """The import path of a part, as `kit.fit` was given it, and what a `functools.partial` calls it with.
 
     Raises:
-        ConfigError: for an object, a function, and a class that only a notebook knows.
+        ConfigError: for an object, a function of no name, and what only a notebook knows.
     """
-    if part.kind == "default":
-        return default
-    if part.kind == "path":
-        _check_made(str(part.value), name)
-        return str(part.value)
-    if part.kind == "class":
-        path = path_of(part.value)
-        if path is None:
-            raise ConfigError([Problem(name, _no_module(part.value, name, field))])
-        return path
-    arguments = f"{field.partition('.')[0] or 'data'}.arguments"
-    message = f"{part} is no class that a file can name; give the class, or its import path, and {arguments}"
-    raise ConfigError([Problem(name, message)])
+    if part.kind in ("default", "path"):
+        return (str(part.value) if part.kind == "path" else default), {}
+    partial = isinstance(part.value, functools.partial)
+    value = part.value.func if partial else part.value
+    if not isinstance(value, type | types.FunctionType) or "<" in getattr(value, "__name__", "<"):
+        arguments = f"{field.partition('.')[0] or 'data'}.arguments"
+        message = f"{part} is nothing that a file can name; give a class or a function with a name, or the import path "
+        raise ConfigError([Problem(name, f"{message}of one, and {arguments}")])
+    bound: dict[str, Any] = {}
+    if partial:
+        names = inspect.signature(value).parameters
+        bound = {**dict(zip(names, part.value.args, strict=False)), **part.value.keywords}
+    if not _is_plain(list(bound.values())):
+        message = f"{part} is called with what is no plain value ({', '.join(bound)}); give numbers and text only"
+        raise ConfigError([Problem(name, message)])
+    path = path_of(value)
+    if path is None:
+        raise ConfigError([Problem(name, _no_module(value, name, field))])
+    return path, bound
 
 
-def _check_made(path: str, name: str) -> None:
-    """Refuse a function that does not say that it makes a module: LightningCLI takes it for a class by what it says."""
+def _is_called(path: str, kind: str) -> bool:
+    """Whether a path is of a function that does not say to make a `kind`, of an object, or of a data set's class.
+
+    LightningCLI takes a class for one by its bases, and a function by what it says to give.
+    """
     found = find_target(path)
     body = parsed(found.file, found.file.stat().st_mtime_ns).body if found.file else []
-    node = next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == found.name), None)
-    said = ast.unparse(node.returns) if node is not None and node.returns is not None else ""
-    if node is not None and (not said or "Loader" in said or "Dataset" in said):
-        kind = "LightningDataModule" if name == "data" else "LightningModule"
-        message = f"{path} is a function that says to make {said or 'nothing'}; have it return a {kind}, and say so"
-        raise ConfigError([Problem(name, f"{message}: def {found.name}(...) -> {kind}")])
+    node = next((item for item in body if getattr(item, "name", "") == found.name), None)
+    if isinstance(node, ast.FunctionDef):
+        return node.returns is None or kind not in ast.unparse(node.returns)
+    if node is None:
+        assigned = (target for item in body if isinstance(item, ast.Assign) for target in item.targets)
+        return any(isinstance(target, ast.Name) and target.id == found.name for target in assigned)
+    functions = [item.name for one in class_bodies(path, until=kind) for item in one.body if hasattr(item, "name")]
+    return not {"train_dataloader"}.intersection(functions) and bool({"__getitem__", "__iter__"} & {*functions})
+
+
+def _called(target: str) -> str:
+    """The path of a function as `kit.train.made` takes it, from the project folder of any machine."""
+    return ":".join(dotted(target).rsplit(".", 1))
 
 
 def write_drafts(*given: Any) -> None:
-    """Write a draft of the module of each class that only a notebook knows, into the project folder."""
+    """Write a draft of the module of each class or function that only a notebook knows, into the project folder."""
     for part in map(Part.of, given):
-        if part.kind == "class" and path_of(part.value) is None:
-            place = draft_place(part.value, project_folder())
+        value = part.value.func if isinstance(part.value, functools.partial) else part.value
+        if not isinstance(value, type | types.FunctionType) or not value.__name__.isidentifier():
+            continue
+        if path_of(value) is None:
+            place = draft_place(value, project_folder())
             if place is not None and not place[0].exists():
                 place[0].write_text(place[1], encoding="utf-8")
 
 
-def _no_module(kind: type, name: str, field: str) -> str:
+def _no_module(kind: type | types.FunctionType, name: str, field: str) -> str:
     draft, _ = draft_place(kind, project_folder()) or (None, "")
     path = f"{draft_name(kind) if draft is None else draft.stem}:{kind.__name__}"
     use = f'config.replace({{"{field}": "{path}"}})' if field else f'kit.commit(config, {name}="{path}")'
@@ -304,9 +354,9 @@ def _no_module(kind: type, name: str, field: str) -> str:
     if draft is not None:
         there = f"{draft}, a draft of such a module: read it through"
         where = there if draft.exists() else f"a module, of which kit.commit writes a draft as {draft}"
-    return f"class {kind.__name__} is known to this notebook only, and no other machine can import it; put it into " + (
-        f"{where}, then use {use}"
-    )
+    word = "class" if isinstance(kind, type) else "function"
+    known = f"{word} {kind.__name__} is known to this notebook only, and no other machine can import it"
+    return f"{known}; put it into {where}, then use {use}"
 
 
 def dotted(target: str) -> str:

@@ -52,7 +52,8 @@ class Job:
     batch_size: int | None
     """Samples per batch on each device; None where only the loader of the caller's own knows."""
     model: Entry
-    data: Entry
+    data: Entry | None
+    """None where the module makes its loaders itself."""
     loggers: Sequence[Entry] = ()
     """In the place of a CSV file, where there are any."""
     callbacks: Sequence[Entry] = ()
@@ -131,7 +132,7 @@ def _sections(job: Job) -> dict[str, Any]:
             "default_root_dir": job.output,
         },
         "model": job.model,
-        "data": job.data,
+        **({} if job.data is None else {"data": job.data}),
         "ckpt_path": Noted("last", "the last checkpoint where there is one, so that a restart goes on"),
     }
 

@@ -47,8 +47,9 @@ def fit(
         module: What is trained: a LightningModule class (made with `model.arguments`), an import path, a function
             without arguments that makes one, or an instance. None takes `model.target`.
         data: What it is trained on: a LightningDataModule class or import path (made with `data.arguments`, unless
-            these belong to a `data.source`), a function without arguments, an instance, a DataLoader or a Dataset.
-            None takes the config's own data.
+            these belong to a `data.source`), a function without arguments, an instance, a DataLoader or a Dataset,
+            or a tuple of two: to train on and to validate on. None takes the module's own loaders, where it has a
+            `train_dataloader`, else the config's own data.
         logger: A logger of lightning.pytorch, a function without arguments that makes one, or several. The trial's own
             comes beside them, so `self.logger` works without any.
         callbacks: Callbacks of lightning.pytorch, as instances, functions that make them, or as they stand in a file of

@@ -36,15 +36,15 @@ from kit.errors import ConfigError, HardwareError, Problem
 from kit.machine.machine import Machine, hardware
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget, target_of
 from kit.train.choices import held_flags, validates_by
-from kit.trial.payload import NO_PARTS, Part, TrainerParts, check_parts, why_not_sent
+from kit.trial.payload import NO_PARTS, Part, TrainerParts, check_parts, parts_of, why_not_sent
 from kit.trial.submit import check_targets, versions
 from kit.units import format_bytes
 
 MOST_RANKS = 1024
 _BF16_CAPABILITY = (8, 0)
 _IMMATERIAL = (
-    "name", "trial", "calibration", "chunking", "training.seed", "training.max_epochs", "training.monitor",
-    "training.monitor_mode", "training.early_stopping_patience", "hardware.accelerator",
+    "name", "trial", "calibration", "chunking", "training.seed", "training.max_epochs", "training.max_steps",
+    "training.monitor", "training.monitor_mode", "training.early_stopping_patience", "hardware.accelerator",
     "hardware.devices", "hardware.precision", "hardware.threads_per_rank", "hardware.device_memory_bytes",
     "loader.prefetch_factor", "loader.batches_ahead", "loader.requests_in_flight", "loader.decode_threads",
     "loader.pin_memory",
@@ -137,7 +137,7 @@ def make_query(
         raise ConfigError(
             f"a prediction takes a Config, got {type(config).__name__}; call predict_memory(config, module, data)"
         )
-    parts = Part.of(module), Part.of(data)
+    parts = parts_of(module, data, config)
     check_targets(*parts, config)
     check_parts(*parts, config)
     target = find_target_device(device, config, world_size)
@@ -231,7 +231,7 @@ def _files(query: MemoryQuery) -> Iterator[tuple[str, int]]:
     for part in (query.module, query.data, *query.trainer.callbacks):
         if part.kind == "path":
             files.append(find_target(part.value).file)
-        elif part.kind != "default":  # a class of a notebook has no file: it travels by value
+        elif part.kind not in ("default", "module"):  # a class of a notebook has no file: it travels by value
             kind = part.value if part.kind in ("class", "factory") else type(part.value)
             file = getattr(sys.modules.get(getattr(kind, "__module__", "") or ""), "__file__", None)
             files.append(Path(file) if file and file.endswith(".py") else None)

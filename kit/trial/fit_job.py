@@ -24,7 +24,7 @@ import cloudpickle
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
 from kit.config import Config
@@ -35,6 +35,7 @@ from kit.targets import load_target
 from kit.train.callbacks import DeviceLimit, UnusedParameters
 from kit.train.choices import monitor_entries
 from kit.train.levers import GradientCheckpointing, instantiate
+from kit.train.made import GivenData, ModuleData, loader_of, pair_of
 from kit.train.rendezvous import open_store
 from kit.train.sequences import AUTO, AttentionKernel, SequenceChunks, available_kernels
 from kit.train.trainer import EventLogger, make_trainer
@@ -56,6 +57,8 @@ def fit(context: Context) -> None:
     seed_everything(config.training.seed, workers=True, verbose=False)
     module = make_module(payload["module"], config)
     data, batch_size = make_data(payload["data"], config), environment.get("batch_size")
+    if isinstance(data.get("datamodule"), ModuleData):
+        data["datamodule"].module = module
     if batch_size is not None and payload["data"].kind != "default":
         data = resize(data, int(batch_size))
     if config.calibration.enabled:
@@ -193,6 +196,8 @@ def make_data(part: Part, config: Config) -> dict[str, Any]:
         ConfigError: when it is neither, nor a data set.
     """
     value = load_target(part.value) if part.kind == "path" else part.value
+    if part.kind == "module":
+        return {"datamodule": ModuleData(lambda: make_module(value, config))}
     if part.kind == "default":
         from kit.data.patches.module import PatchData
 
@@ -208,21 +213,12 @@ def make_data(part: Part, config: Config) -> dict[str, Any]:
         if use_config is not None:  # one of kit's own, which leaves the rest to the config
             use_config(config)
         return {"datamodule": value}
-    if isinstance(value, Dataset) and not isinstance(value, DataLoader):
-        loader = config.loader
-        value = DataLoader(
-            value,
-            batch_size=loader.batch_size,
-            shuffle=loader.shuffle and hasattr(value, "__getitem__"),
-            num_workers=loader.num_workers,
-            prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
-            pin_memory=loader.pin_memory,
-            drop_last=loader.drop_last,
-        )
-    if not hasattr(value, "__iter__"):
-        message = f"{part} gave {type(value).__name__}; give a LightningDataModule, a DataLoader or a Dataset"
-        raise ConfigError([Problem("data", message)])
-    return {"train_dataloaders": value}
+    parts = pair_of(value, str(part))
+    if len(parts) == 2:
+        pair = GivenData(*parts)
+        pair.use_config(config)
+        return {"datamodule": pair}
+    return {"train_dataloaders": loader_of(parts[0], config.loader)}
 
 
 _LOADER_OPTIONS = (

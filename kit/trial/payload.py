@@ -20,6 +20,7 @@ import contextlib
 import datetime
 import functools
 import inspect
+import itertools
 import linecache
 import math
 import os
@@ -39,11 +40,17 @@ from kit.errors import ConfigError, KitWarning, Problem
 from kit.secrets_in_text import secrets_of
 from kit.targets import class_bodies, path_of
 
-Kind = Literal["default", "path", "class", "factory", "instance", "entry"]
+Kind = Literal["default", "path", "class", "factory", "instance", "entry", "module"]
+"""`module` is data that the module itself makes the loaders of; the value is then the part of the module."""
 LARGE_BYTES = 10_000_000
 _SOURCE_BYTES = 1_000_000
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _INSTANCE_MARKS = ("training_step", "train_dataloader", "__getitem__", "__iter__")
+
+
+def trained_on(value: Any) -> Any:
+    """The first of a pair of data to train and to validate on."""
+    return value[0] if isinstance(value, tuple) and value else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +77,17 @@ class Part:
     @property
     def is_dataset(self) -> bool:
         """Whether it is seen to be a data set, whose loader kit makes; one that a function makes is not seen."""
+        value = trained_on(self.value)
         given = self.kind in ("class", "instance")
-        return given and hasattr(self.value, "__getitem__") and not hasattr(self.value, "train_dataloader")
+        return given and hasattr(value, "__getitem__") and not hasattr(value, "train_dataloader")
 
     @property
     def identity(self) -> str:
         """Tells it from others: its import path, or where its class or function is from; empty for the default."""
         if self.kind in ("default", "path"):
             return str(self.value or "")
+        if self.kind == "module":
+            return str(self)
         thing = self.value if self.kind in ("class", "factory") else type(self.value)
         line = getattr(getattr(thing, "__code__", None), "co_firstlineno", "")
         name = getattr(thing, "__qualname__", type(thing).__qualname__)
@@ -87,6 +97,8 @@ class Part:
         name = getattr(self.value, "__qualname__", type(self.value).__name__)
         if self.kind == "entry":
             return str(self.value["class_path"]).rpartition(".")[2]
+        if self.kind == "module":
+            return "the module's own loaders"
         return {"path": str(self.value), "class": f"class {name}", "factory": f"factory {name}"}.get(self.kind, name)
 
 
@@ -252,6 +264,27 @@ def own_arguments(config: Config) -> dict[str, Any]:
     return dict(config.data.arguments) if config.data.source is None else {}
 
 
+def parts_of(module: object, data: object, config: Config) -> tuple[Part, Part]:
+    """Module and data as `kit.fit` takes them; without data, a module that makes its loaders itself has its own.
+
+    Raises:
+        TargetError: for an import path that leads nowhere.
+    """
+    part = Part.of(module)
+    own = data is None and part.kind != "factory" and brings_loaders(part, config)
+    return part, Part("module", part) if own else Part.of(data)
+
+
+def brings_loaders(module: Part, config: Config) -> bool:
+    """Whether a module has a `train_dataloader` of its own, as far as its source tells."""
+    if module.kind in ("default", "path"):
+        nodes = class_bodies(module.value or config.model.target, until="LightningModule")
+        return any(getattr(item, "name", "") == "train_dataloader" for node in nodes for item in node.body)
+    kind = module.value if module.kind == "class" else type(module.value)
+    own = itertools.takewhile(lambda base: base.__name__ != "LightningModule", kind.__mro__)
+    return any("train_dataloader" in vars(base) for base in own)
+
+
 def is_patch_data(kind: type) -> bool:
     """Whether a data module is kit's own or one that was made from it: those are made with the config."""
     return any(base.__module__ == "kit.data.patches.module" and base.__name__ == "PatchData" for base in kind.__mro__)
@@ -263,6 +296,8 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
     Raises:
         ConfigError: for arguments that do not fit the class, and factories that need arguments.
     """
+    if data.kind == "instance" and isinstance(data.value, tuple):
+        _check_pair(data.value)
     calls: list[tuple[Part, str, Mapping[str, Any]]] = []
     if module.kind == "class":
         calls.append((module, "model.arguments", config.model.arguments))
@@ -278,6 +313,14 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
             signature.bind(**arguments)
         except TypeError as error:
             raise ConfigError([Problem(path, f"{part} cannot be made: {error}; it takes {signature}")]) from None
+
+
+def _check_pair(values: tuple[Any, ...]) -> None:
+    wrong = [type(one).__name__ for one in values if not hasattr(one, "__iter__") and not hasattr(one, "__getitem__")]
+    if wrong or len(values) != 2:
+        found = wrong[0] if wrong else f"{len(values)} values"
+        message = f"a tuple with {found}; give (training, validation), each a loader or a data set"
+        raise ConfigError([Problem("data", message)])
 
 
 def pack(module: Part, data: Part, trainer: TrainerParts | None = None) -> bytes:
@@ -404,7 +447,7 @@ class BatchRule:
 
 def batch_rule(data: Part, config: Config) -> BatchRule:
     """The rule for `data` as `kit.fit` takes it."""
-    asked, value = config.loader.batch_size, data.value
+    asked, value = config.loader.batch_size, trained_on(data.value)
     known: Mapping[str, Any] = own_arguments(config) if data.kind in ("class", "path") else {}
     if isinstance(value, functools.partial):
         known, value = value.keywords, value.func

@@ -21,6 +21,9 @@ from kit.trial.payload import BatchRule
 if TYPE_CHECKING:
     from kit.trial.trial import Trial
 
+_FEWEST = 3
+"""Batches of equal losses from which on chance is ruled out."""
+
 
 def settings_used(trial: Trial) -> list[str]:
     """Sentences, in the order in which a config names the choices."""
@@ -37,6 +40,7 @@ def settings_used(trial: Trial) -> list[str]:
         *(f"{name}: {', '.join(given[name])}" if given.get(name) else "" for name in ("loggers", "callbacks")),
         f"trainer: {flags}" if flags else "",
         _loader_used(trial),
+        _same_samples(trial),
         str(trial.environment.get("split", "")),
         absent_chunks({name: sum(count.get(name, 0) for count in counts) for name in CHUNKS}),
         f"precision: {precision}" if precision else "",
@@ -50,6 +54,22 @@ def settings_used(trial: Trial) -> list[str]:
         here = ", ".join(found["attention_here"]) + (f" ({missing})" if missing else "")
         sentences.append(f"attention: {calls} in the first batch; available here: {here}")
     return [sentence for sentence in sentences if sentence]
+
+
+def _same_samples(trial: Trial) -> str:
+    """Where every rank has had the same losses: samples of their own give losses of their own."""
+    losses: dict[int, list[float]] = {}
+    for event in trial.steps:
+        if event.get("loss") is not None:
+            losses.setdefault(event["rank"], []).append(event["loss"])
+    fewest = min(map(len, losses.values()), default=0)
+    first, *others = (values[:fewest] for values in losses.values()) if losses else ([],)
+    if not others or fewest < _FEWEST or any(values != first for values in others) or len({*first}) == 1:
+        return ""
+    return (
+        f"all {len(losses)} ranks had the same losses in {fewest} batches: their loaders give the same samples; a data "
+        "set that iterates has to share its samples out by rank"
+    )
 
 
 def _loader_used(trial: Trial) -> str:

@@ -48,6 +48,7 @@ from kit.trial.payload import (
     check_parts,
     optimizes_manually,
     pack,
+    parts_of,
 )
 from kit.units import format_bytes
 
@@ -86,7 +87,7 @@ def prepare(
     if not isinstance(config, Config):
         raise ConfigError(f"fit takes a Config, got {type(config).__name__}; call fit(config, module, data)")
     check_codecarbon(config)
-    module_part, data_part = Part.of(module), Part.of(data)
+    module_part, data_part = parts_of(module, data, config)
     check_targets(module_part, data_part, config)
     check_parts(module_part, data_part, config)
     trainer_parts = trainer_parts_of(module, config, logger, callbacks, trainer)

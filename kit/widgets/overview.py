@@ -23,7 +23,7 @@ from kit.config import Config
 from kit.errors import KitError
 from kit.machine.processes import machine
 from kit.records.ratios import NO_SPEED, SpeedRange, range_words, speed_key, speed_range
-from kit.trial.payload import Part
+from kit.trial.payload import parts_of
 from kit.trial.submit import given_of
 from kit.units import format_bytes, format_count, format_seconds
 from kit.widgets.parts import QUIET, line
@@ -102,7 +102,7 @@ def speed_expected(config: Config, module: Any, data: Any, rows: Iterable[Row]) 
     except KitError:  # devices that are not here
         return None
     environment = {
-        "given": given_of(Part.of(module), Part.of(data)), "machine": machine(), "accelerator": resolved.accelerator,
+        "given": given_of(*parts_of(module, data, config)), "machine": machine(), "accelerator": resolved.accelerator,
         "world_size": resolved.world_size,
     }  # fmt: skip
     key = speed_key(config, environment)

@@ -99,18 +99,6 @@ class Samples(LightningDataModule):
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4)
-
-
-def samples(endless: bool) -> LightningDataModule:
-    return Samples(endless)
-
-
-def untold():
-    return Samples()
-
-
-def loader() -> torch.utils.data.DataLoader:
-    return Samples().train_dataloader()
 '''
 
 
@@ -326,19 +314,6 @@ def test_weights_of_another_module_are_told_in_one_line():
         assert says in told
         assert "\n" not in told
     assert unfit_checkpoint(RuntimeError("shapes differ")) is None
-
-
-@pytest.mark.slow
-def test_a_function_that_says_what_it_makes_is_data_too(small):
-    config = small.replace({"data.arguments": {"endless": False}, "training.max_epochs": 1})
-    run = kit.commit(config, data="own:samples").run().wait(SECONDS)
-    assert (run.state, len(run.losses)) == ("COMPLETE", 8)
-
-
-@pytest.mark.parametrize("function", ["untold", "loader"])
-def test_a_function_that_does_not_say_so_is_refused_with_the_way(small, function):
-    with pytest.raises(ConfigError, match=f"data: own:{function} .*-> LightningDataModule"):
-        kit.commit(small, data=f"own:{function}")
 
 
 class Before:
