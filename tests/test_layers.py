@@ -100,7 +100,14 @@ def test_folders_are_small_and_files_are_few():
 
 def test_tests_lie_in_the_folder_of_the_room_that_they_test():
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
-    assert folders - {path.name for path in ROOT.iterdir()} == {"browser", "datasets", "faults", "gpu", "notebooks"}
+    assert folders - {path.name for path in ROOT.iterdir()} == {
+        "browser",
+        "datasets",
+        "faults",
+        "gpu",
+        "notebooks",
+        "projects",
+    }
 
 
 def test_the_same_class_name_does_not_stand_for_ever_more_things():

@@ -1,0 +1,181 @@
+"""The table of projects: what trainings of other libraries must show on one rank, under ddp and under fsdp on two.
+
+Alone, a trial has the losses of a plain Trainer of Lightning. On two ranks ddp and fsdp have the same losses, each the
+mean of both ranks, of samples that each rank has for itself. A row says where it is otherwise, and why. Rows of
+libraries that are not installed are skipped, and say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import setups
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from properties import at_night
+from waiting import PATIENCE_SECONDS
+
+import kit
+from kit.targets import load_target
+from kit.train.made import loader_of, pair_of
+
+STEPS = 6
+EQUAL, SHARDED = 1e-5, 1e-3
+
+
+@dataclass(frozen=True)
+class Project:
+    """A row."""
+
+    module: str
+    data: str
+    needs: tuple[str, ...] = ()
+    """What it imports beyond torch and lightning."""
+    changes: dict = field(default_factory=dict)
+    """Of the config."""
+    ddp: dict = field(default_factory=dict)
+    """Settings without which ddp cannot train it, as the error says."""
+    random: bool = False
+    """It draws numbers in its step, other ones on each rank and under each strategy."""
+
+
+GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": 64}
+STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LORA = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"]}
+HF, PEFT = ("transformers",), ("transformers", "peft")
+PROJECTS = {
+    "nanoGPT's training": Project("setups:NanoGPT", "setups:windows"),
+    "Lightning's transformer": Project("setups:Translator", "setups:sentences"),
+    "Lightning's GAN": Project("setups:Adversaries", "setups:reals", ddp={"hardware.ddp_find_unused_parameters": True}),
+    "average of weights": Project("setups:Filled", "setups:Patches", ("xarray", "xbatcher")),
+    "unused head": Project(
+        "setups:with_unused_head", "setups:Patches", ("xarray", "xbatcher"),
+        ddp={"hardware.ddp_find_unused_parameters": True},
+    ),
+    "LSTM in sequence chunks": Project(
+        "kit.models:Recurrent", "setups:steps", changes={
+            "model.arguments": {"features": 4, "width": 8, "layers": 1}, "levers.sequence_chunk": 4,
+        },
+    ),
+    "hf:gpt2": Project("hf:gpt2", "setups:windows", HF, {"model.arguments": {"settings": {**GPT2, **STILL}}}),
+    "hf:gpt2 with LoRA": Project(
+        "hf:gpt2", "setups:windows", PEFT,
+        {"model.arguments": {"settings": {**GPT2, **STILL}, "method": {**LORA, "fan_in_fan_out": True}}},
+    ),
+    "transformers, fine-tuned on datasets": Project("setups:FineTuned", "setups:labelled", (*HF, "datasets")),
+    "transformers with LoRA": Project("setups:adapted", "setups:labelled", (*PEFT, "datasets")),
+    "x-transformers": Project("setups:Wrapped", "setups:windows", ("x_transformers",)),
+    "MONAI": Project("setups:Segmenter", "setups:scans", ("monai",)),
+    "diffusers": Project("setups:Denoiser", "setups:noisy", ("diffusers",)),
+    "torch_geometric": Project("setups:Graphs", "setups:graphs", ("torch_geometric",)),
+    "pytorch-forecasting": Project("setups:forecast", "setups:forecasts", ("pytorch_forecasting",)),
+    "litdata": Project("setups:Filled", "setups:streamed", ("litdata",)),
+    "timm:resnet18": Project(
+        "timm:resnet18", "setups:pictures", ("torchvision", "timm"), {"model.arguments": {"classes": 4}}
+    ),
+    "segmentation_models_pytorch": Project(
+        "setups:Filters", "setups:masks", ("torchvision", "segmentation_models_pytorch")
+    ),
+}  # fmt: skip
+NOT_RUN = {
+    "MosaicML streaming": "mosaicml-streaming 0.13 wants older releases of numpy, transformers and google-cloud-"
+    "storage than kit's other development dependencies",
+    "lightning-bolts": "lightning-bolts 0.7 wants pytorch-lightning 1.9, which has no lightning.pytorch",
+}
+IN_CI = ["nanoGPT's training", "Lightning's GAN", "unused head", "hf:gpt2 with LoRA", "torch_geometric"]
+
+
+@pytest.fixture(params=at_night([*PROJECTS, *NOT_RUN], [name for name in PROJECTS if name in IN_CI]))
+def project(request):
+    """A row whose libraries are here."""
+    if request.param in NOT_RUN:
+        pytest.skip(NOT_RUN[request.param])
+    found = PROJECTS[request.param]
+    for name in found.needs:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+        except (ImportError, RuntimeError) as error:
+            pytest.skip(f"{name} cannot be imported here: {error}")
+    return found
+
+
+def asked(config, project, ranks, strategy):
+    extra = project.ddp if strategy == "ddp" else {}
+    base = config(ranks, strategy, max_steps=STEPS, count_work=False, measure_memory=False)
+    return base.replace({"model.target": project.module, "loader.batch_size": setups.BATCH, "loader.shuffle": False,
+                         **project.changes, **extra})  # fmt: skip
+
+
+class Losses(Callback):
+    """Those of the first steps; of a module that gives none, the first number that it logs."""
+
+    def __init__(self):
+        self.values = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        logged = trainer.callback_metrics
+        self.values.append(float(outputs["loss"] if outputs and "loss" in outputs else logged[min(logged)]))
+        trainer.should_stop = trainer.global_step >= STEPS
+
+
+def plain_losses(config, project):
+    """Those of Lightning's Trainer, which knows nothing of kit; its schedules are of the whole epoch, as a trial's."""
+    seed_everything(config.training.seed, workers=True, verbose=False)
+    module = load_target(project.module)
+    module = module(**config.model.arguments)
+    data, seen = load_target(project.data)(), Losses()
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, limit_val_batches=0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[seen],
+    )  # fmt: skip
+    if isinstance(data, LightningDataModule):
+        trainer.fit(module, datamodule=data)
+    else:
+        trainer.fit(module, loader_of(pair_of(data, "data")[0], config.loader))
+    return seen.values
+
+
+def losses(trial):
+    """As `Losses` has them, the mean of all ranks where the module gives them."""
+    trial.wait(PATIENCE_SECONDS)
+    assert trial.state == "COMPLETE", trial.message
+    steps = [event for event in trial.steps if event["rank"] == 0]
+    assert steps[-1]["step"] >= STEPS  # an optimizer of two counts as one
+    found = [[event["loss"] for event in trial.steps if event["rank"] == rank] for rank in range(ranks_of(trial))]
+    if found[0][0] is not None:
+        assert len({tuple(values) for values in found}) == len(found), "the ranks had the same samples"
+        return np.mean(np.array(found, float), axis=0)
+    names = sorted(steps[0]["metrics"])
+    return np.array([event["metrics"][names[0]] for event in steps], float)
+
+
+def ranks_of(trial):
+    return trial.environment["world_size"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of those libraries
+def test_a_project_trains_alone_as_with_a_plain_trainer(config, project):
+    one = asked(config, project, 1, "none")
+    found = losses(kit.fit(one, None, project.data))
+    assert np.isfinite(found).all()
+    if not one.levers.sequence_chunk:  # which a plain Trainer has not
+        np.testing.assert_allclose(found, plain_losses(one, project), rtol=EQUAL)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_project_trains_on_two_ranks_alike_under_ddp_and_fsdp(config, project):
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        found[strategy] = losses(kit.fit(asked(config, project, 2, strategy), None, project.data))
+        assert np.isfinite(found[strategy]).all()
+    np.testing.assert_allclose(found["fsdp"], found["ddp"], rtol=SHARDED)
+
+
+def test_every_row_of_ci_is_a_project_and_every_reason_is_told():
+    assert set(IN_CI) <= set(PROJECTS)
+    assert all(reason for reason in NOT_RUN.values())
