@@ -26,6 +26,7 @@ LAYERS = [
     {"memory/record"},
     {"trial"},
     {"memory"},
+    {"speed"},
     {"records", "course"},
     {"studies", "studies/calibration", "studies/profiling", "studies/diagnosis", "studies/scaling"},
     {"committed"},
@@ -35,7 +36,7 @@ LAYERS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 MAY_IMPORT = {
-    "torch": {"checkpoints", "data", "memory", "models", "studies", "testing", "train", "trial"},
+    "torch": {"checkpoints", "data", "memory", "models", "speed", "studies", "testing", "train", "trial"},
     "lightning": {"checkpoints", "data", "memory", "models", "studies", "testing", "train", "trial"},
     "ipywidgets": {"widgets"},
     "anywidget": {"widgets"},

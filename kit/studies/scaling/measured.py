@@ -20,9 +20,10 @@ from kit.config import Config
 from kit.data.build.layout import network_of
 from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.events import number
+from kit.speed.links import Traffic
 from kit.studies.comparison import DEVICES, NO_DIFFERENCE
 from kit.studies.diagnosis.evidence import Evidence, evidence_of
-from kit.studies.scaling.model import Loading, Step, Traffic
+from kit.studies.scaling.model import Loading, Step
 from kit.trial.trial import Trial
 
 WAITED = 0.05

@@ -25,6 +25,7 @@ from kit.memory.prediction import predict_memory
 from kit.memory.replay.cards import THIS_MACHINE
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.registry import Drawable
+from kit.speed.links import Link, find_link, link_within
 from kit.studies.scaling.bill import Power, RunPrices, carbon_reasons, power_of, prices_of
 from kit.studies.scaling.measured import MeasuredScaling, measure
 from kit.studies.scaling.model import (
@@ -32,12 +33,9 @@ from kit.studies.scaling.model import (
     Bound,
     Cap,
     Cluster,
-    Link,
     Point,
     Scaling,
     Step,
-    find_link,
-    link_within,
 )
 from kit.tables import html_list, html_table, text_table
 from kit.trial.directory import contents_to_run

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.errors import PlanError
-from kit.studies.scaling.model import (
+from kit.speed.links import (
     REACHED,
     Link,
     Traffic,
