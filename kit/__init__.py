@@ -17,6 +17,7 @@ Will it fit?
     kit.memory       largest_batch, what_if, model, sizes, panel, residuals
 
 How fast is it, and why?
+    predict_speed    seconds of a step on a card that is not here, and what binds them
     fit              starts a trial of a few steps and returns a Trial at once
     Trial            a trial that runs or has ended; Trial.open(folder)
     results          predicted, measured and their ratio: a row for each trial
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from kit.memory.prediction import predict_memory as predict_memory
     from kit.records.results import results as results
     from kit.report.page import html_report as html_report
+    from kit.speed.prediction import predict_speed as predict_speed
     from kit.tables import table as table
     from kit.trial.trial import Trial as Trial
     from kit.widgets.panel import panel as panel
@@ -90,6 +92,8 @@ _FIGURES = {
     "figure.Split": "kit.charts.splits:split_figure",
     "figure.SequenceCheck": "kit.charts.compare:sequence_figure",
     "figure.Score": "kit.charts.course:score_figure",
+    "figure.SpeedEstimate": "kit.charts.speed:speed_figure",
+    "figure.SpeedEstimate.lines": "kit.charts.speed:lines_figure",
     "figure.Timing": "kit.charts.trial:timing_figure",
     "figure.Trial": "kit.charts.trial:loss_figure",
     "figure.Trial.breakdown": "kit.charts.timeline:breakdown_figure",
@@ -107,6 +111,7 @@ register({
     "job.fit": "kit.trial.fit_job:fit",
     "job.predict": "kit.memory.predict_job:predict",
     "job.calibrate": "kit.studies.calibration.job:calibrate",
+    "job.time_calls": "kit.speed.timing_job:time_calls",
     "job.peaks": "kit.studies.diagnosis.peaks_job:peaks",
     "model.hf": "kit.models.named:Transformer",
     "model.timm": "kit.models.named:ImageModel",

@@ -36,7 +36,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from kit.confinement.stand_ins import overridden
-from kit.memory.replay.replay import CATEGORIES, PHASES, Recording
+from kit.memory.record.calls import CallLog
+from kit.memory.replay.replay import CATEGORIES, NO_CALL, PHASES, Recording
 from kit.memory.replay.snapshot import owner_here
 
 Workspace = Callable[[str, tuple[Any, ...], Any], int]
@@ -92,6 +93,7 @@ class _Operator:
 
     name: int
     label: str
+    full_name: str
     observer: Observer | None
     communicates: bool
     casts: bool
@@ -308,22 +310,23 @@ class BlockRecorder(TorchDispatchMode):
             return out
         operator = self._operators.get(func) or self._operator(func)
         if not operator.skipped:
-            self._record(operator, args, out)
+            self._record(operator, args, kwargs, out)
         return out
 
     def _operator(self, func: Any) -> _Operator:
         overload = func._overloadname
         label = func._schema.name.partition("::")[2] + ("" if overload == "default" else f".{overload}")
         operator = self._operators[func] = _Operator(
-            self._ledger.name(label), label, self._observers.get(func),
+            self._ledger.name(label), label, f"{func.namespace}::{label}", self._observers.get(func),
             communicates=func.namespace in ("c10d", "_c10d_functional"),
             casts=func is torch.ops.aten._to_copy.default,
             skipped=func.namespace == "prim",  # a fake tensor is asked for its device; nothing runs
         )  # fmt: skip
         return operator
 
-    def _record(self, operator: _Operator, args: tuple[Any, ...], out: Any) -> None:
-        self._ledger.ran(operator.name, self.modules.current(self._backwards))
+    def _record(self, operator: _Operator, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        call = self._ledger.calls.number(operator.full_name, args, kwargs, out) if self._ledger.begun else NO_CALL
+        self._ledger.ran(operator.name, self.modules.current(self._backwards), call)
         category = self._label
         if category == UNNAMED and operator.communicates:
             category = CATEGORY["communication"]
@@ -432,15 +435,16 @@ class Ledger:
         self._names = {"": 0}
         self._columns: list[tuple[int, int, int, int, int]] = []  # operator, module, phase, stream, line of each block
         self._events: list[tuple[int, bool, int]] = []  # block, allocates, time
-        self._log = [(self.name("setup"), 0, self.phase)]  # operator, module, phase of each operator
+        self.calls = CallLog()
+        self._log = [(self.name("setup"), 0, self.phase, NO_CALL)]  # operator, module, phase, call of each operator
 
     def name(self, text: str) -> int:
         """The number of a name."""
         return self._names.setdefault(text, len(self._names))
 
-    def ran(self, operator: int, module: int) -> None:
+    def ran(self, operator: int, module: int, call: int) -> None:
         """An operator ran; what follows happened during or after it."""
-        self._log.append((operator, module, self.phase))
+        self._log.append((operator, module, self.phase, call))
 
     @property
     def operator(self) -> int:
@@ -494,7 +498,7 @@ class Ledger:
         category = np.array(self.category, dtype=np.int64)
         operator, module, phase, stream, line = np.array(self._columns, dtype=np.int32).reshape(-1, 5).T
         block, allocates, when = np.array(self._events, dtype=np.int32).reshape(-1, 3).T
-        name, part, ran_in = np.array(self._log, dtype=np.int32).reshape(-1, 3).T
+        name, part, ran_in, call = np.array(self._log, dtype=np.int32).reshape(-1, 4).T
         return Recording(
             block_bytes=np.array(self.bytes, dtype=np.int64),
             block_category=np.where(category == UNNAMED, CATEGORY["temporaries"], category).astype(np.uint8),
@@ -503,7 +507,7 @@ class Ledger:
             event_allocates=allocates.astype(np.bool_), event_time=when.copy(), operator_name=name.copy(),
             operator_module=part.copy(), operator_phase=ran_in.astype(np.uint8), names=tuple(self._names),
             batch_starts=tuple(self.batch_starts), batch_size=batch_size, rounding_bytes=rounding_bytes,
-            facts=dict(facts), block_line=line.copy(),
+            facts=dict(facts), block_line=line.copy(), operator_call=call.copy(), calls=tuple(self.calls.calls),
         )  # fmt: skip
 
 

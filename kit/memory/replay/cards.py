@@ -45,6 +45,20 @@ class Card:
     """What CUDA offers a process on an idle card."""
     capability: tuple[int, int]
     """CUDA compute capability, (major, minor)."""
+    tensor_flops_per_second: float = 0.0
+    """16-bit products on tensor cores, as the maker states them, without sparsity; 0 where it has none."""
+    tf32_flops_per_second: float = 0.0
+    float32_flops_per_second: float = 0.0
+    bytes_per_second: float = 0.0
+    """Of its memory."""
+
+    def peak_flops_per_second(self, dtype: str) -> float:
+        """The stated peak of products in a number format; one that it has no units for runs as float32."""
+        if dtype == "float16" and self.tensor_flops_per_second:
+            return self.tensor_flops_per_second
+        if dtype == "bfloat16" and self.capability >= (8, 0):
+            return self.tensor_flops_per_second
+        return (self.tf32_flops_per_second if dtype == "tf32" else 0.0) or self.float32_flops_per_second
 
     @property
     def context_bytes(self) -> tuple[int, int]:
@@ -61,31 +75,61 @@ class Card:
         return 32 * _MIB if self.capability >= (9, 0) else (4096 * 2 + 16 * 8) << 10
 
 
-def _card(name: str, gibibytes: float, capability: tuple[int, int]) -> Card:
-    return Card(name=name, memory_bytes=int(gibibytes * _GIB), capability=capability)
+def _card(
+    name: str,
+    gibibytes: float,
+    capability: tuple[int, int],
+    tensor: float,
+    tf32: float,
+    float32: float,
+    gigabytes: float,
+) -> Card:
+    return Card(
+        name=name, memory_bytes=int(gibibytes * _GIB), capability=capability, tensor_flops_per_second=tensor * 1e12,
+        tf32_flops_per_second=tf32 * 1e12, float32_flops_per_second=float32 * 1e12, bytes_per_second=gigabytes * 1e9,
+    )  # fmt: skip
 
 
 # GiB are the lowest "total capacity" found in torch's out-of-memory messages in public issues and logs (2023 to
-# September 2026); capabilities are those of NVIDIA's table (developer.nvidia.com/cuda-gpus).
+# September 2026); capabilities are those of NVIDIA's table (developer.nvidia.com/cuda-gpus). Speeds are those of the
+# maker's data sheets and architecture papers (Pascal, Volta, Turing, GA100, GA102, Ada, H100, Blackwell), without
+# sparsity, of the SXM form where there is one: dense 16-bit tensor cores with 32-bit accumulation, TF32, float32
+# outside tensor cores, in 10^12 FLOP/s; memory in 10^9 bytes/s. AWS states those of the A10G. A 0: the card has none.
 CARDS: tuple[Card, ...] = (
-    _card("RTX-3060-12GB", 11.63, (8, 6)),
-    _card("T4-16GB", 14.56, (7, 5)),
-    _card("RTX-4080-16GB", 15.56, (8, 9)),
-    _card("V100-16GB", 15.77, (7, 0)),
-    _card("L4-24GB", 22.03, (8, 9)),
-    _card("A10G-24GB", 22.04, (8, 6)),
-    _card("RTX-4090-24GB", 23.52, (8, 9)),
-    _card("RTX-3090-24GB", 23.55, (8, 6)),
-    _card("RTX-5090-32GB", 31.36, (12, 0)),
-    _card("V100-32GB", 31.73, (7, 0)),
-    _card("A100-40GB", 39.25, (8, 0)),
-    _card("A40-48GB", 44.34, (8, 6)),
-    _card("L40S-48GB", 44.39, (8, 9)),
-    _card("RTX-A6000-48GB", 47.4, (8, 6)),
-    _card("H100-80GB", 79.1, (9, 0)),
-    _card("A100-80GB", 79.14, (8, 0)),
-    _card("H200-141GB", 139.72, (9, 0)),
-    _card("B200-180GB", 178.35, (10, 0)),
+    # name, GiB, capability, 16 bit, TF32, float32, memory
+    _card("RTX-3070-8GB", 7.79, (8, 6), 40.6, 20.3, 20.3, 448),
+    _card("RTX-3080-10GB", 9.77, (8, 6), 59.5, 29.8, 29.8, 760),
+    _card("RTX-2080-Ti-11GB", 10.75, (7, 5), 53.8, 0, 13.4, 616),
+    _card("GTX-1080-Ti-11GB", 10.91, (6, 1), 0, 0, 11.3, 484),
+    _card("RTX-3060-12GB", 11.63, (8, 6), 25.6, 12.8, 12.7, 360),
+    _card("T4-16GB", 14.56, (7, 5), 65, 0, 8.1, 320),
+    _card("RTX-4080-16GB", 15.56, (8, 9), 97.5, 48.7, 48.7, 717),
+    _card("RTX-A4000-16GB", 15.73, (8, 6), 76.7, 38.3, 19.2, 448),
+    _card("V100-16GB", 15.77, (7, 0), 125, 0, 15.7, 900),
+    _card("P100-16GB", 15.89, (6, 0), 0, 0, 9.3, 732),
+    _card("L4-24GB", 22.03, (8, 9), 121, 60, 30.3, 300),
+    _card("A10G-24GB", 22.04, (8, 6), 70, 35, 31.5, 600),
+    _card("A10-24GB", 22.06, (8, 6), 125, 62.5, 31.2, 600),
+    _card("A30-24GB", 23.5, (8, 0), 165, 82, 10.3, 933),
+    _card("RTX-4090-24GB", 23.52, (8, 9), 165.2, 82.6, 82.6, 1008),
+    _card("RTX-3090-24GB", 23.55, (8, 6), 71, 35.6, 35.6, 936),
+    _card("TITAN-RTX-24GB", 23.64, (7, 5), 130.5, 0, 16.3, 672),
+    _card("RTX-A5000-24GB", 23.68, (8, 6), 111.1, 55.6, 27.8, 768),
+    _card("RTX-5090-32GB", 31.36, (12, 0), 209.5, 104.8, 104.8, 1792),
+    _card("V100-32GB", 31.73, (7, 0), 125, 0, 15.7, 900),
+    _card("A100-40GB", 39.25, (8, 0), 312, 156, 19.5, 1555),
+    _card("A40-48GB", 44.34, (8, 6), 149.7, 74.8, 37.4, 696),
+    _card("L40S-48GB", 44.39, (8, 9), 362, 183, 91.6, 864),
+    _card("L40-48GB", 44.39, (8, 9), 181, 90.5, 90.5, 864),
+    _card("RTX-A6000-48GB", 47.4, (8, 6), 154.8, 77.4, 38.7, 768),
+    _card("RTX-6000-Ada-48GB", 47.5, (8, 9), 364.2, 182.1, 91.1, 960),
+    _card("H100-80GB", 79.1, (9, 0), 989, 494, 66.9, 3350),
+    _card("A100-80GB", 79.14, (8, 0), 312, 156, 19.5, 2039),
+    _card("H100-NVL-94GB", 93.1, (9, 0), 835, 417, 60, 3938),
+    _card("GH200-96GB", 94.5, (9, 0), 989, 494, 66.9, 4000),
+    _card("RTX-PRO-6000-96GB", 94.97, (12, 0), 503.8, 251.9, 126, 1792),
+    _card("H200-141GB", 139.72, (9, 0), 989, 494, 66.9, 4800),
+    _card("B200-180GB", 178.35, (10, 0), 2250, 1125, 75, 8000),
 )
 """GPU models by rising memory."""
 

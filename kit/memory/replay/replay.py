@@ -80,6 +80,10 @@ class Recording:
     sentences: branches taken blindly, fallbacks), `unknown` (why activations are missing; empty when they are not)."""
     block_line: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """(blocks,) index into names: the line that asked for it, or what did (`snapshot.owner_here`); 0 where unknown."""
+    operator_call: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """(operators,) index into calls, or `NO_CALL`; empty in recordings of before 0.2."""
+    calls: tuple[Any, ...] = ()
+    """Distinct calls of operators as JSON values (`kit.memory.replay.calls`)."""
 
     @property
     def blocks(self) -> int:
@@ -100,11 +104,13 @@ class Recording:
     def load(cls, path: str | Path) -> Recording:
         """Read what `save` wrote; no pickle is opened."""
         meta, arrays = load_arrays(path)
-        meta["names"], meta["batch_starts"] = tuple(meta["names"]), tuple(meta["batch_starts"])
+        meta |= {name: tuple(meta.get(name, ())) for name in ("names", "batch_starts", "calls")}
         return cls(**arrays, **meta)
 
 
-_PLAIN = ("names", "batch_starts", "batch_size", "rounding_bytes", "facts")
+NO_CALL = -1
+"""In place of a call: an operator of set-up."""
+_PLAIN = ("names", "batch_starts", "batch_size", "rounding_bytes", "facts", "calls")
 _ARRAYS = tuple(item.name for item in fields(Recording) if item.name not in _PLAIN)
 
 

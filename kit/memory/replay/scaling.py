@@ -1,4 +1,4 @@
-"""Recordings at two batch sizes, and from them the recording at any other: every block is affine in the batch.
+"""Two recordings at two batch sizes, and from them the recording at any other: every block is affine in the batch.
 
     bytes(batch) = bytes(first) + (bytes(second) - bytes(first)) / (second - first) × (batch - first)
 
@@ -6,24 +6,24 @@ Bytes are as requested; the allocator rounds them later. It holds where both rec
 same order, and the same blocks allocated and freed at the same operators. Blocks are matched by the order of their
 creation; frees at one operator may come in another order, as those of the autocast cache do.
 
-A block that is not, because it grows by a fraction of a byte per sample or faster than the batch, follows a curve
-through a third recording, far from the other two: a parabola, exact for a similarity of all pairs, and for workspaces,
-which are the larger of several terms, two lines, which may be off by some percent beyond it. `facts["notes"]` says so.
-
-Refused, with the reason: recordings that differ otherwise, and without a third recording each block that is not affine:
-one that would be negative at batch size 0; what a kernel takes for itself may be less than nothing there, but not at 1.
-Known limit: what grows in stairs looks flat or steep between two points; `differs_from` another recording shows it.
+Refused, with the reason: recordings that differ otherwise, a block that grows by a fraction of a byte per sample, and a
+block that would be negative at batch size 0 because it grows faster than the batch (a similarity of all pairs); what a
+kernel takes for itself may be less than nothing there, but not at 1.
+Known limit: what grows in stairs looks flat or steep between two points, and so does the workspace of a convolution on
+the CPU, the larger of several terms; `differs_from` a third recording shows it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kit.errors import PlanError
-from kit.memory.replay.replay import CATEGORIES, PHASES, Recording
+from kit.memory.replay.calls import calls_at
+from kit.memory.replay.replay import CATEGORIES, NO_CALL, PHASES, Recording
 
 _UNSURE = "unsure_workspace_bytes"
 
@@ -35,30 +35,21 @@ class ScalingError(PlanError):
 class BatchScaling:
     """The recording of one configuration at any batch size.
 
-    Args:
-        first: At one batch size.
-        second: At another.
-        third: At a third, where the other two are refused.
-
     Raises:
         ScalingError: when the recordings differ in more than the bytes of their blocks, or grow otherwise than in
             proportion to the batch; the message names the first difference.
     """
 
-    def __init__(self, first: Recording, second: Recording, third: Recording | None = None) -> None:
+    def __init__(self, first: Recording, second: Recording) -> None:
         if first.batch_size == second.batch_size:
             raise ScalingError(f"both recordings are of batch size {first.batch_size}; two sizes are needed")
-        reason = difference(first, second) or (difference(first, third) if third is not None else "")
+        reason = difference(first, second)
         if reason:
             raise ScalingError(reason)
         self._first = first
         self._second = second
-        if third is None:
-            self._bytes_per_sample = _slopes(first, second)
-            self._curves: _Curves | None = None
-        else:
-            self._curves = _Curves(first, second, third)
-            self._bytes_per_sample = self._curves.bytes_per_sample
+        self._bytes_per_sample = _slopes(first, second)
+        self._call_pairs: Any = None
 
     def at(self, batch_size: int) -> Recording:
         """The recording at another number of samples per micro-batch.
@@ -71,11 +62,27 @@ class BatchScaling:
         first = self._first
         sizes = first.block_bytes + self._bytes_per_sample * (batch_size - first.batch_size)
         facts = first.facts | _unsure_at(batch_size, first, self._second)
-        if self._curves is not None:
-            sizes = self._curves.at(batch_size, sizes)
-            note = [self._curves.note] if len(self._curves.blocks) else []
-            facts |= {"notes": [*first.facts.get("notes", ()), *note]}
-        return replace(first, block_bytes=sizes, batch_size=batch_size, facts=facts)
+        calls = {} if batch_size == first.batch_size else self._calls_at(batch_size)
+        return replace(first, block_bytes=sizes, batch_size=batch_size, facts=facts, **calls)
+
+    def _calls_at(self, batch_size: int) -> dict[str, Any]:
+        """Every operator's call at a batch size; none where the calls of the two recordings differ otherwise."""
+        first, second = self._first, self._second
+        if not len(first.operator_call) or len(first.operator_call) != len(second.operator_call):
+            return {"calls": (), "operator_call": np.zeros(0, dtype=np.int32)}
+        if self._call_pairs is None:
+            columns = np.stack([first.operator_call, second.operator_call], axis=1)
+            self._call_pairs = np.unique(columns, axis=0, return_inverse=True)
+        pairs, places = self._call_pairs
+        samples = (batch_size - first.batch_size) / (second.batch_size - first.batch_size)
+        known = [(one, other) for one, other in pairs.tolist() if one != NO_CALL]
+        try:
+            calls = calls_at([(first.calls[one], second.calls[other]) for one, other in known], samples)
+        except PlanError:
+            return {"calls": (), "operator_call": np.zeros(0, dtype=np.int32)}
+        numbers = np.cumsum(pairs[:, 0] != NO_CALL, dtype=np.int32) - 1
+        numbers[pairs[:, 0] == NO_CALL] = NO_CALL
+        return {"calls": tuple(calls), "operator_call": numbers[places.reshape(-1)]}
 
     def differs_from(self, recording: Recording) -> str:
         """The first difference between a third recording and the predicted one; empty when there is none."""
@@ -124,49 +131,6 @@ def _slopes(first: Recording, second: Recording) -> NDArray[np.int64]:
             sizes = f"{first.block_bytes[block]} bytes at {first.batch_size}, {second.block_bytes[block]} at"
             raise ScalingError(f"{_block(first, block)} {why} ({sizes} {second.batch_size}); record each batch size")
     return slopes
-
-
-class _Curves:
-    """Blocks that are not affine in the batch: parabolas through three recordings (Newton's divided differences).
-
-    A workspace is the larger of several terms, each a line: two lines through the three.
-    """
-
-    def __init__(self, *recordings: Recording) -> None:
-        first = recordings[0]
-        self.batches = x0, x1, x2 = [recording.batch_size for recording in recordings]
-        y0, y1, y2 = (recording.block_bytes for recording in recordings)
-        slopes, rest = np.divmod(y1 - y0, x1 - x0)
-        straight = (rest == 0) & (slopes >= 0) & (y0 + slopes * (x2 - x0) == y2)
-        self.bytes_per_sample = np.where(straight, slopes, 0)
-        self.blocks = np.flatnonzero(~straight)
-        self.workspace = first.block_category[self.blocks] == CATEGORIES.index("workspace")
-        self.middle = y1[self.blocks]
-        self.slopes = (y1 - y0)[self.blocks] / (x1 - x0), (y2 - y1)[self.blocks] / (x2 - x1)
-        self.bend = (self.slopes[1] - self.slopes[0]) / (x2 - x0)
-        wrong = ~self.workspace & ((self.bend < 0) | (self._values(1) < 0))
-        if wrong.any():
-            block = int(self.blocks[wrong.argmax()])
-            found = ", ".join(f"{y[block]} at {x}" for x, y in zip(self.batches, (y0, y1, y2), strict=True))
-            raise ScalingError(f"{_block(first, block)} follows no parabola ({found}); record each batch size")
-
-    def _values(self, batch_size: int) -> NDArray[np.float64]:
-        from_first, from_second = batch_size - self.batches[0], batch_size - self.batches[1]
-        lines = self.middle + self.slopes[from_second > 0] * from_second
-        parabolas = self.middle + self.slopes[0] * from_second + self.bend * from_first * from_second
-        values: NDArray[np.float64] = np.where(self.workspace, lines, parabolas)
-        return values
-
-    def at(self, batch_size: int, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`sizes` with those of the curves put right."""
-        sizes = np.maximum(sizes, 0)
-        sizes[self.blocks] = np.rint(np.maximum(self._values(batch_size), 0)).astype(np.int64)
-        return sizes
-
-    @property
-    def note(self) -> str:
-        sizes = ", ".join(map(str, self.batches[:2])) + f" and {self.batches[2]}"
-        return f"{len(self.blocks)} blocks are not in proportion to the batch: a curve through batches of {sizes}"
 
 
 def difference(first: Recording, second: Recording) -> str:

@@ -1,0 +1,152 @@
+"""CallTimer: a call made again with tensors of its own, and timed: repeats, low quantiles, and a watch over the machine.
+
+Tensors get numbers from 0.5 to 1.5, so that no logarithm or root fails and nothing underflows; whole numbers stay
+within what they index. Sets of arguments take turns until they fill the caches, as in a step, where a call rarely finds
+what it needs in the nearest one. What cannot be made again (a generator's state, a handle) is not timed.
+
+A time is the low quartile of several repeats, since whatever else runs can only slow them. `OtherLoad` tells how many
+cores other programs used meanwhile: a table taken beside them is not kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from kit.memory.replay.calls import Call, TensorSpec
+
+CACHE_BYTES, MOST_SETS, LEAST_BYTES = 48 << 20, 6, 1 << 17
+_REPEATS, _MOST_REPEATS = 5, 60
+_CALL_SECONDS, _SAMPLE_SECONDS = 0.06, 2e-4
+_MOST_BYTES = 4 << 30
+
+
+def time_call(call: Call, device: torch.device, seconds: float = _CALL_SECONDS) -> float | None:
+    """Seconds of one call; None where it cannot be made.
+
+    Args:
+        call: What to make.
+        device: Where.
+        seconds: To spend on it, at least three repeats.
+    """
+    size = sum(spec.bytes for spec in (*call.inputs, *call.outputs))
+    if size > _MOST_BYTES or not call.operator.startswith("aten::"):
+        return None
+    try:
+        function = _function(call.operator)
+        sets = 1 if size < LEAST_BYTES else max(1, min(MOST_SETS, CACHE_BYTES // size))
+        given = [_arguments(call, device) for _ in range(sets)]
+        with torch.no_grad():
+            return _timed(function, given, device, seconds)
+    except Exception:  # whatever an operator refuses
+        return None
+
+
+def _timed(function: Any, given: list[Any], device: torch.device, seconds: float) -> float:
+    def run(times: int) -> float:
+        began = time.perf_counter()
+        for turn in range(times):
+            args, named = given[turn % len(given)]
+            function(*args, **named)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / times
+
+    first = min(run(1), run(1))
+    times = max(len(given) if first < 0.01 else 1, min(2000, int(_SAMPLE_SECONDS / max(first, 1e-7))))
+    found: list[float] = []
+    began = time.perf_counter()
+    while len(found) < 3 or (len(found) < _MOST_REPEATS and time.perf_counter() - began < seconds):
+        found.append(run(times))
+        if len(found) >= _REPEATS and time.perf_counter() - began > seconds:
+            break
+    found.sort()
+    return found[len(found) // 4]
+
+
+def _function(operator: str) -> Any:
+    namespace, _, rest = operator.partition("::")
+    name, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+
+
+def _arguments(call: Call, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    bound = _bound(call)
+    args = [_made(value, device, bound) for value in call.arguments]
+    named = {name: _made(value, device, bound) for name, value in call.named}
+    return args, {name: value for name, value in named.items() if value is not None}
+
+
+def _made(value: Any, device: torch.device, bound: int) -> Any:
+    if isinstance(value, TensorSpec):
+        return _tensor(value, device, bound)
+    if isinstance(value, tuple):
+        return [_made(item, device, bound) for item in value]
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."))
+    return value
+
+
+def _tensor(spec: TensorSpec, device: torch.device, bound: int) -> Tensor:
+    dtype = getattr(torch, spec.dtype)
+    strides = spec.strides
+    length = spec.elements
+    if strides is not None:
+        length = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, strides, strict=True)) if length else 0
+    if dtype.is_floating_point or dtype.is_complex:
+        whole = torch.rand(length, device=device, dtype=torch.float32).add_(0.5).to(dtype)
+    elif dtype is torch.bool:
+        whole = torch.rand(length, device=device) > 0.2
+    else:
+        whole = torch.randint(max(1, bound), (length,), device=device).to(dtype)
+    return whole.view(spec.shape) if strides is None else whole.as_strided(spec.shape, strides)
+
+
+def _bound(call: Call) -> int:
+    """What whole numbers among the arguments stay below, so that they index what is there."""
+    name, inputs = call.name.removesuffix("_"), call.inputs
+    if name in ("embedding", "_embedding_bag"):
+        return inputs[0].shape[0]
+    if name == "embedding_dense_backward":
+        return int(call.arguments[2])
+    if name.startswith("nll_loss"):
+        return inputs[1 if "backward" in name else 0].shape[1]
+    if name.startswith(("max_pool", "_adaptive_max_pool", "adaptive_max_pool")) and "backward" in name:
+        *_, height, width = inputs[1].shape
+        return height * width
+    floats = [spec.shape for spec in inputs if spec.dtype not in ("int64", "int32", "bool")]
+    return min((size for shape in floats for size in shape if size > 0), default=2)
+
+
+class OtherLoad:
+    """How many cores other programs used while it was entered."""
+
+    def __init__(self) -> None:
+        self.cores = 0.0
+
+    def __enter__(self) -> OtherLoad:
+        self._began = self._busy()
+        self._own, self._wall = _own_seconds(), time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall = max(time.monotonic() - self._wall, 1e-6)
+        self.cores = max(0.0, (self._busy() - self._began - (_own_seconds() - self._own)) / wall)
+
+    @staticmethod
+    def _busy() -> float:
+        times = psutil.cpu_times()
+        return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
+
+
+def _own_seconds() -> float:
+    times = psutil.Process().cpu_times()
+    return float(times.user + times.system)
+
+
+Timer = Callable[[Call], float | None]

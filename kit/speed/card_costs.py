@@ -1,0 +1,124 @@
+"""CardCosts: what calls cost on a card that is not here: its data sheet times the fraction that kernels reach.
+
+    seconds = max(FLOPs / (reached × peak), bytes / (reached × bandwidth)) + the least that a kernel takes
+
+The fractions stand in one table with their sources. They are those of eager torch with cuBLAS, cuDNN and
+FlashAttention; products of small matrices reach less, because tiles of 128 rows and columns are not full.
+
+Known error: a card slows down under its power limit, which data sheets leave out, and reaches less than a cool one; a
+convolution's algorithm is cuDNN's choice. So the doubt is large, and a first trial replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kit.errors import PlanError
+from kit.memory.replay.calls import Call
+from kit.memory.replay.cards import CARDS, Card, DeviceTarget
+from kit.speed.pricing import Cost
+from kit.speed.work import Kind, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Achieved:
+    """What kernels of one kind reach of a data sheet."""
+
+    of_peak: float
+    of_bandwidth: float
+    doubt: float
+    source: str
+
+
+ACHIEVED: Mapping[str, Achieved] = {
+    "matmul": Achieved(0.72, 0.8, 1.3, "cuBLAS on square 16-bit products of 4096 and more: 225 to 260 of 312 TFLOP/s on "
+                       "A100, 600 to 720 of 989 on H100 (Dao 2023; CUTLASS and torch benchmarks)"),
+    "convolution": Achieved(0.4, 0.7, 1.6, "cuDNN in torch's default layout: ResNet-50 in mixed precision reaches a "
+                            "third to a half of the tensor cores' peak in NVIDIA's and MLPerf's logs"),
+    "attention": Achieved(0.5, 0.7, 1.5, "FlashAttention-2: 0.5 to 0.7 of the peak forward and backward on A100, 0.35 "
+                          "to 0.4 on H100 (Dao 2023; Shah et al. 2024)"),
+    "recurrent": Achieved(0.15, 0.5, 2.0, "cuDNN's recurrent kernels wait for each step of a sequence; an assumption"),
+    "normalization": Achieved(0.5, 0.65, 1.4, "torch's layer norm and softmax kernels; an assumption"),
+    "elementwise": Achieved(0.5, 0.82, 1.25, "a copy reaches 0.8 to 0.9 of the stated bandwidth (BabelStream)"),
+    "reduction": Achieved(0.5, 0.65, 1.4, "an assumption"),
+    "indexing": Achieved(0.5, 0.35, 1.8, "scattered reads, and sorts of torch's embedding gradients; an assumption"),
+    "copy": Achieved(0.5, 0.75, 1.3, "a copy reaches 0.8 to 0.9 of the stated bandwidth (BabelStream), transposed less"),
+}  # fmt: skip
+"""By kind of operator."""
+KERNEL_SECONDS = 2.5e-6
+"""The least that a kernel keeps a GPU busy, launch gap included."""
+_TILE, _INNER = 128, 32
+_HOST_SECONDS = {"forward": 9e-6, "backward": 6e-6, "optimizer": 8e-6}
+"""Of one call: Python, dispatcher and autograd of torch 2 on a server's core; torch's own overhead benchmarks show 4 to
+10 µs for a call with autograd."""
+_OTHER_HOST_SECONDS = 6e-6
+LOOP_SECONDS = 4e-4
+"""Of Lightning's loop and its hooks for each batch; 0.2 to 0.6 ms on a server's core."""
+
+
+@dataclass(frozen=True)
+class CardCosts:
+    """Costs on a card, from its data sheet."""
+
+    card: Card
+    achieved: Mapping[str, Achieved] = field(default_factory=lambda: ACHIEVED)
+    step_seconds: float = LOOP_SECONDS
+    doubt: float = 1.1
+    asynchronous: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"the data sheet of {self.card.name}"
+
+    def host_seconds(self, phase: str) -> float:
+        """Of the host for each call in a phase."""
+        return _HOST_SECONDS.get(phase, _OTHER_HOST_SECONDS)
+
+    def cost(self, call: Call, work: Work) -> Cost:
+        """Of one call."""
+        if work.kind in ("view", "communication"):
+            return Cost(0.0, 1.0, "datasheet", "memory bandwidth")
+        reached = self.achieved[work.kind]
+        peak = self.card.peak_flops_per_second(_format_of(call, work.kind, self.card))
+        compute = work.flops * _padding(call, work.kind) / (reached.of_peak * peak)
+        memory = work.bytes / (reached.of_bandwidth * self.card.bytes_per_second)
+        bound: Literal["compute", "memory bandwidth"] = "compute" if compute > memory else "memory bandwidth"
+        return Cost(max(compute, memory) + KERNEL_SECONDS, reached.doubt, "datasheet", bound)
+
+
+def _format_of(call: Call, kind: Kind, card: Card) -> str:
+    """The number format whose units a product uses: torch lets convolutions, and no other product, use TF32."""
+    dtype = call.inputs[0].dtype if call.inputs else "float32"
+    return (
+        "tf32" if kind in ("convolution", "recurrent") and dtype == "float32" and card.capability >= (8, 0) else dtype
+    )
+
+
+def _padding(call: Call, kind: Kind) -> float:
+    """How much more a product computes than it is asked for, because its tiles are not full."""
+    if kind != "matmul" or len(call.inputs) < 2 or not call.outputs or min(len(x.shape) for x in call.inputs[-2:]) < 2:
+        return 1.0
+    rows, columns = call.inputs[-2].shape[-2], call.outputs[0].shape[-1]
+    inner = call.inputs[-2].shape[-1]
+    padded = 1.0
+    for size, unit in ((rows, _TILE), (columns, _TILE), (inner, _INNER)):
+        # Kernels with smaller tiles exist, and reach less: half the waste counts.
+        padded *= 0.5 + 0.5 * (-(-size // unit) * unit) / max(size, 1)
+    return padded
+
+
+def card_of(target: DeviceTarget) -> Card:
+    """The card of the table that a target is.
+
+    Raises:
+        PlanError: for a size of memory, which says nothing about speed.
+    """
+    found = next((card for card in CARDS if card.name == target.name), None)
+    if found is None:
+        raise PlanError(
+            f"how fast {target.name} is is not known: its memory says nothing about it; name a card, such as "
+            "device='A100-40GB'"
+        )
+    return found

@@ -1,0 +1,114 @@
+"""StepOperators: the operators of one optimizer step, in order: how often each runs, where, and what it is called with.
+
+The step is the second that was recorded: the first also makes the optimizer's state. Of accumulated micro-batches two
+are recorded: the first of a step writes gradients, and all that follow add to them and are alike. Validation, and what
+ran before the first batch, is no part of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.errors import PlanError
+from kit.memory.replay.calls import Call
+from kit.memory.replay.replay import PHASES, Recording
+from kit.speed.work import KINDS, Work, work_of
+
+
+@dataclass(frozen=True)
+class StepOperators:
+    """Columns are of shape (operators,)."""
+
+    calls: tuple[Call, ...]
+    call: NDArray[np.int32]
+    """Index into calls."""
+    phase: NDArray[np.uint8]
+    """Index into PHASES."""
+    module: NDArray[np.int32]
+    """Index into names."""
+    line: NDArray[np.int32]
+    """Index into names: the line that called it, as far as memory tells; 0 where unknown."""
+    repeats: NDArray[np.int32]
+    """How often in a step: micro-batches beyond the second are all alike."""
+    names: tuple[str, ...]
+    batch_size: int
+    """Samples per micro-batch on each device."""
+    accumulate: int
+    """Micro-batches in a step."""
+    facts: Mapping[str, Any]
+    """Those of the recording: precision, strategy, world_size, parameters and the like."""
+
+    @cached_property
+    def call_work(self) -> tuple[Work, ...]:
+        """(calls,) what each call does."""
+        return tuple(map(work_of, self.calls))
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """(calls,) how often each is made in a step."""
+        return np.bincount(self.call, weights=self.repeats, minlength=len(self.calls)).astype(np.int64)
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """(operators,) of one execution: `flops`, `read_bytes` or `written_bytes`."""
+        return np.array([getattr(work, name) for work in self.call_work], dtype=np.int64)[self.call]
+
+    @cached_property
+    def kind(self) -> NDArray[np.int64]:
+        """(operators,) index into KINDS."""
+        return np.array([KINDS.index(work.kind) for work in self.call_work], dtype=np.int64)[self.call]
+
+    @cached_property
+    def flops(self) -> int:
+        """Of the whole step on one device."""
+        return int((self.column("flops") * self.repeats).sum())
+
+    @property
+    def samples(self) -> int:
+        """Of a step on one device."""
+        return self.batch_size * self.accumulate
+
+
+def step_of(recording: Recording) -> StepOperators:
+    """The operators of one optimizer step.
+
+    Raises:
+        PlanError: for a recording without calls: its step was not recorded, or by an earlier kit.
+    """
+    unknown = recording.facts.get("unknown")
+    if unknown or not len(recording.operator_call) or not recording.batch_starts:
+        raise PlanError(f"the operators of this step are not known: {unknown or 'they were not recorded; record anew'}")
+    starts, count = recording.batch_starts, len(recording.operator_name)
+    begin = starts[len(starts) // 2]
+    recorded = len(starts) - len(starts) // 2
+    accumulate = int(recording.facts.get("accumulate_grad_batches") or 1)
+    chosen = np.arange(begin, count)
+    outside = [PHASES.index("setup"), PHASES.index("validation")]
+    chosen = chosen[~np.isin(recording.operator_phase[chosen], outside) & (recording.operator_call[chosen] >= 0)]
+    repeats = np.ones(len(chosen), dtype=np.int32)
+    if accumulate > recorded > 1:
+        alike = (chosen >= starts[-1]) & (recording.operator_phase[chosen] != PHASES.index("optimizer"))
+        repeats[alike] = accumulate - recorded + 1
+    used, call = np.unique(recording.operator_call[chosen], return_inverse=True)
+    return StepOperators(
+        calls=tuple(Call.of(recording.calls[number]) for number in used.tolist()), call=call.astype(np.int32),
+        phase=recording.operator_phase[chosen], module=recording.operator_module[chosen],
+        line=_lines(recording)[chosen], repeats=repeats, names=recording.names, batch_size=recording.batch_size,
+        accumulate=max(accumulate, 1), facts=recording.facts,
+    )  # fmt: skip
+
+
+def _lines(recording: Recording) -> NDArray[np.int32]:
+    """(operators,) the line of what each allocates; of those that allocate nothing, that of the operator before."""
+    lines = np.zeros(len(recording.operator_name), dtype=np.int32)
+    if not len(recording.block_line):
+        return lines
+    made = recording.event_allocates
+    lines[recording.event_time[made]] = recording.block_line[recording.event_block[made]]
+    known = np.where(lines > 0, np.arange(len(lines)), 0)
+    return lines[np.maximum.accumulate(known)]

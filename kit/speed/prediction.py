@@ -1,0 +1,324 @@
+"""predict_speed: how long a training step takes on a device, which need not be here, from the dry run of its memory.
+
+The operators of the recorded step are priced (`kit.speed.pricing`): for this machine by what they cost here, measured
+once and remembered (`kit.speed.measure`), for a card by its data sheet (`kit.speed.card_costs`). Devices exchange
+gradients by strategy and link. Kit's own loaders are priced by their store; of others nothing is known before a trial.
+
+Not modelled, and said so in `reasons`: compiled code and CUDA graphs (the eager step is priced), kernels of one's own
+(by bytes alone), experts chosen by data, loops that depend on data. Each widens the range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kit.arguments import config_first
+from kit.chunks.cost import LayoutCost
+from kit.errors import KitError
+from kit.memory.prediction import TIMEOUT_SECONDS
+from kit.memory.query import MemoryQuery, make_query
+from kit.memory.recordings import RecordingRequest, recordings_of
+from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
+from kit.memory.replay.replay import Recording
+from kit.registry import Drawable
+from kit.speed.card_costs import CardCosts, card_of
+from kit.speed.links import Link, Traffic, find_link, link_within
+from kit.speed.measure import table_here
+from kit.speed.operators import StepOperators, step_of
+from kit.speed.pricing import Bound, Costs, StepTime, price
+from kit.tables import html_list, html_table, text_table
+from kit.trial.payload import batch_rule
+from kit.units import format_count, format_seconds
+
+_FULL_BYTES, _HALF_BYTES = 4, 2
+_UNMODELLED_DOUBT = 1.5
+
+
+@config_first
+def predict_speed(
+    config: Any = None,
+    module: Any = None,
+    data: Any = None,
+    *,
+    device: str | DeviceTarget = THIS_MACHINE,
+    devices: int | None = None,
+    link: str | Link | None = None,
+    measure_seconds: float = 10.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> SpeedEstimate:
+    """Predict the seconds of a training step, samples per second, and what binds them, before anything is trained.
+
+    For this machine, operators are measured in a process of its own: about a minute the first time, and some seconds
+    for what a new module brings. For a card of the table its data sheet is taken, and nothing is measured.
+
+    Args:
+        config: What would run; the default config when left out.
+        module: What would be trained, as `kit.fit` takes it.
+        data: What it would be trained on, as `kit.fit` takes it.
+        device: A GPU model such as "A100-40GB", or "this machine".
+        devices: How many of them, instead of the config's. Several without a strategy are taken as ddp.
+        link: What joins them, by name (`NVLink-3`, `PCIe-4`, ...); by default what is usual for the card.
+        measure_seconds: To spend on calls of this step that were never measured here; 0 spends nothing.
+        timeout_seconds: Limit of the dry run.
+
+    Returns:
+        The estimate: seconds with a range, samples per second of all devices, MFU, what binds, and `.figure()`.
+
+    Raises:
+        ConfigError: for what cannot run as configured.
+        HardwareError: for a precision that the device does not compute.
+        PlanError: for an unknown device or link, and where the step could not be recorded.
+        TrialError: when the module cannot be made, with the user's traceback.
+
+    Example:
+        >>> speed = kit.predict_speed(config, MyModule, MyData, device="A100-40GB", devices=8)
+        >>> speed.low_seconds <= speed.step_seconds <= speed.high_seconds
+        True
+    """
+    reasons: list[str] = []
+    if devices is not None and devices > 1 and config.hardware.strategy == "none":
+        config = config.replace({"hardware.strategy": "ddp", "hardware.devices": devices})
+        reasons.append(f"{devices} devices have no strategy in the config, so each has a copy of the model (ddp)")
+    elif devices is not None:
+        config = config.replace({"hardware.devices": devices})
+    query, target = make_query(module, data, config, device, devices)
+    batch_rule(query.data, query.config).warn()
+    (recording,) = recordings_of(RecordingRequest(query), timeout_seconds)
+    costs: Costs
+    if target.name == THIS_MACHINE:
+        taken = table_here(query.config, step_of(recording), seconds=measure_seconds)
+        costs = taken.table
+        if not taken.quiet:
+            reasons.append(
+                f"other programs used {taken.busy_cores:.1f} cores while operators were measured: the costs may be too "
+                "high, and are not kept"
+            )
+    else:
+        costs = CardCosts(card_of(target))
+    found = speed_of(
+        recording, target, devices=query.world_size, costs=costs, link=link, loader_seconds=loader_seconds(query)
+    )
+    return replace(found, reasons=(*reasons, *found.reasons))
+
+
+def speed_of(
+    recording: Recording, target: DeviceTarget, *, devices: int = 1, costs: Costs | None = None,
+    link: str | Link | None = None, loader_seconds: float | None = None,
+) -> SpeedEstimate:  # fmt: skip
+    """The estimate of a recording, in milliseconds and without a process.
+
+    Args:
+        recording: Of the configuration, at the batch size wanted.
+        target: The device.
+        devices: How many.
+        costs: What calls cost there; by default those of the card's data sheet.
+        link: What joins the devices; by default what is usual.
+        loader_seconds: That the loader needs for a batch; None where that is not known.
+
+    Raises:
+        PlanError: where the step was not recorded, and for a device of which no speed is known.
+    """
+    step = step_of(recording)
+    costs = CardCosts(card_of(target)) if costs is None else costs
+    within = find_link(link) if link is not None else link_within("cpu" if target.device_kind == "cpu" else target.name)
+    between = find_link("network-100G") if target.device_kind == "cuda" else None
+    time = price(
+        step, costs, traffic=_traffic(step) if devices > 1 else None, devices=devices, within=within, between=between,
+        loader_seconds=None if loader_seconds is None else loader_seconds * step.accumulate,
+    )  # fmt: skip
+    reasons, factor = _edges(recording, step)
+    if factor > 1:
+        time = replace(time, low_seconds=time.low_seconds / factor, high_seconds=time.high_seconds * factor)
+    return SpeedEstimate(
+        device=target.name if devices == 1 else f"{devices} × {target.name}", devices=devices, batch_size=step.batch_size,
+        accumulate=step.accumulate, time=time, mfu=_mfu(step, time, costs), costs=costs.name,
+        reasons=(*_sources(time, costs, devices, within), *reasons),
+    )  # fmt: skip
+
+
+def _traffic(step: StepOperators) -> Traffic:
+    facts = step.facts
+    element = _HALF_BYTES if str(facts.get("precision")) == "bf16-true" else _FULL_BYTES
+    strategy = str(facts.get("strategy") or "none")
+    return Traffic(
+        parameter_bytes=float(facts.get("parameters", 0)) * element,
+        gradient_bytes=float(facts.get("trainable_parameters", 0)) * element,
+        strategy="ddp" if strategy == "none" else strategy,
+    )  # fmt: skip
+
+
+def _mfu(step: StepOperators, time: StepTime, costs: Costs) -> float | None:
+    """FLOPs of the step over those that the device's stated peak would give in its time; None without a peak."""
+    if not isinstance(costs, CardCosts) or not time.seconds:
+        return None
+    dtype = "float32" if str(step.facts.get("precision")) in ("32-true", "64-true") else "bfloat16"
+    dtype = "float16" if str(step.facts.get("precision")).startswith("16") else dtype
+    return step.flops / time.seconds / costs.card.peak_flops_per_second(dtype)
+
+
+def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[str]:
+    whole = sum(time.sources.values()) or 1.0
+    shares = ", ".join(
+        f"{_SOURCES[name]} {spent / whole:.0%}"
+        for name, spent in sorted(time.sources.items(), key=lambda x: -x[1])
+        if spent
+    )
+    found = [f"costs are those of {costs.name}: {shares}"]
+    if devices > 1:
+        found.append(
+            f"{devices} devices wait {format_seconds(time.exchange_seconds)} a step for gradients, by {within.name}"
+        )
+    if time.loader_seconds is None:
+        found.append("how fast the loader is, is not known before a trial: batches are taken as ready")
+    return found
+
+
+_SOURCES = {
+    "measured": "the same call measured", "near": "scaled from calls nearly the same", "scaled": "scaled from calls far from it",
+    "roofline": "by FLOPs and bytes alone", "datasheet": "of the stated peaks, as far as kernels reach them",
+}  # fmt: skip
+
+
+def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]:
+    """What is not modelled, and the factor by which the range is wider for it."""
+    notes = " ".join(map(str, recording.facts.get("notes", ())))
+    found = []
+    if "compile" in notes:
+        found.append("compiled code is priced as the eager step, which is an upper bound")
+    custom = {call.operator.partition("::")[0] for call in step.calls} - _KNOWN
+    if custom:
+        found.append(f"kernels of {', '.join(sorted(custom))} are priced by the bytes they move alone")
+    if recording.facts.get("conditions") or recording.facts.get("bounds"):
+        found.append("the step depends on numbers that a dry run does not have; it is priced as that one went")
+    return found, _UNMODELLED_DOUBT if found else 1.0
+
+
+_KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor"}
+
+
+def loader_seconds(query: MemoryQuery) -> float | None:
+    """Seconds in which kit's own loader gives a batch, by the costs of its store; None for any other data."""
+    from kit.data.build.layout import price_store
+    from kit.data.dataset import open_dataset
+
+    if query.data.kind != "default" or not query.config.data.url:
+        return None
+    try:
+        costs: list[LayoutCost] = list(price_store(query.config, open_dataset(query.config)))
+    except (KitError, OSError, ValueError):
+        return None
+    return sum(cost.seconds_per_batch for cost in costs) or None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SpeedEstimate(Drawable):
+    """The time of a step on one or several devices. Print it, show it, or read its fields."""
+
+    device: str
+    devices: int
+    batch_size: int
+    """Samples per micro-batch on each device."""
+    accumulate: int
+    time: StepTime
+    mfu: float | None
+    """Fraction of the stated peak that a step reaches; None where no peak is stated."""
+    costs: str
+    """Where the costs are from."""
+    reasons: tuple[str, ...]
+    correction: float = 1.0
+    """measured / predicted seconds of a trial of the same model, by which the step is corrected."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one optimizer step."""
+        return self.time.seconds * self.correction
+
+    @property
+    def low_seconds(self) -> float:
+        return self._range[0]
+
+    @property
+    def high_seconds(self) -> float:
+        return self._range[1]
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        if self.correction == 1.0:
+            return self.time.low_seconds, self.time.high_seconds
+        return self.step_seconds / _CORRECTED_DOUBT, self.step_seconds * _CORRECTED_DOUBT
+
+    @property
+    def samples(self) -> int:
+        """Of an optimizer step, of all devices."""
+        return self.batch_size * self.accumulate * self.devices
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all devices."""
+        return self.samples / self.step_seconds
+
+    @property
+    def low_samples_per_second(self) -> float:
+        return self.samples / self.high_seconds
+
+    @property
+    def high_samples_per_second(self) -> float:
+        return self.samples / self.low_seconds
+
+    @property
+    def bound(self) -> Bound:
+        """What a step spends most on."""
+        return self.time.bound
+
+    @property
+    def sentence(self) -> str:
+        low, high = format_seconds(self.low_seconds), format_seconds(self.high_seconds)
+        mfu = "" if self.mfu is None else f", {self.mfu:.0%} of the stated peak"
+        return (
+            f"a step takes {format_seconds(self.step_seconds)} ({low} to {high}) on {self.device}: "
+            f"{format_count(self.samples_per_second)} samples/s{mfu}, bound by {self.bound}"
+        )
+
+    def contains(self, samples_per_second: float) -> bool:
+        """Whether a measured speed lies within the range."""
+        return self.low_samples_per_second <= samples_per_second <= self.high_samples_per_second
+
+    def corrected(self, samples_per_second: float) -> SpeedEstimate:
+        """The estimate after a trial of the same model, which was predicted at `self` and measured at this speed."""
+        factor = self.samples_per_second / samples_per_second
+        return self.corrected_by(factor)
+
+    def corrected_by(self, factor: float) -> SpeedEstimate:
+        """The estimate with its seconds times measured / predicted seconds of a trial of the same model."""
+        reason = f"a trial of this model took {factor:.2f} of what was predicted, and corrects this prediction"
+        return replace(self, correction=self.correction * factor, reasons=(reason, *self.reasons))
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        whole = self.time.seconds or 1.0
+        host = whole - self.time.busy_seconds - self.time.exchange_seconds
+        parts = {
+            **self.time.by_kind,
+            "host, beside kernels": max(0.0, host),
+            "waiting for devices": self.time.exchange_seconds,
+        }
+        ranked = sorted(parts.items(), key=lambda item: -item[1])
+        return [
+            [name, format_seconds(spent * self.correction), f"{spent / whole:.0%}"]
+            for name, spent in ranked
+            if spent > 0.001 * whole
+        ]
+
+    def __repr__(self) -> str:
+        table = text_table(_COLUMNS, self._rows)
+        return "\n".join([self.sentence, table, *(f"- {reason}" for reason in self.reasons)])
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        return html_table(_COLUMNS, self._rows, caption=self.sentence) + html_list(self.reasons)
+
+
+_COLUMNS = ("kind of operator", "a step", "share")
+_CORRECTED_DOUBT = 1.1

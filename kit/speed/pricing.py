@@ -1,0 +1,198 @@
+"""price: the seconds of a step from its operators and what each costs on a device; pure arithmetic, a millisecond.
+
+Host and device are two clocks. The host makes one call after another; on a GPU each call puts a kernel into a queue,
+and the device works it off, so a step takes as long as the slower of them at every point:
+
+    done[i] = max(done[i - 1], called[i]) + device_seconds[i]          called[i] = sum of host_seconds[0 .. i]
+
+A CPU has one clock: what the host spends is added. Gradients travel beside the backward pass (`kit.speed.links`), and
+what it does not hide is added. A loader that is slower than all this decides instead.
+
+Low and high add up the doubt of each cost: half of it as if all erred alike, and half as if they erred apart.
+Invariant: low_seconds <= seconds <= high_seconds, and `operator_seconds` add up to `busy_seconds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.memory.replay.calls import Call
+from kit.memory.replay.replay import PHASES
+from kit.speed.links import LEAST_REACHED, MOST_REACHED, REACHED, Link, Traffic, waited_for
+from kit.speed.operators import StepOperators
+from kit.speed.work import KINDS, Work
+
+Bound = Literal["compute", "memory bandwidth", "host", "communication", "loader"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one call on one device."""
+
+    seconds: float
+    doubt: float
+    """The factor by which it may be wrong either way, above 1: 1.2 is 20 %."""
+    source: str
+    """measured, near, scaled, or datasheet."""
+    bound: Literal["compute", "memory bandwidth", "host"]
+
+
+class Costs(Protocol):
+    """What calls cost on a device."""
+
+    name: str
+    asynchronous: bool
+    """Whether the host goes on while the device computes: a GPU."""
+    step_seconds: float
+    """Of the host for each micro-batch, beside all calls: the loop of the Trainer."""
+    doubt: float
+    """Of all that is not a call's own: 1.1 is 10 %."""
+
+    def cost(self, call: Call, work: Work) -> Cost:
+        """Of one call, on the device."""
+
+    def host_seconds(self, phase: str) -> float:
+        """Of the host for each call in a phase: Python, autograd, dispatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Where the time of a step goes, on one device."""
+
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    operator_seconds: NDArray[np.float64]
+    """(operators,) of the device, all repeats."""
+    host_seconds: float
+    """Of all calls and the Trainer's loop."""
+    exchange_seconds: float
+    """Waited for other devices."""
+    loader_seconds: float | None
+    """Of a step's batches; None where that is not known."""
+    bound: Bound
+    sources: Mapping[str, float]
+    """Seconds by where their cost is from."""
+    step: StepOperators
+
+    @property
+    def busy_seconds(self) -> float:
+        """Of the device."""
+        return float(self.operator_seconds.sum())
+
+    def _by(self, numbers: NDArray[np.generic], name: Callable[[int], str]) -> dict[str, float]:
+        used, places = np.unique(numbers, return_inverse=True)
+        sums = np.bincount(places.reshape(-1), weights=self.operator_seconds, minlength=len(used))
+        found: dict[str, float] = {}
+        for number, seconds in zip(used.tolist(), sums.tolist(), strict=True):
+            found[name(number)] = found.get(name(number), 0.0) + seconds
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def by_phase(self) -> dict[str, float]:
+        """Seconds of the device by phase, the largest first."""
+        return self._by(self.step.phase, lambda number: PHASES[number])
+
+    @property
+    def by_module(self) -> dict[str, float]:
+        """By path of the module whose call it is."""
+        return self._by(self.step.module, lambda number: self.step.names[number] or "(outside)")
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        return self._by(self.step.kind, lambda number: KINDS[number])
+
+    @property
+    def by_line(self) -> dict[str, float]:
+        return self._by(self.step.line, lambda number: self.step.names[number] or "(elsewhere)")
+
+    @property
+    def by_operator(self) -> dict[str, float]:
+        return self._by(self.step.call, lambda number: self.step.calls[number].name)
+
+
+def price(
+    step: StepOperators,
+    costs: Costs,
+    *,
+    traffic: Traffic | None = None,
+    devices: int = 1,
+    within: Link | None = None,
+    between: Link | None = None,
+    devices_per_node: int = 8,
+    loader_seconds: float | None = None,
+) -> StepTime:
+    """The seconds of one optimizer step.
+
+    Args:
+        step: Its operators.
+        costs: Of the device.
+        traffic: What devices exchange; None for one device.
+        devices: All of them.
+        within: What joins devices of a node.
+        between: What joins nodes.
+        devices_per_node: Devices of a node.
+        loader_seconds: Of the batches of a step; None where they are not known.
+    """
+    each = [costs.cost(call, work) for call, work in zip(step.calls, step.call_work, strict=True)]
+    seconds = np.array([cost.seconds for cost in each])[step.call] * step.repeats
+    runs = np.array([work.kind not in ("view", "communication") for work in step.call_work])[step.call]
+    per_phase = np.array([costs.host_seconds(phase) for phase in PHASES])
+    # A view costs the host nearly what a kernel costs it, but puts nothing into the queue.
+    host = per_phase[step.phase] * step.repeats
+    loop = costs.step_seconds * step.accumulate
+    if costs.asynchronous:
+        called = np.cumsum(host) + loop
+        before = np.concatenate([[0.0], np.cumsum(seconds)[:-1]])
+        done = float((np.maximum.accumulate(called - before) + before + seconds)[-1]) if len(seconds) else loop
+        done = max(done, float(called[-1]) if len(called) else loop)
+    else:
+        done = float(seconds.sum() + host.sum()) + loop
+    backward = float(seconds[step.phase == PHASES.index("backward")].sum())
+    exchange, least, most = 0.0, 0.0, 0.0
+    if traffic is not None and devices > 1 and within is not None:
+        rings = [
+            traffic.seconds(devices, within, between, devices_per_node, r)
+            for r in (REACHED, MOST_REACHED, LEAST_REACHED)
+        ]
+        last = backward / step.accumulate  # gradients travel in the last micro-batch
+        exchange, least = (waited_for(ring, last, traffic.pieces) for ring in rings[:2])
+        most = rings[2]
+    doubts = np.log(np.array([cost.doubt for cost in each]))[step.call]
+    whole = float(seconds.sum()) or 1e-12
+    alike = float((seconds * doubts).sum() / whole)
+    by_call = np.bincount(step.call, weights=seconds * doubts, minlength=len(step.calls))
+    apart = float(np.sqrt((by_call**2).sum()) / whole)
+    factor = float(np.exp(0.5 * (alike + apart))) * costs.doubt
+    low, high = done / factor + least, done * factor + most
+    total = done + exchange
+    sources: dict[str, float] = {}
+    for number, spent in enumerate(np.bincount(step.call, weights=seconds, minlength=len(each)).tolist()):
+        sources[each[number].source] = sources.get(each[number].source, 0.0) + spent
+    bound = _bound(each, step, seconds * runs, float(host.sum()) + loop, done, exchange)
+    found = StepTime(
+        seconds=total, low_seconds=low, high_seconds=high, operator_seconds=seconds, host_seconds=float(host.sum()) + loop,
+        exchange_seconds=exchange, loader_seconds=loader_seconds, bound=bound, sources=sources, step=step,
+    )  # fmt: skip
+    if loader_seconds is not None and loader_seconds > total:
+        found = replace(
+            found, seconds=loader_seconds, low_seconds=min(low, loader_seconds), high_seconds=max(high, loader_seconds),
+            bound="loader",
+        )  # fmt: skip
+    return found
+
+
+def _bound(
+    each: list[Cost], step: StepOperators, seconds: NDArray[np.float64], host: float, done: float, exchange: float
+) -> Bound:
+    if exchange > done:
+        return "communication"
+    parts: dict[Bound, float] = {"compute": 0.0, "memory bandwidth": 0.0, "host": max(0.0, done - float(seconds.sum()))}
+    for number, spent in enumerate(np.bincount(step.call, weights=seconds, minlength=len(each)).tolist()):
+        parts[each[number].bound] += spent
+    return max(parts, key=lambda name: parts[name])

@@ -1,0 +1,157 @@
+"""The job that measures what calls cost on this machine's device, in a process of its own.
+
+`host costs` come from small modules of kit's own, each trained for some steps by the same Trainer as in a trial: what a
+step takes beyond the sum of its calls is Python, autograd, the Trainer, and fresh memory that the system has to hand
+out page by page. Least squares give seconds for each call, for each byte written, and for each batch:
+
+    step - calls = per_call × calls + per_byte × written bytes + per_batch
+
+What else runs on the machine makes all this too slow: the job tells how many cores others used meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+
+from kit.json_text import write_json
+from kit.memory.record.dry_run import DryRun, record
+from kit.memory.replay.calls import Call
+from kit.speed.call_timer import OtherLoad, time_call
+from kit.speed.operators import StepOperators, step_of
+from kit.train.trainer import make_trainer
+from kit.trial.context import Context
+from kit.trial.recorder import StepClock, StepRecorder
+
+RESULT = "calls.json"
+_STEPS, _SKIPPED = 14, 4
+_MODULE_SECONDS = 4.0
+_SAMPLES = 4096
+_PARTS = ("transfer", "forward", "backward", "optimizer", "other")
+
+
+def time_calls(context: Context) -> None:
+    """Time the calls that were sent, and the host where that was asked for; write one `calls_timed` event."""
+    task = context.environment["timing"]
+    gpu = context.environment["accelerator"] == "gpu"
+    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+    sent = [Call.of(value) for value in cloudpickle.loads(context.paths.payload.read_bytes())["calls"]]
+    with OtherLoad() as others:
+        measured = _timed(sent, device, float(task["seconds"]))
+        host: dict[str, float] = {}
+        if task["host"]:
+            host = _host_costs(context, device, measured)
+    calls = [[call.to_json(), seconds] for call, seconds in measured.items()]
+    write_json(context.paths.directory / RESULT, {"calls": calls, "host": host, "others": others.cores})
+    context.writer.write("calls_timed", count=len(calls), others=others.cores)
+
+
+def _timed(calls: Sequence[Call], device: torch.device, seconds: float) -> dict[Call, float]:
+    """The calls that could be timed, the first of them first, until the time is up."""
+    found: dict[Call, float] = {}
+    ends, share = time.perf_counter() + seconds, seconds / max(1, len(calls))
+    for call in calls:
+        if time.perf_counter() > ends:
+            break
+        took = time_call(call, device, max(0.004, min(0.06, share)))
+        if took is not None:
+            found[call] = took
+    return found
+
+
+def _host_costs(context: Context, device: torch.device, measured: dict[Call, float]) -> dict[str, float]:
+    rows, gaps, weights = [], [], []
+    for module, data, precision in _modules(device):
+        config = context.config.replace({"trial.max_steps": _STEPS, "levers.accumulate_grad_batches": 1})
+        kind: Any = "cpu" if device.type == "cpu" else "cuda"
+        capability = torch.cuda.get_device_capability(device) if kind == "cuda" else None
+
+        def given(data: Any = data) -> dict[str, Any]:
+            return {"datamodule": data()}
+
+        recording = record(module, given, DryRun(config, precision, 1, kind, capability))
+        step = step_of(recording)
+        new = [call for call in step.calls if call not in measured]
+        measured |= _timed(new, device, _MODULE_SECONDS)
+        took = _step_seconds(context, config, module(), given(), precision)
+        calls = sum(
+            measured.get(call, 0.0) * count for call, count in zip(step.calls, step.counts.tolist(), strict=True)
+        )
+        rows.append([float(step.counts.sum()), float(_written(step)), 1.0])
+        gaps.append(took - calls)
+        weights.append(1 / took)
+    table, weight = np.array(rows), np.array(weights)
+    found = _not_negative(table * weight[:, None], np.array(gaps) * weight)
+    return {"call": found[0], "byte": found[1], "batch": found[2]}
+
+
+def _written(step: StepOperators) -> int:
+    return int((step.column("written_bytes") * step.repeats).sum())
+
+
+def _not_negative(table: Any, wanted: Any) -> list[float]:
+    """Least squares without negative parts: those are left out, the worst first."""
+    used = list(range(table.shape[1]))
+    while used:
+        scale = np.abs(table[:, used]).max(axis=0)
+        found = np.linalg.lstsq(table[:, used] / scale, wanted, rcond=None)[0] / scale
+        if (found >= 0).all():
+            return [float(found[used.index(place)]) if place in used else 0.0 for place in range(table.shape[1])]
+        del used[int((found * scale).argmin())]
+    return [0.0] * int(table.shape[1])
+
+
+class _Kept:
+    """Takes the place of a writer of events, and keeps the seconds of steps."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def write(self, kind: str, **fields: Any) -> None:
+        if kind == "step":
+            self.seconds.append(sum(float(fields.get(f"{part}_seconds", 0.0)) for part in _PARTS))
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_args, **_named: None
+
+
+def _step_seconds(
+    context: Context, config: Any, module: LightningModule, data: dict[str, Any], precision: str
+) -> float:
+    kept, clock = _Kept(), StepClock()
+    inner = dataclasses.replace(context, writer=kept, config=config, clock=clock)
+    trainer = make_trainer(
+        config, accelerator=context.environment["accelerator"], world_size=1, precision=precision, module=module,
+        callbacks=[StepRecorder(inner, clock)], profiler=clock, max_steps=_STEPS,
+        default_root_dir=context.paths.directory,
+    )  # fmt: skip
+    trainer.fit(module, **data)
+    steady = sorted(kept.seconds[_SKIPPED:])
+    return statistics.median(steady[: max(1, len(steady) // 2 + 1)])
+
+
+def _modules(device: torch.device) -> list[tuple[Any, Any, str]]:
+    """Small modules of several kinds: what makes one, its data, a precision."""
+    from kit.models import GPT, Encoder, Field, RandomData, Recurrent, ResNet, Tokens
+
+    # On a GPU such small steps would all be spent by the host.
+    more = 1 if device.type == "cpu" else 8
+    images, series = (Field(shape=(3, 64, 64)), Field(below=10)), (Field(shape=(24, 16)), Field(shape=(24, 16)))
+    words = (Field(shape=(64,), below=1000), Field(below=10))
+    kinds: list[tuple[Any, Any]] = [
+        (partial(GPT, vocabulary=1024, width=64, heads=2, layers=4, context=64), partial(Tokens, 1024, 64, 2 * more, _SAMPLES)),
+        (partial(GPT, vocabulary=2048, width=320, heads=5, layers=2, context=128), partial(Tokens, 2048, 128, 4 * more, _SAMPLES)),
+        (partial(Encoder, vocabulary=1000, width=96, heads=4, layers=2, context=64), partial(RandomData, words, 16 * more, _SAMPLES)),
+        (partial(ResNet, width=16, blocks=(1, 1, 1, 1), classes=10), partial(RandomData, images, 8 * more, _SAMPLES)),
+        (partial(Recurrent, features=16, width=64, layers=1), partial(RandomData, series, 16 * more, _SAMPLES)),
+    ]  # fmt: skip
+    return [(make, data, precision) for make, data in kinds for precision in ("32-true", "bf16-mixed")]
