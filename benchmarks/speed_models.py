@@ -24,6 +24,7 @@ from kit.models import Field
 PEERS = Path(__file__).parents[1] / ".peers"
 if str(PEERS) not in sys.path:
     sys.path.append(str(PEERS))
+if not hasattr(torch.ops.torchvision, "nms"):
     # torchvision's operators belong to another build of torch; timm wants their names only.
     _names = torch.library.Library("torchvision", "DEF")
     for _name in ("nms", "qnms"):
@@ -41,7 +42,7 @@ class Step(LightningModule):
         self.made = MODELS[name]
         self.model = self.made.make()[0]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ARG002
         return LOSSES[self.made.loss](self.model, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -120,6 +120,7 @@ register({
     "fit.profile": "kit.studies.profiling.profilers:beside",
     "trial.row": "kit.records.row:keep_row",
     "score.page": "kit.report.handed_in:score_page",
+    "trial.speed": "kit.speed.prediction:leave_speed",
     "trial.memory_report": "kit.report.out_of_memory:memory_report",
     "trial.display": "kit.widgets.trial_view:display",
     "attempts.display": "kit.widgets.trial_view:display_attempts",

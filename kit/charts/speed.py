@@ -7,6 +7,7 @@ code instead, as far as the recording knows them.
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from kit.speed.prediction import SpeedEstimate
 
 _MOST_BARS, _DEEPEST = 12, 6
-_LEAST = 0.002
-_COLOURS = {
+_LEAST, _LINE = 0.002, 110
+COLOURS = {
     "matmul": look.BLUE, "convolution": look.BLUE, "attention": look.SKY, "recurrent": look.SKY,
     "normalization": look.PURPLE, "elementwise": look.ORANGE, "reduction": look.VERMILION, "indexing": look.GREEN,
     "copy": look.YELLOW,
@@ -83,29 +84,26 @@ def _drawn(estimate: SpeedEstimate, bars: Bars, what: str) -> Figure:
     whole = estimate.step_seconds or 1.0
     shown = {name: parts for name, parts in bars.items() if sum(parts.values()) > _LEAST * whole}
     shown |= {name: {"": spent} for name, spent in waits.items() if spent > _LEAST * whole}
-    height = 1.15 + 0.27 * len(shown)
+    height = 1.35 + 0.27 * len(shown)
     chart = look.figure(8.6, height)
     axes = look.add_axes(
-        chart, (0.3, 0.42 / height, 0.52, (height - 1.1) / height), title="", x=f"ms of a step, by {what}", grid="x"
+        chart, (0.3, 0.42 / height, 0.52, (height - 1.3) / height), title="", x=f"ms of a step, by {what}", grid="x"
     )
     with look.drawing():
         _draw_bars(shown, whole, axes)
         axes.set_yticks(range(len(shown)), list(shown))
         axes.set_ylim(len(shown) - 0.4, -0.6)
         used = {kind for parts in shown.values() for kind in parts if kind}
-        look.colour_key(chart, _key(used), loc="upper right", bbox_to_anchor=(0.995, 1 - 0.5 / height))
-        chart.text(0.02, 1 - 0.25 / height, f"predicted: {_headline(estimate)}", fontsize=9.5, color=look.INK)
+        look.colour_key(chart, _key(used), loc="upper right", bbox_to_anchor=(0.995, 1 - 0.55 / height))
+        words = textwrap.fill(f"predicted: {estimate.sentence}", _LINE)
+        chart.text(0.02, 1 - 0.08 / height, words, va="top", fontsize=9.5, color=look.INK)
     return chart
-
-
-def _headline(estimate: SpeedEstimate) -> str:
-    return estimate.sentence
 
 
 def _key(used: set[str]) -> Mapping[str, str]:
     """One entry for each colour that is there."""
     found: dict[str, str] = {}
-    for kind, colour in _COLOURS.items():
+    for kind, colour in COLOURS.items():
         if kind in used:
             named = next((name for name, known in found.items() if known == colour), "")
             found.pop(named, None)
@@ -120,10 +118,10 @@ def _draw_bars(shown: Bars, whole: float, axes: object) -> None:
     longest = max((sum(parts.values()) for parts in shown.values()), default=whole)
     for place, parts in enumerate(shown.values()):
         left = 0.0
-        for kind in ["", *_COLOURS]:
+        for kind in ["", *COLOURS]:
             spent = parts.get(kind, 0.0)
             if spent:
-                axes.barh(place, 1e3 * spent, left=1e3 * left, height=0.72, color=_COLOURS.get(kind, look.STILL_INK))
+                axes.barh(place, 1e3 * spent, left=1e3 * left, height=0.72, color=COLOURS.get(kind, look.STILL_INK))
                 left += spent
         look.note(axes, (1e3 * left, place), f"{format_seconds(left)}, {left / whole:.0%}")
     axes.set_xlim(0, 1.25e3 * longest)

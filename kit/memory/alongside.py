@@ -20,6 +20,7 @@ from kit.memory.prediction import TIMEOUT_SECONDS, device_name, estimate_here
 from kit.memory.query import make_query, target_here
 from kit.memory.recordings import cached_recording, start_prediction
 from kit.memory.residual_table import residuals_here
+from kit.registry import load
 from kit.trial.directory import RunPaths
 from kit.trial.payload import NO_PARTS, TrainerParts
 from kit.trial.submit import prepare, trainer_parts_of
@@ -87,11 +88,15 @@ def predict_beside(module: object, data: object, trial: Trial, parts: TrainerPar
         query, _ = make_query(module, data, trial.config, target, world_size, parts)
         earlier = _predicted_beside.get(query.key)
         if (recording := cached_recording(query)) is not None:
-            trial.paths.write_prediction(estimate_here(query, recording, target).to_dict())
+            found = estimate_here(query, recording, target)
+            trial.paths.write_prediction(found.to_dict())
+            load("trial.speed")(found, trial.config, trial.paths)
         elif earlier is not None and earlier.prediction.is_file():
             draft = trial.paths.prediction.with_suffix(".tmp")
             shutil.copyfile(earlier.prediction, draft)
             draft.replace(trial.paths.prediction)
+            with contextlib.suppress(FileNotFoundError):  # its operators were never measured here
+                shutil.copyfile(earlier.predicted_speed, trial.paths.predicted_speed)
         else:
             residuals = residuals_here(query.config.trial.folder, device_name(target))
             beside = {

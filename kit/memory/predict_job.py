@@ -35,6 +35,7 @@ import numpy as np
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
+from kit.config import Config
 from kit.confinement.confine import confined
 from kit.errors import ConfigError, KitError
 from kit.memory.query import without_memory
@@ -44,6 +45,7 @@ from kit.memory.recordings import NEXT
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import VALIDATION, Residuals, estimate
 from kit.memory.replay.replay import CATEGORIES, Recording, replay
+from kit.registry import load
 from kit.train.choices import validates_by
 from kit.trial.context import Context
 from kit.trial.directory import RunPaths
@@ -85,7 +87,7 @@ def predict(context: Context) -> None:
         context.writer.write("refused", type=type(error).__name__, message=str(error), problems=fields)
         raise
     if beside is not None:
-        _leave_estimate(found[0], task["beside"], beside)
+        _leave_estimate(found[0], task["beside"], beside, context.config)
     context.writer.write("prediction_ended")
 
 
@@ -275,10 +277,11 @@ def _has_stepped_or_ended(events: Path) -> bool:
     return b'"kind":"step"' in tail or b'"kind":"trial_ended"' in tail
 
 
-def _leave_estimate(recording: Recording, task: dict[str, Any], beside: RunPaths) -> None:
+def _leave_estimate(recording: Recording, task: dict[str, Any], beside: RunPaths, config: Config) -> None:
     target, residuals = map(_with_tuples, (task["target"], task["residuals"]))
     found = estimate(recording, DeviceTarget(**target), residuals=Residuals(**residuals) if residuals else None)
     if beside.marker.exists():
+        load("trial.speed")(found, config, beside)
         beside.write_prediction(found.to_dict())
 
 

@@ -5,7 +5,8 @@ few, or of batches that differ too much, no ratio is given but the reason. A rat
 what the trial has counted; where nothing counted explains it, that is said.
 
 Speed is predicted from earlier trials of the same: config as far as it decides on speed, module, data, machine and
-devices. Nothing else predicts it, and the rate at which a store can be read least of all.
+devices. Where there is none, the operators of its step predict it (`kit.speed`), corrected by how far they were off in
+earlier trials of the same module. The rate at which a store can be read predicts it least of all.
 """
 
 from __future__ import annotations
@@ -164,6 +165,10 @@ def _more(row: Values) -> list[str]:
 
 def _why_speed(row: Values, before: Values | None) -> str:
     """Which part of a sample's time has changed most: waiting for data, or all else."""
+    low, high = row.get(f"{SPEED}_low"), row.get(f"{SPEED}_high")
+    if before is None and low and high:
+        place = "within" if low <= row[SPEED] <= high else "outside"
+        return f"{place} what its operators allow, {format_count(low)} to {format_count(high)} samples/s"
     if before is None or None in (row["data_wait_fraction"], before["data_wait_fraction"]):
         return "nothing that the trials have counted explains it"
     (wait, rest), (wait_before, rest_before) = _parts(row), _parts(before)
@@ -195,13 +200,22 @@ def with_speeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     That depends on other rows, so it is never kept with one.
     """
     alike: dict[str, list[dict[str, Any]]] = {}
+    by_model: dict[tuple[Any, ...], list[float]] = {}
     found = []
     for row in rows:
         earlier = alike.setdefault(row["speed_key"] or row["run"], [])
         known = speed_range(earlier)
-        new = {**row, f"{SPEED}_predicted": None if known is None else known.samples_per_second}
-        if known is not None and row[SPEED] and not doubt(row, SPEED):
-            new[f"{SPEED}_ratio"] = row[SPEED] / known.samples_per_second
+        named = (row["module"], row["host"], row["accelerator"], row["world_size"])
+        of_model = by_model.setdefault(named, [])
+        predicted = row[f"{SPEED}_predicted"]  # by the operators of its step, corrected by earlier trials of the model
+        if predicted and is_measure(row):
+            of_model.append(row[SPEED] / predicted)
+        if predicted and len(of_model) > is_measure(row):
+            predicted *= statistics.median(of_model[: len(of_model) - is_measure(row)])
+        predicted = predicted if known is None else known.samples_per_second
+        new = {**row, f"{SPEED}_predicted": predicted}
+        if predicted and row[SPEED] and not doubt(row, SPEED):
+            new[f"{SPEED}_ratio"] = row[SPEED] / predicted
         last = next((one for one in reversed(earlier) if is_measure(one)), None)
         found.append({**new, "ratio_notes": explain(new, last) or None})
         earlier.append(row)

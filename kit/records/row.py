@@ -41,7 +41,7 @@ from kit.errors import TrialError
 from kit.json_text import read_json
 from kit.memory.replay.estimate import MeasuredMemory, MemoryEstimate
 from kit.memory.residual_table import compared, ratio
-from kit.records.ratios import doubt, speed_key
+from kit.records.ratios import SPEED, doubt, speed_key
 from kit.records.trace import BESIDE_TRAINING, metrics_of, trace_of
 from kit.trial.directory import RunPaths
 from kit.trial.submit import RunKind, versions
@@ -70,7 +70,8 @@ COLUMNS = (
     "run", "name", "notebook", "kind", "started", "state", "cause", "message", "profiler", "module", "data",
     "parameters", "strategy", "accelerator", "world_size", "precision", "batch_size", "global_batch_size", "steps",
     "epochs", "measured_batches", "batches_read", "samples_per_second", "samples_per_second_error_fraction",
-    "samples_per_second_predicted", "samples_per_second_ratio", "data_wait_fraction", *BESIDE_FRACTIONS, "monitor",
+    "samples_per_second_predicted", "samples_per_second_low", "samples_per_second_high", "samples_per_second_ratio",
+    "data_wait_fraction", *BESIDE_FRACTIONS, "monitor",
     "monitor_last", "monitor_best", "host_rss_peak_bytes", "device_allocated_peak_bytes",
     "device_reserved_peak_bytes", *READ,
     *(f"{quantity}_{part}" for quantity in PREDICTED for part in ("predicted", "measured", "ratio")),
@@ -174,6 +175,7 @@ def _measured(trial: Trial) -> Row:
         "device_reserved_peak_bytes": memory.peak("device_reserved_bytes"),
         **{name: read.get(name) for name in READ},
     }
+    row |= _speed_of_operators(trial)
     for quantity, name in (("requests_per_sample", "requests"), ("bytes_per_sample", "bytes_read")):
         row |= _triple(quantity, predicted.get(quantity), read.get(name, 0) / samples if samples else None)
         if doubt(row, quantity):
@@ -183,6 +185,16 @@ def _measured(trial: Trial) -> Row:
         row |= _triple("device_reserved_bytes", run.predicted_reserved_bytes, run.measured_reserved_bytes)
         row |= {"device_allocated_bytes_ratio": run.ratio, "device_reserved_bytes_ratio": run.reserved_ratio}
     return row
+
+
+def _speed_of_operators(trial: Trial) -> Row:
+    """What the operators of the step said about its speed; nothing where they were never measured here."""
+    try:
+        found = read_json(trial.paths.predicted_speed.read_bytes())
+        names = {"samples_per_second": "predicted", "low": "low", "high": "high"}
+        return {f"{SPEED}_{name}": float(found[field]) for field, name in names.items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _metrics(trial: Trial) -> Row:
@@ -326,7 +338,7 @@ def read_row(paths: RunPaths) -> StoredRow | None:
 
 def _sources(paths: RunPaths) -> Sources:
     """The files that a row comes from, as they are now."""
-    names = {paths.config.name, paths.environment.name, paths.prediction.name}
+    names = {paths.config.name, paths.environment.name, paths.prediction.name, paths.predicted_speed.name}
     found: Sources = {}
     with contextlib.suppress(OSError), os.scandir(paths.directory) as entries:
         for entry in entries:

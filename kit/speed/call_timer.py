@@ -1,10 +1,10 @@
-"""CallTimer: a call made again with tensors of its own, and timed: repeats, low quantiles, and a watch over the machine.
+"""CallTimer: a call made again with tensors of its own, and timed: repeats, low quantiles, a watch over the machine.
 
 Tensors get numbers from 0.5 to 1.5, so that no logarithm or root fails and nothing underflows; whole numbers stay
 within what they index. Sets of arguments take turns until they fill the caches, as in a step, where a call rarely finds
 what it needs in the nearest one. What cannot be made again (a generator's state, a handle) is not timed.
 
-A time is the low quartile of several repeats, since whatever else runs can only slow them. `OtherLoad` tells how many
+A time is the low decile of several repeats, since whatever else runs can only slow them. `OtherLoad` tells how many
 cores other programs used meanwhile: a table taken beside them is not kept.
 """
 
@@ -66,7 +66,7 @@ def _timed(function: Any, given: list[Any], device: torch.device, seconds: float
         if len(found) >= _REPEATS and time.perf_counter() - began > seconds:
             break
     found.sort()
-    return found[len(found) // 4]
+    return found[len(found) // 10]
 
 
 def _function(operator: str) -> Any:

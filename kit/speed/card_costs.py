@@ -33,8 +33,8 @@ class Achieved:
 
 
 ACHIEVED: Mapping[str, Achieved] = {
-    "matmul": Achieved(0.72, 0.8, 1.3, "cuBLAS on square 16-bit products of 4096 and more: 225 to 260 of 312 TFLOP/s on "
-                       "A100, 600 to 720 of 989 on H100 (Dao 2023; CUTLASS and torch benchmarks)"),
+    "matmul": Achieved(0.72, 0.8, 1.3, "cuBLAS on square 16-bit products of 4096 and more: 225 to 260 of 312 TFLOP/s "
+                       "on A100, 600 to 720 of 989 on H100 (Dao 2023; CUTLASS and torch benchmarks)"),
     "convolution": Achieved(0.4, 0.7, 1.6, "cuDNN in torch's default layout: ResNet-50 in mixed precision reaches a "
                             "third to a half of the tensor cores' peak in NVIDIA's and MLPerf's logs"),
     "attention": Achieved(0.5, 0.7, 1.5, "FlashAttention-2: 0.5 to 0.7 of the peak forward and backward on A100, 0.35 "
@@ -44,7 +44,7 @@ ACHIEVED: Mapping[str, Achieved] = {
     "elementwise": Achieved(0.5, 0.82, 1.25, "a copy reaches 0.8 to 0.9 of the stated bandwidth (BabelStream)"),
     "reduction": Achieved(0.5, 0.65, 1.4, "an assumption"),
     "indexing": Achieved(0.5, 0.35, 1.8, "scattered reads, and sorts of torch's embedding gradients; an assumption"),
-    "copy": Achieved(0.5, 0.75, 1.3, "a copy reaches 0.8 to 0.9 of the stated bandwidth (BabelStream), transposed less"),
+    "copy": Achieved(0.5, 0.75, 1.3, "a copy reaches 0.8 to 0.9 of the stated bandwidth (BabelStream)"),
 }  # fmt: skip
 """By kind of operator."""
 KERNEL_SECONDS = 2.5e-6

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import time
@@ -22,6 +23,7 @@ from typing import Any
 import cloudpickle
 
 from kit.config import Config
+from kit.errors import KitError
 from kit.json_text import read_json, write_json
 from kit.machine.claims import release
 from kit.machine.machine import Resolved, hardware
@@ -57,13 +59,14 @@ class Taken:
 
 
 def table_here(
-    config: Config, step: StepOperators | None = None, *, seconds: float = 10.0, again: bool = False
+    config: Config, step: StepOperators | None = None, *, ranks: int = 1, seconds: float = 10.0, again: bool = False
 ) -> Taken:
     """The costs on this machine's device, with those of a step's calls that weigh most.
 
     Args:
         config: Names the device and its threads.
         step: The step that is asked about.
+        ranks: That share the cores of a CPU.
         seconds: To spend on its calls; 0 measures nothing that is not known.
         again: Measure all anew.
 
@@ -72,7 +75,7 @@ def table_here(
         TrialError: when the measuring process fails.
     """
     began = time.monotonic()
-    taken = take_devices(config.replace({"hardware.strategy": "none", "hardware.devices": 1}))
+    taken = take_devices(_of_one(config, ranks))
     try:
         resolved = taken.resolved
         path = _path(config, resolved)
@@ -91,6 +94,22 @@ def table_here(
     finally:
         release(taken.claims)
     return Taken(known, time.monotonic() - began, busy)
+
+
+def table_known(config: Config, ranks: int = 1) -> CostTable | None:
+    """What was measured here before, without a process; None where nothing was, or the devices are not here."""
+    from kit.machine.machine import resolve_devices
+
+    with contextlib.suppress(KitError):
+        return _read(_path(config, resolve_devices(_of_one(config, ranks), hardware())))
+    return None
+
+
+def _of_one(config: Config, ranks: int) -> Config:
+    """The config of one device, with the threads that a rank of several would have."""
+    threads = config.hardware.threads_per_rank or (0 if ranks == 1 else max(1, hardware().cores // ranks))
+    one = {"hardware.strategy": "none", "hardware.devices": 1, "hardware.threads_per_rank": threads}
+    return config.replace(one)
 
 
 def _missing(step: StepOperators, table: CostTable) -> list[Call]:
@@ -124,8 +143,13 @@ _FORMAT = 1
 
 def _read(path: Path) -> CostTable | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return CostTable.of(read_json(path.read_bytes()))
+        return _parsed(path, path.stat().st_mtime_ns)
     return None
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: Path, changed: int) -> CostTable:  # noqa: ARG001
+    return CostTable.of(read_json(path.read_bytes()))
 
 
 def _write(path: Path, table: CostTable) -> None:

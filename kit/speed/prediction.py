@@ -10,24 +10,30 @@ Not modelled, and said so in `reasons`: compiled code and CUDA graphs (the eager
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kit.arguments import config_first
 from kit.chunks.cost import LayoutCost
+from kit.config import Config
 from kit.errors import KitError
+from kit.json_text import write_json
 from kit.memory.prediction import TIMEOUT_SECONDS
 from kit.memory.query import MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, recordings_of
-from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
+from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, target_of
+from kit.memory.replay.estimate import MemoryEstimate
 from kit.memory.replay.replay import Recording
 from kit.registry import Drawable
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.links import Link, Traffic, find_link, link_within
-from kit.speed.measure import table_here
+from kit.speed.measure import table_here, table_known
 from kit.speed.operators import StepOperators, step_of
 from kit.speed.pricing import Bound, Costs, StepTime, price
 from kit.tables import html_list, html_table, text_table
+from kit.trial.directory import RunPaths
 from kit.trial.payload import batch_rule
 from kit.units import format_count, format_seconds
 
@@ -87,7 +93,7 @@ def predict_speed(
     (recording,) = recordings_of(RecordingRequest(query), timeout_seconds)
     costs: Costs
     if target.name == THIS_MACHINE:
-        taken = table_here(query.config, step_of(recording), seconds=measure_seconds)
+        taken = table_here(query.config, step_of(recording), ranks=query.world_size, seconds=measure_seconds)
         costs = taken.table
         if not taken.quiet:
             reasons.append(
@@ -131,10 +137,43 @@ def speed_of(
     if factor > 1:
         time = replace(time, low_seconds=time.low_seconds / factor, high_seconds=time.high_seconds * factor)
     return SpeedEstimate(
-        device=target.name if devices == 1 else f"{devices} × {target.name}", devices=devices, batch_size=step.batch_size,
-        accumulate=step.accumulate, time=time, mfu=_mfu(step, time, costs), costs=costs.name,
-        reasons=(*_sources(time, costs, devices, within), *reasons),
+        device=target.name if devices == 1 else f"{devices} × {target.name}", devices=devices,
+        batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, costs),
+        costs=costs.name,        reasons=(*_sources(time, costs, devices, within), *reasons),
     )  # fmt: skip
+
+
+def speed_beside(memory: MemoryEstimate, config: Config) -> SpeedEstimate | None:
+    """The speed of what memory was estimated for, from the same recording: at once, with nothing measured.
+
+    None where the recording does not tell it: activations are unknown, only the size of a device is given, or this
+    machine's operators were never measured.
+    """
+    recording = memory.recording
+    if recording is None:
+        return None
+    devices = int(recording.facts.get("world_size") or 1)
+    try:
+        if memory.device != THIS_MACHINE:
+            return speed_of(recording, target_of(memory.device), devices=devices)
+        table = table_known(config, devices)
+        target = dataclasses.replace(target_of(CARDS[0].name), name=THIS_MACHINE, device_kind=memory.device_kind)
+        return None if table is None else speed_of(recording, target, devices=devices, costs=table)
+    except (KitError, ValueError):
+        return None
+
+
+def leave_speed(memory: MemoryEstimate, config: Config, paths: RunPaths) -> None:
+    """Write what the operators say about the speed of a trial into its folder, where they were measured here before."""
+    found = speed_beside(memory, config)
+    if found is not None:
+        speeds = found.samples_per_second, found.low_samples_per_second, found.high_samples_per_second
+        with contextlib.suppress(OSError):
+            write_json(paths.predicted_speed, dict(zip(SPEED_FIELDS, speeds, strict=True)))
+
+
+SPEED_FIELDS = ("samples_per_second", "low", "high")
+"""Of `predicted_speed.json` in a run directory."""
 
 
 def _traffic(step: StepOperators) -> Traffic:
@@ -175,8 +214,9 @@ def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[s
 
 
 _SOURCES = {
-    "measured": "the same call measured", "near": "scaled from calls nearly the same", "scaled": "scaled from calls far from it",
-    "roofline": "by FLOPs and bytes alone", "datasheet": "of the stated peaks, as far as kernels reach them",
+    "measured": "the same call measured", "near": "scaled from calls nearly the same",
+    "scaled": "scaled from calls far from it", "roofline": "by FLOPs and bytes alone",
+    "datasheet": "of the stated peaks, as far as kernels reach them",
 }  # fmt: skip
 
 

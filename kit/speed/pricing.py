@@ -141,7 +141,6 @@ def price(
     """
     each = [costs.cost(call, work) for call, work in zip(step.calls, step.call_work, strict=True)]
     seconds = np.array([cost.seconds for cost in each])[step.call] * step.repeats
-    runs = np.array([work.kind not in ("view", "communication") for work in step.call_work])[step.call]
     per_phase = np.array([costs.host_seconds(phase) for phase in PHASES])
     # A view costs the host nearly what a kernel costs it, but puts nothing into the queue.
     host = per_phase[step.phase] * step.repeats
@@ -174,10 +173,11 @@ def price(
     sources: dict[str, float] = {}
     for number, spent in enumerate(np.bincount(step.call, weights=seconds, minlength=len(each)).tolist()):
         sources[each[number].source] = sources.get(each[number].source, 0.0) + spent
-    bound = _bound(each, step, seconds * runs, float(host.sum()) + loop, done, exchange)
+    bound = _bound(each, step, seconds, done, exchange)
     found = StepTime(
-        seconds=total, low_seconds=low, high_seconds=high, operator_seconds=seconds, host_seconds=float(host.sum()) + loop,
-        exchange_seconds=exchange, loader_seconds=loader_seconds, bound=bound, sources=sources, step=step,
+        seconds=total, low_seconds=low, high_seconds=high, operator_seconds=seconds,
+        host_seconds=float(host.sum()) + loop, exchange_seconds=exchange, loader_seconds=loader_seconds,
+        bound=bound, sources=sources, step=step,
     )  # fmt: skip
     if loader_seconds is not None and loader_seconds > total:
         found = replace(
@@ -187,9 +187,7 @@ def price(
     return found
 
 
-def _bound(
-    each: list[Cost], step: StepOperators, seconds: NDArray[np.float64], host: float, done: float, exchange: float
-) -> Bound:
+def _bound(each: list[Cost], step: StepOperators, seconds: NDArray[np.float64], done: float, exchange: float) -> Bound:
     if exchange > done:
         return "communication"
     parts: dict[Bound, float] = {"compute": 0.0, "memory bandwidth": 0.0, "host": max(0.0, done - float(seconds.sum()))}

@@ -148,10 +148,19 @@ def _modules(device: torch.device) -> list[tuple[Any, Any, str]]:
     images, series = (Field(shape=(3, 64, 64)), Field(below=10)), (Field(shape=(24, 16)), Field(shape=(24, 16)))
     words = (Field(shape=(64,), below=1000), Field(below=10))
     kinds: list[tuple[Any, Any]] = [
-        (partial(GPT, vocabulary=1024, width=64, heads=2, layers=4, context=64), partial(Tokens, 1024, 64, 2 * more, _SAMPLES)),
-        (partial(GPT, vocabulary=2048, width=320, heads=5, layers=2, context=128), partial(Tokens, 2048, 128, 4 * more, _SAMPLES)),
-        (partial(Encoder, vocabulary=1000, width=96, heads=4, layers=2, context=64), partial(RandomData, words, 16 * more, _SAMPLES)),
+        (partial(GPT, vocabulary=1024, width=64, heads=2, layers=4, context=64),
+         partial(Tokens, 1024, 64, 2 * more, _SAMPLES)),
+        (partial(GPT, vocabulary=2048, width=320, heads=5, layers=2, context=128),
+         partial(Tokens, 2048, 128, 4 * more, _SAMPLES)),
+        (partial(Encoder, vocabulary=1000, width=96, heads=4, layers=2, context=64),
+         partial(RandomData, words, 16 * more, _SAMPLES)),
         (partial(ResNet, width=16, blocks=(1, 1, 1, 1), classes=10), partial(RandomData, images, 8 * more, _SAMPLES)),
         (partial(Recurrent, features=16, width=64, layers=1), partial(RandomData, series, 16 * more, _SAMPLES)),
     ]  # fmt: skip
-    return [(make, data, precision) for make, data in kinds for precision in ("32-true", "bf16-mixed")]
+    # Next to nothing to compute: what their steps take is the host's.
+    tiny = [
+        (partial(GPT, vocabulary=32, width=8, heads=1, layers=layers, context=4), partial(Tokens, 32, 4, 1, _SAMPLES))
+        for layers in (1, 3, 9)
+    ]
+    hosts = [(make, data, "32-true") for make, data in tiny]
+    return [*hosts, *((make, data, precision) for make, data in kinds for precision in ("32-true", "bf16-mixed"))]

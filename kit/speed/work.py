@@ -56,28 +56,35 @@ def work_of(call: Call) -> Work:
     return Work(kind, flops, max(0, read), written)
 
 
-_VIEWS = frozenset(
-    ["view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "alias", "as_strided", "split", "split_with_sizes", "chunk", "unbind", "detach", "detach_", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "unfold", "diagonal", "reshape", "lift_fresh", "squeeze_", "unsqueeze_", "transpose_", "t_", "view_as_real", "view_as_complex", "real", "imag", "_reshape_alias", "resize_", "set_", "lift", "_local_scalar_dense_fake", "swapaxes", "movedim", "numpy_T", "narrow", "result_type", "_record_function_enter_new", "_record_function_exit", "is_same_size"]
-)
-_GATHERS = frozenset(["embedding", "index", "index_select", "gather", "take", "_embedding_bag"])
+_VIEWS = frozenset((
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze",
+    "alias", "as_strided", "split", "split_with_sizes", "chunk", "unbind", "detach", "detach_", "empty",
+    "empty_like", "new_empty", "empty_strided", "new_empty_strided", "unfold", "diagonal", "reshape", "lift_fresh",
+    "squeeze_", "unsqueeze_", "transpose_", "t_", "view_as_real", "view_as_complex", "real", "imag",
+    "_reshape_alias", "resize_", "set_", "lift", "_local_scalar_dense_fake", "swapaxes", "movedim", "numpy_T",
+    "narrow", "result_type", "_record_function_enter_new", "_record_function_exit", "is_same_size",
+))  # fmt: skip
+_GATHERS = frozenset(("embedding", "index", "index_select", "gather", "take", "_embedding_bag"))
 _KIND_OF: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("attention", ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")),
     ("convolution", ("convolution", "_slow_conv", "slow_conv", "mkldnn_convolution", "_convolution", "cudnn_conv")),
     ("recurrent", ("mkldnn_rnn", "_cudnn_rnn", "_thnn_fused", "lstm", "gru")),
-    ("matmul", ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "matmul", "_scaled_mm", "_grouped_mm")),
+    ("matmul", ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "matmul",
+                "_scaled_mm", "_grouped_mm")),
     ("normalization", (
         "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm", "cudnn_batch_norm",
         "batch_norm", "_batch_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "_safe_softmax", "renorm",
     )),
     ("indexing", (
         "embedding", "index", "gather", "scatter", "take", "_embedding_bag", "masked_select", "nonzero", "sort", "topk",
-        "_unique", "unique", "roll", "flip", "tril", "triu", "searchsorted", "bincount", "argsort", "one_hot", "slice_backward",
-        "select_backward", "slice_scatter", "select_scatter",
+        "_unique", "unique", "roll", "flip", "tril", "triu", "searchsorted", "bincount", "argsort", "one_hot",
+        "slice_backward", "select_backward", "slice_scatter", "select_scatter",
     )),
     ("copy", (
         "copy", "_to_copy", "clone", "cat", "stack", "zero", "zeros", "ones", "full", "fill", "constant_pad",
-        "new_zeros", "new_full", "new_ones", "zeros_like", "ones_like", "full_like", "repeat", "contiguous", "_foreach_copy",
-        "_foreach_zero", "arange", "scalar_tensor", "_pack_padded", "_pad_packed", "pixel_shuffle", "im2col", "col2im",
+        "new_zeros", "new_full", "new_ones", "zeros_like", "ones_like", "full_like", "repeat", "contiguous",
+        "_foreach_copy", "_foreach_zero", "arange", "scalar_tensor", "_pack_padded", "_pad_packed",
+        "pixel_shuffle", "im2col", "col2im",
     )),
     ("reduction", (
         "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "norm", "linalg_vector_norm",
@@ -86,6 +93,10 @@ _KIND_OF: tuple[tuple[Kind, tuple[str, ...]], ...] = (
         "_ctc_loss", "grid_sampler",
     )),
 )  # fmt: skip
+
+
+_LONG = 8
+"""Letters of a name beyond which whatever follows it is of the same kind."""
 
 
 def _kind(name: str) -> Kind:

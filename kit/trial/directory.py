@@ -163,6 +163,11 @@ class RunPaths:
         draft.write_text(json.dumps(estimate), encoding="utf-8")
         draft.replace(self.prediction)
 
+    @property
+    def predicted_speed(self) -> Path:
+        """What the operators of its step said about its speed, before it ran."""
+        return self.directory / "predicted_speed.json"
+
     def measured_memory(self, rank: int) -> Path:
         """What the rank's allocator did in the first steps."""
         return self.directory / f"memory.{rank}.npz"

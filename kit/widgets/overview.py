@@ -1,9 +1,9 @@
 """Overview: the four answers that stand on top of a panel: memory, speed, data and the whole run.
 
 Each card is made by a plain function of what is known, and says why when nothing is: no number stands under a name that
-it does not answer. The speed of training is measured, here or by earlier trials of the same, never derived from how
-fast the store can be read; on a GPU model that is not here neither it nor the whole run is known. Cards keep their
-height, so that the page does not move while settings change.
+it does not answer. The speed of training is measured, here or by earlier trials of the same, or predicted from the
+operators of a step (`kit.predict_speed`), as it is on a GPU model that is not here; never is it derived from how fast
+the store can be read. Cards keep their height, so that the page does not move while settings change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from kit.charts.memory import LOOKS, VERDICTS
+from kit.charts.speed import COLOURS
 from kit.charts.style import GREEN, ORANGE, VERMILION
 from kit.chunks.cost import LayoutCost, slowest
 from kit.config import Config
@@ -31,6 +32,7 @@ from kit.widgets.parts import QUIET, line
 if TYPE_CHECKING:
     from kit.memory.replay.estimate import MemoryEstimate
     from kit.records.row import Row
+    from kit.speed.prediction import SpeedEstimate
     from kit.studies.scaling.predict import BigRun
     from kit.widgets.memory_view import CardAnswer
 
@@ -132,14 +134,18 @@ def memory_card(
 
 
 def speed_card(
-    speed: MeasuredSpeed | None, config: Config, expected: SpeedRange | None = None, elsewhere: str = ""
-) -> OverviewCard:
-    """Samples per second that a trial of these settings gave, or earlier ones did.
+    speed: MeasuredSpeed | None, config: Config, expected: SpeedRange | None = None, elsewhere: str = "",
+    predicted: SpeedEstimate | None = None,
+) -> OverviewCard:  # fmt: skip
+    """Samples per second that a trial of these settings gave, or earlier ones did, or that its operators would take.
 
-    `elsewhere` is the GPU model that is asked about and not here; what was measured here is no speed of it.
+    `elsewhere` is the GPU model that is asked about and not here; what was measured here is no speed of it. `predicted`
+    is of the device that is asked about.
     """
     code = "kit.fit(config).wait()"
     mine = speed if speed is not None and speed.holds_for(config) else None
+    if predicted is not None and (elsewhere or (mine is None and expected is None)):
+        return _predicted_card(predicted, elsewhere)
     if elsewhere:
         known = mine.samples_per_second if mine else expected.samples_per_second if expected else None
         why = "a trial on it measures it" if known is None else f"this machine gave {format_count(known)} samples/s"
@@ -157,6 +163,17 @@ def speed_card(
         return OverviewCard(title="speed", value="not known", unit="before a trial", why=why, help=code)
     why = f"other settings gave {format_count(speed.samples_per_second)} samples/s ({speed.name})"
     return OverviewCard(title="speed", value="not known", unit="for these settings", why=why, help=code)
+
+
+def _predicted_card(predicted: SpeedEstimate, elsewhere: str) -> OverviewCard:
+    low, high = map(format_count, (predicted.low_samples_per_second, predicted.high_samples_per_second))
+    title = f"speed of {elsewhere}, predicted" if elsewhere else "speed, predicted"
+    mfu = "" if predicted.mfu is None else f" · {predicted.mfu:.0%} of its peak"
+    step = f"{format_seconds(predicted.step_seconds)} a step · bound by {predicted.bound}{mfu}"
+    whole = predicted.time.seconds or 1.0
+    bar = [(spent / whole, COLOURS[kind]) for kind, spent in predicted.time.by_kind.items() if kind in COLOURS]
+    code = "kit.predict_speed(config, device=...)"
+    return OverviewCard(title=title, value=f"{low} to {high}", unit="samples/s", why=step, bar=bar, help=code)
 
 
 def data_card(
@@ -181,11 +198,25 @@ def data_card(
     )
 
 
-def run_card(speed: MeasuredSpeed | None, config: Config, elsewhere: str = "") -> OverviewCard:
+def run_card(
+    speed: MeasuredSpeed | None, config: Config, elsewhere: str = "", predicted: SpeedEstimate | None = None
+) -> OverviewCard:
     """Time and energy of the whole run, and from how many devices on more do not help."""
     code = "kit.studies.predict_run(trial)"
     training = config.training
     unit = training.length
+    here = speed is not None and speed.holds_for(config)
+    samples = speed.run.samples_per_epoch if here and speed is not None and speed.run is not None else None
+    samples = samples or (config.data.samples_per_epoch if config.data.url else None)
+    if predicted is not None and (training.max_steps or samples) and (elsewhere or not here):
+        rates = (predicted.high_samples_per_second, predicted.low_samples_per_second)
+        seconds = [training.max_epochs * (samples or 0) / rate for rate in rates]
+        if training.max_steps:
+            seconds = [training.max_steps * one for one in (predicted.low_seconds, predicted.high_seconds)]
+        low, high = map(format_seconds, seconds)
+        why = f"{predicted.device}, by {predicted.costs}; without validation, checkpoints and waits for data"
+        title = f"whole run on {elsewhere}, predicted" if elsewhere else "whole run, predicted"
+        return OverviewCard(title=title, value=f"{low} to {high}", unit=unit, why=why, help=code)
     if elsewhere:
         return OverviewCard(title="whole run", value="not known", unit=f"on {elsewhere}", why=unit, help=code)
     if speed is None or not speed.holds_for(config):

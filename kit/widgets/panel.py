@@ -29,6 +29,8 @@ from kit.memory.alongside import fit
 from kit.memory.dials import model_dials
 from kit.memory.query import precision_of
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget, target_of
+from kit.memory.replay.estimate import MemoryEstimate
+from kit.speed.prediction import SpeedEstimate, speed_beside
 from kit.studies.calibration.result import Calibration, calibrate
 from kit.studies.diagnosis.diagnose import Diagnosis
 from kit.studies.profiling.profile import Profile, profile
@@ -111,6 +113,7 @@ class Panel(ConfigPanel):
         self.view = TrialView(config)
         self.overview = Overview()
         self._speed: MeasuredSpeed | None = None
+        self._estimate_priced: MemoryEstimate | None = None
         self._wanted = False
         self._built: bool | None = None
         self._facts_drawn: StoreFacts | None = None
@@ -474,13 +477,21 @@ class Panel(ConfigPanel):
         rows, elsewhere = reversed(self.exporting.experiment), self._elsewhere
         expected = speed_expected(self.config, self._module, self._data, rows)
         ranks = facts.plan.ranks if facts.plan else 1
+        predicted = self._predicted_speed
         self.overview.show(
-            speed=speed_card(self._speed, self.config, expected, elsewhere),
+            speed=speed_card(self._speed, self.config, expected, elsewhere, predicted),
             data=data_card(facts.costs, ranks, self._speed, self.config, missing, elsewhere),
-            run=run_card(self._speed, self.config, elsewhere),
+            run=run_card(self._speed, self.config, elsewhere, predicted),
         )
         if not self._wanted:
             self._show_memory()
+
+    @property
+    def _predicted_speed(self) -> SpeedEstimate | None:
+        """Of the device that memory was predicted for, from the same recording."""
+        view = self.memory.view
+        known = view.estimate is not None and view.failure is None and not view.waiting
+        return speed_beside(view.estimate, self.config) if known and view.estimate is not None else None
 
     @property
     def _elsewhere(self) -> str:
@@ -499,6 +510,9 @@ class Panel(ConfigPanel):
             state = f"predicting for {self.memory.device} …"
         known = None if view.failure is not None else view.estimate
         self.overview.show(memory=memory_card(self.memory.answer, known, state, self._elsewhere))
+        if self._wanted and known is not self._estimate_priced:
+            self._estimate_priced = known
+            self._show_cards()
 
     def _label(self, busy: bool) -> None:
         if busy:

@@ -1,0 +1,55 @@
+"""The speed that the operators of a step predicted, in the rows of trials."""
+
+import pytest
+
+import kit
+from kit.json_text import write_json
+from kit.records.ratios import with_speeds
+from kit.records.row import row_of_trial
+from kit.speed.prediction import SPEED_FIELDS
+from kit.testing import TinyData, TinyModule
+
+OTHERS = ("requests_per_sample", "bytes_per_sample", "device_allocated_bytes", "device_reserved_bytes")
+
+
+def row(run, speed, predicted, key="a", **more):
+    given = {"low": predicted * 0.8, "high": predicted * 1.25, "predicted": predicted}
+    return {
+        "run": run, "speed_key": key, "state": "COMPLETE", "kind": "trial", "samples_per_second": speed,
+        "module": "Net",
+        "host": "here", "accelerator": "cpu", "world_size": 1, "measured_batches": 40,
+        "samples_per_second_error_fraction": 0.01, "data_wait_fraction": 0.0, "samples_per_second_ratio": None,
+        **{f"samples_per_second_{name}": value for name, value in given.items()},
+        **{f"{name}_ratio": None for name in OTHERS},
+        **more,
+    }  # fmt: skip
+
+
+def test_the_first_trial_of_its_kind_is_predicted_by_its_operators_and_told_where_it_lies_outside():
+    (found,) = with_speeds([row("1", 50.0, 100.0)])
+    assert found["samples_per_second_predicted"] == 100.0
+    assert found["samples_per_second_ratio"] == pytest.approx(0.5)
+    assert "outside what its operators allow, 80 to 125" in found["ratio_notes"]
+
+
+def test_what_the_operators_were_off_by_corrects_the_next_setting_of_the_same_module():
+    _, other, stranger = with_speeds([
+        row("1", 50.0, 100.0), row("2", 26.0, 50.0, key="b"), row("3", 70.0, 80.0, key="c", module="Other"),
+    ])  # fmt: skip
+    assert other["samples_per_second_predicted"] == pytest.approx(25.0)
+    assert other["samples_per_second_ratio"] == pytest.approx(1.04)
+    assert stranger["samples_per_second_predicted"] == 80.0
+
+
+def test_an_earlier_trial_of_the_same_says_more_than_operators():
+    _, again = with_speeds([row("1", 50.0, 100.0), row("2", 51.0, 100.0)])
+    assert again["samples_per_second_predicted"] == 50.0
+
+
+def test_a_row_reads_it_from_the_run_directory(config):
+    trial = kit.fit(config(), TinyModule, TinyData).wait()
+    write_json(trial.paths.predicted_speed, dict(zip(SPEED_FIELDS, (100.0, 80.0, 125.0), strict=True)))
+    found = row_of_trial(trial)
+    assert [found[f"samples_per_second_{name}"] for name in ("predicted", "low", "high")] == [100.0, 80.0, 125.0]
+    trial.paths.predicted_speed.unlink()
+    assert row_of_trial(trial)["samples_per_second_predicted"] is None

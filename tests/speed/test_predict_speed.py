@@ -1,0 +1,96 @@
+"""kit.predict_speed through a dry run, and on this machine through a process that times the calls."""
+
+import functools
+
+import pytest
+
+import kit
+from kit.charts.style import png
+from kit.errors import PlanError
+from kit.memory.prediction import predict_memory
+from kit.memory.replay.cards import target_of
+from kit.speed import measure
+from kit.speed.call_timer import time_call
+from kit.speed.cost_table import CostTable
+from kit.speed.operators import step_of
+from kit.speed.prediction import predict_speed, speed_beside, speed_of
+from kit.testing import TinyData, TinyModule
+
+
+@pytest.fixture(scope="module")
+def memory():
+    config = kit.Config.make({"hardware": {"threads_per_rank": 1}, "trial": {"predict_memory": False}})
+    return predict_memory(config, TinyModule, TinyData, device="A100-40GB")
+
+
+def test_a_card_is_priced_without_it_and_more_devices_train_more_samples(config):
+    found = {
+        devices: predict_speed(config(), TinyModule, TinyData, device="A100-40GB", devices=devices)
+        for devices in (1, 2)
+    }
+    for speed in found.values():
+        assert speed.low_seconds <= speed.step_seconds <= speed.high_seconds
+        assert sum(speed.time.by_kind.values()) == pytest.approx(speed.time.busy_seconds)
+        assert sum(speed.time.by_module.values()) == pytest.approx(speed.time.busy_seconds)
+    assert 1 < found[2].samples_per_second / found[1].samples_per_second < 2
+    assert any("ddp" in reason for reason in found[2].reasons)
+    assert found[1].bound == "host"
+    assert "8 × " not in repr(found[2])
+
+
+def test_another_batch_or_card_costs_no_process(memory):
+    both = [speed_of(memory.recording, target_of(card)) for card in ("T4-16GB", "H100-80GB")]
+    assert both[0].time.busy_seconds > both[1].time.busy_seconds
+    assert speed_beside(memory, kit.Config()).device == "A100-40GB"
+
+
+def test_a_size_is_no_speed(memory):
+    with pytest.raises(PlanError, match="name a card"):
+        speed_of(memory.recording, target_of("24 GiB"))
+
+
+def test_a_trial_of_the_model_corrects_it_and_one_outside_the_range_is_told(memory):
+    speed = speed_of(memory.recording, target_of("A100-40GB"))
+    measured = speed.low_samples_per_second / 3
+    assert not speed.contains(measured)
+    again = speed.corrected(measured)
+    assert again.samples_per_second == pytest.approx(measured)
+    assert again.contains(measured)
+    assert "corrects" in again.reasons[0]
+
+
+def test_it_is_drawn_by_part_and_by_line(memory):
+    speed = speed_of(memory.recording, target_of("A100-40GB"))
+    for kind in ("", "lines"):
+        chart = speed.figure(kind)
+        assert len(png(chart)) > 5000
+        assert speed.sentence[:20] in " ".join(text.get_text().replace("\n", " ") for text in chart.texts)
+
+
+def test_calls_are_timed_in_a_process_once_and_remembered(config, monkeypatch):
+    monkeypatch.setattr(measure, "BUSY_CORES", float("inf"))
+    settings = config().replace({"hardware.threads_per_rank": 1})
+    step = step_of(predict_memory(settings, TinyModule, TinyData).recording)
+    path = measure._path(settings, measure.take_devices(settings).resolved)
+    measure._write(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3))  # the host's costs take a minute
+    taken = measure.table_here(settings, step, seconds=2.0)
+    timed = [call for call in step.calls if call in taken.table.measured]
+    assert timed
+    assert all(seconds > 0 for seconds in taken.table.measured.values())
+    assert measure.table_known(settings) == taken.table
+    monkeypatch.setattr(measure, "_measured", functools.partial(pytest.fail, "measured again"))
+    assert measure._missing(step, taken.table) == []
+    speed = predict_speed(settings, TinyModule, TinyData, measure_seconds=0.0)
+    assert speed.time.sources["measured"] > 0
+    assert "this CPU" in speed.costs
+
+
+def test_every_call_of_a_step_but_views_can_be_made_again(config):
+    import torch
+
+    step = step_of(predict_memory(config(), TinyModule, TinyData).recording)
+    failed = [
+        call.operator for call, work in zip(step.calls, step.call_work, strict=True)
+        if work.kind != "view" and time_call(call, torch.device("cpu"), 0.001) is None
+    ]  # fmt: skip
+    assert failed == []

@@ -1,0 +1,122 @@
+"""Prices by hand: the two clocks of host and device, exchange, loader, ranges; tables and cards."""
+
+import numpy as np
+import pytest
+
+from kit.errors import PlanError
+from kit.memory.replay.calls import Call, TensorSpec
+from kit.memory.replay.cards import CARDS, find_card, target_of
+from kit.memory.replay.replay import PHASES
+from kit.speed.card_costs import CardCosts, card_of
+from kit.speed.cost_table import CostTable
+from kit.speed.links import Link, Traffic
+from kit.speed.operators import StepOperators
+from kit.speed.pricing import Cost, price
+from kit.speed.work import work_of
+
+
+def product(rows, inner=64, columns=64, dtype="float32"):
+    specs = TensorSpec((rows, inner), dtype), TensorSpec((inner, columns), dtype)
+    return Call("aten::mm", specs, (), (TensorSpec((rows, columns), dtype),))
+
+
+def step(*calls, phase="forward", accumulate=1):
+    count = len(calls)
+    zeros = np.zeros(count, dtype=np.int32)
+    return StepOperators(
+        calls=calls, call=np.arange(count, dtype=np.int32), phase=np.full(count, PHASES.index(phase), dtype=np.uint8),
+        module=zeros, line=zeros, repeats=np.ones(count, dtype=np.int32), names=("",), batch_size=4,
+        accumulate=accumulate, facts={"precision": "32-true"},
+    )  # fmt: skip
+
+
+class Known:
+    """Costs that are given: seconds of the device by call, and of the host for each."""
+
+    name, step_seconds, doubt = "known", 0.0, 1.0
+
+    def __init__(self, seconds, host=0.0, asynchronous=True):
+        self.seconds, self.host, self.asynchronous = seconds, host, asynchronous
+
+    def cost(self, call, work):
+        return Cost(self.seconds[call], 1.1, "measured", "compute")
+
+    def host_seconds(self, phase):
+        return self.host
+
+
+CALLS = product(8), product(16), product(32)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "host", "asynchronous", "expected"),
+    [
+        ((1.0, 2.0, 3.0), 0.1, True, 6.1),  # the device is behind from the first call on
+        ((0.1, 0.1, 0.1), 1.0, True, 3.1),  # the host is
+        ((5.0, 0.1, 0.1), 1.0, True, 6.2),  # the first call hides two others
+        ((1.0, 2.0, 3.0), 0.1, False, 6.3),
+    ],
+)
+def test_host_and_device_are_two_clocks_on_a_gpu_and_one_on_a_cpu(seconds, host, asynchronous, expected):
+    costs = Known(dict(zip(CALLS, seconds, strict=True)), host, asynchronous)
+    found = price(step(*CALLS), costs)
+    assert found.seconds == pytest.approx(expected)
+    assert found.low_seconds < found.seconds < found.high_seconds
+    assert found.busy_seconds == pytest.approx(sum(seconds))
+
+
+def test_what_the_backward_pass_does_not_hide_is_waited_for():
+    link = Link(name="slow", bytes_per_second=1e9, latency_seconds=0.0)
+    traffic = Traffic(parameter_bytes=1e9, gradient_bytes=1e9, strategy="ddp")
+    costs = Known(dict.fromkeys(CALLS, 0.01))
+    alone = price(step(*CALLS, phase="backward"), costs)
+    several = price(step(*CALLS, phase="backward"), costs, traffic=traffic, devices=4, within=link)
+    assert several.exchange_seconds == pytest.approx(several.seconds - alone.seconds)
+    assert several.bound == "communication"
+    assert several.high_seconds - several.seconds > alone.high_seconds - alone.seconds
+
+
+def test_a_loader_that_is_slower_decides():
+    found = price(step(*CALLS), Known(dict.fromkeys(CALLS, 0.01)), loader_seconds=5.0)
+    assert (found.seconds, found.bound) == (5.0, "loader")
+
+
+def test_a_call_that_was_measured_takes_what_it_took_and_others_are_scaled():
+    table = CostTable("here", {product(64): 1e-3, product(1024): 16e-3, product(64, dtype="bfloat16"): 1e-4})
+    known = table.cost(product(64), work_of(product(64)))
+    assert (known.seconds, known.source) == (1e-3, "measured")
+    between = table.cost(product(256), work_of(product(256)))
+    assert 2e-3 < between.seconds < 8e-3
+    assert between.doubt > known.doubt
+    other = Call("aten::erfinv", (TensorSpec((1 << 20,), "float32"),), (), (TensorSpec((1 << 20,), "float32"),))
+    assert table.cost(other, work_of(other)).source == "roofline"
+
+
+def test_a_table_comes_back_from_json():
+    table = CostTable("here", {product(64): 1e-3}, 1e-5, 1e-10, 1e-3)
+    assert CostTable.of(table.to_json()) == table
+
+
+def test_tensor_cores_are_used_by_formats_that_the_card_has():
+    work = work_of(product(4096, 4096, 4096))
+    seconds = {
+        (name, dtype): CardCosts(find_card(name)).cost(product(4096, 4096, 4096, dtype), work).seconds
+        for name in ("V100-16GB", "A100-40GB", "H100-80GB") for dtype in ("float32", "bfloat16", "float16")
+    }  # fmt: skip
+    assert seconds["A100-40GB", "bfloat16"] < seconds["A100-40GB", "float32"] / 4
+    assert seconds["V100-16GB", "bfloat16"] > 4 * seconds["V100-16GB", "float16"]
+    assert seconds["H100-80GB", "bfloat16"] < seconds["A100-40GB", "bfloat16"]
+
+
+def test_thirty_cards_have_the_figures_of_their_data_sheets():
+    assert len(CARDS) >= 30
+    for card in CARDS:
+        assert 1e11 < card.bytes_per_second < 1e13
+        assert card.float32_flops_per_second > 1e12
+        assert (card.tf32_flops_per_second > 0) == (card.capability >= (8, 0))
+        assert card.peak_flops_per_second("float16") >= card.peak_flops_per_second("float32")
+
+
+def test_a_size_of_memory_says_nothing_about_speed():
+    with pytest.raises(PlanError, match="name a card"):
+        card_of(target_of("24 GiB"))
