@@ -10,6 +10,7 @@ from waiting import PATIENCE_SECONDS
 import kit
 from kit.config import Config
 from kit.records.row import row_of
+from kit.speed.prediction import speed_beside
 from kit.widgets.memory_view import CardAnswer
 from kit.widgets.overview import (
     Overview,
@@ -82,6 +83,17 @@ def test_on_a_gpu_model_that_is_not_here_nothing_that_was_measured_here_is_its_s
     assert "this machine gave" in card.why
     assert run_card(speed, trial.asked, "A100-40GB").value == "not known"
     assert "A100-40GB" in memory_card(None, estimate, elsewhere="A100-40GB").title
+
+
+def test_on_a_gpu_model_that_is_not_here_the_operators_of_the_step_are_priced(trial, estimate):
+    predicted, speed = speed_beside(estimate, trial.asked), measure_speed(trial)
+    card = speed_card(speed, trial.asked, elsewhere="A100-40GB", predicted=predicted)
+    assert card.title == "speed of A100-40GB, predicted"
+    assert " to " in card.value
+    assert "bound by host" in card.why
+    run = run_card(speed, trial.asked, "A100-40GB", predicted)
+    assert " to " in run.value
+    assert "data sheet of A100-40GB" in run.why
 
 
 def test_speed_is_predicted_by_trials_of_the_same_that_have_run_here(trial):
