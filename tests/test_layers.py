@@ -37,7 +37,7 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 MAY_IMPORT = {
     "torch": {"checkpoints", "data", "memory", "models", "speed", "studies", "testing", "train", "trial"},
-    "lightning": {"checkpoints", "data", "memory", "models", "studies", "testing", "train", "trial"},
+    "lightning": {"checkpoints", "data", "memory", "models", "speed", "studies", "testing", "train", "trial"},
     "ipywidgets": {"widgets"},
     "anywidget": {"widgets"},
     "matplotlib": {"charts", "report", "widgets"},

@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from kit.memory.replay.calls import Call, TensorSpec
+from kit.memory.replay.calls import OperatorCall, TensorSpec
 
 CACHE_BYTES, MOST_SETS, LEAST_BYTES = 48 << 20, 6, 1 << 17
 _REPEATS, _MOST_REPEATS = 5, 60
@@ -26,7 +26,7 @@ _CALL_SECONDS, _SAMPLE_SECONDS = 0.06, 2e-4
 _MOST_BYTES = 4 << 30
 
 
-def time_call(call: Call, device: torch.device, seconds: float = _CALL_SECONDS) -> float | None:
+def time_call(call: OperatorCall, device: torch.device, seconds: float = _CALL_SECONDS) -> float | None:
     """Seconds of one call; None where it cannot be made.
 
     Args:
@@ -75,7 +75,7 @@ def _function(operator: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
-def _arguments(call: Call, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(call: OperatorCall, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
     bound = _bound(call)
     args = [_made(value, device, bound) for value in call.arguments]
     named = {name: _made(value, device, bound) for name, value in call.named}
@@ -107,7 +107,7 @@ def _tensor(spec: TensorSpec, device: torch.device, bound: int) -> Tensor:
     return whole.view(spec.shape) if strides is None else whole.as_strided(spec.shape, strides)
 
 
-def _bound(call: Call) -> int:
+def _bound(call: OperatorCall) -> int:
     """What whole numbers among the arguments stay below, so that they index what is there."""
     name, inputs = call.name.removesuffix("_"), call.inputs
     if name in ("embedding", "_embedding_bag"):
@@ -149,4 +149,4 @@ def _own_seconds() -> float:
     return float(times.user + times.system)
 
 
-Timer = Callable[[Call], float | None]
+Timer = Callable[[OperatorCall], float | None]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kit.errors import PlanError
-from kit.memory.replay.calls import Call
+from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.cards import CARDS, Card, DeviceTarget
 from kit.speed.pricing import Cost
 from kit.speed.work import Kind, Work
@@ -76,7 +76,7 @@ class CardCosts:
         """Of the host for each call in a phase."""
         return _HOST_SECONDS.get(phase, _OTHER_HOST_SECONDS)
 
-    def cost(self, call: Call, work: Work) -> Cost:
+    def cost(self, call: OperatorCall, work: Work) -> Cost:
         """Of one call."""
         if work.kind in ("view", "communication"):
             return Cost(0.0, 1.0, "datasheet", "memory bandwidth")
@@ -88,7 +88,7 @@ class CardCosts:
         return Cost(max(compute, memory) + KERNEL_SECONDS, reached.doubt, "datasheet", bound)
 
 
-def _format_of(call: Call, kind: Kind, card: Card) -> str:
+def _format_of(call: OperatorCall, kind: Kind, card: Card) -> str:
     """The number format whose units a product uses: torch lets convolutions, and no other product, use TF32."""
     dtype = call.inputs[0].dtype if call.inputs else "float32"
     return (
@@ -96,7 +96,7 @@ def _format_of(call: Call, kind: Kind, card: Card) -> str:
     )
 
 
-def _padding(call: Call, kind: Kind) -> float:
+def _padding(call: OperatorCall, kind: Kind) -> float:
     """How much more a product computes than it is asked for, because its tiles are not full."""
     if kind != "matmul" or len(call.inputs) < 2 or not call.outputs or min(len(x.shape) for x in call.inputs[-2:]) < 2:
         return 1.0

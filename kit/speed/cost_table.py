@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from kit.memory.replay.calls import Call, TensorSpec
+from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.speed.pricing import Cost
 from kit.speed.work import Work, work_of
 
@@ -35,7 +35,7 @@ class CostTable:
     """Costs on this machine's device."""
 
     name: str
-    measured: Mapping[Call, float]
+    measured: Mapping[OperatorCall, float]
     """Seconds of each call that was measured."""
     call_seconds: float = 0.0
     """Of the host for each call, beside the call itself: Python and autograd."""
@@ -50,11 +50,11 @@ class CostTable:
         """Of the host for each call."""
         return self.call_seconds
 
-    def with_calls(self, more: Mapping[Call, float]) -> CostTable:
+    def with_calls(self, more: Mapping[OperatorCall, float]) -> CostTable:
         """The same with more calls measured."""
         return replace(self, measured={**self.measured, **more})
 
-    def cost(self, call: Call, work: Work) -> Cost:
+    def cost(self, call: OperatorCall, work: Work) -> Cost:
         """Of one call."""
         known, fresh = self.measured.get(call), self.byte_seconds * work.written_bytes
         compute, memory = self._roof_parts(work, _dtype(call))
@@ -72,7 +72,7 @@ class CostTable:
             return Cost(seconds + fresh, doubt, "near" if distance < _FAR else "scaled", bound)
         return Cost(self._least + compute + memory + fresh, ROOF_DOUBT, "roofline", bound)
 
-    def _from_near(self, call: Call, work: Work) -> tuple[float, float] | None:
+    def _from_near(self, call: OperatorCall, work: Work) -> tuple[float, float] | None:
         alike = self._by_operator.get(call.operator) or self._by_operator.get(_base(call.operator))
         if not alike:
             return None
@@ -97,7 +97,7 @@ class CostTable:
         return work.flops / peak, work.bytes / self._bandwidth
 
     @cached_property
-    def _works(self) -> list[tuple[Call, Work, float]]:
+    def _works(self) -> list[tuple[OperatorCall, Work, float]]:
         return [(call, work_of(call), seconds) for call, seconds in self.measured.items()]
 
     @cached_property
@@ -147,7 +147,7 @@ class CostTable:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> CostTable:
         """From JSON values."""
-        measured = {Call.of(call): float(seconds) for call, seconds in value["calls"]}
+        measured = {OperatorCall.of(call): float(seconds) for call, seconds in value["calls"]}
         return cls(measured=measured, **{name: value[name] for name in _KEPT})
 
 
@@ -159,7 +159,7 @@ def _base(operator: str) -> str:
     return operator.partition(".")[0].removesuffix("_")
 
 
-def _dtype(call: Call) -> str:
+def _dtype(call: OperatorCall) -> str:
     return next(
         (spec.dtype for spec in (*call.inputs, *call.outputs) if spec.dtype not in ("int64", "bool")), "float32"
     )
@@ -169,7 +169,7 @@ _Features = tuple[tuple[Any, ...], tuple[float, ...]]
 """What must be alike, and numbers whose difference is a distance, in factors of two."""
 
 
-def _features(call: Call) -> _Features:
+def _features(call: OperatorCall) -> _Features:
     specs = [*call.inputs[:3], *call.outputs[:1]]
     marks: list[Any] = [_dtype(call), len(call.inputs) if len(call.inputs) < 8 else 8]
     sizes: list[float] = []

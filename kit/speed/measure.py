@@ -28,7 +28,7 @@ from kit.json_text import read_json, write_json
 from kit.machine.claims import release
 from kit.machine.machine import Resolved, hardware
 from kit.machine.processes import machine
-from kit.memory.replay.calls import Call
+from kit.memory.replay.calls import OperatorCall
 from kit.speed.cost_table import CostTable
 from kit.speed.operators import StepOperators
 from kit.trial import scratch
@@ -44,7 +44,7 @@ _PREFIX = "kit-calls-"
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class MeasuredTable:
     """A table, and how it was taken."""
 
     table: CostTable
@@ -60,7 +60,7 @@ class Taken:
 
 def table_here(
     config: Config, step: StepOperators | None = None, *, ranks: int = 1, seconds: float = 10.0, again: bool = False
-) -> Taken:
+) -> MeasuredTable:
     """The costs on this machine's device, with those of a step's calls that weigh most.
 
     Args:
@@ -93,7 +93,7 @@ def table_here(
                 _write(path, known)
     finally:
         release(taken.claims)
-    return Taken(known, time.monotonic() - began, busy)
+    return MeasuredTable(known, time.monotonic() - began, busy)
 
 
 def table_known(config: Config, ranks: int = 1) -> CostTable | None:
@@ -112,7 +112,7 @@ def _of_one(config: Config, ranks: int) -> Config:
     return config.replace(one)
 
 
-def _missing(step: StepOperators, table: CostTable) -> list[Call]:
+def _missing(step: StepOperators, table: CostTable) -> list[OperatorCall]:
     """Calls that were never measured and weigh something, the heaviest first."""
     costs = [table.cost(call, work) for call, work in zip(step.calls, step.call_work, strict=True)]
     spent = [cost.seconds * count for cost, count in zip(costs, step.counts.tolist(), strict=True)]
@@ -158,7 +158,7 @@ def _write(path: Path, table: CostTable) -> None:
 
 
 def _measured(
-    config: Config, resolved: Resolved, table: CostTable, calls: Sequence[Call], seconds: float, *, host: bool
+    config: Config, resolved: Resolved, table: CostTable, calls: Sequence[OperatorCall], seconds: float, *, host: bool
 ) -> tuple[CostTable, float]:
     """The table with these calls and, where asked, the cost of the host; and the cores that others used."""
     limit = (HOST_LIMIT_SECONDS if host else 0.0) + 2 * seconds + 60.0
@@ -182,7 +182,7 @@ def _measured(
         found = read_json((paths.directory / "calls.json").read_bytes())
     finally:
         scratch.remove_folder(paths.directory)
-    table = table.with_calls({Call.of(call): float(spent) for call, spent in found["calls"]})
+    table = table.with_calls({OperatorCall.of(call): float(spent) for call, spent in found["calls"]})
     if host:
         costs: dict[str, Any] = found["host"]
         table = dataclasses.replace(

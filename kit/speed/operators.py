@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.errors import PlanError
-from kit.memory.replay.calls import Call
+from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.replay import PHASES, Recording
 from kit.speed.work import KINDS, Work, work_of
 
@@ -25,7 +25,7 @@ from kit.speed.work import KINDS, Work, work_of
 class StepOperators:
     """Columns are of shape (operators,)."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[OperatorCall, ...]
     call: NDArray[np.int32]
     """Index into calls."""
     phase: NDArray[np.uint8]
@@ -96,7 +96,7 @@ def step_of(recording: Recording) -> StepOperators:
         repeats[alike] = accumulate - recorded + 1
     used, call = np.unique(recording.operator_call[chosen], return_inverse=True)
     return StepOperators(
-        calls=tuple(Call.of(recording.calls[number]) for number in used.tolist()), call=call.astype(np.int32),
+        calls=tuple(OperatorCall.of(recording.calls[number]) for number in used.tolist()), call=call.astype(np.int32),
         phase=recording.operator_phase[chosen], module=recording.operator_module[chosen],
         line=_lines(recording)[chosen], repeats=repeats, names=recording.names, batch_size=recording.batch_size,
         accumulate=max(accumulate, 1), facts=recording.facts,

@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.memory.replay.calls import Call
+from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.replay import PHASES
 from kit.speed.links import LEAST_REACHED, MOST_REACHED, REACHED, Link, Traffic, waited_for
 from kit.speed.operators import StepOperators
@@ -53,7 +53,7 @@ class Costs(Protocol):
     doubt: float
     """Of all that is not a call's own: 1.1 is 10 %."""
 
-    def cost(self, call: Call, work: Work) -> Cost:
+    def cost(self, call: OperatorCall, work: Work) -> Cost:
         """Of one call, on the device."""
 
     def host_seconds(self, phase: str) -> float:

@@ -25,7 +25,7 @@ from lightning.pytorch import LightningModule
 
 from kit.json_text import write_json
 from kit.memory.record.dry_run import DryRun, record
-from kit.memory.replay.calls import Call
+from kit.memory.replay.calls import OperatorCall
 from kit.speed.call_timer import OtherLoad, time_call
 from kit.speed.operators import StepOperators, step_of
 from kit.train.trainer import make_trainer
@@ -44,7 +44,7 @@ def time_calls(context: Context) -> None:
     task = context.environment["timing"]
     gpu = context.environment["accelerator"] == "gpu"
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
-    sent = [Call.of(value) for value in cloudpickle.loads(context.paths.payload.read_bytes())["calls"]]
+    sent = [OperatorCall.of(value) for value in cloudpickle.loads(context.paths.payload.read_bytes())["calls"]]
     with OtherLoad() as others:
         measured = _timed(sent, device, float(task["seconds"]))
         host: dict[str, float] = {}
@@ -55,9 +55,9 @@ def time_calls(context: Context) -> None:
     context.writer.write("calls_timed", count=len(calls), others=others.cores)
 
 
-def _timed(calls: Sequence[Call], device: torch.device, seconds: float) -> dict[Call, float]:
+def _timed(calls: Sequence[OperatorCall], device: torch.device, seconds: float) -> dict[OperatorCall, float]:
     """The calls that could be timed, the first of them first, until the time is up."""
-    found: dict[Call, float] = {}
+    found: dict[OperatorCall, float] = {}
     ends, share = time.perf_counter() + seconds, seconds / max(1, len(calls))
     for call in calls:
         if time.perf_counter() > ends:
@@ -68,7 +68,7 @@ def _timed(calls: Sequence[Call], device: torch.device, seconds: float) -> dict[
     return found
 
 
-def _host_costs(context: Context, device: torch.device, measured: dict[Call, float]) -> dict[str, float]:
+def _host_costs(context: Context, device: torch.device, measured: dict[OperatorCall, float]) -> dict[str, float]:
     rows, gaps, weights = [], [], []
     for module, data, precision in _modules(device):
         config = context.config.replace({"trial.max_steps": _STEPS, "levers.accumulate_grad_batches": 1})

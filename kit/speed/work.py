@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kit.memory.replay.calls import Call, TensorSpec
+from kit.memory.replay.calls import OperatorCall, TensorSpec
 
 Kind = Literal[
     "matmul", "convolution", "attention", "recurrent", "normalization", "elementwise", "reduction", "indexing", "copy",
@@ -36,7 +36,7 @@ class Work:
         return self.read_bytes + self.written_bytes
 
 
-def work_of(call: Call) -> Work:
+def work_of(call: OperatorCall) -> Work:
     """What a call does."""
     name = call.name.removesuffix("_")
     if call.operator.startswith(("c10d::", "_c10d_functional::", "c10d_functional::")):
@@ -115,16 +115,16 @@ def _kind(name: str) -> Kind:
 # -- FLOPs
 
 
-def _product(call: Call) -> int:
+def _product(call: OperatorCall) -> int:
     left, right = call.inputs[-2:]
     return 2 * left.elements * right.shape[-1]
 
 
-def _linear(call: Call) -> int:
+def _linear(call: OperatorCall) -> int:
     return 2 * call.inputs[0].elements * call.inputs[1].shape[0]
 
 
-def _vector(call: Call) -> int:
+def _vector(call: OperatorCall) -> int:
     return 2 * max(spec.elements for spec in call.inputs)
 
 
@@ -134,30 +134,30 @@ def _convolved(source: TensorSpec, weight: TensorSpec, out: TensorSpec, transpos
     return 2 * side.elements * math.prod(weight.shape[1:])
 
 
-def _convolution(call: Call) -> int:
+def _convolution(call: OperatorCall) -> int:
     return _convolved(call.inputs[0], call.inputs[1], call.outputs[0], bool(call.arguments[6]))
 
 
-def _convolution_backward(call: Call) -> int:
+def _convolution_backward(call: OperatorCall) -> int:
     grad, source, weight = call.inputs[:3]
     once = _convolved(source, weight, grad, bool(call.arguments[7]))
     return once * sum(map(bool, call.arguments[10][:2]))
 
 
-def _attention(call: Call) -> int:
+def _attention(call: OperatorCall) -> int:
     query, key, value = call.inputs[:3]
     whole = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     return whole // (2 if _is_causal(call) else 1)
 
 
-def _attention_backward(call: Call) -> int:
+def _attention_backward(call: OperatorCall) -> int:
     """Five products where forward has two."""
     query, key, value = call.inputs[1:4]
     whole = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
     return whole // (2 if _is_causal(call) else 1)
 
 
-def _is_causal(call: Call) -> bool:
+def _is_causal(call: OperatorCall) -> bool:
     """Flags of attention kernels are bool: dropout is a float, and of the other flag (a debug mask) nobody asks."""
     named = dict(call.named)
     if "is_causal" in named:
@@ -174,17 +174,17 @@ _CAUSAL_AT = {
 }  # fmt: skip
 
 
-def _recurrent(call: Call) -> int:
+def _recurrent(call: OperatorCall) -> int:
     """Of each step of a sequence: the input and the state meet the weights of all gates."""
     source, weight, hidden = call.inputs[:3]
     return 2 * math.prod(source.shape[:-1]) * (weight.elements + hidden.elements)
 
 
-def _recurrent_backward(call: Call) -> int:
+def _recurrent_backward(call: OperatorCall) -> int:
     return 2 * _recurrent(call)
 
 
-_FLOPS: tuple[tuple[str, Callable[[Call], int]], ...] = (
+_FLOPS: tuple[tuple[str, Callable[[OperatorCall], int]], ...] = (
     ("_scaled_dot_product_fused_attention_overrideable_backward", _attention_backward),
     ("_scaled_dot_product_flash_attention_for_cpu_backward", _attention_backward),
     ("_scaled_dot_product_flash_attention_backward", _attention_backward),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kit.errors import PlanError
-from kit.memory.replay.calls import Call, TensorSpec
+from kit.memory.replay.calls import OperatorCall, TensorSpec
 from kit.memory.replay.cards import CARDS, find_card, target_of
 from kit.memory.replay.replay import PHASES
 from kit.speed.card_costs import CardCosts, card_of
@@ -17,7 +17,7 @@ from kit.speed.work import work_of
 
 def product(rows, inner=64, columns=64, dtype="float32"):
     specs = TensorSpec((rows, inner), dtype), TensorSpec((inner, columns), dtype)
-    return Call("aten::mm", specs, (), (TensorSpec((rows, columns), dtype),))
+    return OperatorCall("aten::mm", specs, (), (TensorSpec((rows, columns), dtype),))
 
 
 def step(*calls, phase="forward", accumulate=1):
@@ -88,7 +88,7 @@ def test_a_call_that_was_measured_takes_what_it_took_and_others_are_scaled():
     between = table.cost(product(256), work_of(product(256)))
     assert 2e-3 < between.seconds < 8e-3
     assert between.doubt > known.doubt
-    other = Call("aten::erfinv", (TensorSpec((1 << 20,), "float32"),), (), (TensorSpec((1 << 20,), "float32"),))
+    other = OperatorCall("aten::erfinv", (TensorSpec((1 << 20,), "float32"),), (), (TensorSpec((1 << 20,), "float32"),))
     assert table.cost(other, work_of(other)).source == "roofline"
 
 

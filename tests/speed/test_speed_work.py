@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kit.errors import PlanError
 from kit.memory.record.recorder import BlockRecorder
-from kit.memory.replay.calls import Call, TensorSpec, calls_at
+from kit.memory.replay.calls import OperatorCall, TensorSpec, calls_at
 from kit.memory.replay.replay import Recording
 from kit.memory.replay.scaling import BatchScaling
 from kit.speed.operators import step_of
@@ -83,7 +83,7 @@ def test_calls_are_kept_on_disk_and_come_back_equal(recording, tmp_path):
     recording.save(tmp_path / "a.npz")
     again = Recording.load(tmp_path / "a.npz")
     assert step_of(again).calls == step_of(recording).calls
-    assert [Call.of(call.to_json()) for call in step_of(again).calls] == list(step_of(again).calls)
+    assert [OperatorCall.of(call.to_json()) for call in step_of(again).calls] == list(step_of(again).calls)
 
 
 def test_a_recording_of_before_has_no_calls_and_says_so(recording):
@@ -107,6 +107,6 @@ def test_calls_that_differ_in_more_than_numbers_are_refused():
 def test_a_view_moves_nothing_and_an_expanded_tensor_holds_what_it_holds():
     spec = TensorSpec((8, 1024), "float32", (0, 1))
     assert spec.bytes == 4096
-    assert work_of(Call("aten::view", (spec,), (), (spec,))).bytes == 0
+    assert work_of(OperatorCall("aten::view", (spec,), (), (spec,))).bytes == 0
     table, found = TensorSpec((100_000, 8), "float32"), TensorSpec((4, 8), "float32")
-    assert work_of(Call("aten::embedding", (table, TensorSpec((4,), "int64")), (), (found,))).bytes < 1000
+    assert work_of(OperatorCall("aten::embedding", (table, TensorSpec((4,), "int64")), (), (found,))).bytes < 1000

@@ -1,4 +1,4 @@
-"""Call: one operator as it was called, with tensors as their shapes: what decides how long it takes.
+"""OperatorCall: one operator as it was called, with tensors as their shapes: what decides how long it takes.
 
 A recording holds each distinct call once. Calls travel as JSON values, so that a kernel without torch can price them,
 and a process with torch can make them again with tensors of its own.
@@ -54,7 +54,7 @@ Value = Any
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """An operator and what it was given; equal calls take equally long."""
 
     operator: str
@@ -66,7 +66,7 @@ class Call:
     results: tuple[Value, ...]
 
     @classmethod
-    def of(cls, value: Any) -> Call:
+    def of(cls, value: Any) -> OperatorCall:
         """From the JSON value of a recording."""
         name, arguments, named, results = value
         return cls(
