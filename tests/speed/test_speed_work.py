@@ -18,7 +18,7 @@ class Mixed(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.down = torch.nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2)
+        self.down = torch.nn.Conv2d(4, 8, 3, stride=2, padding=1)
         self.up = torch.nn.ConvTranspose2d(8, 4, 2, stride=2)
         self.attention = torch.nn.Linear(16, 48)
         self.head = torch.nn.Linear(16, 3)
