@@ -3,9 +3,8 @@
 Every block of a step grows in proportion to the batch or not at all, so two recordings predict the third exactly, and a
 slider costs a replay: no process, some tens of milliseconds. They are made at the batch size of the data and at one
 more, because kernels are chosen by size: far from there a few may be others. Micro-batches beyond the second of a step
-are all alike, and so are the ranks of ddp: any number of them follows from two. A block that grows faster, as a
-similarity of all pairs or the workspace of a convolution does, follows a curve through a third recording. Where two
-recordings differ in more than sizes, or another kind of device is asked for, it is recorded anew.
+are all alike, and so are the ranks of ddp: any number of them follows from two. Where two recordings differ in more
+than sizes, or another kind of device is asked for, it is recorded anew.
 
 largest_batch: how many samples fit, found on replays and confirmed by one real recording at the answer. The search
 doubles the batch until it no longer fits, then halves the gap. Where kernels are others at the answer than where it
@@ -28,7 +27,7 @@ from kit.memory.recordings import NEXT, RecordingRequest, recordings_of, with_qu
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.memory.replay.replay import Recording
-from kit.memory.replay.scaling import BatchScaling, ScalingError, difference
+from kit.memory.replay.scaling import BatchScaling, ScalingError
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
 
@@ -182,27 +181,15 @@ class MemoryModel:
                 try:
                     scaling = BatchScaling(first, second)
                 except ScalingError as error:
-                    scaling = self._curved(query, first, second) or str(error)
+                    scaling = str(error)
             self._scalings[query.key] = scaling
         return self._scalings[query.key]
-
-    def _curved(self, query: MemoryQuery, first: Recording, second: Recording) -> BatchScaling | None:
-        """From a third recording, where two do not do and differ in nothing but bytes."""
-        if difference(first, second):
-            return None
-        (third,) = self._record(query, _FAR * second.batch_size)
-        try:
-            return None if third.facts.get("unknown") else BatchScaling(first, second, third)
-        except ScalingError:
-            return None
 
     def _record(self, query: MemoryQuery, *batch_sizes: int | None) -> list[Recording]:
         return recordings_of(RecordingRequest(query, batch_sizes), self.timeout_seconds)
 
 
 MOST_SAMPLES = 1 << 20
-_FAR = 4
-"""Times the batch size of the second recording: the third, through which curves are drawn."""
 _COLUMNS = ("batch", "verdict", "allocated", "reserved", "outside")
 
 

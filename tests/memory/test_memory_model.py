@@ -103,29 +103,12 @@ def test_the_batch_size_is_that_of_the_data_when_none_is_given(config):
     assert memory_model(config(), Deep, data, device=CARD).estimate().batch_size == 8
 
 
-def test_what_grows_faster_than_the_batch_follows_a_curve_through_a_third_recording(config, no_process):
+def test_what_grows_faster_than_the_batch_is_recorded_anew(config):
     model = memory_model(config(), Pairs, data, device=CARD)
-    exact = {size: predict_memory(config(), Pairs, sized(size), device=CARD) for size in (1, 32, 100)}
-    no_process()
-    assert model.reason == ""
-    for size, found in exact.items():
-        assert model.estimate(size).device_allocated_bytes == found.device_allocated_bytes
-    assert any("a curve through batches of 8, 9 and 36" in note for note in model.estimate(32).notes)
-
-
-class Sorted(Deep):
-    """Does more the more samples there are: no two sizes run the same operators."""
-
-    def training_step(self, batch, batch_idx):
-        return sum(self.layer(sample).square().mean() for sample in batch[0])
-
-
-def test_what_runs_otherwise_at_each_size_is_recorded_anew(config):
-    model = memory_model(config(), Sorted, data, device=CARD)
-    assert "number of operators" in model.reason
+    assert "grows faster" in model.reason or "whole bytes" in model.reason
     assert not model.knows()
-    exact = predict_memory(config(), Sorted, sized(12), device=CARD)
-    assert model.estimate(12).device_allocated_bytes == exact.device_allocated_bytes
+    exact = predict_memory(config(), Pairs, sized(32), device=CARD)
+    assert model.estimate(32).device_allocated_bytes == exact.device_allocated_bytes
 
 
 def test_a_step_that_does_not_run_dry_is_answered_at_once_at_any_batch_size(config, no_process):

@@ -147,46 +147,6 @@ def test_a_workspace_may_be_less_than_nothing_without_a_sample_but_not_with_one(
         BatchScaling(one, other)
 
 
-def grown(batch, bytes_of, category="activations"):
-    """A recording of one block of so many bytes beside one that grows in proportion."""
-    story = RecordingBuilder(1, batch)
-    story.operator("empty", "setup")
-    story.batch()
-    story.operator("mm", "forward", "layer")
-    story.allocate(7 * batch + 3, "activations")
-    story.allocate(bytes_of(batch), category)
-    return story.build()
-
-
-@examples(50)
-@given(st.integers(1, 40), st.integers(0, 999), st.integers(0, 999), st.integers(0, 999), st.integers(1, 4096))
-def test_a_third_recording_foretells_all_pairs_exactly(first, square, linear, constant, batch):
-    def bytes_of(batch):
-        return square * batch**2 + linear * batch + constant
-
-    scaling = BatchScaling(*(grown(size, bytes_of) for size in (first, first + 1, 2 * first + 2)))
-    truth = grown(batch, bytes_of)
-    assert scaling.at(batch).block_bytes.tolist() == truth.block_bytes.tolist()
-    assert (scaling.at(batch).facts["notes"] == []) == (square == 0)
-
-
-def test_a_workspace_that_is_the_larger_of_two_terms_is_close_and_never_below_nothing():
-    def bytes_of(batch):
-        return max(0, 1000 * batch - 20_000) + 64 * batch
-
-    scaling = BatchScaling(*(grown(size, bytes_of, "workspace") for size in (16, 17, 68)))
-    for batch in (1, 16, 17, 68):
-        assert scaling.at(batch).block_bytes[1] == bytes_of(batch)
-    assert scaling.at(512).block_bytes[1] == pytest.approx(bytes_of(512), rel=0.06)
-    slower = BatchScaling(*(grown(size, lambda batch: int(100 * batch**0.5), "workspace") for size in (16, 17, 68)))
-    assert slower.at(400).block_bytes[1] > 100 * 400**0.5, "what grows ever slower is taken to grow on"
-
-
-def test_an_activation_that_grows_ever_slower_is_refused_even_with_three():
-    with pytest.raises(ScalingError, match="no parabola"):
-        BatchScaling(*(grown(size, lambda batch: int(1000 * batch**0.5)) for size in (16, 17, 34)))
-
-
 def test_stairs_look_flat_between_two_points_but_a_third_tells():
     scaling = BatchScaling(story_of(2, (8000,)), story_of(3, (8000,)))
     assert scaling.differs_from(story_of(8, (8000,))) == ""
