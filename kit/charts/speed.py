@@ -69,8 +69,8 @@ def _summed(names: list[str], kinds: list[int], seconds: list[float]) -> Bars:
     ranked = sorted(found.items(), key=lambda item: -sum(item[1].values()))
     rest: dict[str, float] = defaultdict(float)
     for _, parts in ranked[_MOST_BARS:]:
-        for kind, spent in parts.items():
-            rest[kind] += spent
+        for name_of_kind, spent in parts.items():
+            rest[name_of_kind] += spent
     kept = dict(ranked[:_MOST_BARS])
     return {**kept, "(all others)": rest} if rest else kept
 

@@ -161,7 +161,8 @@ def within(values: Weights, side: int, extent: int, offsets: Weights, patch: int
     def up_to(ends: Weights) -> Weights:
         tile = np.clip(np.searchsorted(edges, ends, side="right") - 1, 0, len(moved) - 1)
         share = (ends - edges[tile]) / (edges[tile + 1] - edges[tile])
-        return summed[tile] + (summed[tile + 1] - summed[tile]) * share.reshape(-1, *(1,) * (moved.ndim - 1))
+        parts = share.reshape(-1, *(1,) * (moved.ndim - 1))
+        return np.asarray(summed[tile] + (summed[tile + 1] - summed[tile]) * parts)
 
     found: Weights = np.moveaxis(up_to(offsets + patch) - up_to(offsets), 0, axis)
     return found

@@ -211,10 +211,8 @@ def _layout(spec: TensorSpec) -> str:
 def _distance(one: _Features, other: _Features) -> float:
     (marks, numbers), sizes = one
     (their_marks, their_numbers), their_sizes = other
-    marked = sum(mine != theirs for mine, theirs in zip(marks, their_marks, strict=False)) + abs(
-        len(marks) - len(their_marks)
-    )
-    marked += 0.5 * (numbers != their_numbers)
+    apart = sum(mine != theirs for mine, theirs in zip(marks, their_marks, strict=False))
+    marked = float(apart + abs(len(marks) - len(their_marks)) + 0.5 * (numbers != their_numbers))
     if len(sizes) != len(their_sizes):
         return 8.0 + marked
-    return math.sqrt(sum((x - y) ** 2 for x, y in zip(sizes, their_sizes, strict=True))) * 0.7 + 1.0 * marked
+    return 0.7 * math.dist(sizes, their_sizes) + marked

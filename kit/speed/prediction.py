@@ -126,11 +126,11 @@ def speed_of(
         PlanError: where the step was not recorded, and for a device of which no speed is known.
     """
     step = step_of(recording)
-    costs = CardCosts(card_of(target)) if costs is None else costs
+    priced: Costs = CardCosts(card_of(target)) if costs is None else costs
     within = find_link(link) if link is not None else link_within("cpu" if target.device_kind == "cpu" else target.name)
     between = find_link("network-100G") if target.device_kind == "cuda" else None
     time = price(
-        step, costs, traffic=_traffic(step) if devices > 1 else None, devices=devices, within=within, between=between,
+        step, priced, traffic=_traffic(step) if devices > 1 else None, devices=devices, within=within, between=between,
         loader_seconds=None if loader_seconds is None else loader_seconds * step.accumulate,
     )  # fmt: skip
     reasons, factor = _edges(recording, step)
@@ -138,8 +138,8 @@ def speed_of(
         time = replace(time, low_seconds=time.low_seconds / factor, high_seconds=time.high_seconds * factor)
     return SpeedEstimate(
         device=target.name if devices == 1 else f"{devices} × {target.name}", devices=devices,
-        batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, costs),
-        costs=costs.name,        reasons=(*_sources(time, costs, devices, within), *reasons),
+        batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, priced),
+        costs=priced.name, reasons=(*_sources(time, priced, devices, within), *reasons),
     )  # fmt: skip
 
 
@@ -157,7 +157,9 @@ def speed_beside(memory: MemoryEstimate, config: Config) -> SpeedEstimate | None
         if memory.device != THIS_MACHINE:
             return speed_of(recording, target_of(memory.device), devices=devices)
         table = table_known(config, devices)
-        target = dataclasses.replace(target_of(CARDS[0].name), name=THIS_MACHINE, device_kind=memory.device_kind)
+        target = dataclasses.replace(
+            target_of(CARDS[0].name), name=THIS_MACHINE, device_kind="cpu" if memory.device_kind == "cpu" else "cuda"
+        )
         return None if table is None else speed_of(recording, target, devices=devices, costs=table)
     except (KitError, ValueError):
         return None

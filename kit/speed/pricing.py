@@ -45,13 +45,21 @@ class Cost:
 class Costs(Protocol):
     """What calls cost on a device."""
 
-    name: str
-    asynchronous: bool
-    """Whether the host goes on while the device computes: a GPU."""
-    step_seconds: float
-    """Of the host for each micro-batch, beside all calls: the loop of the Trainer."""
-    doubt: float
-    """Of all that is not a call's own: 1.1 is 10 %."""
+    @property
+    def name(self) -> str:
+        """How a reason calls them."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the host goes on while the device computes: a GPU."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the host for each micro-batch, beside all calls: the loop of the Trainer."""
+
+    @property
+    def doubt(self) -> float:
+        """Of all that is not a call's own: 1.1 is 10 %."""
 
     def cost(self, call: OperatorCall, work: Work) -> Cost:
         """Of one call, on the device."""
@@ -140,7 +148,7 @@ def price(
         loader_seconds: Of the batches of a step; None where they are not known.
     """
     each = [costs.cost(call, work) for call, work in zip(step.calls, step.call_work, strict=True)]
-    seconds = np.array([cost.seconds for cost in each])[step.call] * step.repeats
+    seconds = np.asarray(np.array([cost.seconds for cost in each])[step.call] * step.repeats, dtype=np.float64)
     per_phase = np.array([costs.host_seconds(phase) for phase in PHASES])
     # A view costs the host nearly what a kernel costs it, but puts nothing into the queue.
     host = per_phase[step.phase] * step.repeats

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 import numpy as np
@@ -31,6 +31,9 @@ from kit.speed.operators import StepOperators, step_of
 from kit.train.trainer import make_trainer
 from kit.trial.context import Context
 from kit.trial.recorder import StepClock, StepRecorder
+
+if TYPE_CHECKING:
+    from kit.events import EventWriter
 
 RESULT = "calls.json"
 _STEPS, _SKIPPED = 14, 4
@@ -128,7 +131,7 @@ def _step_seconds(
     context: Context, config: Any, module: LightningModule, data: dict[str, Any], precision: str
 ) -> float:
     kept, clock = _Kept(), StepClock()
-    inner = dataclasses.replace(context, writer=kept, config=config, clock=clock)
+    inner = dataclasses.replace(context, writer=cast("EventWriter", kept), config=config, clock=clock)
     trainer = make_trainer(
         config, accelerator=context.environment["accelerator"], world_size=1, precision=precision, module=module,
         callbacks=[StepRecorder(inner, clock)], profiler=clock, max_steps=_STEPS,

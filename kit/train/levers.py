@@ -104,7 +104,7 @@ class ZeroGradAfterStep(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        name, parts = class_name(pl_module), (pl_module, *trainer.callbacks)
+        name, parts = class_name(pl_module), (pl_module, *getattr(trainer, "callbacks"))  # noqa: B009
         looking = [part for part in parts if is_overridden("on_before_zero_grad", part)]
         message = ""
         if not pl_module.automatic_optimization:

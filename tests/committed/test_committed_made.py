@@ -184,7 +184,7 @@ def test_what_a_file_cannot_call_is_refused_with_the_way(small, tmp_path):
     def only_here():
         return rows
 
-    with pytest.raises(ConfigError, match=r"function only_here is known to this notebook only.*commit\(config, data="):
+    with pytest.raises(ConfigError, match=r"function only_here .*commit\(config, data="):
         kit.commit(small, data=only_here)
 
 

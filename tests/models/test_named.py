@@ -116,7 +116,7 @@ def test_the_extra_is_named_where_the_package_is_absent(monkeypatch, target, pac
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == package else found(name, *more)
     )
-    with pytest.raises(TargetError, match=rf"{package}, which is not installed; pip install 'kit\[{extra}\]'"):
+    with pytest.raises(TargetError, match=rf"{package}.*pip install 'kit\[{extra}\]'"):
         find_target(target)
 
 
@@ -168,11 +168,11 @@ def test_what_is_not_there_is_said_with_the_way_out(text):
         Transformer("gpt2", {"n_layers": 2})
     with pytest.raises(ConfigError, match="peft does not take"):
         Transformer("gpt2", TINY["gpt2"], {"peft_type": "LORRA"})
-    with pytest.raises(ConfigError, match="for causal-lm, but one for masked-lm was asked for"):
+    with pytest.raises(ConfigError, match="causal-lm.*masked-lm"):
         Transformer("llama", TINY["llama"], task="masked-lm")
     with pytest.raises(ConfigError, match="did you mean masked-lm|did you mean 'masked-lm'"):
         Transformer("bert", TINY["bert"], task="mask-lm")
-    with pytest.raises(ConfigError, match="clap for no task that kit trains"):
+    with pytest.raises(ConfigError, match="clap for no task"):
         Transformer("clap")
     with pytest.raises(ConfigError, match=r"no file .*none\.txt"):
         TextData(str(text / "none.txt")).setup()

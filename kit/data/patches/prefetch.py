@@ -221,7 +221,7 @@ class _Filler:
             if found is not None and len(found) == run.last - run.first:
                 parts = [((first, last), found[first - run.first : last - run.first]) for first, last, _ in run.items]
                 self._entries.put(name, parts)
-        return len(data) + sum(last - first for first, last, _ in spans)
+        return len(data) + int(sum(last - first for first, last, _ in spans))
 
     def _keep_whole(self, key: str, name: str) -> int:
         data = self._entries.get(name)

@@ -341,7 +341,7 @@ class _PartsFile:
         place = int(np.searchsorted(self.places["first"], first))
         while place < len(self.places) and self.places["first"][place] == first:
             if self.places["last"][place] == last:
-                return self.places[place]
+                return np.asarray(self.places[place])
             place += 1
         return None
 
@@ -479,7 +479,7 @@ def _places(rows: NDArray[np.void], ends: NDArray[np.int64]) -> NDArray[np.void]
 
 def _write_all(descriptor: int, parts: Sequence[bytes | Octets], position: int) -> None:
     """Write them one after another; many in one call."""
-    left = [memoryview(part) for part in parts if len(part)]
+    left = [memoryview(part) for part in parts if len(part)]  # type: ignore[arg-type]  # arrays are buffers
     while left:
         written = os.pwritev(descriptor, left[: os.sysconf("SC_IOV_MAX")], position)
         position += written

@@ -257,7 +257,7 @@ class _Reader:
         return chunks
 
     def _window_of(self, number: int) -> int:
-        return self._plan.window(self._steps[number], self._rank)
+        return self._plan.window(self._epoch, self._steps[number], self._rank)
 
     def _touched(self, steps: Sequence[int]) -> list[tuple[int, Place]]:
         found: dict[tuple[int, Place], None] = {}
