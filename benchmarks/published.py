@@ -1,13 +1,13 @@
-"""GPU memory that others measured and published, beside what kit predicts for it on this machine.
+"""GPU memory and training speed that others measured and published, beside what kit predicts on this machine.
 
-    python benchmarks/published.py [--source NAME] [--row TEXT] [--answers FILE] [--record]
+    python benchmarks/published.py [--measure memory|speed] [--source NAME] [--row TEXT] [--answers FILE] [--record]
 
 `published.jsonl` has a line for each figure: where it stands (repository, commit, path), what was measured, and the
-configuration. Models are built from configurations with random weights, and nothing is downloaded. A row is a figure
-in bytes (allocated, reserved, or NVML's for the whole process) or a bracket: a batch that ran and the next larger one,
-which did not. Each loop is written as its source wrote it, where that changes memory: when gradients are cleared, and
-what is still held then. What the source leaves open, and how it was settled, is the row's `note`; why a prediction is
-far off is its `why`. Rows that are `held_out` are reported apart: nothing in kit may be fitted to them.
+configuration. Models (`published_models.py`) have random weights, and nothing is downloaded. A row is a figure in bytes
+(allocated, reserved, or NVML's for the whole process), a bracket (a batch that ran and the next larger one, which did
+not), or a speed of all devices together. What is compiled in the source is predicted uncompiled. What the source leaves
+open, and how it was settled, is the row's `note`; why a prediction is far off is its `why`. Rows that are `held_out`
+are reported apart: nothing in kit may be fitted to them.
 
 `--answers` keeps what was predicted, one JSON line each; rows that stand there are not predicted again, so that a long
 run can be stopped and resumed. Some sources need packages beside kit's:
@@ -47,6 +47,7 @@ NEEDED = {
     "bert": ("transformers", "bitsandbytes"),
     "vit": ("torchvision",),
     "timm": ("timm", "torchvision"),
+    "decoder": ("transformers",),
     "gpt": (),
 }
 """Packages of each family of models, beside kit's."""
@@ -54,6 +55,7 @@ PACKAGES = ("torch", "transformers", "peft", "diffusers", "timm", "torchvision")
 UNITS = {"bytes": 1, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
 TIMEOUT_SECONDS = 300.0
 EXPLAIN_BEYOND = 0.1
+SPEED_EXPLAIN_BEYOND = 0.25
 Row = dict[str, Any]
 
 
@@ -65,13 +67,16 @@ def question(row: Row) -> tuple[kit.Config, Callable[[], Loop], Callable[[], Any
     configuration = row["configuration"]
     model, fields = FAMILIES[configuration["family"]]
     devices = configuration.get("devices", 1)
-    strategy = "ddp" if devices > 1 else "none"
+    strategy = configuration.get("strategy") or ("ddp" if devices > 1 else "none")
     hardware = {"devices": devices, "precision": configuration["precision"], "strategy": strategy}
     config = kit.Config.make(
         {
             "hardware": hardware,
             "training": {"gradient_clip_norm": configuration.get("clip_norm")},
-            "levers": {"accumulate_grad_batches": configuration.get("accumulate", 1)},
+            "levers": {
+                "accumulate_grad_batches": configuration.get("accumulate", 1),
+                "gradient_checkpointing": configuration.get("checkpointing") in ("layers", "every second layer"),
+            },
         }
     )
     return config, functools.partial(model, configuration), functools.partial(data_of, fields, configuration)
@@ -85,7 +90,7 @@ def answer(row: Row) -> dict[str, Any]:
     """What kit says of a row: bytes, or whether a bracket holds."""
     start = time.perf_counter()
     try:
-        found = bracketed(row) if row["measure"] == "fits" else predicted(row)
+        found = {"fits": bracketed, "speed": timed}.get(row["measure"], predicted)(row)
     except Exception as error:  # that kit has no answer is an answer too
         found = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}
     return {"case": row["case"], **found, "seconds": round(time.perf_counter() - start, 1)}
@@ -116,6 +121,16 @@ def bracketed(row: Row) -> dict[str, Any]:
         "verdicts": [ran.verdict, failed.verdict],
         "reserved": [ran.device_reserved_bytes, failed.device_reserved_bytes],
         "capacity": ran.capacity_bytes,
+    }
+
+
+def timed(row: Row) -> dict[str, Any]:
+    devices = row["configuration"].get("devices", 1)
+    speed = kit.predict_speed(*question(row), device=row["device"], devices=devices, timeout_seconds=TIMEOUT_SECONDS)
+    return {
+        "samples_per_second": speed.samples_per_second,
+        "range": [speed.low_samples_per_second, speed.high_samples_per_second],
+        "bound": speed.bound,
     }
 
 
@@ -156,6 +171,58 @@ def ratio_of(row: Row, found: Mapping[str, Any]) -> float:
 def inside(found: Mapping[str, Any]) -> bool:
     ran, failed = found["verdicts"]
     return bool(ran == "fits" and failed != "fits")
+
+
+def published_samples_per_second(row: Row) -> float:
+    """Of all devices together."""
+    configuration, figure = row["configuration"], row["figure"]
+    if row["unit"] == "tokens/s":
+        return float(figure / configuration["length"])
+    if row["unit"] == "ms/iteration":  # a micro-batch on each device
+        return float(configuration["batch_size"] * configuration.get("devices", 1) / figure * 1000)
+    return float(figure)
+
+
+def speed_ratio(row: Row, found: Mapping[str, Any]) -> float:
+    return float(found["samples_per_second"] / published_samples_per_second(row))
+
+
+def speed_table(pairs: Iterable[tuple[Row, dict[str, Any]]]) -> Iterator[Row]:
+    for row, found in pairs:
+        published = published_samples_per_second(row)
+        ratio = speed_ratio(row, found) if "error" not in found else None
+        inside = ratio is not None and found["range"][0] <= published <= found["range"][1]
+        yield {
+            "source": f"{row['repository']}@{row['commit'][:7]}",
+            "case": row["case"],
+            "device": row["device"],
+            "predicted samples/s": significant(found["samples_per_second"]) if ratio else "–",
+            "published samples/s": significant(published),
+            "ratio": round(ratio, 2) if ratio else "–",
+            "in its range": "yes" if inside else "no",
+            "bound": found.get("bound", "–"),
+            "held out": "yes" if row["held_out"] else "",
+            "why": "" if ratio and abs(ratio - 1) <= SPEED_EXPLAIN_BEYOND else row.get("why") or found.get("error", ""),
+        }
+
+
+def significant(value: float) -> float:
+    """In three figures."""
+    return float(f"{value:.3g}")
+
+
+def speed_summary(name: str, pairs: list[tuple[Row, dict[str, Any]]]) -> Row:
+    ratios = [speed_ratio(row, found) for row, found in pairs if "error" not in found]
+    errors = [100 * abs(ratio - 1) for ratio in ratios]
+    return {
+        "rows": name,
+        "predicted": f"{len(ratios)} of {len(pairs)}",
+        "median |error| %": round(statistics.median(errors)) if errors else "–",
+        "median ratio": round(statistics.median(ratios), 2) if ratios else "–",
+        "lowest and highest ratio": f"{min(ratios):.2f} and {max(ratios):.2f}" if ratios else "–",
+        "within 10 %": sum(error <= 10 for error in errors),
+        "within 25 %": sum(error <= 25 for error in errors),
+    }
 
 
 def bytes_table(pairs: Iterable[tuple[Row, dict[str, Any]]]) -> Iterator[Row]:
@@ -224,12 +291,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     rows = read_lines(ROWS)
     parser.add_argument("--source", choices=sorted({row["source"] for row in rows}), help="only these rows")
+    parser.add_argument("--measure", choices=("memory", "speed"), help="only these rows")
     parser.add_argument("--row", default="", help="only rows whose case contains this")
     parser.add_argument("--answers", type=Path, help="where predictions are kept and taken from")
     parser.add_argument("--record", action="store_true", help="append the tables to benchmarks/results.jsonl")
     asked = parser.parse_args()
     sys.path.append(str(PEERS))
-    chosen = [row for row in rows if asked.source in (None, row["source"]) and asked.row in row["case"]]
+    chosen = [
+        row for row in rows
+        if asked.source in (None, row["source"]) and asked.row in row["case"]
+        and asked.measure in (None, "speed" if row["measure"] == "speed" else "memory")
+    ]  # fmt: skip
     report(list(answers_of(with_packages(chosen), asked.answers)), asked.record)
 
 
@@ -243,20 +315,22 @@ def with_packages(rows: Iterable[Row]) -> Iterator[Row]:
 
 def report(pairs: list[tuple[Row, dict[str, Any]]], record: bool) -> None:
     facts = {package: version for package in PACKAGES if (version := version_of(package))}
-    brackets = [pair for pair in pairs if pair[0]["measure"] == "fits"]
-    figures = [pair for pair in pairs if pair[0]["measure"] != "fits"]
-    for name, table, found in (
-        ("published bytes", bytes_table, figures),
-        ("published batches that ran and did not", bracket_table, brackets),
-    ):
+    kinds = {
+        "published bytes": (
+            bytes_table, summary, [pair for pair in pairs if pair[0]["measure"] not in ("fits", "speed")]
+        ),
+        "published batches that ran and did not": (
+            bracket_table, bracket_summary, [pair for pair in pairs if pair[0]["measure"] == "fits"]
+        ),
+        "published speeds": (speed_table, speed_summary, [pair for pair in pairs if pair[0]["measure"] == "speed"]),
+    }  # fmt: skip
+    for name, (table, _, found) in kinds.items():
         if found:
             publish(name, list(table(found)), record=record, **facts)
-    for name, summarize, found in (
-        ("published bytes, in short", summary, figures),
-        ("published batches, in short", bracket_summary, brackets),
-    ):
+    for name, (_, summarize, found) in kinds.items():
         if found:
-            publish(name, [summarize(title, group) for title, group in groups(found)], record=record, **facts)
+            short = f"{name.removesuffix(' that ran and did not')}, in short"
+            publish(short, [summarize(title, group) for title, group in groups(found)], record=record, **facts)
 
 
 def groups(pairs: list[tuple[Row, dict[str, Any]]]) -> Iterator[tuple[str, list[tuple[Row, dict[str, Any]]]]]:
@@ -266,6 +340,14 @@ def groups(pairs: list[tuple[Row, dict[str, Any]]]) -> Iterator[tuple[str, list[
         "torch 2.6 and later": lambda row: tuple(map(int, row["torch"].split(".")[:2])) >= (2, 6),
         "held out": lambda row: row["held_out"],
         "not held out": lambda row: not row["held_out"],
+        "held out, not compiled": lambda row: row["held_out"] and not row["configuration"].get("compiled"),
+        "one device, not compiled": lambda row: (
+            row["configuration"].get("devices", 1) == 1 and not row["configuration"].get("compiled")
+        ),
+        "several devices, not compiled": lambda row: (
+            row["configuration"].get("devices", 1) > 1 and not row["configuration"].get("compiled")
+        ),
+        "compiled": lambda row: bool(row["configuration"].get("compiled")),
     }
     for name, belongs in kinds.items():
         if group := [pair for pair in pairs if belongs(pair[0])]:

@@ -7,6 +7,8 @@ the fields of a sample.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
 from kit.models import Field
@@ -38,6 +41,11 @@ class Loop(LightningModule):
     @property
     def clears(self) -> str:
         return self.configuration["clears"]
+
+    @override
+    def setup(self, stage: str) -> None:
+        if "tf32" in self.configuration:
+            torch.set_float32_matmul_precision("high" if self.configuration["tf32"] else "highest")
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -97,6 +105,46 @@ class Classifier(Loop):
         return self.model(**batch).loss
 
 
+class Pretraining(Loop):
+    """Masked words and the order of sentences; the head sees only the words that are masked."""
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden, pooled = self.model.bert(batch["input_ids"], return_dict=False)
+        words, order = self.model.cls(hidden[:, : batch["words"].shape[1]], pooled)
+        return functional.cross_entropy(words.flatten(0, 1), batch["words"].flatten()) + functional.cross_entropy(
+            order, batch["order"]
+        )
+
+
+class Decoder(Loop):
+    """Whose layers keep what torchtitan's policy keeps, where `checkpointing` is `operators`."""
+
+    def __init__(self, model: Any, configuration: Configuration) -> None:
+        super().__init__(model, configuration)
+        if configuration["checkpointing"] == "operators":
+            for layer in model.model.layers:
+                layer.forward = functools.partial(
+                    checkpoint, layer.forward, use_reentrant=False, context_fn=keep_products, preserve_rng_state=False
+                )
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def keep_products() -> Any:
+    """Contexts of a checkpointed layer that keeps attention's outputs and those of every other matrix product."""
+    products = {again: itertools.count(1) for again in (False, True)}
+
+    def policy(context: Any, operator: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
+        product = operator is torch.ops.aten.mm.default
+        kept = next(products[context.is_recompute]) % 2 == 1 if product else "_scaled_dot_product" in str(operator)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 class Flow(Loop):
     """Flow matching on latents, with the embedded prompts and the model that judges images kept on the device."""
 
@@ -129,6 +177,14 @@ def language_model(configuration: Configuration) -> Loop:
     return LanguageModel(adapted(model, configuration), configuration)
 
 
+def decoder(configuration: Configuration) -> Loop:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dtype = getattr(torch, configuration["dtype"])
+    model = LlamaForCausalLM._from_config(LlamaConfig(**configuration["shape"]), dtype=dtype)
+    return Decoder(model.train(), configuration)
+
+
 def flow_model(configuration: Configuration) -> Loop:
     from diffusers import Flux2Transformer2DModel
 
@@ -149,10 +205,13 @@ def adapted(model: Any, configuration: Configuration) -> Any:
 
 
 def classifier(configuration: Configuration) -> Loop:
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import BertConfig, BertForPreTraining, BertForQuestionAnswering, BertForSequenceClassification
 
     shape = BertConfig(**configuration["shape"], attn_implementation="eager")
-    model = BertForSequenceClassification(shape)
+    heads = {"answers": BertForQuestionAnswering, "pretraining": BertForPreTraining}
+    model = heads.get(configuration.get("head", ""), BertForSequenceClassification)(shape)
+    if configuration.get("head") == "pretraining":
+        return Pretraining(model, configuration)
     if configuration["checkpointing"]:
         model.gradient_checkpointing_enable()
     return Classifier(model, configuration)
@@ -187,7 +246,7 @@ class TokenLoop(Loop):
 
 
 class Gpt(nn.Module):
-    """GPT-2 small with an untied head; `native` norms and GELU or spelled out, `fused` attention or spelled out."""
+    """GPT-2; `native` norms and GELU or spelled out, `fused` attention or spelled out, `tied` head, `biased` inputs."""
 
     def __init__(self, shape: Mapping[str, Any]) -> None:
         super().__init__()
@@ -197,6 +256,8 @@ class Gpt(nn.Module):
         self.blocks = nn.Sequential(*(GptBlock(shape) for _ in range(shape["layers"])))
         self.norm = norm_of(shape)
         self.head = nn.Linear(width, shape["vocabulary"], bias=False)
+        if shape.get("tied"):
+            self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         embedded = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
@@ -222,7 +283,7 @@ class FusedAttention(nn.Module):
     def __init__(self, shape: Mapping[str, Any]) -> None:
         super().__init__()
         self.heads, self.rate = shape["heads"], shape["dropout"]
-        self.inward = nn.Linear(shape["width"], 3 * shape["width"], bias=False)
+        self.inward = nn.Linear(shape["width"], 3 * shape["width"], bias=shape.get("biased", False))
         self.outward = nn.Linear(shape["width"], shape["width"])
 
     def forward(self, values: Tensor) -> Tensor:
@@ -238,7 +299,8 @@ class SpelledAttention(nn.Module):
     def __init__(self, shape: Mapping[str, Any]) -> None:
         super().__init__()
         self.heads, self.dropout, width = shape["heads"], nn.Dropout(shape["dropout"]), shape["width"]
-        self.inward = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        biased = shape.get("biased", False)
+        self.inward = nn.ModuleList(nn.Linear(width, width, bias=biased) for _ in range(3))
         self.outward = nn.Linear(width, width)
         self.mask: Tensor | None
         mask = torch.ones(shape["context"], shape["context"]).triu(1) if shape["kept_mask"] else None
@@ -284,7 +346,8 @@ def images(configuration: Configuration) -> Any:
 
 def tokens(configuration: Configuration) -> Any:
     length = configuration["length"]
-    words = Field(shape=(length,), below=configuration["shape"]["vocabulary"])
+    shape = configuration["shape"]
+    words = Field(shape=(length,), below=shape.get("vocabulary") or shape["vocab_size"])
     return words, words
 
 
@@ -297,7 +360,14 @@ def padded_tokens(configuration: Configuration) -> Any:
 
 
 def labelled_tokens(configuration: Configuration) -> Any:
-    return {"input_ids": Field(shape=(configuration["length"],), below=30_000), "labels": Field(below=2)}
+    length, words = configuration["length"], Field(shape=(configuration["length"],), below=30_000)
+    head = configuration.get("head")
+    if head == "answers":
+        return {"input_ids": words, "start_positions": Field(below=length), "end_positions": Field(below=length)}
+    if head == "pretraining":
+        masked = Field(shape=(configuration["predicted_tokens"],), below=30_000)
+        return {"input_ids": words, "words": masked, "order": Field(below=2)}
+    return {"input_ids": words, "labels": Field(below=2)}
 
 
 def latents(configuration: Configuration) -> Any:
@@ -314,6 +384,7 @@ FAMILIES: dict[str, tuple[Callable[[Configuration], Loop], Callable[[Configurati
     "llama": (language_model, padded_tokens),
     "flux": (flow_model, latents),
     "bert": (classifier, labelled_tokens),
+    "decoder": (decoder, tokens),
     "vit": (vision_transformer, images),
     "timm": (timm_model, images),
     "gpt": (gpt, tokens),
