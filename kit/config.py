@@ -91,6 +91,12 @@ def _from_list(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _blocks(value: object) -> object:
+    """A block may be a number, which is kept as text: beside numbers stand names."""
+    found = _from_list(value)
+    return tuple(str(item) if type(item) is int else item for item in found) if isinstance(found, tuple) else found
+
+
 def _within_64_bits(value: Any) -> Any:
     """Refuse a whole number that no float or array holds, also as a size of a dimension."""
     numbers = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
@@ -103,6 +109,7 @@ Sizes = Annotated[dict[str, Annotated[int, Field(ge=1)]], AfterValidator(FrozenM
 Arguments = Annotated[dict[str, Any], BeforeValidator(_freeze), AfterValidator(FrozenMapping)]
 Bytes = Annotated[int, BeforeValidator(_bytes)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_from_list)]
+Blocks = Annotated[tuple[str, ...], BeforeValidator(_blocks)]
 Counts = Annotated[tuple[Annotated[int, Field(ge=0, le=256)], ...], BeforeValidator(_from_list)]
 Indices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_from_list), Field(min_length=1)]
 
@@ -301,9 +308,9 @@ class Levers(Section):
     gradient_checkpointing: bool = setting(
         False, "Drop the activations of repeated blocks and compute them again in the backward pass."
     )
-    checkpoint_blocks: Names = setting(
-        (), "Class names of the blocks that gradient_checkpointing applies to. Empty takes the repeated blocks of the "
-        "module.",
+    checkpoint_blocks: Blocks = setting(
+        (), "Blocks that gradient_checkpointing applies to: numbers of the repeated blocks as 3 or 0-5, names of "
+        "modules, or class names. Empty takes all repeated blocks of the module.",
     )  # fmt: skip
     optimizer: Literal["module", "adamw", "adamw-fused", "adamw-8bit", "sgd"] = setting(
         "module", "module keeps what configure_optimizers returns. The others replace it, on the same parameter "

@@ -12,7 +12,9 @@ no number.
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import re
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -26,19 +28,22 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from kit.config import Config
-from kit.errors import KitWarning
+from kit.errors import ConfigError, KitWarning, Problem
 from kit.train.choices import Entry, lever_entries
-from kit.train.fsdp import class_name, find_blocks, outermost
+from kit.train.fsdp import class_name, find_blocks, outermost, repeated_blocks
+
+_NUMBERS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class GradientCheckpointing(Callback):
     """Compute the activations of blocks again in the backward pass instead of keeping them.
 
     Args:
-        blocks: Class names of the blocks; by default the repeated blocks of the module.
+        blocks: Which ones: numbers of the repeated blocks from 0 on, as "3" or "0-5", names of modules as "decoder.3",
+            or class names. By default all repeated blocks of the module.
 
     Raises:
-        ConfigError: when the fit starts, if a class is named that the module does not hold.
+        ConfigError: when the fit starts, if a block is named that the module does not hold.
     """
 
     def __init__(self, blocks: Sequence[str] | None = None) -> None:
@@ -67,11 +72,8 @@ class GradientCheckpointing(Callback):
             self._replaced.pop().__dict__.pop("forward", None)
 
     def _replace(self, module: LightningModule) -> None:
-        found = outermost(find_blocks(module, self.blocks))
-        able = [
-            block for block in found
-            if not any(isinstance(part, _NormBase) and part.track_running_stats for part in block.modules())
-        ]  # fmt: skip
+        found = chosen_blocks(module, self.blocks)
+        able = [block for block in found if may_run_twice(block)]
         left = sorted({class_name(block) for block in found if block not in able})
         message = ""
         if left:
@@ -132,6 +134,43 @@ class ZeroGradAfterStep(Callback):
         zero_grad = type(pl_module).optimizer_zero_grad
         for optimizer in trainer.optimizers:
             zero_grad(pl_module, trainer.current_epoch, following, optimizer)
+
+
+def chosen_blocks(root: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """The blocks that `names` means (see `GradientCheckpointing`), in the order of the module, none inside another.
+
+    Raises:
+        ConfigError: for what the module does not hold.
+    """
+    blocks = outermost(repeated_blocks(root))
+    if names is None:
+        return blocks
+    modules = dict(root.named_modules())
+    found: set[nn.Module] = set()
+    classes = []
+    for name in names:
+        if numbers := _NUMBERS.fullmatch(name):
+            first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+            if not first <= last < len(blocks):
+                has = f"its {len(blocks)} are numbered from 0 to {len(blocks) - 1}" if blocks else "it has none"
+                message = f"{class_name(root)} holds no repeated blocks {name}; {has}"
+                raise ConfigError([Problem("levers.checkpoint_blocks", message)])
+            found.update(blocks[first : last + 1])
+        elif name in modules:
+            found.add(modules[name])
+        elif "." in name:
+            close = difflib.get_close_matches(name, modules, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError([Problem("levers.checkpoint_blocks", f"{class_name(root)} holds no {name}{hint}")])
+        else:
+            classes.append(name)
+    found.update(find_blocks(root, classes))
+    return outermost([module for module in modules.values() if module in found])
+
+
+def may_run_twice(block: nn.Module) -> bool:
+    """False where a second forward pass would count the batch twice in running statistics."""
+    return not any(isinstance(part, _NormBase) and part.track_running_stats for part in block.modules())
 
 
 def lever_callbacks(config: Config, stands_in: bool = False) -> list[Callback]:

@@ -145,6 +145,53 @@ def test_a_class_that_is_not_there_is_refused_with_those_that_are():
         fit(train_parts.Net(), GradientCheckpointing(["Layers"]))
 
 
+@pytest.mark.parametrize(
+    ("blocks", "numbers"),
+    [
+        (["1", "3-4"], {1, 3, 4}),
+        (["layers.0", "5"], {0, 5}),
+        (["Layer"], {0, 1, 2, 3, 4, 5}),
+        (["0-5"], {0, 1, 2, 3, 4, 5}),
+    ],
+)
+def test_some_blocks_are_checkpointed_by_number_name_or_class(blocks, numbers):
+    module, lever = train_parts.Net(layers=6), GradientCheckpointing(blocks)
+    lever.setup(None, module, "fit")
+    assert {number for number, layer in enumerate(module.layers) if "forward" in vars(layer)} == numbers
+    lever.teardown(None, module, "fit")
+    assert not any("forward" in vars(layer) for layer in module.layers)
+
+
+def test_half_of_the_blocks_keep_their_bytes_and_gradients_stay_equal():
+    torch.manual_seed(0)
+    module, kept = train_parts.Net(layers=6), []
+    gradients = []
+    for lever in (None, GradientCheckpointing(["0-2"]), GradientCheckpointing()):
+        found, saved_bytes = gradients_and_saved_bytes(module, lever)
+        module.zero_grad()
+        gradients.append(found)
+        kept.append(saved_bytes)
+    assert kept[1] == (kept[0] + kept[2]) // 2
+    for found in gradients[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(gradients[0], found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [("6", "no repeated blocks 6; its 6 are numbered from 0 to 5"), ("4-2", "no repeated blocks 4-2"),
+     ("layers.7", r"no layers\.7; did you mean layers\.\d")],
+)  # fmt: skip
+def test_a_block_that_is_not_there_is_refused(blocks, message):
+    with pytest.raises(ConfigError, match=message):
+        GradientCheckpointing([blocks]).setup(None, train_parts.Net(layers=6), "fit")
+
+
+def test_numbers_of_blocks_are_read_as_text():
+    config = Config.make({"levers": {"gradient_checkpointing": True, "checkpoint_blocks": [0, "2-3"]}})
+    assert config.levers.checkpoint_blocks == ("0", "2-3")
+    assert Config.from_yaml(config.to_yaml()) == config
+
+
 def test_a_config_may_name_the_blocks():
     levers = {"gradient_checkpointing": True, "checkpoint_blocks": ["Linear"]}
     (lever,) = lever_callbacks(Config.make({"levers": levers}))
@@ -156,7 +203,7 @@ def test_a_config_may_name_the_blocks():
 
 EVERY_LEVER = {
     "gradient_checkpointing": True,
-    "checkpoint_blocks": ["DecoderBlock"],
+    "checkpoint_blocks": ["0", "blocks.1"],
     "optimizer": "adamw-fused",
     "zero_grad_after_step": True,
     "sequence_chunk": 3,

@@ -11,6 +11,7 @@ from kit.train import SelfShardedStrategy, ShardStrategy, make_strategy
 
 CLIPPED = {"training": {"gradient_clip_norm": 0.1}}
 CHECKPOINTED = {"levers": {"gradient_checkpointing": True}}
+SOME_CHECKPOINTED = {"levers": {"gradient_checkpointing": True, "checkpoint_blocks": ["0", "layers.2"]}}
 ACCUMULATED = {"levers": {"accumulate_grad_batches": 2}}
 
 
@@ -26,6 +27,8 @@ PAIRS = {
     "fsdp": case("Net", "fsdp"),
     "ddp, checkpointed": case("Net", "ddp", CHECKPOINTED),
     "fsdp, checkpointed": case("Net", "fsdp", CHECKPOINTED),
+    "ddp, some blocks checkpointed": case("Net", "ddp", SOME_CHECKPOINTED),
+    "fsdp, some blocks checkpointed": case("Net", "fsdp", SOME_CHECKPOINTED),
     "fsdp, clipped": case("Net", "fsdp", CLIPPED),
     "fsdp, accumulated": case("Net", "fsdp", ACCUMULATED),
     "fsdp, one replica each": case("Net", "fsdp:2:1"),
