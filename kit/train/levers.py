@@ -168,6 +168,29 @@ def chosen_blocks(root: nn.Module, names: Sequence[str] | None) -> list[nn.Modul
     return outermost([module for module in modules.values() if module in found])
 
 
+_FEW = 8
+"""Blocks, below which those inside them are told apart."""
+
+
+def blocks_by_label(root: nn.Module) -> dict[str, str]:
+    """The blocks that may be checkpointed one by one: as `checkpoint_blocks` names them, to the name of the module.
+
+    They are the repeated blocks by number; where these are few, such as the stages of a convolutional network, the
+    innermost ones by name.
+    """
+    names = {part: name for name, part in root.named_modules()}
+    repeated = repeated_blocks(root)
+    outer = outermost(repeated)
+    labels = {block: str(number) for number, block in enumerate(outer)}
+    if len(outer) < _FEW:
+        inner = [
+            block for block in repeated if not any(other in repeated for other in block.modules() if other is not block)
+        ]
+        if len(inner) > len(outer):
+            labels = {block: names[block] for block in inner}
+    return {label: names[block] for block, label in labels.items() if may_run_twice(block)}
+
+
 def may_run_twice(block: nn.Module) -> bool:
     """False where a second forward pass would count the batch twice in running statistics."""
     return not any(isinstance(part, _NormBase) and part.track_running_stats for part in block.modules())

@@ -19,7 +19,7 @@ from kit.train import (
 )
 from kit.train.choices import lever_entries
 from kit.train.fsdp import holds_its_parameters_alone, outermost, repeated_blocks
-from kit.train.levers import lever_callbacks
+from kit.train.levers import blocks_by_label, lever_callbacks
 
 LEVERS = (GradientCheckpointing, OptimizerChoice, ZeroGradAfterStep, SequenceChunks, AttentionKernel)
 
@@ -362,3 +362,11 @@ def test_the_lever_emits_no_warning_of_its_own_when_all_is_well():
     with warnings.catch_warnings():
         warnings.simplefilter("error", KitWarning)
         fit(train_parts.Net(), GradientCheckpointing(), steps=1)
+
+
+def test_blocks_are_numbered_and_those_within_few_stages_are_named():
+    assert blocks_by_label(train_parts.Net(layers=9)) == {str(number): f"layers.{number}" for number in range(9)}
+    stages = nn.ModuleList(nn.Sequential(*(train_parts.Layer() for _ in range(2))) for _ in range(3))
+    names = [f"{stage}.{layer}" for stage in range(3) for layer in range(2)]
+    assert blocks_by_label(stages) == dict(zip(names, names, strict=True))
+    assert blocks_by_label(nn.ModuleList(train_parts.BatchNormLayer() for _ in range(3))) == {}

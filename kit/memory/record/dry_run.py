@@ -65,6 +65,7 @@ from kit.memory.record.fakes import UPPER_BOUND, FakeValues, fake_values, saving
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import Recording
+from kit.train.levers import blocks_by_label
 from kit.train.trainer import make_trainer
 from kit.units import format_bytes
 
@@ -247,6 +248,7 @@ def _facts(run: DryRun, module: LightningModule, trainer: Trainer, unknown: str)
         "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "module": type(module).__name__,
         "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+        "blocks": blocks_by_label(module),
         "world_size": run.world_size,
         "strategy": run.config.hardware.strategy,
         "precision": run.precision,
