@@ -37,7 +37,11 @@ from publish import publish
 from published_models import FAMILIES, Configuration, Loop
 
 import kit
+from kit.memory.query import make_query
+from kit.memory.recordings import RecordingRequest, recordings_of, with_query_facts
+from kit.memory.replay.replay import Recording
 from kit.models import RandomData
+from kit.speed.prediction import speed_of
 
 ROWS = Path(__file__).with_name("published.jsonl")
 PEERS = Path(__file__).parents[1] / ".peers"
@@ -54,6 +58,7 @@ NEEDED = {
 PACKAGES = ("torch", "transformers", "peft", "diffusers", "timm", "torchvision")
 UNITS = {"bytes": 1, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
 TIMEOUT_SECONDS = 300.0
+RECORDINGS: Path | None = None
 EXPLAIN_BEYOND = 0.1
 SPEED_EXPLAIN_BEYOND = 0.25
 Row = dict[str, Any]
@@ -125,8 +130,18 @@ def bracketed(row: Row) -> dict[str, Any]:
 
 
 def timed(row: Row) -> dict[str, Any]:
+    """As `kit.predict_speed` says; the dry run is kept in `RECORDINGS`, where that is set."""
     devices = row["configuration"].get("devices", 1)
-    speed = kit.predict_speed(*question(row), device=row["device"], devices=devices, timeout_seconds=TIMEOUT_SECONDS)
+    config, module, data = question(row)
+    query, target = make_query(module, data, config, row["device"], devices)
+    path = RECORDINGS / f"{query.key}.npz" if RECORDINGS else None
+    if path and path.exists():
+        recording = with_query_facts(query, Recording.load(path))
+    else:
+        (recording,) = recordings_of(RecordingRequest(query), TIMEOUT_SECONDS)
+        if path:
+            recording.save(path)
+    speed = speed_of(recording, target, devices=devices)
     return {
         "samples_per_second": speed.samples_per_second,
         "range": [speed.low_samples_per_second, speed.high_samples_per_second],
@@ -294,9 +309,12 @@ def main() -> None:
     parser.add_argument("--measure", choices=("memory", "speed"), help="only these rows")
     parser.add_argument("--row", default="", help="only rows whose case contains this")
     parser.add_argument("--answers", type=Path, help="where predictions are kept and taken from")
+    parser.add_argument("--recordings", type=Path, help="where dry runs of speeds are kept, to be priced anew")
     parser.add_argument("--record", action="store_true", help="append the tables to benchmarks/results.jsonl")
     asked = parser.parse_args()
     sys.path.append(str(PEERS))
+    global RECORDINGS
+    RECORDINGS = asked.recordings
     chosen = [
         row for row in rows
         if asked.source in (None, row["source"]) and asked.row in row["case"]

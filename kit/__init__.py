@@ -21,8 +21,9 @@ How fast is it, and why?
     fit              starts a trial of a few steps and returns a Trial at once
     Trial            a trial that runs or has ended; Trial.open(folder)
     results          predicted, measured and their ratio: a row for each trial
+    recommend        the smallest change that fits a device, or the fastest setting that does
     kit.studies      calibrate, find_batch_size, back_off, verify_levers, verify_sequences, profile, diagnose,
-                     try_change, compare, predict_run, recommend, placements, device_peaks, timing
+                     try_change, compare, predict_run, placements, device_peaks, timing
 
 How do I go on from here?
     commit           a LightningCLI file that runs the same without kit's notebook
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from kit.records.results import results as results
     from kit.report.page import html_report as html_report
     from kit.speed.prediction import predict_speed as predict_speed
+    from kit.studies.scaling.recommend import recommend as recommend
     from kit.tables import table as table
     from kit.trial.trial import Trial as Trial
     from kit.widgets.panel import panel as panel
@@ -94,6 +96,7 @@ _FIGURES = {
     "figure.Score": "kit.charts.course:score_figure",
     "figure.SpeedEstimate": "kit.charts.speed:speed_figure",
     "figure.SpeedEstimate.lines": "kit.charts.speed:lines_figure",
+    "figure.SpeedPlan": "kit.charts.plan:plan_figure",
     "figure.Timing": "kit.charts.trial:timing_figure",
     "figure.Trial": "kit.charts.trial:loss_figure",
     "figure.Trial.breakdown": "kit.charts.timeline:breakdown_figure",
@@ -157,7 +160,7 @@ _RENAMED = {
             "plan_partitions probe read_sources verify write_rows",
             "memory": "largest_batch residuals what_if",
             "studies": "back_off calibrate compare device_peaks diagnose find_batch_size placements predict_run "
-            "profile recommend timing try_change verify_levers verify_sequences",
+            "profile timing try_change verify_levers verify_sequences",
         }.items()
         for name in names.split()
     },

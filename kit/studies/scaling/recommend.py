@@ -1,5 +1,8 @@
 """recommend: the smallest change of a config that fits a target and is fast enough, with what is predicted and why.
 
+With `objective="speed"` it is the fastest setting that fits instead: see `kit.studies.scaling.fastest`. Of the smallest
+change, this:
+
 The steps of `kit.studies.scaling.escalation` are tried in order, on all devices of the target or, where time or money
 is limited, on ever more of them until a run keeps within the limit. The first step that fits, and leaves the headroom
 asked for, is chosen. Each is dry-run with the whole batch and with single samples; only where these fit, the memory of
@@ -18,7 +21,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, overload
 
 from kit.config import Config
 from kit.data.build.schedulers import advise_schedule
@@ -40,17 +44,33 @@ from kit.studies.scaling.escalation import (
     parts_of,
     target_from,
 )
+from kit.studies.scaling.fastest import Fastest, SpeedPlan
 from kit.studies.scaling.model import counts_up_to
 from kit.studies.scaling.predict import BigRun, BigRunRow, predict_run
 from kit.trial.payload import optimizes_manually
 from kit.units import format_bytes, format_seconds
 
 
+@overload
 def recommend(
-    config: Config, target: Any = None, module: Any = None, data: Any = None, *, trial: Any = None,
-    timeout_seconds: float = 30.0,
-) -> Recommendation:  # fmt: skip
-    """Find the smallest change of a config that fits a target: devices, hours or money.
+    config: Config, target: Any = None, module: Any = None, data: Any = None, *, device: Any = None,
+    devices: int | None = None, objective: Literal["change"] = "change", keep: Sequence[str] = (), confirm: bool = True,
+    trial: Any = None, timeout_seconds: float | None = None,
+) -> Recommendation: ...  # fmt: skip
+@overload
+def recommend(
+    config: Config, target: Any = None, module: Any = None, data: Any = None, *, device: Any = None,
+    devices: int | None = None, objective: Literal["speed"], keep: Sequence[str] = (), confirm: bool = True,
+    trial: Any = None, timeout_seconds: float | None = None,
+) -> SpeedPlan: ...  # fmt: skip
+def recommend(
+    config: Config, target: Any = None, module: Any = None, data: Any = None, *, device: Any = None,
+    devices: int | None = None, objective: Literal["change", "speed"] = "change", keep: Sequence[str] = (),
+    confirm: bool = True, trial: Any = None, timeout_seconds: float | None = None,
+) -> Recommendation | SpeedPlan:  # fmt: skip
+    """Find the smallest change of a config that fits a target, or the fastest setting that does.
+
+    Module and data may follow the config at once, as everywhere, where `device` is named.
 
     Args:
         config: Where to start.
@@ -58,18 +78,31 @@ def recommend(
             "hours": 12, "money": 500, "prices": "AWS H100", "headroom_fraction": 0.05}`.
         module: What is trained, as `kit.fit` takes it.
         data: What it is trained on, as `kit.fit` takes it.
-        trial: Trials of this config, as `kit.studies.predict_run` takes them. A limit of time or money needs one.
-        timeout_seconds: After so long no further step is recorded; each that is left says so.
+        device: The target's device, in place of `target`.
+        devices: How many there are, at most.
+        objective: "change" for the smallest change that fits; "speed" for the fastest setting that fits, over devices,
+            strategy, precision, optimizer, batch and accumulation, and blocks to checkpoint, with the global batch as
+            it was.
+        keep: Fields that "speed" must not change, such as `["hardware.precision"]`.
+        confirm: Whether "speed" runs a trial of its answer where the device is here.
+        trial: For "change": trials of this config, as `kit.studies.predict_run` takes them. A limit of time or money
+            needs one.
+        timeout_seconds: After so long nothing further is dry-run, and what is left says so; by default 30 seconds for
+            "change" and 120 for "speed".
 
     Returns:
-        The recommendation: `config`, its prediction, and every step that was tried on the way.
+        `config`, its prediction, its reasons, and all that was looked at on the way; `figure()` of "speed" draws memory
+        against time.
 
     Raises:
         ConfigError, PlanError: for what is no config or target, and for a limit without a trial.
         KitError: what `kit.predict_memory` raises about the config as it is.
 
     Example:
-        >>> kit.studies.recommend(config, "H100-80GB", MyModule, MyData).config == config
+        >>> kit.recommend(config, "H100-80GB", MyModule, MyData).config == config
+        True
+        >>> plan = kit.recommend(config, MyModule, MyData, device="24 GiB", objective="speed")
+        >>> plan.fits
         True
     """
     if isinstance(module, Config):
@@ -78,10 +111,27 @@ def recommend(
         config, target, module, data = module, data, config, target
     if not isinstance(config, Config):
         raise ConfigError(f"recommend takes a Config and a target, got {type(config).__name__}")
+    if device is not None:
+        if target is not None:
+            if data is not None:
+                raise ConfigError("recommend takes a target or device=, not both")
+            target, module, data = None, target, module
+        target = {"device": device}
     goal = target_from(target)
+    if devices is not None:
+        goal = replace(goal, devices=devices)
+    if objective == "speed":
+        if goal.limited:
+            raise PlanError(f"a limit of {goal.limits} belongs to objective='change', which counts hours and money")
+        return Fastest(config, module, data, goal, keep, timeout_seconds or SPEED_SECONDS).answer(confirm)
+    if objective != "change":
+        raise PlanError(f"objective is {objective!r}; give 'change' or 'speed'")
     if goal.limited and trial is None:
         raise PlanError(f"a limit of {goal.limits} needs a trial to predict times from; pass trial=kit.fit(...)")
-    return _Escalation(module, data, config, goal, trial, timeout_seconds).answer()
+    return _Escalation(module, data, config, goal, trial, timeout_seconds or CHANGE_SECONDS).answer()
+
+
+CHANGE_SECONDS, SPEED_SECONDS = 30.0, 120.0
 
 
 _WHY = {

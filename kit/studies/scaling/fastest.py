@@ -1,0 +1,583 @@
+"""The fastest setting that fits a budget of memory, over the levers together: recommend(objective="speed").
+
+A setting is a strategy on a number of devices, a precision, an optimizer, when gradients are freed, a batch in parts,
+and which blocks are checkpointed. The global batch stays what it was: batch × devices × accumulation. Each setting but
+the last two is dry-run at two batch sizes; any batch and any subset of checkpointed blocks follows on paper
+(`kit.memory.replay.checkpointing`), so that hundreds of points cost seconds.
+
+For each split of the batch, blocks are checkpointed in the order of the seconds that they cost for a byte that they
+save, only as many as are needed, and those that prove needless are kept after all. Smaller parts are looked at until
+one fits without checkpointing. What saves memory alone (gradients freed early, 8-bit states, which change the numbers)
+is dry-run only where memory costs time. Fields in `keep` stay as they are.
+
+The chosen point is dry-run as it stands, and where it needs more than was thought, the budget is cut by the difference
+and the search goes on. Seconds are those of `kit.predict_speed`. What it does not know (see there) is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from kit.config import Config, Levers
+from kit.errors import KitError, PlanError
+from kit.memory.alongside import fit
+from kit.memory.prediction import estimate_here
+from kit.memory.query import MemoryQuery, make_query
+from kit.memory.recordings import NEXT, RecordingRequest, record_all
+from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget
+from kit.memory.replay.checkpointing import Checkpoints
+from kit.memory.replay.estimate import MemoryEstimate
+from kit.memory.replay.replay import PHASES, Recording
+from kit.memory.replay.scaling import BatchScaling
+from kit.records.row import row_of_trial
+from kit.registry import Drawable
+from kit.speed.card_costs import CardCosts, card_of
+from kit.speed.measure import table_here
+from kit.speed.operators import step_of
+from kit.speed.prediction import SpeedEstimate, speed_of
+from kit.speed.pricing import Costs
+from kit.studies.scaling.escalation import Change, RunTarget
+from kit.studies.scaling.model import counts_up_to
+from kit.tables import html_list, html_table, text_table
+from kit.trial.payload import optimizes_manually
+from kit.trial.trial import Trial
+from kit.units import format_bytes, format_seconds
+
+MEASURE_SECONDS = 10.0
+"""Spent on operators that were never measured here, for each setting that is dry-run."""
+CONFIRMATIONS = 3
+"""Dry runs of chosen points, at most."""
+_DROPS = 24
+"""Checkpointed blocks that are tried without, at most."""
+_COLUMNS = ("setting", "needs", "of budget", "step", "samples/s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedPoint:
+    """One setting, what it needs and how fast it is."""
+
+    name: str
+    changes: Mapping[str, Any]
+    """Fields off the config as given."""
+    needs_bytes: int
+    """At the peak, with the high end of what is held outside the allocator."""
+    step_seconds: float
+    """Of one optimizer step: of the whole global batch."""
+    samples_per_second: float
+    fits: bool
+    checkpointed: int = 0
+    """Blocks that are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SpeedPlan(Drawable):
+    """The fastest setting that fits, beside all that were looked at; print it, draw it, or take its `config`."""
+
+    given: Config
+    target: RunTarget
+    budget_bytes: int
+    points: tuple[SpeedPoint, ...]
+    """All that were looked at, by rising step time."""
+    chosen: SpeedPoint | None
+    """As dry-run; None where nothing fits."""
+    changes: tuple[Change, ...]
+    reasons: tuple[str, ...]
+    refusal: str = ""
+    trial: Trial | None = field(default=None, compare=False)
+    """Of the chosen setting, where its device is here."""
+
+    @property
+    def fits(self) -> bool:
+        return self.chosen is not None
+
+    @property
+    def config(self) -> Config:
+        """The changed config.
+
+        Raises:
+            PlanError: when nothing fits, saying by how much.
+        """
+        if self.chosen is None:
+            raise PlanError(self.refusal)
+        return self.given.replace(dict(self.chosen.changes))
+
+    @property
+    def front(self) -> tuple[SpeedPoint, ...]:
+        """Points that no other one beats in both memory and time, by rising memory."""
+        found: list[SpeedPoint] = []
+        for point in sorted(self.points, key=lambda one: (one.needs_bytes, one.step_seconds)):
+            if not found or point.step_seconds < found[-1].step_seconds:
+                found.append(point)
+        return tuple(found)
+
+    @property
+    def _headline(self) -> str:
+        if self.chosen is None:
+            return self.refusal
+        needs, budget = format_bytes(self.chosen.needs_bytes), format_bytes(self.budget_bytes)
+        return (
+            f"{self.chosen.name}: {format_seconds(self.chosen.step_seconds)} a step, "
+            f"{self.chosen.samples_per_second:.3g} samples/s predicted, {needs} of {budget}"
+        )
+
+    @property
+    def _shown(self) -> list[SpeedPoint]:
+        chosen = [] if self.chosen is None else [self.chosen]
+        others = [point for point in self.front if not chosen or point.changes != chosen[0].changes]
+        return sorted([*chosen, *others], key=lambda point: point.step_seconds)
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        return [
+            [point.name, format_bytes(point.needs_bytes), f"{point.needs_bytes / self.budget_bytes:.0%}",
+             format_seconds(point.step_seconds), f"{point.samples_per_second:.3g}"]
+            for point in self._shown
+        ]  # fmt: skip
+
+    @property
+    def _marked(self) -> int | None:
+        return self._shown.index(self.chosen) if self.chosen is not None else None
+
+    @property
+    def _sentences(self) -> list[str]:
+        return [*(str(change) for change in self.changes), *self.reasons]
+
+    def __repr__(self) -> str:
+        table = text_table(_COLUMNS, self._rows, self._marked)
+        return "\n".join([self._headline, table, *(f"- {text}" for text in self._sentences)])
+
+    def _repr_html_(self) -> str:
+        table = html_table(_COLUMNS, self._rows, caption=self._headline, marked=self._marked)
+        return table + html_list(self._sentences)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What is dry-run: a setting without the batch and the checkpointed blocks."""
+
+    changes: Mapping[str, Any]
+    devices: int
+
+    def with_more(self, more: Mapping[str, Any]) -> _Family:
+        return _Family({**self.changes, **more}, self.devices)
+
+
+class Fastest:
+    """One search while it runs."""
+
+    def __init__(
+        self, config: Config, module: Any, data: Any, target: RunTarget, keep: Sequence[str], timeout_seconds: float
+    ) -> None:
+        self.config, self.module, self.data, self.target, self.keep = config, module, data, target, tuple(keep)
+        for path in self.keep:
+            config.get(path)
+        self._deadline = time.monotonic() + timeout_seconds
+        self._query, self._device = make_query(module, data, config, target.device)
+        self._manual = optimizes_manually(module, config)
+        self._models: dict[tuple[tuple[tuple[str, Any], ...], int], _Recorded | KitError] = {}
+        self.reasons: list[str] = []
+        self._costs: Costs | None = None
+        checkpoints = config.levers.gradient_checkpointing and self._may(_CHECKPOINTING[0])
+        self._base: dict[str, Any] = dict(zip(_CHECKPOINTING, (False, ()), strict=True)) if checkpoints else {}
+        """What is undone before anything is looked at."""
+        first = self._recorded([_Family({}, self._query.world_size)])[0]
+        if isinstance(first, KitError):
+            raise first
+        self._given = first
+        batch = config.loader.batch_size if self._query.data.kind == "default" else first.batch_size
+        self._global_batch = batch * self._query.world_size * config.levers.accumulate_grad_batches
+        capacity = self._device.capacity_bytes
+        self.budget_bytes = int(capacity * (1 - target.headroom_fraction))
+        self._cut_bytes = 0
+        """By how much a chosen point needed more than was thought."""
+
+    # -- what is looked at
+
+    def answer(self, confirm: bool) -> SpeedPlan:
+        """The fastest point that fits, dry-run as it stands; a trial of it where `confirm` and its device is here."""
+        points = self._points(self._speeds())
+        best = _best(points)
+        if (
+            best is None
+            or best.checkpointed
+            or best.changes.get("levers.accumulate_grad_batches", 0) > self._accumulated
+        ):
+            savers = self._savers(best)
+            points += self._points(savers) if savers else []
+        chosen: SpeedPoint | None = None
+        refused: list[Mapping[str, Any]] = []
+        for _ in range(CONFIRMATIONS):
+            best = _best([point for point in points if point.changes not in refused])
+            if best is None:
+                break
+            confirmed = self._confirmed(best)
+            if confirmed.fits:
+                chosen = confirmed
+                break
+            refused.append(best.changes)
+            # The chosen one may need no more than the budget: what it was thought to need is what was wrong.
+            self._cut_bytes += max(0, confirmed.needs_bytes - self.budget_bytes)
+            points = self._points(self._families_of(points))
+        trial = self._trial(chosen) if chosen is not None and confirm and self._is_here else None
+        return SpeedPlan(
+            given=self.config, target=self.target, budget_bytes=self.budget_bytes,
+            points=tuple(sorted(points, key=lambda point: point.step_seconds)), chosen=chosen,
+            changes=tuple(self._changes(chosen)) if chosen is not None else (), reasons=tuple(self.reasons),
+            refusal="" if chosen is not None else self._refusal(points), trial=trial,
+        )  # fmt: skip
+
+    @property
+    def _accumulated(self) -> int:
+        return self.config.levers.accumulate_grad_batches
+
+    @property
+    def _is_here(self) -> bool:
+        return self._device.name == THIS_MACHINE
+
+    def _may(self, path: str) -> bool:
+        return path not in self.keep
+
+    def _speeds(self) -> list[_Family]:
+        """Settings that are taken for their speed: devices and strategies, precision, attention, fused optimizer."""
+        config, found = self.config, []
+        options: list[list[dict[str, Any]]] = [[{}], [{}], [{}]]
+        device_bf16 = self._device.device_kind == "cpu" or (self._device.capability or (0, 0)) >= (8, 0)
+        if self._may("hardware.precision") and self._query.precision == "32-true" and device_bf16:
+            options[0].append({"hardware.precision": "bf16-mixed"})
+        if self._may("levers.attention") and config.levers.attention == "math":
+            options[1].append({"levers.attention": "auto"})
+        # Another class would be another optimizer; the fused kernel of the same one gives the same numbers.
+        adamw = self._given.first.facts.get("optimizers") == ["AdamW"]
+        if self._may("levers.optimizer") and adamw and config.levers.optimizer in ("module", "adamw"):
+            options[2].append({"levers.optimizer": "adamw-fused"})
+        for places in self._places():
+            for chosen in product(*options):
+                changes = {path: value for one in (places.changes, *chosen) for path, value in one.items()}
+                found.append(_Family(changes, places.devices))
+        return found
+
+    def _places(self) -> Iterator[_Family]:
+        """Devices and how they share the work."""
+        yield _Family({}, self._query.world_size)
+        if not (self._may("hardware.devices") and self._may("hardware.strategy")):
+            return
+        for devices in counts_up_to(self.target.devices):
+            if devices == 1 or self._global_batch % devices:
+                continue
+            shards = [f"fsdp:{devices // size}:{size}" for size in range(2, devices) if devices % size == 0]
+            for strategy in ("ddp", "fsdp", *shards):
+                changes = {"hardware.strategy": strategy, "hardware.devices": devices}
+                if any(self.config.get(path) != value for path, value in changes.items()):
+                    yield _Family(changes, devices)
+
+    def _savers(self, best: SpeedPoint | None) -> list[_Family]:
+        """The fastest setting so far, with what saves memory and no time."""
+        moved = ("loader.batch_size", "levers.accumulate_grad_batches", *_CHECKPOINTING)
+        changes = {} if best is None else {path: value for path, value in best.changes.items() if path not in moved}
+        base = _Family(changes, int(changes.get("hardware.devices", self._query.world_size)))
+        options: list[list[dict[str, Any]]] = [[{}], [{}]]
+        if _FREED in {f"levers.{name}" for name in Levers.model_fields} and self._may(_FREED) and not self._manual:
+            options[0].append({_FREED: True})
+        if self._may("levers.optimizer") and self.config.levers.optimizer not in ("adamw-8bit", "sgd"):
+            options[1].append({"levers.optimizer": "adamw-8bit"})
+        combined = [{**one, **other} for one, other in product(*options)]
+        return [base.with_more(more) for more in combined if more]
+
+    def _families_of(self, points: Sequence[SpeedPoint]) -> list[_Family]:
+        moved = ("loader.batch_size", "levers.accumulate_grad_batches", *_CHECKPOINTING)
+        found = {}
+        for point in points:
+            changes = {path: value for path, value in point.changes.items() if path not in moved}
+            devices = int(changes.get("hardware.devices", self._query.world_size))
+            found[tuple(changes.items())] = _Family(changes, devices)
+        return list(found.values())
+
+    # -- how they are judged
+
+    def _points(self, families: Sequence[_Family]) -> list[SpeedPoint]:
+        self._recorded(families)
+        return [point for family in families for point in self._of(family)]
+
+    def _of(self, family: _Family) -> Iterator[SpeedPoint]:
+        """The best point of each split of the batch, until one fits with all that its forward pass made."""
+        each = self._global_batch // family.devices
+        for accumulate in self._splits(each):
+            recorded = self._recorded([family], accumulate)[0]
+            if isinstance(recorded, KitError):
+                self._note(f"{_name(family.changes) or 'as configured'} was left out: {recorded}")
+                return
+            try:
+                found = self._split(family, recorded, each // accumulate, accumulate)
+            except KitError as error:
+                self._note(f"{_name(family.changes) or 'as configured'} was left out: {error}")
+                return
+            yield from found
+            if found and found[0].fits and not found[0].checkpointed:
+                return
+
+    def _splits(self, each: int) -> list[int]:
+        """Micro-batches of a step, as they may be."""
+        same = self._accumulated
+        if self._manual or not self._may("levers.accumulate_grad_batches") or each % same:
+            return [same] if each % same == 0 else []
+        return [parts for parts in range(1, each + 1) if each % parts == 0]
+
+    def _split(self, family: _Family, recorded: _Recorded, batch: int, accumulate: int) -> list[SpeedPoint]:
+        """Without checkpointing, and where that does not fit with as little of it as does, and with all."""
+        recording = recorded.at(batch, accumulate)
+        plain = self._point(family, recorded, recording, batch, accumulate, ())
+        blocks = recorded.blocks
+        if plain.fits or not blocks or not self._may(_CHECKPOINTING[0]):
+            return [plain]
+        checkpoints = Checkpoints(recording)
+        costs = self._block_costs(checkpoints, recorded, family)
+        order = sorted(blocks, key=lambda block: costs[block])
+
+        def point(names: Sequence[str]) -> SpeedPoint:
+            numbers = [number for number in blocks if number in names]
+            again = checkpoints.checkpointed([blocks[number] for number in numbers])
+            return self._point(family, recorded, again, batch, accumulate, numbers)
+
+        everything = point(order)
+        if not everything.fits:
+            return [plain, everything]
+        low, high, least = 0, len(order), everything
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = point(order[:middle])
+            low, high, least = (low, middle, tried) if tried.fits else (middle, high, least)
+        names = order[:high]
+        for block in sorted(names[:_DROPS], key=lambda block: -costs[block]):
+            tried = point([name for name in names if name != block])
+            if tried.fits:
+                names, least = [name for name in names if name != block], tried
+        return [plain, least] if least is everything else [plain, least, everything]
+
+    def _block_costs(self, checkpoints: Checkpoints, recorded: _Recorded, family: _Family) -> dict[str, float]:
+        """Seconds for a byte saved, by the label of a block."""
+        step = step_of(checkpoints.recording)
+        seconds = self._speed(checkpoints.recording, family.devices).time.operator_seconds
+        forward = step.phase == PHASES.index("forward")
+        found = {}
+        for label, block in recorded.blocks.items():
+            parts = [place for place, name in enumerate(step.names) if name == block or name.startswith(f"{block}.")]
+            again = float(seconds[forward & np.isin(step.module, parts)].sum())
+            saved = checkpoints.saved_bytes(block)
+            found[label] = again / saved if saved else math.inf
+        return found
+
+    def _speed(self, recording: Recording, devices: int) -> SpeedEstimate:
+        return speed_of(recording, self._device, devices=devices, costs=self._costs)
+
+    def _priced(self, first: Recording) -> Costs:
+        """What operators cost on the device: measured here, else by a data sheet."""
+        if self._device.device_kind == "cpu" or self._is_here:
+            return table_here(self.config, step_of(first), seconds=MEASURE_SECONDS).table
+        try:
+            return CardCosts(card_of(self._device))
+        except PlanError:
+            near = min(CARDS, key=lambda card: abs(card.memory_bytes - self._device.capacity_bytes))
+            self._note(f"a size of memory has no speed: that of {near.name} is taken; name a card to change it")
+            return CardCosts(near)
+
+    def _point(
+        self, family: _Family, recorded: _Recorded, recording: Recording, batch: int, accumulate: int,
+        checkpointed: Sequence[str],
+    ) -> SpeedPoint:  # fmt: skip
+        estimate = estimate_here(recorded.query, recording, recorded.target)
+        changes = {**self._base, **family.changes}
+        if batch != self.config.loader.batch_size or self._query.data.kind != "default":
+            changes["loader.batch_size"] = batch
+        if accumulate != self._accumulated:
+            changes["levers.accumulate_grad_batches"] = accumulate
+        if checkpointed:
+            changes[_CHECKPOINTING[0]] = True
+            if len(checkpointed) < len(recorded.blocks) or not all(label.isdecimal() for label in checkpointed):
+                changes[_CHECKPOINTING[1]] = shortened(checkpointed)
+        changes = {path: value for path, value in changes.items() if self.config.get(path) != value}
+        return self._judged(changes, estimate, self._speed(recording, family.devices), len(checkpointed))
+
+    def _judged(
+        self, changes: Mapping[str, Any], estimate: MemoryEstimate, speed: SpeedEstimate, checkpointed: int,
+        confirmed: bool = False,
+    ) -> SpeedPoint:  # fmt: skip
+        needs = estimate.total_bytes[1]
+        return SpeedPoint(
+            name=_name(changes) or "as configured", changes=changes, needs_bytes=needs,
+            step_seconds=speed.step_seconds, samples_per_second=self._global_batch / speed.step_seconds,
+            fits=estimate.may_fit and needs <= self.budget_bytes - (0 if confirmed else self._cut_bytes),
+            checkpointed=checkpointed,
+        )  # fmt: skip
+
+    def _recorded(self, families: Sequence[_Family], accumulate: int | None = None) -> list[_Recorded | KitError]:
+        """Each at two batch sizes, once; accumulated or not is another recording, how much is not."""
+        repeated = min(2, accumulate or self._accumulated)
+        keys, requests = [], []
+        for family in families:
+            key = (tuple(family.changes.items()), repeated)
+            if key in self._models:
+                continue
+            try:
+                changes = {**self._base, **family.changes, "levers.accumulate_grad_batches": repeated}
+                query, target = make_query(self.module, self.data, self.config.replace(changes), self.target.device)
+                keys.append((key, query, target))
+                requests.append(RecordingRequest(query, (None, NEXT)))
+            except KitError as error:
+                self._models[key] = error
+        left_seconds = self._deadline - time.monotonic()
+        if requests and left_seconds <= 0:
+            for key, _, _ in keys:
+                self._models[key] = PlanError("there was no time left to dry-run it")
+        elif requests:
+            for (key, query, target), found in zip(keys, record_all(requests, left_seconds), strict=True):
+                self._models[key] = found if isinstance(found, KitError) else _recorded(query, target, *found)
+                if not isinstance(found, KitError) and (self._costs is None or self._device.device_kind == "cpu"):
+                    self._costs = self._priced(found[0])
+        return [self._models[tuple(family.changes.items()), repeated] for family in families]
+
+    # -- the answer
+
+    def _confirmed(self, point: SpeedPoint) -> SpeedPoint:
+        """The point as a dry run of its very config has it."""
+        config = self.config.replace(dict(point.changes))
+        query, target = make_query(self.module, self.data, config, self.target.device)
+        size = None if query.data.kind == "default" else int(point.changes.get("loader.batch_size", 0)) or None
+        (found,) = record_all([RecordingRequest(query, (size,))], max(10.0, self._deadline - time.monotonic()))
+        if isinstance(found, KitError):
+            self._note(f"{point.name} could not be dry-run again: {found}")
+            return replace(point, fits=False)
+        estimate = estimate_here(query, found[0], target)
+        speed = self._speed(found[0], query.world_size)
+        confirmed = self._judged(point.changes, estimate, speed, point.checkpointed, confirmed=True)
+        ratio = confirmed.needs_bytes / point.needs_bytes
+        self._note(
+            f"dry-run as it stands: {format_bytes(confirmed.needs_bytes)}, {ratio:.3f} of what was thought; "
+            f"{confirmed.needs_bytes / self.budget_bytes:.1%} of the budget"
+        )
+        return confirmed
+
+    def _trial(self, chosen: SpeedPoint) -> Trial:
+        config = self.config.replace(dict(chosen.changes))
+        trial = fit(config, self.module, self.data)
+        trial.wait()
+        if trial.state != "COMPLETE":
+            self._note(f"its trial ended {trial.state}: {trial.message}")
+            return trial
+        row = row_of_trial(trial)
+        peak, pace = trial.event("memory_measured", "device_allocated_bytes"), row.get("samples_per_second")
+        if pace:
+            text = f"its trial: {pace:.3g} samples/s, measured / predicted {pace / chosen.samples_per_second:.2f}"
+            text += f"; {format_bytes(peak)} at the peak" if peak else ""
+            self._note(text)
+        return trial
+
+    def _changes(self, chosen: SpeedPoint) -> Iterator[Change]:
+        for paths, name, reason in _WHY:
+            values = {path: chosen.changes[path] for path in paths if path in chosen.changes}
+            if values:
+                yield Change(name=name, values=values, reason=reason)
+        if "loader.batch_size" in chosen.changes and self._query.data.kind != "default":
+            self._note("your data makes its own batches: make its loader with this size")
+
+    def _note(self, text: str) -> None:
+        if text not in self.reasons:
+            self.reasons.append(text)
+
+    def _refusal(self, points: Sequence[SpeedPoint]) -> str:
+        if not points:
+            return f"nothing could be predicted: {self.reasons[0] if self.reasons else 'there was no time'}"
+        least = min(points, key=lambda point: point.needs_bytes)
+        if least.needs_bytes <= self.budget_bytes:
+            return f"nothing that was dry-run as it stands fits {format_bytes(self.budget_bytes)}; {self.reasons[-1]}"
+        return (
+            f"nothing fits {format_bytes(self.budget_bytes)}: {least.name}, which needs least, needs "
+            f"{format_bytes(least.needs_bytes)}, {format_bytes(least.needs_bytes - self.budget_bytes)} too much"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A family at two batch sizes."""
+
+    query: MemoryQuery
+    target: DeviceTarget
+    first: Recording
+    scaling: BatchScaling
+
+    @property
+    def batch_size(self) -> int:
+        return self.first.batch_size
+
+    @property
+    def blocks(self) -> dict[str, str]:
+        """Label to name of the blocks that may be checkpointed."""
+        return dict(self.first.facts.get("blocks", {}))
+
+    def at(self, batch: int, accumulate: int) -> Recording:
+        recording = self.scaling.at(batch)
+        return replace(recording, facts={**recording.facts, "accumulate_grad_batches": accumulate})
+
+
+def _recorded(query: MemoryQuery, target: DeviceTarget, first: Recording, second: Recording) -> _Recorded | KitError:
+    if unknown := first.facts.get("unknown"):
+        return PlanError(f"activations are not known: {unknown}")
+    try:
+        return _Recorded(query, target, first, BatchScaling(first, second))
+    except KitError as error:
+        return error
+
+
+def _best(points: Sequence[SpeedPoint]) -> SpeedPoint | None:
+    """The fastest that fits; of equal ones that which changes least."""
+    fitting = [point for point in points if point.fits]
+    return min(fitting, key=lambda point: (point.step_seconds, len(point.changes)), default=None)
+
+
+def shortened(labels: Sequence[str]) -> tuple[str, ...]:
+    """Labels of blocks as `levers.checkpoint_blocks` has them: numbers in a row as "0-5"."""
+    found: list[list[int]] = []
+    for number in sorted(int(label) for label in labels if label.isdecimal()):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    numbers = [str(first) if first == last else f"{first}-{last}" for first, last in found]
+    return (*numbers, *(label for label in labels if not label.isdecimal()))
+
+
+def _name(changes: Mapping[str, Any]) -> str:
+    words = []
+    for path, value in changes.items():
+        if path == "hardware.strategy":
+            words.append(f"{value} on {changes.get('hardware.devices', '')} devices")
+        elif path == _CHECKPOINTING[0]:
+            blocks = changes.get(_CHECKPOINTING[1])
+            few = blocks and (", ".join(blocks) if len(blocks) < 4 else f"{blocks[0]} and {len(blocks) - 1} others")
+            words.append(f"blocks {few} checkpointed" if few else "all blocks checkpointed")
+        elif path in _WORDS:
+            words.append(_WORDS[path].format(value))
+    return " + ".join(words)
+
+
+_FREED = "levers.zero_grad_after_step"
+_CHECKPOINTING = ("levers.gradient_checkpointing", "levers.checkpoint_blocks")
+_WORDS = {
+    "hardware.precision": "{}", "levers.attention": "attention {}", "levers.optimizer": "{}",
+    _FREED: "gradients freed after the step", "levers.accumulate_grad_batches": "accumulation in {}",
+}  # fmt: skip
+_WHY = (
+    (("hardware.strategy", "hardware.devices"), "devices", "the same global batch, shared out"),
+    (("hardware.precision",), "precision", "faster products and half the activations: other numbers"),
+    (("levers.attention",), "attention", "scores are not stored"),
+    (("levers.optimizer",), "optimizer", "fused: one kernel and no temporaries; 8-bit: a quarter of the states"),
+    ((_FREED,), "gradients", "freed before the next forward pass"),
+    (("loader.batch_size", "levers.accumulate_grad_batches"), "batch", "the same global batch in other parts"),
+    (_CHECKPOINTING, "checkpointing", "only as many blocks as do not fit, those first that cost least for a byte"),
+)  # fmt: skip

@@ -1,0 +1,115 @@
+"""recommend(objective="speed"): the fastest setting that fits, over blocks, batch, optimizer and devices together."""
+
+import dataclasses
+import functools
+
+import pytest
+
+import kit
+from kit.config import Config
+from kit.errors import ConfigError, PlanError
+from kit.memory.replay.cards import target_of
+from kit.models import GPT, Tokens
+from kit.studies.scaling.fastest import shortened
+from kit.studies.scaling.recommend import recommend
+
+BATCH = 8
+SMALL = functools.partial(GPT, vocabulary=256, width=64, heads=4, layers=10, context=256)
+KEEP = ("hardware.precision", "levers.optimizer", "levers.accumulate_grad_batches")
+
+
+def data():
+    return Tokens(vocabulary=256, context=256, batch_size=BATCH)
+
+
+@pytest.fixture(scope="module")
+def given():
+    return Config.make({"loader": {"batch_size": BATCH}, "hardware": {"precision": "bf16-mixed"}})
+
+
+def a100_of(capacity_bytes):
+    return dataclasses.replace(target_of("A100-40GB"), capacity_bytes=int(capacity_bytes), outside_bytes=(0, 0))
+
+
+def planned(config, capacity_bytes, **options):
+    target = {"device": a100_of(capacity_bytes), "headroom_fraction": 0, **options.pop("target", {})}
+    return recommend(config, target, SMALL, data, objective="speed", confirm=False, **options)
+
+
+@pytest.fixture(scope="module")
+def ends(given):
+    """Bytes that it needs without checkpointing, and with all blocks checkpointed."""
+    found = []
+    for checkpointing in (False, True):
+        config = given.replace({"levers.gradient_checkpointing": checkpointing})
+        found.append(kit.predict_memory(config, SMALL, data, device=a100_of(1 << 35)).total_bytes[1])
+    return found
+
+
+def test_only_as_many_blocks_are_checkpointed_as_the_budget_asks_for(given, ends):
+    none, everything = ends
+    before = 0.0
+    for share in (1.0, 0.6, 0.3):
+        plan = planned(given, everything + share * (none - everything), keep=KEEP)
+        assert plan.chosen is not None
+        assert plan.chosen.needs_bytes <= plan.budget_bytes
+        assert plan.chosen.step_seconds >= before
+        before = plan.chosen.step_seconds
+        if share < 1:
+            assert plan.chosen.needs_bytes >= 0.9 * plan.budget_bytes
+            assert 0 < plan.chosen.checkpointed < 10
+            assert plan.config.levers.checkpoint_blocks
+            needs = kit.predict_memory(plan.config, SMALL, data, device=a100_of(1 << 35)).total_bytes[1]
+            assert needs == plan.chosen.needs_bytes
+        else:
+            assert plan.chosen.checkpointed == 0
+
+
+def test_a_plan_keeps_the_global_batch_and_beats_what_it_leaves_out(given, ends):
+    plan = planned(given, 0.85 * ends[1])
+    config = plan.config
+    assert config.loader.batch_size * config.levers.accumulate_grad_batches == BATCH
+    assert all(plan.chosen.step_seconds <= point.step_seconds for point in plan.points if point.fits)
+    assert plan.chosen.changes in [point.changes for point in plan.points]
+    assert Config.from_yaml(config.to_yaml()) == config
+    assert "dry-run as it stands" in str(plan)
+    assert "<table" in plan._repr_html_()
+
+
+def test_what_is_kept_is_not_changed(given, ends):
+    with pytest.raises(ConfigError, match="levers"):
+        planned(given, ends[0], keep=["levers.no_such_field"])
+    plan = planned(given, ends[1], keep=(*KEEP, "levers.gradient_checkpointing"))
+    assert not plan.fits
+    assert "too much" in plan.refusal
+    with pytest.raises(PlanError, match="nothing fits"):
+        plan.config  # noqa: B018
+
+
+def test_more_devices_share_the_global_batch(given, ends):
+    plan = planned(given, 2 * ends[0], target={"devices": 2}, keep=KEEP)
+    names = {point.name for point in plan.points}
+    assert any(name.startswith("ddp on 2") for name in names)
+    assert any(name.startswith("fsdp on 2") for name in names)
+    for point in plan.points:
+        config = given.replace(dict(point.changes))
+        devices = 2 if config.hardware.strategy != "none" else 1
+        assert config.loader.batch_size * config.levers.accumulate_grad_batches * devices == BATCH
+
+
+def test_module_and_data_may_follow_the_config_and_a_plan_draws_itself(given, ends):
+    device = a100_of(ends[0])
+    plan = recommend(given, SMALL, data, device=device, objective="speed", keep=KEEP, confirm=False)
+    other = recommend(given, device, SMALL, data, objective="speed", keep=KEEP, confirm=False)
+    assert plan.config == other.config
+    assert recommend(given, SMALL, data, device=device).config == recommend(given, device, SMALL, data).config
+    assert "chosen" in [text.get_text() for text in plan.figure().axes[0].get_legend().get_texts()]
+    with pytest.raises(ConfigError, match="not both"):
+        recommend(given, "T4", SMALL, data, device="T4")
+    with pytest.raises(PlanError, match="objective"):
+        recommend(given, SMALL, data, device=device, objective="thrift")
+
+
+def test_numbers_of_blocks_in_a_row_are_one_word():
+    assert shortened(["3", "0", "1", "7", "2", "layers.4"]) == ("0-3", "7", "layers.4")
+    assert shortened([]) == ()
