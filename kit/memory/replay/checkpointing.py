@@ -7,7 +7,8 @@ backward. Any subset of blocks is played through the allocator, and priced, in m
 
 The output is taken to be what the block's last allocating operator made, the largest of it. The second forward ends
 where the last dropped tensor is there again, as torch's does. Gathered parameters and traffic are not repeated: under
-FSDP a block is gathered for its backward pass anyway. Known error: what autocast casts anew in the second forward.
+FSDP a block is gathered for its backward pass anyway. Known error: what autocast casts anew in the second forward; a
+GPT of 64 channels under CUDA's autocast was thought to need 8 % too much.
 """
 
 from __future__ import annotations
