@@ -42,8 +42,11 @@ def plan_figure(plan: SpeedPlan) -> Figure:
         draw(list(plan.front), marker="", color=look.BLUE, linewidth=1.2, label="nothing is better in both")
         if plan.chosen is not None:
             draw([plan.chosen], marker="D", markersize=9, linestyle="", color=look.VERMILION, label="chosen")
-        spans = [one.needs_bytes for one in points], [one.step_seconds for one in points]
-        for values, scale in zip(spans, (axes.set_xscale, axes.set_yscale), strict=True):
+        scales: list[tuple[list[float], Any]] = [
+            ([float(one.needs_bytes) for one in points], axes.set_xscale),
+            ([one.step_seconds for one in points], axes.set_yscale),
+        ]
+        for values, scale in scales:
             if values and min(values) > 0 and max(values) > 10 * min(values):
                 scale("log")
         axes.legend(loc="upper right", fontsize=8.5)
