@@ -3,8 +3,9 @@
     seconds = max(FLOPs / (reached × peak), bytes / (reached × bandwidth)) + the least that a kernel takes
 
 The fractions stand in one table, each with the publication it goes back to or the word that it is assumed; none was
-measured here. `benchmarks/published.py --measure speed` sets them beside 123 published speeds. They are those of eager torch with cuBLAS, cuDNN and
-FlashAttention; products of small matrices reach less, because tiles of 128 rows and columns are not full.
+measured here. `benchmarks/published.py --measure speed` sets them beside 123 published speeds. They are those of eager
+torch with cuBLAS, cuDNN and FlashAttention; products of small matrices reach less, because tiles of 128 rows and
+columns are not full.
 
 Known error: a card slows down under its power limit, which data sheets leave out, and reaches less than a cool one; a
 convolution's algorithm is cuDNN's choice. So the doubt is large, and a first trial replaces it.

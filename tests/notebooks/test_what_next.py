@@ -103,13 +103,13 @@ def committed(config):
     there("08_larger_than_memory")
     config = config.replace({"model.target": "kit.testing:TinyModule", "model.arguments": {}})
     trial = kit.fit(config, data="kit.testing:TinyData").wait()
-    line = kit.commit(trial.config, trial, data="kit.testing:TinyData").command
-    assert "python -m kit.train.cli fit --config" in line
+    launch = kit.commit(trial.config, trial, data="kit.testing:TinyData").launch
+    assert "python -m kit.train.cli fit --config" in launch.python
 
 
 def rows(config):
     there("09_topics")
-    numpy.save("mine.npy", numpy.zeros((8, 4), "float32"))
+    numpy.save("mine.npy", numpy.zeros((16, 4), "float32"))
     assert len(kit.data.RowData("mine.npy").train_dataloader()) == 1  # `RowData`
 
 

@@ -90,10 +90,10 @@ def _card(
     )  # fmt: skip
 
 
-# GiB of the eighteen cards that the first version had are the lowest "total capacity" found in torch's out-of-memory
-# messages in public issues and logs (2023 to September 2026); those of the other fifteen are the usual ones and were not
-# looked up so. Capabilities are those of NVIDIA's table (developer.nvidia.com/cuda-gpus). Speeds are those of the maker's
-# data sheets and architecture papers (Pascal, Volta, Turing, GA100, GA102, Ada, H100, Blackwell), without
+# GiB of the eighteen cards that kit had first: the lowest "total capacity" found in torch's out-of-memory
+# messages in public issues and logs (2023 to September 2026); those of the other fifteen are the usual ones, and were
+# not looked up so. Capabilities are those of NVIDIA's table (developer.nvidia.com/cuda-gpus). Speeds are those of the
+# maker's data sheets and architecture papers (Pascal, Volta, Turing, GA100, GA102, Ada, H100, Blackwell), without
 # sparsity, of the SXM form where there is one: dense 16-bit tensor cores with 32-bit accumulation, TF32, float32
 # outside tensor cores, in 10^12 FLOP/s; memory in 10^9 bytes/s. AWS states those of the A10G. A 0: the card has none.
 CARDS: tuple[Card, ...] = (

@@ -383,12 +383,17 @@ def _read_seconds(steps: Sequence[Event]) -> float | None:
 def _reading(trial: Trial) -> dict[str, Any]:
     """From what the loaders counted between the first step and the last."""
     requests = size = samples = 0.0
-    for rank in {event["rank"] for event in trial.steps}:
-        counted = [event for event in trial.steps if event["rank"] == rank and "requests" in event]
+    ranks = {event["rank"] for event in trial.steps}
+    by_rank = [[e for e in trial.steps if e["rank"] == rank and "requests" in e] for rank in ranks]
+    for counted in by_rank:
         for before, after in pairwise(counted[:: max(1, len(counted) - 1)]):
             requests += number(after["requests"]) - number(before["requests"])
             size += number(after["bytes_read"]) - number(before["bytes_read"])
         samples += sum(int(event["samples"]) for event in counted[1:])
+    if not requests:  # a small store is read whole before the first step ends
+        requests = sum(number(counted[-1]["requests"]) for counted in by_rank if counted)
+        size = sum(number(counted[-1]["bytes_read"]) for counted in by_rank if counted)
+        samples = sum(int(event["samples"]) for counted in by_rank for event in counted)
     return {
         "requests_per_sample": requests / samples if samples and requests else None,
         "bytes_per_request": size / requests if requests else None,

@@ -30,7 +30,10 @@ _SECONDS_PER_HOUR = 3600.0
 RATED_WATTS = {
     "B200": 1000.0, "H200": 700.0, "H100": 700.0, "A100": 400.0, "V100": 300.0, "L40S": 350.0, "A40": 300.0,
     "A10G": 300.0, "L4": 72.0, "T4": 70.0, "RTX-A6000": 300.0, "RTX-5090": 575.0, "RTX-4090": 450.0,
-    "RTX-3090": 350.0, "RTX-4080": 320.0, "RTX-3060": 170.0,
+    "RTX-3090": 350.0, "RTX-4080": 320.0, "RTX-3060": 170.0, "RTX-3070": 220.0, "RTX-3080": 320.0,
+    "RTX-2080-Ti": 250.0, "GTX-1080-Ti": 250.0, "RTX-A4000": 140.0, "RTX-A5000": 230.0, "P100": 300.0, "A10": 150.0,
+    "A30": 165.0, "TITAN-RTX": 280.0, "L40": 300.0, "RTX-6000-Ada": 300.0, "H100-NVL": 400.0, "GH200": 700.0,
+    "RTX-PRO-6000": 600.0,
 }  # fmt: skip
 """Board power by GPU model, as NVIDIA's data sheets state it; of the SXM form where there is one."""
 CORE_WATTS = 7.3
@@ -209,7 +212,8 @@ def _watts(device: str, measured: float | None) -> Power:
         return Power(device_watts=measured, least_device_watts=measured, most_device_watts=measured,
                      server_watts=SERVER_WATTS, reasons=(reason,))  # fmt: skip
     words = set(re.split(r"[^a-z0-9]+", device.lower()))
-    model = next((model for model in RATED_WATTS if set(model.lower().split("-")) <= words), "")
+    named = [model for model in RATED_WATTS if set(model.lower().split("-")) <= words]
+    model = max(named, key=lambda one: one.count("-"), default="")  # H100-NVL before H100
     rated = RATED_WATTS[model or "A100"]
     low, taken, high = (share * rated for share in UTILISATION)
     named = model or f"{device} is not in the table, so an A100's"
