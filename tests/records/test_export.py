@@ -59,7 +59,7 @@ def test_settings_off_their_default_and_versions_are_columns_in_one_order(tmp_pa
 
 
 def test_units_are_in_the_names_of_columns():
-    known = ("_bytes", "_per_second", "_fraction", "_ratio", "_predicted", "_measured")
+    known = ("_bytes", "_per_second", "_fraction", "_ratio", "_predicted", "_measured", "_low", "_high")
     numbers = [name for name in PLAIN if "bytes" in name or "second" in name or "fraction" in name]
     assert all(name.endswith(known) or name == "bytes_read" for name in numbers)
 

@@ -220,6 +220,7 @@ class Fastest:
             confirmed = self._confirmed(best)
             if confirmed.fits:
                 chosen = confirmed
+                points = [confirmed if point.changes == best.changes else point for point in points]
                 break
             refused.append(best.changes)
             # The chosen one may need no more than the budget: what it was thought to need is what was wrong.

@@ -123,12 +123,14 @@ def recommend(
     if objective == "speed":
         if goal.limited:
             raise PlanError(f"a limit of {goal.limits} belongs to objective='change', which counts hours and money")
-        return Fastest(config, module, data, goal, keep, timeout_seconds or SPEED_SECONDS).answer(confirm)
+        seconds = SPEED_SECONDS if timeout_seconds is None else timeout_seconds
+        return Fastest(config, module, data, goal, keep, seconds).answer(confirm)
     if objective != "change":
         raise PlanError(f"objective is {objective!r}; give 'change' or 'speed'")
     if goal.limited and trial is None:
         raise PlanError(f"a limit of {goal.limits} needs a trial to predict times from; pass trial=kit.fit(...)")
-    return _Escalation(module, data, config, goal, trial, timeout_seconds or CHANGE_SECONDS).answer()
+    seconds = CHANGE_SECONDS if timeout_seconds is None else timeout_seconds
+    return _Escalation(module, data, config, goal, trial, seconds).answer()
 
 
 CHANGE_SECONDS, SPEED_SECONDS = 30.0, 120.0
