@@ -59,7 +59,7 @@ def test_an_ambiguous_card_is_answered_with_its_sizes():
 def test_an_unknown_card_is_answered_with_the_closest():
     with pytest.raises(PlanError, match="did you mean 'H100-80GB'"):
         find_card("H1000-80GB")
-    with pytest.raises(PlanError, match="known are RTX-3060-12GB"):
+    with pytest.raises(PlanError, match="known are .*T4-16GB"):
         find_card("abacus")
     with pytest.raises(PlanError, match="no GPU model"):
         find_card("")
