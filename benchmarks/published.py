@@ -30,6 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ PACKAGES = ("torch", "transformers", "peft", "diffusers", "timm", "torchvision")
 UNITS = {"bytes": 1, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
 TIMEOUT_SECONDS = 300.0
 RECORDINGS: Path | None = None
+NETWORKS = {"A100-40GB": "network-1600G", "A100-80GB": "network-1600G", "H100-80GB": "network-3200G"}
+"""Between nodes, as the sources of figures on several of them say."""
 EXPLAIN_BEYOND = 0.1
 SPEED_EXPLAIN_BEYOND = 0.25
 Row = dict[str, Any]
@@ -141,7 +144,9 @@ def timed(row: Row) -> dict[str, Any]:
         (recording,) = recordings_of(RecordingRequest(query), TIMEOUT_SECONDS)
         if path:
             recording.save(path)
-    speed = speed_of(recording, target, devices=devices)
+    tf32 = bool(row["configuration"].get("tf32"))  # recordings kept from before do not say it
+    recording = replace(recording, facts={**recording.facts, "tf32": tf32})
+    speed = speed_of(recording, target, devices=devices, between=NETWORKS.get(row["device"]))
     return {
         "samples_per_second": speed.samples_per_second,
         "range": [speed.low_samples_per_second, speed.high_samples_per_second],

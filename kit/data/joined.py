@@ -72,7 +72,7 @@ def join(
 
     Example:
         >>> members = kit.data.join([store, store], "member")
-        >>> members.arrays["temperature"].dims
+        >>> members.arrays["sst"].dims
         ('member', 'time', 'lat', 'lon')
     """
     parts = tuple(one if isinstance(one, Dataset) else open_dataset(one, credentials) for one in stores)

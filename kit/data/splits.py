@@ -269,8 +269,8 @@ def split(config: Config) -> Split | None:
         StoreError: when the store cannot be opened.
 
     Example:
-        >>> kept = {"data.validation_fraction": 0.25, "data.validation_dimension": "lon"}
-        >>> parts = kit.data.split(ocean.replace(kept))
+        >>> kept = {"data.validation_fraction": 0.5, "data.validation_dimension": "lon"}
+        >>> parts = kit.data.split(ocean.replace({"data.patch": {"time": 2, "lat": 32, "lon": 32}, **kept}))
         >>> sum(parts.fractions.values())
         1.0
     """

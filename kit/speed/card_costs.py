@@ -34,18 +34,17 @@ class Achieved:
     source: str
 
 
+_FITTED = "fitted to the published speeds that are not held out (benchmarks/published.py)"
 ACHIEVED: Mapping[str, Achieved] = {
-    "matmul": Achieved(0.72, 0.8, 1.3, "cuBLAS on square 16-bit products of 4096 and more: 225 to 260 of 312 TFLOP/s "
-                       "on A100, 600 to 720 of 989 on H100 (Dao 2023; CUTLASS and torch benchmarks)"),
-    "convolution": Achieved(0.4, 0.7, 1.6, "cuDNN in torch's default layout: ResNet-50 in mixed precision reaches a "
-                            "third to a half of the tensor cores' peak in NVIDIA's and MLPerf's logs"),
-    "attention": Achieved(0.5, 0.7, 1.5, "FlashAttention-2: 0.5 to 0.7 of the peak forward and backward on A100, 0.35 "
-                          "to 0.4 on H100 (Dao 2023; Shah et al. 2024)"),
-    "recurrent": Achieved(0.15, 0.5, 2.0, "cuDNN's recurrent kernels wait for each step of a sequence; an assumption"),
-    "normalization": Achieved(0.5, 0.65, 1.4, "torch's layer norm and softmax kernels; an assumption"),
-    "elementwise": Achieved(0.5, 0.82, 1.25, "a copy reaches 0.8 to 0.9 of the stated bandwidth (BabelStream)"),
-    "reduction": Achieved(0.5, 0.65, 1.4, "an assumption"),
-    "indexing": Achieved(0.5, 0.35, 1.8, "scattered reads, and sorts of torch's embedding gradients; an assumption"),
+    "matmul": Achieved(0.88, 0.8, 1.3, _FITTED),
+    "convolution": Achieved(1.0, 0.36, 1.6, _FITTED),
+    "grouped convolution": Achieved(0.1, 0.21, 1.8, _FITTED),
+    "attention": Achieved(0.8, 0.7, 1.5, _FITTED),
+    "recurrent": Achieved(0.15, 0.5, 2.0, "cuDNN's recurrent kernels wait for each step of a sequence; assumed"),
+    "normalization": Achieved(0.5, 0.52, 1.4, _FITTED),
+    "elementwise": Achieved(0.5, 0.61, 1.25, _FITTED),
+    "reduction": Achieved(0.5, 0.65, 1.4, "assumed"),
+    "indexing": Achieved(0.5, 0.35, 1.8, "scattered reads, and sorts of torch's embedding gradients; assumed"),
     "copy": Achieved(0.5, 0.75, 1.3, "a copy reaches 0.8 to 0.9 of the stated bandwidth (BabelStream)"),
 }  # fmt: skip
 """By kind of operator."""
@@ -69,6 +68,8 @@ class CardCosts:
     step_seconds: float = LOOP_SECONDS
     doubt: float = 1.1
     asynchronous: bool = True
+    tf32: bool = False
+    """Whether products of float32 may use TF32, as `torch.set_float32_matmul_precision("high")` allows."""
 
     @property
     def name(self) -> str:
@@ -82,20 +83,24 @@ class CardCosts:
         """Of one call."""
         if work.kind in ("view", "communication"):
             return Cost(0.0, 1.0, "datasheet", "memory bandwidth")
-        reached = self.achieved[work.kind]
-        peak = self.card.peak_flops_per_second(_format_of(call, work.kind, self.card))
+        reached = self.achieved["grouped convolution" if _is_grouped(call, work.kind) else work.kind]
+        peak = self.card.peak_flops_per_second(self._format_of(call, work.kind))
         compute = work.flops * _padding(call, work.kind) / (reached.of_peak * peak)
         memory = work.bytes / (reached.of_bandwidth * self.card.bytes_per_second)
         bound: Literal["compute", "memory bandwidth"] = "compute" if compute > memory else "memory bandwidth"
         return Cost(max(compute, memory) + KERNEL_SECONDS, reached.doubt, "datasheet", bound)
 
+    def _format_of(self, call: OperatorCall, kind: Kind) -> str:
+        """The number format whose units a product uses: torch lets convolutions use TF32, and others where told to."""
+        dtype = call.inputs[0].dtype if call.inputs else "float32"
+        may = kind in ("convolution", "recurrent") or (self.tf32 and kind in ("matmul", "attention"))
+        return "tf32" if may and dtype == "float32" and self.card.capability >= (8, 0) else dtype
 
-def _format_of(call: OperatorCall, kind: Kind, card: Card) -> str:
-    """The number format whose units a product uses: torch lets convolutions, and no other product, use TF32."""
-    dtype = call.inputs[0].dtype if call.inputs else "float32"
-    return (
-        "tf32" if kind in ("convolution", "recurrent") and dtype == "float32" and card.capability >= (8, 0) else dtype
-    )
+
+def _is_grouped(call: OperatorCall, kind: Kind) -> bool:
+    """Whether a convolution's filters see only some of the channels: its weight has fewer than its input."""
+    wide = [spec.shape for spec in call.inputs if len(spec.shape) >= 3]
+    return kind == "convolution" and len(wide) >= 2 and wide[-1][1] < min(wide[-1][0], wide[-2][1])
 
 
 def _padding(call: OperatorCall, kind: Kind) -> float:

@@ -56,6 +56,8 @@ LINKS = (
     Link(name="PCIe-5", bytes_per_second=63e9, latency_seconds=10e-6),
     Link(name="PCIe-4", bytes_per_second=31.5e9, latency_seconds=10e-6),
     Link(name="PCIe-3", bytes_per_second=15.8e9, latency_seconds=10e-6),
+    Link(name="network-3200G", bytes_per_second=400e9, latency_seconds=20e-6),
+    Link(name="network-1600G", bytes_per_second=200e9, latency_seconds=20e-6),
     Link(name="network-400G", bytes_per_second=50e9, latency_seconds=20e-6),
     Link(name="network-100G", bytes_per_second=12.5e9, latency_seconds=30e-6),
     Link(name="network-25G", bytes_per_second=3.125e9, latency_seconds=50e-6),

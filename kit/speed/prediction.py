@@ -50,6 +50,7 @@ def predict_speed(
     device: str | DeviceTarget = THIS_MACHINE,
     devices: int | None = None,
     link: str | Link | None = None,
+    between: str | Link | None = None,
     measure_seconds: float = 10.0,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> SpeedEstimate:
@@ -65,6 +66,7 @@ def predict_speed(
         device: A GPU model such as "A100-40GB", or "this machine".
         devices: How many of them, instead of the config's. Several without a strategy are taken as ddp.
         link: What joins them, by name (`NVLink-3`, `PCIe-4`, ...); by default what is usual for the card.
+        between: What joins nodes of eight, by name (`network-3200G`); by default 100 Gbit/s.
         measure_seconds: To spend on calls of this step that were never measured here; 0 spends nothing.
         timeout_seconds: Limit of the dry run.
 
@@ -103,14 +105,15 @@ def predict_speed(
     else:
         costs = CardCosts(card_of(target))
     found = speed_of(
-        recording, target, devices=query.world_size, costs=costs, link=link, loader_seconds=loader_seconds(query)
-    )
+        recording, target, devices=query.world_size, costs=costs, link=link, between=between,
+        loader_seconds=loader_seconds(query),
+    )  # fmt: skip
     return replace(found, reasons=(*reasons, *found.reasons))
 
 
 def speed_of(
     recording: Recording, target: DeviceTarget, *, devices: int = 1, costs: Costs | None = None,
-    link: str | Link | None = None, loader_seconds: float | None = None,
+    link: str | Link | None = None, between: str | Link | None = None, loader_seconds: float | None = None,
 ) -> SpeedEstimate:  # fmt: skip
     """The estimate of a recording, in milliseconds and without a process.
 
@@ -120,6 +123,7 @@ def speed_of(
         devices: How many.
         costs: What calls cost there; by default those of the card's data sheet.
         link: What joins the devices; by default what is usual.
+        between: What joins nodes of eight; by default 100 Gbit/s.
         loader_seconds: That the loader needs for a batch; None where that is not known.
 
     Raises:
@@ -127,10 +131,12 @@ def speed_of(
     """
     step = step_of(recording)
     priced: Costs = CardCosts(card_of(target)) if costs is None else costs
+    if isinstance(priced, CardCosts):
+        priced = replace(priced, tf32=bool(recording.facts.get("tf32")))
     within = find_link(link) if link is not None else link_within("cpu" if target.device_kind == "cpu" else target.name)
-    between = find_link("network-100G") if target.device_kind == "cuda" else None
+    nodes = find_link(between or "network-100G") if target.device_kind == "cuda" else None
     time = price(
-        step, priced, traffic=_traffic(step) if devices > 1 else None, devices=devices, within=within, between=between,
+        step, priced, traffic=_traffic(step) if devices > 1 else None, devices=devices, within=within, between=nodes,
         loader_seconds=None if loader_seconds is None else loader_seconds * step.accumulate,
     )  # fmt: skip
     reasons, factor = _edges(recording, step)
@@ -193,8 +199,10 @@ def _mfu(step: StepOperators, time: StepTime, costs: Costs) -> float | None:
     """FLOPs of the step over those that the device's stated peak would give in its time; None without a peak."""
     if not isinstance(costs, CardCosts) or not time.seconds:
         return None
-    dtype = "float32" if str(step.facts.get("precision")) in ("32-true", "64-true") else "bfloat16"
-    dtype = "float16" if str(step.facts.get("precision")).startswith("16") else dtype
+    precision = str(step.facts.get("precision"))
+    dtype = "float16" if precision.startswith("16") else "bfloat16"
+    if precision in ("32-true", "64-true"):
+        dtype = "tf32" if costs.tf32 else "float32"
     return step.flops / time.seconds / costs.card.peak_flops_per_second(dtype)
 
 

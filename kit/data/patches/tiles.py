@@ -58,7 +58,7 @@ def statistics(config: Config, *, progress: bool | Progress = True, again: bool 
     Example:
         >>> found = kit.data.statistics(ocean, progress=False)
         >>> found.variables
-        ('temperature', 'salinity', 'current')
+        ('sst', 'u', 'v')
     """
     dataset, variables = open_dataset(config), config.data.variables
     found = None if again else find_statistics(dataset, variables)

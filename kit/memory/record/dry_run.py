@@ -256,6 +256,7 @@ def _facts(run: DryRun, module: LightningModule, trainer: Trainer, unknown: str)
         "capability": run.capability,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "manual": not module.automatic_optimization,
+        "tf32": torch.get_float32_matmul_precision() != "highest",
         "unknown": unknown,
     }
 
