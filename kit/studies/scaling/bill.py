@@ -212,8 +212,8 @@ def _watts(device: str, measured: float | None) -> Power:
         return Power(device_watts=measured, least_device_watts=measured, most_device_watts=measured,
                      server_watts=SERVER_WATTS, reasons=(reason,))  # fmt: skip
     words = set(re.split(r"[^a-z0-9]+", device.lower()))
-    named = [model for model in RATED_WATTS if set(model.lower().split("-")) <= words]
-    model = max(named, key=lambda one: one.count("-"), default="")  # H100-NVL before H100
+    found = [model for model in RATED_WATTS if set(model.lower().split("-")) <= words]
+    model = max(found, key=lambda one: one.count("-"), default="")  # H100-NVL before H100
     rated = RATED_WATTS[model or "A100"]
     low, taken, high = (share * rated for share in UTILISATION)
     named = model or f"{device} is not in the table, so an A100's"
