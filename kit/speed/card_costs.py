@@ -2,13 +2,13 @@
 
     seconds = max(FLOPs / (reached × peak), bytes / (reached × bandwidth)) + the least that a kernel takes
 
-What kernels reach is fitted to published speeds of eager torch on one GPU (V100, A100, RTX 3090 and 4090, A6000; 32 rows
-of `benchmarks/published.py --measure speed`, none of them held out), where the table says so; products of small matrices
-reach less, because tiles of 128 rows and columns are not full.
+What kernels reach is fitted to published speeds of eager torch on one GPU (V100, A100, RTX 3090, 4090 and A6000: 32
+rows of `benchmarks/published.py --measure speed`, none of them held out), where the table says so. Products of small
+matrices reach less, because tiles of 128 rows and columns are not full.
 
-Known error: beside 35 published speeds that nothing was fitted to, a median of 10.6 %, 77 % within 25 %, up to 1.9 times
-too fast. Compiled code is priced as eager code, and what a data loader or a hot card held up in the published runs is
-not known here. So the doubt is large, and a first trial replaces it.
+Known error: `benchmarks/README.md` has it beside published speeds that nothing was fitted to. Compiled code is priced
+as eager code, and what a loader or a hot card held up in the published runs is not known here. So the doubt is large,
+and a first trial replaces it.
 """
 
 from __future__ import annotations
