@@ -49,8 +49,8 @@ ACHIEVED: Mapping[str, Achieved] = {
 }  # fmt: skip
 """By kind of operator."""
 HOPPER = 0.72
-"""Of those fractions of the peak, on cards from Hopper on, which reach their power limit sooner; fitted likewise. cuBLAS
-reaches 600 to 720 of 989 TFLOP/s on H100."""
+"""Of those fractions of the peak, on cards from Hopper on, which reach their power limit sooner; fitted likewise.
+cuBLAS reaches 600 to 720 of 989 TFLOP/s on H100."""
 KERNEL_SECONDS = 2.5e-6
 """The least that a kernel keeps a GPU busy, launch gap included."""
 _TILE, _INNER = 128, 32
