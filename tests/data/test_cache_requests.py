@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kit.data.patches.loader import PatchLoader
 from kit.data.patches.module import PatchData
 from kit.data.sampling import sample_plan
 from kit.data.stores.disk_cache import ReadCache
-from kit.errors import ConfigError, PlanError
+from kit.errors import ConfigError, KitWarning, PlanError
 
 SHARDS = {"shards": {"time": 4, "lat": 32, "lon": 32}, "chunks": "none"}
 GAP = {"chunking.latency_seconds": 0.03, "chunking.bandwidth_bytes_per_second": 80_000_000}
@@ -97,6 +98,33 @@ def test_other_servers_are_asked_once_for_each_chunk(server, kit_built, request,
         assert counts["requests"] <= (0 if kit_built else objects)  # others are asked which object it is
 
 
+@pytest.mark.parametrize("tagged", [True, False])
+def test_a_web_server_without_head_is_read_and_cached_by_what_a_get_tells(
+    tagged, folder_server, monkeypatch, tmp_path, tiny_config
+):
+    send = SimpleHTTPRequestHandler.send_header
+    monkeypatch.delattr(SimpleHTTPRequestHandler, "do_HEAD")  # from here on it answers 501
+    if not tagged:
+        without = lambda self, name, text: name == "Last-Modified" or send(self, name, text)  # noqa: E731
+        monkeypatch.setattr(SimpleHTTPRequestHandler, "send_header", without)
+    config = config_of(tiny_config, str(tmp_path / "t.zarr"), tmp_path / "c", "chunks")
+    dataset = replace(build(config, progress=False), manifest=None)
+    expected = one_pass(PatchData(config).train_dataloader())[0]
+    dataset = replace(dataset, url=f"{folder_server}/t.zarr")
+    with closing(loader_of(config, dataset)) as loader:
+        if tagged:
+            assert one_pass(loader)[0] == expected
+        else:
+            with pytest.warns(KitWarning, match="neither tag nor time.* read without a cache"):
+                assert one_pass(loader)[0] == expected
+            assert loader.counters()["read_cache_misses"] == 0
+            return
+    kit.data.prefetch(config, dataset, progress=False)
+    with closing(loader_of(config, dataset)) as loader:
+        again, counts = one_pass(loader)
+    assert (again, counts["bytes_read"]) == (expected, 0)
+
+
 def loader_of(config, dataset, world_size=1, rank=0):
     plan = sample_plan(config, dataset, world_size)
     return PatchLoader(
@@ -170,8 +198,8 @@ def test_prefetch_reads_all_once_and_goes_on_where_it_was_stopped(cloud, tmp_pat
         if done == 5:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        kit.data.prefetch(config, progress=stop)
+    with pytest.raises(KeyboardInterrupt):  # one request in flight: hardly more is read than was told
+        kit.data.prefetch(config.replace({"loader.requests_in_flight": 1}), progress=stop)
     assert seen[-1][0] == 5
     found = kit.data.prefetch(config, progress=False)
     assert found.objects == seen[0][1]

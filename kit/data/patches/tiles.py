@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -27,7 +28,7 @@ from kit.data.tile_statistics import (
     tile_sides,
     with_statistics,
 )
-from kit.errors import StoreError
+from kit.errors import KitWarning, StoreError
 
 if TYPE_CHECKING:
     from kit.config import Config
@@ -144,10 +145,16 @@ def standardized_by(config: Config, dataset: Dataset) -> Dataset:
     if not config.data.standardize:
         return dataset
     found = find_statistics(dataset, config.data.variables)
-    if found is None:
-        return dataset
     widest = widest_of(dataset, config)
     parts = split_of(config, widest)
+    if found is None:
+        if parts is not None and all(info.mean is not None for info in dataset.select(config.data.variables)):
+            message = (
+                "data.standardize: means and deviations are those of the whole store, with what is kept out of "
+                "training; call kit.data.statistics(config) once, and they are of the part for training"
+            )
+            warnings.warn(message, KitWarning, stacklevel=2)
+        return dataset
     if parts is None:
         return with_statistics(dataset, found, None)
     firsts = [np.arange(count) * side for count, side in zip(found.valid.shape[1:], found.tile, strict=True)]

@@ -51,7 +51,9 @@ _LINGER_SECONDS = 5.0
 _CLOSE_SECONDS = 5.0
 _MEMORY_PAUSE_SECONDS = 0.001
 _MOST_REDIRECTS = 5
-
+_ANY_BYTE = "0-0"
+_NO_HEAD = (405, 501)
+"""Statuses of a store that knows no HEAD."""
 
 _quoted = lru_cache(maxsize=4096)(quote)
 """A shard is requested from many times."""
@@ -64,7 +66,10 @@ class StatusError(OSError):
 
 
 class Get:
-    """One request; the client calls `done` or `fail`, in its own thread. `head` requests an object's tags only."""
+    """One request; the client calls `done` or `fail`, in its own thread.
+
+    `head` requests an object's tags only: no bytes where the store gives none by which a new object would show.
+    """
 
     __slots__ = ("attempts", "first", "head", "key", "last")
     cancelled = False
@@ -208,6 +213,8 @@ class HttpClient(Client):
         self._numbers = itertools.count()
         self._idle: list[Any] = []
         self._sent: dict[Any, _Sent] = {}
+        self._knows_head = True
+        """Else tags are those of a GET of one byte."""
 
     def submit(self, gets: Iterable[Get], urgent: bool = False) -> None:
         with self._lock:
@@ -312,9 +319,13 @@ class HttpClient(Client):
             span, most_bytes = f"{get.first}-{get.last - 1}", get.last - get.first
         elif get.first is not None:
             span, most_bytes = str(get.first), -get.first
+        elif get.head and not self._knows_head:
+            span, most_bytes = _ANY_BYTE, 1
         easy.setopt(pycurl.URL, f"{self._address.base}/{_quoted(get.key)}{self._address.signature()}")
-        easy.setopt(pycurl.NOBODY, get.head)
+        easy.setopt(pycurl.NOBODY, get.head and span is None)
         easy.setopt(pycurl.HEADERFUNCTION if get.head else pycurl.WRITEFUNCTION, parts.append)
+        if get.head:
+            easy.setopt(pycurl.WRITEFUNCTION, _ignore)
         if span is None:
             easy.unsetopt(pycurl.RANGE)
         else:
@@ -360,6 +371,8 @@ class HttpClient(Client):
                 easy.close()
                 if code == pycurl.E_FILESIZE_EXCEEDED and status >= 400:  # it is a refusal that is so long
                     self._on_status(sent, status)
+                elif code == pycurl.E_FILESIZE_EXCEEDED and sent.get.head:  # the tags have come before it
+                    self._on_status(sent, 206)
                 elif code == pycurl.E_FILESIZE_EXCEEDED:
                     self._try_again(sent.get, OSError("the store sends more than the range that was requested"))
                 elif code == pycurl.E_OPERATION_TIMEDOUT:
@@ -382,6 +395,10 @@ class HttpClient(Client):
         elif status == 404:
             self._counters.add(requests=1)
             self._pass_on(get, None)
+        elif get.head and sent.span is None and status in _NO_HEAD:
+            self._counters.add(requests=1)
+            self._knows_head = False
+            self._waiting.appendleft(get)
         else:
             words = http.client.responses.get(status, "")
             whole = "; a range was requested" if status == 200 else ""
@@ -450,11 +467,19 @@ def _close(*ends: int) -> None:
         os.close(end)
 
 
+def _ignore(_data: bytes) -> None:
+    """Take a body that is not wanted."""
+
+
+_TAGS = (b"etag", b"x-goog-generation", b"x-amz-version-id", b"last-modified")
+
+
 def _tags(lines: list[bytes]) -> bytes:
-    """What of a response's head changes when the object does."""
-    wanted = (b"etag", b"x-goog-generation", b"x-amz-version-id", b"last-modified", b"content-length")
+    """What of a response's head changes when the object does; nothing where nothing does for certain."""
     told = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
-    return repr([told.get(name, b"").decode("latin-1") for name in wanted]).encode()
+    size = told.get(b"content-range", b"").rpartition(b"/")[2] or told.get(b"content-length", b"")
+    tags = [told.get(name, b"") for name in _TAGS]
+    return repr([text.decode("latin-1") for text in (*tags, size)]).encode() if any(tags) else b""
 
 
 FEWEST = 32

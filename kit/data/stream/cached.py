@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -31,7 +32,7 @@ from kit.data.stream.codec import ABSENT, Index
 from kit.data.stream.fetch import GetChunks, GetIndex, Requests, ThreadClient
 from kit.data.stream.pool import ThreadPool
 from kit.data.stream.receive import ReceiveQueue
-from kit.errors import CorruptChunkError
+from kit.errors import CorruptChunkError, KitWarning
 
 _LOOKING_UP = 4
 """Threads that look up and keep."""
@@ -74,7 +75,7 @@ class CachedRequests(Requests):
     def _named(self, request: ChunkRequest, found: Future[str | None]) -> None:
         try:
             name = found.result()
-            if name is None:  # there is no such object, as the request will find
+            if name is None:  # there is no such object, as the request will find, or no name to keep it under
                 super().submit([request])
             else:
                 self.threads.put(request, self._look_up, request, name)
@@ -221,16 +222,18 @@ def name_of(url: str, key: str, identity: str) -> str:
 class ObjectNames:
     """Under which name each object is kept; call from any thread.
 
-    Where no manifest tells which object a key names now, the store is asked, once for each of the last so many.
+    Where no manifest tells which object a key names now, the store is asked, once for each of the last so many. A store
+    that gives no tag by which a new object would show is read without a cache, and a warning says so once.
     """
 
     def __init__(self, client: Client, url: str, known: Mapping[str, str] | None) -> None:
         self._client, self._url, self._known = client, url, known
         self._lock = threading.Lock()
+        self._untagged = False
         self._futures: OrderedDict[str, Future[str | None]] = OrderedDict()
 
     def claim(self, key: str) -> Future[str | None]:
-        """The name that is or will be known; None where there is no such object."""
+        """The name that is or will be known; None where there is no such object, or nothing to name it by."""
         with self._lock:
             future = self._futures.get(key)
             if future is not None:
@@ -241,6 +244,8 @@ class ObjectNames:
                 self._futures.popitem(last=False)
         if self._known is not None:
             self.give(key, future, self._known.get(key))
+        elif self._untagged:
+            self.give(key, future, None)
         else:
             self._client.submit([_Identify(self, key, future)])
         return future
@@ -252,6 +257,17 @@ class ObjectNames:
             future.set_result(None)
         else:
             future.set_result(name_of(self._url, key, identity))
+
+    def warn_untagged(self) -> None:
+        """Say, once, that nothing is kept."""
+        with self._lock:
+            first, self._untagged = not self._untagged, True
+        if first:
+            message = (
+                f"cache.size_bytes: {self._url} answers with neither tag nor time, so that old bytes could be served "
+                "for new ones; it is read without a cache"
+            )
+            warnings.warn(message, KitWarning, stacklevel=2)
 
     def forget(self, key: str) -> None:
         with self._lock:
@@ -268,7 +284,9 @@ class _Identify(Get):
         self._names, self._future = names, future
 
     def done(self, data: Octets | None) -> None:
-        self._names.give(self.key, self._future, None if data is None else data.tobytes().decode())
+        if data is not None and not len(data):
+            self._names.warn_untagged()
+        self._names.give(self.key, self._future, data.tobytes().decode() if data is not None and len(data) else None)
 
     def fail(self, error: BaseException) -> None:
         self._names.forget(self.key)

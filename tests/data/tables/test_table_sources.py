@@ -5,8 +5,10 @@ import math
 import multiprocessing
 import pickle
 import shutil
+import time
 import traceback
 from collections import Counter
+from contextlib import closing
 
 import pyarrow as pa
 import pytest
@@ -461,15 +463,19 @@ def test_closing_ends_what_is_being_read_and_the_table_can_be_read_again(databas
 
 def test_an_abandoned_read_holds_no_connection(postgres, tmp_path):
     table = Place("postgresql", tmp_path, postgres).write(many()).open()
-    read = table.read(Query(batch_rows=10))
-    next(read)
     asked = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'kit'"
-    assert postgres.execute(asked) == [(1,)]
-    read.close()
-    for _ in range(500):
-        if postgres.execute(asked) == [(0,)]:
-            break
-    assert postgres.execute(asked) == [(0,)]
+
+    def connections(expected):
+        """How many there are, once the server has ended those that were closed."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (found := postgres.execute(asked)) != [(expected,)] and time.monotonic() < deadline:
+            pass
+        return found
+
+    with closing(table.read(Query(batch_rows=10))) as read:
+        next(read)
+        assert connections(1) == [(1,)]
+    assert connections(0) == [(0,)]
 
 
 FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons advise against it
