@@ -20,10 +20,9 @@ VERDICT = re.compile(r"(It (helps|hurts):|No difference was found)")
 
 
 def computes_in_16_bits(project):
-    """As the kernel measured it."""
-    (kept,) = (project / "runs" / ".peaks").glob("*.json")
-    flops = json.loads(kept.read_text())["flops_per_second"]
-    return flops["bfloat16"] >= 1.3 * flops["float32"]
+    """As the kernel measured it; what a busy machine gives is not kept, and then nobody knows."""
+    kept = [json.loads(path.read_text()) for path in (project / "runs" / ".peaks").glob("*.json")]
+    return any(one["flops_per_second"]["bfloat16"] >= 1.3 * one["flops_per_second"]["float32"] for one in kept)
 
 
 def test_what_is_planted_is_named_and_one_change_is_tried(notebook, project, artifacts):
@@ -44,6 +43,7 @@ def test_what_is_planted_is_named_and_one_change_is_tried(notebook, project, art
         expect(named.or_(mended.get_by_text("the machine was busy")).first).to_be_visible()
     expect(healthy).to_contain_text(re.compile("Nothing was found|the machine was busy"))
     expect(page.get_by_text(re.compile(f"^{VERDICT.pattern}"))).to_have_count(1)
+    page.frame_locator("iframe").get_by_role("tab", name="timeline").click()
     timeline = page.frame_locator("iframe").locator("#said")
     expect(timeline).to_contain_text("µs to")
 
