@@ -1,6 +1,5 @@
-"""The notebook on slow training as its reader meets it: five mistakes named, one tried by its button, a clean bill."""
+"""The notebook on slow training as its reader meets it: what is planted named, one tried by its button, a clean bill."""
 
-import json
 import re
 
 import nbformat
@@ -19,13 +18,7 @@ panel"""
 VERDICT = re.compile(r"(It (helps|hurts):|No difference was found)")
 
 
-def computes_in_16_bits(project):
-    """As the kernel measured it; what a busy machine gives is not kept, and then nobody knows."""
-    kept = [json.loads(path.read_text()) for path in (project / "runs" / ".peaks").glob("*.json")]
-    return any(one["flops_per_second"]["bfloat16"] >= 1.3 * one["flops_per_second"]["float32"] for one in kept)
-
-
-def test_what_is_planted_is_named_and_one_change_is_tried(notebook, project, artifacts):
+def test_what_is_planted_is_named_and_one_change_is_tried(notebook, artifacts):
     opened = notebook("notebooks/06_profile.ipynb", width=1400, height=1500)
     page, wrong = opened.page, []
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -37,10 +30,10 @@ def test_what_is_planted_is_named_and_one_change_is_tried(notebook, project, art
     first, mended, healthy = (page.locator(".kit-live").nth(place) for place in range(3))
     for name in NAMED_FIRST:
         expect(first.locator("b", has_text=re.compile(f"^{name}$"))).to_have_count(1)
+    # What a step of the module itself gains in 16 bits decides whether that is named: that differs with the machine.
+    for name in ("chunks that do not fit", "sync in the step"):
+        expect(mended.locator("b", has_text=re.compile(f"^{name}$"))).to_have_count(0)
     # A machine that others keep busy is said to be, beside what was found then; nor may it tell whether a change helps.
-    if computes_in_16_bits(project):
-        named = mended.locator("b", has_text=re.compile("^full precision$"))
-        expect(named.or_(mended.get_by_text("the machine was busy")).first).to_be_visible()
     expect(healthy).to_contain_text(re.compile("Nothing was found|the machine was busy"))
     expect(page.get_by_text(re.compile(f"^{VERDICT.pattern}"))).to_have_count(1)
     page.frame_locator("iframe").get_by_role("tab", name="timeline").click()
