@@ -303,7 +303,8 @@ class Slow(Dataset):
 def test_a_slow_transform_is_found_in_a_real_trial_and_can_be_tried(config):
     trial = kit.fit(config(max_steps=24, warmup_steps=3), TinyModule, Slow()).wait()
     diagnosis = diagnose(trial)
-    assert diagnosis.names == ("Python in the data",)
+    # A module this small gains by larger batches too; whether that shows beside the waiting differs with the machine.
+    assert {*diagnosis.names} - {"batch too small"} == {"Python in the data"}
     assert any("test_diagnosis.py" in line["place"] for line in diagnosis.evidence.host["lines"])
     assert diagnosis.roofline.bound == "data"
     tried = diagnosis["Python in the data"].try_it(repeats=2)
