@@ -11,7 +11,7 @@ from properties import examples
 from zarr.core.indexing import morton_order_iter
 
 from kit.chunks.geometry import axes_of
-from kit.chunks.requests import _MOST_RANKED, ALONE, Coalescing, _code, _ranks, expected_runs
+from kit.chunks.requests import _MOST_RANKED, ALONE, Coalescing, _code, expected_runs, morton_numbers
 
 SIZE = 100
 
@@ -61,15 +61,17 @@ def test_inner_chunks_lie_in_a_shard_as_zarr_writes_them(tmp_path, per_shard):
     )
     array[...] = np.random.default_rng(0).random(shape, np.float32)
     shard = tmp_path.joinpath("c", *"0" * len(shape))
-    entries = np.fromfile(shard, "<u8", offset=4 * array.size, count=2 * len(_ranks(per_shard)))
+    entries = np.fromfile(shard, "<u8", offset=4 * array.size, count=2 * len(morton_numbers(per_shard, per_shard)))
     first_bytes = entries.reshape(*per_shard, 2)[..., 0]
     chunk_bytes = 4 * 2 ** len(shape)
-    assert {place: int(first) // chunk_bytes for place, first in np.ndenumerate(first_bytes)} == _ranks(per_shard)
+    assert {place: int(first) // chunk_bytes for place, first in np.ndenumerate(first_bytes)} == morton_numbers(
+        per_shard, per_shard
+    )
 
 
 def test_numbers_of_powers_of_two_need_no_table():
     per_shard = (4, 2, 8)
-    assert {place: _code(place, per_shard) for place in np.ndindex(per_shard)} == _ranks(per_shard)
+    assert {place: _code(place, per_shard) for place in np.ndindex(per_shard)} == morton_numbers(per_shard, per_shard)
 
 
 def test_a_shard_of_very_many_chunks_is_counted_without_a_table():

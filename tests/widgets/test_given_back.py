@@ -53,6 +53,7 @@ def quiet(panel):
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_close_gives_back_every_widget_and_can_be_asked_twice(make):
+    gc.collect()  # panels of tests before, which would be collected meanwhile
     before = widgets()
     panel = quiet(make(Config()))
     assert before + 50 < widgets() < before + MOST
