@@ -124,19 +124,26 @@ def _bound(call: OperatorCall) -> int:
 
 
 class OtherLoad:
-    """How many cores other programs used while it was entered."""
+    """How many cores other programs used while it was entered.
 
-    def __init__(self) -> None:
+    Args:
+        total: The sum over the ranks that measure together, which are no others.
+    """
+
+    def __init__(self, total: Callable[[float], float] = float) -> None:
         self.cores = 0.0
+        self._total = total
 
     def __enter__(self) -> OtherLoad:
         self._began = self._busy()
         self._own, self._wall = _own_seconds(), time.monotonic()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        wall = max(time.monotonic() - self._wall, 1e-6)
-        self.cores = max(0.0, (self._busy() - self._began - (_own_seconds() - self._own)) / wall)
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            wall = max(time.monotonic() - self._wall, 1e-6)
+            ours = self._total(_own_seconds() - self._own)
+            self.cores = max(0.0, (self._busy() - self._began - ours) / wall)
 
     @staticmethod
     def _busy() -> float:

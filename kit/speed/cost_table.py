@@ -11,6 +11,7 @@ Measured calls are kept in the kernel's process as numbers; who measures them is
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from kit.memory.replay.calls import OperatorCall, TensorSpec
+from kit.speed.links import Link
 from kit.speed.pricing import Cost
 from kit.speed.work import Work, work_of
 
@@ -45,6 +47,8 @@ class CostTable:
     """Of the Trainer for each batch."""
     doubt: float = 1.15
     asynchronous: bool = False
+    link: Link | None = None
+    """What joins the ranks that were timed together; None for a single one."""
 
     def host_seconds(self, phase: str) -> float:  # noqa: ARG002
         """Of the host for each call."""
@@ -53,6 +57,13 @@ class CostTable:
     def with_calls(self, more: Mapping[OperatorCall, float]) -> CostTable:
         """The same with more calls measured."""
         return replace(self, measured={**self.measured, **more})
+
+    def slowed(self, factor: float) -> CostTable:
+        """The same where all takes so many times as long."""
+        if factor == 1:
+            return self
+        slower = {name: getattr(self, name) * factor for name in ("call_seconds", "byte_seconds", "step_seconds")}
+        return replace(self, measured={call: factor * seconds for call, seconds in self.measured.items()}, **slower)
 
     def cost(self, call: OperatorCall, work: Work) -> Cost:
         """Of one call."""
@@ -142,13 +153,15 @@ class CostTable:
     def to_json(self) -> dict[str, Any]:
         """What `of` reads."""
         calls = [[call.to_json(), seconds] for call, seconds in self.measured.items()]
-        return {"calls": calls, **{name: getattr(self, name) for name in _KEPT}}
+        link = dataclasses.asdict(self.link) if self.link else None
+        return {"calls": calls, "link": link, **{name: getattr(self, name) for name in _KEPT}}
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> CostTable:
         """From JSON values."""
         measured = {OperatorCall.of(call): float(seconds) for call, seconds in value["calls"]}
-        return cls(measured=measured, **{name: value[name] for name in _KEPT})
+        link = Link(**value["link"]) if value.get("link") else None
+        return cls(measured=measured, link=link, **{name: value[name] for name in _KEPT})
 
 
 _KEPT = ("name", "call_seconds", "byte_seconds", "step_seconds", "asynchronous")

@@ -13,7 +13,9 @@ piece is sent when its part of the pass is done, pieces follow each other, and t
 
     waited for = max(seconds / pieces, seconds - backward × (1 - 1 / pieces))
 
-Known error: a link never reaches the rate its maker states; `REACHED` of it is assumed, with a range. At hundreds of
+A link between ranks that are here is measured (`kit.speed.timing_job`), and `Reached` holds it to what was measured.
+
+Known error: a link never reaches the rate its maker states; a fraction of it is assumed, with a range. At hundreds of
 ranks NCCL uses trees, whose latency grows with log n: there the ring is pessimistic. Other traffic is not counted.
 """
 
@@ -23,11 +25,15 @@ import difflib
 import math
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from kit.errors import PlanError
 
-REACHED, LEAST_REACHED, MOST_REACHED = 0.7, 0.4, 0.95
-"""The fraction of the stated bytes per second that a collective reaches: usual, least and most. An assumption."""
+Reached = Literal["usual", "least", "most"]
+STATED_REACHED: dict[Reached, float] = {"usual": 0.7, "least": 0.4, "most": 0.95}
+"""The fraction of the stated bytes per second that a collective reaches. An assumption."""
+MEASURED_REACHED: dict[Reached, float] = {"usual": 1.0, "least": 0.7, "most": 1.2}
+"""The same of a rate that was measured with nothing else under way."""
 PIECE_BYTES = 25 << 20
 """Gradients that ddp sends at a time (`bucket_cap_mb` of torch's DistributedDataParallel)."""
 
@@ -41,6 +47,12 @@ class Link:
     """Each way, as its maker states it: of one device within a node, of all adapters of a node between nodes."""
     latency_seconds: float
     """Of one message."""
+    measured: bool = False
+    """Whether both are what collectives reached here, and not what a maker states."""
+
+    def reached_bytes_per_second(self, reached: Reached) -> float:
+        """What a collective reaches."""
+        return self.bytes_per_second * (MEASURED_REACHED if self.measured else STATED_REACHED)[reached]
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0 or not self.latency_seconds >= 0:
@@ -96,15 +108,15 @@ def link_within(device: str) -> Link:
     return find_link(named)
 
 
-def all_reduce_seconds(size_bytes: float, ranks: int, link: Link, reached: float = REACHED) -> float:
+def all_reduce_seconds(size_bytes: float, ranks: int, link: Link, reached: Reached = "usual") -> float:
     """Until all ranks have the sum."""
     return 2 * all_gather_seconds(size_bytes, ranks, link, reached)
 
 
-def all_gather_seconds(size_bytes: float, ranks: int, link: Link, reached: float = REACHED) -> float:
+def all_gather_seconds(size_bytes: float, ranks: int, link: Link, reached: Reached = "usual") -> float:
     """Until all ranks have the whole of which each had a part; to scatter sums takes as long."""
     hops = max(1, ranks) - 1
-    return hops / (hops + 1) * size_bytes / (reached * link.bytes_per_second) + hops * link.latency_seconds
+    return hops / (hops + 1) * size_bytes / link.reached_bytes_per_second(reached) + hops * link.latency_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +141,7 @@ class Traffic:
             return 1
         return math.gcd(ranks, int(sizes[1])) if sizes else ranks
 
-    def seconds(self, ranks: int, within: Link, between: Link | None, node: int, reached: float = REACHED) -> float:
+    def seconds(self, ranks: int, within: Link, between: Link | None, node: int, reached: Reached = "usual") -> float:
         """Of an optimizer step, if nothing else went on.
 
         Args:
@@ -137,7 +149,7 @@ class Traffic:
             within: What joins the devices of a node.
             between: What joins nodes; needed for more ranks than a node has.
             node: Devices of a node.
-            reached: Of the stated bytes per second.
+            reached: How much of their bytes per second the links reach.
         """
         size = self.shards(ranks)
         inner = within if size <= node or between is None else between

@@ -4,6 +4,10 @@ It is kept below the folder of the runs, by device, threads and the versions of 
 the calls of a few small modules and the cost of the host (about a minute). A step whose calls are not in it has those
 timed that weigh most, for some seconds. All of that runs in a process of its own, never in the kernel.
 
+Ranks that train together slow each other, so for several of them the calls are timed by as many at once (on a CPU by no
+more than it has cores for, and slowed in proportion), in a table of their own. It starts as that of one rank, slowed as
+some heavy calls were, and has what joins the ranks.
+
 What was taken while other programs used the cores is not kept, and says so (`busy_cores`).
 """
 
@@ -14,6 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,13 +28,14 @@ from typing import Any
 import cloudpickle
 
 from kit.config import Config
-from kit.errors import KitError
+from kit.errors import HardwareError, KitError
 from kit.json_text import read_json, write_json
 from kit.machine.claims import release
 from kit.machine.machine import Resolved, hardware
 from kit.machine.processes import machine
 from kit.memory.replay.calls import OperatorCall
 from kit.speed.cost_table import CostTable
+from kit.speed.links import Link
 from kit.speed.operators import StepOperators
 from kit.trial import scratch
 from kit.trial.directory import RunPaths, runs_folder
@@ -40,6 +46,7 @@ BUSY_CORES = 0.3
 """Cores that others may use before a measurement is not kept."""
 HOST_LIMIT_SECONDS, TICK_SECONDS = 240.0, 0.02
 _LEAST_SHARE = 0.002
+_HEAVY_CALLS, _HEAVY_SECONDS = 40, 4.0
 _PREFIX = "kit-calls-"
 
 
@@ -75,41 +82,93 @@ def table_here(
         TrialError: when the measuring process fails.
     """
     began = time.monotonic()
-    taken = take_devices(_of_one(config, ranks))
-    try:
-        resolved = taken.resolved
-        path = _path(config, resolved)
-        known = None if again else _read(path)
-        busy = 0.0
-        if known is None:
-            known, busy = _measured(config, resolved, CostTable(_name(resolved), {}), (), 0.0, host=True)
-            if busy <= BUSY_CORES:
-                _write(path, known)
-        missing = [] if step is None or seconds <= 0 else _missing(step, known)
-        if missing:
-            known, others = _measured(config, resolved, known, missing, seconds, host=False)
+    found, busy = _grown(config, step if ranks == 1 else None, 1, ranks, seconds, again)
+    if ranks > 1:
+        with contextlib.suppress(HardwareError):  # fewer GPUs are here than are asked about
+            together = _at_once(config, ranks)
+            found, others = _grown(config, step, together, ranks, seconds, again, found)
             busy = max(busy, others)
-            if busy <= BUSY_CORES:
-                _write(path, known)
-    finally:
-        release(taken.claims)
-    return MeasuredTable(known, time.monotonic() - began, busy)
+    return MeasuredTable(found.slowed(_crowded(config, ranks)), time.monotonic() - began, busy)
 
 
 def table_known(config: Config, ranks: int = 1) -> CostTable | None:
     """What was measured here before, without a process; None where nothing was, or the devices are not here."""
     from kit.machine.machine import resolve_devices
 
-    with contextlib.suppress(KitError):
-        return _read(_path(config, resolve_devices(_of_one(config, ranks), hardware())))
+    for together in dict.fromkeys((_at_once(config, ranks), 1)):
+        with contextlib.suppress(KitError):
+            resolved = resolve_devices(_of(config, together, ranks), hardware())
+            known = _read(_path(config, resolved))
+            if known is not None:
+                return known.slowed(_crowded(config, ranks))
     return None
 
 
-def _of_one(config: Config, ranks: int) -> Config:
-    """The config of one device, with the threads that a rank of several would have."""
+def _grown(
+    config: Config, step: StepOperators | None, together: int, ranks: int, seconds: float, again: bool,
+    alone: CostTable | None = None,
+) -> tuple[CostTable, float]:  # fmt: skip
+    """The table of so many ranks at once, with a step's calls; and the cores that others used meanwhile."""
+    config = _of(config, together, ranks)
+    taken = take_devices(config)
+    try:
+        resolved = taken.resolved
+        path = _path(config, resolved)
+        known = None if again else _read(path)
+        busy = 0.0
+        if known is None and alone is None:
+            known, busy = _measured(config, resolved, CostTable(_name(resolved), {}), (), 0.0, host=True)
+        elif known is None and alone is not None:
+            known, busy = _beside(config, resolved, alone)
+        assert known is not None
+        missing = [] if step is None or seconds <= 0 else _missing(step, known)
+        if missing:
+            if busy <= BUSY_CORES:
+                _write(path, known)
+            known, others = _measured(config, resolved, known, missing, seconds, host=False)
+            busy = max(busy, others)
+        if busy <= BUSY_CORES:
+            _write(path, known)
+    finally:
+        release(taken.claims)
+    return known, busy
+
+
+def _beside(config: Config, resolved: Resolved, alone: CostTable) -> tuple[CostTable, float]:
+    """The table of one rank as several have it: slowed as its heaviest calls are while all of them make those."""
+    heavy = sorted(alone.measured, key=lambda call: -alone.measured[call])[:_HEAVY_CALLS]
+    empty = dataclasses.replace(alone, measured={}, name=_name(resolved))
+    found, busy = _measured(config, resolved, empty, heavy, _HEAVY_SECONDS, host=False)
+    slower = statistics.median([spent / alone.measured[call] for call, spent in found.measured.items()] or [1.0])
+    return dataclasses.replace(alone.slowed(max(1.0, slower)), name=found.name, link=found.link), busy
+
+
+def _of(config: Config, together: int, ranks: int) -> Config:
+    """The config of so many ranks at once, with the threads that each of all ranks would have."""
     threads = config.hardware.threads_per_rank or (0 if ranks == 1 else max(1, hardware().cores // ranks))
-    one = {"hardware.strategy": "none", "hardware.devices": 1, "hardware.threads_per_rank": threads}
-    return config.replace(one)
+    strategy = "none" if together == 1 else "ddp"
+    several = {"hardware.strategy": strategy, "hardware.devices": together, "hardware.threads_per_rank": threads}
+    return config.replace(several)
+
+
+def _on_cpu(config: Config) -> bool:
+    accelerator = config.hardware.accelerator
+    return accelerator == "cpu" or (accelerator == "auto" and not hardware().gpus)
+
+
+def _at_once(config: Config, ranks: int) -> int:
+    """Ranks that time calls together: on a CPU as many as have cores, but two where there are several."""
+    if ranks == 1 or not _on_cpu(config):
+        return ranks
+    return max(2, min(ranks, hardware().cores // max(1, _of(config, 1, ranks).hardware.threads_per_rank)))
+
+
+def _crowded(config: Config, ranks: int) -> float:
+    """How many times as long all takes because ranks take turns on the cores of a CPU."""
+    if ranks == 1 or not _on_cpu(config):
+        return 1.0
+    threads = _of(config, 1, ranks).hardware.threads_per_rank
+    return max(1.0, ranks * threads / max(hardware().cores, _at_once(config, ranks) * threads))
 
 
 def _missing(step: StepOperators, table: CostTable) -> list[OperatorCall]:
@@ -127,13 +186,16 @@ def _missing(step: StepOperators, table: CostTable) -> list[OperatorCall]:
 
 def _name(resolved: Resolved) -> str:
     if resolved.accelerator == "cpu":
-        return f"this CPU with {resolved.threads_per_rank} thread{'s' * (resolved.threads_per_rank > 1)}"
+        threads = f"{resolved.threads_per_rank} thread{'s' * (resolved.threads_per_rank > 1)}"
+        beside = f" in each of {resolved.world_size} ranks" if resolved.world_size > 1 else ""
+        return f"this CPU with {threads}{beside}"
     return next(gpu.name for gpu in hardware().gpus if gpu.uuid == resolved.devices[0])
 
 
 def _path(config: Config, resolved: Resolved) -> Path:
     found = {name: version for name, version in versions().items() if name in ("torch", "lightning")}
     what = [_name(resolved), machine().get("host"), resolved.threads_per_rank, found, _FORMAT]
+    what += [resolved.world_size] if resolved.world_size > 1 else []
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
     return runs_folder(config.trial.folder) / ".calls" / f"{key}.json"
 
@@ -183,6 +245,10 @@ def _measured(
     finally:
         scratch.remove_folder(paths.directory)
     table = table.with_calls({OperatorCall.of(call): float(spent) for call, spent in found["calls"]})
+    if found["link"]:
+        ranks = resolved.world_size
+        link = Link(name=f"what joins {ranks} ranks here, measured", measured=True, **found["link"])
+        table = dataclasses.replace(table, link=link)
     if host:
         costs: dict[str, Any] = found["host"]
         table = dataclasses.replace(

@@ -28,6 +28,7 @@ from kit.memory.replay.estimate import MemoryEstimate
 from kit.memory.replay.replay import Recording
 from kit.registry import Drawable
 from kit.speed.card_costs import CardCosts, card_of
+from kit.speed.cost_table import CostTable
 from kit.speed.links import Link, Traffic, find_link, link_within
 from kit.speed.measure import table_here, table_known
 from kit.speed.operators import StepOperators, step_of
@@ -65,7 +66,8 @@ def predict_speed(
         data: What it would be trained on, as `kit.fit` takes it.
         device: A GPU model such as "A100-40GB", or "this machine".
         devices: How many of them, instead of the config's. Several without a strategy are taken as ddp.
-        link: What joins them, by name (`NVLink-3`, `PCIe-4`, ...); by default what is usual for the card.
+        link: What joins them, by name (`NVLink-3`, `PCIe-4`, ...); by default what is usual for the card, and what
+            was measured between the ranks of this machine.
         between: What joins nodes of eight, by name (`network-3200G`); by default 100 Gbit/s.
         measure_seconds: To spend on calls of this step that were never measured here; 0 spends nothing.
         timeout_seconds: Limit of the dry run.
@@ -133,7 +135,9 @@ def speed_of(
     priced: Costs = CardCosts(card_of(target)) if costs is None else costs
     if isinstance(priced, CardCosts):
         priced = replace(priced, tf32=bool(recording.facts.get("tf32")))
-    within = find_link(link) if link is not None else link_within("cpu" if target.device_kind == "cpu" else target.name)
+    usual = link_within("cpu" if target.device_kind == "cpu" else target.name)
+    timed = priced.link if isinstance(priced, CostTable) else None
+    within = find_link(link) if link is not None else timed or usual
     nodes = find_link(between or "network-100G") if target.device_kind == "cuda" else None
     time = price(
         step, priced, traffic=_traffic(step) if devices > 1 else None, devices=devices, within=within, between=nodes,

@@ -6,7 +6,8 @@ and the device works it off, so a step takes as long as the slower of them at ev
     done[i] = max(done[i - 1], called[i]) + device_seconds[i]          called[i] = sum of host_seconds[0 .. i]
 
 A CPU has one clock: what the host spends is added. Gradients travel beside the backward pass (`kit.speed.links`), and
-what it does not hide is added. A loader that is slower than all this decides instead.
+what it does not hide is added; on a CPU the cores that compute it also add up gradients, so it hides nothing. A loader
+that is slower than all this decides instead.
 
 Low and high add up the doubt of each cost: half of it as if all erred alike, and half as if they erred apart.
 Invariant: low_seconds <= seconds <= high_seconds, and `operator_seconds` add up to `busy_seconds`.
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.replay import PHASES
-from kit.speed.links import LEAST_REACHED, MOST_REACHED, REACHED, Link, Traffic, waited_for
+from kit.speed.links import Link, Reached, Traffic, waited_for
 from kit.speed.operators import StepOperators
 from kit.speed.work import KINDS, Work
 
@@ -163,12 +164,11 @@ def price(
     backward = float(seconds[step.phase == PHASES.index("backward")].sum())
     exchange, least, most = 0.0, 0.0, 0.0
     if traffic is not None and devices > 1 and within is not None:
-        rings = [
-            traffic.seconds(devices, within, between, devices_per_node, r)
-            for r in (REACHED, MOST_REACHED, LEAST_REACHED)
-        ]
+        order: tuple[Reached, ...] = ("usual", "most", "least")
+        rings = [traffic.seconds(devices, within, between, devices_per_node, reached) for reached in order]
         last = backward / step.accumulate  # gradients travel in the last micro-batch
-        exchange, least = (waited_for(ring, last, traffic.pieces) for ring in rings[:2])
+        hidden = [last if costs.asynchronous else 0.0, last]  # on a CPU the same cores add them up
+        exchange, least = (waited_for(rings[place], hidden[place], traffic.pieces) for place in (0, 1))
         most = rings[2]
     doubts = np.log(np.array([cost.doubt for cost in each]))[step.call]
     whole = float(seconds.sum()) or 1e-12

@@ -6,21 +6,28 @@ out page by page. Least squares give seconds for each call, for each byte writte
 
     step - calls = per_call × calls + per_byte × written bytes + per_batch
 
+Several ranks time the same calls at once, since they share caches, memory and power; rank 0 tells its figures. What
+joins them is timed by sums over all ranks of several sizes, and fitted:
+
+    all-reduce of S bytes = 2 (n - 1) × latency + 2 (n - 1) / n × S / bytes per second
+
 What else runs on the machine makes all this too slow: the job tells how many cores others used meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
 from kit.json_text import write_json
@@ -28,6 +35,7 @@ from kit.memory.record.dry_run import DryRun, record
 from kit.memory.replay.calls import OperatorCall
 from kit.speed.call_timer import OtherLoad, time_call
 from kit.speed.operators import StepOperators, step_of
+from kit.train.rendezvous import open_store
 from kit.train.trainer import make_trainer
 from kit.trial.context import Context
 from kit.trial.recorder import StepClock, StepRecorder
@@ -39,23 +47,75 @@ RESULT = "calls.json"
 _STEPS, _SKIPPED = 14, 4
 _MODULE_SECONDS = 4.0
 _SAMPLES = 4096
+_LINK_BYTES, _LINK_REPEATS = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 25 << 20), 16
 _PARTS = ("transfer", "forward", "backward", "optimizer", "other")
 
 
 def time_calls(context: Context) -> None:
-    """Time the calls that were sent, and the host where that was asked for; write one `calls_timed` event."""
+    """Time the calls that were sent, the host where that was asked for, and what joins the ranks; write an event."""
     task = context.environment["timing"]
     gpu = context.environment["accelerator"] == "gpu"
-    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+    device = torch.device("cuda", context.rank) if gpu else torch.device("cpu")
     sent = [OperatorCall.of(value) for value in cloudpickle.loads(context.paths.payload.read_bytes())["calls"]]
-    with OtherLoad() as others:
+    link: dict[str, float] = {}
+    host: dict[str, float] = {}
+    with _met(context, device) as total, OtherLoad(total) as others:
         measured = _timed(sent, device, float(task["seconds"]))
-        host: dict[str, float] = {}
         if task["host"]:
             host = _host_costs(context, device, measured)
+        if context.world_size > 1:
+            link = _link(context.world_size, device)
+    if context.rank:
+        return
     calls = [[call.to_json(), seconds] for call, seconds in measured.items()]
-    write_json(context.paths.directory / RESULT, {"calls": calls, "host": host, "others": others.cores})
+    result = {"calls": calls, "host": host, "link": link, "others": others.cores}
+    write_json(context.paths.directory / RESULT, result)
     context.writer.write("calls_timed", count=len(calls), others=others.cores)
+
+
+@contextlib.contextmanager
+def _met(context: Context, device: torch.device) -> Iterator[Callable[[float], float]]:
+    """The ranks have met; gives the sum of a number over all of them."""
+    if context.world_size == 1:
+        yield float
+        return
+    context.store = open_store()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=context.rank, world_size=context.world_size)
+
+    def total(value: float) -> float:
+        found = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(found)
+        return float(found)
+
+    try:
+        total(0.0)  # all are there
+        yield total
+    finally:
+        dist.destroy_process_group()
+
+
+def _link(ranks: int, device: torch.device) -> dict[str, float]:
+    """Bytes per second and latency of what joins the ranks, by least squares of the relative error."""
+    sizes, took = [], []
+    for size in _LINK_BYTES:
+        tensor = torch.zeros(size // 4, device=device)
+        each: list[float] = []
+        while len(each) < _LINK_REPEATS:
+            dist.all_reduce(torch.zeros(1, device=device))  # they begin together
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            each.append(time.perf_counter() - began)
+        sizes.append(size)
+        took.append(statistics.median(each[1:]))
+    hops, seconds = ranks - 1, np.array(took)
+    table = np.array([[2.0 * hops, 2.0 * hops / ranks * size] for size in sizes])
+    latency, per_byte = _not_negative(table / seconds[:, None], np.ones(len(sizes)))
+    return {"latency_seconds": latency, "bytes_per_second": 1 / per_byte if per_byte else float("1e15")}
 
 
 def _timed(calls: Sequence[OperatorCall], device: torch.device, seconds: float) -> dict[OperatorCall, float]:

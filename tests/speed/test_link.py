@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kit.errors import PlanError
 from kit.speed.links import (
-    REACHED,
+    STATED_REACHED,
     Link,
     Traffic,
     all_gather_seconds,
@@ -16,8 +16,8 @@ from kit.speed.links import (
     waited_for,
 )
 
-SLOW = Link(name="slow", bytes_per_second=1e9 / REACHED, latency_seconds=0.001)
-FAST = Link(name="fast", bytes_per_second=1e10 / REACHED, latency_seconds=0.0)
+SLOW = Link(name="slow", bytes_per_second=1e9 / STATED_REACHED["usual"], latency_seconds=0.001)
+FAST = Link(name="fast", bytes_per_second=1e10 / STATED_REACHED["usual"], latency_seconds=0.0)
 
 
 def test_one_rank_exchanges_nothing():

@@ -1,12 +1,14 @@
 """kit.predict_speed through a dry run, and on this machine through a process that times the calls."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 
 import kit
 from kit.charts.style import png
 from kit.errors import PlanError
+from kit.machine.machine import hardware
 from kit.memory.prediction import predict_memory
 from kit.memory.replay.cards import target_of
 from kit.speed import measure
@@ -83,6 +85,34 @@ def test_calls_are_timed_in_a_process_once_and_remembered(config, monkeypatch):
     speed = predict_speed(settings, TinyModule, TinyData, measure_seconds=0.0)
     assert speed.time.sources["measured"] > 0
     assert "this CPU" in speed.costs
+
+
+def test_two_ranks_time_calls_beside_each_other_and_what_joins_them(config, monkeypatch):
+    monkeypatch.setattr(measure, "BUSY_CORES", float("inf"))
+    alone, two = config(), config(ranks=2)
+    step = step_of(predict_memory(alone, TinyModule, TinyData).recording)
+    path = measure._path(alone, measure.take_devices(alone).resolved)
+    first = dict.fromkeys(step.calls[:3], 1e-6)
+    measure._write(path, CostTable("this CPU", first, 1e-5, 0.0, 1e-3))  # the host's costs take a minute
+    speed = predict_speed(two, TinyModule, TinyData, measure_seconds=1.0)
+    assert "measured" in " ".join(speed.reasons)
+    assert speed.time.exchange_seconds > 0
+    together = measure.table_known(two, 2)
+    assert together.link.measured
+    assert together.link.bytes_per_second > 0
+    assert CostTable.of(together.to_json()) == together
+    assert together.call_seconds >= 1e-5
+    assert measure.table_known(alone).link is None
+    monkeypatch.setattr(measure, "_measured", functools.partial(pytest.fail, "measured again"))
+    assert predict_speed(two, TinyModule, TinyData, measure_seconds=0.0).step_seconds > 0
+
+
+def test_ranks_beyond_the_cores_take_turns(config, monkeypatch):
+    monkeypatch.setattr(measure, "hardware", lambda: replace(hardware(), cores=2))
+    assert measure._at_once(config(ranks=4), 4) == 2
+    assert measure._crowded(config(ranks=4), 4) == 2
+    assert measure._crowded(config(ranks=2), 2) == 1
+    assert measure._crowded(config(), 1) == 1
 
 
 def test_every_call_of_a_step_but_views_can_be_made_again(config):

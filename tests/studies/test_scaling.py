@@ -10,10 +10,10 @@ from properties import examples
 from scaling_simulation import World, play
 
 from kit.errors import PlanError
-from kit.speed.links import REACHED, Link, Traffic
+from kit.speed.links import STATED_REACHED, Link, Traffic
 from kit.studies.scaling.model import Cluster, Loading, Scaling, Step, counts_up_to
 
-LINK = Link(name="a link", bytes_per_second=1e9 / REACHED, latency_seconds=0.0)
+LINK = Link(name="a link", bytes_per_second=1e9 / STATED_REACHED["usual"], latency_seconds=0.0)
 GPUS = Cluster(on_cpu=False, devices_per_node=8, cores_per_node=96, within=LINK, between=LINK)
 WAITED = 0.05
 

@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import Literal
 
 from kit.errors import PlanError
-from kit.speed.links import LEAST_REACHED, MOST_REACHED, REACHED, Link, Traffic, waited_for
+from kit.speed.links import Link, Reached, Traffic, waited_for
 
 Bound = Literal[
     "compute", "cores", "communication", "loading", "store requests/s", "store bandwidth", "loader CPU", "memory"
@@ -184,11 +184,11 @@ class Scaling:
             return max(train, data) if ahead else train + data
 
         seconds = together(compute + exchange)
-        low = together(self._compute(devices) + self._ring(devices, MOST_REACHED)) * max(0.0, 1 - uncertain)
+        low = together(self._compute(devices) + self._ring(devices, "most")) * max(0.0, 1 - uncertain)
         # With one count measured it is not known how much ranks slow each other.
         assumed = None if self.fitted else _UNMEASURED_CONTENTION["cpu" if self.cluster.on_cpu else "gpu"]
         straggling = self.base.most_deviation_seconds * _largest_of(devices)
-        worst = max(exchange, self._full_ring(devices, LEAST_REACHED) + straggling)
+        worst = max(exchange, self._full_ring(devices, "least") + straggling)
         train = self._compute(devices, assumed) + worst
         high = (together(train) + (_NEAR_A_TIE * min(train, data) if ahead else 0.0)) * (1 + uncertain)
         work: Bound = "cores" if self.cluster.on_cpu else "compute"
@@ -235,17 +235,17 @@ class Scaling:
         """Seconds a rank waits for the others, each batch."""
         if devices == 1:
             return 0.0
-        waited = self._ring(devices, REACHED) + self.base.deviation_seconds * _largest_of(devices)
+        waited = self._ring(devices, "usual") + self.base.deviation_seconds * _largest_of(devices)
         return waited * (self.exchange_factor if factor is None else factor)
 
-    def _ring(self, devices: int, reached: float) -> float:
+    def _ring(self, devices: int, reached: Reached) -> float:
         """The part of an exchange that the backward pass does not hide, spread over the batches between two."""
         seconds = self._full_ring(devices, reached) * self.steps_per_exchange
         hiding = self.base.backward_seconds * self._compute(devices) / max(self.base.train_seconds, 1e-12)
         hidden = waited_for(seconds, hiding, self.traffic.pieces) if devices > 1 else 0.0
         return hidden / self.steps_per_exchange
 
-    def _full_ring(self, devices: int, reached: float) -> float:
+    def _full_ring(self, devices: int, reached: Reached) -> float:
         cluster = self.cluster
         seconds = self.traffic.seconds(devices, cluster.within, cluster.between, cluster.devices_per_node, reached)
         return seconds / self.steps_per_exchange
