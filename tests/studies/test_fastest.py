@@ -10,11 +10,13 @@ from kit.config import Config
 from kit.errors import ConfigError, PlanError
 from kit.memory.replay.cards import target_of
 from kit.models import GPT, Tokens
+from kit.studies.scaling import recommend as recommending
 from kit.studies.scaling.fastest import shortened
-from kit.studies.scaling.recommend import recommend
 
 BATCH = 8
 SMALL = functools.partial(GPT, vocabulary=256, width=64, heads=4, layers=10, context=256)
+recommend = functools.partial(recommending.recommend, timeout_seconds=600)
+"""A busy machine takes longer than a user is made to wait."""
 KEEP = ("hardware.precision", "levers.optimizer", "levers.accumulate_grad_batches")
 
 

@@ -1,5 +1,6 @@
 """recommend: each step is what fits at some size, nothing is changed that need not be, and refusals."""
 
+import functools
 import re
 
 import pytest
@@ -7,10 +8,12 @@ from scaling_parts import Blocks, blocks_data, cpu_of
 
 from kit.errors import ConfigError, PlanError
 from kit.memory.alongside import fit
-from kit.studies.scaling.recommend import recommend
+from kit.studies.scaling import recommend as recommending
 from kit.testing import TinyData, TinyModule
 from kit.units import format_bytes
 
+recommend = functools.partial(recommending.recommend, timeout_seconds=600)
+"""A busy machine takes longer than a user is made to wait."""
 HELD = {
     "levers.zero_grad_after_step": True, "levers.gradient_checkpointing": True, "levers.optimizer": "adamw-8bit"
 }  # fmt: skip
@@ -20,7 +23,7 @@ ACCUMULATING = {"levers.accumulate_grad_batches": 2}
 
 def advised(config, capacity_bytes, devices=1, **target):
     target = {"device": cpu_of(capacity_bytes), "devices": devices, "headroom_fraction": 0, **target}
-    return recommend(config, target, Blocks, blocks_data, timeout_seconds=600)
+    return recommend(config, target, Blocks, blocks_data)
 
 
 def needs(tried):

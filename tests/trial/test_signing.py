@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import shlex
 import shutil
 import stat
 import subprocess
@@ -43,7 +44,7 @@ class Evil:
         self.canary = canary
 
     def __reduce__(self):
-        return os.system, (f"touch {self.canary}",)
+        return os.system, (f"touch {shlex.quote(str(self.canary))}",)
 
 
 def refused(paths, words="trust=True"):
