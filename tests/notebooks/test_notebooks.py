@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -23,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 COURSE = REPOSITORY / "notebooks" / "README.md"
 MOST_CODE_CELLS, MOST_WORDS = 10, 600
-GUESS = "predict-first"
+GUESS, INSTALL = "predict-first", "install"
 LIMIT_SECONDS = 600
 IN_A_BROWSER = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium")).exists() and not nightly()
 
@@ -39,12 +40,17 @@ def cells(path):
 
 
 def code(cells):
-    return [cell for cell in cells if cell.cell_type == "code"]
+    """Cells of code that are the notebook's own."""
+    return [cell for cell in cells if cell.cell_type == "code" and cell not in tagged(cells, INSTALL)]
+
+
+def tagged(cells, tag):
+    return [cell for cell in cells if tag in cell.metadata.get("tags", [])]
 
 
 def shown(cells):
     """Cells of code that show something: those that ask for a guess come on top."""
-    return [cell for cell in code(cells) if GUESS not in cell.metadata.get("tags", [])]
+    return [cell for cell in code(cells) if cell not in tagged(cells, GUESS)]
 
 
 def solutions(cells):
@@ -74,7 +80,7 @@ def test_its_text_is_short(cells):
 
 def test_it_asks_before_it_answers(cells):
     """Each guess is asked for with None in its place, and compared further down."""
-    asked = [cell for cell in code(cells) if GUESS in cell.metadata.get("tags", [])]
+    asked = tagged(cells, GUESS)
     assert asked
     for cell in asked:
         calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
@@ -129,7 +135,18 @@ def test_it_imports_only_kit_and_uses_only_its_public_names(cells):
 
 
 def test_it_has_one_cell_of_parameters(cells):
-    assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
+    assert len(tagged(cells, "parameters")) == 1
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_its_first_cell_installs_kit_only_where_it_is_missing(cells, missing, monkeypatch):
+    first = next(cell for cell in cells if cell.cell_type == "code")
+    assert tagged(cells, INSTALL) == [first]
+    if missing:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ran = []
+    exec(first.source, {"get_ipython": lambda: SimpleNamespace(run_line_magic=lambda *line: ran.append(line))})
+    assert ran == ([("pip", "install --quiet ..")] if missing else [])
 
 
 def test_they_are_committed_without_outputs():
