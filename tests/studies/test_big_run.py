@@ -52,7 +52,8 @@ def test_a_run_is_foretold_with_time_money_energy_and_what_holds_it_up(one):
 
 
 def test_what_was_measured_on_more_devices_stands_beside_what_fewer_foretold(config, one):
-    run = predict_run([tried(config, 2), one], devices=[1, 2, 8], memory=False)
+    two = tried(config, 2)
+    run = predict_run([two, one], devices=[1, 2, 8], memory=False)
     (check,) = run.checks
     assert check.point.devices == 2
     assert check.ratio == pytest.approx(check.measured_seconds / check.point.seconds_per_batch)
@@ -60,6 +61,8 @@ def test_what_was_measured_on_more_devices_stands_beside_what_fewer_foretold(con
     assert "fitted to 1, 2 devices" in str(run)
     assert "ratio" in str(run)
     assert "ratio" in run._repr_html_()
+    one.config = one.config.replace({"hardware.accelerator": "auto"})  # which came to the same device
+    assert predict_run([two, one], devices=[1], memory=False).checks
 
 
 def test_trials_repeated_on_one_count_are_averaged_and_rows_and_folders_are_taken(config, one):

@@ -76,7 +76,9 @@ def measure(runs: Any) -> MeasuredScaling:
     trials.sort(key=_world)
     first, allowed = trials[0], {*NO_DIFFERENCE, *DEVICES, "trial.max_steps", "trial.warmup_steps"}
     for other in trials[1:]:
-        differing = [path for path in first.config.diff(other.config) if path not in allowed]
+        # One may say "auto" where the other names what that came to.
+        alike = {"hardware.accelerator"} if first.environment["accelerator"] == other.environment["accelerator"] else ()
+        differing = [path for path in first.config.diff(other.config) if path not in allowed.union(alike)]
         if differing:
             message = f"{first.name} and {other.name} differ in {', '.join(differing)}, not in devices only"
             raise ConfigError([Problem("trials", message)])
