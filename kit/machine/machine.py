@@ -100,6 +100,12 @@ def take_seat() -> None:
         os.sched_setaffinity(0, mine.cores(os.sched_getaffinity(0)))
 
 
+def people_per_core() -> float:
+    """How many people share each core of this process, at least 1: what takes a minute alone may take as many."""
+    mine, installed = seat(), os.cpu_count() or 1
+    return 1.0 if mine is None else max(1.0, mine.of * len(mine.cores(range(installed))) / installed)
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What this process may use."""

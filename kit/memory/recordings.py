@@ -22,7 +22,7 @@ import cloudpickle
 
 import kit.errors
 from kit.errors import ConfigError, KitError, Problem
-from kit.machine.machine import Resolved
+from kit.machine.machine import Resolved, people_per_core
 from kit.memory.query import MemoryQuery
 from kit.memory.replay.replay import Recording
 from kit.trial import scratch
@@ -97,8 +97,10 @@ def recordings_of(request: RecordingRequest, timeout_seconds: float) -> list[Rec
 def record_all(requests: Sequence[RecordingRequest], timeout_seconds: float) -> list[list[Recording] | KitError]:
     """The recordings of several queries, in their order; a query that fails gives its error and hurts no other.
 
-    Equal queries are asked once. An interrupt ends everything that runs.
+    Equal queries are asked once. An interrupt ends everything that runs. In a room whose people share cores, the limit
+    is as many times as long.
     """
+    timeout_seconds *= people_per_core()
     answers: dict[tuple[str, tuple[int | None, ...]], list[Recording] | KitError] = {}
     waiting = {(item.query.key, item.batch_sizes): item for item in requests}
     running: dict[tuple[str, tuple[int | None, ...]], _Running] = {}

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from waiting import wait_until
 
 from kit.course.room import furnish, main, plan_room
-from kit.errors import ConfigError
+from kit.errors import ConfigError, KitError
 from kit.machine.machine import Seat
+from kit.memory import recordings
 
 
 def test_every_place_has_a_folder_a_port_a_token_and_a_share(tmp_path):
@@ -58,6 +60,29 @@ def test_shares_are_even_and_a_share_of_a_share_is_itself(cores, of):
     if of <= len(cores) and cores == set(range(len(cores))):
         assert set(load.values()) == {1}
     assert all(Seat(place, of).cores(share) == share for place, share in enumerate(shares, start=1))
+
+
+@pytest.mark.parametrize(
+    ("text", "cores", "people"), [("", 2, 1), ("1/2", 16, 1), ("3/8", 2, 4), ("8/8", 4, 2), ("1/3", 2, 1.5)]
+)
+def test_a_prediction_has_more_time_where_people_share_cores(text, cores, people, monkeypatch):
+    monkeypatch.setenv("KIT_SEAT", text)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    asked = []
+
+    class Ended:
+        answer = KitError("not asked")
+
+        def __init__(self, request, timeout_seconds):
+            asked.append(timeout_seconds)
+
+        def look(self):
+            return True
+
+    monkeypatch.setattr(recordings, "_Running", Ended)
+    request = SimpleNamespace(query=SimpleNamespace(key="one"), batch_sizes=(None,))
+    assert recordings.record_all([request], 60.0) == [Ended.answer]
+    assert asked == [60 * people]
 
 
 @pytest.mark.timeout(300)
