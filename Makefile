@@ -18,6 +18,9 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 TESTS  := $(BIN)/python $(PYTEST)
 
+# What kernel and server say to each other is encrypted; each kernel warns of it here where it is not.
+ENCRYPTED := --KernelManager.transport_encryption=auto
+
 PEOPLE ?= 8
 
 .PHONY: lab reset book room test browser faults quick nightly coverage wheel check lint types notebooks bench gpu clean
@@ -25,7 +28,7 @@ PEOPLE ?= 8
 # A person needs the address and nothing else: Jupyter's own lines, extension by extension, are left out.
 lab: $(READY)
 	@echo "Starting JupyterLab: the browser opens notebooks/00_start.ipynb in a few seconds. Ctrl+C here ends it."
-	@$(BIN)/jupyter lab $(ROOT) --log-level=ERROR --LabApp.log_level=ERROR \
+	@$(BIN)/jupyter lab $(ROOT) --log-level=ERROR --LabApp.log_level=ERROR $(ENCRYPTED) \
 		--LabApp.default_url=/lab/tree/notebooks/00_start.ipynb
 
 # A fresh start for a course. What it moves is named first, nothing is deleted, and stores stay.

@@ -1,11 +1,12 @@
 """The book: the notebooks of a course, executed, as pages that open offline from a folder.
 
-    python -m kit.course.book [--executed FOLDER] [--to artifacts/book]
+    python -m kit.course.book [00 03 ...] [--executed FOLDER] [--to artifacts/book]
 
-Every notebook runs in a copy of the project, as a reader would run it, unless `--executed` names a folder of notebooks
-that ran already. Each page holds its pictures and needs no script, no style sheet and no network; live views show the
-still picture that stands beside them. `index.html` lists the questions. It is made with nbconvert: MyST and Jupyter
-Book fetch their themes from the network when they build.
+Every notebook, or those whose names begin as given, runs in a copy of the project, as a reader would run it, unless
+`--executed` names a folder of notebooks that ran already. Where a cell fails, its page ends with the error, the others
+are made all the same, and the exit status is 1. Each page holds its pictures and needs no script, no style sheet and no
+network; live views show the still picture that stands beside them. `index.html` lists the questions. It is made with
+nbconvert: MyST and Jupyter Book fetch their themes from the network when they build.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import argparse
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from kit.registry import REPOSITORY
+from kit.units import format_seconds
 
 LIMIT_SECONDS = 1800
 _SHOWN = ("text/html", "image/png", "text/markdown", "text/plain")
@@ -37,19 +40,25 @@ img { max-width: 100%; height: auto; }
 """
 
 
-def execute(path: Path, project: Path) -> Any:
-    """The notebook with its outputs, run in the project's folder of notebooks.
-
-    Raises:
-        nbclient.exceptions.CellExecutionError: when a cell fails.
-    """
+def execute(path: Path, project: Path) -> tuple[Any, str]:
+    """The notebook with its outputs, run in the folder of notebooks, and the error that ended it, if one did."""
     import nbformat
     from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
-    resources = {"metadata": {"path": str(project / "notebooks")}}
-    NotebookClient(notebook, timeout=LIMIT_SECONDS, kernel_name="python3", resources=resources).execute()
-    return notebook
+    client = NotebookClient(
+        notebook, timeout=LIMIT_SECONDS, kernel_name="python3",
+        resources={"metadata": {"path": str(project / "notebooks")}},
+        extra_arguments=["--log-level=ERROR"],  # else every kernel warns that nothing is encrypted
+    )  # fmt: skip
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        return notebook, f"{error.ename}: {error.evalue}"
+    except (CellTimeoutError, DeadKernelError) as error:
+        return notebook, str(error)
+    return notebook, ""
 
 
 def page(notebook: Any, title: str, before: str, after: str) -> str:
@@ -108,13 +117,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import nbformat
 
     asked = argparse.ArgumentParser(prog="python -m kit.course.book", description=(__doc__ or "").splitlines()[0])
+    asked.add_argument("names", nargs="*", help="notebooks, by the beginning of their names; all when left out")
     asked.add_argument("--executed", type=Path, help="a folder of notebooks that ran already")
     asked.add_argument("--to", type=Path, default=Path("artifacts/book"), help="the folder of the book")
     given = asked.parse_args(arguments)
-    sources = sorted((given.executed or REPOSITORY / "notebooks").glob("*.ipynb"))
+    folder, names = given.executed or REPOSITORY / "notebooks", tuple(given.names) or ""
+    sources = [path for path in sorted(folder.glob("*.ipynb")) if path.name.startswith(names)]
     if not sources:
-        sys.stderr.write(f"{given.executed} has no notebooks\n")
+        sys.stderr.write(f"{folder} has no such notebooks\n")
         return 2
+    failed = 0
     if given.executed:
         notebooks = {}
         for path in sources:
@@ -127,11 +139,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 shutil.copytree(REPOSITORY / name, project / name, ignore=shutil.ignore_patterns("runs", "data"))
             notebooks = {}
             for path in sources:
-                sys.stdout.write(f"running {path.stem}\n")
+                sys.stdout.write(f"running {path.stem} … ")
                 sys.stdout.flush()
-                notebooks[path.stem] = execute(project / "notebooks" / path.name, project)
+                begun = time.monotonic()
+                notebooks[path.stem], error = execute(project / "notebooks" / path.name, project)
+                failed += bool(error)
+                sys.stdout.write(f"{error or format_seconds(time.monotonic() - begun)}\n")
     sys.stdout.write(f"{bind(notebooks, given.to)}\n")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

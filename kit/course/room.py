@@ -97,7 +97,7 @@ def open_place(place: Place, ip: str) -> subprocess.Popen[bytes]:
             [
                 sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.ip={ip}",
                 f"--ServerApp.port={place.port}", "--ServerApp.port_retries=0", "--log-level=WARN",
-                f"--ServerApp.root_dir={place.folder}",
+                f"--ServerApp.root_dir={place.folder}", "--KernelManager.transport_encryption=auto",
             ],
             env={
                 **os.environ, SEAT: f"{place.seat.number}/{place.seat.of} {place.seat.name}",
