@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.write("data/ stays. Close the notebooks and stop what runs first.\n")
     if not given.yes and input("Move them? [y/N] ").strip().lower() not in ("y", "yes"):
         sys.stdout.write("Nothing was moved.\n")
-        return 1
+        return 0
     sys.stdout.write(f"Moved to {begin_anew(project, paths)}\n")
     return 0
 

@@ -42,7 +42,7 @@ def test_it_is_named_moved_and_fresh_notebooks_come(project, capsys):
 
 def test_nothing_is_moved_before_somebody_says_yes(project, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda words: "")
-    assert main([]) == 1
+    assert main([]) == 0
     assert not (project / "earlier").exists()
     assert (project / "guesses.json").exists()
 
