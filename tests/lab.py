@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from types import SimpleNamespace
 
@@ -40,39 +41,66 @@ _CONNECTED = """() => {
 _NOTHING_RUNS = """() => [...document.querySelectorAll('.jp-InputPrompt')]
   .every((prompt) => !prompt.textContent.includes('*'))"""
 
+SCROLLED = """(box) => [box, ...box.querySelectorAll('*')].filter((part) => {
+  const style = getComputedStyle(part), scrolls = /auto|scroll/;
+  return part.clientWidth && part.clientHeight && !part.matches('pre, textarea')
+    && (scrolls.test(style.overflowX) && part.scrollWidth > part.clientWidth
+      || scrolls.test(style.overflowY) && part.scrollHeight > part.clientHeight);
+}).map((part) => `${part.className}: ${part.scrollWidth} of ${part.clientWidth}`)"""
+"""Parts of a box that scroll without need, with their sizes."""
 _PAINTED = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 150)))"
 """A frame within the page is painted only once it is in sight."""
 
 
 @contextlib.contextmanager
-def serve_lab(state, root):
-    """A JupyterLab server on a free port of this machine, with its settings below `state`: its URL and root."""
+def serve_lab(state, root, app="jupyterlab"):
+    """A JupyterLab server on a free port of this machine, with its settings below `state`: its URL and root.
+
+    `app` is another front end's module: `notebook`.
+    """
+    name, settings = {"jupyterlab": ("LabApp", "LabServerApp"), "notebook": 2 * ("JupyterNotebookApp",)}[app]
     (state / "settings").mkdir()
     (state / "settings" / "overrides.json").write_text(json.dumps(SETTINGS))
     write_kernel(state / "share")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with (state / "lab.log").open("w") as log:
         process = subprocess.Popen(
             [
-                sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--ServerApp.port={port}",
+                sys.executable, "-m", app, "--no-browser", "--allow-root", f"--ServerApp.port={port}",
                 "--ServerApp.port_retries=0", "--ServerApp.ip=127.0.0.1", "--IdentityProvider.token=",
                 "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True", f"--ServerApp.root_dir={root}",
-                "--LabApp.expose_app_in_browser=True", f"--LabServerApp.app_settings_dir={state / 'settings'}",
+                f"--{name}.expose_app_in_browser=True", f"--{settings}.app_settings_dir={state / 'settings'}",
             ],
-            env={
-                **os.environ,
-                "JUPYTER_PATH": str(state / "share"), "IPYTHONDIR": str(state / "ipython"),
-                "JUPYTER_CONFIG_DIR": str(state / "config"), "JUPYTER_RUNTIME_DIR": str(state / "runtime"),
-                "JUPYTERLAB_WORKSPACES_DIR": str(state / "workspaces"), "JUPYTERLAB_SETTINGS_DIR": str(state / "user"),
-            },
-            stdout=log, stderr=log, cwd=root,
+            env=environment(state), stdout=log, stderr=log, cwd=root,
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_for(url, process, state / "lab.log")
+    with ended(process):
+        wait_for(f"{url}/api/status", process, state / "lab.log")
         yield SimpleNamespace(url=url, root=root)
+
+
+def free_port():
+    """One that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def environment(state):
+    """Variables under which Jupyter keeps everything below `state`."""
+    return {
+        **os.environ,
+        "JUPYTER_PATH": str(state / "share"), "IPYTHONDIR": str(state / "ipython"),
+        "JUPYTER_CONFIG_DIR": str(state / "config"), "JUPYTER_RUNTIME_DIR": str(state / "runtime"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(state / "workspaces"), "JUPYTERLAB_SETTINGS_DIR": str(state / "user"),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def ended(process):
+    """Ends it, whatever happens."""
+    try:
+        yield process
     finally:
         process.terminate()
         try:
@@ -91,15 +119,18 @@ def write_kernel(share):
     (folder / "kernel.json").write_text(json.dumps(spec))
 
 
-def _wait_for(url, server, log):
+def wait_for(url, server, log):
+    """Return once somebody answers there, with whatever it is."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            urllib.request.urlopen(f"{url}/api/status", timeout=1).close()
+            urllib.request.urlopen(url, timeout=1).close()
+            return
+        except urllib.error.HTTPError:  # an answer, too
             return
         except OSError:
             assert server.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, f"JupyterLab did not answer: {log.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"the server did not answer: {log.read_text()[-3000:]}"
             time.sleep(0.1)
 
 
@@ -110,9 +141,9 @@ OUTPUT = "xpath=ancestor::*[contains(@class, 'jp-OutputArea-output')]"
 class Notebook:
     """One notebook in one tab, driven by Lab's own commands."""
 
-    def __init__(self, page, lab, path):
+    def __init__(self, page, lab, path, place="doc/tree"):
         self.page, self.file = page, lab.root / path
-        page.goto(f"{lab.url}/doc/tree/{lab.root.name}/{path}?reset", wait_until="domcontentloaded")
+        page.goto(f"{lab.url}/{place}/{lab.root.name}/{path}?reset", wait_until="domcontentloaded")
         page.wait_for_selector(".jp-Notebook .jp-Cell")
         page.wait_for_function(_CONNECTED)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import axe_playwright_python
 import nbformat
 import pytest
+from lab import SCROLLED
 from playwright.sync_api import expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
@@ -15,12 +16,6 @@ config = kit.Config().replace({"model.target": "kit.testing:TinyModule", "model.
     "trial.max_steps": 20, "trial.warmup_steps": 2, "hardware.accelerator": "cpu"})
 panel = kit.panel(config, data="kit.testing:TinyData")
 panel"""
-SCROLLED = """(box) => [box, ...box.querySelectorAll('*')].filter((part) => {
-  const style = getComputedStyle(part), scrolls = /auto|scroll/;
-  return part.clientWidth && part.clientHeight && !part.matches('pre, textarea')
-    && (scrolls.test(style.overflowX) && part.scrollWidth > part.clientWidth
-      || scrolls.test(style.overflowY) && part.scrollHeight > part.clientHeight);
-}).map((part) => `${part.className}: ${part.scrollWidth} of ${part.clientWidth}`)"""
 SERIOUS = """async (box) => (await axe.run(box)).violations
   .filter((found) => ['serious', 'critical'].includes(found.impact))
   .map((found) => `${found.id}: ${found.nodes[0].html}`)"""
