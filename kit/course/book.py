@@ -30,7 +30,12 @@ _SHOWN = ("text/html", "image/png", "text/markdown", "text/plain")
 _VIEW = "application/vnd.jupyter.widget-view+json"
 _STYLE = """
 body { margin: 0 auto; max-width: 72rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; color: #222; }
-@media (prefers-color-scheme: dark) { body { background: #1b1b1b; color: #ddd; } img { background: #fff; } }
+@media (prefers-color-scheme: dark) {
+  body { background: #1b1b1b; color: #ddd; } img { background: #fff; } a { color: #8ab4f8; }
+  :root { /* by these, what kit shows follows the theme of a notebook */
+    --jp-ui-font-color1: #ddd; --jp-ui-font-color2: #aaa; --jp-layout-color0: #1b1b1b; --jp-layout-color2: #333;
+    --jp-border-color2: #555; --jp-warn-color1: #f0a030; --jp-error-color1: #f28b82; }
+}
 nav { border-bottom: 1px solid #8886; padding-bottom: .5rem; margin-bottom: 1.5rem; }
 pre { background: #8882; padding: .6rem; overflow-x: auto; font-size: 13px; line-height: 1.35; }
 table { border-collapse: collapse; font-size: 14px; } td, th { padding: 2px 8px; }

@@ -28,6 +28,7 @@ def test_pages_have_their_pictures_their_neighbours_and_no_request(tmp_path):
     assert "Run this cell again" not in page
     assert 'href="01_b.html">next' in page
     assert 'href="00_a.html">before' in last
+    assert "--jp-ui-font-color1: #ddd" in page, "what kit shows is read on a dark page"
     assert "<script" not in page
     assert "http://" not in page
     assert "https://" not in page
