@@ -116,7 +116,7 @@ def in_voila(asked):
 
 def in_papermill(asked):
     """Other parameters, and what is saved of the widgets."""
-    executed = asked.state / "executed.ipynb"
+    executed = asked.executed
     run(asked, "papermill", f"{asked.name}.ipynb", str(executed), "-p", "steps", str(_FEW_STEPS), "-k", "kit")
     notebook = nbformat.read(executed, as_version=4)
     injected = [cell for cell in notebook.cells if "injected-parameters" in cell.metadata.get("tags", [])]
@@ -135,7 +135,7 @@ def in_papermill(asked):
 
 def in_nbconvert(asked):
     """The executed notebook as one page, opened where nothing answers."""
-    executed = asked.state / "executed.ipynb"
+    executed = asked.executed
     if not executed.exists():
         run(asked, "jupyter", "nbconvert", "--to", "notebook", "--execute", f"{asked.name}.ipynb",
             f"--output={executed}")  # fmt: skip
@@ -153,6 +153,8 @@ def in_nbconvert(asked):
 
 def run(asked, *command):
     """Run an installed command in the folder of notebooks; what it says is shown when it fails."""
+    if not (asked.state / "share").exists():
+        write_kernel(asked.state / "share")
     beside = Path(sys.executable).parent / command[0]
     done = subprocess.run(
         [str(beside), *command[1:]], cwd=asked.project / "notebooks", env=environment(asked.state),
@@ -190,20 +192,23 @@ def main():
     asked.add_argument("--name", default="00_start", help="which notebook")
     asked.add_argument("--pictures", type=Path, help="a folder for a picture of each at 1,280 x 720")
     options = asked.parse_args()
-    for way in options.ways:
-        try:
-            version = importlib.metadata.version(way)
-        except importlib.metadata.PackageNotFoundError:
-            print(f"{way}: not installed: pip install {way}", flush=True)
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            project, state = Path(folder) / "root" / "course", Path(folder) / "state"
-            state.mkdir()
+    with tempfile.TemporaryDirectory() as folder:
+        for way in options.ways:
+            try:
+                version = importlib.metadata.version(way)
+            except importlib.metadata.PackageNotFoundError:
+                print(f"{way}: not installed: pip install {way}", flush=True)
+                continue
+            project, state = Path(folder) / way / "root" / "course", Path(folder) / way / "state"
+            state.mkdir(parents=True)
             project.mkdir(parents=True)
             (project / "pyproject.toml").touch()
             for name in ("notebooks", "datasets"):
                 shutil.copytree(REPOSITORY / name, project / name, ignore=shutil.ignore_patterns("runs", "data"))
-            given = SimpleNamespace(project=project, state=state, name=options.name, pictures=options.pictures)
+            given = SimpleNamespace(
+                project=project, state=state, name=options.name, pictures=options.pictures,
+                executed=Path(folder) / "executed.ipynb",
+            )  # fmt: skip
             print(f"{way} {version}, {options.name}: {'; '.join(WAYS[way](given))}", flush=True)
 
 
