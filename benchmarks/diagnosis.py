@@ -35,6 +35,7 @@ from publish import publish
 
 import kit
 from kit.config import Config
+from kit.studies.diagnosis.gains import THRESHOLDS
 from kit.studies.repeats import Side, Tried, undecided
 from kit.studies.series import samples_per_second
 from kit.trial.trial import Trial
@@ -43,6 +44,8 @@ FOLDER = Path(tempfile.gettempdir(), "kit-diagnosis")
 RESULTS = FOLDER / "results.jsonl"
 MOST_PAIRS, PAIR_SECONDS = 8, 40.0
 KEPT = 0.2
+MEASURED = ("full precision", "batch too small")
+"""Findings whose threshold is a gain: one that helps by less is a false alarm."""
 
 
 def fit(parts: Parts) -> Trial:
@@ -158,7 +161,10 @@ def rows(pipelines: list[Pipeline]) -> list[dict[str, Any]]:
             continue
         names = list(said["findings"])
         tried = found.get((pipeline.name, "beside"), {}).get("answers", {})
-        true = [name for name, answer in tried.items() if answer["verdict"] == "helps"]
+        true = [
+            name for name, answer in tried.items()
+            if answer["verdict"] == "helps" and answer["gain"] >= (THRESHOLDS[name] if name in MEASURED else 1)
+        ]  # fmt: skip
         false = [name for name in names if name not in (pipeline.planted, *pipeline.also, *true)]
         predicted = said["findings"].get(pipeline.planted, {}).get("predicted")
         row = {

@@ -1,10 +1,14 @@
 """Gains that are measured before they are advised: the module itself, a few steps, with a change and without.
 
 A number format or a batch size may help or hurt by a factor, and no peak of a matrix product tells which. So both sides
-run for a few steps in processes of their own, one after the other, and their steps are compared: the range of the gain
-is two standard errors of the difference of median logarithms, which a few slow steps on a busy machine move little.
-Steps are few: `STEPS`, or as many as take `MOST_SECONDS`, two at least; `TURNS` times at most, while the threshold of
-the rule lies in the range.
+run for a few steps in processes of their own, in turn (before after, after before, ...), and each pair's steps are
+compared by their median logarithm, which a few slow steps move little. A machine that is faster in one second than in
+the next makes one pair lie, so a gain counts only after `LEAST_PAIRS` of them: its range is two standard errors of the
+mean of the pairs, by the noise of their steps or by how far the pairs are apart, whichever is more. One pair is enough
+where it shows plainly that there is no gain. While the threshold of the rule lies in the range, up to `PAIRS` are run.
+
+A run is `SECONDS` long, or `STEPS` steps where that is longer, within `MOST_SECONDS`; batches that loader processes had
+ready before the first step are passed over.
 """
 
 from __future__ import annotations
@@ -20,7 +24,10 @@ from kit.studies.diagnosis.rule import Change, Range
 from kit.studies.diagnosis.rules import RULES, mixed
 from kit.studies.repeats import RunSource
 
-STEPS, MOST_SECONDS, WARMUP_STEPS, TURNS = 8, 4.0, 2, 3
+LEAST_PAIRS, PAIRS = 2, 4
+STEPS, MOST_STEPS, SECONDS, MOST_SECONDS = 8, 60, 1.0, 4.0
+WARMUP_STEPS, READY_BATCHES = 2, 2
+"""`READY_BATCHES`: of each loader process, by torch's default."""
 THRESHOLDS = {rule.name: rule.threshold for rule in RULES}
 _LEAST_PASSES = 0.5
 """Of the time in forward and backward, so that another number format is worth trying."""
@@ -44,47 +51,62 @@ def worth_measuring(found: Evidence) -> dict[str, Change]:
 def measured_gains(found: Evidence, source: RunSource) -> tuple[dict[str, Range], list[str]]:
     """The gain of each change that is worth measuring, and notes on those that could not be measured."""
     gains, notes = dict[str, Range](), list[str]()
-    before = list[float]()
     for name, change in worth_measuring(found).items():
-        after = list[float]()
+        pairs = list[Pair]()
+        sides = {"before": source.config, "after": source.config.replace(change)}
         try:
-            for turn in range(TURNS):
-                if turn or not before:
-                    before += step_logarithms(source, source.config, found.step_seconds)
-                after += step_logarithms(source, source.config.replace(change), found.step_seconds)
-                gains[name] = low, high = difference(before, after)
-                if low >= THRESHOLDS[name] or high < THRESHOLDS[name]:
-                    break
+            while not decided(pairs, THRESHOLDS[name]):
+                runs = {
+                    side: step_logarithms(source, sides[side], found)
+                    for side in (("before", "after") if len(pairs) % 2 == 0 else ("after", "before"))
+                }
+                pairs.append((runs["before"], runs["after"]))
+            gains[name] = difference(pairs)
         except KitError as error:
-            gains.pop(name, None)
             notes.append(f"whether {', '.join(change)} would help was not measured: {error}")
     return gains, notes
 
 
-def step_logarithms(source: RunSource, config: Config, step_seconds: float) -> list[float]:
+Pair = tuple[list[float], list[float]]
+"""Logarithms of samples per second of the steps before and after."""
+
+
+def decided(pairs: list[Pair], threshold: float) -> bool:
+    """Whether no further pair is to be run."""
+    if not pairs or len(pairs) >= PAIRS:
+        return bool(pairs)
+    low, high = difference(pairs)
+    return high < threshold or (low >= threshold and len(pairs) >= LEAST_PAIRS)
+
+
+def step_logarithms(source: RunSource, config: Config, found: Evidence) -> list[float]:
     """Logarithms of samples per second of a few steps.
 
     Raises:
         KitError: when the trial cannot start, or fails.
     """
-    steps = max(2, min(STEPS, int(MOST_SECONDS / step_seconds)))
+    most = max(2, int(MOST_SECONDS / found.step_seconds))
+    steps = min(most, MOST_STEPS, max(STEPS, int(SECONDS / found.step_seconds)))
+    warm = WARMUP_STEPS + min(most, READY_BATCHES * (found.workers or 0))
     short = config.replace({
-        "trial.max_steps": WARMUP_STEPS + steps, "trial.warmup_steps": WARMUP_STEPS, "trial.predict_memory": False,
+        "trial.max_steps": warm + steps, "trial.warmup_steps": warm, "trial.predict_memory": False,
         "trial.measure_memory": False, "trial.count_work": False, "trial.validate_every_steps": 0,
         "calibration.enabled": False,
     })  # fmt: skip
     trial = source.start(short).wait()
     return [
         math.log(float(step["samples"]) / float(step["step_seconds"]))
-        for step in trial.steps if int(step["step"]) > WARMUP_STEPS and step["step_seconds"] > 0
+        for step in trial.steps if int(step["step"]) > warm and step["step_seconds"] > 0
     ]  # fmt: skip
 
 
-def difference(before: list[float], after: list[float]) -> Range:
-    """The gain from `before` to `after`: of medians, and two standard errors to each side."""
-    between = statistics.median(after) - statistics.median(before)
-    reach = min(0.7, 2 * math.hypot(*map(_error, (before, after))))
-    return math.exp(between - reach), math.exp(between + reach)
+def difference(pairs: list[Pair]) -> Range:
+    """The gain from before to after: the mean of the pairs, and two standard errors to each side."""
+    between = [statistics.median(after) - statistics.median(before) for before, after in pairs]
+    of_steps = math.sqrt(math.fsum(_error(side) ** 2 for pair in pairs for side in pair)) / len(pairs)
+    of_pairs = statistics.stdev(between) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0.0
+    middle, reach = statistics.fmean(between), min(0.7, 2 * max(of_steps, of_pairs))
+    return math.exp(middle - reach), math.exp(middle + reach)
 
 
 def _error(logarithms: list[float]) -> float:
