@@ -25,11 +25,11 @@ LAYOUT = StoreLayout(
 LINE = {"place": "cell 3, line 4, in training_step", "calls": 4000, "syncs": 2000}
 
 
-def trace(**gaps):
+def trace(device="cpu", copies=None, **gaps):
     return TraceInfo(
-        path="x", rank=0, device="cpu", steps=3, window_seconds=1.0, busy_seconds=1 - sum(gaps.values()),
+        path="x", rank=0, device=device, steps=3, window_seconds=1.0, busy_seconds=1 - sum(gaps.values()),
         host_seconds=1.0, overlap_seconds=float("nan"), gaps=(), gap_seconds=gaps, operations=(), syncs_per_step=0,
-        memory={},
+        memory={}, **(copies or {}),
     )  # fmt: skip
 
 
@@ -57,6 +57,9 @@ FAULTS = {
     "training shorter than preprocessing": evidence(shares=shares(wait=0.2), read_seconds=0.9, thread_cores=0.8),
     "loader start-up": evidence(start_up_seconds=4.0, total_seconds=10.0),
     "slow transfer": evidence(shares=shares(transfer=0.15), accelerator="gpu"),
+    "copies that do not overlap": evidence(
+        accelerator="gpu", trace=trace("gpu", {"bare_copy_seconds": 0.15})
+    ),
     "sync in the step": evidence(work=work(own_syncs=2000, lines=(LINE,))),
     "full precision": evidence(
         {"hardware.precision": "32-true"}, measured_gains={"full precision": (1.6, 1.9), "batch too small": (1, 1)}
@@ -166,6 +169,17 @@ def test_a_rule_that_the_trial_cannot_answer_is_not_guessed(rule):
         {"hardware.precision": "32-true"}, **dict.fromkeys(unknown), shares={}, hosts={}, measured_gains={}
     )
     assert rule.measure(nothing) is None
+
+
+def test_a_trace_tells_copies_of_memory_that_is_not_pinned_though_the_loader_is_told_to_pin():
+    copies = {"unpinned_copy_seconds": 0.3, "bare_copy_seconds": 0.3}
+    found = evidence({"loader.pin_memory": True}, accelerator="gpu", trace=trace("gpu", copies))
+    finding = judge(found, source(found))["slow transfer"]
+    assert names(found) == ("slow transfer",), "pinning comes before overlapping"
+    assert "pin_memory()" in finding.setting
+    assert finding.change == {}
+    pinned = evidence(accelerator="gpu", trace=trace("gpu", {"bare_copy_seconds": 0.01}), shares=shares(transfer=0.15))
+    assert names(pinned) == (), "what the trace shows counts more than the share that the host waited"
 
 
 def test_what_a_finding_explains_is_not_told_beside_it():

@@ -60,6 +60,21 @@ def test_a_gpu_that_waits_for_data_and_for_the_host_says_so(write):
     assert re.search(r"GPU works 50% .*\(40%\) .*data loading", trace.finding)
 
 
+def test_copies_from_the_host_are_told_apart_by_memory_and_by_what_is_computed_meanwhile(write):
+    def copy(name, begin, length):
+        return bar(f"Memcpy {name}", begin, length, "gpu_memcpy", thread=8)
+
+    trace = read_trace(
+        write(
+            note("ProfilerStep#0", 0, 1000), bar("gemm", 300, 400, "kernel", thread=7),
+            copy("HtoD (Pageable -> Device)", 0, 100), copy("HtoD (Pinned -> Device)", 200, 200),
+            copy("DtoH (Device -> Pageable)", 800, 100),
+        )
+    )  # fmt: skip
+    assert trace.unpinned_copy_seconds == pytest.approx(100e-6)
+    assert trace.bare_copy_seconds == pytest.approx(200e-6), "of the second copy half is hidden by the kernel"
+
+
 def test_an_operation_has_the_time_of_the_kernels_it_launched(write):
     (operation,) = read_trace(write(*on_gpu())).operations
     assert (operation.name, operation.calls) == ("aten::mm", 2)

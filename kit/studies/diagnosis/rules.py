@@ -145,6 +145,25 @@ def _start_up(found: Evidence) -> float | None:
 _LEAST_START_UP_SECONDS = 2.0
 
 
+def _unpinned(found: Evidence) -> float | None:
+    """By the trace where there is one: a batch of a class of its own is not pinned, whatever the loader is told."""
+    if found.trace is not None and found.trace.device == "gpu":
+        return found.trace.unpinned_copy_seconds / found.trace.window_seconds
+    return None if not found.on_gpu or found.config.loader.pin_memory else found.shares.get("transfer")
+
+
+def _pin_setting(found: Evidence) -> str:
+    if found.config.loader.pin_memory:
+        return "your batch's class: a method pin_memory(), for which the loader asks; without it nothing is pinned"
+    return "pin_memory of your own DataLoader" if found.given_loader else "loader.pin_memory"
+
+
+def _bare_copies(found: Evidence) -> float | None:
+    if found.trace is None or found.trace.device != "gpu":
+        return None
+    return found.trace.bare_copy_seconds / found.trace.window_seconds
+
+
 def _syncs(found: Evidence) -> float | None:
     """On a GPU every sync counts; on the CPU one costs a call, and only many of them cost time."""
     if found.work is None:
@@ -376,13 +395,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="slow transfer", looks_at="share of the time spent copying batches to the GPU, from unpinned memory",
         unit="fraction", threshold=SLIVER, source=f"{BASEMODEL}: slow copies ask for pin_memory; a tenth is kit's",
-        needs="a GPU, and loader.pin_memory off",
-        measure=lambda found: None if not found.on_gpu or found.config.loader.pin_memory
-        else found.shares.get("transfer"),
-        sentence=lambda _, value: f"Copying batches to the GPU takes {value:.0%} of the time.",
-        setting=lambda found: "pin_memory of your own DataLoader" if found.given_loader else "loader.pin_memory",
+        needs="a GPU, and loader.pin_memory off or a PyTorch trace", measure=_unpinned,
+        sentence=lambda _, value: f"Copying batches to the GPU from memory that is not pinned takes {value:.0%} of the "
+        "time, and the host waits for it.",
+        setting=_pin_setting,
         change=lambda found: {} if found.given_loader else {"loader.pin_memory": True},
-        effect=lambda found: without(0.5 * found.shares["transfer"], found.shares["transfer"]), part="transfer",
+        effect=lambda found: without(0.5 * (_unpinned(found) or 0.0), _unpinned(found)), part="transfer",
+        explains=("copies that do not overlap",),
+    ),
+    Rule(
+        name="copies that do not overlap", looks_at="share of the trace in which the GPU copies from the host and "
+        "computes nothing", unit="fraction", threshold=SLIVER, source="torch's tutorial on pin_memory and "
+        "non_blocking: a copy hides behind kernels of another stream; a tenth is kit's",
+        needs="a PyTorch trace of a GPU", measure=_bare_copies,
+        sentence=lambda _, value: f"The GPU computes nothing while batches are copied to it, {value:.0%} of the time.",
+        setting=lambda _: "your batches: copy the next one in a CUDA stream of its own while this one is trained on "
+        "(non_blocking=True, from pinned memory), or send fewer bytes (integers, 16 bits) and convert them there",
+        effect=lambda found: without(0.5 * (_bare_copies(found) or 0.0), _bare_copies(found)), part="transfer",
     ),
     # -- the step itself
     Rule(

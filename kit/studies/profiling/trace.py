@@ -39,6 +39,7 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _SYNC = re.compile(r"^(?!.*Event).*(Synchronize|^cudaMemcpy$|^cuStreamSync)")
 _SYNC_OPERATIONS = re.compile(r"^aten::(_local_scalar_dense|nonzero)$")
+_FROM_HOST, _UNPINNED = re.compile(r"HtoD|HostToDevice"), re.compile(r"Pageable *->")
 _STEP = re.compile(r"^ProfilerStep#")
 _WHOLE = re.compile(r"^(ProfilerStep|\[pl\]\[profile\]run_training)")
 _NAMED = (
@@ -156,6 +157,10 @@ class TraceInfo:
     """In which any collective ran."""
     hidden_seconds: float = 0.0
     """Of these, in which something was computed too."""
+    unpinned_copy_seconds: float = 0.0
+    """In which a GPU copied from memory of the host that is not pinned, for which the host waits."""
+    bare_copy_seconds: float = 0.0
+    """In which it copied from any memory of the host, and computed nothing."""
 
     @property
     def busy_fraction(self) -> float:
@@ -232,6 +237,7 @@ def trace_info(events: TraceEvents, path: str | Path) -> TraceInfo:
     communicating = _union(events, exchanging, low, high)
     kernels = inside & events.of_kinds("kernel") & ~exchanging
     computing = _union(events, kernels, low, high) if device == "gpu" else on_cpu
+    copies = inside & events.of_kinds("gpu_memcpy") & events.named(_FROM_HOST)
     steps = np.stack((events.begin[marks], events.end[marks]), axis=1)
     return TraceInfo(
         path=Path(path), rank=_rank(events, path), device=device, steps=len(steps) or 1,
@@ -256,6 +262,8 @@ def trace_info(events: TraceEvents, path: str | Path) -> TraceInfo:
         kernels=_kernels(events, on_gpu), collectives=_collectives(events, exchanging, low),
         computing_seconds=length(computing) / 1e6, communicating_seconds=length(communicating) / 1e6,
         hidden_seconds=length(both(communicating, computing)) / 1e6,
+        unpinned_copy_seconds=length(_union(events, copies & events.named(_UNPINNED), low, high)) / 1e6,
+        bare_copy_seconds=length(without(_union(events, copies, low, high), computing)) / 1e6,
     )  # fmt: skip
 
 
