@@ -75,6 +75,17 @@ def test_copies_from_the_host_are_told_apart_by_memory_and_by_what_is_computed_m
     assert trace.bare_copy_seconds == pytest.approx(200e-6), "of the second copy half is hidden by the kernel"
 
 
+def test_a_trace_of_torch_1_8_says_the_same_in_its_own_words(write):
+    now = {"cpu_op": "Operator", "kernel": "Kernel", "cuda_runtime": "Runtime", "user_annotation": "Operator"}
+    earlier = [{**event, "cat": now[event["cat"]]} for event in on_gpu() if event["name"] != EPOCH]
+    for event in earlier:
+        event["name"] = event["name"].replace(FETCH, "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")
+    found, same = read_trace(write(*earlier)), read_trace(write(*on_gpu(), name="now.json"))
+    assert found.device == "gpu"
+    assert (found.steps, found.busy_seconds, found.gap_seconds) == (2, same.busy_seconds, same.gap_seconds)
+    assert [one.name for one in found.operations] == ["aten::mm"]
+
+
 def test_an_operation_has_the_time_of_the_kernels_it_launched(write):
     (operation,) = read_trace(write(*on_gpu())).operations
     assert (operation.name, operation.calls) == ("aten::mm", 2)

@@ -27,6 +27,11 @@ from numpy.typing import NDArray
 from kit.errors import JsonError, TrialError
 from kit.json_text import read_json
 
+_EARLIER_KINDS = {
+    "Operator": "cpu_op", "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime",
+}  # fmt: skip
+"""Words of torch 1.8 to 1.11, whose operators are also the marks of steps, loaders and optimizers."""
+_EARLIER_MARKS = re.compile(r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.")
 MOST_EVENTS = 20_000_000
 _PIECE = 1 << 22
 """Characters that are read at once."""
@@ -219,12 +224,14 @@ class _Columns:
         if event.get("ph") != "X" or event.get("dur") is None or not math.isfinite(moment):
             return
         kind, thread = str(event.get("cat", "")), (str(event.get("pid")), str(event.get("tid")))
+        if kind in _EARLIER_KINDS:
+            kind = "user_annotation" if _EARLIER_MARKS.match(name) else _EARLIER_KINDS[kind]
         self.name.append(self.names.setdefault(name, len(self.names)))
         self.kind.append(self.kinds.setdefault(kind, len(self.kinds)))
         self.thread.append(self.threads.setdefault(thread, len(self.threads)))
         self.begin.append(moment)
         self.length.append(max(0.0, float(event["dur"])))
-        self.external.append(int(values.get("External id", -1)))
+        self.external.append(int(values.get("External id", values.get("external id", -1))))
         self.correlation.append(int(values.get("correlation", -1)))
         on_device = "stream" in values or "bytes" in values
         self.bytes.append(_bytes(values) if on_device else math.nan)
