@@ -292,9 +292,10 @@ class Calibration(Section):
         0.2, "Fraction of the free memory that loader processes must leave free. A lower value allows more of them.",
         ge=0, lt=1,
     )  # fmt: skip
-    step_seconds: float = setting(
-        0.0, "Time of a training step, simulated after each batch. A loader that is faster than the step brings "
-        "nothing. 0 looks for the fastest loader.", unit="seconds", ge=0, le=3600,
+    step_seconds: float | None = setting(
+        None, "Time of a training step, simulated after each batch. A loader that is faster than the step brings "
+        "nothing. Empty measures it with some steps of the module itself. 0 looks for the fastest loader, whatever a "
+        "step takes.", unit="seconds", ge=0, le=3600,
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ from kit.train.choices import length_of, strategy_entry, validates_by
 from kit.train.fsdp import check_shards
 from kit.train.levers import instantiate, lever_callbacks
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOGGED_TIMES, _LIGHTNINGS_LOG_EVERY = 10, 50
 
 
@@ -248,7 +248,7 @@ def _validation(config: Config, flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _environment(world_size: int) -> ClusterEnvironment:
     """Where this rank finds the others; chosen outright, because Lightning would prefer SLURM when it sees it."""
-    absent = [name for name in _RANK_VARIABLES if name not in os.environ]
+    absent = [name for name in RANK_VARIABLES if name not in os.environ]
     if not absent and int(os.environ["WORLD_SIZE"]) == world_size:
         return TorchElasticEnvironment()
     if world_size == 1 and absent:
@@ -256,7 +256,7 @@ def _environment(world_size: int) -> ClusterEnvironment:
     found = f"{', '.join(absent)} unset" if absent else f"WORLD_SIZE={os.environ['WORLD_SIZE']}"
     raise HardwareError(
         f"this process is not one of {world_size} ranks ({found}); start one process per device with "
-        f"{', '.join(_RANK_VARIABLES)} set, as kit.fit and torchrun do"
+        f"{', '.join(RANK_VARIABLES)} set, as kit.fit and torchrun do"
     )
 
 

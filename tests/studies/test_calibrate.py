@@ -19,6 +19,7 @@ QUICK = {
     "calibration.candidate_prefetch": [2],
     "calibration.max_measure_batches": 6,
     "calibration.timeout_seconds": 3.0,
+    "calibration.step_seconds": 0.0,
 }
 
 
@@ -102,6 +103,27 @@ def test_two_ranks_train_with_what_the_first_measured(config):
 def test_kits_own_data_is_read_at_the_setting_that_was_found(own):
     trial = fit(own(**{**QUICK, "calibration.candidate_workers": [0]})).wait()
     assert "loader.requests_in_flight" in trial.event("calibrated", "changes")
+
+
+def test_where_the_step_sets_the_pace_the_loader_is_left_as_it_is_and_that_is_said(config):
+    asked = config().replace({**QUICK, "calibration.step_seconds": None, "data.arguments": {"seconds": 0.0}})
+    found = calibrate(asked, TinyModule(seconds=0.1), WaitingData)
+    assert "the loader is not what holds this training" in found.headline
+    assert len(found.measured) == 1
+    assert found.apply(asked).loader.num_workers == 0
+    assert any("measured on batches in memory" in reason for reason in found.reasons)
+
+
+def test_a_step_that_cannot_be_timed_leaves_the_fastest_loader_and_says_why(config):
+    asked = config().replace({**QUICK, "calibration.step_seconds": None})
+    found = calibrate(asked, Unwilling, WaitingData)
+    assert [item.setting.num_workers for item in found.measured] == [0, 1]
+    assert any("could not be timed: not on one device" in reason for reason in found.reasons)
+
+
+class Unwilling(TinyModule):
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError("not on one device")
 
 
 def test_what_cannot_be_calibrated_trains_as_it_is_with_a_warning(config):

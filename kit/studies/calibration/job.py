@@ -2,7 +2,12 @@
 
 `kit.studies.calibration.search` decides which settings are measured; this measures them on the data of one rank, on its
 share of the cores, and chooses. Reads of the other ranks at the same time are not seen. A candidate that cannot run is
-left out with its reason; the first one must run.
+left out with its reason; the first one must run. Each is measured in a process forked for it
+(`kit.studies.calibration.fresh`).
+
+What is enough is decided by the step. Where the config does not say how long it takes, it is timed first
+(`kit.studies.calibration.step`). The setting as it is comes first: where it keeps up with the step, the loader is not
+what holds the training, and nothing is changed.
 
 Before a fit, rank 0 measures in a process forked for it, and the other ranks wait for the file that it writes. So the
 processes that train have opened no store, touched no device and drawn no random number. Where calibration fails, the
@@ -33,6 +38,7 @@ from kit.confinement.confine import confine_process, confined
 from kit.errors import ConfigError, KitWarning, Problem, TrialError
 from kit.machine.machine import Share, share
 from kit.machine.processes import die_with_parent
+from kit.studies.calibration.fresh import in_fresh_process
 from kit.studies.calibration.measure import (
     MeasurementLimits,
     Observed,
@@ -43,8 +49,18 @@ from kit.studies.calibration.measure import (
     measure,
     subject_of,
 )
-from kit.studies.calibration.result import Calibration, changed, saved_path
-from kit.studies.calibration.rules import PARAMETERS, LoaderSetting, Measurement, MemoryCap, choose, cpu_cap, why_chosen
+from kit.studies.calibration.result import NOT_THE_LOADER, Calibration, changed, saved_path
+from kit.studies.calibration.rules import (
+    GAIN,
+    LOOK_FRACTION,
+    PARAMETERS,
+    LoaderSetting,
+    Measurement,
+    MemoryCap,
+    choose,
+    cpu_cap,
+    why_chosen,
+)
 from kit.studies.calibration.search import (
     Bounds,
     Measure,
@@ -54,9 +70,11 @@ from kit.studies.calibration.search import (
     sweep_workers,
     worker_counts,
 )
+from kit.studies.calibration.step import step_seconds
 from kit.trial.context import Context, cache_folders
 from kit.trial.fit_job import make_data, show_cells
-from kit.units import format_bytes
+from kit.trial.payload import Part
+from kit.units import format_bytes, format_count, format_seconds
 
 _LOOK_SECONDS = 0.05
 
@@ -71,7 +89,7 @@ def calibrate(context: Context) -> None:
         seed_everything(context.config.training.seed, workers=True, verbose=False)
         try:
             data = make_data(payload["data"], context.config)
-            _measured(context, data, reuse=False).save(context.paths.calibration)
+            _measured(context, payload["module"], data, reuse=False).save(context.paths.calibration)
         except StoppedError:
             stopped = True
     context.writer.write("calibration_ended", stopped=stopped)
@@ -101,13 +119,14 @@ def calibrated(context: Context, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_child(context: Context, data: dict[str, Any]) -> None:
+    module = cloudpickle.loads(context.paths.payload.read_bytes())["module"]
     saved_path(context.config).parent.mkdir(parents=True, exist_ok=True)
     own = [context.paths.directory, saved_path(context.config).parent, *cache_folders(context.config)]
     confine_process(context.paths.scratch, own, may_start_programs=True)
     die_with_parent(os.getppid())  # a new user namespace forgets it
     try:
         with confined("the calibration") as kept:
-            found = _measured(context, data, reuse=True)
+            found = _measured(context, module, data, reuse=True)
         for note in kept.notes:
             context.writer.write("warned", message=note)
         if found.chosen is not None:
@@ -124,7 +143,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _measured(context: Context, data: dict[str, Any], reuse: bool) -> Calibration:
+def _measured(context: Context, module: Part, data: dict[str, Any], reuse: bool) -> Calibration:
     """A new result, or that of an earlier run where it still holds and may be reused."""
     config, control = context.config, context.control
     mine = share()  # of the machine: from here on this process uses only its part of the cores
@@ -150,8 +169,26 @@ def _measured(context: Context, data: dict[str, Any], reuse: bool) -> Calibratio
             again=item.turns > 0,
         )  # fmt: skip
 
-    found = Sweep(subject, config, resources, report, lambda: control.requested > 0).run()
-    return replace(found, identity=identity, again=again)
+    step, reasons = _step(context, module, data, subject)
+    on_cpu = context.environment["accelerator"] == "cpu"
+    sweep = Sweep(subject, config, resources, report, lambda: control.requested > 0, step, step_computes=on_cpu)
+    found = sweep.run()
+    return replace(found, identity=identity, again=again, reasons=(*found.reasons, *reasons))
+
+
+def _step(context: Context, module: Part, data: dict[str, Any], subject: Subject) -> tuple[float, list[str]]:
+    """Seconds of a training step, 0 where they cannot be known, and how they are known."""
+    asked = context.config.calibration.step_seconds
+    if asked is not None:
+        return asked, []
+    try:
+        found = step_seconds(context, module, data, subject)
+    except ConfigError:
+        raise
+    except Exception as error:
+        why = _first_line(error)
+        return 0.0, [f"the fastest loader was looked for, since a step of the module could not be timed: {why}"]
+    return found, [f"a step of the module takes {format_seconds(found)}, measured on batches in memory"]
 
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -183,17 +220,20 @@ class Sweep:
         resources: What this rank may use.
         report: Called with each measurement; one that was repeated in turn counts a turn.
         stopping: Whether to end early.
+        step: Seconds of a training step; 0 looks for the fastest setting.
+        step_computes: Whether a step keeps this process busy, as on the CPU.
     """
 
     def __init__(
         self, subject: Subject, config: Config, resources: Resources,
         report: Callable[[Measurement], None] = lambda _: None, stopping: Callable[[], bool] = lambda: False,
+        step: float = 0.0, *, step_computes: bool = False,
     ) -> None:  # fmt: skip
         self._subject, self._config, self._resources, self._report = subject, config, resources, report
         asked = config.calibration
         self._limits = MeasurementLimits(
             timeout_seconds=asked.timeout_seconds, most_batches=asked.max_measure_batches,
-            step_seconds=asked.step_seconds, stopping=stopping,
+            step_seconds=step, step_computes=step_computes, stopping=stopping,
         )  # fmt: skip
         self._bounds = Bounds(timeout_seconds=asked.timeout_seconds, most_batches=asked.max_measure_batches)
         self._observed = Observed()
@@ -214,14 +254,38 @@ class Sweep:
         """
         began = time.perf_counter()
         observed = self._observed
+        if (enough := self._enough()) is not None:
+            return self._result(enough.setting, [self._why_enough(enough)], began)
         found = search(self._rule, self._try, self._bounds, self._figures, self._eligible, lambda: observed.batch_bytes)
         candidates = [item for item in self._figures.values() if self._eligible(item.setting)]
         if not candidates:
             raise self._nothing()
         chosen = choose(candidates, observed.batch_bytes)
+        return self._result(chosen.setting, [why_chosen(chosen, candidates), *found, *self._reasons], began)
+
+    def _enough(self) -> Measurement | None:
+        """The setting as it is, where it keeps up with the step."""
+        if not self._limits.step_seconds:
+            return None
+        setting = self._subject.present()
+        found = self._try(MeasurementRequest(setting=setting, fraction=LOOK_FRACTION))
+        if found is None:
+            return None
+        self._figures[setting] = found
+        return found if GAIN * found.batches_per_second * self._limits.step_seconds >= 1 else None
+
+    def _why_enough(self, found: Measurement) -> str:
+        step = self._limits.step_seconds
+        return (
+            f"{NOT_THE_LOADER}: as it is ({found.setting}) it gives {format_count(found.batches_per_second)} "
+            f"batches/s, and steps of {format_seconds(step)} take {format_count(1 / step)} at most"
+        )
+
+    def _result(self, chosen: LoaderSetting, reasons: list[str], began: float) -> Calibration:
+        observed = self._observed
         return Calibration(
-            chosen=chosen.setting, measured=tuple(self._figures.values()), dropped=tuple(self._dropped.items()),
-            reasons=(why_chosen(chosen, candidates), *found, *self._reasons), seconds=time.perf_counter() - began,
+            chosen=chosen, measured=tuple(self._figures.values()), dropped=tuple(self._dropped.items()),
+            reasons=tuple(reasons), seconds=time.perf_counter() - began,
             limits={
                 "cores": self._resources.cores, "busy": observed.busy, "cpu_workers": self._cpu_workers,
                 "free_bytes": self._resources.free_bytes, "shared_bytes": self._resources.shared_bytes,
@@ -294,10 +358,16 @@ class Sweep:
     def _measure(self, setting: LoaderSetting, limits: MeasurementLimits, observed: Observed) -> Measurement:
         filling = 2 * (setting.cache_bytes or 0) // max(1, observed.batch_bytes)
         self._turn += 1
-        with warnings.catch_warnings():  # processes beyond the cores are tried on purpose
-            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-            with self._subject.loader(setting, self._turn) as loader:
-                return measure(loader, setting, limits, observed, filling)
+
+        def alone() -> tuple[Measurement, Observed]:
+            with warnings.catch_warnings():  # processes beyond the cores are tried on purpose
+                warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+                with self._subject.loader(setting, self._turn) as loader:
+                    return measure(loader, setting, limits, observed, filling), observed
+
+        found, seen = in_fresh_process(alone)
+        observed.batch_bytes, observed.busy, observed.worker_bytes = seen.batch_bytes, seen.busy, seen.worker_bytes
+        return found
 
     # -- caps
 

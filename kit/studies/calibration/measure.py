@@ -1,6 +1,7 @@
 """Measuring a loader at one setting: its batches per second, its CPU time, and the memory of its processes.
 
-The consumer takes a batch, sleeps for the simulated training step, and takes the next. Pass follows pass: the start of
+The consumer takes a batch, sleeps (or, for a step on the CPU, computes) for the simulated training step, and takes the
+next. Pass follows pass: the start of
 a later pass counts, as it does in training. A batch under way is waited for, so the time limit is exceeded by one batch
 at most.
 
@@ -25,6 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -56,6 +58,8 @@ class MeasurementLimits:
     timeout_seconds: float
     most_batches: int
     step_seconds: float = 0.0
+    step_computes: bool = False
+    """Whether a simulated step keeps the cores of this process busy, as one on the CPU does."""
     slow_start_seconds: float = math.inf
     growth: float = 1.0
     """Times as many batches and as much time for what takes longer than that to its first batch."""
@@ -123,9 +127,10 @@ class _Clock:
     @property
     def busy(self) -> float:
         """CPU seconds of this process a second since the warm-up, simulated steps left out; 0 for not known."""
-        idle = self.limits.step_seconds * (self.seen - self.skipped)
-        seconds = self.last - self.marks[0][1] - idle if self.marks else 0.0
-        return (time.process_time() - self.cpu) / seconds if seconds > 0 else 0.0
+        steps = self.limits.step_seconds * (self.seen - self.skipped)
+        seconds = self.last - self.marks[0][1] - steps if self.marks else 0.0
+        computed = steps if self.limits.step_computes else 0.0
+        return max(0.0, time.process_time() - self.cpu - computed) / seconds if seconds > 0 else 0.0
 
     def result(self) -> Measurement:
         """Too short for the warm-up, everything after the first batch counts, and the error says so."""
@@ -168,7 +173,7 @@ def measure(
                 if limits.stopping():
                     raise StoppedError
                 if limits.step_seconds:
-                    time.sleep(limits.step_seconds)
+                    simulate_step(limits.step_seconds, limits.step_computes)
                 if enough := clock.tick():
                     observed.worker_bytes = max(observed.worker_bytes, worker_bytes() if setting.num_workers else 0)
                     break
@@ -181,6 +186,17 @@ def measure(
     if not setting.num_workers:
         observed.busy = clock.busy or observed.busy
     return clock.result()
+
+
+def simulate_step(seconds: float, computes: bool) -> None:
+    """A training step: on a GPU the host waits for it; on the CPU it computes, without Python's lock."""
+    if not computes:
+        time.sleep(seconds)
+        return
+    end, matrix = time.perf_counter() + seconds, torch.zeros(96, 96)
+    product = torch.empty_like(matrix)
+    while time.perf_counter() < end:
+        torch.mm(matrix, matrix, out=product)
 
 
 def batch_bytes(batch: Any) -> int:
@@ -345,6 +361,15 @@ def subject_of(data: Data) -> Subject:
         message = f"the settings of {type(loader).__name__} cannot be changed; give a DataLoader or a Dataset"
         raise ConfigError([Problem("data", message)])
     return TorchSubject(loader)
+
+
+def apply_batches(data: Data, batches: Iterable[Any]) -> Data:
+    """The same data, with these batches in place of its loader's."""
+    module = data.get("datamodule")
+    if module is None:
+        return {"train_dataloaders": batches}
+    module.__dict__["train_dataloader"] = lambda: batches
+    return {"datamodule": module}
 
 
 def apply_setting(data: Data, setting: LoaderSetting) -> Data:

@@ -1,7 +1,8 @@
 """calibrate: find the cheapest loader setting that is fast enough, by measurement, in a process of its own.
 
-`kit.fit` does the same before training where `calibration.enabled` is set. The loader is measured alone;
-`calibration.step_seconds` simulates a training step, and then a setting is enough that keeps up with it.
+`kit.fit` does the same before training where `calibration.enabled` is set. The loader is measured beside a simulated
+training step, as long as some steps of the module itself took, or as `calibration.step_seconds` says; a setting is
+enough that keeps up with it. Where the one that there is does, the loader is not what holds the training, and stays.
 
 A result holds for the machine, data and config it was measured on; `changed` names the differences. It is a JSON file
 in the run directory, and another for each experiment name below the folder of runs, where the next run finds it.
@@ -26,6 +27,7 @@ from kit.trial.submit import prepare
 from kit.trial.trial import Trial
 from kit.units import format_count, format_seconds
 
+NOT_THE_LOADER = "the loader is not what holds this training"
 _COLUMNS = ("processes × prefetch factor", "batches/s", "±", "of peak", "batches", "turns", "first batch")
 _OWN_COLUMNS = ("setting", *_COLUMNS[1:])
 
@@ -132,6 +134,8 @@ class Calibration(Drawable):
         if self.chosen is None:
             return f"loader not calibrated: {self.error}"
         speed = f"{format_count(self.batches_per_second)} batches/s"
+        if self.reasons and self.reasons[0].startswith(NOT_THE_LOADER):
+            return f"{NOT_THE_LOADER}: it stays at {self.chosen}, {speed} beside the training's steps"
         how = "from an earlier run" if self.reloaded else f"measured in {format_seconds(self.seconds)}"
         again = f"; again, since {self.again}" if self.again and not self.reloaded else ""
         return f"loader calibrated: {self.chosen}, {speed} ({how}{again})"
