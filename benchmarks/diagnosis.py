@@ -11,9 +11,9 @@ results, and a second start goes on from there, so that the whole fits into shor
 *named* is whether the planted fault is among the findings; *false alarms* are findings that are neither planted nor, by
 the pipeline's own account, also true, nor seen to be true when their change was tried (*also true*, with the gain).
 *predicted* is the range that the finding gave, *measured* the gain of the cure with its 95 % interval, *kept* whether
-the middle of the range is within 20 % of it. *TraceML* is its main verdict; whether that points at the part of a step in
-which the fault lies is counted, since it names no causes. The ten pipelines that were kept aside have a table of their
-own: nothing was tuned on them.
+the middle of the range is within 20 % of it. *TraceML* is its main verdict; whether that points at the part of a step
+in which the fault lies is counted, since it names no causes. The ten pipelines that were kept aside have a table of
+their own: nothing was tuned on them.
 """
 
 from __future__ import annotations
@@ -214,13 +214,14 @@ def facts(table: list[dict[str, Any]]) -> dict[str, str]:
     theirs = [row for row in table if row["planted"] != "nothing" and row["TraceML"] != "–"]
     seen = [row for row in table if row["planted"] == "nothing" and row["TraceML"] != "–"]
     calm = ("NORMAL", "BALANCED", "NO CLEAR", "COMPUTE-BOUND")
+    pointed = [row for row in theirs if points(row["TraceML"], row["planted"])]
     planted = [row for row in table if row["planted"] != "nothing"]
     tried = [row for row in table if row["kept"] != "–"]
     return {
         "named": f"{sum(row['named'] == 'yes' for row in planted)} of {len(planted)}",
         "pipelines with a false alarm": f"{sum(row['false alarms'] != 'none' for row in table)} of {len(table)}",
         "predicted within 20 % of measured": f"{sum(row['kept'].startswith('yes') for row in tried)} of {len(tried)}",
-        "TraceML points at the part": f"{sum(points(row['TraceML'], row['planted']) for row in theirs)} of {len(theirs)}",
+        "TraceML points at the part": f"{len(pointed)} of {len(theirs)}",
         "TraceML warns of a healthy one": f"{sum(not row['TraceML'].startswith(calm) for row in seen)} of {len(seen)}",
     }
 
