@@ -86,7 +86,7 @@ class _FindingView:
         self._runs = 0
         self._trust = False
         tooltip = f"run it in turn as it is and changed, {MOST} times each at most, until the difference is decided"
-        self.button = button("Try it", "play", tooltip, "auto")
+        self.button = button("Try it", "play", tooltip, "110px")
         self.button.on_click(lambda _: on_click(self))
         self.answer = line()
         text = line(finding_html(finding))
@@ -104,6 +104,7 @@ class _FindingView:
             self.say(f"not tried: {error}")
             self._trust = True
             self.button.description, self.button.icon = "Run the code of this folder", "exclamation-triangle"
+            self.button.layout.width = "auto"
             return
         except KitError as error:
             self.say(f"not tried: {error}")
@@ -117,7 +118,7 @@ class _FindingView:
 
 def _close_lines(text: str) -> str:
     """With lines as close as elsewhere on the page; those of a widget are as far apart as its controls."""
-    return f'<div style="line-height: 1.45">{text}</div>'
+    return f'<div style="line-height: 1.45; overflow-wrap: anywhere">{text}</div>'
 
 
 def display(diagnosis: Any) -> None:
@@ -142,10 +143,10 @@ class DiagnosisControl(Background):
         """The last diagnosis."""
         tooltip = "say what the trial suffers from, what to change, and try it"
         self.button = button("Diagnose", "stethoscope", tooltip, "110px", disabled=True)
-        self.words = line()
+        self.words, self.code = line(), line(display="none")
         self.findings = ipywidgets.VBox([], layout={"width": "100%"})
         self.button.on_click(lambda _: self._latest.submit(self._try))
-        self.ui = ipywidgets.VBox([self.words, self.findings], layout={"width": "100%"})
+        self.ui = ipywidgets.VBox([self.words, self.findings, self.code], layout={"width": "100%"})
 
     @property
     def busy(self) -> bool:
@@ -169,13 +170,16 @@ class DiagnosisControl(Background):
         self.view = DiagnosisView(found, self._check)
         self.findings.children = (self.view.ui,)
         self._on_shown()
-        self._say(f"the same in code: <code>kit.studies.diagnose({html.escape(repr(str(trial.run_directory)))})</code>")
+        self._say("")
+        call = f"kit.studies.diagnose({html.escape(repr(str(trial.run_directory)))})"
+        put(self.code, _close_lines(f"the same in code: <code>{call}</code>"))
         return found
 
     def reset(self) -> None:
         """Close the diagnosis, and disable the button: there is no ended trial."""
         self.button.disabled = True
         self._close_view()
+        put(self.code, "")
         self._say("")
 
     def _close_view(self) -> None:
@@ -188,7 +192,7 @@ class DiagnosisControl(Background):
             self.run()
 
     def _say(self, text: str) -> None:
-        self.words.value = f"<span style='line-height: 1.4; overflow-wrap: anywhere'>{text}</span>" if text else ""
+        put(self.words, _close_lines(text) if text else "")
 
 
 class ProfileView:

@@ -39,8 +39,8 @@ def test_a_click_names_what_the_trial_suffers_from_and_a_change_is_tried_there(s
     control.button.click()
     wait_until(lambda: control.view is not None and not control.busy)
     assert control.findings.children == (control.view.ui,)
-    assert "kit.studies.diagnose(" in control.words.value
-    assert str(trial.run_directory) in control.words.value
+    assert "kit.studies.diagnose(" in control.code.value
+    assert str(trial.run_directory) in control.code.value
 
     (item,) = (item for item in control.view.findings if item.finding.name == "loader start-up")
     item.button.click()
