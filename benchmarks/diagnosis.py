@@ -47,8 +47,7 @@ POINTS = {
               "workers copy the parent", "workers start slowly"),
     "STRAGGLER": ("stragglers", "uneven batches"),
     "RESIDUAL": ("validation too often", "checkpoints too often", "slow hook", "garbage collection",
-                 "interpreter held by a thread", "small collectives"),
-    "FORWARD": ("drawing in the step", "sync in the step"),
+                 "interpreter held by a thread", "small collectives", "drawing in the step", "sync in the step"),
     "OPTIMIZER": ("optimizer larger than the work",),
     "MEMORY": ("memory that grows", "dataset copied into workers"),
 }  # fmt: skip
