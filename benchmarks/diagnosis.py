@@ -237,7 +237,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     began, known = time.perf_counter(), {} if given.again else read()
     pipelines = list(all_pipelines(str(FOLDER)).values())
-    for stage in given.stages.split(","):
+    for stage in filter(None, given.stages.split(",")):
         for one in pipelines:
             wanted = given.only in one.name and not (given.development and one.held_out)
             if (one.name, stage) in known or not wanted or not needed(one, stage):
