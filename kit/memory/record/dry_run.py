@@ -205,6 +205,7 @@ def _recorded(
     else:
         recording = recorder.recording(size, rounding_bytes)
     recording.facts.update(_facts(run, module, trainer, unknown), unsure_workspace_bytes=workspaces.unsure_bytes)
+    recording.facts["may_be_low"] = [] if on_gpu else _may_be_low(run, trainer, workspaces)
     recording.facts["refused"] = refused
     recording.facts["notes"] = [*recording.facts["notes"], *fake_batches.notes]
     return recording
@@ -239,6 +240,20 @@ def _able_to_validate(module: LightningModule) -> Iterator[list[str]]:
 
 def _log_nothing(metrics: Any, step: int | None = None) -> None:
     """In place of the numbers that a logger gets."""
+
+
+def _may_be_low(run: DryRun, trainer: Trainer, workspaces: Workspaces) -> list[str]:
+    """What a CPU was seen to hold beyond what is recorded, in sentences with the most that was measured."""
+    found = []
+    if workspaces.half_convolutions:
+        found.append("oneDNN took up to 8 % of a peak more inside convolutions in half precision than is known of it")
+    if any(type(optimizer).__name__ == "Muon" for optimizer in trainer.optimizers):
+        found.append("steps of Muon, which compute in half precision, took up to 5 % of a peak more than is known")
+    if _is_distributed(run):
+        from kit.memory.record.ranks import LATE_COPY
+
+        found.append(LATE_COPY)
+    return found
 
 
 def _facts(run: DryRun, module: LightningModule, trainer: Trainer, unknown: str) -> dict[str, Any]:

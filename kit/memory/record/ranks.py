@@ -233,12 +233,15 @@ def _reduced(_state: object, bucket: Any) -> Future[torch.Tensor]:
     return answer
 
 
+LATE_COPY = "gloo frees its copies on threads of its own: a step may hold one more for a moment than is shown"
+
+
 def collective_notes(strategy: str, device_kind: str) -> list[str]:
     """What a recording of `strategy` ("ddp", "fsdp", ...) cannot hold, in sentences for `Recording.facts["notes"]`."""
     if strategy == "none":
         return []
     if device_kind == "cpu":
-        return ["gloo frees its copies on threads of its own: a step may hold one more for a moment than is shown"]
+        return [LATE_COPY]
     notes = ["NCCL keeps buffers of its own outside torch's allocator: they are in the range outside it"]
     if strategy == "ddp":
         return [*notes, "DDP sends the first weights through a buffer of up to 250 MiB before the first step"]

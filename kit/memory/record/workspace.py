@@ -36,7 +36,7 @@ Capability = tuple[int, int] | None
 """Of the GPU; None is the CPU."""
 Rule = Callable[[Sequence[Any], Any], int]
 
-_INT64 = 8
+_INT64, _INT32 = 8, 4
 _FLOAT32 = 4
 _SORTED_EMBEDDING = 3072
 _ROWS_PER_PART = 10
@@ -126,6 +126,14 @@ def _safe_softmax(args: Sequence[Any], out: Tensor) -> int:
 def _ctc_backward(args: Sequence[Any], _: Any) -> int:
     """The chances of the rest of each target, as many as forward kept of their beginnings. (`native/LossCTC.cpp`.)"""
     return int(args[6].nbytes)
+
+
+def _eigenvectors(args: Sequence[Any], _: Any) -> int:
+    """What LAPACK's `syevd` asks for: 1 + 6 n + 2 n² numbers and 3 + 5 n integers for vectors, 1 + 2 n and one without,
+    used again for each matrix of a batch. (`native/BatchLinearAlgebraKernel.cpp`.)"""
+    size, vectors = int(args[0].shape[-1]), args[2] if len(args) > 2 else True
+    numbers, integers = (1 + 6 * size + 2 * size**2, 3 + 5 * size) if vectors else (1 + 2 * size, 1)
+    return int(args[0].element_size()) * numbers + _INT32 * integers
 
 
 _BOTH: dict[str, Rule] = {
@@ -225,6 +233,7 @@ def _gloo_copy(argument: int) -> Rule:
 
 _CPU: dict[str, Rule] = {
     **_BOTH,
+    "_linalg_eigh": _eigenvectors,
     "_allgather_base_": _gloo_copy(0),  # its output
     "_reduce_scatter_base_": _gloo_copy(1),  # its input
     "convolution": _convolution,
@@ -241,10 +250,14 @@ class Workspaces:
     def __init__(self, capability: Capability) -> None:
         self.capability = capability
         self.unsure_bytes = 0
+        self.half_convolutions = False
+        """Whether a CPU ran convolutions in half precision."""
 
     def __call__(self, operator: str, args: Sequence[Any], out: Any) -> int:
         if self.capability is not None and operator in _CONVOLUTIONS:
             self.unsure_bytes = max(self.unsure_bytes, unsure_workspace_bytes(operator, args, out, self.capability))
+        if self.capability is None and operator in _CONVOLUTIONS:
+            self.half_convolutions |= args[0].element_size() < _FLOAT32
         return workspace_bytes(operator, args, out, self.capability)
 
 

@@ -207,6 +207,7 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     verdict, why = _judge(played_from, played, expandable, target, outside)
     unknown = facts.get("unknown")
     reasons = [*why_outside, *target.reasons, *_workspace_lost(recording, target, played, outside)]
+    reasons += [f"may be low: {what}" for what in facts.get("may_be_low", ())]
     if unknown:
         reasons.append(f"activations unknown: {unknown}; all bytes are a lower bound")
         if verdict != "does not fit":

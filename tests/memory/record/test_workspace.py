@@ -77,6 +77,27 @@ def test_what_only_cudnn_knows_is_bounded_by_its_operands_and_left_out_of_the_pe
     assert asked.unsure_bytes == 2 * (2 * 2 * 3 * 64 + 4 * 27 + 2 * 4 * 64)
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (3, 200, 200)])
+def test_eigenvectors_on_the_cpu_take_what_lapack_asks_for(shape):
+    matrices = torch.eye(shape[-1]).expand(shape).contiguous()
+    most, result = held(lambda: torch.linalg.eigh(matrices))
+    said = workspace_bytes("_linalg_eigh", (matrices, "L", True), result, None)
+    assert bytes_of(result) + said == pytest.approx(most, rel=0.02)
+
+
+def test_convolutions_in_half_precision_on_the_cpu_are_noticed():
+    for capability, dtype, noticed in (
+        (None, torch.bfloat16, True),
+        (None, torch.float32, False),
+        (A100, torch.float16, False),
+    ):
+        asked = Workspaces(capability)
+        values, weight = torch.zeros(1, 2, 4, 4, dtype=dtype), torch.zeros(2, 2, 3, 3, dtype=dtype)
+        stride, padding = [1, 1], [0, 0]
+        asked("convolution", (values, weight, None, stride, padding, stride, False, padding, 1), values[:, :, 1:3, 1:3])
+        assert asked.half_convolutions is noticed
+
+
 CONVOLUTIONS = [
     {"inputs": 32, "outputs": 32, "kernel": 3, "side": 32},
     {"inputs": 64, "outputs": 64, "kernel": 3, "side": 32, "batch": 16},

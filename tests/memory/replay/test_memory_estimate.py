@@ -211,6 +211,11 @@ def test_what_cudnn_may_take_costs_time_and_never_the_run():
     assert any("0 B are left" in reason for reason in full.reasons)
 
 
+def test_what_may_be_low_is_told_beside_the_bytes():
+    found = estimate(told([], may_be_low=["kernels took more"]), device(GIB))
+    assert "may be low: kernels took more" in found.reasons
+
+
 def test_an_error_seen_in_measurements_widens_the_high_end():
     recording = training_recording()
     allocated = replay(recording).peak_allocated_bytes
