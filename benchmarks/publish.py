@@ -1,5 +1,7 @@
 """How a benchmark is told: one table on screen, and with `--record` one JSON line in benchmarks/results.jsonl.
 
+    python benchmarks/publish.py NAME...   prints the newest recorded table of each name, and runs nothing
+
 Only ratios between things measured in the same run mean anything across machines; seconds are there to make sense of
 them.
 """
@@ -10,7 +12,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,7 @@ def publish(benchmark: str, rows: Sequence[dict[str, Any]], *, record: bool | No
         parser = argparse.ArgumentParser(description=benchmark)
         parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results.jsonl")
         record = parser.parse_args().record
-    texts = [[_text(value) for value in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(list(rows[0]), *texts, strict=True)]
-    print(f"\n{benchmark}")
-    for line in (list(rows[0]), *texts):
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    for name, value in facts.items():
-        print(f"  {name}: {value}")
+    show(benchmark, rows, facts)
     if record:
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}
         when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -42,5 +38,31 @@ def publish(benchmark: str, rows: Sequence[dict[str, Any]], *, record: bool | No
             file.write(json.dumps(line) + "\n")
 
 
+def show(benchmark: str, rows: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> None:
+    texts = [[_text(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(list(rows[0]), *texts, strict=True)]
+    print(f"\n{benchmark}")
+    for line in (list(rows[0]), *texts):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for name, value in facts.items():
+        print(f"  {name}: {value}")
+
+
+def main() -> None:
+    lines = map(json.loads, RESULTS.read_text().splitlines())
+    newest: dict[str, dict[str, Any]] = {line.pop("benchmark"): line for line in lines}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=sorted(newest), metavar="NAME", help="as the table is headed")
+    for name in parser.parse_args().names:
+        found = newest[name]
+        rows = found.pop("rows")
+        del found["machine"]
+        show(name, rows, found)
+
+
 def _text(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

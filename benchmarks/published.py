@@ -317,7 +317,7 @@ def main() -> None:
     parser.add_argument("--recordings", type=Path, help="where dry runs of speeds are kept, to be priced anew")
     parser.add_argument("--record", action="store_true", help="append the tables to benchmarks/results.jsonl")
     asked = parser.parse_args()
-    sys.path.append(str(PEERS))
+    sys.path.insert(0, str(PEERS))  # of the versions that the sources had, before what else is installed
     global RECORDINGS
     RECORDINGS = asked.recordings
     chosen = [
