@@ -3,8 +3,13 @@
 Every block of a step grows in proportion to the batch or not at all, so two recordings predict the third exactly, and a
 slider costs a replay: no process, some tens of milliseconds. They are made at the batch size of the data and at one
 more, because kernels are chosen by size: far from there a few may be others. Micro-batches beyond the second of a step
-are all alike, and so are the ranks of ddp: any number of them follows from two. Where two recordings differ in more
-than sizes, or another kind of device is asked for, it is recorded anew.
+are all alike, and so are the ranks of ddp: any number of them follows from two. Where another kind of device is asked
+for, it is recorded anew, and so is each batch size where two recordings differ in more than sizes.
+
+Blocks that are not in proportion to the batch (the workspace of a convolution on the CPU, a loss of all pairs) are
+recorded anew once. When a second size is asked for, five more recordings are made: near the smallest batch, at far
+larger ones, and one between. If the first ones foretell its peak to within `CHECKED_FRACTION`, any other size follows
+from them; else each is recorded, as before.
 
 largest_batch: how many samples fit, found on replays and confirmed by one real recording at the answer. The search
 doubles the batch until it no longer fits, then halves the gap. Where kernels are others at the answer than where it
@@ -15,6 +20,7 @@ rise unevenly, and a larger batch than the one found may happen to fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,13 +32,17 @@ from kit.memory.query import MemoryQuery, find_target_device, make_query
 from kit.memory.recordings import NEXT, RecordingRequest, recordings_of, with_query_facts
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
-from kit.memory.replay.replay import Recording
-from kit.memory.replay.scaling import BatchScaling, ScalingError
+from kit.memory.replay.replay import Recording, replay
+from kit.memory.replay.scaling import BatchScaling, ScalingError, difference
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
 
 _SMALLEST_SIZES = (2, 3)
 """Where the data's batch is 1, which broadcasts where others do not."""
+_FAR = 8
+"""Times the batch of the data that is recorded at least, where two neighbouring batches do not foretell all others."""
+CHECKED_FRACTION = 0.01
+"""Of a peak that was recorded, how far one foretold there may be off for others to be foretold too."""
 Scaling = BatchScaling | Recording | str
 """How a recording follows the batch: in proportion, not at all (activations unknown), or why it is not known."""
 
@@ -90,6 +100,8 @@ class MemoryModel:
         self.query, self.target, self.timeout_seconds = query, target, timeout_seconds
         self._near = near
         self._scalings: dict[str, Scaling] = {}
+        self._anew: dict[str, set[int]] = {}
+        """Batch sizes that two recordings did not foretell, by query."""
         self._scaling(query)
 
     @property
@@ -127,6 +139,8 @@ class MemoryModel:
         query, target = self._varied(device, accumulate, world_size)
         batch_size = batch_size or self.batch_size
         found = self._scaling(query)
+        if isinstance(found, str):
+            found = self._bent(query, batch_size)
         if isinstance(found, BatchScaling):
             recording = with_query_facts(query, found.at(batch_size))
         elif isinstance(found, Recording):
@@ -172,10 +186,7 @@ class MemoryModel:
 
     def _scaling(self, query: MemoryQuery) -> Scaling:
         if query.key not in self._scalings:
-            sizes = (None, NEXT) if self._near is None else (self._near, self._near + 1)
-            first, second = self._record(query, *sizes)
-            if first.batch_size == 1 and not first.facts.get("unknown"):
-                first, second = self._record(query, *_SMALLEST_SIZES)
+            first, second = self._neighbours(query)
             scaling: Scaling = first
             if not first.facts.get("unknown"):
                 try:
@@ -184,6 +195,46 @@ class MemoryModel:
                     scaling = str(error)
             self._scalings[query.key] = scaling
         return self._scalings[query.key]
+
+    def _neighbours(self, query: MemoryQuery) -> list[Recording]:
+        sizes = (None, NEXT) if self._near is None else (self._near, self._near + 1)
+        first, second = self._record(query, *sizes)
+        if first.batch_size == 1 and not first.facts.get("unknown"):
+            return self._record(query, *_SMALLEST_SIZES)
+        return [first, second]
+
+    def _bent(self, query: MemoryQuery, batch_size: int) -> Scaling:
+        """What a query that two recordings do not answer follows, once a second size of it is asked for."""
+        asked = self._anew.setdefault(query.key, set())
+        if batch_size in asked or len(asked) != 1:
+            asked.add(batch_size)
+            return self._scalings[query.key]
+        asked.add(batch_size)
+        scaling = self._scalings[query.key] = self._bent_scaling(query, 2 * max(asked))
+        return scaling
+
+    def _bent_scaling(self, query: MemoryQuery, reach: int) -> Scaling:
+        """From recordings up to a batch of `reach` or more, where these foretell one between; else why not."""
+        first, second = self._neighbours(query)
+        if reason := difference(first, second):
+            return reason
+        low, far = first.batch_size, max(reach, _FAR * first.batch_size)
+        between = max(low + 2, math.isqrt(low * far))
+        smallest = _SMALLEST_SIZES if low > max(_SMALLEST_SIZES) else ()
+        *pairs, check = self._record(query, *smallest, far, far + 1, between)
+        if unknown := next((str(one.facts["unknown"]) for one in (*pairs, check) if one.facts.get("unknown")), ""):
+            return unknown
+        try:
+            scaling = BatchScaling(first, second, *pairs, check)
+        except ScalingError as error:
+            return str(error)
+        foretold, found = (replay(one).peak_allocated_bytes for one in (scaling.at(between), check))
+        if abs(foretold - found) > CHECKED_FRACTION * found:
+            return (
+                f"recordings up to a batch of {far} foretell {format_bytes(foretold)} at {between}, where "
+                f"{format_bytes(found)} are needed; record each batch size"
+            )
+        return scaling
 
     def _record(self, query: MemoryQuery, *batch_sizes: int | None) -> list[Recording]:
         return recordings_of(RecordingRequest(query, batch_sizes), self.timeout_seconds)

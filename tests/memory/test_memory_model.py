@@ -16,6 +16,7 @@ from kit.testing import TinyData, TinyModule
 
 CARD = "A100-80GB"
 MIB = 1 << 20
+PATIENCE_SECONDS = 600.0  # on a busy machine
 
 pytestmark = pytest.mark.usefixtures("no_predictions_left")
 
@@ -103,12 +104,47 @@ def test_the_batch_size_is_that_of_the_data_when_none_is_given(config):
     assert memory_model(config(), Deep, data, device=CARD).estimate().batch_size == 8
 
 
-def test_what_grows_faster_than_the_batch_is_recorded_anew(config):
-    model = memory_model(config(), Pairs, data, device=CARD)
+def test_what_grows_faster_than_the_batch_is_recorded_anew_once_and_then_foretold(config, no_process):
+    model = memory_model(config(), Pairs, data, device=CARD, timeout_seconds=PATIENCE_SECONDS)
     assert "grows faster" in model.reason or "whole bytes" in model.reason
     assert not model.knows()
-    exact = predict_memory(config(), Pairs, sized(32), device=CARD)
-    assert model.estimate(32).device_allocated_bytes == exact.device_allocated_bytes
+    exact = {
+        size: predict_memory(config(), Pairs, sized(size), device=CARD, timeout_seconds=PATIENCE_SECONDS)
+        for size in (32, 40, 100)
+    }
+    assert model.estimate(32).device_allocated_bytes == exact[32].device_allocated_bytes
+    assert not model.knows()
+    model.estimate(40)
+    no_process()
+    assert (model.knows(), model.reason) == (True, "")
+    for size, found in exact.items():
+        assert model.estimate(size).device_allocated_bytes == found.device_allocated_bytes
+    assert any("not in proportion to the batch" in note for note in model.estimate(100).notes)
+
+
+class OneByOne(Deep):
+    """Does more the more samples there are: no two sizes run the same operators."""
+
+    def training_step(self, batch, batch_idx):
+        return sum(self.layer(sample).square().mean() for sample in batch[0])
+
+
+class Stairs(Deep):
+    """Works in parts of eight samples, each of them whole."""
+
+    def training_step(self, batch, batch_idx):
+        parts = -(-len(batch[0]) // 8)
+        return self.layer(torch.zeros(8 * parts, 256)).square().mean() + batch[0].sum()
+
+
+@pytest.mark.parametrize(("made", "why"), [(OneByOne, "number of operators"), (Stairs, "parabola|whole bytes|faster")])
+def test_what_follows_no_curve_is_recorded_anew_at_every_size(config, made, why):
+    model = memory_model(config(), made, data, device=CARD, timeout_seconds=PATIENCE_SECONDS)
+    for size in (9, 12, 20):
+        exact = predict_memory(config(), made, sized(size), device=CARD, timeout_seconds=PATIENCE_SECONDS)
+        assert model.estimate(size).device_allocated_bytes == exact.device_allocated_bytes
+    assert re.search(why, model.reason)
+    assert not model.knows()
 
 
 def test_a_step_that_does_not_run_dry_is_answered_at_once_at_any_batch_size(config, no_process):

@@ -1,4 +1,4 @@
-"""Two recordings at two batch sizes, and from them the recording at any other: every block is affine in the batch.
+"""Recordings at two batch sizes, and from them the recording at any other: every block is affine in the batch.
 
     bytes(batch) = bytes(first) + (bytes(second) - bytes(first)) / (second - first) × (batch - first)
 
@@ -9,13 +9,18 @@ creation; frees at one operator may come in another order, as those of the autoc
 Refused, with the reason: recordings that differ otherwise, a block that grows by a fraction of a byte per sample, and a
 block that would be negative at batch size 0 because it grows faster than the batch (a similarity of all pairs); what a
 kernel takes for itself may be less than nothing there, but not at 1.
-Known limit: what grows in stairs looks flat or steep between two points, and so does the workspace of a convolution on
-the CPU, the larger of several terms; `differs_from` a third recording shows it.
+Known limit: what grows in stairs looks flat or steep between two points; `differs_from` a third recording shows it.
+
+Further recordings answer for blocks that are not affine (`_Bends`). A similarity of all pairs is a parabola, which must
+be exact at each of them. The workspace of a convolution on the CPU is the largest of several terms, each a line: two
+neighbouring batches show the line that leads there, and the largest of the lines of all pairs is the workspace, exactly
+where no term leads only between two pairs. It is too low where one does, so whoever asks compares one more recording.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,20 +40,27 @@ class ScalingError(PlanError):
 class BatchScaling:
     """The recording of one configuration at any batch size.
 
+    Args:
+        first: At one batch size.
+        second: At another, the next one where there are further recordings.
+        further: At other sizes, where the first two do not do: in pairs of neighbours, and any number of single ones,
+            at which parabolas are checked.
+
     Raises:
         ScalingError: when the recordings differ in more than the bytes of their blocks, or grow otherwise than in
             proportion to the batch; the message names the first difference.
     """
 
-    def __init__(self, first: Recording, second: Recording) -> None:
+    def __init__(self, first: Recording, second: Recording, *further: Recording) -> None:
         if first.batch_size == second.batch_size:
             raise ScalingError(f"both recordings are of batch size {first.batch_size}; two sizes are needed")
-        reason = difference(first, second)
-        if reason:
-            raise ScalingError(reason)
+        for other in (second, *further):
+            if reason := difference(first, other):
+                raise ScalingError(reason)
         self._first = first
         self._second = second
-        self._bytes_per_sample = _slopes(first, second)
+        self._bends = _Bends(first, second, *further) if further else None
+        self._bytes_per_sample = _slopes(first, second) if self._bends is None else self._bends.bytes_per_sample
         self._call_pairs: Any = None
 
     def at(self, batch_size: int) -> Recording:
@@ -62,6 +74,9 @@ class BatchScaling:
         first = self._first
         sizes = first.block_bytes + self._bytes_per_sample * (batch_size - first.batch_size)
         facts = first.facts | _unsure_at(batch_size, first, self._second)
+        if self._bends is not None:
+            sizes = self._bends.put_right(sizes, batch_size)
+            facts |= {"notes": [*first.facts.get("notes", ()), self._bends.note]}
         calls = {} if batch_size == first.batch_size else self._calls_at(batch_size)
         return replace(first, block_bytes=sizes, batch_size=batch_size, facts=facts, **calls)
 
@@ -131,6 +146,56 @@ def _slopes(first: Recording, second: Recording) -> NDArray[np.int64]:
             sizes = f"{first.block_bytes[block]} bytes at {first.batch_size}, {second.block_bytes[block]} at"
             raise ScalingError(f"{_block(first, block)} {why} ({sizes} {second.batch_size}); record each batch size")
     return slopes
+
+
+class _Bends:
+    """Blocks that are not affine in the batch, from pairs of recordings at neighbouring batch sizes."""
+
+    def __init__(self, *recordings: Recording) -> None:
+        known = sorted(recordings, key=lambda recording: recording.batch_size)
+        self._batches = [recording.batch_size for recording in known]
+        sizes = np.stack([recording.block_bytes for recording in known])
+        steps = np.array(self._batches)[:, None] - self._batches[0]
+        pairs = [place for place, (one, other) in enumerate(pairwise(self._batches)) if other == one + 1]
+        slopes = sizes[1] - sizes[0]
+        straight = (slopes >= 0) & (sizes == sizes[0] + slopes * steps).all(axis=0)
+        self.bytes_per_sample = np.where(straight, slopes, 0)
+        workspace = recordings[0].block_category == CATEGORIES.index("workspace")
+        self._lines, self._curves = np.flatnonzero(~straight & workspace), np.flatnonzero(~straight & ~workspace)
+        lines = sizes[:, self._lines]
+        self._tangents = [(self._batches[place], lines[place], lines[place + 1] - lines[place]) for place in pairs]
+        self._points = sizes[:, self._curves]
+        bent = self._parabolas(np.array(self._batches)[:, None])
+        wrong = (np.abs(bent - self._points) >= 1).any(axis=0)
+        if wrong.any():
+            block = int(self._curves[wrong.argmax()])
+            points = zip(sizes[:, block].tolist(), self._batches, strict=True)
+            found = ", ".join(f"{size} bytes at {batch}" for size, batch in points)
+            raise ScalingError(f"{_block(recordings[0], block)} follows no parabola ({found}); record each batch size")
+
+    def _parabolas(self, batch: Any) -> NDArray[np.float64]:
+        """Through the first two and the last recording: Newton's divided differences."""
+        low, middle, high = (self._batches[place] for place in (0, 1, -1))
+        first, second, last = (self._points[place] for place in (0, 1, -1))
+        slope = (second - first) / (middle - low)
+        bend = ((last - second) / (high - middle) - slope) / (high - low)
+        values: NDArray[np.float64] = first + slope * (batch - low) + bend * (batch - low) * (batch - middle)
+        return values
+
+    def put_right(self, sizes: NDArray[np.int64], batch_size: int) -> NDArray[np.int64]:
+        """`sizes`, with those of the blocks that are not affine."""
+        sizes = np.maximum(sizes, 0)
+        lines = [size + slope * (batch_size - batch) for batch, size, slope in self._tangents]
+        sizes[self._lines] = np.maximum(np.max(lines, axis=0), 0)
+        sizes[self._curves] = np.rint(np.maximum(self._parabolas(batch_size), 0)).astype(np.int64)
+        return sizes
+
+    @property
+    def note(self) -> str:
+        return (
+            f"{len(self._lines) + len(self._curves)} blocks are not in proportion to the batch: they follow recordings "
+            f"at batches of {', '.join(map(str, self._batches))}"
+        )
 
 
 def difference(first: Recording, second: Recording) -> str:

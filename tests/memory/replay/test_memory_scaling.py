@@ -147,6 +147,65 @@ def test_a_workspace_may_be_less_than_nothing_without_a_sample_but_not_with_one(
         BatchScaling(one, other)
 
 
+def grown(batch, bytes_of, category="activations"):
+    """A recording of one block of so many bytes beside one that grows in proportion."""
+    story = RecordingBuilder(1, batch)
+    story.operator("mm", "forward", "layer")
+    story.allocate(7 * batch + 3, "activations")
+    story.allocate(bytes_of(batch), category)
+    return story.build()
+
+
+def bent(bytes_of, sizes, category="activations"):
+    return BatchScaling(*(grown(size, bytes_of, category) for size in sizes))
+
+
+@examples(50)
+@given(st.integers(1, 40), st.integers(0, 999), st.integers(0, 999), st.integers(0, 999), st.integers(1, 4096))
+def test_further_recordings_foretell_all_pairs_exactly(first, square, linear, constant, batch):
+    def bytes_of(batch):
+        return square * batch**2 + linear * batch + constant
+
+    scaling = bent(bytes_of, (first, first + 1, 8 * first, 8 * first + 1, 3 * first))
+    assert scaling.at(batch).block_bytes.tolist() == grown(batch, bytes_of).block_bytes.tolist()
+
+
+@examples(50)
+@given(
+    st.lists(st.tuples(st.integers(-(10**5), 10**5), st.integers(0, 10**4)), min_size=1, max_size=2),
+    st.integers(4, 40),
+    st.integers(1, 1000),
+)
+def test_the_larger_of_two_terms_is_exact_on_both_sides_of_its_kink_and_beyond(terms, first, batch):
+    def bytes_of(batch):
+        return max(0, *(constant + slope * batch for constant, slope in terms)) + 64 * batch
+
+    def leads(size):
+        return max(range(len(terms)), key=lambda place: terms[place][0] + terms[place][1] * size)
+
+    sizes = (first, first + 1, 2, 3, 8 * first, 8 * first + 1, 3 * first)
+    found = bent(bytes_of, sizes, "workspace").at(batch).block_bytes[1]
+    assert found <= bytes_of(batch), "a tangent is never above"
+    pairs = [(2, 3), (first, first + 1), (8 * first, 8 * first + 1)]
+    whole = [leads(one) for one, other in pairs if leads(one) == leads(other) and bytes_of(one) > 64 * one]
+    if 3 <= batch <= 8 * first and set(range(len(terms))) <= set(whole) and bytes_of(2) > 128:
+        assert found == bytes_of(batch)
+
+
+def test_the_kink_between_two_recordings_at_which_two_lines_were_three_times_too_high():
+    def bytes_of(batch):
+        return max(100_000, 100_000 * batch - 1_900_000)
+
+    scaling = bent(bytes_of, (16, 17, 2, 3, 128, 129, 45), "workspace")
+    for batch in (1, 8, 19, 20, 21, 40, 64, 500):
+        assert scaling.at(batch).block_bytes[1] == bytes_of(batch)
+
+
+def test_what_grows_ever_slower_follows_no_parabola():
+    with pytest.raises(ScalingError, match=r"follows no parabola .*record each"):
+        bent(lambda batch: int(1000 * batch**0.5), (16, 17, 2, 3, 128, 129, 45))
+
+
 def test_stairs_look_flat_between_two_points_but_a_third_tells():
     scaling = BatchScaling(story_of(2, (8000,)), story_of(3, (8000,)))
     assert scaling.differs_from(story_of(8, (8000,))) == ""
