@@ -5,6 +5,10 @@ ship with torch: the first kernel in torch's order of priority that no rule refu
 `enable_flash_sdp`, ...) are obeyed. cuDNN comes first on capability 9 and 10, as with cuDNN above 9.15; an older one
 gives flash, which keeps the same tensors.
 
+`flex_kernel` is torch's flex attention as Triton's kernel allocates: operands, result and a number for each row are
+kept, and the backward pass holds one more number for each row (`_inductor/kernel/flex`). That kernel exists only where
+`torch.compile` makes it; without, all scores are held, several times over, and the dry run says so and stops.
+
 The math path is written out here because on fake tensors torch adds a mask out of place, which a real run does not.
 
 Private parts of torch used here, all tested on its upgrade: `_get_sdp_priority_order`,
@@ -20,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional
 
 PRIORITY = ("flash", "efficient", "math", "cudnn")
@@ -287,5 +292,54 @@ def attention_kernel(capability: tuple[int, int], ran: Callable[[str, dict[str, 
         name, refused = choose_kernel(call)
         ran(name, refused, call)
         return _RUN[name](call)
+
+    return kernel
+
+
+_TRITON = (7, 5)
+
+
+class _Flex(Function):
+    """The fused kernel, by what it allocates."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, rows)
+        return out, rows, rows.new_empty((0,))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, rows = ctx.saved_tensors
+        delta = torch.empty_like(rows)
+        gradients = [torch.empty_like(query)]
+        for one in (key, value):
+            whole = one.new_empty((query.shape[0], *one.shape[1:]))
+            gradients.append(whole if whole.shape == one.shape else whole.sum(0, keepdim=True))
+        del delta
+        return tuple(gradients)
+
+
+def flex_kernel(
+    capability: tuple[int, int], is_compiled: Callable[[], bool], ran: Callable[[str, dict[str, str], Call], None]
+) -> Any:
+    """What to call in place of the operator `flex_attention`; `is_compiled` says whether `torch.compile` was left out.
+
+    Raises, when called:
+        RuntimeError: for a card or a call for which there is no fused kernel.
+    """
+
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, _score: Any, _blocks: Any, scale: float, *_: Any, **__: Any
+    ) -> Any:  # fmt: skip
+        if capability < _TRITON:
+            here = ".".join(map(str, capability))
+            raise RuntimeError(f"flex_attention needs a card of compute capability 7.5, and this one has {here}")
+        if not is_compiled():
+            raise RuntimeError("flex_attention holds all scores unless it is compiled; wrap it in torch.compile")
+        ran("flex", {}, Call(query, key, value, None, 0.0, False, scale, False, capability))
+        function: Any = _Flex
+        return function.apply(query, key, value)
 
     return kernel

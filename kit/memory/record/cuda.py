@@ -40,13 +40,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Function
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import flex_attention, sdpa_kernel
 from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils as foreach
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kit.confinement.stand_ins import replaced
-from kit.memory.record.attention import Call, attention_kernel
+from kit.memory.record.attention import Call, attention_kernel, flex_kernel
 from kit.train.sequences import preferred_kernels
 
 _installed: list[Emulation] = []
@@ -81,10 +81,13 @@ class Emulation:
 
 
 @contextmanager
-def cuda_emulation(capability: tuple[int, int], attention: str = "auto") -> Iterator[Emulation]:
+def cuda_emulation(
+    capability: tuple[int, int], attention: str = "auto", is_compiled: Callable[[], bool] = bool
+) -> Iterator[Emulation]:
     """Inside, fake `cpu` tensors allocate as on a GPU of `capability`, such as (9, 0).
 
     `attention` is the kernel to prefer, as in `levers.attention`; `auto` leaves torch's switches as they are.
+    `is_compiled` says whether what calls would be compiled by `torch.compile`.
 
     Raises:
         RuntimeError: when the block is nested in another.
@@ -112,6 +115,11 @@ def cuda_emulation(capability: tuple[int, int], attention: str = "auto") -> Iter
             types = [*module._foreach_supported_types, FakeTensor]
             undo.enter_context(replaced(module, "_get_foreach_kernels_supported_devices", partial(list, devices)))
             undo.enter_context(replaced(module, "_foreach_supported_types", types))
+        flex = flex_kernel(capability, is_compiled, emulation.ran)
+        undo.enter_context(replaced(flex_attention, "flex_attention_hop", flex))
+        # Else torch would itself compile the call of those who do not.
+        undo.enter_context(replaced(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
+        undo.enter_context(replaced(flex_attention, "_validate_device", lambda *_: None))  # a CPU has no backward pass
         undo.enter_context(replaced(GradScaler, "_maybe_opt_step", _step))
         if attention != "auto":
             undo.enter_context(sdpa_kernel(preferred_kernels(attention), set_priority=True))

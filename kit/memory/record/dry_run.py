@@ -124,7 +124,8 @@ def record(
             if run.device_kind == "cuda":
                 from kit.memory.record.cuda import cuda_emulation
 
-                emulation = enter(cuda_emulation(run.capability or _CAPABILITY, run.config.levers.attention))
+                attention, compiled = run.config.levers.attention, answers.is_compiled
+                emulation = enter(cuda_emulation(run.capability or _CAPABILITY, attention, compiled))
             if _is_distributed(run):
                 from kit.memory.record.ranks import collective_notes, fake_ranks
 
@@ -162,7 +163,7 @@ def _recorded(
     with recorder:
         module = make_module()
         if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
-            answers.compiled()  # what was compiled before runs eagerly: torch skips compiled code under a recorder
+            answers.compiled(module)  # what was compiled runs eagerly: torch skips compiled code under a recorder
         trainer = make_trainer(
             run.config,
             accelerator="cpu",

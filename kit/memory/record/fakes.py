@@ -88,6 +88,8 @@ class FakeValues:
         self.arrive: Callable[[Tensor], Tensor] = _unchanged
         """What becomes of a tensor that is moved to the device."""
         self._asked: Counter[str] = Counter()
+        self._whole_compiled = False
+        self._in_compiled = 0
 
     def value(self, _mode: FakeTensorMode, _func: Any, tensor: FakeTensor) -> float | int | bool:
         """Of a tensor with one element: its constant where it has one, else a benign number."""
@@ -197,9 +199,27 @@ class FakeValues:
             self.notes.setdefault(f"assumed {what} at {place}")
 
     def compiled(self, model: Any = None, **_options: Any) -> Any:
-        """`torch.compile` that leaves the model as it is."""
+        """`torch.compile` that leaves the model as it is, and knows while it runs."""
         self.notes.setdefault("torch.compile was left out: memory without it is an upper bound")
-        return model if model is not None else lambda later: later
+        if model is None:
+            return self.compiled
+        if isinstance(model, nn.Module):
+            self._whole_compiled = True
+            return model
+
+        @functools.wraps(model)
+        def run(*args: Any, **options: Any) -> Any:
+            self._in_compiled += 1
+            try:
+                return model(*args, **options)
+            finally:
+                self._in_compiled -= 1
+
+        return run
+
+    def is_compiled(self) -> bool:
+        """Whether what runs now would be compiled."""
+        return self._whole_compiled or self._in_compiled > 0
 
     def _guess(self, sentence: str, place: str) -> bool:
         """Keep a guess; whether it is the one that is answered otherwise."""

@@ -1,5 +1,6 @@
 """Which attention kernel a GPU takes, and what it keeps."""
 
+import contextlib
 import math
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from emulation_parts import emulated, fakes, kept_bytes
 from torch import nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from kit.memory.record.cuda import cuda_emulation
+from kit.memory.record.fake_mode import FakeMode
+from kit.memory.record.fakes import fake_values
 from kit.memory.record.recorder import BlockRecorder
 from kit.memory.record.truth import AllocatorTrace
 from kit.memory.record.workspace import Workspaces
@@ -228,3 +232,42 @@ def test_outside_the_block_attention_is_the_cpus_again():
     real = torch.randn(1, 2, 8, 16)
     expected = (real @ real.transpose(-1, -2) / math.sqrt(16)).softmax(-1) @ real
     assert torch.allclose(functional.scaled_dot_product_attention(real, real, real), expected, atol=1e-5)
+
+
+# -- flex attention
+
+
+@contextlib.contextmanager
+def flexible(capability):
+    """Fake tensors of a GPU, with `torch.compile` left out as a dry run leaves it out."""
+    with fake_values() as answers, cuda_emulation(capability, is_compiled=answers.is_compiled), FakeMode():
+        yield
+
+
+def causal(_batch, _head, row, column):
+    return row >= column
+
+
+def flex(compiled=True):
+    query, key, value = (torch.empty(2, heads, 64, 32, requires_grad=True) for heads in (4, 2, 2))
+    attend = torch.compile(flex_attention.flex_attention) if compiled else flex_attention.flex_attention
+    blocks = flex_attention.create_block_mask(causal, None, None, 64, 64, device="cpu")
+    kept, out = kept_bytes(lambda: attend(query, key, value, block_mask=blocks, enable_gqa=True), query, key, value)
+    out.sum().backward()
+    return kept, out, [tensor.grad.shape == tensor.shape for tensor in (query, key, value)]
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
+def test_compiled_flex_attention_keeps_its_result_and_a_number_for_each_row(capability):
+    with flexible(capability):
+        kept, out, shaped = flex()
+    assert kept == out.nbytes + 4 * 2 * 4 * 64
+    assert shaped == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiled", "words"), [((9, 0), False, "wrap it in torch.compile"), ((7, 0), True, "capability 7.5")]
+)
+def test_flex_attention_without_a_fused_kernel_stops_with_the_way_out(capability, compiled, words):
+    with flexible(capability), pytest.raises(RuntimeError, match=words):
+        flex(compiled)
