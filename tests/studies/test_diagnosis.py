@@ -57,9 +57,7 @@ FAULTS = {
     "training shorter than preprocessing": evidence(shares=shares(wait=0.2), read_seconds=0.9, thread_cores=0.8),
     "loader start-up": evidence(start_up_seconds=4.0, total_seconds=10.0),
     "slow transfer": evidence(shares=shares(transfer=0.15), accelerator="gpu"),
-    "copies that do not overlap": evidence(
-        accelerator="gpu", trace=trace("gpu", {"bare_copy_seconds": 0.15})
-    ),
+    "copies that do not overlap": evidence(accelerator="gpu", trace=trace("gpu", {"bare_copy_seconds": 0.15})),
     "sync in the step": evidence(work=work(own_syncs=2000, lines=(LINE,))),
     "full precision": evidence(
         {"hardware.precision": "32-true"}, measured_gains={"full precision": (1.6, 1.9), "batch too small": (1, 1)}

@@ -76,7 +76,7 @@ from kit.trial.fit_job import make_data, show_cells
 from kit.trial.payload import Part
 from kit.units import format_bytes, format_count, format_seconds
 
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS, _HANGING_SECONDS = 0.05, 600.0
 
 
 def calibrate(context: Context) -> None:
@@ -365,7 +365,7 @@ class Sweep:
                 with self._subject.loader(setting, self._turn) as loader:
                     return measure(loader, setting, limits, observed, filling), observed
 
-        found, seen = in_fresh_process(alone)
+        found, seen = in_fresh_process(alone, limits.timeout_seconds + _HANGING_SECONDS)
         observed.batch_bytes, observed.busy, observed.worker_bytes = seen.batch_bytes, seen.busy, seen.worker_bytes
         return found
 
