@@ -389,7 +389,7 @@ def _of_object(given: Any, credentials: str, strict: bool) -> Dataset:
     store = given if isinstance(given, Store) else getattr(given, "store", None)
     if not isinstance(store, Store):
         return open_xarray(given)
-    path = str(getattr(given, "path", "")).strip("/")
+    path = "" if given is store else str(getattr(given, "path", "")).strip("/")  # of a group or an array
     if type(store) is LocalStore:
         return open_dataset(store.root / path, credentials, strict=strict)
     opener = partial(_itself, store)
@@ -602,6 +602,10 @@ def _refuse_groups(group: zarr.Group, url: str) -> None:
     """Raises: StoreError: when a group holds only groups that hold variables, with the paths of some."""
     import zarr
 
+    attributes: Any = group.attrs.get("ome", group.attrs)
+    if isinstance(plate := attributes.get("plate"), Mapping):
+        wells = ", ".join(f"{well['path']}/0" for well in plate.get("wells", ())[:_MOST_GROUPS])
+        raise StoreError(f"{redact(url)} is a plate of images; add a well and a field of it to the path: {wells}")
     inner = group.members(max_depth=_DEEPEST_GROUP)
     paths = dict.fromkeys(path.rpartition("/")[0] for path, node in inner if isinstance(node, zarr.Array))
     if paths:

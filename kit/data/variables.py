@@ -44,4 +44,6 @@ def _by_itself(name: str, attributes: Mapping[str, Any]) -> str | None:
         return "grid mapping"
     if _MASK.match(str(attributes.get("standard_name", ""))):
         return "mask"
+    if str(attributes.get("dtype", "")).startswith("timedelta64"):  # as xarray keeps lengths of time
+        return "lengths of time"
     return next((kind for kind, pattern in _BY_NAME.items() if pattern.fullmatch(name)), None)

@@ -154,6 +154,10 @@ def local_folder(url: str) -> Path | None:
 # -- opening
 
 
+_OPENED_BY = {".zip": "zarr.storage.ZipStore", ".tif": "rioxarray.open_rasterio", ".tiff": "rioxarray.open_rasterio"}
+"""What reads a file that is no store, by its suffix."""
+
+
 def open_store(url: str, credentials: str = "default", *, read_only: bool = True) -> Store:
     """The Zarr store at `url`; whether a dataset is in it is `open_dataset`'s question.
 
@@ -173,7 +177,8 @@ def open_store(url: str, credentials: str = "default", *, read_only: bool = True
     folder = local_folder(url)
     if folder is not None:
         if folder.exists() and not folder.is_dir():
-            raise StoreError(f"{folder} is a file; a store is a folder")
+            opened_by = _OPENED_BY.get(folder.suffix.lower(), "xarray.open_dataset")
+            raise StoreError(f"{folder} is a file; a store is a folder. Give kit what {opened_by} makes of it")
         if read_only and not folder.exists():
             raise StoreError(f"{folder} does not exist; build it with kit.build(config), or correct data.url")
         return LocalStore(folder, read_only=read_only)
@@ -375,6 +380,11 @@ def _way_out(error: BaseException, url: str) -> str:
         return f"; the package that reads {url.partition('://')[0]}:// is not installed"
     if isinstance(error, PermissionError) or re.search(r"\b(401|403)\b|forbidden|unauthorized|anonymous caller", text):
         return "; check data.credentials (default, anonymous or env:NAME) and the rights on the bucket"
+    if "virtual chunk" in text:
+        return (
+            "; open the repository yourself, icechunk.Repository.open(..., authorize_virtual_chunk_access=...), and "
+            "give kit its readonly_session"
+        )
     if isinstance(error, OSError) and error.errno is not None and error.errno in (27, 28, 122):
         return "; free some space or choose another data.url, then run again to resume"
     return ""
