@@ -574,6 +574,13 @@ class Trial(Section):
         2, "Batches that are validated before the first step of a trial that validates, so that a fault in the "
         "validation shows at once.", unit="batches", ge=0,
     )  # fmt: skip
+    test_batches: int = setting(
+        0, "Batches that Trainer.test takes after the last step of a trial. 0 tests nothing.", unit="batches", ge=0
+    )
+    predict_batches: int = setting(
+        0, "Batches that Trainer.predict takes after the last step of a trial. 0 predicts nothing.",
+        unit="batches", ge=0,
+    )  # fmt: skip
     keep_best: bool = setting(
         False, "Keep the checkpoint with the best training.monitor in the run directory of a trial."
     )

@@ -55,6 +55,10 @@ class Learner(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self._logged("val_loss", batch)
 
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._logged("test_loss", batch)
+
     def masked_mean(self, values: Tensor, weights: Tensor) -> Tensor:
         """The mean of `values` by `weights` over the batches of all ranks, as one rank with all of them would have it.
 

@@ -223,6 +223,8 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:
     plan = sample_plan(config, dataset, world_size)
     if config.trial.validate_every_steps:
         sample_plan(config, dataset, world_size, part="validation")
+    if config.trial.test_batches:
+        sample_plan(config, dataset, world_size, part="test")
     batch_bytes = plan.batch_bytes(len(dataset.select(config.data.variables)))
     refuse_too_little(config.loader, batch_bytes, world_size)
     # Opens nothing, and refuses what it cannot read.

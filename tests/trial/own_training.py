@@ -28,6 +28,17 @@ class Logging(TinyModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "interval": "step"}}
 
 
+class Staged(Logging):
+    """Tests and predicts."""
+
+    def test_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+        self.log("test_loss", torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        print(f"predicted {tuple(self.layer(batch[0]).shape)} of batch {batch_idx}", flush=True)
+
+
 class Direct(Logging):
     """Uses the experiment as TensorBoard's."""
 
@@ -48,6 +59,15 @@ class Validated(LightningDataModule):
 
     def val_dataloader(self):
         return self.parts[1].train_dataloader()
+
+
+class Parted(Validated):
+    """Samples for each stage."""
+
+    def test_dataloader(self):
+        return self.parts[1].train_dataloader()
+
+    predict_dataloader = test_dataloader
 
 
 class Seen(Callback):

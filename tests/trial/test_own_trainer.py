@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from own_training import Direct, Logging, Seen, Validated
+from own_training import Direct, Logging, Parted, Seen, Staged, Validated
 from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.errors import ConfigError, TrialError
@@ -62,6 +62,34 @@ def test_loggers_and_callbacks_of_lightning_do_in_a_trial_what_they_do(config, t
 def test_without_a_logger_the_experiment_works_and_its_numbers_become_events(config):
     trial = complete(fit(config(), Direct, Validated))
     assert logged(trial, "direct") == [float(place) for place in range(8)]
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "none"), (2, "fsdp")])
+def test_a_trial_tests_and_predicts_with_the_weights_that_its_steps_ended_with(config, ranks, strategy):
+    asked = config(ranks, strategy, validate_every_steps=8, test_batches=2, validation_batches=2, predict_batches=1)
+    trial = complete(fit(asked, Staged, Parted))
+    (tested,), validated = logged(trial, "test_loss"), logged(trial, "val_loss")
+    assert validated == pytest.approx([tested, tested])  # of the same samples, after the last step and in the test
+    assert trial.paths.log(0).read_text().count("predicted ") == 1
+    assert [event["name"] for event in trial.events if event["kind"] == "span" and event["rank"] == 0][-2:] == [
+        "test", "predict",
+    ]  # fmt: skip
+
+
+def test_a_stage_without_a_step_or_a_loader_is_refused_before_the_first_step(config, own):
+    trial = fit(config(test_batches=2, predict_batches=1), Logging, Validated)
+    with pytest.raises(
+        TrialError, match=r"trial\.test_batches: 2, but there is no test_step on the module and no test_"
+    ):
+        trial.wait(SECONDS)
+    assert not trial.steps
+    with pytest.raises(ConfigError, match="keeps nothing for test"):
+        fit(own(**{"trial.test_batches": 2}))
+
+
+def test_kits_own_model_is_tested_on_the_part_that_is_kept(own):
+    trial = complete(fit(own(**{"trial.test_batches": 2, "data.test_fraction": 0.25, "trial.max_steps": 2})))
+    assert len(logged(trial, "test_loss")) == 1
 
 
 def test_weights_are_averaged_over_the_end_of_the_training(config):
