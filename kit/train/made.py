@@ -32,7 +32,7 @@ def loader_of(value: Any, settings: Loader, shuffle: bool = True) -> Any:
         settings: Of a loader that is made here.
         shuffle: Whether `settings.shuffle` counts; validation keeps its order.
     """
-    if not isinstance(value, Dataset) or isinstance(value, DataLoader):
+    if not isinstance(value, Dataset) or isinstance(value, DataLoader) or _holds_a_loader(value):
         return value
     return DataLoader(
         value,
@@ -43,6 +43,12 @@ def loader_of(value: Any, settings: Loader, shuffle: bool = True) -> Any:
         pin_memory=settings.pin_memory,
         drop_last=shuffle and settings.drop_last,
     )
+
+
+def _holds_a_loader(value: Any) -> bool:
+    """Whether it is steps behind a loader, as the WebLoader of webdataset, which is a data set by its class."""
+    steps = getattr(value, "pipeline", None)
+    return isinstance(steps, list) and any(isinstance(step, DataLoader) for step in steps)
 
 
 def pair_of(value: Any, name: str) -> tuple[Any, ...]:
