@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from kit.errors import ConfigError, Problem
@@ -42,6 +43,8 @@ from kit.train.sequences import is_chunked
 # A module is fitted again by a learning-rate search, and can be sharded only once.
 _SHARDED_HERE: WeakSet[nn.Module] = WeakSet()
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_NAMED = 3
+"""Names in an error."""
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -129,6 +132,7 @@ class ShardStrategy(ModelParallelStrategy):
                     "kit.fit does",
                     "ShardStrategy",
                 )
+            _refuse_scalars(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             mesh = self.device_mesh if self.replicas > 1 else self.device_mesh["shard"]
             for unit in _units(self.model, self.blocks):
@@ -179,6 +183,18 @@ class SelfShardedStrategy(ModelParallelStrategy):
                 "hardware.strategy",
             )
         super().setup(trainer)
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    """Raises: ConfigError: for parameters without a dimension, which no device could have a share of."""
+    names = [name for name, parameter in module.named_parameters() if not is_lazy(parameter) and not parameter.dim()]
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        message = (
+            f"fsdp shards no parameter without a dimension, as {', '.join(names[:_NAMED])}{more}; give it one "
+            "(torch.zeros(1) instead of torch.tensor(0.0)), or take ddp"
+        )
+        raise ConfigError([Problem("hardware.strategy", message)])
 
 
 def _is_sharded(module: nn.Module) -> bool:
