@@ -135,7 +135,9 @@ class ShardStrategy(ModelParallelStrategy):
             _refuse_scalars(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             mesh = self.device_mesh if self.replicas > 1 else self.device_mesh["shard"]
-            for unit in _units(self.model, self.blocks):
+            units = _units(self.model, self.blocks)
+            _refuse_mixed_types(units)
+            for unit in units:
                 _take_weights_of_rank_0(unit, self.root_device)
                 # Left to itself, a unit with no unit around it stays whole after a forward without a backward, and does
                 # not see that its parameters are frozen or thawed then, as by optimizers that take turns.
@@ -195,6 +197,20 @@ def _refuse_scalars(module: nn.Module) -> None:
             "(torch.zeros(1) instead of torch.tensor(0.0)), or take ddp"
         )
         raise ConfigError([Problem("hardware.strategy", message)])
+
+
+def _refuse_mixed_types(units: Sequence[nn.Module]) -> None:
+    """Raises: ConfigError: where parameters that are gathered at once are of several number formats."""
+    seen: set[nn.Parameter] = set()
+    for unit in units:
+        own = [one for one in unit.parameters() if one not in seen]
+        seen.update(own)
+        formats = sorted({str(one.dtype).removeprefix("torch.") for one in own if one.requires_grad})
+        if len(formats) > 1:
+            message = (
+                f"fsdp gathers {class_name(unit)} at once, whose parameters are of {' and '.join(formats)}; take ddp"
+            )
+            raise ConfigError([Problem("hardware.strategy", message)])
 
 
 def _is_sharded(module: nn.Module) -> bool:
