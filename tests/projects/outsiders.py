@@ -299,7 +299,9 @@ class Codes(LightningModule):
 
         super().__init__()
         self.encoder, self.decoder = nn.Conv2d(1, 8, 2, 2), nn.ConvTranspose2d(8, 1, 2, 2)
-        self.quantize = VectorQuantize(8, codebook_size=16, decay=0.8, commitment_weight=0.25, accept_image_fmap=True)
+        several = int(os.environ.get("WORLD_SIZE", 1)) > 1  # Lightning joins the ranks only after this
+        options = {"decay": 0.8, "commitment_weight": 0.25, "accept_image_fmap": True, "sync_codebook": several}
+        self.quantize = VectorQuantize(8, codebook_size=16, **options)
 
     def training_step(self, batch, batch_idx):
         codes, places, commitment = self.quantize(self.encoder(batch[0]))

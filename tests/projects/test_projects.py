@@ -97,7 +97,9 @@ PROJECTS = {
     "gpytorch": Project(
         "outsiders:Process", "outsiders:heights", ("gpytorch",), refused="no parameter without a dimension.*take ddp"
     ),
-    "neuraloperator": Project("outsiders:Operator", "outsiders:flows", ("neuralop",)),
+    "neuraloperator": Project(
+        "outsiders:Operator", "outsiders:flows", ("neuralop",), refused="complex64 and float32; take ddp"
+    ),
     "e3nn": Project("outsiders:Tetris", "outsiders:blocks", ("e3nn",)),
     "torchdiffeq": Project("outsiders:Flow", "outsiders:spirals", ("torchdiffeq",)),
     "vector-quantize-pytorch": Project("outsiders:Codes", "outsiders:images", ("vector_quantize_pytorch",)),
