@@ -40,6 +40,7 @@ def making(path):
     """The statements of a notebook that make data, and those before that give what they need."""
     cells = nbformat.read(path, as_version=4).cells
     statements = [node for cell in cells if cell.cell_type == "code" for node in ast.parse(cell.source).body]
+    statements = [node for node in statements if not isinstance(node, ast.If)]  # what installs kit makes no data
     kept, needed = [], set()
     for node in reversed(statements):
         given = names_of(node, ast.Store) | {name.asname or name.name for name in getattr(node, "names", ())}

@@ -31,6 +31,11 @@ def test_a_gain_is_that_of_the_medians():
     assert low < 1.5 < high
 
 
+def test_one_step_that_was_held_up_moves_no_gain():
+    held_up = difference([([0.0, 0.01, 0.0, -0.01, -3.0], [0.7, 0.71, 0.7, 0.69, 0.7])])
+    assert held_up == pytest.approx((math.exp(0.7),) * 2, rel=0.05)
+
+
 def test_no_gain_takes_one_pair_and_a_gain_two():
     assert len(pairs_until_decided(lambda _: pair(0.9))) == 1
     assert len(pairs_until_decided(lambda turn: pair(1.8, noise=0.05, seed=turn))) == LEAST_PAIRS

@@ -16,7 +16,6 @@ from torch.utils.data._utils import worker as torch_worker
 import kit
 from kit.studies.diagnosis import sampler as room
 from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth
-from kit.studies.diagnosis.gains import difference
 from kit.studies.diagnosis.host import held_bytes, objects_bytes
 from kit.studies.diagnosis.sampler import Sampler, WatchedLoop, read_of
 from kit.testing import TinyModule
@@ -134,16 +133,6 @@ def test_what_first_steps_of_epochs_take_longer_is_told():
 def test_the_largest_batch_of_a_step_is_held_against_the_mean():
     ranks = [[*steps(4, rank=rank, elements=size)] for rank, size in ((0, 100), (1, 300))]
     assert _uneven([*ranks[0], *ranks[1]]) == pytest.approx(1.5)
-
-
-def test_a_gain_is_as_wide_as_its_steps_are_noisy():
-    low, high = difference([0.0, 0.0, 0.0], [0.7, 0.7, 0.7])
-    assert low == high == pytest.approx(np.exp(0.7))
-    low, high = difference([0.0, 0.4, -0.4], [0.7, 0.3, 1.1])
-    assert low < np.exp(0.7) < high
-    assert high / low > 2
-    held_up = difference([0.0, 0.01, 0.0, -0.01, -3.0], [0.7, 0.71, 0.7, 0.69, 0.7])
-    assert held_up == pytest.approx((np.exp(0.7),) * 2, rel=0.05)
 
 
 def spin(sampler, answers):
