@@ -85,6 +85,7 @@ def test_lengths_of_time_are_no_data(tmp_path):
         assert_same(built(given, tmp_path / f"{number}.zarr").data_vars, {"t": grid()})
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")  # xarray writes the group's metadata twice
 def test_a_file_that_is_no_store_leads_to_what_opens_it(tmp_path):
     dataset = xarray.Dataset({"t": (DIMS, grid())})
     with zarr.storage.ZipStore(str(tmp_path / "a.zarr.zip"), mode="w") as store:
@@ -109,6 +110,7 @@ def test_classic_files_and_many_files_as_one_are_read(tmp_path):
         assert_near(opened, {"t": grid()}, tmp_path / "many.zarr")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ome_zarr")  # of a default of its own
 def test_images_of_a_plate_and_their_labels_are_found_by_their_paths(tmp_path):
     writer, formats = pytest.importorskip("ome_zarr.writer"), pytest.importorskip("ome_zarr.format")
     version = formats.format_from_version("0.4")
