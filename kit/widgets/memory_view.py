@@ -139,6 +139,11 @@ class MemoryView(AnswerView):
         return any(_WAITING in part._dom_classes for part in (self.bar, self.timeline))
 
     @property
+    def estimate_waiting(self) -> bool:
+        """Whether the estimate is not of the newest request; pictures take longer."""
+        return _WAITING in self.headline._dom_classes
+
+    @property
     def cards_waiting(self) -> bool:
         """Whether the GPU models are grey: they are answered after the pictures."""
         return _WAITING in self.cards._dom_classes

@@ -490,7 +490,7 @@ class Panel(ConfigPanel):
     def _predicted_speed(self) -> SpeedEstimate | None:
         """Of the device that memory was predicted for, from the same recording."""
         view = self.memory.view
-        known = view.estimate is not None and view.failure is None and not view.waiting
+        known = view.estimate is not None and view.failure is None and not view.estimate_waiting
         return speed_beside(view.estimate, self.config) if known and view.estimate is not None else None
 
     @property
