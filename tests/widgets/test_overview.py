@@ -180,3 +180,15 @@ def test_a_panel_fills_its_cards_as_it_goes(tmp_path, monkeypatch):
     made.reset_button.click()
     assert made.overview.cards["speed"].unit == "samples/s here"
     made.close()
+
+
+def test_the_speed_of_another_card_shows_with_its_memory(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    made = Panel(Config().replace(FEW), data="kit.testing:TinyData")
+    made._ipython_display_()
+    made.memory.wait(PATIENCE_SECONDS)
+    made.memory.device_control.value = "A100-40GB"
+    made.memory.wait(PATIENCE_SECONDS)
+    assert made.overview.cards["speed"].title == "speed of A100-40GB, predicted"
+    made.close()
