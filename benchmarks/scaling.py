@@ -32,7 +32,7 @@ from kit.speed.prediction import SpeedEstimate, predict_speed
 from kit.studies.scaling.predict import predict_run
 from kit.trial.trial import Trial
 
-ROUNDS = 5
+ROUNDS = 3
 STEPS, DROPPED = 36, 8
 RANKS = (1, 2, 4)
 SIZES = {"vocabulary": 1024, "width": 128, "heads": 4, "layers": 4, "context": 128}
