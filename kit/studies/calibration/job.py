@@ -77,6 +77,8 @@ from kit.trial.payload import Part
 from kit.units import format_bytes, format_count, format_seconds
 
 _LOOK_SECONDS, _HANGING_SECONDS = 0.05, 600.0
+_LEAST_STEPS = 10
+"""In which the loader as it is must keep up with them."""
 
 
 def calibrate(context: Context) -> None:
@@ -268,7 +270,8 @@ class Sweep:
         if not self._limits.step_seconds:
             return None
         setting = self._subject.present()
-        found = self._try(MeasurementRequest(setting=setting, fraction=LOOK_FRACTION))
+        several = _LEAST_STEPS * self._limits.step_seconds / self._limits.timeout_seconds
+        found = self._try(MeasurementRequest(setting=setting, fraction=min(1.0, max(LOOK_FRACTION, several))))
         if found is None:
             return None
         self._figures[setting] = found
