@@ -13,7 +13,7 @@ piece is sent when its part of the pass is done, pieces follow each other, and t
 
     waited for = max(seconds / pieces, seconds - backward × (1 - 1 / pieces))
 
-A link between ranks that are here is measured (`kit.speed.timing_job`), and `Reached` holds it to what was measured.
+A link between ranks that are here is measured (`kit.speed.timing_job`), and collectives reach what was measured.
 
 Known error: a link never reaches the rate its maker states; a fraction of it is assumed, with a range. At hundreds of
 ranks NCCL uses trees, whose latency grows with log n: there the ring is pessimistic. Other traffic is not counted.

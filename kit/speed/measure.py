@@ -31,7 +31,7 @@ from kit.config import Config
 from kit.errors import HardwareError, KitError
 from kit.json_text import read_json, write_json
 from kit.machine.claims import release
-from kit.machine.machine import Resolved, hardware
+from kit.machine.machine import Resolved, hardware, resolve_devices
 from kit.machine.processes import machine
 from kit.memory.replay.calls import OperatorCall
 from kit.speed.cost_table import CostTable
@@ -83,24 +83,23 @@ def table_here(
     """
     began = time.monotonic()
     found, busy = _grown(config, step if ranks == 1 else None, 1, ranks, seconds, again)
-    if ranks > 1:
+    together, turns = _at_once(config, ranks)
+    if together > 1:
         with contextlib.suppress(HardwareError):  # fewer GPUs are here than are asked about
-            together = _at_once(config, ranks)
             found, others = _grown(config, step, together, ranks, seconds, again, found)
             busy = max(busy, others)
-    return MeasuredTable(found.slowed(_crowded(config, ranks)), time.monotonic() - began, busy)
+    return MeasuredTable(found.slowed(turns), time.monotonic() - began, busy)
 
 
 def table_known(config: Config, ranks: int = 1) -> CostTable | None:
     """What was measured here before, without a process; None where nothing was, or the devices are not here."""
-    from kit.machine.machine import resolve_devices
-
-    for together in dict.fromkeys((_at_once(config, ranks), 1)):
-        with contextlib.suppress(KitError):
-            resolved = resolve_devices(_of(config, together, ranks), hardware())
-            known = _read(_path(config, resolved))
-            if known is not None:
-                return known.slowed(_crowded(config, ranks))
+    with contextlib.suppress(KitError):
+        most, turns = _at_once(config, ranks)
+        for together in dict.fromkeys((most, 1)):
+            with contextlib.suppress(KitError):  # fewer GPUs are here than are asked about
+                known = _read(_path(config, resolve_devices(_of(config, together, ranks), hardware())))
+                if known is not None:
+                    return known.slowed(turns)
     return None
 
 
@@ -151,24 +150,17 @@ def _of(config: Config, together: int, ranks: int) -> Config:
     return config.replace(several)
 
 
-def _on_cpu(config: Config) -> bool:
-    accelerator = config.hardware.accelerator
-    return accelerator == "cpu" or (accelerator == "auto" and not hardware().gpus)
+def _at_once(config: Config, ranks: int) -> tuple[int, float]:
+    """Ranks that time calls together, and how many times as long all takes because more take turns on a CPU's cores.
 
-
-def _at_once(config: Config, ranks: int) -> int:
-    """Ranks that time calls together: on a CPU as many as have cores, but two where there are several."""
-    if ranks == 1 or not _on_cpu(config):
-        return ranks
-    return max(2, min(ranks, hardware().cores // max(1, _of(config, 1, ranks).hardware.threads_per_rank)))
-
-
-def _crowded(config: Config, ranks: int) -> float:
-    """How many times as long all takes because ranks take turns on the cores of a CPU."""
-    if ranks == 1 or not _on_cpu(config):
-        return 1.0
-    threads = _of(config, 1, ranks).hardware.threads_per_rank
-    return max(1.0, ranks * threads / max(hardware().cores, _at_once(config, ranks) * threads))
+    Together are as many as a CPU has cores for, but two where there are several.
+    """
+    one, cores = resolve_devices(_of(config, 1, ranks), hardware()), hardware().cores
+    if ranks == 1 or one.accelerator != "cpu":
+        return ranks, 1.0
+    threads = one.threads_per_rank
+    together = max(2, min(ranks, cores // threads))
+    return together, max(1.0, ranks * threads / max(cores, together * threads))
 
 
 def _missing(step: StepOperators, table: CostTable) -> list[OperatorCall]:

@@ -1,9 +1,8 @@
 """Measuring a loader at one setting: its batches per second, its CPU time, and the memory of its processes.
 
 The consumer takes a batch, sleeps (or, for a step on the CPU, computes) for the simulated training step, and takes the
-next. Pass follows pass: the start of
-a later pass counts, as it does in training. A batch under way is waited for, so the time limit is exceeded by one batch
-at most.
+next. Pass follows pass: the start of a later pass counts, as it does in training. A batch under way is waited for, so
+the time limit is exceeded by one batch at most.
 
 A `Subject` is data whose loader can be set. kit's own loader takes every parameter; its loader of rows and a torch
 DataLoader take processes and prefetch factor. A DataLoader is copied for each try, so the one that trains has not been
