@@ -1,9 +1,10 @@
-"""LiveDisplay: a live widget and a still of it, as two outputs of one cell.
+"""LiveDisplay: a live widget, a still of it and a style rule, as three outputs of one cell.
 
 The first output is the widget. The second is a picture (a PNG that reads on light and dark) or a table (HTML) with a
 sentence, under a display id, refreshed when there is a result; where the widget is alive a style rule hides it, and
-where it is not (a saved notebook, a page on GitHub, a run without a browser) it is what the reader sees. Nothing here
-touches an Output widget.
+where it is not (a saved notebook, a page on GitHub, a run without a browser) it is what the reader sees. The third is
+seen nowhere: in a notebook opened again, where JupyterLab writes "model not found" in the widget's place, its rule says
+what to do instead. Nothing here touches an Output widget.
 
 `LatestOnlyWorker` runs work that must not hold up a click: one thread, one job at a time, and of those that wait the
 newest only.
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _PNG_SIZE = (16, 20)
 """Where in a PNG its width and its height stand."""
+_GONE = "The kernel that drew this is gone. Run this cell again."
 _STYLE = """<style>
 .jp-OutputArea-child:has(.kit-live) + .jp-OutputArea-child { display: none }
 .kit-live.widget-box, .kit-live .widget-box, .kit-live .widget-gridbox { overflow: visible }  /* margins would scroll */
@@ -55,9 +57,19 @@ _STYLE = """<style>
 .kit-live .jupyter-widgets-disconnected::before { display: none }
 .kit-live.jupyter-widgets-disconnected > * { opacity: .5 }
 .kit-live.jupyter-widgets-disconnected::before {
-  content: "The kernel that drew this is gone. Run this cell again."; background: none; width: auto; height: auto;
+  content: "GONE"; background: none; width: auto; height: auto;
   padding: 4px 0; font: inherit; font-weight: 600; color: inherit; position: sticky; top: 0; order: -1 }
+</style>""".replace("GONE", _GONE)
+
+_SAVED_STYLE = f"""<style class="kit-saved">
+.jp-OutputArea-child:has(.kit-saved) {{ display: none }}
+.jp-OutputArea-child:has(+ .jp-OutputArea-child + .jp-OutputArea-child .kit-saved)
+  > .jp-OutputArea-output.jupyter-widgets:not(:has(.kit-live)) {{ font-size: 0; visibility: hidden }}
+.jp-OutputArea-child:has(+ .jp-OutputArea-child + .jp-OutputArea-child .kit-saved)
+  > .jp-OutputArea-output.jupyter-widgets:not(:has(.kit-live))::before {{
+  content: "{_GONE}"; visibility: visible; font-size: var(--jp-content-font-size1, 14px); font-weight: 600 }}
 </style>"""
+"""Unlike `_STYLE`, which is part of the widget, it is saved with the notebook."""
 
 _SCRIPT = """
 function render({ model, el }) {
@@ -160,7 +172,7 @@ def widgets_in(box: Any) -> Iterator[Any]:
 
 
 class LiveDisplay:
-    """The two outputs of one cell; `refresh` renews the still."""
+    """The three outputs of one cell; `refresh` renews the still."""
 
     def __init__(self, box: Any, sentence: str, still: Callable[[], tuple[str, bytes | str | None]]) -> None:
         from IPython.display import display
@@ -170,6 +182,7 @@ class LiveDisplay:
         display(view, raw=True)  # type: ignore[no-untyped-call]
         bundle, size = self._bundle()
         self._handle = display(bundle, raw=True, metadata=size, display_id=True)  # type: ignore[no-untyped-call]
+        display({"text/html": _SAVED_STYLE}, raw=True)  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
         if self._handle is not None:  # there is no display outside IPython

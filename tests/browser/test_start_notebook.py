@@ -86,9 +86,10 @@ def panel_of(opened, cell):
 def test_a_saved_notebook_holds_a_picture_and_a_sentence_beside_the_live_view(panels):
     expect(status(panel_of(panels, 0))).to_have_text(COMPLETE)
     expect(panels.page.locator(".jp-OutputArea-child:has(.kit-live) + .jp-OutputArea-child").first).to_be_hidden()
-    live, still = panels.saved()["cells"][0]["outputs"]
+    live, still, rule = panels.saved()["cells"][0]["outputs"]
     assert "application/vnd.jupyter.widget-view+json" in live["data"]
     assert still["data"]["image/png"]
+    assert list(rule["data"]) == ["text/html"]
     assert "complete — " in "".join(still["data"]["text/plain"])
 
 
