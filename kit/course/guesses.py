@@ -6,7 +6,8 @@ folder, replaced in one move; nothing is sent anywhere.
 
 What always holds: the first guess that was compared is the one that counts, and a later one of another value is noted
 beside it. A question that nobody answered is shown with prediction and measurement all the same, so that a notebook
-runs unattended. What is measured is the truth; where nothing was measured, the prediction is.
+runs unattended. What is measured is the truth; where nothing was measured, the prediction is. A score has the questions
+in the order of the course, whichever notebook was run first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -113,9 +115,10 @@ class Guess:
         """What to do, or what a later guess was."""
         if self.truth is None:
             how = f"one of {', '.join(map(repr, self.choices))}" if self.choices else _how(self.unit)
+            asked = self.question if self.question.endswith("?") else f"{self.question}:"
             if self.guess is None:
-                return (f"{self.question}: write {how} in place of None, and run this cell again",)
-            return (f"{self.question}: you say {_shown(self.guess, self.unit)}",)
+                return (f"{asked} write {how} in place of None, and run this cell again",)
+            return (f"{asked} you say {_shown(self.guess, self.unit)}",)
         if self.first is None:
             return ("you made no guess",)
         if self.guess is not None and self.guess != self.first:
@@ -272,7 +275,14 @@ def score() -> Score:
     """
     file = project_folder() / FILE
     mine = seat()
-    return Score(tuple(_read(file).values()), "" if mine is None else mine.name, file)
+    in_order = sorted(_read(file).values(), key=_notebook)
+    return Score(tuple(in_order), "" if mine is None else mine.name, file)
+
+
+def _notebook(asked: Guess) -> float:
+    """The number that a question begins with; questions of one's own, which have none, come last."""
+    number = re.match(r"\d+", asked.question)
+    return math.inf if number is None else int(number[0])
 
 
 @contextlib.contextmanager

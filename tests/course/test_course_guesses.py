@@ -28,9 +28,9 @@ def points(value, truth, **options):
 
 def test_a_guess_shows_itself_and_what_to_do():
     asked = kit.course.guess("how much?", unit="bytes")
-    assert re.search("^- how much.: .*size such as '600 MiB' in place of None", str(asked))
+    assert re.search("^- how much. write .*size such as '600 MiB' in place of None", str(asked))
     answered = kit.course.guess("how much?", "7 MiB", unit="bytes")
-    assert str(answered) == "- how much?: you say 7 MiB"
+    assert str(answered) == "- how much? you say 7 MiB"
     assert answered.compare(measured=8 << 20)._repr_html_().count("<tr") == 2
 
 
@@ -100,6 +100,12 @@ def test_the_score_counts_what_was_guessed(project):
     assert (score.points, score.most_points) == (5, 6)
     assert re.search("5 of 6 points, 2 of 3", str(score))
     assert [guess.question for guess in score.guesses] == ["a", "b", "c"]
+
+
+def test_the_score_has_the_order_of_the_course_whichever_notebook_was_run_first():
+    for name in ("my own", "03 b", "11", "03 a", "00 c"):
+        kit.course.guess(name, 1).compare(measured=1)
+    assert [guess.question for guess in kit.course.score().guesses] == ["00 c", "03 b", "03 a", "11", "my own"]
 
 
 def test_a_damaged_file_is_named_and_left(project):
