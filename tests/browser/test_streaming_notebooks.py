@@ -64,10 +64,9 @@ def test_streaming_run_all_draws_the_pipeline_before_and_after(notebook, artifac
     charts = page.locator(".jp-OutputArea-output img:visible")
     expect(charts).to_have_count(2)
     assert opened.errors() == []
-    place = rows.locator("thead tr").last.locator("th").all_inner_texts().index("data wait")
-    waits = rows.locator(f"tbody tr td:nth-child({place + 1})").all_inner_texts()
-    after, before = (int(share.rstrip("%")) for share in waits)  # newest first
-    assert after <= before
+    factor = page.locator("table", has_text="as a multiple of block order")
+    told, counted = (float(factor.locator("td").nth(place).inner_text().split()[0]) for place in (1, 2))
+    assert min(told, counted) > 1.5  # bytes, which are counted: a busy machine may wait for cores instead of data
     read = page.locator("table", has_text="first batch")
     expect(page.get_by_text(re.compile(r"in block order: mixing \d+%, predicted \d+%"))).to_be_visible()
     compared = page.locator("table", has_text="predicted and measured").last
