@@ -212,6 +212,33 @@ def _blocked(tensor: Tensor, axes: int = 1) -> int:
     return math.prod(shape) * tensor.element_size()
 
 
+def _product_of(place: int) -> Rule:
+    """oneDNN multiplies half precision where the processor can, and copies operands that lie neither row by row nor
+    column by column, a weight expanded over a batch among them: `linear` on a transposed batch without gradients, as in
+    a reentrant checkpoint or a validation, copies the weight once a sample. (`native/mkldnn/Matmul.cpp`.)"""
+
+    def copies(args: Sequence[Any], _: Any) -> int:
+        first, second = operands = args[place : place + 2]
+        supported = _ONEDNN_HALF.get(first.dtype)
+        if supported is None or not supported() or math.prod(first.shape) * second.shape[-1] <= _FEWEST_PRODUCTS:
+            return 0
+        return sum(math.prod(part.shape) * part.element_size() for part in operands if not _lies_in_order(part))
+
+    return copies
+
+
+def _lies_in_order(operand: Tensor) -> bool:
+    """Whether a matrix, or each of a batch, is contiguous or the transpose of one that is."""
+    return operand.is_contiguous() or operand.transpose(-2, -1).is_contiguous()
+
+
+_ONEDNN_HALF: dict[torch.dtype, Callable[[], bool]] = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}
+_FEWEST_PRODUCTS = 16**3
+
+
 def _eight_bit_step(args: Sequence[Any], _: Any) -> int:
     """bitsandbytes on the CPU widens both states and the gradient, and divides a root: five numbers an element, and
     the parameter when it is in half precision. (`bitsandbytes/backends/cpu/ops.py`, 0.50.)"""
@@ -241,6 +268,8 @@ _CPU: dict[str, Rule] = {
     "mkldnn_rnn_layer": forward_scratch_bytes,
     "mkldnn_rnn_layer_backward": backward_scratch_bytes,
     "optimizer_update_8bit_blockwise": _eight_bit_step,
+    **dict.fromkeys(("mm", "bmm"), _product_of(0)),
+    **dict.fromkeys(("addmm", "baddbmm"), _product_of(1)),
 }
 
 

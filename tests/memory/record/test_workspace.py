@@ -62,7 +62,7 @@ def test_only_accumulating_puts_sort_their_indices():
 
 
 def test_other_operators_take_nothing():
-    assert workspace_bytes("add.Tensor", (), None, A100) == workspace_bytes("mm", (), None, None) == 0
+    assert workspace_bytes("add.Tensor", (), None, A100) == workspace_bytes("mul", (), None, None) == 0
 
 
 def test_what_only_cudnn_knows_is_bounded_by_its_operands_and_left_out_of_the_peak():
@@ -83,6 +83,23 @@ def test_eigenvectors_on_the_cpu_take_what_lapack_asks_for(shape):
     most, result = held(lambda: torch.linalg.eigh(matrices))
     said = workspace_bytes("_linalg_eigh", (matrices, "L", True), result, None)
     assert bytes_of(result) + said == pytest.approx(most, rel=0.02)
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bfloat16 here")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_in_half_precision_on_the_cpu_copy_what_is_not_in_order(dtype):
+    """Truth: the allocator's events, less the packing that oneDNN does for any product, a fifth at most here."""
+    samples, weight = torch.randn(16, 128, 64, dtype=dtype).transpose(0, 1), torch.randn(192, 64, dtype=dtype)
+    expanded = weight.t().expand(len(samples), *weight.t().shape)
+    most, product = held(lambda: torch.bmm(samples, expanded))
+    said = workspace_bytes("bmm", (samples, expanded), product, None)
+    assert said == (samples.numel() + expanded.numel()) * 2 * (dtype is torch.bfloat16)
+    assert product.nbytes + said == pytest.approx(most, rel=0.2)
+    for first, second in ((weight, weight.t()), (weight.t(), weight)):
+        assert workspace_bytes("mm", (first, second), first @ second, None) == 0
+    rows = torch.randn(64, 256, dtype=dtype)[:, :64]
+    said = workspace_bytes("addmm", (product, rows, weight.t()), None, None)
+    assert said == rows.numel() * 2 * (dtype is torch.bfloat16)
 
 
 def test_convolutions_in_half_precision_on_the_cpu_are_noticed():
