@@ -174,8 +174,7 @@ def test_torch_is_as_it_was_afterwards_also_after_an_error():
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp:2:4"])
 def test_what_a_recording_cannot_hold_is_said(strategy):
-    (on_the_cpu,) = collective_notes(strategy, "cpu")
-    assert "gloo" in on_the_cpu
+    assert collective_notes(strategy, "cpu") == []  # gloo's copy is among what may be low
     assert "NCCL" in collective_notes(strategy, "cuda")[0]
 
 
