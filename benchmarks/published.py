@@ -40,6 +40,7 @@ from published_models import FAMILIES, Configuration, Loop
 import kit
 from kit.memory.query import make_query
 from kit.memory.recordings import RecordingRequest, recordings_of, with_query_facts
+from kit.memory.replay.cards import DeviceTarget, target_of
 from kit.memory.replay.replay import Recording
 from kit.models import RandomData
 from kit.speed.prediction import speed_of
@@ -62,6 +63,9 @@ TIMEOUT_SECONDS = 300.0
 RECORDINGS: Path | None = None
 NETWORKS = {"A100-40GB": "network-1600G", "A100-80GB": "network-1600G", "H100-80GB": "network-3200G"}
 """Between nodes, as the sources of figures on several of them say."""
+EAGER_CONTEXT_BYTES = (1000 << 20, 1488 << 20)
+"""Outside the allocator before CUDA 11.7, which was the first to load kernels when they are needed: more than 1,000 MB
+(pytorch#107667); 1,343 MiB on a V100 (hf-bert), and 1,488 on an RTX 3090, 1,644 less a tensor (pytorch#49877)."""
 EXPLAIN_BEYOND = 0.1
 SPEED_EXPLAIN_BEYOND = 0.25
 Row = dict[str, Any]
@@ -120,8 +124,15 @@ def unknown(estimate: Any) -> str:
     return next(reason for reason in estimate.reasons if reason.startswith("activations unknown"))[:300]
 
 
+def card_of(row: Row) -> DeviceTarget:
+    """The card with what CUDA held of it in the source's version: torch had CUDA 11.7 first in 1.13."""
+    card = target_of(row["device"])
+    lazy = tuple(map(int, row["torch"].split(".")[:2])) >= (1, 13)
+    return card if lazy else replace(card, outside_bytes=EAGER_CONTEXT_BYTES)
+
+
 def bracketed(row: Row) -> dict[str, Any]:
-    model = kit.memory.model(*question(row), device=row["device"], timeout_seconds=TIMEOUT_SECONDS)
+    model = kit.memory.model(*question(row), device=card_of(row), timeout_seconds=TIMEOUT_SECONDS)
     ran, failed = model.estimate(row["figure"][0]), model.estimate(row["figure"][1])
     if not ran.complete:
         return {"error": unknown(ran)}
