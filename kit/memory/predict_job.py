@@ -14,8 +14,9 @@ says where. `settle` records again with one guess at a time turned, as long as t
 
 Of a condition's two answers the one that needs more is kept, so that it is no condition any more; an
 answer at which the training raises an error of its own ends the training, and is none either. What an optimizer asks
-stays a condition where it matters, as its answers change from step to step. Known limit: guesses are turned one at a
-time, so two that only matter together pass.
+stays a condition where it matters, as its answers change from step to step. Where the step breaks with all guesses as
+they are, the first turned one with which it does not is a condition. Known limit: guesses are turned one at a time, so
+two that only matter together pass.
 """
 
 from __future__ import annotations
@@ -194,6 +195,8 @@ def settle(first: Recording, record_otherwise: Callable[[str], Recording]) -> Re
         first: What was recorded with all guesses as they are.
         record_otherwise: Records once more with this guess answered the other way.
     """
+    if first.facts["unknown"]:
+        return _answered_otherwise(first, record_otherwise)
     highest, peak, turned = first, _peak(first), ""
     conditions, bounds, least = dict.fromkeys(first.facts["guesses"]), [], 1.0
     for guess in _tried(first):
@@ -214,12 +217,29 @@ def settle(first: Recording, record_otherwise: Callable[[str], Recording]) -> Re
         del conditions[guess]
         bounds.append(guess)
     new = [guess for guess in highest.facts["guesses"] if guess not in first.facts["guesses"]]
-    held = [guess.replace("is False", "is True") if guess == turned else guess for guess in conditions]
+    held = [guess.replace(_IS_FALSE, _IS_TRUE) if guess == turned else guess for guess in conditions]
     facts = {
         "conditions": [*held, *new, *_growth(highest)], "bounds": bounds, "least_fraction": least,
         "otherwise": turned,
     }  # fmt: skip
     return dataclasses.replace(highest, facts=highest.facts | facts)
+
+
+def _answered_otherwise(first: Recording, record_otherwise: Callable[[str], Recording]) -> Recording:
+    """The first recording that a turned guess makes whole, where the step broke with all as they are: an adapter that a
+    random number switches off leaves nothing to train. It holds only if the guess, so turned, does."""
+    for guess in first.facts["guesses"][:MOST_TRIED]:
+        if guess.endswith(_IS_FALSE):
+            other = record_otherwise(guess)
+            if not other.facts["unknown"]:
+                held = [guess.replace(_IS_FALSE, _IS_TRUE)] * (not first.facts["refused"])
+                more = [condition for condition in other.facts["conditions"] if condition != guess]
+                facts = {"conditions": [*held, *more, *_growth(other)], "least_fraction": 1.0, "otherwise": guess}
+                return dataclasses.replace(other, facts=other.facts | facts)
+    return dataclasses.replace(first, facts=first.facts | {"least_fraction": 1.0, "otherwise": ""})
+
+
+_IS_FALSE, _IS_TRUE = " is False", " is True"
 
 
 def settled_like(recording: Recording, settled: Recording) -> Recording:
@@ -232,8 +252,6 @@ _TWO_ANSWERS = "the condition at"
 
 
 def _tried(first: Recording) -> list[str]:
-    if first.facts["unknown"]:
-        return []
     return list(first.facts["guesses"][: min(MOST_TRIED, MOST_OPERATORS // len(first.operator_name))])
 
 

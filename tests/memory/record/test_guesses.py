@@ -43,6 +43,22 @@ class Branching(Perceptron):
         return functional.mse_loss(out, y)
 
 
+class Switched(Perceptron):
+    """An adapter beside a frozen layer, which a random number switches on, as peft's LoHa and LoKr have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.requires_grad_(False)
+        self.adapter = nn.Linear(256, 8)
+
+    def loss(self, batch):
+        x, y = batch
+        out = self.layers(x)
+        if not self.training or torch.rand(1) > 0.0:
+            out = out + self.adapter(x)
+        return functional.mse_loss(out, y)
+
+
 class Checking(Perceptron):
     def loss(self, batch):
         if (batch[0] > 1e9).any():
@@ -123,3 +139,13 @@ def test_without_second_answers_every_guess_but_an_upper_bound_is_a_condition(ve
     module = Harmless if verdict == "fits if" else Perceptron
     recording = predict(module, lambda: loader(vectors), CONFIG, device_kind="cuda")
     assert estimate(recording, target_of("H100-80GB")).verdict == verdict
+
+
+def test_a_branch_without_which_nothing_is_trained_is_taken_and_told():
+    found = settled(Switched)
+    assert not found.facts["unknown"]
+    (condition,) = found.facts["conditions"]
+    assert condition.startswith("the condition at test_guesses.py")
+    assert condition.endswith(" is True")
+    assert peak(found) == pytest.approx(measure(Switched, lambda: loader(vectors), CONFIG), rel=0.01)
+    assert estimate(settled(Switched, "cuda"), target_of("H100-80GB")).verdict == "fits if"
