@@ -39,13 +39,27 @@ def publish(benchmark: str, rows: Sequence[dict[str, Any]], *, record: bool | No
 
 
 def show(benchmark: str, rows: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> None:
-    texts = [[_text(value) for value in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(list(rows[0]), *texts, strict=True)]
     print(f"\n{benchmark}")
-    for line in (list(rows[0]), *texts):
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for line in table_lines(rows):
+        print(f"  {line}")
     for name, value in facts.items():
         print(f"  {name}: {value}")
+
+
+def page(tables: Mapping[str, Sequence[dict[str, Any]]], last: str) -> str:
+    """Several tables as one text, each under its heading, and a last line."""
+    parts = ["\n".join([heading, "", *table_lines(rows), ""]) for heading, rows in tables.items()]
+    return "\n".join([*parts, last, ""])
+
+
+def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A head and a line for each row."""
+    texts = [[_text(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(list(rows[0]), *texts, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (list(rows[0]), *texts)
+    ]
 
 
 def main() -> None:

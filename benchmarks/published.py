@@ -34,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from publish import publish
+from publish import page, publish
 from published_models import FAMILIES, Configuration, Loop
 
 import kit
@@ -46,6 +46,9 @@ from kit.models import RandomData
 from kit.speed.prediction import speed_of
 
 ROWS = Path(__file__).with_name("published.jsonl")
+SHORT = Path(__file__).parents[1] / "datasets" / "published" / "memory.txt"
+"""What `--record` found of memory, in short, for notebook 03."""
+SOURCES = "Measured by others. Each row with its source: python benchmarks/published.py --measure memory"
 PEERS = Path(__file__).parents[1] / ".peers"
 NEEDED = {
     "llama": ("transformers", "peft"),
@@ -127,8 +130,7 @@ def unknown(estimate: Any) -> str:
 def card_of(row: Row) -> DeviceTarget:
     """The card with what CUDA held of it in the source's version: torch had CUDA 11.7 first in 1.13."""
     card = target_of(row["device"])
-    lazy = tuple(map(int, row["torch"].split(".")[:2])) >= (1, 13)
-    return card if lazy else replace(card, outside_bytes=EAGER_CONTEXT_BYTES)
+    return card if torch_of(row) >= (1, 13) else replace(card, outside_bytes=EAGER_CONTEXT_BYTES)
 
 
 def bracketed(row: Row) -> dict[str, Any]:
@@ -361,19 +363,29 @@ def report(pairs: list[tuple[Row, dict[str, Any]]], record: bool) -> None:
     for name, (table, _, found) in kinds.items():
         if found:
             publish(name, list(table(found)), record=record, **facts)
+    shown: dict[str, list[Row]] = {}
     for name, (_, summarize, found) in kinds.items():
         if found:
             short = f"{name.removesuffix(' that ran and did not')}, in short"
-            publish(short, [summarize(title, group) for title, group in groups(found)], record=record, **facts)
+            rows = [summarize(title, group) for title, group in groups(found)]
+            publish(short, rows, record=record, **facts)
+            if summarize is not speed_summary:
+                shown[short] = rows
+    if record and shown:
+        SHORT.write_text(page(shown, SOURCES))
 
 
 def groups(pairs: list[tuple[Row, dict[str, Any]]]) -> Iterator[tuple[str, list[tuple[Row, dict[str, Any]]]]]:
     for source in dict.fromkeys(row["source"] for row, _ in pairs):
         yield source, [pair for pair in pairs if pair[0]["source"] == source]
+    measured_speed = pairs[0][0]["measure"] == "speed"
     kinds: dict[str, Callable[[Row], bool]] = {
-        "torch 2.6 and later": lambda row: tuple(map(int, row["torch"].split(".")[:2])) >= (2, 6),
+        "torch 2.6 and later": lambda row: torch_of(row) >= (2, 6),
+        "older torch": lambda row: torch_of(row) < (2, 6),
         "held out": lambda row: row["held_out"],
         "not held out": lambda row: not row["held_out"],
+    }
+    kinds_of_speed: dict[str, Callable[[Row], bool]] = {
         "held out, not compiled": lambda row: row["held_out"] and not row["configuration"].get("compiled"),
         "one device, not compiled": lambda row: (
             row["configuration"].get("devices", 1) == 1 and not row["configuration"].get("compiled")
@@ -383,9 +395,14 @@ def groups(pairs: list[tuple[Row, dict[str, Any]]]) -> Iterator[tuple[str, list[
         ),
         "compiled": lambda row: bool(row["configuration"].get("compiled")),
     }
-    for name, belongs in kinds.items():
+    for name, belongs in (kinds | kinds_of_speed if measured_speed else kinds).items():
         if group := [pair for pair in pairs if belongs(pair[0])]:
             yield name, group
+
+
+def torch_of(row: Row) -> tuple[int, ...]:
+    """The version of torch that a row was measured with: (major, minor)."""
+    return tuple(map(int, row["torch"].split(".")[:2]))
 
 
 def version_of(package: str) -> str:

@@ -46,6 +46,18 @@ def test_rows_that_nothing_is_fitted_to_are_kept_apart() -> None:
     assert sum(row["held_out"] for row in ROWS) >= 40
 
 
+def test_the_table_that_the_notebook_shows_is_the_one_recorded_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    publish = pytest.importorskip("publish")
+    recorded = [json.loads(line) for line in (BENCHMARKS / "results.jsonl").read_text().splitlines()]
+    newest = {
+        line["benchmark"]: line["rows"] for line in recorded if re.match("published b.*, in short", line["benchmark"])
+    }
+    assert len(newest) == 2
+    shown = (BENCHMARKS.parent / "datasets" / "published" / "memory.txt").read_text()
+    assert shown == publish.page(newest, shown.splitlines()[-1])
+
+
 def test_a_cheap_row_is_predicted_within_its_band(tmp_path: Path) -> None:
     (row,) = (row for row in ROWS if "band" in row)
     answers = tmp_path / "answers.jsonl"
