@@ -60,7 +60,7 @@ KNOWN_NUMEL = 4096
 """Numbers that a tensor made from constants may have for its values to be kept."""
 _PATIENCE = 1000
 """Times the same line may ask for the same condition before the answer turns, so that a waiting loop ends."""
-_PATIENCE_OTHERWISE = 50
+_PATIENCE_OTHERWISE = 500
 """The same for a condition that is answered the other way."""
 UPPER_BOUND = ", an upper bound"
 """How a guess ends that can only be too high."""
