@@ -32,7 +32,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -313,3 +313,36 @@ def make_strategy(
     shards_itself = module is not None and is_overridden("configure_model", module)
     made: Strategy = instantiate(strategy_entry(hardware, accelerator, world_size, shards_itself=shards_itself))
     return made
+
+
+Stage = Literal["test", "predict"]
+
+
+def stages_after(config: Config, module: LightningModule, datamodule: LightningDataModule | None) -> list[Stage]:
+    """The stages that follow a fit.
+
+    Raises:
+        ConfigError: for one that module and data have no step or no loader for.
+    """
+    asked: dict[Stage, int] = {"test": config.trial.test_batches, "predict": config.trial.predict_batches}
+    found: list[Stage] = [stage for stage, batches in asked.items() if batches]
+    for stage in found:
+        loader, holders = f"{stage}_dataloader", [module, *filter(None, [datamodule])]
+        parts = [] if stage == "predict" or is_overridden("test_step", module) else ["test_step on the module"]
+        parts += [] if any(is_overridden(loader, one) for one in holders) else [f"{loader} on the data or the module"]
+        if parts:
+            message = f"{asked[stage]}, but there is no {' and no '.join(parts)}; add it, or set 0"
+            raise ConfigError([Problem(f"trial.{stage}_batches", message)])
+    return found
+
+
+def run_stage(
+    stage: Stage, trainer: Trainer, config: Config, module: LightningModule, datamodule: LightningDataModule | None
+) -> None:
+    """Test or predict with the weights that the fit ended with; what the module logs becomes events as in the fit."""
+    limit = {"test": config.trial.test_batches, "predict": config.trial.predict_batches}[stage]
+    setattr(trainer, f"limit_{stage}_batches", limit)
+    if stage == "test":
+        trainer.test(module, datamodule=datamodule, verbose=False)
+    else:
+        trainer.predict(module, datamodule=datamodule, return_predictions=False)

@@ -17,15 +17,14 @@ import contextlib
 import linecache
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -40,7 +39,7 @@ from kit.train.levers import GradientCheckpointing, instantiate
 from kit.train.made import GivenData, ModuleData, loader_of, pair_of
 from kit.train.rendezvous import open_store
 from kit.train.sequences import AUTO, AttentionKernel, SequenceChunks, available_kernels
-from kit.train.trainer import EventLogger, make_trainer
+from kit.train.trainer import EventLogger, make_trainer, run_stage, stages_after
 from kit.trial.context import Context
 from kit.trial.meters import CarbonUse, CpuUse, EnergyUse, MemoryHistory, MemoryMeter, StepWork
 from kit.trial.payload import Part, TrainerParts, is_patch_data, own_arguments
@@ -108,7 +107,7 @@ def fit(context: Context) -> None:
         profiler=profiler,
         default_root_dir=context.paths.directory,
     )
-    after = stages_after(config, module, data)
+    after = stages_after(config, module, data.get("datamodule"))
     with contextlib.ExitStack() as ends:
         ends.callback(end_runs, loggers)
         try:
@@ -122,42 +121,9 @@ def fit(context: Context) -> None:
             meter.end(trainer)
         recorder.end(trainer)
         for stage in () if recorder.stopped else after:
-            run_stage(stage, trainer, module, data, context)
-
-
-Stage = Literal["test", "predict"]
-
-
-def stages_after(config: Config, module: LightningModule, data: Mapping[str, Any]) -> list[Stage]:
-    """The stages that follow a fit.
-
-    Raises:
-        ConfigError: for one that module and data have no step or no loader for.
-    """
-    asked: dict[Stage, int] = {"test": config.trial.test_batches, "predict": config.trial.predict_batches}
-    found: list[Stage] = [stage for stage, batches in asked.items() if batches]
-    for stage in found:
-        loader, holders = f"{stage}_dataloader", [module, *filter(None, [data.get("datamodule")])]
-        parts = [] if stage == "predict" or is_overridden("test_step", module) else ["test_step on the module"]
-        parts += [] if any(is_overridden(loader, one) for one in holders) else [f"{loader} on the data or the module"]
-        if parts:
-            message = f"{asked[stage]}, but there is no {' and no '.join(parts)}; add it, or set 0"
-            raise ConfigError([Problem(f"trial.{stage}_batches", message)])
-    return found
-
-
-def run_stage(
-    stage: Stage, trainer: Trainer, module: LightningModule, data: Mapping[str, Any], context: Context
-) -> None:
-    """Test or predict with the weights that the fit ended with; what the module logs becomes events as in the fit."""
-    limit = {"test": context.config.trial.test_batches, "predict": context.config.trial.predict_batches}[stage]
-    setattr(trainer, f"limit_{stage}_batches", limit)
-    started, module_of = time.time(), data.get("datamodule")
-    if stage == "test":
-        trainer.test(module, datamodule=module_of, verbose=False)
-    else:
-        trainer.predict(module, datamodule=module_of, return_predictions=False)
-    context.writer.write("span", name=stage, started=started, ended=time.time())
+            started = time.time()
+            run_stage(stage, trainer, config, module, data.get("datamodule"))
+            context.writer.write("span", name=stage, started=started, ended=time.time())
 
 
 def show_cells(cells: dict[str, tuple[str, str]]) -> None:
