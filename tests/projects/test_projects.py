@@ -1,27 +1,27 @@
 """The table of projects: what trainings of other libraries must show on one rank, under ddp and under fsdp on two.
 
-Alone, a trial has the losses of a plain Trainer of Lightning. On two ranks ddp and fsdp have the same losses, each the
-mean of both ranks, of samples that each rank has for itself. A row says where it is otherwise, and why. Rows of
-libraries that are not installed are skipped, and say so.
+Alone, a trial has the losses of a plain Trainer of Lightning, step by step; so it has under ddp on two ranks, of
+samples that each rank has for itself, where the loss of a step is the mean of both. fsdp has the losses of ddp. A row
+says where it is otherwise, and why. Rows of libraries that are not installed are skipped, and say so.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import warnings
 from dataclasses import dataclass, field
 
 import numpy as np
+import plain_trainer
 import pytest
 import setups
-from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from properties import at_night
-from torch.utils.data import DataLoader
+from rank_processes import run_ranks
 from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.errors import TrialError
-from kit.targets import load_target
 
 STEPS = 6
 EQUAL, SHARDED = 1e-5, 1e-3
@@ -135,38 +135,21 @@ def asked(config, project, ranks, strategy):
                          **project.changes, **extra})  # fmt: skip
 
 
-class Losses(Callback):
-    """Those of the first steps; of a module that gives none, the first number that it logs."""
-
-    def __init__(self):
-        self.values = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        logged = trainer.callback_metrics
-        self.values.append(float(outputs["loss"] if outputs and "loss" in outputs else logged[min(logged)]))
-        trainer.should_stop = trainer.global_step >= STEPS
-
-
-def plain_losses(config, project):
-    """Those of Lightning's Trainer, which knows nothing of kit; its schedules are of the whole epoch, as a trial's."""
-    seed_everything(config.training.seed, workers=True, verbose=False)
-    module = load_target(project.module)
-    module = module(**config.model.arguments)
-    data, seen = load_target(project.data)(), Losses()
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, limit_val_batches=0, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[seen],
+def plain(config, project, ranks, folder):
+    """What a Trainer of Lightning has that knows nothing of kit: of each rank, the losses as `losses` has them."""
+    row = plain_trainer.Row(
+        module=project.module, arguments=dict(config.model.arguments), data=project.data, seed=config.training.seed,
+        steps=STEPS, ranks=ranks, find_unused="hardware.ddp_find_unused_parameters" in project.ddp,
     )  # fmt: skip
-    if isinstance(data, LightningDataModule):
-        trainer.fit(module, datamodule=data)
-    else:
-        first = data[0] if isinstance(data, tuple) else data
-        trainer.fit(module, DataLoader(first, setups.BATCH) if isinstance(first, setups.Patches) else first)
-    return seen.values
+    if ranks == 1:
+        return np.array(plain_trainer.alone(row).values)
+    run_ranks(ranks, folder, plain_trainer.be_rank, row)
+    found = [json.loads((folder / f"losses.{rank}.json").read_text()) for rank in range(ranks)]
+    return np.mean([one["values"] for one in found], axis=0) if found[0]["of_steps"] else np.array(found[0]["values"])
 
 
 def losses(trial):
-    """As `Losses` has them, the mean of all ranks where the module gives them."""
+    """As `plain_trainer.Losses` has them, the mean of all ranks where the module gives them."""
     trial.wait(PATIENCE_SECONDS)
     assert trial.state == "COMPLETE", trial.message
     steps = [event for event in trial.steps if event["rank"] == 0]
@@ -189,11 +172,11 @@ def test_a_project_trains_alone_as_with_a_plain_trainer(config, project):
     found = losses(kit.fit(one, None, project.data))
     assert np.isfinite(found).all()
     if not one.levers.sequence_chunk:  # which a plain Trainer has not
-        np.testing.assert_allclose(found, plain_losses(one, project), rtol=EQUAL)
+        np.testing.assert_allclose(found, plain(one, project, 1, None), rtol=EQUAL)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_project_trains_on_two_ranks_alike_under_ddp_and_fsdp(config, project):
+def test_a_project_trains_on_two_ranks_alike_under_ddp_and_fsdp(config, project, tmp_path):
     found = {}
     for strategy in ("ddp", "fsdp"):
         if strategy == "fsdp" and project.refused:
@@ -202,6 +185,9 @@ def test_a_project_trains_on_two_ranks_alike_under_ddp_and_fsdp(config, project)
             return
         found[strategy] = losses(kit.fit(asked(config, project, 2, strategy), None, project.data))
         assert np.isfinite(found[strategy]).all()
+        if strategy == "ddp" and "levers.sequence_chunk" not in project.changes:
+            two = asked(config, project, 2, strategy)
+            np.testing.assert_allclose(found[strategy], plain(two, project, 2, tmp_path), rtol=EQUAL)
     np.testing.assert_allclose(found["fsdp"], found["ddp"], rtol=SHARDED)
 
 
