@@ -155,7 +155,7 @@ _AIOS_DEFAULTS = {
 }  # fmt: skip
 _AIOS = {
     "--model": _to("model.target", convert=lambda _: _GPT),
-    "--dataset-file": _to("data.arguments.files", note="with data='kit.models.named:TextData'"),
+    "--dataset-file": _to("data.arguments.files", note="with data='kit.models:TextData'"),
     "--batch-size": _to("loader.batch_size"),
     "--steps": _to("training.max_steps", "trial.max_steps"),
     "--lr": _to("model.arguments.learning_rate"),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from kit.models.gpt import GPT, Tokens
+from kit.models.named import TextData
 from kit.models.unet import UNet
 from kit.models.zoo import Encoder, Field, RandomData, Recommender, Recurrent, ResNet, Sketches, SketchModel
 from kit.registry import load_file
@@ -17,6 +18,7 @@ __all__ = [
     "ResNet",
     "SketchModel",
     "Sketches",
+    "TextData",
     "Tokens",
     "UNet",
 ]

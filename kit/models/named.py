@@ -161,10 +161,8 @@ def _trained(module: Learner, learning_rate: float) -> torch.optim.Optimizer:
 def _image_model(name: str, classes: int, settings: dict[str, Any]) -> Any:
     try:
         import timm
-    except (ImportError, RuntimeError) as error:  # torchvision may be of another build than torch
-        absent = getattr(error, "name", "") == "timm"
-        why = "is not installed" if absent else f"cannot be imported ({first_line(error)})"
-        raise ConfigError(f"{name} is a model of timm, which {why}; {_INSTALL_TIMM}") from None
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(f"{name} is a model of timm, which {_why_no_timm(error)}") from None
     if not timm.is_model(name):
         hint = did_you_mean(name, timm.list_models(), "see timm.list_models()")
         raise ConfigError(f"timm has no model {name!r}{hint}")
@@ -172,6 +170,19 @@ def _image_model(name: str, classes: int, settings: dict[str, Any]) -> Any:
         return timm.create_model(name, pretrained=False, num_classes=classes, **settings)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"timm does not make {name} with {settings}: {first_line(error)}") from None
+
+
+def _why_no_timm(error: ImportError | RuntimeError) -> str:
+    """What is absent, and the way to it: timm imports torchvision, whose operators only load into torch's own build."""
+    absent = getattr(error, "name", None) or ""
+    if absent.partition(".")[0] == "timm":
+        return f"is not installed; {_INSTALL_TIMM}"
+    if "torchvision" not in f"{absent} {error}":
+        return f"cannot be imported ({first_line(error)}); {_INSTALL_TIMM}"
+    is_absent = isinstance(error, ModuleNotFoundError) and absent == "torchvision"
+    why = "is not installed" if is_absent else f"is of another build than torch ({first_line(error)})"
+    way = f"install the torchvision that was made for torch {torch.__version__}, from the index that torch came from"
+    return f"imports torchvision, and that {why}; {way}"
 
 
 def _masked_token(config: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from kit.config import Config
 from kit.errors import ConfigError, TargetError
-from kit.models.named import MASKED_FRACTION, TextData, Transformer
+from kit.models.named import MASKED_FRACTION, ImageModel, TextData, Transformer
 from kit.targets import find_target, load_target, signature_of
 
 transformers = pytest.importorskip("transformers")
@@ -118,6 +119,28 @@ def test_the_extra_is_named_where_the_package_is_absent(monkeypatch, target, pac
     )
     with pytest.raises(TargetError, match=rf"{package}.*pip install 'kit\[{extra}\]'"):
         find_target(target)
+
+
+@pytest.mark.parametrize(
+    ("torchvision", "says"),
+    [
+        (None, r"imports torchvision, and that is not installed.*made for torch \d"),
+        ("raise RuntimeError('operator torchvision::nms does not exist')", "another build than torch .*nms.*the index"),
+    ],
+)
+def test_images_by_name_say_what_of_torchvision_is_wrong_here(tmp_path, monkeypatch, torchvision, says):
+    """As timm 1.0 begins, and torchvision 0.28 for CUDA beside a torch for the CPU."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("timm", "torchvision")]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "timm.py").write_text("import torchvision")
+    if torchvision is None:
+        monkeypatch.setitem(sys.modules, "torchvision", None)
+    else:
+        (tmp_path / "torchvision.py").write_text(torchvision)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"resnet18 is a model of timm, which {says}"):
+        ImageModel("resnet18")
+    sys.modules.pop("timm", None)
 
 
 def test_the_arguments_of_a_model_by_name_leave_out_its_name():
