@@ -32,6 +32,7 @@ from kit.json_text import read_json
 from kit.machine.machine import hardware
 from kit.records.row import PREDICTED, read_whole, row_of
 from kit.tables import FRAME, html_list
+from kit.train.choices import asked_stages
 from kit.trial.submit import versions
 from kit.trial.trial import Trial
 
@@ -160,6 +161,7 @@ class Committed:
         return LaunchLines(
             file=_relative(self.file), name=self.file.stem, nodes=counts["num_nodes"], devices=counts["devices"],
             restarts=self.config.commit.restarts, gpu=trainer.get("accelerator") == "gpu",
+            stages=tuple(asked_stages(self.config)),
         )  # fmt: skip
 
     def run(self, *, anew: bool = False) -> CommittedRun:
@@ -228,16 +230,17 @@ class Committed:
 def _launch(job: Job, file: Path) -> LaunchLines:
     return LaunchLines(
         file=_relative(file), name=job.stem, nodes=job.nodes, devices=job.devices,
-        restarts=job.config.commit.restarts, gpu=job.accelerator == "gpu",
+        restarts=job.config.commit.restarts, gpu=job.accelerator == "gpu", stages=tuple(asked_stages(job.config)),
     )  # fmt: skip
 
 
 def commands_of(launch: LaunchLines) -> dict[str, str]:
-    """The lines that start a file, by what starts it: those that fit its number of nodes."""
+    """The lines that start a file, by what starts it: those that fit its number of nodes; then what follows the fit."""
     if launch.nodes > 1:
         return {"torchrun on every node, HEAD being the name of one": launch.torchrun_nodes}
     lines = {"python": launch.python}
-    return lines | ({"torchrun": launch.torchrun} if launch.world_size > 1 else {})
+    lines |= {"torchrun": launch.torchrun} if launch.world_size > 1 else {}
+    return lines | {f"{stage}, afterwards": launch.stage(stage) for stage in launch.stages}
 
 
 def _relative(path: Path) -> str:

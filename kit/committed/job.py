@@ -37,7 +37,7 @@ from kit.errors import ConfigError, HardwareError, KitError, Problem, TargetErro
 from kit.machine.machine import hardware, resolve_devices
 from kit.studies.calibration.result import Calibration, saved_path
 from kit.targets import class_bodies, find_target, named_target, parsed, path_of
-from kit.train.choices import Entry, entry, trainer_flags
+from kit.train.choices import Entry, asked_stages, entry, trainer_flags
 from kit.train.one_lightning import real_name
 from kit.trial.payload import (
     Part,
@@ -89,6 +89,7 @@ def make_job(
         shards_itself=shards_itself(target), manual=is_manual(target), resolved=resolved, reasons=reasons,
         batch_size=rule.size if rule.by_config or trial is None else trial.config.loader.batch_size, **more,
     )  # fmt: skip
+    left += [f"the run trains only: {stage} is a command of its own, afterwards" for stage in asked_stages(config)]
     return job, [*_differences(config, trial), *notes, *left]
 
 

@@ -312,6 +312,8 @@ class LaunchLines:
     gpu: bool
     options: tuple[str, ...] = ()
     """After the file."""
+    stages: tuple[str, ...] = ()
+    """What the trial did after its fit, and the run of the file does not: `test`, `predict`."""
 
     @property
     def world_size(self) -> int:
@@ -341,6 +343,10 @@ class LaunchLines:
     def python(self) -> str:
         """Lightning starts the other ranks of this machine itself."""
         return shlex.join(["python", "-m", *self.job])
+
+    def stage(self, name: str) -> str:
+        """Tests or predicts with the last checkpoint of the run, on all of its batches."""
+        return shlex.join(["python", "-m", _ENTRY, name, "--config", self.file, *self.options])
 
     @property
     def torchrun(self) -> str:

@@ -44,10 +44,10 @@ from kit.memory.record.dry_run import JOB, DryRun, record
 from kit.memory.record.fakes import UPPER_BOUND
 from kit.memory.recordings import NEXT
 from kit.memory.replay.cards import DeviceTarget
-from kit.memory.replay.estimate import VALIDATION, Residuals, estimate
-from kit.memory.replay.replay import CATEGORIES, Recording, replay
+from kit.memory.replay.estimate import Residuals, estimate
+from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, Recording, replay
 from kit.registry import load
-from kit.train.choices import validates_by
+from kit.train.choices import asked_stages, validates_by
 from kit.trial.context import Context
 from kit.trial.directory import RunPaths
 from kit.trial.fit_job import load_part, make_data, make_module, make_parts, show_cells
@@ -144,10 +144,13 @@ def _with_less(run: DryRun, trainer: TrainerParts) -> Iterator[tuple[str, DryRun
     if trainer.callbacks:
         run = dataclasses.replace(run, make_callbacks=list)
         yield ", ".join(map(str, trainer.callbacks)), run
-    validates = run.config.trial.validate_every_steps > 0 or validates_by(trainer.flags)
-    if trainer.flags or validates:
-        config = run.config.replace({"trial.validate_every_steps": 0})
-        what = VALIDATION if validates else f"trainer= with {', '.join(trainer.flags)}"
+    trial = run.config.trial
+    validates = trial.validate_every_steps > 0 or validates_by(trainer.flags)
+    evaluates = ", ".join([*(EVALUATIONS[:1] if validates else ()), *asked_stages(run.config)])
+    if trainer.flags or evaluates:
+        settings = ("trial.validate_every_steps", "trial.test_batches", "trial.predict_batches")
+        config = run.config.replace(dict.fromkeys(settings, 0))
+        what = evaluates or f"trainer= with {', '.join(trainer.flags)}"
         yield what, dataclasses.replace(run, config=config, flags={})
 
 

@@ -35,10 +35,10 @@ def predict_memory(
 ) -> MemoryEstimate:
     """Predict the peak memory of one rank: what it is made of, which module holds it, and whether it fits.
 
-    A process of its own runs the Trainer that `kit.fit` would run for two optimizer steps, and a validation where the
-    config has one, on tensors with shapes but without values, and replays the allocations through a model of CUDA's
-    caching allocator. The median error was
-    0.00002 % on 42 models whose peaks were measured on a CPU; it has not been compared with a GPU.
+    A process of its own runs the Trainer that `kit.fit` would run for two optimizer steps, with a validation, a test
+    and a prediction where the config has them, on tensors with shapes but without values, and replays the allocations
+    through a model of CUDA's caching allocator. The median error was 0.00002 % on 42 models whose peaks were measured
+    on a CPU; it has not been compared with a GPU.
 
     Args:
         config: What would run; the default config when left out.

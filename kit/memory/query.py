@@ -75,13 +75,15 @@ class MemoryQuery:
         return _query(self.module, self.data, self.payload, config, target, world_size, self.trainer)
 
     @property
-    def validation(self) -> tuple[int, ...]:
-        """What of `trial` decides whether and how validation is recorded; empty where there is none."""
+    def evaluations(self) -> tuple[int, ...]:
+        """What of `trial` decides whether and how validation, test and prediction are recorded; empty without any."""
         trial = self.config.trial
         validates = trial.validate_every_steps or validates_by(self.trainer.flags)
         # After the second step a validation holds what it does after any other.
         every = min(2, trial.validate_every_steps)
-        return (every, trial.validation_batches, trial.sanity_batches) if validates else ()
+        validation = (every, trial.validation_batches, trial.sanity_batches) if validates else ()
+        after = (trial.test_batches, trial.predict_batches)
+        return (*validation, *(after if any(after) else ()))
 
     @property
     def accumulation(self) -> int:
@@ -116,7 +118,7 @@ class MemoryQuery:
         config["levers"]["accumulate_grad_batches"] = self.accumulation
         recorded = [
             config, self.payload.digest, self.precision, self.ranks, self.device_kind, self.capability, self.threads,
-            versions(), list(_files(self)), *([self.validation] if self.validation else ()),
+            versions(), list(_files(self)), *([self.evaluations] if self.evaluations else ()),
         ]  # fmt: skip
         canonical = json.dumps(recorded, sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()

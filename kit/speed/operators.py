@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kit.errors import PlanError
 from kit.memory.replay.calls import OperatorCall
-from kit.memory.replay.replay import PHASES, Recording
+from kit.memory.replay.replay import EVALUATIONS, PHASES, Recording
 from kit.speed.work import KINDS, Work, work_of
 
 
@@ -88,7 +88,7 @@ def step_of(recording: Recording) -> StepOperators:
     recorded = len(starts) - len(starts) // 2
     accumulate = int(recording.facts.get("accumulate_grad_batches") or 1)
     chosen = np.arange(begin, count)
-    outside = [PHASES.index("setup"), PHASES.index("validation")]
+    outside = [PHASES.index(name) for name in ("setup", *EVALUATIONS)]
     chosen = chosen[~np.isin(recording.operator_phase[chosen], outside) & (recording.operator_call[chosen] >= 0)]
     repeats = np.ones(len(chosen), dtype=np.int32)
     if accumulate > recorded > 1:

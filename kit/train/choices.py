@@ -276,3 +276,12 @@ def _why_no_plugin(plugin: Any) -> str:
         return ""
     said = "hardware.precision says it" if "Precision" in names else "kit starts the ranks and says where they are"
     return f"{type(plugin).__name__} is not taken: {said}; {' and '.join(_PLUGINS)} are"
+
+
+Stage = Literal["test", "predict"]
+
+
+def asked_stages(config: Config) -> dict[Stage, int]:
+    """What a trial does after its fit, and on how many batches."""
+    asked: dict[Stage, int] = {"test": config.trial.test_batches, "predict": config.trial.predict_batches}
+    return {stage: batches for stage, batches in asked.items() if batches}

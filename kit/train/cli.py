@@ -119,6 +119,8 @@ class CommittedCLI(LightningCLI):
         found = newest_checkpoint(values)
         if found is not None:
             settings.ckpt_path = found
+        elif self.subcommand in ("test", "predict", "validate"):
+            check_trained(values)
 
 
 def main() -> None:
@@ -412,16 +414,34 @@ def newest_checkpoint(values: Values) -> str | None:
             return None
         url = str(uploads[0]["url"])
         copy, several = latest_bundle(url, credentials), int(trainer.get("num_nodes") or 1) > 1
-        saving = [*_entries(trainer, "ModelCheckpoint"), *_entries(trainer, "LastModelCheckpoint")]
-        folders = {str(saves["init_args"].get("dirpath") or "") for saves in saving}
-        local = [file for name in folders if name and "://" not in name for file in Path(name).glob("last*.ckpt")]
-        saved_here = max((saved_at(signature(file)) for file in local), default=0.0)
+        saved_here = max((saved_at(signature(file)) for file in _kept_here(trainer)), default=0.0)
         if copy is None or (not several and copy[1].saved <= saved_here):
             return None
     root = str(trainer.get("default_root_dir") or "")
     folder = Path("" if "://" in root else root).absolute() / "fetched"
     found = fetch_checkpoint(url, folder, credentials=credentials)
     return None if found is None else str(found)
+
+
+def check_trained(values: Values) -> None:
+    """Look for the last checkpoint, where one is asked for; Lightning would take weights that nothing was trained with.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    trainer = values.get("trainer") or {}
+    known = "://" not in str(trainer.get("default_root_dir"))
+    if values.get("ckpt_path") == "last" and known and not any(_kept_here(trainer)):
+        message = "last: this run has left no checkpoint; train first, with fit, or give the path of one"
+        raise ConfigError([Problem("ckpt_path", message)])
+
+
+def _kept_here(trainer: Values) -> Iterator[Path]:
+    """The last checkpoints in folders of this machine."""
+    for saves in (*_entries(trainer, "ModelCheckpoint"), *_entries(trainer, "LastModelCheckpoint")):
+        folder = str(saves["init_args"].get("dirpath") or "")
+        if folder and "://" not in folder:
+            yield from Path(folder).glob("last*.ckpt")
 
 
 def _entries(trainer: Values, name: str) -> Iterator[Entry]:

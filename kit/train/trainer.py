@@ -46,7 +46,7 @@ from kit.config import Config, Hardware
 from kit.errors import ConfigError, HardwareError, KitWarning, Problem
 from kit.events import EventWriter
 from kit.train.callbacks import WholeEpochs
-from kit.train.choices import length_of, strategy_entry, validates_by
+from kit.train.choices import Stage, asked_stages, length_of, strategy_entry, validates_by
 from kit.train.fsdp import check_shards
 from kit.train.levers import instantiate, lever_callbacks
 
@@ -315,33 +315,28 @@ def make_strategy(
     return made
 
 
-Stage = Literal["test", "predict"]
-
-
 def stages_after(config: Config, module: LightningModule, datamodule: LightningDataModule | None) -> list[Stage]:
     """The stages that follow a fit.
 
     Raises:
         ConfigError: for one that module and data have no step or no loader for.
     """
-    asked: dict[Stage, int] = {"test": config.trial.test_batches, "predict": config.trial.predict_batches}
-    found: list[Stage] = [stage for stage, batches in asked.items() if batches]
-    for stage in found:
+    asked = asked_stages(config)
+    for stage, batches in asked.items():
         loader, holders = f"{stage}_dataloader", [module, *filter(None, [datamodule])]
         parts = [] if stage == "predict" or is_overridden("test_step", module) else ["test_step on the module"]
         parts += [] if any(is_overridden(loader, one) for one in holders) else [f"{loader} on the data or the module"]
         if parts:
-            message = f"{asked[stage]}, but there is no {' and no '.join(parts)}; add it, or set 0"
+            message = f"{batches}, but there is no {' and no '.join(parts)}; add it, or set 0"
             raise ConfigError([Problem(f"trial.{stage}_batches", message)])
-    return found
+    return [*asked]
 
 
 def run_stage(
     stage: Stage, trainer: Trainer, config: Config, module: LightningModule, datamodule: LightningDataModule | None
 ) -> None:
     """Test or predict with the weights that the fit ended with; what the module logs becomes events as in the fit."""
-    limit = {"test": config.trial.test_batches, "predict": config.trial.predict_batches}[stage]
-    setattr(trainer, f"limit_{stage}_batches", limit)
+    setattr(trainer, f"limit_{stage}_batches", asked_stages(config)[stage])
     if stage == "test":
         trainer.test(module, datamodule=datamodule, verbose=False)
     else:

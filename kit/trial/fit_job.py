@@ -124,6 +124,8 @@ def fit(context: Context) -> None:
             started = time.time()
             run_stage(stage, trainer, config, module, data.get("datamodule"))
             context.writer.write("span", name=stage, started=started, ended=time.time())
+            if meter is not None:
+                meter.end(trainer)
 
 
 def show_cells(cells: dict[str, tuple[str, str]]) -> None:

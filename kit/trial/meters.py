@@ -21,10 +21,10 @@ Each writes one event per rank, at most, and none costs a measured step anything
   `bool(tensor)`, `.cpu()`); on the CPU it stops nothing, but would on a GPU. What cannot be counted is left out.
 - `MemoryMeter`, `memory_measured`: the peak of the fit, in the bytes that a prediction names. On the CPU the allocator
   is traced from the strategy's set-up to the end of the second optimizer step, and again in the first validation after
-  it, which writes another event; adding it up counts in no step. A GPU
-  counts by itself, over the whole fit: allocated, reserved, and what the process holds outside the allocator (what the
-  GPU gave away since the submission, which is wrong while others come and go). Before its second optimizer step a fit
-  has not seen its peak, because optimizer state is made in the first, and is not measured.
+  it, in the test and in the prediction, each of which writes another event; adding it up counts in no step. A GPU
+  counts by itself, over the whole fit and what follows it: allocated, reserved, and what the process holds outside the
+  allocator (what the GPU gave away since the submission, which is wrong while others come and go). Before its second
+  optimizer step a fit has not seen its peak, because optimizer state is made in the first, and is not measured.
 """
 
 from __future__ import annotations
@@ -371,12 +371,13 @@ def _held_bytes(tensor: torch.Tensor) -> int:
 
 
 class MemoryMeter(Callback):
-    """Writes a `memory_measured` event, on the CPU one more of a validation, and a file of what the allocator did."""
+    """Writes `memory_measured` events, on the CPU one for each kind of stage, and a file of what the allocator did."""
 
     def __init__(self, context: Context, clock: StepClock) -> None:
         self.context, self.clock = context, clock
         self._trace = AllocatorTrace() if context.environment["accelerator"] == "cpu" else None
-        self._validation = AllocatorTrace() if self._trace is not None else None
+        self._evaluation = AllocatorTrace() if self._trace is not None else None
+        self._evaluated: set[str] = set()
         self._batches = 0
 
     @override
@@ -425,33 +426,49 @@ class MemoryMeter(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # One that runs between the first steps is traced with them.
-        if self._validation is not None and self._trace is None and not trainer.sanity_checking:
-            try:
-                self._validation.start(pl_module, *trainer.optimizers)
-            except RuntimeError as error:
-                self._validation = None
-                _warn(error)
+        if not trainer.sanity_checking:
+            self._begin("validation", trainer)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin("test", trainer)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin("predict", trainer)
+
+    def _begin(self, what: str, trainer: Trainer) -> None:
+        # What runs between the first steps is traced with them.
+        if self._evaluation is None or self._trace is not None or what in self._evaluated:
+            return
+        self._evaluated.add(what)
+        try:
+            self._evaluation.start(trainer.lightning_module, *trainer.optimizers)
+        except RuntimeError as error:
+            _warn(error)
 
     @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if self._validation is not None and self._validation.running:
-            self._validation.note(batch)
+        if self._evaluation is not None and self._evaluation.running:
+            self._evaluation.note(batch)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._validation is None or not self._validation.running:
+        if self._evaluation is None or not self._evaluation.running:
             return
         try:
-            self._write(self._validation.stop().peak_bytes, None, None, trainer.global_step)
+            self._write(self._evaluation.stop().peak_bytes, None, None, trainer.global_step)
         except RuntimeError as error:
             _warn(error)
-        self._validation = None
+
+    on_test_end = on_predict_end = on_validation_end
 
     def end(self, trainer: Trainer) -> None:
-        """Ask the GPU, once the fit has ended."""
+        """Ask the GPU, once the fit has ended, and after each stage that follows it."""
         device = trainer.strategy.root_device
         if device.type == "cuda" and trainer.global_step >= STEPS:
             free, total = torch.cuda.mem_get_info(device)

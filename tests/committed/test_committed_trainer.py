@@ -31,7 +31,7 @@ from kit.committed.job import make_job
 from kit.config import Config
 from kit.errors import ConfigError
 from kit.targets import load_target
-from kit.train.cli import check_checkpoint, unfit_checkpoint
+from kit.train.cli import CommittedCLI, check_checkpoint, unfit_checkpoint
 from kit.trial.payload import TrainerParts
 
 pytestmark = pytest.mark.timeout(400)
@@ -76,6 +76,9 @@ class Line(LightningModule):
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.layer(batch).square().mean())
 
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.layer(batch).square().mean())
+
     def configure_callbacks(self):
         return [ModelCheckpoint(dirpath="brought", monitor="loss")] if self.brings else []
 
@@ -99,6 +102,8 @@ class Samples(LightningDataModule):
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4)
+
+    test_dataloader = val_dataloader
 '''
 
 
@@ -220,6 +225,23 @@ def test_a_module_that_brings_a_checkpoint_callback_keeps_its_own_and_a_restart_
     assert list((project / "brought").glob("*.ckpt"))
     again = committed.run().wait(SECONDS)
     assert (again.state, again.losses) == ("COMPLETE", [])
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning, on what is small
+def test_what_the_trial_did_after_its_fit_is_a_command_that_wants_a_trained_run(small):
+    tested = small.replace({"trial.test_batches": 2})
+    trial = kit.fit(tested, None, "own:Samples").wait()
+    committed = kit.commit(tested, trial, data="own:Samples")
+    line = shlex.split(committed.launch.stage("test"))
+    assert shlex.join(line) in committed.text.partition("seed_everything")[0]
+    assert any("test is a command of its own" in note for note in committed.notes)
+    with pytest.raises(ConfigError, match="ckpt_path: .*no checkpoint; train first, with fit"):
+        CommittedCLI(args=line[3:])
+    CommittedCLI(args=["fit", *line[4:], *parts.QUIET])
+    found = CommittedCLI(args=[*line[3:], *parts.QUIET]).trainer.callback_metrics["test_loss"]
+    of_trial = [event["metrics"]["test_loss"] for event in trial.events if "test_loss" in event.get("metrics", ())]
+    assert [float(found)] == pytest.approx(of_trial)
+    assert not kit.commit(small, data="own:Samples").launch.stages
 
 
 @pytest.mark.slow

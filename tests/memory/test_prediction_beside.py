@@ -3,7 +3,9 @@
 import os
 
 import pytest
+import torch
 from lightning.pytorch import Callback
+from torch.utils.data import DataLoader, TensorDataset
 from trial_fixtures import ranks_alive
 from waiting import PATIENCE_SECONDS, remove, wait_until
 
@@ -58,6 +60,49 @@ class Widening(TinyModule):
 
     def val_dataloader(self):
         return wide_data().train_dataloader()
+
+
+class Staged(TinyModule):
+    """Takes most while it is tested, or while it predicts, each on batches of its own."""
+
+    def __init__(self, width, most):
+        super().__init__(width)
+        self.most = most
+
+    def test_step(self, batch, batch_idx):
+        batch[0].repeat(1, 8 if self.most == "test" else 1).sin()
+
+    def predict_step(self, batch, batch_idx):
+        return batch[0].repeat(1, 8 if self.most == "predict" else 1).sin()
+
+
+class Parts(TinyData):
+    """Makes what it tests and predicts on when it is set up for that."""
+
+    def setup(self, stage):
+        self.stage = stage
+
+    def _later(self):
+        if self.stage != "fit":
+            return DataLoader(TensorDataset(torch.randn(48, 4096), torch.randn(48, 1)), batch_size=16)
+        raise RuntimeError("not set up")
+
+    def test_dataloader(self):
+        return self._later()
+
+    def predict_dataloader(self):
+        return self._later()
+
+
+@pytest.mark.parametrize(("most", "ranks", "strategy"), [("test", 1, "none"), ("predict", 2, "fsdp")])
+def test_a_test_and_a_prediction_after_the_fit_are_predicted_and_measured(config, most, ranks, strategy):
+    asked = config(ranks, strategy, max_steps=3, predict_memory=True, test_batches=2, predict_batches=2)
+    asked = asked.replace({"model.arguments": {"width": 4096, "most": most}})
+    found = predicted(fit(asked, Staged, lambda: Parts(width=4096, samples=64)).wait(SECONDS))
+    (row,) = results(asked.trial.folder)
+    assert found.peak.phase == most
+    assert row["device_allocated_bytes_ratio"] == pytest.approx(1, abs=0.02)
+    assert any(f"{most} takes batches of its own, of 16" in note for note in found.notes)
 
 
 class Reading(Callback):

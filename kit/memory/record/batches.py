@@ -284,11 +284,14 @@ def _known_batches(module: Any, hook: str, batch_size: int | None) -> Batches | 
     return None
 
 
-def validation_loaders_of(source: Any, make: Callable[[], Any], batch_size: int | None) -> Any:
-    """What `source`, a data module or a module, is validated on: what `make` makes, or batches known without it."""
-    is_kits = isinstance(source, EpochData) and type(source).val_dataloader is EpochData.val_dataloader
-    known = _known_batches(source, "_validation_batches", batch_size) if is_kits else None
-    # How many there are is not known before the data is opened; a trial takes `trial.validation_batches`.
+def evaluation_loaders_of(what: str, source: Any, make: Callable[[], Any], batch_size: int | None) -> Any:
+    """What a data module or a module is validated or tested on: what `make` makes, or batches known without it."""
+    is_kits = isinstance(source, EpochData)
+    if what == "validation":
+        is_kits = is_kits and type(source).val_dataloader is EpochData.val_dataloader
+    hook = {"validation": "_validation_batches", "test": "test_dataloader"}.get(what, "")
+    known = _known_batches(source, hook, batch_size) if is_kits and hook else None
+    # How many there are is not known before the data is opened; a trial takes so many as `trial` says.
     return make() if known is None else replace(known, length=_ENDLESS)
 
 

@@ -1,8 +1,8 @@
 """record: two optimizer steps of the real Lightning Trainer on fake tensors, and what they would allocate.
 
 Where the config or an argument of the Trainer has the trial validate, so does the dry run: the sanity batches, two
-steps, a validation. Its batches are those of the module's or data module's own loaders, at their own size, and end with
-the second unless what is held grows with each.
+steps, a validation. Where the trial tests or predicts afterwards, that follows. Their batches are those of the module's
+or data module's own loaders, at their own size, and end with the second unless what is held grows with each.
 
 Nothing of the module is materialised: weights, activations and optimizer state are shapes. The Trainer, its strategy,
 precision plugin, hooks and order of operations are those of a real fit (`kit.train.trainer.make_trainer`). A CPU is
@@ -36,7 +36,7 @@ import math
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,14 +59,15 @@ from kit.config import Config
 from kit.confinement.confine import confined, hooks_begin
 from kit.confinement.stand_ins import Refusals, overridden, replaced
 from kit.errors import KitError, KitWarning
-from kit.memory.record.batches import Batches, fake_loaders, loaders_of, validation_loaders_of
+from kit.memory.record.batches import Batches, evaluation_loaders_of, fake_loaders, loaders_of
 from kit.memory.record.fake_mode import FakeMode
 from kit.memory.record.fakes import UPPER_BOUND, FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
 from kit.memory.replay.replay import Recording
+from kit.train.choices import Stage
 from kit.train.levers import blocks_by_label
-from kit.train.trainer import make_trainer
+from kit.train.trainer import make_trainer, run_stage, stages_after
 from kit.units import format_bytes
 
 JOB = "the prediction"
@@ -164,13 +165,14 @@ def _recorded(
         module = make_module()
         if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
             answers.compiled(module)  # what was compiled runs eagerly: torch skips compiled code under a recorder
+        marker = StepMarker(recorder, stages_after(run.config, module, data.get("datamodule")))
         trainer = make_trainer(
             run.config,
             accelerator="cpu",
             world_size=run.world_size,
             precision=run.precision,
             module=module,
-            callbacks=[*run.make_callbacks(), StepMarker(recorder)],
+            callbacks=[*run.make_callbacks(), marker],
             # As in a real fit, because schedulers look at it; `StepMarker` ends the run sooner.
             max_steps=max(STEPS, run.config.trial.max_steps),
             stands_in=on_gpu,
@@ -183,15 +185,18 @@ def _recorded(
         unknown, refused = "", False
         try:
             with contextlib.ExitStack() as entered:
-                arguments = entered.enter_context(fake_batches.taken(module, data, batch_size))
+                arguments = entered.enter_context(fake_batches.taken(module, data, batch_size, marker.stages))
                 if _is_distributed(run):
                     from kit.memory.record.ranks import label_collectives
 
                     entered.enter_context(label_collectives(recorder))
-                if trainer.limit_val_batches:
+                if trainer.limit_val_batches or marker.stages:
                     hooks.notes += entered.enter_context(_able_to_validate(module))
                 entered.enter_context(hooks.running(kept))
                 trainer.fit(module, **arguments)
+                for stage in marker.stages:
+                    run_stage(stage, trainer, run.config, module, arguments.get("datamodule"))
+                recorder.stop()
         except KitError:
             raise
         except Exception as error:
@@ -309,7 +314,7 @@ STEPS = 2
 """Optimizer steps recorded: the first makes the state that the second steps with."""
 _NEVER = 1 << 40
 MOST_VALIDATED = 64
-"""Batches of one validation that are recorded where each leaves something behind."""
+"""Batches of one validation, test or prediction that are recorded where each leaves something behind."""
 MOST_BATCHES = 16
 """Micro-batches, per accumulated one, after which a module in manual optimization has stepped, or does not."""
 
@@ -317,8 +322,10 @@ MOST_BATCHES = 16
 class StepMarker(Callback):
     """Tells the recorder what only Lightning knows, and ends the run after two optimizer steps."""
 
-    def __init__(self, recorder: BlockRecorder) -> None:
+    def __init__(self, recorder: BlockRecorder, stages: Sequence[Stage] = ()) -> None:
         self.recorder = recorder
+        self.stages = stages
+        """What follows the fit, and is recorded too."""
         self.batches = 0
 
     @override
@@ -332,6 +339,14 @@ class StepMarker(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.recorder.phase = "validation"
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.recorder.phase = "test"
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.recorder.phase = "predict"
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -353,7 +368,8 @@ class StepMarker(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.recorder.stop()
+        if not self.stages:
+            self.recorder.stop()
 
 
 _MEMORY = str(Path(__file__).parent)
@@ -487,11 +503,11 @@ class FakeBatches:
         """Samples per micro-batch of the first loader, once the data were looked at."""
         self.notes: list[str] = []
         self._looked: list[Batches] = []
-        self._validated: list[Batches] = []
+        self._evaluated: dict[str, list[Batches]] = {}
 
     @contextlib.contextmanager
     def taken(
-        self, trained: LightningModule, data: Mapping[str, Any], batch_size: int | None
+        self, trained: LightningModule, data: Mapping[str, Any], batch_size: int | None, stages: Sequence[Stage] = ()
     ) -> Iterator[dict[str, Any]]:
         """Arguments of `Trainer.fit` that read nothing; a data module keeps its own hooks."""
         module = data.get("datamodule")
@@ -510,10 +526,14 @@ class FakeBatches:
             enter(overridden(strategy, "batch_to_device", partial(self._to_device, strategy.batch_to_device)))
             source = trained if module is None else module  # as Lightning has it
             if self.trainer.limit_val_batches and is_overridden("val_dataloader", source):
-                loaders_made = partial(self._validation_loaders, source, source.val_dataloader, batch_size)
                 # Kit's own data has a property there, which gives this method.
                 is_property = isinstance(getattr(type(source), "val_dataloader", None), property)
-                enter(overridden(source, "_validation_batches" if is_property else "val_dataloader", loaders_made))
+                hook = "_validation_batches" if is_property else "val_dataloader"
+                enter(overridden(source, hook, self._loaders("validation", source, source.val_dataloader, batch_size)))
+            for stage in stages:
+                hook = f"{stage}_dataloader"
+                holder = module if module is not None and is_overridden(hook, module) else trained
+                enter(overridden(holder, hook, self._loaders(stage, holder, getattr(holder, hook), batch_size)))
             if module is None:
                 yield {"train_dataloaders": loaders}
                 return
@@ -524,33 +544,43 @@ class FakeBatches:
             enter(overridden(module, "train_dataloader", lambda: loaders))
             yield {"datamodule": module}
 
-    def _validation_loaders(self, source: Any, make: Callable[[], Any], batch_size: int | None) -> Any:
-        """Made when Lightning asks, which is after the `setup` of a module with loaders of its own."""
-        with self.recorder.paused(), unset_fake_temporarily():
-            loaders = validation_loaders_of(source, make, batch_size)
-            made = fake_loaders(loaders, None, self._make, 0, self._validated, self._ends)
-        sizes = dict.fromkeys(batches.batch_size for batches in self._validated)
-        if any(size != self.batch_size for size in sizes):
-            said = " and ".join(map(str, sizes))
-            self.notes.append(f"validation takes batches of its own, of {said}, whatever the batch size of training")
-        self.notes += [note for batches in self._validated for note in batches.notes]
-        return made
+    def _loaders(self, what: str, source: Any, make: Callable[[], Any], batch_size: int | None) -> Callable[[], Any]:
+        """Makes those of a validation, test or prediction when Lightning asks, after the `setup` of a module."""
 
-    def _ends(self, held_bytes: list[int]) -> bool:
-        """Whether a loader of validation has shown all: two batches, or more where each leaves something behind."""
+        def loaders() -> Any:
+            looked = self._evaluated[what] = []
+            with self.recorder.paused(), unset_fake_temporarily():
+                if what != "validation" and isinstance(source, LightningDataModule):  # was set up to fit only
+                    type(source).setup(source, what)
+                found = evaluation_loaders_of(what, source, make, batch_size)
+                made = fake_loaders(found, None, self._make, 0, looked, partial(self._ends, what))
+            sizes = dict.fromkeys(batches.batch_size for batches in looked)
+            if any(size != self.batch_size for size in sizes):
+                said = " and ".join(map(str, sizes))
+                self.notes.append(f"{what} takes batches of its own, of {said}, whatever the batch size of training")
+            self.notes += [note for batches in looked for note in batches.notes]
+            return made
+
+        return loaders
+
+    def _ends(self, what: str, held_bytes: list[int]) -> bool:
+        """Whether a loader has shown all: two batches, or more where each leaves something behind."""
         gc.collect(0)
         held_bytes.append(self.recorder.held_bytes)
         grown_bytes = held_bytes[-1] - held_bytes[-2] if len(held_bytes) > 2 else 1
         if len(held_bytes) == 4 and grown_bytes > 0:
             self.notes.append(
-                f"validation keeps {format_bytes(grown_bytes)} of each batch: a trial takes at most "
-                f"trial.validation_batches of them, and {MOST_VALIDATED} are counted; a whole validation keeps more"
+                f"{what} keeps {format_bytes(grown_bytes)} of each batch: a trial takes at most "
+                f"trial.{what}_batches of them, and {MOST_VALIDATED} are counted; a whole {what} keeps more"
             )
         return grown_bytes <= 0 or len(held_bytes) > MOST_VALIDATED
 
     @property
-    def _validates(self) -> bool:
-        return self.trainer.validating or self.trainer.sanity_checking
+    def _evaluates(self) -> str:
+        """Which of EVALUATIONS runs now; empty while the steps do."""
+        trainer = self.trainer
+        validates = trainer.validating or trainer.sanity_checking
+        return "validation" if validates else "test" if trainer.testing else "predict" if trainer.predicting else ""
 
     @property
     def _has_an_end(self) -> bool:
@@ -565,17 +595,17 @@ class FakeBatches:
             for tensor in tensors:
                 self.recorder.ignore(tensor)
             return batch
-        if self._validates or (batches is self._looked[0] and self._has_an_end):
+        if self._evaluates or (batches is self._looked[0] and self._has_an_end):
             self._begin()
         with self.recorder.labelled("inputs"):
             return batches.make()[0]
 
     def _begin(self) -> None:
         gc.collect(0)  # cycles made by the last step go before the next, at the same place in every run
-        self.recorder.begin_batch(self._validates)
+        self.recorder.begin_batch(self._evaluates or "forward")
 
     def _to_device(self, move: Callable[..., Any], batch: Any, *args: Any, **options: Any) -> Any:
-        if self.on_gpu or not (self._validates or self._has_an_end):
+        if self.on_gpu or not (self._evaluates or self._has_an_end):
             self._begin()
         batch = move(batch, *args, **options)
         for tensor in tree_leaves(batch):

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from kit.confinement.stand_ins import overridden
 from kit.memory.record.calls import CallLog
-from kit.memory.replay.replay import CATEGORIES, NO_CALL, PHASES, Recording
+from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, NO_CALL, PHASES, Recording
 from kit.memory.replay.snapshot import owner_here
 
 Workspace = Callable[[str, tuple[Any, ...], Any], int]
@@ -200,8 +200,8 @@ class BlockRecorder(TorchDispatchMode):
         """What is on the device now."""
         return sum(self._ledger.bytes[ref.block] for ref in self._alive.values() if ref.block != _ELSEWHERE)
 
-    def begin_batch(self, validates: bool = False) -> None:
-        """A micro-batch begins, or one of validation; the first ends set-up, of which only what is alive is kept."""
+    def begin_batch(self, phase: str = "forward") -> None:
+        """A micro-batch begins, or a batch of one of EVALUATIONS; the first ends set-up, and what is alive is kept."""
         if not self._ledger.begun:
             refs = sorted((ref for ref in self._alive.values() if ref.block != _ELSEWHERE), key=lambda ref: ref.block)
             self._ledger.end_setup([ref.block for ref in refs])
@@ -210,7 +210,7 @@ class BlockRecorder(TorchDispatchMode):
         # What outlives its micro-batch and is nothing else is state that somebody keeps, such as averaged weights.
         for block in self._unnamed():
             self._ledger.category[block] = CATEGORY["buffers"]
-        self._ledger.begin_batch(validates)
+        self._ledger.begin_batch(phase)
 
     def stop(self) -> None:
         """The recording ends here, whatever runs or is freed later."""
@@ -416,7 +416,7 @@ class BlockRecorder(TorchDispatchMode):
 
 CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 PHASE = {name: index for index, name in enumerate(PHASES)}
-_FORWARD = (PHASE["forward"], PHASE["validation"])
+_FORWARD = [PHASE[name] for name in ("forward", *EVALUATIONS)]
 _WEIGHTS = (CATEGORY["parameters"], CATEGORY["gathered_parameters"])
 UNNAMED = -1
 """Category of a block that nobody has named yet."""
@@ -476,10 +476,10 @@ class Ledger:
         """The phase in which a block was made."""
         return self._columns[block][2]
 
-    def begin_batch(self, validates: bool = False) -> None:
-        """A micro-batch begins with the next operator, or a batch of validation, which starts no step."""
-        self.begun, self.phase = True, PHASE["validation" if validates else "forward"]
-        if not validates:
+    def begin_batch(self, phase: str) -> None:
+        """A micro-batch begins with the next operator, or a batch of one of EVALUATIONS, which starts no step."""
+        self.begun, self.phase = True, PHASE[phase]
+        if phase not in EVALUATIONS:
             self.batch_starts.append(len(self._log))
 
     def end_setup(self, alive: Sequence[int]) -> None:

@@ -33,6 +33,7 @@ from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.loop_order import BEFORE_BACKWARD, LoopOrder, loop_order, saved_bytes
 from kit.memory.replay.replay import (
     CATEGORIES,
+    EVALUATIONS,
     PHASES,
     Recording,
     Replay,
@@ -46,8 +47,6 @@ from kit.registry import Drawable
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes
 
-VALIDATION = "validation"
-"""As a recording names it where it had to be left out."""
 Verdict = Literal["fits", "fits if", "tight", "does not fit", "unknown"]
 
 _MIB = 1 << 20
@@ -214,8 +213,9 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
             verdict, why = "unknown", f"activations are unknown; of what is known, {why}"
     left_out = facts.get("left_out", {})
     reasons += [f"{what} is no part of this: {reason}" for what, reason in left_out.items()]
-    if VALIDATION in left_out and verdict == "fits":
-        verdict, why = "unknown", f"{VALIDATION} is unknown; without it, {why}"
+    evaluates = next((what for what in left_out if what.startswith(EVALUATIONS)), "")
+    if evaluates and verdict == "fits":
+        verdict, why = "unknown", f"{evaluates} is unknown; without it, {why}"
     conditions = tuple(facts.get("conditions", ()))
     reasons += [f"guessed, and the memory may depend on it: {condition}" for condition in conditions]
     if conditions and verdict == "fits":

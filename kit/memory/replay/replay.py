@@ -32,7 +32,9 @@ CATEGORIES = (
 `temporaries` do not; `workspace` is what a kernel takes for itself; `gathered_parameters` are unsharded copies;
 `gradients` count as `last_gradients` from the begin of the next step until they are freed. Kept by number."""
 
-PHASES = ("setup", "forward", "backward", "optimizer", "other", "validation")
+EVALUATIONS = ("validation", "test", "predict")
+"""Phases of no step."""
+PHASES = ("setup", "forward", "backward", "optimizer", "other", *EVALUATIONS)
 """When an operator ran. Everything that was there before the first batch is `setup`. Kept by number: add at the end."""
 
 

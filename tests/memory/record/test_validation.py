@@ -219,12 +219,26 @@ class Opaque(Validated):
         shapeless(batch[0])
 
 
-def test_a_validation_that_cannot_be_recorded_is_said_and_nothing_fits_without_it():
-    found = predicted(Opaque, EVERY)
+class Staged(Perceptron):
+    """Is tested on batches larger than those of its steps, which torch does not know the shape of."""
+
+    def test_step(self, batch, batch_idx):
+        shapeless(batch[0])
+
+    def test_dataloader(self):
+        return DataLoader(Samples(vectors, 4 * ROWS), batch_size=ROWS)
+
+
+@pytest.mark.parametrize(
+    ("module", "setting", "what"),
+    [(Opaque, "trial.validate_every_steps", "validation"), (Staged, "trial.test_batches", "test")],
+)
+def test_a_stage_that_cannot_be_recorded_is_said_and_nothing_fits_without_it(module, setting, what):
+    found = predicted(module, Config().replace({"hardware.precision": "32-true", setting: 2}))
     assert found.verdict == "unknown"
-    assert any("validation is no part" in reason and "shapeless" in reason for reason in found.reasons)
+    assert any(f"{what} is no part" in reason and "shapeless" in reason for reason in found.reasons)
     assert found.breakdown["activations"] > 0
-    assert found.peak.phase != "validation"
+    assert found.peak.phase != what
 
 
 class Reading(Callback):
@@ -283,7 +297,8 @@ def test_what_decides_how_a_trial_validates_makes_another_question():
     assert key({"trial.validate_every_steps": 9}) == key(every)
     others = [
         key(every), key(every | {"trial.validation_batches": 3}), key(every | {"trial.sanity_batches": 0}),
+        key({"trial.test_batches": 2}), key({"trial.predict_batches": 2}),
         key(flags={"val_check_interval": 4}), key(flags={"detect_anomaly": True}), key(callbacks=[Holding()]),
     ]  # fmt: skip
-    assert len({plain, *others}) == 7
+    assert len({plain, *others}) == 9
     assert key(flags={"max_time": "1:0:0"}) == plain
