@@ -235,6 +235,11 @@ def _task_of(config: Any, task: str, name: str) -> str:
         raise ConfigError(
             f"transformers makes {name} {able}, but {asked} was asked for; train it in a module of your own"
         )
+    if task == "auto" and known[0] == "causal-lm" and getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"the encoder of {name} reads neither tokens nor images, which kit's batches are; train it in a module of "
+            "your own, or its decoder alone with task: causal-lm"
+        )
     return known[0] if task == "auto" else task
 
 

@@ -197,6 +197,8 @@ def test_what_is_not_there_is_said_with_the_way_out(text):
         Transformer("bert", TINY["bert"], task="mask-lm")
     with pytest.raises(ConfigError, match="clap for no task"):
         Transformer("clap")
+    with pytest.raises(ConfigError, match="encoder of whisper reads neither tokens nor images.*task: causal-lm"):
+        Transformer("whisper")
     with pytest.raises(ConfigError, match=r"no file .*none\.txt"):
         TextData(str(text / "none.txt")).setup()
     with pytest.raises(ConfigError, match="tokenizer.json"):
