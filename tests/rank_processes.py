@@ -12,9 +12,10 @@ from pathlib import Path
 
 from waiting import PATIENCE_SECONDS
 
-_PRELOADED = ("torch", "lightning.pytorch", "torch.distributed.fsdp", "kit.train", "kit.models")
+_IMPORTED = ("torch", "lightning.pytorch", "torch.distributed.fsdp", "kit.train", "kit.models")
+_PRELOADED = ["collection_off", *_IMPORTED, "collection_on"]
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(list(_PRELOADED))
+_SERVER.set_forkserver_preload(_PRELOADED)
 
 
 def run_ranks(world_size, folder, be_rank, *arguments):

@@ -37,6 +37,7 @@ from kit.machine.processes import LOAD_DEFAULTS
 if __name__ == "__main__":  # a rank, however it was started; libraries read these once, when they are loaded
     for _name, _value in LOAD_DEFAULTS.items():
         os.environ.setdefault(_name, _value)
+    gc.disable()  # until all is imported: collections among a million new objects take a fifth of that time
 
 import torch
 from jsonargparse import ArgumentError
@@ -129,6 +130,7 @@ def main() -> None:
     logger.addFilter(lambda record: "Tip: For seamless" not in record.getMessage())  # of a product, not of the run
     use_one_lightning()
     gc.freeze()  # else each full collection looks at all that imports have made, and stops threads that read meanwhile
+    gc.enable()
     try:
         CommittedCLI()
     except KitError as error:

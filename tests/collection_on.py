@@ -1,0 +1,6 @@
+"""What was imported since `collection_off` is never looked at again."""
+
+import gc
+
+gc.freeze()
+gc.enable()
