@@ -1,4 +1,8 @@
-"""A training of the table with Lightning's own Trainer, alone or as one of several ranks, and its losses."""
+"""A training of the table with Lightning's own Trainer, as one rank or several, and its losses.
+
+Each rank is a process of its own, alone too: nothing else draws random numbers there, and it has the one thread that
+the ranks of the table have, as sums of more are rounded otherwise.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import setups
-import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
@@ -42,16 +45,6 @@ class Losses(Callback):
         trainer.should_stop = trainer.global_step >= self.steps
 
 
-def alone(row):
-    """In this process, on one thread as the ranks of the table have: sums of more threads are rounded otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return losses(row)
-    finally:
-        torch.set_num_threads(before)
-
-
 def losses(row):
     """Schedules are of the whole epoch, as a trial's."""
     seed_everything(row.seed, workers=True, verbose=False)
@@ -72,7 +65,7 @@ def losses(row):
 
 
 def be_rank(folder, row):
-    """One of several ranks that were started together."""
+    """One rank, or one of several that were started together."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         del os.environ[name]
     os.environ["GLOBAL_RANK"] = os.environ["RANK"]  # without which litdata takes every rank for the first

@@ -141,8 +141,6 @@ def plain(config, project, ranks, folder):
         module=project.module, arguments=dict(config.model.arguments), data=project.data, seed=config.training.seed,
         steps=STEPS, ranks=ranks, find_unused="hardware.ddp_find_unused_parameters" in project.ddp,
     )  # fmt: skip
-    if ranks == 1:
-        return np.array(plain_trainer.alone(row).values)
     run_ranks(ranks, folder, plain_trainer.be_rank, row)
     found = [json.loads((folder / f"losses.{rank}.json").read_text()) for rank in range(ranks)]
     return np.mean([one["values"] for one in found], axis=0) if found[0]["of_steps"] else np.array(found[0]["values"])
@@ -167,12 +165,12 @@ def ranks_of(trial):
 
 
 @pytest.mark.filterwarnings("ignore")  # of those libraries
-def test_a_project_trains_alone_as_with_a_plain_trainer(config, project):
+def test_a_project_trains_alone_as_with_a_plain_trainer(config, project, tmp_path):
     one = asked(config, project, 1, "none")
     found = losses(kit.fit(one, None, project.data))
     assert np.isfinite(found).all()
     if not one.levers.sequence_chunk:  # which a plain Trainer has not
-        np.testing.assert_allclose(found, plain(one, project, 1, None), rtol=EQUAL)
+        np.testing.assert_allclose(found, plain(one, project, 1, tmp_path), rtol=EQUAL)
 
 
 @pytest.mark.filterwarnings("ignore")
