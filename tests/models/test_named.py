@@ -124,10 +124,10 @@ def test_the_extra_is_named_where_the_package_is_absent(monkeypatch, target, pac
 @pytest.mark.parametrize(
     ("torchvision", "says"),
     [
-        (None, r"imports torchvision, and that is not installed.*made for torch \d"),
+        (None, r"imports torchvision.*not installed.*made for torch \d"),
         (
             "raise RuntimeError('operator torchvision::nms does not exist')",
-            "imports torchvision, and that is of another build .*nms.*the index",
+            "imports torchvision.*another build .*nms.*the index",
         ),
     ],
 )
@@ -141,7 +141,7 @@ def test_images_by_name_say_what_of_torchvision_is_wrong_here(tmp_path, monkeypa
     else:
         (tmp_path / "torchvision.py").write_text(torchvision)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=f"resnet18 is a model of timm, which {says}"):
+    with pytest.raises(ConfigError, match=f"resnet18.* timm.* {says}"):
         ImageModel("resnet18")
     sys.modules.pop("timm", None)
 
@@ -200,7 +200,7 @@ def test_what_is_not_there_is_said_with_the_way_out(text):
         Transformer("bert", TINY["bert"], task="mask-lm")
     with pytest.raises(ConfigError, match="clap for no task"):
         Transformer("clap")
-    with pytest.raises(ConfigError, match="encoder of whisper reads neither tokens nor images.*task: causal-lm"):
+    with pytest.raises(ConfigError, match="whisper reads neither tokens .*task: causal-lm"):
         Transformer("whisper")
     with pytest.raises(ConfigError, match=r"no file .*none\.txt"):
         TextData(str(text / "none.txt")).setup()
