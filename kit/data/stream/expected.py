@@ -7,7 +7,8 @@ manifest tells; the chunks of one are taken to be of one size, in the order in w
 
 A chunk is there for as many batches as are read ahead (`kit.data.stream.chunk_cache`), where memory is spare, whether
 reading or training is the slower. Known error, measured on a store of 144 chunks: requests 0 to 5 % where a step takes
-10 ms, up to 13 % where none takes any time, as batches then wait for each other. What a request brings between the
+10 ms, up to 13 % where none takes any time, as batches then wait for each other; up to 20 % too few where decoded
+chunks are kept, as which are evicted depends on the order in which threads decode. What a request brings between the
 chunks that were wanted counts as kept at once, so a read cache that fills may be asked for up to a fifth more bytes.
 """
 
