@@ -83,7 +83,8 @@ def test_an_architecture_learns_the_bytes_of_a_text(text, name):
     batch = next(iter(data.train_dataloader()))
     assert batch.shape == (4, 25)
     found = losses(model, batch)
-    assert abs(found[0] - np.log(256)) < 0.2 * np.log(256)  # t5 begins 0.6 above with transformers 5.23
+    most = 1.1 if name == "t5" else 0.5  # with transformers 5.23 it begins 0.6 above
+    assert abs(found[0] - np.log(256)) < most
     assert found[-1] < 0.8 * found[0]
 
 
