@@ -103,12 +103,7 @@ def rank(number: int, ranks: int, order: str, seconds: float) -> None:
 
 def run_ranks(folder: Path, ranks: int, order: str, seconds: float) -> list[dict[str, float]]:
     """All ranks at once, on a cloud of their own."""
-    settings = {
-        "folder": str(folder),
-        "port": 0,
-        "token": "",
-        "dials": NETWORK.to_dict(),
-    }
+    settings = {"folder": str(folder), "port": 0, "token": "", "dials": NETWORK.to_dict()}
     script = [sys.executable, __file__]
     cloud = subprocess.Popen([*script, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert cloud.stdin is not None

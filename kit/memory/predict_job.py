@@ -235,7 +235,7 @@ def _answered_otherwise(first: Recording, record_otherwise: Callable[[str], Reco
         if guess.endswith(_IS_FALSE):
             other = record_otherwise(guess)
             if not other.facts["unknown"]:
-                held = [guess.replace(_IS_FALSE, _IS_TRUE)] * (not first.facts["refused"])
+                held = [] if first.facts["refused"] else [guess.replace(_IS_FALSE, _IS_TRUE)]
                 more = [condition for condition in other.facts["conditions"] if condition != guess]
                 facts = {"conditions": [*held, *more, *_growth(other)], "least_fraction": 1.0, "otherwise": guess}
                 return dataclasses.replace(other, facts=other.facts | facts)
