@@ -70,7 +70,10 @@ def test_run_all_then_change_fit_watch_and_stop(notebook, artifacts):
 @pytest.fixture(scope="module")
 def panels(notebook_of_file, lab):
     """A notebook of three panels: one whose trial has ended, one that is ready, one with a loader to be calibrated."""
-    few = '"calibration.candidate_workers": [0, 2], "calibration.max_measure_batches": 60, "loader.num_workers": 3})'
+    few = (  # with steps of no length the fastest is looked for, and no busy machine decides whether a loader keeps up
+        '"calibration.candidate_workers": [0, 2], "calibration.max_measure_batches": 60, '
+        '"calibration.step_seconds": 0.0, "loader.num_workers": 3})'
+    )
     calibrated = PANEL.replace("})", ", " + few)
     write(lab, "panels.ipynb", PANEL.replace("5000", "20"), "panel.fit()\npanel.wait()", PANEL, calibrated)
     opened = notebook_of_file("panels.ipynb", width=1280, height=1400)

@@ -18,7 +18,12 @@ def config(tmp_path):
             "model": {"target": "kit.testing:TinyModule"},
             "loader": {"num_workers": 3},
             "trial": {"max_steps": 4, "warmup_steps": 1, "folder": str(tmp_path / "runs"), "predict_memory": False},
-            "calibration": {"candidate_workers": [0], "timeout_seconds": 60.0, "max_measure_batches": 10},
+            "calibration": {
+                "candidate_workers": [0],
+                "timeout_seconds": 60.0,
+                "max_measure_batches": 10,
+                "step_seconds": 0.0,  # the fastest is looked for, whether or not the loader keeps up with a step
+            },
         }
     )
 
