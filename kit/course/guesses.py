@@ -188,7 +188,8 @@ def _checked(asked: Guess, name: str, value: Value | None) -> Value | None:
 
 def _how(unit: str) -> str:
     """How an answer of this unit is written."""
-    return {"bytes": "a size such as '600 MiB'", "": "a number"}.get(unit, f"a number of {unit}")
+    number = f"a number {unit}" if unit.startswith("of ") else f"a number of {unit}"
+    return {"bytes": "a size such as '600 MiB'", "": "a number"}.get(unit, number)
 
 
 def _shown(value: Value | None, unit: str) -> str:

@@ -44,9 +44,14 @@ class Figure:
     """Mean and spread of one quantity over the runs that have it."""
 
     values: tuple[float, ...]
+    geometric: bool = False
+    """Whether the mean is of logarithms, as that of speeds, whose ratios are compared."""
 
     @property
     def mean(self) -> float:
+        """NaN without a value."""
+        if self.geometric and self.values and min(self.values) > 0:
+            return statistics.geometric_mean(self.values)
         return statistics.fmean(self.values) if self.values else math.nan
 
     @property
@@ -70,8 +75,9 @@ class Quantity:
     form: Callable[[float], str]
 
 
+SPEED = "samples_per_second"
 QUANTITIES = (
-    Quantity(column="samples_per_second", title="samples/s", form=lambda value: f"{value:,.4g}"),
+    Quantity(column=SPEED, title="samples/s", form=lambda value: f"{value:,.4g}"),
     Quantity(column="data_wait_fraction", title="data wait", form=lambda value: f"{value:.0%}"),
     Quantity(column="device_allocated_bytes_measured", title="device memory", form=format_bytes),
     Quantity(column="host_rss_peak_bytes", title="host RSS", form=format_bytes),
@@ -93,7 +99,8 @@ class RunGroup:
 
     def figure(self, column: str) -> Figure:
         found = (row[column] for row in self.rows)
-        return Figure(tuple(float(value) for value in found if value is not None))
+        values = tuple(float(value) for value in found if value is not None)
+        return Figure(values, geometric=column == SPEED)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -122,7 +129,7 @@ class Comparison(Drawable):
         allowed = {*NO_DIFFERENCE, *DEVICES}
         alike = [other for other in self.groups if set(other.config.diff(group.config)) <= allowed]
         base = min(alike, key=lambda other: other.world_size)
-        mine, theirs = (found.figure("samples_per_second").mean for found in (group, base))
+        mine, theirs = (found.figure(SPEED).mean for found in (group, base))
         if base.world_size == group.world_size or not theirs > 0:
             return None
         return mine / theirs / (group.world_size / base.world_size)
@@ -139,11 +146,11 @@ class Comparison(Drawable):
 
     @property
     def rows(self) -> list[list[str]]:
-        first, scales, rows = self.groups[0].figure("samples_per_second").mean, self._scales, []
+        first, scales, rows = self.groups[0].figure(SPEED).mean, self._scales, []
         for place, group in enumerate(self.groups):
             settings = [setting_text(values[place]) for values in self.differences.values()]
             figures = [group.figure(quantity.column).text(quantity.form) for quantity in self.quantities]
-            speed = group.figure("samples_per_second").mean / first
+            speed = group.figure(SPEED).mean / first
             against = _MISSING if math.isnan(speed) else f"{speed:.2f} ×"
             scaling = [cell(self.scaling_efficiency(group), "{:.2f}".format)] if scales else []
             rows.append([group.name, str(len(group.rows)), *settings, *figures, against, *scaling])
@@ -168,7 +175,7 @@ class Comparison(Drawable):
         if runs == {1}:
             lines.append("single runs: their noise is not known; kit.studies.try_change repeats them")
         else:
-            lines.append("mean ± standard deviation over the runs of a config")
+            lines.append("mean ± standard deviation over the runs of a config; of speeds the geometric mean")
         if not self.differences and len(self.groups) > 1:
             lines.append("their configs are the same: module or data differ")
         return lines

@@ -7,8 +7,10 @@ import pytest
 from made_runs import COMPLETE, make_run
 
 import kit
+from kit.config import Config
 from kit.errors import ConfigError, KitError, TrialError
 from kit.studies.comparison import Comparison, Figure, RunGroup, compare
+from kit.studies.repeats import Side
 from kit.testing import TinyData, TinyModule
 
 
@@ -45,6 +47,12 @@ def test_repeats_have_a_mean_and_a_spread_and_a_single_run_has_none():
     assert math.isnan(Figure((1.0,)).spread)
 
 
+def test_speeds_of_repeats_have_the_mean_that_trying_a_change_gives_them(comparison):
+    side = Side(name="one", config=Config(), samples_per_second=(100.0, 110.0, 90.0), run_directories=())
+    assert comparison.groups[0].figure("samples_per_second").mean == side.mean == pytest.approx(990_000 ** (1 / 3))
+    assert Figure((0.0, 2.0), geometric=True).mean == 1.0
+
+
 def test_only_settings_that_differ_are_shown_and_those_unlike_the_first_are_marked(comparison):
     assert list(comparison.differences) == ["hardware.devices", "hardware.strategy", "loader.batch_size"]
     assert comparison.differences["loader.batch_size"] == (16, 64, 16)
@@ -65,11 +73,11 @@ def test_a_few_configs_stand_side_by_side_and_many_below_each_other(comparison):
 
 def test_scaling_is_told_of_groups_that_differ_in_their_devices_only(comparison):
     one, wide, two = comparison.groups
-    assert comparison.scaling_efficiency(two) == pytest.approx(165 / 100 / 2)
+    assert comparison.scaling_efficiency(two) == pytest.approx(math.sqrt(160 * 170) / (100 * 110 * 90) ** (1 / 3) / 2)
     assert comparison.scaling_efficiency(one) is None
     assert comparison.scaling_efficiency(wide) is None
     assert comparison.columns[-1] == "scaling efficiency"
-    assert [line[-1] for line in comparison.rows] == ["–", "–", "0.82"]
+    assert [line[-1] for line in comparison.rows] == ["–", "–", "0.83"]
 
 
 def test_what_nobody_measured_is_no_column(comparison):
