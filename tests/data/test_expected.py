@@ -11,6 +11,7 @@ import kit
 from kit.data.build.build import build
 from kit.data.build.layout import predict_reading
 from kit.data.patches.module import PatchData
+from kit.data.stream.scatter import touched
 
 NAMES = {"requests": "requests", "bytes": "bytes_read"}
 
@@ -58,6 +59,17 @@ def test_in_a_folder(tmp_path_factory, tiny_config, order, shard, steps):
     config = config.replace({"training.max_epochs": 20})
     dataset = build(config, progress=False)
     assert counted(config, steps) == pytest.approx(predict_reading(config, dataset), rel=0.15)
+
+
+def test_a_window_is_requested_before_its_batches_ask_for_parts_of_it(tmp_path, tiny_config, monkeypatch):
+    def late(*arguments):
+        time.sleep(0.05)
+        return touched(*arguments)
+
+    config = config_of(tiny_config, tmp_path / "t.zarr", None, "shards", "block", trial__max_steps=8)
+    predicted = predict_reading(config, build(config, progress=False))["requests_per_sample"]
+    monkeypatch.setattr("kit.data.stream.reader.touched", late)  # windows are looked up so; batches are not
+    assert counted(config, 8)["requests_per_sample"] == pytest.approx(predicted)
 
 
 @pytest.mark.parametrize("order", ["random", "grid", "block"])

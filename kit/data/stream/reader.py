@@ -14,6 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,9 @@ class Reader:
         self._whole: dict[Future[Arrays], JobGroup[Arrays]] = {}
         """Batches of a stream that are not handed over."""
         self._unplanned: set[JobGroup[Arrays]] = set()
+        self._pins_unplanned = 0
+        self._after_pins: list[Callable[[], None]] = []
+        """What begins batches once windows are planned: chunks that a batch asked for would come without neighbours."""
         self._over: list[tuple[JobGroup[Arrays], set[JobGroup[Arrays]]]] = []
         """Batches handed over before some that were begun by then were planned, and those: they may use its chunks."""
         self._dtype = plan.arrays[0].dtype.newbyteorder("=") if plan.as_stored else np.dtype(np.float32)
@@ -117,7 +121,12 @@ class Reader:
                 self._whole[batch.future] = batch
                 self._unplanned.add(batch)
         batch.future.add_done_callback(self._end_batch)  # not one that knows the batch: a cycle would keep its arrays
-        self._plan_soon(batch, self._begin, batch, offsets, tuple(patch))
+        begin = partial(self._plan_soon, batch, self._begin, batch, offsets, tuple(patch))
+        with self._lock:
+            if self._pins_unplanned:
+                self._after_pins.append(begin)
+                return batch.future
+        begin()
         return batch.future
 
     def pin(self, offsets: NDArray[np.int64], patch: Sequence[int], window: int) -> None:
@@ -127,6 +136,8 @@ class Reader:
             IndexError: for a patch that reaches outside the arrays.
         """
         self._refuse_outside(offsets, patch)
+        with self._lock:
+            self._pins_unplanned += 1
         self._plan_soon(JobGroup[None](), self._pin, offsets, tuple(patch), window)
 
     @property
@@ -192,11 +203,20 @@ class Reader:
             self._queue.scatter_soon(part, decoded)
 
     def _pin(self, offsets: NDArray[np.int64], patch: tuple[int, ...], window: int) -> None:
-        chunks = {chunk: touched(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}
-        for variable, stored in enumerate(self._stored):
-            new = self._queue.cache.pin(stored, variable, chunks[stored.chunk], window)
-            self._counters.add(cache_misses=len(new))
-            self._fetch(stored, new)
+        try:
+            chunks = {chunk: touched(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}
+            for variable, stored in enumerate(self._stored):
+                new = self._queue.cache.pin(stored, variable, chunks[stored.chunk], window)
+                self._counters.add(cache_misses=len(new))
+                self._fetch(stored, new)
+        finally:
+            with self._lock:
+                self._pins_unplanned -= 1
+                begun = [] if self._pins_unplanned else self._after_pins
+                if begun:
+                    self._after_pins = []
+            for begin in begun:
+                begin()
 
     def _fetch(self, stored: StoredArray, chunks: Sequence[Chunk]) -> None:
         """Request chunks that nobody has requested yet, those of one object together."""
