@@ -12,12 +12,14 @@ objects takes, which a store that kit built has besides; ranks read a store with
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,27 +103,34 @@ def rank(number: int, ranks: int, order: str, seconds: float) -> None:
     print(json.dumps(found), flush=True)
 
 
-def run_ranks(folder: Path, ranks: int, order: str, seconds: float) -> list[dict[str, float]]:
-    """All ranks at once, on a cloud of their own."""
-    settings = {"folder": str(folder), "port": 0, "token": "", "dials": NETWORK.to_dict()}
-    script = [sys.executable, __file__]
-    cloud = subprocess.Popen([*script, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+@contextlib.contextmanager
+def serving(folder: Path, network: Dials) -> Iterator[dict[str, str]]:
+    """A cloud in a process of its own; gives the environment in which `gs://big/store` is found there."""
+    settings = {"folder": str(folder), "port": 0, "token": "", "dials": network.to_dict()}
+    cloud = subprocess.Popen([sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert cloud.stdin is not None
     assert cloud.stdout is not None
     try:
         cloud.stdin.write(json.dumps(settings).encode() + b"\n")
         cloud.stdin.flush()
         address = f"http://127.0.0.1:{json.loads(cloud.stdout.readline())['port']}"
-        environment = {**os.environ, VARIABLE: json.dumps({"gs://big": address})}
-        asked = [str(ranks), order, str(seconds)]
-        started = [
-            subprocess.Popen([*script, "--rank", str(number), *asked], stdout=subprocess.PIPE, env=environment)
-            for number in range(ranks)
-        ]
-        return [json.loads(one.communicate()[0]) for one in started]
+        yield {**os.environ, VARIABLE: json.dumps({"gs://big": address})}
     finally:
         cloud.terminate()
         cloud.wait()
+
+
+def run_ranks(folder: Path, ranks: int, order: str, seconds: float) -> list[dict[str, float]]:
+    """All ranks at once, on a cloud of their own."""
+    with serving(folder, NETWORK) as environment:
+        asked = [str(ranks), order, str(seconds)]
+        started = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--rank", str(number), *asked], stdout=subprocess.PIPE, env=environment
+            )
+            for number in range(ranks)
+        ]
+        return [json.loads(one.communicate()[0]) for one in started]
 
 
 def manifest() -> dict[str, float]:

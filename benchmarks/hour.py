@@ -1,0 +1,114 @@
+"""An hour's stream of a store of 2 TB: what the process that reads has grown by, minute by minute, beside its budget.
+
+    python benchmarks/hour.py [--minutes 60] [--step 1.0] [--record]
+
+One process each for 64, 256 and 1,024 MiB allowed, reading in the rank and in a loader process, random order, half of
+the budget kept as decoded chunks. All run at once on one simulated cloud, and each takes a batch in every step, as a
+training does. Growth counts from before the store was opened, on glibc as it is. What must hold: growth never exceeds
+what is allowed by more than a process's own tables, and the last half hour adds nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from at_size import SHAPE, SHARDS, serving, write_store
+from publish import publish
+
+from kit.cloud.dials import Dials
+from kit.units import format_bytes
+
+MEBIBYTE = 1 << 20
+ALLOWED = (64 * MEBIBYTE, 256 * MEBIBYTE, 1024 * MEBIBYTE)
+NETWORK = Dials(latency_seconds=0.03, latency_spread=0.3, total_bandwidth_bytes_per_second=100e6)
+
+
+def stream(allowed_bytes: int, workers: int, minutes: float, step_seconds: float) -> None:
+    """Read as a fit does; prints at the end of each minute what the process has grown in it and those before."""
+    import psutil
+
+    from kit.config import Config
+    from kit.data.patches.module import PatchData
+
+    config = Config().replace(
+        {
+            "data.url": "gs://big/store", "data.credentials": "anonymous", "data.patch": {"y": 64, "x": 64},
+            "data.samples_per_epoch": 10_000_000, "data.standardize": False, "loader.batch_size": 16,
+            "loader.batches_ahead": 2, "loader.num_workers": workers, "loader.memory_bytes": allowed_bytes,
+            "loader.cache_bytes": allowed_bytes // 2,
+        }
+    )  # fmt: skip
+    reads, data = psutil.Process(), PatchData(config)
+    before = reads.memory_info().rss
+    data.setup()
+    batches = iter(data.train_dataloader())
+    streamed, samples, grown, marks = 0, 0, list[int](), list[int]()
+    began = time.perf_counter()
+    while (now := time.perf_counter() - began) < minutes * 60:
+        values = next(batches)["values"]
+        if not samples and workers:  # the loader process is the youngest below this one
+            reads = max(reads.children(recursive=True), key=lambda process: process.create_time())
+            before = reads.memory_info().rss
+        streamed, samples = streamed + values.nbytes, samples + len(values)
+        marks.append(reads.memory_info().rss - before)
+        if now > 60 * (len(grown) + 1):
+            grown.append(max(marks))
+            marks.clear()
+            print(json.dumps({"samples": samples, "streamed_bytes": streamed, "grown_bytes": grown}), flush=True)
+        time.sleep(max(0.0, began + now + step_seconds - time.perf_counter()))
+    data.teardown()
+
+
+def row(allowed_bytes: int, workers: int, found: dict[str, Any]) -> dict[str, Any]:
+    """One line of the table, of what a stream printed."""
+    grown = [one / MEBIBYTE for one in found["grown_bytes"]]
+    half = len(grown) // 2
+    slope, _ = statistics.linear_regression(range(half, len(grown)), grown[half:])
+    tenth = max(1, len(grown) // 10)
+    return {
+        "loader.memory_bytes MiB": allowed_bytes // MEBIBYTE, "in": "a loader process" if workers else "the rank",
+        "minutes": len(grown), "samples": found["samples"], "streamed GiB": found["streamed_bytes"] / 2**30,
+        f"grown after {tenth} min, MiB": grown[tenth - 1], "half way": grown[half - 1], "at the end": grown[-1],
+        "most": max(grown), "most / allowed": max(grown) * MEBIBYTE / allowed_bytes,
+        "MiB a minute, last half": slope,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--step", type=float, default=1.0, help="seconds between two batches")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--stream", nargs=2, type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.stream:
+        stream(*given.stream, given.minutes, given.step)
+        return
+    asked = ["--minutes", str(given.minutes), "--step", str(given.step)]
+    kinds = [(allowed, workers) for allowed in ALLOWED for workers in (0, 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        write_store(Path(folder))
+        with serving(Path(folder), NETWORK) as environment:
+            started = [
+                subprocess.Popen(
+                    [sys.executable, __file__, *asked, "--stream", str(allowed), str(workers)],
+                    stdout=subprocess.PIPE, env=environment,
+                )
+                for allowed, workers in kinds
+            ]  # fmt: skip
+            found = [json.loads(one.communicate()[0].splitlines()[-1]) for one in started]  # the last is of all minutes
+    table = [row(*kind, one) for kind, one in zip(kinds, found, strict=True)]
+    store = f"{format_bytes(SHAPE[0] * SHAPE[1] * SHAPE[2] * 4)} in {SHARDS:,} shards"
+    publish("an hour's stream", table, record=given.record, store=store, cloud=NETWORK.to_dict())
+
+
+if __name__ == "__main__":
+    main()
