@@ -1,19 +1,22 @@
 """kit.recommend(objective="speed") on the CPU under a limit of memory, beside checkpointing everything.
 
-    python benchmarks/fastest.py [--model NAME] [--free] [--record]
+    python benchmarks/fastest.py [--model NAME] [--free] [--seconds 150] [--answers FILE] [--record]
 
 Five models of others' packages, chosen before the planner ran (`published.py` says how to install them). The budget
 lies midway between what a model needs with all repeated blocks checkpointed and with none. Precision, optimizer and
 accumulation are kept, so that only the choice of blocks counts; `--free` lets everything vary. Trials of the choice and
-of checkpointing everything are run in turns, three times each, under the limit. To be run on quiet cores.
+of checkpointing everything are run in turns, three times each, under the limit. To be run on quiet cores, in pieces: no
+plan and no pair of trials begins after so many seconds, and what the answers hold is not done again.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ PEERS = Path(__file__).parents[1] / ".peers"
 ROUNDS, STEPS = 3, 10
 LOOP = {"clears": "after forward", "optimizer": {"name": "AdamW", "lr": 1e-4}, "checkpointing": ""}
 KEPT = ("hardware.precision", "levers.optimizer", "levers.accumulate_grad_batches")
+Row = dict[str, Any]
 EVERYTHING = {"levers.gradient_checkpointing": True}
 
 
@@ -46,6 +50,7 @@ def bert() -> Loop:
 
 
 def timm_model(name: str) -> Loop:
+    import speed_models  # noqa: F401 - it names torchvision's operators, which belong to another build of torch
     import timm
 
     return Loop(timm.create_model(name), LOOP)
@@ -83,7 +88,8 @@ def measured(config: kit.Config, module: Any, data: Any) -> tuple[float, int]:
     return row["samples_per_second"], trial.event("memory_measured", "device_allocated_bytes")
 
 
-def case(name: str, free: bool) -> dict[str, Any]:
+def planned(name: str, free: bool) -> Row:
+    """What the planner chooses for a budget midway between all blocks checkpointed and none."""
     module, data = MODELS[name]
     given = kit.Config.make({"name": "fastest", "hardware": {"accelerator": "cpu", "precision": "32-true"}})
     given = given.replace({"trial.max_steps": STEPS, "trial.warmup_steps": 2})
@@ -93,21 +99,50 @@ def case(name: str, free: bool) -> dict[str, Any]:
     limited = given.replace({"hardware.device_memory_bytes": sum(ends) // 2})
     keep = () if free else KEPT
     plan = kit.recommend(limited, module, data, device="this machine", objective="speed", keep=keep, confirm=False)
-    chosen, everything = plan.config, limited.replace(EVERYTHING)
-    found = [(measured(chosen, module, data), measured(everything, module, data)) for _ in range(ROUNDS)]
-    paces = [statistics.median(one[place][0] for one in found) for place in range(2)]
-    peak = max(one[0][1] for one in found)
     assert plan.chosen is not None
     return {
+        "limited": limited.values(), "chosen": plan.config.values(), "name": plan.chosen.name, "ends": ends,
+        "samples/s": plan.chosen.samples_per_second, "looked at": len(plan.points),
+    }  # fmt: skip
+
+
+def round_of(name: str, plan: Row) -> Row:
+    """One trial of the choice and one of checkpointing everything."""
+    everything = kit.Config.make(plan["limited"]).replace(EVERYTHING)
+    return {"pair": [measured(config, *MODELS[name]) for config in (kit.Config.make(plan["chosen"]), everything)]}
+
+
+def collect(names: list[str], free: bool, seconds: float, answers: Path) -> dict[str, list[Row]]:
+    """The plan of each model and its rounds, as far as the time goes; they stand in the answers."""
+    lines = answers.read_text().splitlines() if answers.is_file() else []
+    ends = time.monotonic() + seconds
+    found: dict[str, list[Row]] = {name: [] for name in names}
+    for row in map(json.loads, lines):
+        if row["free"] == free and row["model"] in found:
+            found[row["model"]].append(row)
+    for name, rows in found.items():
+        while len(rows) < 1 + ROUNDS and time.monotonic() < ends:
+            row = round_of(name, rows[0]) if rows else planned(name, free)
+            rows.append({"model": name, "free": free, **row})
+            with answers.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    return {name: rows for name, rows in found.items() if len(rows) > ROUNDS}
+
+
+def case(name: str, rows: list[Row]) -> Row:
+    plan, pairs = rows[0], [row["pair"] for row in rows[1:]]
+    paces = [statistics.median(pair[place][0] for pair in pairs) for place in range(2)]
+    limit = plan["limited"]["hardware"]["device_memory_bytes"]
+    return {
         "model": name,
-        "budget MiB": round(limited.hardware.device_memory_bytes / 2**20, 1),
-        "chosen": plan.chosen.name,
-        "measured peak / budget": round(peak / limited.hardware.device_memory_bytes, 3),
+        "budget MiB": round(limit / 2**20, 1),
+        "chosen": plan["name"],
+        "measured peak / budget": round(max(pair[0][1] for pair in pairs) / limit, 3),
         "samples/s": round(paces[0], 2),
-        "measured / predicted": round(paces[0] / plan.chosen.samples_per_second, 2),
+        "measured / predicted": round(paces[0] / plan["samples/s"], 2),
         "checkpointing everything, samples/s": round(paces[1], 2),
         "times as fast": round(paces[0] / paces[1], 2),
-        "settings looked at": len(plan.points),
+        "settings looked at": plan["looked at"],
     }
 
 
@@ -115,12 +150,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, help="only this one")
     parser.add_argument("--free", action="store_true", help="let precision, optimizer and accumulation vary too")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so many")
+    parser.add_argument("--answers", type=Path, default=Path("fastest_answers.jsonl"), help="what was found before")
     parser.add_argument("--record", action="store_true", help="append the table to benchmarks/results.jsonl")
     asked = parser.parse_args()
     sys.path.append(str(PEERS))
     names = [asked.model] if asked.model else list(MODELS)
     what = "everything free" if asked.free else "blocks only"
-    publish(f"the fastest that fits, {what}", [case(name, asked.free) for name in names], record=asked.record)
+    found = collect(names, asked.free, asked.seconds, asked.answers)
+    if found:
+        publish(f"the fastest that fits, {what}", [case(*item) for item in found.items()], record=asked.record)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,6 @@ register({
     "job.predict": "kit.memory.predict_job:predict",
     "job.calibrate": "kit.studies.calibration.job:calibrate",
     "job.time_calls": "kit.speed.timing_job:time_calls",
-    "job.peaks": "kit.studies.diagnosis.peaks_job:peaks",
     "model.hf": "kit.models.named:Transformer",
     "model.timm": "kit.models.named:ImageModel",
     "fit.calibrate": "kit.studies.calibration.job:calibrated",

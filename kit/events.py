@@ -6,7 +6,7 @@ written as text, so that every line stays JSON.
 
 Kinds: `rank_started`, `fit_started`, `loader_used`, `levers_used`, `work_counted`, `host_watched`, `cpu_used`,
 `energy_measured`, `carbon_estimated`, `step`, `logged`, `span`, `memory_measured`, `warned`, `fit_ended`, `failed` come
-from ranks of a fit, `recorded`, `refused`, `prediction_ended` from that of a prediction, `peaks_measured` from one that
+from ranks of a fit, `recorded`, `refused`, `prediction_ended` from that of a prediction, `calls_timed` from one that
 measures its device, `calibration_step`, `calibrated`, `calibration_ended` from one that measures its loader;
 `trial_started`, `trial_ended` from the supervisor.
 Every event has `kind`, `time` (seconds since the epoch) and `rank` (-1: supervisor).
@@ -123,8 +123,7 @@ _NEEDED = {"step": {"step"}, "logged": {"step", "metrics"}, "trial_ended": {"sta
 _TEXT = {"kind", "state", "cause", "message", "traceback", "precision", "module", "headline"}
 _NUMBERS = re.compile(r"time|rank|steps?|batch|epoch|samples|loss|world_size|parameters|.*_(bytes|seconds|per_second)")
 _OTHERS = {
-    "counters": dict, "host_seconds": dict, "flops_per_second": dict, "nominal_flops_per_second": dict,
-    "processes": list, "optimizers": list, "advice": list, "metrics": dict,
+    "counters": dict, "host_seconds": dict, "processes": list, "optimizers": list, "advice": list, "metrics": dict,
 }  # fmt: skip
 _MOST = {
     "rank": 10**6,

@@ -2,7 +2,7 @@
 
 from kit.config import Config
 from kit.studies.diagnosis.evidence import CountedWork, Evidence
-from kit.studies.diagnosis.peaks import Peaks
+from kit.speed.peaks import Peaks
 from kit.studies.repeats import RunSource
 
 PEAKS = Peaks(

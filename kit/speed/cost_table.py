@@ -49,6 +49,8 @@ class CostTable:
     asynchronous: bool = False
     link: Link | None = None
     """What joins the ranks that were timed together; None for a single one."""
+    host_known: bool = True
+    """Whether the seconds of the host were measured, and not only calls."""
 
     def host_seconds(self, phase: str) -> float:  # noqa: ARG002
         """Of the host for each call."""
@@ -104,8 +106,11 @@ class CostTable:
         return self._least + sum(self._roof_parts(work, dtype))
 
     def _roof_parts(self, work: Work, dtype: str) -> tuple[float, float]:
-        peak = self._peaks.get(dtype) or max(self._peaks.values(), default=1e11)
-        return work.flops / peak, work.bytes / self._bandwidth
+        return work.flops / self.peak_flops_per_second(dtype), work.bytes / self._bandwidth
+
+    def peak_flops_per_second(self, dtype: str) -> float:
+        """The best product that was measured in a number format; in one that was not, the best of all."""
+        return self._peaks.get(dtype) or max(self._peaks.values(), default=1e11)
 
     @cached_property
     def _works(self) -> list[tuple[OperatorCall, Work, float]]:
@@ -154,14 +159,16 @@ class CostTable:
         """What `of` reads."""
         calls = [[call.to_json(), seconds] for call, seconds in self.measured.items()]
         link = dataclasses.asdict(self.link) if self.link else None
-        return {"calls": calls, "link": link, **{name: getattr(self, name) for name in _KEPT}}
+        kept = {name: getattr(self, name) for name in (*_KEPT, "host_known")}
+        return {"calls": calls, "link": link, **kept}
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> CostTable:
         """From JSON values."""
         measured = {OperatorCall.of(call): float(seconds) for call, seconds in value["calls"]}
         link = Link(**value["link"]) if value.get("link") else None
-        return cls(measured=measured, link=link, **{name: value[name] for name in _KEPT})
+        known = bool(value.get("host_known", True))
+        return cls(measured=measured, link=link, host_known=known, **{name: value[name] for name in _KEPT})
 
 
 _KEPT = ("name", "call_seconds", "byte_seconds", "step_seconds", "asynchronous")

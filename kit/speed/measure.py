@@ -28,7 +28,7 @@ from typing import Any
 import cloudpickle
 
 from kit.config import Config
-from kit.errors import HardwareError, KitError
+from kit.errors import HardwareError, KitError, TrialError
 from kit.json_text import read_json, write_json
 from kit.machine.claims import release
 from kit.machine.machine import Resolved, hardware, resolve_devices
@@ -91,6 +91,33 @@ def table_here(
     return MeasuredTable(found.slowed(turns), time.monotonic() - began, busy)
 
 
+def calls_here(
+    config: Config, calls: Sequence[OperatorCall], *, seconds: float, again: bool = False
+) -> MeasuredTable:
+    """The table with these calls, of one rank; what they cost the host beside them need not be known.
+
+    Raises:
+        HardwareError: for devices that are not there.
+        TrialError: when the measuring process fails, or cannot make one of the calls.
+    """
+    began, busy = time.monotonic(), 0.0
+    taken = take_devices(_of(config, 1, 1))
+    try:
+        path = _path(config, taken.resolved)
+        found = _read(path) or CostTable(_name(taken.resolved), {}, host_known=False)
+        missing = [call for call in calls if again or call not in found.measured]
+        if missing:
+            found, busy = _measured(config, taken.resolved, found, missing, seconds, host=False)
+            refused = [call.operator for call in missing if call not in found.measured]
+            if refused:
+                raise TrialError(f"{', '.join(refused)} could not be timed on {found.name}")
+            if busy <= BUSY_CORES:
+                _write(path, found)
+    finally:
+        release(taken.claims)
+    return MeasuredTable(found, time.monotonic() - began, busy)
+
+
 def table_known(config: Config, ranks: int = 1) -> CostTable | None:
     """What was measured here before, without a process; None where nothing was, or the devices are not here."""
     with contextlib.suppress(KitError):
@@ -98,7 +125,7 @@ def table_known(config: Config, ranks: int = 1) -> CostTable | None:
         for together in dict.fromkeys((most, 1)):
             with contextlib.suppress(KitError):  # fewer GPUs are here than are asked about
                 known = _read(_path(config, resolve_devices(_of(config, together, ranks), hardware())))
-                if known is not None:
+                if known is not None and known.host_known:
                     return known.slowed(turns)
     return None
 
@@ -115,11 +142,11 @@ def _grown(
         path = _path(config, resolved)
         known = None if again else _read(path)
         busy = 0.0
-        if known is None and alone is None:
-            known, busy = _measured(config, resolved, CostTable(_name(resolved), {}), (), 0.0, host=True)
-        elif known is None and alone is not None:
+        if alone is None and (known is None or not known.host_known):
+            known, busy = _measured(config, resolved, known or CostTable(_name(resolved), {}), (), 0.0, host=True)
+        elif known is None:
+            assert alone is not None
             known, busy = _beside(config, resolved, alone)
-        assert known is not None
         missing = [] if step is None or seconds <= 0 else _missing(step, known)
         if missing:
             if busy <= BUSY_CORES:
@@ -245,6 +272,6 @@ def _measured(
         costs: dict[str, Any] = found["host"]
         table = dataclasses.replace(
             table, call_seconds=costs["call"], byte_seconds=costs["byte"], step_seconds=costs["batch"],
-            asynchronous=resolved.accelerator == "gpu",
+            asynchronous=resolved.accelerator == "gpu", host_known=True,
         )  # fmt: skip
     return table, float(found["others"])

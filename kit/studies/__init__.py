@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kit.studies.calibration.result import calibrate as calibrate
     from kit.studies.comparison import compare as compare
     from kit.studies.diagnosis.diagnose import diagnose as diagnose
-    from kit.studies.diagnosis.peaks import device_peaks as device_peaks
+    from kit.speed.peaks import device_peaks as device_peaks
     from kit.studies.levers import verify_levers as verify_levers
     from kit.studies.levers import verify_sequences as verify_sequences
     from kit.studies.placement import placements as placements

@@ -2,7 +2,7 @@
 
 Trials of a batch search, of repeats, of a diagnosis and of profiles train on the user's behalf, predictions run the
 module's hooks and calibrations the data's: nobody wants what that code leaves behind. A prediction starts no programs;
-the others need the processes of their loaders, and compilers. What measures the device's peaks runs no code of the
+the others need the processes of their loaders, and compilers. What times calls on the device runs no code of the
 user's, and is not confined.
 """
 

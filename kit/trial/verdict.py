@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 Killing = Literal["stop", "kill", "timeout", "stalled", "sibling", "kernel"]
 EXIT_FAILED = 1
 EXIT_CANNOT_WRITE = 74
-JOB_ENDED = ("fit_ended", "prediction_ended", "calibration_ended", "peaks_measured")
+JOB_ENDED = ("fit_ended", "prediction_ended", "calibration_ended")
 """The last event of a rank, by its job."""
 _TAIL_BYTES = 1 << 18
 _CRASHES = {"SIGSEGV": "segmentation fault", "SIGBUS": "bus error", "SIGFPE": "arithmetic error", "SIGILL": "bad code"}

@@ -13,7 +13,7 @@ import kit
 from kit.config import Config
 from kit.studies.diagnosis.diagnose import judge
 from kit.studies.diagnosis.gains import worth_measuring
-from kit.studies.diagnosis.peaks import Peaks
+from kit.speed.peaks import Peaks
 from kit.studies.repeats import RunSource
 from kit.targets import load_target
 

@@ -224,14 +224,14 @@ def _here(machine: Machine, world_size: int) -> DeviceTarget:
             outside_bytes=_HOST_PROCESS_BYTES, cublas_workspace_bytes=0, reasons=tuple(reasons),
         )  # fmt: skip
     gpu = next(gpu for gpu in machine.gpus if gpu.uuid in machine.auto.devices)
-    card = _card_of(gpu)
+    card = card_of_gpu(gpu)
     capability = gpu.capability or (card.capability if card else (8, 0))
     capacity = min(gpu.free_bytes, card.memory_bytes) if card else gpu.free_bytes
     reason = f"{gpu.name}: {format_bytes(capacity)} of {format_bytes(gpu.total_bytes)} can be used now"
     return _of_cuda(THIS_MACHINE, capacity, capability, reason)
 
 
-def _card_of(gpu: Gpu) -> Card | None:
+def card_of_gpu(gpu: Gpu) -> Card | None:
     """The table's entry for a GPU as the driver names it, such as `NVIDIA A100-SXM4-80GB`."""
     if gpu.is_mig:
         return None

@@ -17,7 +17,7 @@ The roofline compares the achieved FLOP/s with the peak of the device and says w
 
 FLOPs and bytes are counted operation by operation (`kit.trial.meters`). Bytes are an upper bound, so the intensity is a
 lower one, and "memory bandwidth" is named too often rather than too seldom where caches are large enough. Peaks are
-measured, or stated by the maker where known (`kit.studies.diagnosis.peaks`). What bounds the step is the largest of
+measured, or stated by the maker where known (`kit.speed.peaks`). What bounds the step is the largest of
 waiting for data, communication and work; work is bound by compute or memory bandwidth, whichever roof needs more time,
 or by neither where both together explain less than `EXPLAINED` of it: then it is calls and Python.
 """
@@ -37,7 +37,7 @@ from kit.records.trace import PHASE_LABELS, PHASES
 from kit.registry import Drawable, load
 from kit.studies.diagnosis.evidence import BUSY_FRACTION, Evidence, evidence_of
 from kit.studies.diagnosis.gains import measured_gains
-from kit.studies.diagnosis.peaks import Peaks, device_peaks
+from kit.speed.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.rule import Change, Range, Rule, middle, show
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.profiling.profile import Profile

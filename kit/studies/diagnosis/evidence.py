@@ -21,7 +21,7 @@ from kit.events import Event, number
 from kit.machine.machine import hardware
 from kit.machine.processes import machine
 from kit.records.trace import BESIDE_TRAINING, merged
-from kit.studies.diagnosis.peaks import Peaks
+from kit.speed.peaks import Peaks
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
 from kit.studies.series import measured_bytes, samples_per_second

@@ -1,0 +1,94 @@
+"""device_peaks: the most FLOP/s and bytes/s that the devices of a trial reach, from the costs of their calls.
+
+A large product in each number format and a large copy are calls like all others of the table of this machine
+(`kit.speed.measure`): they are timed in a process of its own, once, and remembered there. The peak of a format is the
+best product that the table knows. For a GPU the maker's figures stand beside it. Ranks that share a CPU are asked about
+as one rank with all their threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kit.config import Config
+from kit.machine.machine import hardware, resolve_devices
+from kit.memory.replay.calls import OperatorCall, TensorSpec
+from kit.memory.replay.cards import card_of_gpu
+from kit.speed.measure import calls_here
+from kit.units import format_bytes, format_count
+
+_DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("float32", "bfloat16", "float16")}
+_SIDE = {"cpu": 1024, "gpu": 8192}
+_COPIED_ELEMENTS = {"cpu": 1 << 25, "gpu": 1 << 27}
+_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Of one device of a trial; of the CPU, of all its ranks together."""
+
+    device: str
+    flops_per_second: Mapping[str, float]
+    """By number format, measured."""
+    nominal_flops_per_second: Mapping[str, float | None]
+    """By number format, as the maker states it; None where that is not known."""
+    bytes_per_second: float
+    """Read and written, measured by a copy."""
+
+    def peak(self, dtype: str) -> float:
+        """The peak in this number format: stated if known, else measured."""
+        measured = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
+        return self.nominal_flops_per_second.get(dtype) or measured
+
+    @property
+    def sentence(self) -> str:
+        flops = ", ".join(f"{format_count(rate)}FLOP/s in {name}" for name, rate in self.flops_per_second.items())
+        return f"{self.device} reached {flops}, and {format_bytes(self.bytes_per_second)}/s of memory traffic"
+
+
+def device_peaks(config: Config, *, again: bool = False) -> Peaks:
+    """The peak FLOP/s and bandwidth of the devices that a config trains on, measured in about two seconds.
+
+    Args:
+        config: Names the devices.
+        again: Measure them even if they are known.
+
+    Returns:
+        The peaks, by a large matrix product in each number format and a large copy.
+
+    Raises:
+        HardwareError: for devices that are not there.
+        TrialError: when the measuring process fails.
+
+    Example:
+        >>> peaks = kit.studies.device_peaks(config)
+    """
+    threads, ranks = config.hardware.threads_per_rank, config.hardware.devices
+    here = hardware()
+    if threads and isinstance(ranks, int) and not here.gpus:
+        config = config.replace({"hardware.threads_per_rank": min(here.cores, threads * ranks)})
+    one = config.replace({"hardware.strategy": "none", "hardware.devices": 1})
+    resolved = resolve_devices(one, here)
+    kind = resolved.accelerator
+    products = {name: _product(name, _SIDE[kind]) for name in _DTYPES[kind]}
+    copy = _copy(_COPIED_ELEMENTS[kind])
+    table = calls_here(one, (*products.values(), copy), seconds=_SECONDS, again=again).table
+    card = None
+    if kind == "gpu":
+        card = card_of_gpu(next(gpu for gpu in here.gpus if gpu.uuid == resolved.devices[0]))
+    return Peaks(
+        device=table.name, flops_per_second={name: table.peak_flops_per_second(name) for name in products},
+        nominal_flops_per_second={name: card.peak_flops_per_second(name) if card else None for name in products},
+        bytes_per_second=2 * copy.outputs[0].bytes / table.measured[copy],
+    )  # fmt: skip
+
+
+def _product(dtype: str, side: int) -> OperatorCall:
+    square = TensorSpec((side, side), dtype)
+    return OperatorCall("aten::mm", (square, square), (), (square,))
+
+
+def _copy(elements: int) -> OperatorCall:
+    whole = TensorSpec((elements,), "float32")
+    return OperatorCall("aten::copy_", (whole, whole), (), (whole,))

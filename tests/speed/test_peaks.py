@@ -1,0 +1,53 @@
+import functools
+
+import pytest
+
+import kit
+from kit.speed import measure, peaks
+from kit.testing import TinyModule
+
+
+@pytest.fixture
+def busy_machine_counts(monkeypatch):
+    monkeypatch.setattr(measure, "BUSY_CORES", float("inf"))
+
+
+def test_peaks_are_calls_of_the_table_of_costs_timed_once_and_remembered(config, monkeypatch, busy_machine_counts):
+    found = kit.studies.device_peaks(config())
+    assert found.device == "this CPU with 1 thread"
+    assert min(found.flops_per_second.values()) > 1e7
+    assert found.bytes_per_second > 1e7
+    assert found.peak("float32") == found.flops_per_second["float32"]
+    assert found.peak("float64") == found.peak("float32"), "what was not measured is taken for float32"
+    assert measure.table_known(config()) is None, "what a call costs the host is not known yet"
+    monkeypatch.setattr(measure, "_measured", functools.partial(pytest.fail, "measured again"))
+    assert kit.studies.device_peaks(config()) == found
+
+
+def test_what_was_measured_before_peaks_stays_in_the_table(config, busy_machine_counts):
+    path = measure._path(config(), measure.take_devices(config()).resolved)
+    one = peaks._product("float32", 8)
+    measure._write(path, measure.CostTable("this CPU", {one: 1e-15}, 1e-5, 0.0, 1e-3))
+    found = kit.studies.device_peaks(config())
+    assert found.peak("float32") == pytest.approx(2 * 8**3 / 1e-15), "the best product that is known"
+    table = measure.table_known(config())
+    assert table.measured[one] == 1e-15
+    assert table.call_seconds == 1e-5
+
+
+def test_ranks_that_share_a_cpu_are_asked_about_as_one_with_all_their_threads(config, busy_machine_counts):
+    found = kit.studies.device_peaks(config(ranks=2))
+    threads = min(2, kit.hardware().cores)
+    assert found.device == f"this CPU with {threads} thread{'s' * (threads > 1)}"
+
+
+def test_peaks_of_a_busy_machine_are_given_and_not_kept(config, monkeypatch):
+    monkeypatch.setattr(measure, "BUSY_CORES", -1.0)
+    assert kit.studies.device_peaks(config()).bytes_per_second > 0
+    assert not [*measure.runs_folder(config().trial.folder).glob(".calls/*")]
+
+
+def test_peaks_are_no_run_among_the_results(config, busy_machine_counts):
+    kit.studies.device_peaks(config())
+    kit.fit(config(max_steps=3), TinyModule, "kit.testing:TinyData").wait()
+    assert len(kit.results(config().trial.folder)) == 1
