@@ -94,6 +94,7 @@ _FIGURES = {
     "figure.Split": "kit.charts.splits:split_figure",
     "figure.SequenceCheck": "kit.charts.compare:sequence_figure",
     "figure.Score": "kit.charts.course:score_figure",
+    "breakdown.SpeedEstimate": "kit.charts.speed:breakdown_html",
     "figure.SpeedEstimate": "kit.charts.speed:speed_figure",
     "figure.SpeedEstimate.lines": "kit.charts.speed:lines_figure",
     "figure.SpeedPlan": "kit.charts.plan:plan_figure",

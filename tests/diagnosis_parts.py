@@ -1,8 +1,8 @@
 """Evidence of a healthy trial, to be changed where a test wants something wrong."""
 
 from kit.config import Config
-from kit.studies.diagnosis.evidence import CountedWork, Evidence
 from kit.speed.peaks import Peaks
+from kit.studies.diagnosis.evidence import CountedWork, Evidence
 from kit.studies.repeats import RunSource
 
 PEAKS = Peaks(

@@ -7,6 +7,8 @@ code instead, as far as the recording knows them.
 
 from __future__ import annotations
 
+import html
+import linecache
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
@@ -37,23 +39,98 @@ Bars = dict[str, dict[str, float]]
 
 def speed_figure(estimate: SpeedEstimate) -> Figure:
     """Seconds of a step by part of the module and kind of operator."""
-    step, seconds = estimate.time.step, estimate.time.operator_seconds * estimate.correction
-    optimizer = step.phase == PHASES.index("optimizer")
+    return _drawn(estimate, _summed(_parts(estimate), *_columns(estimate)), "part of the module")
+
+
+def lines_figure(estimate: SpeedEstimate) -> Figure:
+    """Seconds of a step by line of code and kind of operator."""
+    names = [_short(line) for line in _lines(estimate)]
+    return _drawn(estimate, _summed(names, *_columns(estimate)), "line of code")
+
+
+def breakdown_html(estimate: SpeedEstimate) -> str:
+    """The bars of `speed_figure`, of which a click opens each: its lines of code with their seconds.
+
+    It needs neither kernel nor script, so it opens in a saved notebook and on a page too.
+    """
+    parts, lines, (kinds, seconds) = _parts(estimate), _lines(estimate), _columns(estimate)
+    bars, whole = _shown(estimate, _summed(parts, kinds, seconds)), estimate.step_seconds or 1.0
+    rows = []
+    for name, by_kind in bars.items():
+        inside = [place for place, part in enumerate(parts) if part == name or (name == _REST and part not in bars)]
+        mine = _summed([lines[place] for place in inside], [kinds[place] for place in inside],
+                       [seconds[place] for place in inside])  # fmt: skip
+        rows.append(_part_html(name, by_kind, mine, whole))
+    used = {kind for by_kind in bars.values() for kind in by_kind if kind}
+    key = " ".join(f"<span style='{_SWATCH};background:{colour}'></span>{kind}" for kind, colour in _key(used).items())
+    title = f"{html.escape(estimate.sentence)}. A click on a part shows its lines."
+    return f"<div style='{_FRAME}'><div>{title}</div><div style='{_QUIET}'>{key}</div>{''.join(rows)}</div>"
+
+
+def _part_html(name: str, by_kind: Mapping[str, float], lines: Bars, whole: float) -> str:
+    spent = sum(by_kind.values())
+    bar = "".join(
+        f"<span title='{kind or 'waiting'}, {format_seconds(part)}' style='display:inline-block;height:11px;"
+        f"width:{100 * part / whole:.2f}%;background:{COLOURS.get(kind, 'gray')}'></span>"
+        for kind, part in sorted(by_kind.items(), key=lambda item: -item[1])
+    )
+    head = (
+        f"<span style='{_CELL};width:32%'>{html.escape(name)}</span>"
+        f"<span style='{_CELL};width:44%'>{bar}</span>"
+        f"<span style='{_CELL};width:20%'>{format_seconds(spent)}, {spent / whole:.0%}</span>"
+    )
+    if not lines:
+        return f"<div style='padding-left:1.1em'>{head}</div>"
+    rows = "".join(_line_html(line, kinds) for line, kinds in lines.items())
+    return (
+        f"<details><summary style='cursor:pointer;white-space:nowrap'>{head}</summary>"
+        f"<div style='margin:2px 0 8px 1.1em;{_QUIET}'>{rows}</div></details>"
+    )
+
+
+def _line_html(line: str, kinds: Mapping[str, float]) -> str:
+    file, comma, rest = line.partition(", line ")
+    number = rest.partition(",")[0]
+    code = linecache.getline(file, int(number)).strip() if comma and number.isdigit() else ""
+    place = _short(line) if comma else {"optimizer_state": "(the optimizer)"}.get(line, f"({line or 'not known'})")
+    words = ", ".join(kind for kind, _ in sorted(kinds.items(), key=lambda item: -item[1])[:3])
+    return (
+        f"<div style='white-space:nowrap;overflow:hidden;text-overflow:ellipsis'>"
+        f"<span style='{_CELL};width:5.5em;text-align:right'>{format_seconds(sum(kinds.values()))}</span> "
+        f"<span title='{html.escape(line, quote=True)}'>{html.escape(place)}</span> "
+        f"<code>{html.escape(code)}</code> {words}</div>"
+    )
+
+
+_CELL = "display:inline-block;vertical-align:middle;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
+_FRAME = "max-width:860px;line-height:1.5"
+_QUIET = "font-size:.9em;opacity:.85"
+_SWATCH = "display:inline-block;width:10px;height:10px;margin:0 4px 0 8px"
+_REST = "(all others)"
+
+
+def _parts(estimate: SpeedEstimate) -> list[str]:
+    """(operators,) the bar of each."""
+    step = estimate.time.step
     paths = np.array([step.names[number] for number in step.module.tolist()], dtype=object)
-    paths[optimizer] = "(optimizer)"
+    paths[step.phase == PHASES.index("optimizer")] = "(optimizer)"
     paths[paths == ""] = "(outside any part)"
     for depth in range(_DEEPEST, 0, -1):
         names = [".".join(path.split(".")[:depth]) for path in paths.tolist()]
         if len(set(names)) <= _MOST_BARS:
             break
-    return _drawn(estimate, _summed(names, step.kind.tolist(), seconds.tolist()), "part of the module")
+    return names
 
 
-def lines_figure(estimate: SpeedEstimate) -> Figure:
-    """Seconds of a step by line of code and kind of operator."""
-    step, seconds = estimate.time.step, estimate.time.operator_seconds * estimate.correction
-    names = [_short(step.names[number]) for number in step.line.tolist()]
-    return _drawn(estimate, _summed(names, step.kind.tolist(), seconds.tolist()), "line of code")
+def _lines(estimate: SpeedEstimate) -> list[str]:
+    step = estimate.time.step
+    return [step.names[number] for number in step.line.tolist()]
+
+
+def _columns(estimate: SpeedEstimate) -> tuple[list[int], list[float]]:
+    """(operators,) kinds and seconds."""
+    time = estimate.time
+    return time.step.kind.tolist(), (time.operator_seconds * estimate.correction).tolist()
 
 
 def _short(line: str) -> str:
@@ -72,18 +149,19 @@ def _summed(names: list[str], kinds: list[int], seconds: list[float]) -> Bars:
         for name_of_kind, spent in parts.items():
             rest[name_of_kind] += spent
     kept = dict(ranked[:_MOST_BARS])
-    return {**kept, "(all others)": rest} if rest else kept
+    return {**kept, _REST: rest} if rest else kept
+
+
+def _shown(estimate: SpeedEstimate, bars: Bars) -> Bars:
+    """The bars that are seen, and the waits of the device."""
+    least = _LEAST * (estimate.step_seconds or 1.0)
+    shown = {name: parts for name, parts in bars.items() if sum(parts.values()) > least}
+    waits = {f"(waits for {name})": spent * estimate.correction for name, spent in estimate.time.waits.items()}
+    return shown | {name: {"": spent} for name, spent in waits.items() if spent > least}
 
 
 def _drawn(estimate: SpeedEstimate, bars: Bars, what: str) -> Figure:
-    time, factor = estimate.time, estimate.correction
-    waits = {
-        "(host)": max(0.0, time.seconds - time.busy_seconds - time.exchange_seconds) * factor,
-        "(other devices)": time.exchange_seconds * factor,
-    }
-    whole = estimate.step_seconds or 1.0
-    shown = {name: parts for name, parts in bars.items() if sum(parts.values()) > _LEAST * whole}
-    shown |= {name: {"": spent} for name, spent in waits.items() if spent > _LEAST * whole}
+    whole, shown = estimate.step_seconds or 1.0, _shown(estimate, bars)
     height = 1.35 + 0.27 * len(shown)
     chart = look.figure(8.6, height)
     axes = look.add_axes(

@@ -91,9 +91,7 @@ def table_here(
     return MeasuredTable(found.slowed(turns), time.monotonic() - began, busy)
 
 
-def calls_here(
-    config: Config, calls: Sequence[OperatorCall], *, seconds: float, again: bool = False
-) -> MeasuredTable:
+def calls_here(config: Config, calls: Sequence[OperatorCall], *, seconds: float, again: bool = False) -> MeasuredTable:
     """The table with these calls, of one rank; what they cost the host beside them need not be known.
 
     Raises:

@@ -95,20 +95,33 @@ def step_of(recording: Recording) -> StepOperators:
         alike = (chosen >= starts[-1]) & (recording.operator_phase[chosen] != PHASES.index("optimizer"))
         repeats[alike] = accumulate - recorded + 1
     used, call = np.unique(recording.operator_call[chosen], return_inverse=True)
+    phase, module = recording.operator_phase[chosen], recording.operator_module[chosen]
     return StepOperators(
         calls=tuple(OperatorCall.of(recording.calls[number]) for number in used.tolist()), call=call.astype(np.int32),
-        phase=recording.operator_phase[chosen], module=recording.operator_module[chosen],
-        line=_lines(recording)[chosen], repeats=repeats, names=recording.names, batch_size=recording.batch_size,
+        phase=phase, module=module,
+        line=_lines(recording, chosen), repeats=repeats, names=recording.names, batch_size=recording.batch_size,
         accumulate=max(accumulate, 1), facts=recording.facts,
     )  # fmt: skip
 
 
-def _lines(recording: Recording) -> NDArray[np.int32]:
-    """(operators,) the line of what each allocates; of those that allocate nothing, that of the operator before."""
+def _lines(recording: Recording, chosen: NDArray[np.int64]) -> NDArray[np.int32]:
+    """(chosen,) the line of what each allocates; of those that allocate nothing, that of the operator before.
+
+    A backward pass runs no line of its own: its operators have the line that the same module ran most in forward.
+    """
     lines = np.zeros(len(recording.operator_name), dtype=np.int32)
     if not len(recording.block_line):
-        return lines
+        return lines[chosen]
     made = recording.event_allocates
     lines[recording.event_time[made]] = recording.block_line[recording.event_block[made]]
     known = np.where(lines > 0, np.arange(len(lines)), 0)
-    return lines[np.maximum.accumulate(known)]
+    lines = lines[np.maximum.accumulate(known)][chosen]
+    phase, module = recording.operator_phase[chosen], recording.operator_module[chosen]
+    is_line = np.array([", line " in name for name in recording.names])[lines]
+    ran = (phase == PHASES.index("forward")) & is_line
+    backward = phase == PHASES.index("backward")
+    for one in np.unique(module[backward]).tolist():
+        mine = lines[ran & (module == one)]
+        if len(mine):
+            lines[backward & (module == one)] = np.bincount(mine).argmax()
+    return lines

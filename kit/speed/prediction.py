@@ -26,14 +26,14 @@ from kit.memory.recordings import RecordingRequest, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, target_of
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.memory.replay.replay import Recording
-from kit.registry import Drawable
+from kit.registry import Drawable, load
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
 from kit.speed.links import Link, Traffic, find_link, link_within
 from kit.speed.measure import table_here, table_known
 from kit.speed.operators import StepOperators, step_of
 from kit.speed.pricing import Bound, Costs, StepTime, price
-from kit.tables import html_list, html_table, text_table
+from kit.tables import html_list, text_table
 from kit.trial.directory import RunPaths
 from kit.trial.payload import batch_rule
 from kit.units import format_count, format_seconds
@@ -110,7 +110,7 @@ def predict_speed(
         recording, target, devices=query.world_size, costs=costs, link=link, between=between,
         loader_seconds=loader_seconds(query),
     )  # fmt: skip
-    return replace(found, reasons=(*reasons, *found.reasons))
+    return replace(found, config=query.config, reasons=(*reasons, *found.reasons))
 
 
 def speed_of(
@@ -149,7 +149,8 @@ def speed_of(
     return SpeedEstimate(
         device=target.name if devices == 1 else f"{devices} × {target.name}", devices=devices,
         batch_size=step.batch_size, accumulate=step.accumulate, time=time, mfu=_mfu(step, time, priced),
-        costs=priced.name, reasons=(*_sources(time, priced, devices, within), *reasons),
+        costs=priced.name, on_gpu=target.device_kind == "cuda", link=within,
+        reasons=(*_sources(time, priced, devices, within), *reasons),
     )  # fmt: skip
 
 
@@ -165,12 +166,13 @@ def speed_beside(memory: MemoryEstimate, config: Config) -> SpeedEstimate | None
     devices = int(recording.facts.get("world_size") or 1)
     try:
         if memory.device != THIS_MACHINE:
-            return speed_of(recording, target_of(memory.device), devices=devices)
+            return replace(speed_of(recording, target_of(memory.device), devices=devices), config=config)
         table = table_known(config, devices)
         target = dataclasses.replace(
             target_of(CARDS[0].name), name=THIS_MACHINE, device_kind="cpu" if memory.device_kind == "cpu" else "cuda"
         )
-        return None if table is None else speed_of(recording, target, devices=devices, costs=table)
+        found = None if table is None else speed_of(recording, target, devices=devices, costs=table)
+        return None if found is None else replace(found, config=config)
     except (KitError, ValueError):
         return None
 
@@ -236,18 +238,28 @@ _SOURCES = {
 
 def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]:
     """What is not modelled, and the factor by which the range is wider for it."""
-    notes = " ".join(map(str, recording.facts.get("notes", ())))
+    notes = [*map(str, recording.facts.get("notes", ()))]
     found = []
-    if "compile" in notes:
-        found.append("compiled code is priced as the eager step, which is an upper bound")
+    if any("torch.compile" in note for note in notes):
+        found.append("compiled code, with CUDA graphs or without, is priced as the eager step: an upper bound")
     custom = {call.operator.partition("::")[0] for call in step.calls} - _KNOWN
     if custom:
         found.append(f"kernels of {', '.join(sorted(custom))} are priced by the bytes they move alone")
-    if recording.facts.get("conditions") or recording.facts.get("bounds"):
+    routed = sorted({call.name for call in step.calls} & _ROUTED)
+    if routed:
+        found.append(
+            f"data decides how much each expert or selection gets ({', '.join(routed)}); it is priced as whole"
+        )
+    guessed = any(note.startswith(_GUESSED) for note in notes)
+    if guessed or recording.facts.get("conditions") or recording.facts.get("bounds"):
         found.append("the step depends on numbers that a dry run does not have; it is priced as that one went")
     return found, _UNMODELLED_DOUBT if found else 1.0
 
 
+_ROUTED = {"_grouped_mm", "_scaled_grouped_mm", "nonzero", "masked_select", "_unique2"}
+"""Operators whose numbers decide how large their results or their parts are."""
+_GUESSED = "the condition at"
+"""What a note of a dry run begins with where it guessed a branch."""
 _KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor"}
 
 
@@ -280,6 +292,11 @@ class SpeedEstimate(Drawable):
     costs: str
     """Where the costs are from."""
     reasons: tuple[str, ...]
+    on_gpu: bool
+    link: Link
+    """What joins devices of a node."""
+    config: Config | None = None
+    """What would run; None where only a recording was priced."""
     correction: float = 1.0
     """measured / predicted seconds of a trial of the same model, by which the step is corrected."""
 
@@ -321,6 +338,11 @@ class SpeedEstimate(Drawable):
         return self.samples / self.low_seconds
 
     @property
+    def traffic(self) -> Traffic:
+        """What devices exchange in a step."""
+        return _traffic(self.time.step)
+
+    @property
     def bound(self) -> Bound:
         """What a step spends most on."""
         return self.time.bound
@@ -351,12 +373,7 @@ class SpeedEstimate(Drawable):
     @property
     def _rows(self) -> list[list[str]]:
         whole = self.time.seconds or 1.0
-        host = whole - self.time.busy_seconds - self.time.exchange_seconds
-        parts = {
-            **self.time.by_kind,
-            "host, beside kernels": max(0.0, host),
-            "waiting for devices": self.time.exchange_seconds,
-        }
+        parts = {**self.time.by_kind, **{f"waits for {name}": spent for name, spent in self.time.waits.items()}}
         ranked = sorted(parts.items(), key=lambda item: -item[1])
         return [
             [name, format_seconds(spent * self.correction), f"{spent / whole:.0%}"]
@@ -371,7 +388,8 @@ class SpeedEstimate(Drawable):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        return html_table(_COLUMNS, self._rows, caption=self.sentence) + html_list(self.reasons)
+        shown: str = load("breakdown.SpeedEstimate")(self)
+        return shown + html_list(self.reasons)
 
 
 _COLUMNS = ("kind of operator", "a step", "share")

@@ -76,6 +76,8 @@ class StepTime:
     seconds: float
     low_seconds: float
     high_seconds: float
+    work_seconds: float
+    """Of device and host, without waits for other devices and for the loader."""
     operator_seconds: NDArray[np.float64]
     """(operators,) of the device, all repeats."""
     host_seconds: float
@@ -93,6 +95,14 @@ class StepTime:
     def busy_seconds(self) -> float:
         """Of the device."""
         return float(self.operator_seconds.sum())
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Seconds of a step in which the device does nothing, by what it waits for."""
+        return {
+            "host": max(0.0, self.work_seconds - self.busy_seconds), "other devices": self.exchange_seconds,
+            "loader": max(0.0, self.seconds - self.work_seconds - self.exchange_seconds),
+        }  # fmt: skip
 
     def _by(self, numbers: NDArray[np.generic], name: Callable[[int], str]) -> dict[str, float]:
         used, places = np.unique(numbers, return_inverse=True)
@@ -183,7 +193,7 @@ def price(
         sources[each[number].source] = sources.get(each[number].source, 0.0) + spent
     bound = _bound(each, step, seconds, done, exchange)
     found = StepTime(
-        seconds=total, low_seconds=low, high_seconds=high, operator_seconds=seconds,
+        seconds=total, low_seconds=low, high_seconds=high, work_seconds=done, operator_seconds=seconds,
         host_seconds=float(host.sum()) + loop, exchange_seconds=exchange, loader_seconds=loader_seconds,
         bound=bound, sources=sources, step=step,
     )  # fmt: skip

@@ -9,12 +9,12 @@ from kit.registry import lazy
 
 if TYPE_CHECKING:
     from kit.records.timing import timing as timing
+    from kit.speed.peaks import device_peaks as device_peaks
     from kit.studies.batch_size import back_off as back_off
     from kit.studies.batch_size import find_batch_size as find_batch_size
     from kit.studies.calibration.result import calibrate as calibrate
     from kit.studies.comparison import compare as compare
     from kit.studies.diagnosis.diagnose import diagnose as diagnose
-    from kit.speed.peaks import device_peaks as device_peaks
     from kit.studies.levers import verify_levers as verify_levers
     from kit.studies.levers import verify_sequences as verify_sequences
     from kit.studies.placement import placements as placements

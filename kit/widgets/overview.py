@@ -8,6 +8,8 @@ the store can be read. Cards keep their height, so that the page does not move w
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import html
 import math
 from collections.abc import Iterable, Sequence
@@ -206,17 +208,16 @@ def run_card(
     training = config.training
     unit = training.length
     here = speed is not None and speed.holds_for(config)
-    samples = speed.run.samples_per_epoch if here and speed is not None and speed.run is not None else None
-    samples = samples or (config.data.samples_per_epoch if config.data.url else None)
-    if predicted is not None and (training.max_steps or samples) and (elsewhere or not here):
-        rates = (predicted.high_samples_per_second, predicted.low_samples_per_second)
-        seconds = [training.max_epochs * (samples or 0) / rate for rate in rates]
-        if training.max_steps:
-            seconds = [training.max_steps * one for one in (predicted.low_seconds, predicted.high_seconds)]
-        low, high = map(format_seconds, seconds)
-        why = f"{predicted.device}, by {predicted.costs}; without validation, checkpoints and waits for data"
-        title = f"whole run on {elsewhere}, predicted" if elsewhere else "whole run, predicted"
-        return OverviewCard(title=title, value=f"{low} to {high}", unit=unit, why=why, help=code)
+    if predicted is not None and (elsewhere or not here):
+        samples = speed.run.samples_per_epoch if here and speed is not None and speed.run is not None else None
+        run = _predicted_run(predicted, config, samples)
+        if run is not None:
+            row = run.rows[0]
+            value = f"{format_seconds(row.low_seconds)} to {format_seconds(row.high_seconds)}"
+            power = _energy(row.watt_hours[0])
+            why = f"{predicted.device}, by {predicted.costs} · {power} · without validation and checkpoints"
+            title = f"whole run on {elsewhere}, predicted" if elsewhere else "whole run, predicted"
+            return OverviewCard(title=title, value=value, unit=unit, why=why, help="kit.studies.predict_run(speed)")
     if elsewhere:
         return OverviewCard(title="whole run", value="not known", unit=f"on {elsewhere}", why=unit, help=code)
     if speed is None or not speed.holds_for(config):
@@ -228,11 +229,24 @@ def run_card(
     epochs = training.max_steps * config.levers.accumulate_grad_batches / batches or training.max_epochs
     share = first.seconds_per_epoch * epochs / first.total_seconds
     hours = format_seconds(first.seconds_per_epoch * epochs)
-    energy = first.watt_hours[0] * share
-    power = f"{energy:.3g} Wh" if energy < 1000 else f"{energy / 1000:.3g} kWh"
+    power = _energy(first.watt_hours[0] * share)
     devices = f"{first.devices} device" + "s" * (first.devices != 1)
     why = " · ".join([power, speed.run.sentence])
     return OverviewCard(title="whole run, predicted", value=hours, unit=f"{unit}, {devices}", why=why, help=code)
+
+
+def _predicted_run(predicted: SpeedEstimate, config: Config, samples: int | None) -> BigRun | None:
+    """The whole run before any trial; None where its length is not known."""
+    from kit.studies.scaling.predict import predict_run
+
+    speed = dataclasses.replace(predicted, config=config)
+    with contextlib.suppress(KitError):
+        return predict_run(speed, devices=[predicted.devices], samples_per_epoch=samples, memory=False)
+    return None
+
+
+def _energy(watt_hours: float) -> str:
+    return f"{watt_hours:.3g} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:.3g} kWh"
 
 
 def card_html(card: OverviewCard) -> str:

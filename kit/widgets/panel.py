@@ -22,6 +22,7 @@ from typing import Any
 
 import ipywidgets
 
+from kit.charts.speed import breakdown_html
 from kit.committed.file import Committed
 from kit.config import Config
 from kit.errors import ConfigError, KitError, TrialError
@@ -63,6 +64,7 @@ from kit.widgets.parts import (
     error_words,
     folded_html,
     line,
+    note_html,
     pre_html,
     relabel,
     row,
@@ -112,6 +114,9 @@ class Panel(ConfigPanel):
         self.form = ConfigForm(config)
         self.view = TrialView(config)
         self.overview = Overview()
+        self._breakdown = line()
+        self.breakdown = Fold("where a step's time goes", [self._breakdown], weakly(self._show_breakdown))
+        """The predicted step by part of the module, each of which opens to its lines."""
         self._speed: MeasuredSpeed | None = None
         self._estimate_priced: MemoryEstimate | None = None
         self._wanted = False
@@ -443,7 +448,7 @@ class Panel(ConfigPanel):
             "align_items": "center", "flex_flow": "row wrap", "grid_gap": "4px 16px",
         })  # fmt: skip
         below = two_columns(self.form.ui, [self.tabs])
-        self.ui = live_box([head, self.overview.ui, below, self.code])
+        self.ui = live_box([head, self.overview.ui, self.breakdown.ui, below, self.code])
 
     def select(self, name: str) -> None:
         """Show the tab of this name."""
@@ -483,8 +488,16 @@ class Panel(ConfigPanel):
             data=data_card(facts.costs, ranks, self._speed, self.config, missing, elsewhere),
             run=run_card(self._speed, self.config, elsewhere, predicted),
         )
+        self._show_breakdown(predicted)
         if not self._wanted:
             self._show_memory()
+
+    def _show_breakdown(self, predicted: SpeedEstimate | None = None) -> None:
+        """Drawn while it is open only."""
+        if self.breakdown.opened:
+            found = predicted or self._predicted_speed
+            unknown = "not known: memory of this is not predicted yet, or kit.predict_speed never measured this machine"
+            self._breakdown.value = note_html(unknown, margin="0") if found is None else breakdown_html(found)
 
     @property
     def _predicted_speed(self) -> SpeedEstimate | None:

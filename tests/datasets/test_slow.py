@@ -11,9 +11,9 @@ import pytest
 
 import kit
 from kit.config import Config
+from kit.speed.peaks import Peaks
 from kit.studies.diagnosis.diagnose import judge
 from kit.studies.diagnosis.gains import worth_measuring
-from kit.speed.peaks import Peaks
 from kit.studies.repeats import RunSource
 from kit.targets import load_target
 

@@ -69,6 +69,19 @@ def test_it_is_drawn_by_part_and_by_line(memory):
         assert speed.sentence[:20] in " ".join(text.get_text().replace("\n", " ") for text in chart.texts)
 
 
+def test_a_part_opens_to_its_lines_whose_seconds_add_up_to_it_forward_and_backward(memory):
+    speed = speed_of(memory.recording, target_of("A100-40GB"))
+    page = speed._repr_html_()
+    assert page.count("<details>") >= 2, "the layer and the optimizer"
+    assert "testing.py, line " in page
+    assert "<code>" in page
+    step = speed.time.step
+    layer = [name == "layer" for name in (step.names[number] for number in step.module.tolist())]
+    lines = {step.names[number] for number in step.line[layer].tolist()}
+    assert len(lines) == 1, "its backward pass has the line that called it"
+    assert ", line " in lines.pop()
+
+
 def test_calls_are_timed_in_a_process_once_and_remembered(config, monkeypatch):
     monkeypatch.setattr(measure, "BUSY_CORES", float("inf"))
     settings = config().replace({"hardware.threads_per_rank": 1})

@@ -10,6 +10,7 @@ from kit.charts.rows import scaling_figure
 from kit.errors import ConfigError, PlanError, TrialError
 from kit.memory.alongside import fit
 from kit.records.results import results
+from kit.speed.prediction import predict_speed
 from kit.studies.scaling.predict import predict_run, strategy_for
 from kit.testing import TinyData, TinyModule
 
@@ -164,3 +165,27 @@ def test_a_run_of_steps_takes_as_many_on_any_number_of_devices(config):
         assert row.total_seconds == pytest.approx(500 / batches * row.seconds_per_epoch)
     assert ": 500 steps, 4 a batch" in repr(run)
     assert predict_run(trial, devices=[1], epochs=2, memory=False).steps == 0
+
+
+def test_before_any_trial_predicted_speeds_give_the_run(config):
+    settings = config().replace({"training.max_steps": 1000})
+
+    def speed(count, **changes):
+        asked = settings.replace({path.replace("__", "."): value for path, value in changes.items()})
+        return predict_speed(asked, TinyModule, TinyData, device="A100-40GB", devices=count)
+
+    speeds = [speed(1), speed(2)]
+    run = predict_run(speeds[0], devices=[1, 2], prices=2.0)
+    one, two = run.rows
+    assert one.total_seconds == pytest.approx(1000 * speeds[0].step_seconds)
+    assert one.low_seconds < one.total_seconds < one.high_seconds
+    assert one.money == pytest.approx(2.0 * one.total_seconds / 3600)
+    assert one.watt_hours[0] > 0
+    assert one.memory is None
+    assert two.total_seconds == pytest.approx(1000 * speeds[1].step_seconds, rel=0.2), "but for the calls of ddp itself"
+    both = predict_run(speeds, devices=[1, 2, 4], memory=False)
+    assert not both.checks, "nothing was measured"
+    assert both.row(2).total_seconds == pytest.approx(1000 * speeds[1].step_seconds, rel=0.05)
+    assert both.row(4).samples_per_second > both.row(2).samples_per_second
+    with pytest.raises(ConfigError, match="differ"):
+        predict_run([speeds[0], speed(2, levers__accumulate_grad_batches=2)])

@@ -35,9 +35,9 @@ from typing import Any, Literal
 from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.records.trace import PHASE_LABELS, PHASES
 from kit.registry import Drawable, load
+from kit.speed.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.evidence import BUSY_FRACTION, Evidence, evidence_of
 from kit.studies.diagnosis.gains import measured_gains
-from kit.speed.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.rule import Change, Range, Rule, middle, show
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.profiling.profile import Profile

@@ -20,7 +20,9 @@ from kit.config import Config
 from kit.data.build.layout import network_of
 from kit.errors import ConfigError, KitError, Problem, TrialError
 from kit.events import number
-from kit.speed.links import Traffic
+from kit.memory.replay.replay import PHASES
+from kit.speed.links import Link, Traffic
+from kit.speed.prediction import SpeedEstimate
 from kit.studies.comparison import DEVICES, NO_DIFFERENCE
 from kit.studies.diagnosis.evidence import Evidence, evidence_of
 from kit.studies.scaling.model import Loading, Step
@@ -41,8 +43,9 @@ class MeasuredScaling:
     config: Config
     """Of the smallest."""
     trials: tuple[Trial, ...]
-    evidence: Evidence
-    """Of the smallest."""
+    on_gpu: bool
+    cores: int | None
+    """Of the machine of the smallest, where it is this one."""
     steps: tuple[Step, ...]
     loading: Loading
     traffic: Traffic
@@ -54,19 +57,60 @@ class MeasuredScaling:
     watts: float | None
     """Of one device, where it was measured."""
     reasons: tuple[str, ...]
+    link: Link | None = None
+    """What joins devices of a node, where that is known."""
+
+
+def predicted(speeds: Sequence[SpeedEstimate]) -> MeasuredScaling:
+    """The same before any trial: what `kit.predict_speed` said, for one or several numbers of devices.
+
+    Raises:
+        ConfigError: for estimates of a recording alone, and for those that differ in more than devices.
+    """
+    speeds = sorted(speeds, key=lambda speed: speed.devices)
+    first, config = speeds[0], speeds[0].config
+    if config is None:
+        raise ConfigError([Problem("runs", "a speed of no config; give what kit.predict_speed answers")])
+    for other in speeds[1:]:
+        if other.config is None or {*config.diff(other.config)} - {*NO_DIFFERENCE, *DEVICES}:
+            raise ConfigError([Problem("runs", "predicted speeds that differ in more than devices")])
+    reasons = [*first.reasons, "predicted before any trial: what many devices ask of the store is not among the limits"]
+    samples = config.data.samples_per_epoch if config.data.url else None
+    if samples is None and config.training.max_steps:
+        samples = config.training.max_steps * first.samples
+        reasons.append("the length of an epoch is not known before a trial: it is taken as the steps of the run")
+    loader = first.time.loader_seconds
+    return MeasuredScaling(
+        config=config, trials=(), on_gpu=first.on_gpu, cores=None, steps=tuple(map(_predicted_step, speeds)),
+        loading=Loading(ahead=True, seconds=None if loader is None else loader / first.accumulate), link=first.link,
+        traffic=first.traffic, batch_size=first.batch_size, samples_per_epoch=samples, watts=None,
+        device=first.device.rpartition("× ")[2] if first.on_gpu else "CPU", reasons=tuple(reasons),
+    )  # fmt: skip
+
+
+def _predicted_step(speed: SpeedEstimate) -> Step:
+    time, factor = speed.time, speed.correction / speed.accumulate
+    backward = float(time.operator_seconds[time.step.phase == PHASES.index("backward")].sum())
+    return Step(
+        devices=speed.devices, train_seconds=time.work_seconds * factor, backward_seconds=backward * factor,
+        communication_seconds=time.exchange_seconds * factor, wait_seconds=time.waits["loader"] * factor,
+        deviation_seconds=0.0, most_deviation_seconds=0.0, error_fraction=speed.high_seconds / speed.step_seconds - 1,
+    )  # fmt: skip
 
 
 def measure(runs: Any) -> MeasuredScaling:
     """What these trials tell.
 
     Args:
-        runs: A trial, run directory or row of `kit.results`, or several of them.
+        runs: A trial, run directory or row of `kit.results`, or an answer of `kit.predict_speed`; or several.
 
     Raises:
         ConfigError: for no trials, and for trials that differ in more than devices.
         TrialError: for a trial without a step after its warm-up.
     """
-    listed = [runs] if isinstance(runs, Trial | str | Path | dict) else list(runs)
+    listed: list[Any] = [runs] if isinstance(runs, Trial | str | Path | dict | SpeedEstimate) else list(runs)
+    if listed and all(isinstance(one, SpeedEstimate) for one in listed):
+        return predicted(listed)
     paths = [run["run_directory"] if isinstance(run, dict) else run for run in listed]
     trials = [run if isinstance(run, Trial) else Trial.open(run) for run in paths]
     if not trials:
@@ -91,7 +135,8 @@ def measure(runs: Any) -> MeasuredScaling:
     energies = [event for trial in trials for event in trial.events if event["kind"] == "energy_measured"]
     watts = statistics.fmean(event["joules"] / event["seconds"] for event in energies) if energies else None
     return MeasuredScaling(
-        config=first.config, trials=tuple(trials), evidence=found, steps=tuple(_steps(trials)), loading=loading,
+        config=first.config, trials=tuple(trials), on_gpu=found.on_gpu, cores=found.cores,
+        steps=tuple(_steps(trials)), loading=loading,
         traffic=_traffic(first), batch_size=batch, samples_per_epoch=_epoch(first, batch), watts=watts,
         device=str(first.event("fit_started", "device") or "CPU"), reasons=tuple(reasons),
     )  # fmt: skip

@@ -1,9 +1,10 @@
-"""predict_run: the big run from a small one: time, device-hours, money, energy and CO2 for one to many devices.
+"""predict_run: the big run from a small one, or from none: time, device-hours, money, energy and CO2.
 
-Trials on few devices give the times of a step, the requests of the loader and the size of the gradients; the model of
-`kit.studies.scaling.model` does the rest. The batch of a device stays the same, so the global batch grows with the
-devices. Each time has its range, and each count names the limit that decides and whether the run fits the device.
-Counts that were measured stand beside their prediction from fewer devices, with ratio = measured / predicted.
+Trials on few devices give the times of a step, the requests of the loader and the size of the gradients; before any,
+`kit.predict_speed` gives them. The model of `kit.studies.scaling.model` does the rest, for one to many devices. The
+batch of a device stays the same, so the global batch grows with the devices. Each time has its range, and each count
+names the limit that decides and whether the run fits the device. Counts that were measured stand beside their
+prediction from fewer devices, with ratio = measured / predicted.
 
 Validation, checkpoints, start-up and queues are not counted. Nothing is run except, where memory is asked for and not
 known, the dry runs of `kit.predict_memory`. Seconds, bytes and watt-hours are in base units.
@@ -70,8 +71,8 @@ def predict_run(
     """Predict time, cost and memory of a long run on several numbers of devices, from short trials.
 
     Args:
-        runs: A trial, a run directory or a row of `kit.results()`. Several, on different numbers of devices, correct
-            the formulas by what more devices really cost.
+        runs: A trial, a run directory or a row of `kit.results()`; or, before any trial, what `kit.predict_speed`
+            answers. Several, on different numbers of devices, correct the formulas by what more devices really cost.
         devices: The numbers of devices.
         epochs: Epochs of the run. None takes the config's `training.max_steps` or `training.max_epochs`.
         samples_per_epoch: Samples of an epoch. None takes what the config or the loader says.
@@ -129,7 +130,7 @@ def predict_run(
             point=_scaling(found, found.steps[:place], cluster).at(step.devices), measured_seconds=step.seconds
         )
         for place, step in enumerate(found.steps)
-        if place
+        if place and found.trials
     ]  # fmt: skip
     return BigRun(
         name=found.config.name, rows=tuple(rows), checks=tuple(checks), caps=scaling.caps(max(counts)), epochs=epochs,
@@ -176,13 +177,14 @@ def _cluster(
     found: MeasuredScaling, node: int | None, cores: float | None, within: str | Link | None, between: str | Link | None
 ) -> tuple[Cluster, list[str]]:
     """The machines, and the assumptions about them."""
-    on_cpu = not found.evidence.on_gpu
+    on_cpu = not found.on_gpu
     node = node or (MOST_DEVICES if on_cpu else _NODE)
     if cores is None:
-        cores = found.evidence.cores or (hardware().cores if on_cpu else _CORES_PER_GPU * node)
+        cores = found.cores or (hardware().cores if on_cpu else _CORES_PER_GPU * node)
     if node < 1 or not cores > 0:
         raise ConfigError([Problem("devices_per_node", f"{node} devices on {cores} cores; give numbers from 1")])
-    inner = find_link(within) if within is not None else link_within("CPU" if on_cpu else found.device)
+    usual = found.link or link_within("CPU" if on_cpu else found.device)
+    inner = usual if within is None else find_link(within)
     outer = find_link(between if between is not None else "network-10G" if on_cpu else "network-100G")
     cluster = Cluster(
         on_cpu=on_cpu, devices_per_node=node, cores_per_node=cores, within=inner, between=outer,
@@ -215,19 +217,19 @@ def _memories(
     found: MeasuredScaling, counts: Sequence[int], device: str | int | None, module: Any, data: Any
 ) -> tuple[dict[int, MemoryEstimate], list[str]]:
     """Peak memory by count, and why some are missing."""
-    given = found.trials[0].environment.get("given", {})
+    given = found.trials[0].environment.get("given", {}) if found.trials else dict.fromkeys(("module", "data"), "own")
     missing = [name for name, part in (("module", module), ("data", data)) if part is None]
     unknown = [name for name in missing if given.get(name, "default") != "default"]
     if unknown:
-        parts = " and ".join(f"{name}=" for name in unknown)
-        return {}, [f"memory was not predicted: the trial was given its own {' and '.join(unknown)}; pass {parts}"]
+        parts, whose = " and ".join(f"{name}=" for name in unknown), "trial" if found.trials else "speed"
+        return {}, [f"memory was not predicted: the {whose} was of its own {' and '.join(unknown)}; pass {parts}"]
     if module is None or data is None:  # import paths of the trial's config would be run
         try:
             contents_to_run(found.trials[0].paths)
         except KitError as error:
             return {}, [f"memory was not predicted: {error}"]
     answers: dict[int, MemoryEstimate] = {}
-    elsewhere = found.evidence.on_gpu and not found.evidence.cores
+    elsewhere = found.on_gpu and not found.cores
     target = device if device is not None else found.device.removeprefix("NVIDIA ") if elsewhere else THIS_MACHINE
     for count in counts:
         strategy = strategy_for(found.traffic.strategy, count)

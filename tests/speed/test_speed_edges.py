@@ -1,0 +1,70 @@
+"""What is not modelled widens the range and says so: on modules with compiled code, own kernels, experts and loops."""
+
+import pytest
+import torch
+
+from kit.models import Field, RandomData
+from kit.speed.prediction import predict_speed
+from kit.testing import TinyData, TinyModule
+
+
+class Compiled(TinyModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.compile(self.layer, mode="reduce-overhead")
+
+
+class OwnKernel(TinyModule):
+    def training_step(self, batch, batch_idx):
+        if not hasattr(torch.ops.kit_tests, "twice"):
+            twice = torch.library.custom_op(
+                "kit_tests::twice", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+            )
+            twice.register_fake(torch.empty_like)
+            twice.register_autograd(lambda _, grad: grad * 2)
+        return torch.ops.kit_tests.twice(super().training_step(batch, batch_idx))
+
+
+class Loop(TinyModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        while loss.detach() > 100:
+            loss = loss / 2
+        return loss
+
+
+class Experts(TinyModule):
+    """Mixtral of transformers."""
+
+    def __init__(self):
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        super().__init__()
+        shape = MixtralConfig(
+            num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
+            vocab_size=64, num_local_experts=4,
+        )  # fmt: skip
+        self.model = MixtralForCausalLM(shape)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(input_ids=batch[0], labels=batch[1]).loss
+
+
+def words():
+    return RandomData((Field(shape=(16,), below=64), Field(shape=(16,), below=64)), 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "said"),
+    [(Compiled, TinyData, "compiled code"), (OwnKernel, TinyData, "kernels of kit_tests"),
+     (Loop, TinyData, "numbers that a dry run does not have"), (Experts, words, "each expert")],
+)  # fmt: skip
+def test_what_is_not_modelled_widens_the_range_and_says_so(config, module, data, said):
+    if module is Experts:
+        pytest.importorskip("transformers")
+    plain = predict_speed(config(), TinyModule, TinyData, device="A100-40GB")
+    found = predict_speed(config(), module, data, device="A100-40GB")
+    assert said in " ".join(found.reasons)
+    assert said not in " ".join(plain.reasons)
+    spread, usual = (speed.high_seconds / speed.low_seconds for speed in (found, plain))
+    assert spread > 1.5 * usual
