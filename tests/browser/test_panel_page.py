@@ -66,11 +66,18 @@ def test_memory_is_known_before_anything_runs_and_speed_after_a_trial(opened, pa
     opened.page.screenshot(path=artifacts / "panel_after.png")
 
 
-def test_another_device_is_judged_without_a_trial(panel):
+def test_another_device_is_judged_without_a_trial(opened, panel, artifacts):
     panel.get_by_label("predict for").select_option("A100-40GB")
     expect(card(panel, "memory of A100-40GB, predicted")).to_contain_text("39.2 GiB")
     expect(card(panel, "speed of A100-40GB, predicted")).to_contain_text("samples/s")
     expect(card(panel, "whole run on A100-40GB, predicted")).to_contain_text("1 epoch")
+    panel.get_by_role("button", name="where a step's time goes").click()
+    part = panel.locator("summary", has_text="layer")
+    expect(part).to_contain_text("%")
+    part.click()
+    expect(panel.get_by_text("testing.py, line ").first).to_be_visible()
+    opened.page.screenshot(path=artifacts / "panel_breakdown.png")
+    panel.get_by_role("button", name="where a step's time goes").click()
     panel.get_by_label("predict for").select_option("this machine")
     expect(card(panel, "speed, measured")).to_contain_text("samples/s here")
 
