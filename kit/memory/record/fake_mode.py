@@ -5,11 +5,13 @@ finding one takes it four times as long as all else that a dry run does. Here th
 first time says how to make the next tensor.
 
 Invariants: torch decides what may be kept (`_make_cache_entry`): nothing that depends on values, changes a shape in
-place or has a constant. Whatever has an argument that is not plain, or a result of another kind, goes to torch. An
-answer holds within one dry run, since another one plays another device.
+place or has a constant; beyond it, `_unsafe_view` is kept as the view that it is. A constant beside a tensor without
+values is a tensor like another to what writes to none of them. Whatever has an argument that is not plain, or a result
+of another kind, goes to torch. An answer holds within one dry run, since another one plays another device.
 
 Private parts of torch used here, all tested on its upgrade: `FakeTensorMode._make_cache_entry` and
-`_output_from_cache_entry`, `Tensor._make_subclass`, and the attributes that a `FakeTensor` has.
+`_output_from_cache_entry`, `Tensor._make_subclass`, `_DisableTorchDispatch`, and the attributes that a `FakeTensor`
+has.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import fake_tensor
+from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from typing_extensions import override
 
@@ -27,6 +29,7 @@ _private: Any = torch._C
 _torch: Any = fake_tensor
 _meta = torch.device("meta")
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
@@ -43,6 +46,15 @@ def _changes_nothing(func: Any, args: Sequence[Any]) -> bool:
     return all(dtype.is_floating_point for _, dtype in first) and all(other == first for other in others)
 
 
+def _several(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, tuple | list) else ()
+
+
+def _takes_constants(func: Any) -> bool:
+    """Whether an operator does with a constant as with any tensor, where another of its tensors has no values."""
+    return not func._schema.is_mutable and func not in fake_impls.op_implementations_dict
+
+
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is FakeTensor and tensor.constant is None
 
@@ -53,7 +65,11 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own
-        self._answers: dict[tuple[Any, ...], Answer | None] = {}
+        self.answered: Answer | None = None
+        """What gave the last result: the same for equal operators on equal arguments; None where torch did."""
+        self._answers: dict[tuple[Any, ...] | None, Answer | None] = {}
+        self._constants = self._unknowns = 0
+        """Tensors with and without values that `_describe` saw."""
 
     @classmethod
     @override
@@ -63,23 +79,42 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.answered = None
         if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:
             return args[0].constant.item()  # step counters of optimizers, one for each parameter
         if func.__name__.startswith("_foreach_") and _changes_nothing(func, args):
             return None
+        known = self._key(func, args, kwargs)
+        answer = self._answers.get(known)
+        if answer is not None:
+            self.answered = answer
+            return answer(args)
+        out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        self.answered = None  # what torch asked meanwhile
+        if known is not None and known not in self._answers:
+            self._answers[known] = self._answer(func, args, kwargs or {}, out)
+        return out
+
+    def quick(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result where it is kept, else NotImplemented: for the mode above, to spare it the way through torch."""
+        answer = self._answers.get(self._key(func, args, kwargs))
+        if answer is None:
+            return NotImplemented
+        self.answered = answer
+        with _private._DisableTorchDispatch():
+            return answer(args)
+
+    def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """What an operator can tell of its arguments, and of what torch is set to; None where one is not plain."""
         key = [
             func, torch.get_default_dtype(), _private._get_default_device(), torch.is_inference_mode_enabled(),
         ]  # fmt: skip
+        self._constants = self._unknowns = 0
         if not self._describe(key, args) or (kwargs and not self._describe_options(key, kwargs)):
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-        known = tuple(key)
-        answer = self._answers.get(known)
-        if answer is not None:
-            return answer(args)
-        out = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if known not in self._answers:
-            self._answers[known] = self._answer(func, args, kwargs or {}, out)
-        return out
+            return None
+        if self._constants and not (self._unknowns and _takes_constants(func)):
+            return None
+        return tuple(key)
 
     def _describe_options(self, key: list[Any], options: Mapping[str, Any]) -> bool:
         key.extend(options)
@@ -90,8 +125,12 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                if value.fake_mode is not self or value.constant is not None or value.layout is not torch.strided:
+                if value.fake_mode is not self or value.layout is not torch.strided:
                     return False
+                if value.constant is None:
+                    self._unknowns += 1
+                else:
+                    self._constants += 1
                 key += (
                     value.dtype, value.shape, value.stride(), value.storage_offset(), value.untyped_storage().nbytes(),
                     value.requires_grad, value.fake_device, _private._dispatch_keys(value).raw_repr(),
@@ -110,7 +149,16 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """How to give `out` again; None where torch would not."""
         if not isinstance(out, FakeTensor | tuple | list | None):
             return None
-        state, kind = _torch._CacheKeyState(None), list if isinstance(out, list) else tuple
+        if func is _UNSAFE_VIEW and isinstance(out, FakeTensor):
+            like = _torch.extract_tensor_metadata(out)
+            info = _torch._DispatchCacheEntryOutputInfo(inplace_idx=None, metadata=like, view_idx=0)
+            return self._maker(func, info, args) if out.constant is None else None
+        made = [value.untyped_storage()._cdata for value in _several(out) if isinstance(value, FakeTensor)]
+        if len(set(made)) < len(made) and not func.is_view:
+            return None  # two results that are one, as the biases of an LSTM have one gradient
+        state = _torch._CacheKeyState(None)
+        # The one result of `split` is a list, whatever gave it.
+        kind = list if isinstance(out, list) or len(func._schema.returns) == 1 else tuple
         whole: Any = self
         try:
             # A list is refused by torch for its rarity alone; optimizers have lists of thousands.
@@ -137,7 +185,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return lambda _: value
         if like.layout != torch.strided or like.is_conj or like.is_neg or like.requires_grad:
             return None
-        view = info.view_idx if func.is_view else None
+        view = info.view_idx
         shape, stride, offset, dtype = tuple(like.shape), tuple(like.stride), like.storage_offset, like.dtype
         whole: Any = self
         entry = _torch._DispatchCacheValidEntry(output_infos=(info,), is_output_tuple=False)

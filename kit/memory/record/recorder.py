@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from kit.confinement.stand_ins import overridden
 from kit.memory.record.calls import CallLog
+from kit.memory.record.fake_mode import FakeMode
 from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, NO_CALL, PHASES, Recording
 from kit.memory.replay.snapshot import owner_here
 
@@ -115,6 +116,7 @@ class BlockRecorder(TorchDispatchMode):
         self._observers = dict(observers or {})
         self._ledger = Ledger()
         self._operators: dict[Any, _Operator] = {}
+        self._calls: dict[Any, int] = {}
         self._alive: dict[int, _StorageRef] = {}
         self._label = UNNAMED
         self._paused = self._depth = self._backwards = 0
@@ -301,12 +303,15 @@ class BlockRecorder(TorchDispatchMode):
             kwargs = {**kwargs, "device": _HOST}  # a dry run has fake tensors of one device only
         if func is _WAIT and self._fake is not None:
             return args[0]  # there is nobody to wait for
+        fake = _private._get_dispatch_mode(_FAKE)
+        out = fake.quick(func, args, kwargs) if type(fake) is FakeMode else NotImplemented
         try:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            if out is NotImplemented:
+                out = func(*args, **kwargs) if kwargs else func(*args)
         except Exception as error:
             self.failed = (error, func)
             raise
-        if self._paused or _private._get_dispatch_mode(_FAKE) is not self._fake:
+        if self._paused or fake is not self._fake:
             return out
         operator = self._operators.get(func) or self._operator(func)
         if not operator.skipped:
@@ -325,7 +330,7 @@ class BlockRecorder(TorchDispatchMode):
         return operator
 
     def _record(self, operator: _Operator, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        call = self._ledger.calls.number(operator.full_name, args, kwargs, out) if self._ledger.begun else NO_CALL
+        call = self._call(operator, args, kwargs, out) if self._ledger.begun else NO_CALL
         self._ledger.ran(operator.name, self.modules.current(self._backwards), call)
         category = self._label
         if category == UNNAMED and operator.communicates:
@@ -341,6 +346,15 @@ class BlockRecorder(TorchDispatchMode):
             self._ledger.end(self._ledger.begin(size, CATEGORY["workspace"], operator.name))
         if operator.observer is not None:
             operator.observer(args, out)
+
+    def _call(self, operator: _Operator, args: tuple[Any, ...], kwargs: Any, out: Any) -> int:
+        """The number of this call; of one that the fake mode answered, known from its answer."""
+        answer = self._fake.answered if type(self._fake) is FakeMode else None
+        number = self._calls.get(answer)
+        if answer is None or number is None:
+            number = self._ledger.calls.number(operator.full_name, args, kwargs, out)
+            self._calls[answer] = number
+        return number
 
     def _casts_parameter(self, source: Any, out: Tensor) -> bool:
         if self._ledger.phase not in _FORWARD or out.dtype not in _LOW_PRECISION or not isinstance(source, Tensor):

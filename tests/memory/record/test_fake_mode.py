@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
 from kit.config import Config
-from kit.memory.record import dry_run
+from kit.memory.record import dry_run, fakes
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.record.fake_mode import FakeMode
 from kit.memory.replay.replay import Recording
@@ -124,3 +124,17 @@ def test_lists_of_other_shapes_are_still_refused():
         torch._foreach_mul_(values, [torch.ones(3), torch.ones(4)])
         with pytest.raises(RuntimeError):
             torch._foreach_mul_(values, [torch.ones(4), torch.ones(3)])
+
+
+def test_constants_and_unsafe_views_are_answered_again(asked):
+    with fakes.fake_values(), FakeMode():
+        half, x = torch.full((), 0.5), torch.empty(100, 100)
+        made = [x * half for _ in range(3)]
+        views = [torch.ops.aten._unsafe_view(x, [10, 1000]) for _ in range(3)]
+        assert all(view.shape == (10, 1000) for view in views)
+        assert {view.untyped_storage()._cdata for view in views} == {x.untyped_storage()._cdata}
+        assert len({one.untyped_storage()._cdata for one in made}) == 3
+        assert asked["mul.Tensor"] == asked["_unsafe_view.default"] == 1
+        assert (half * 3).item() == 1.5
+        x += half
+        assert half.item() == 0.5
