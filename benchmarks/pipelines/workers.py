@@ -58,6 +58,31 @@ class Collecting(Plain):
         return super().__getitem__(index)
 
 
+WORDS: dict[str, list[float]] = {}
+
+
+class Embedded(Dataset):
+    """Sentences as vectors of their words, looked up in a table of the process, as read from a text file."""
+
+    def __init__(self, as_array=False):
+        import numpy as np
+
+        self.as_array = as_array
+        if as_array:
+            self.vectors = np.arange(4 * ENTRIES, dtype="float64").reshape(-1, 4)
+        elif not WORDS:
+            WORDS.update({f"word{i}": [i, i + 1.0, i + 2.0, i + 3.0] for i in range(ENTRIES)})
+
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        words = [(index * 7919 + place * 104_729) % ENTRIES for place in range(256)]
+        rows = self.vectors[words] if self.as_array else [WORDS[f"word{word}"] for word in words]
+        mean = torch.as_tensor(rows, dtype=torch.float32).mean() / ENTRIES
+        return mean * torch.ones(3, 32, 32), index % 10
+
+
 class Heavy(Plain):
     """Needs half of the scientific stack to be imported where it is unpickled."""
 
@@ -95,6 +120,11 @@ def pipelines(folder):
         name="a list of annotations", planted="dataset copied into workers", speeds_up=False,
         parts=Parts(module=net, data=loader(Annotations)),
         cure=Parts(module=net, data=loader(lambda: Annotations(as_tensor=True))),
+    )  # fmt: skip
+    yield Pipeline(
+        name="words in a table of the process", planted="workers copy the parent", speeds_up=False,
+        parts=Parts(module=net, data=loader(Embedded)),
+        cure=Parts(module=net, data=loader(lambda: Embedded(as_array=True))),
     )  # fmt: skip
     yield Pipeline(
         name="workers beside a vocabulary", planted="workers copy the parent", speeds_up=False, held_out=True,

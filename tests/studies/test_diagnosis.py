@@ -38,6 +38,7 @@ def function(calls, seconds):
 
 
 LOADER = {"workers": 2, "persistent": True, "start_method": "fork", "objects_bytes": 0}
+COPYING = {"inherited_bytes": 2**30, "objects": 2**23, "copied": [(5, 2**25), (30, 2**26)]}
 HOOK = "[Callback]Watcher.on_train_batch_end"
 
 
@@ -73,7 +74,7 @@ FAULTS = {
     "images decoded at full size": reading(PIL={"pixels": 2_000_000}),
     "one row of a large chunk": reading(h5py={"chunk": [4096, 256], "wanted_bytes": 1024, "covered_bytes": 4_194_304}),
     "dataset copied into workers": evidence(hosts={0: host(loader={**LOADER, "objects_bytes": 4e9})}),
-    "workers copy the parent": evidence(hosts={0: host(workers=[{"private_bytes": 2**30}] * 2)}, host_bytes=1.5e9),
+    "workers copy the parent": evidence(hosts={0: host(workers=[COPYING] * 2)}, host_limit_bytes=2**35),
     "workers start slowly": evidence(
         hosts={0: host(loader={**LOADER, "start_method": "spawn"})}, start_up_seconds=8.0, total_seconds=100.0
     ),
@@ -187,6 +188,28 @@ def test_what_a_finding_explains_is_not_told_beside_it():
     assert {text.partition(" is ")[0] for text in settled} == {
         "waiting for data", "no prefetch", "training shorter than preprocessing",
     }  # fmt: skip
+
+
+def test_what_a_forked_worker_copies_is_told_by_what_it_did_and_never_beyond_the_objects_there_are():
+    few = {**COPYING, "objects": 2**21}
+    assert names(evidence(hosts={0: host(workers=[few] * 2)}, host_limit_bytes=2**35)) == ()
+    still = {**COPYING, "copied": [(5, 2**25), (30, 2**25 + 2**19)]}
+    assert names(evidence(hosts={0: host(workers=[still])}, host_limit_bytes=2**35)) == (), "the interpreter's own"
+    one = {**COPYING, "copied": [(5, 3 * 2**28), (30, 3 * 2**28)]}
+    found = evidence(hosts={0: host(workers=[still, one])}, host_limit_bytes=2**35)
+    assert "768 MiB of its parent" in judge(found, source(found))["workers copy the parent"].sentence
+
+
+def test_a_dataset_of_arrays_is_shared_by_forked_workers_and_pickled_to_new_ones():
+    loader = {**LOADER, "arrays_bytes": 4e9}
+    assert names(evidence(hosts={0: host(loader=loader)})) == ()
+    spawned = evidence(hosts={0: host(loader={**loader, "start_method": "spawn"})})
+    assert "pickled" in judge(spawned, source(spawned))["dataset copied into workers"].sentence
+
+
+def test_the_line_at_which_a_loader_process_is_busy_stands_beside_the_wait():
+    found = replace(reading(lmdb={}), thread_cores=0.5)
+    assert "at train.py, line 7" in judge(found, source(found))["waiting for data"].sentence
 
 
 def test_two_findings_never_turn_one_setting_in_different_ways():

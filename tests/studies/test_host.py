@@ -1,8 +1,10 @@
 import gc
+import os
 import pickle
 import sys
 import threading
 import tracemalloc
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,14 +12,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from pipeline_events import steps
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data._utils import worker as torch_worker
 
 import kit
 from kit.studies.diagnosis import sampler as room
 from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth
-from kit.studies.diagnosis.host import held_bytes, objects_bytes
-from kit.studies.diagnosis.sampler import Sampler, WatchedLoop, read_of
+from kit.studies.diagnosis.host import arrays_bytes, held_bytes, objects_bytes
+from kit.studies.diagnosis.sampler import Sampler, WatchedLoop, copied_bytes, read_of, shared_bytes
 from kit.testing import TinyModule
 
 
@@ -60,6 +62,7 @@ def test_a_callback_is_named_with_its_line_and_loader_processes_tell_what_they_d
     assert host["loader"]["objects_bytes"] > 20_000 * 100
     (worker,) = host["workers"]
     assert any("test_host.py" in line["place"] for line in worker["lines"])
+    assert [0 <= copied <= worker["inherited_bytes"] for _, copied in worker["copied"]] == [True, True]
     assert "StepRecorder" not in repr(host["hooks"]), "kit's own callbacks are no finding"
 
 
@@ -104,6 +107,31 @@ def test_what_python_objects_take_is_about_what_was_allocated():
     tracemalloc.stop()
     assert 0.6 < objects_bytes(SimpleNamespace(rows=rows)) / taken < 1.7
     assert objects_bytes(SimpleNamespace(rows=torch.zeros(20_000))) == 0
+
+
+def test_arrays_of_a_dataset_count_where_it_is_pickled_and_wrapped_ones_once():
+    data = TensorDataset(torch.zeros(8))
+    data.labels, data.rows = np.zeros(1000), [[number] for number in range(10_000)]
+    assert arrays_bytes(data) == 8000
+    assert objects_bytes(Subset(data, [0])) == objects_bytes(data)
+
+
+@pytest.mark.skipif(shared_bytes(os.getpid()) is None, reason="this system does not tell what processes share")
+def test_what_a_forked_process_reads_of_objects_is_copied_and_what_it_allocates_is_not():
+    rows = [[number] for number in range(300_000)]
+    ours, theirs = Pipe()
+    process = os.fork()
+    if process == 0:
+        inherited = shared_bytes(os.getpid())[1]
+        for read in (lambda: torch.ones(1 << 25), lambda: [row for row in rows]):  # noqa: C416
+            kept = read()
+            theirs.send(copied_bytes({"process": os.getpid(), "inherited_bytes": inherited}))
+            del kept
+        os._exit(0)
+    allocated, copied = ours.recv(), ours.recv()
+    os.waitpid(process, 0)
+    assert allocated < 8 << 20
+    assert copied - allocated > 300_000 * 56 / 2, "lists whose references were counted"
 
 
 def test_memory_grows_only_where_both_halves_of_a_trial_say_so():

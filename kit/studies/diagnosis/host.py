@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
@@ -30,13 +31,21 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as torch_worker
 from typing_extensions import override
 
-from kit.studies.diagnosis.sampler import MOST_WORKERS, PAGE_BYTES, Sampler, WatchedLoop, kind_of, summary
+from kit.studies.diagnosis.sampler import (
+    MOST_WORKERS,
+    PAGE_BYTES,
+    Sampler,
+    WatchedLoop,
+    copied_bytes,
+    kind_of,
+    summary,
+)  # fmt: skip
 from kit.trial.context import Context
 from kit.trial.recorder import StepClock
 from kit.trial.verdict import describe
 
 _POINTS = 12
-_LEAST_ENTRIES = 10_000
+_LEAST_ENTRIES, _MOST_WRAPPED = 10_000, 4
 
 
 class _Mallinfo(ctypes.Structure):
@@ -108,6 +117,7 @@ class HostWatch(Callback):
         self._begun: dict[str, Any] = {}
         self._written = False
         self._held: list[tuple[int, int]] = []
+        self._copied: dict[int, tuple[int, int]] = {}
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -133,6 +143,11 @@ class HostWatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         steps = getattr(trainer, "trial_steps", None)
+        if self._sampler is None and trainer.global_step == self._context.config.trial.warmup_steps:  # not timed yet
+            self._copied = {
+                worker["process"]: (trainer.global_step, copied)
+                for worker in self._workers() if (copied := copied_bytes(worker)) is not None
+            }  # fmt: skip
         if self._sampler is not None and trainer.global_step % max(1, (steps or 0) // _POINTS) == 0:
             held = held_bytes(pl_module.device)
             if held is not None and len(self._held) < 4 * _POINTS:
@@ -194,7 +209,7 @@ class HostWatch(Callback):
             pixels=begun["pixels"],
             held=self._held,
             loader=self._loader(trainer),
-            workers=self._workers(),
+            workers=[{**worker, "copied": self._copies(worker, trainer.global_step)} for worker in self._workers()],
             embeddings=embeddings(module),
         )  # fmt: skip
 
@@ -214,8 +229,14 @@ class HostWatch(Callback):
         return {
             "workers": loader.num_workers, "persistent": loader.persistent_workers,
             "start_method": method or ("fork" if sys.platform == "linux" and sys.version_info < (3, 14) else "other"),
-            "objects_bytes": objects_bytes(loader.dataset),
+            "objects_bytes": objects_bytes(loader.dataset), "arrays_bytes": arrays_bytes(loader.dataset),
         }  # fmt: skip
+
+    def _copies(self, worker: dict[str, Any], step: int) -> list[tuple[int, int]]:
+        """Steps, and bytes that a loader process had copied by then: after the warm-up, and now."""
+        copied = copied_bytes(worker)
+        first = [self._copied[worker["process"]]] if worker.get("process") in self._copied else []
+        return first if copied is None else [*first, (step, copied)]
 
     def _workers(self) -> list[dict[str, Any]]:
         found = []
@@ -271,17 +292,26 @@ def embeddings(module: nn.Module) -> dict[str, Any]:
     return {"name": name, "elements": size, "parameters": total}
 
 
+def held_by(dataset: Any) -> Iterator[Any]:
+    """A dataset, those that it wraps, and their attributes."""
+    for _ in range(_MOST_WRAPPED):
+        if dataset is None:
+            return
+        yield dataset
+        yield from [one for name, one in getattr(dataset, "__dict__", {}).items() if name != "dataset"]
+        dataset = getattr(dataset, "dataset", None)
+
+
 def objects_bytes(dataset: Any) -> int:
     """What the Python objects in a dataset's containers take, from a hundred of each: references count as they go."""
-    found, seen = 0, 0
-    while dataset is not None and seen < 4:
-        for value in list(getattr(dataset, "__dict__", {}).values()):
-            if isinstance(value, list | dict) and len(value) >= _LEAST_ENTRIES:
-                found += _sampled_bytes(value)
-        if isinstance(dataset, list) and len(dataset) >= _LEAST_ENTRIES:
-            found += _sampled_bytes(dataset)
-        dataset, seen = getattr(dataset, "dataset", None), seen + 1
-    return found
+    held = held_by(dataset)
+    return sum(_sampled_bytes(one) for one in held if isinstance(one, list | dict) and len(one) >= _LEAST_ENTRIES)
+
+
+def arrays_bytes(dataset: Any) -> int:
+    """What a dataset's arrays take, which are copied where it is pickled; tensors are shared, and mapped files too."""
+    held = held_by(dataset)
+    return sum(one.nbytes for one in held if isinstance(one, np.ndarray) and not isinstance(one, np.memmap))
 
 
 def _sampled_bytes(container: list[Any] | dict[Any, Any]) -> int:

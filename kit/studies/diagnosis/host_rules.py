@@ -280,27 +280,78 @@ def _workers(found: Evidence) -> int:
     return int(found.host.get("loader", {}).get("workers", 0))
 
 
+def _forked(found: Evidence) -> bool:
+    return found.host.get("loader", {}).get("start_method") == "fork"
+
+
+def _dataset_bytes(found: Evidence) -> float:
+    """What each worker will hold of the dataset: objects once they are read; pickled to it, also NumPy's arrays."""
+    loader = found.host["loader"]
+    return float(loader.get("objects_bytes", 0) + (0 if _forked(found) else loader.get("arrays_bytes", 0)))
+
+
 def _copied(found: Evidence) -> float | None:
-    """What all workers will hold of a dataset of Python objects once they have touched it, over the host's memory."""
+    """What all workers will hold of a dataset, over the host's memory."""
     if not found.host or not found.host_limit_bytes:
         return None
     copies = _workers(found) * found.world_size
-    return copies * float(found.host["loader"].get("objects_bytes", 0) if copies else 0) / found.host_limit_bytes
+    return copies * (_dataset_bytes(found) if copies else 0.0) / found.host_limit_bytes
+
+
+def _copied_sentence(found: Evidence, value: float) -> str:
+    size, count = format_bytes(_dataset_bytes(found)), _workers(found)
+    if _forked(found):
+        held = f"The dataset holds {size} of Python objects, and each of {count} workers copies what it reads of them"
+    else:
+        held = f"The dataset is pickled, {size}, to each of {count} workers, which are new interpreters"
+    return f"{held}: {value:.0%} of the machine's memory{' in time' if _forked(found) else ''}."
+
+
+def _copies(found: Evidence) -> tuple[float, float, float]:
+    """Of the forked worker that copies most of its parent: bytes so far, bytes a step adds, what they will come to.
+
+    Counting references and collecting garbage write to Python's objects only, so these are all that can be copied.
+    """
+    if not found.host or not _forked(found):
+        return 0.0, 0.0, 0.0
+    each = [_copies_of(worker) for worker in found.host.get("workers", ()) if worker.get("copied")]
+    return max(each, key=lambda one: one[2], default=(0.0, 0.0, 0.0))
+
+
+def _copies_of(worker: Mapping[str, Any]) -> tuple[float, float, float]:
+    (before, at_first), (after, so_far) = worker["copied"][0], worker["copied"][-1]
+    rate = (so_far - at_first) / (after - before) if so_far - at_first >= _OWN_BYTES else 0.0
+    most = min(worker["inherited_bytes"], worker["objects"] * _OBJECT_BYTES)
+    return so_far, rate, max(so_far, min(most, so_far + rate * _MANY_STEPS))
+
+
+_OWN_BYTES = 1 << 20
+"""Below that it is the interpreter's own."""
+_OBJECT_BYTES = 64
+"""Of a block of Python's allocator, about: a number takes 32, a list of three 120 in two of them."""
 
 
 def _parent_copied(found: Evidence) -> float | None:
-    """What each worker holds for itself, beyond its dataset, over what the rank holds."""
-    workers = [worker for worker in found.host.get("workers", ()) if worker.get("private_bytes")]
-    if not found.host or not found.host_bytes:
+    """What all workers will hold a second time beyond the dataset, over the host's memory."""
+    if not found.host or not found.host_limit_bytes:
         return None
-    if not workers or found.host["loader"].get("start_method") != "fork":
-        return 0.0
-    own = sum(worker["private_bytes"] for worker in workers) / len(workers)
-    beyond = own - float(found.host["loader"].get("objects_bytes", 0))
-    return max(0.0, beyond) / (found.host_bytes / found.world_size) if beyond >= _LEAST_COPIED_BYTES else 0.0
+    beyond = _copies(found)[2] - float(found.host["loader"].get("objects_bytes", 0))
+    copies = _workers(found) * found.world_size
+    return copies * beyond / found.host_limit_bytes if beyond >= _LEAST_COPIED_BYTES else 0.0
 
 
-_LEAST_COPIED_BYTES = 1 << 29
+_LEAST_COPIED_BYTES = 1 << 28
+"""Twice what torch and Lightning alone leave to be copied."""
+
+
+def _parent_copied_sentence(found: Evidence, value: float) -> str:
+    so_far, rate, most = _copies(found)
+    more = f", copies {format_bytes(rate)} more at every step" if most > so_far else ""
+    return (
+        f"A forked worker holds {format_bytes(so_far)} of its parent's memory a second time{more}, since to count a "
+        f"reference to an object or to collect garbage copies its page: of {_workers(found)} workers that is "
+        f"{value:.0%} of the machine's memory{' in time' if most > so_far else ''}."
+    )
 
 
 def _slow_start(found: Evidence) -> float | None:
@@ -367,18 +418,18 @@ HOST_RULES: tuple[Rule, ...] = (
         name="dataset copied into workers", looks_at="Python objects of the dataset, in all workers, over the "
         "machine's memory", unit="fraction", threshold=0.03, source="kit: reading an object counts its references, "
         "which copies its page", needs="a trial of this machine", measure=_copied,
-        explains=("workers copy the parent",),
-        sentence=lambda found, value: f"The dataset holds {format_bytes(found.host['loader']['objects_bytes'])} of "
-        f"Python objects, and each of {_workers(found)} workers copies what it reads of them: {value:.0%} of the "
-        "machine's memory in time.",
-        setting=lambda _: "your dataset: arrays or tensors (or Arrow) in place of lists and dictionaries",
+        explains=("workers copy the parent",), sentence=_copied_sentence,
+        setting=lambda found: "your dataset: arrays or tensors (or Arrow) in place of lists and dictionaries"
+        if _forked(found) else "your dataset: tensors, whose memory all workers share, or files opened by each worker",
     ),
     Rule(
-        name="workers copy the parent", looks_at="memory of each worker that it shares with none, over that of its "
-        "rank", unit="fraction", threshold=0.5, source="kit: from half a gibibyte on; garbage collection in a forked "
-        "process touches, and so copies, all objects", needs="forked workers", measure=_parent_copied,
-        sentence=lambda _, value: f"Each forked worker holds {value:.0%} of its rank's memory a second time.",
-        setting=lambda _: "gc.freeze() before the loader starts, or multiprocessing_context='spawn'",
+        name="workers copy the parent", looks_at="memory of the parent, beyond the dataset, that all forked workers "
+        "will hold a second time, over the machine's memory", unit="fraction", threshold=0.02, source="kit: from 256 "
+        "MiB a worker on; counting a reference in a forked process writes to, and so copies, a page of objects",
+        needs="a trial of this machine", measure=_parent_copied, sentence=_parent_copied_sentence,
+        setting=lambda _: "the large tables that workers read: NumPy, Arrow or tensors in place of lists and "
+        "dictionaries, loaded after the workers start where these need none of them; gc.freeze() before the loader "
+        "starts, and no gc.collect() in a worker",
     ),
     Rule(
         name="workers start slowly", looks_at="seconds until the first batch, where workers are new interpreters",

@@ -76,6 +76,18 @@ def _wait_change(found: Evidence) -> Change:
     return _worker_change(found)
 
 
+def _worker_line(found: Evidence) -> str:
+    """The line of the user's code at which loader processes are most, where they are there half of their time."""
+    lines = [line for worker in found.host.get("workers", ()) for line in worker.get("lines", ()) if line["place"]]
+    most = max(lines, key=lambda line: float(line["fraction"]), default=None)
+    if most is None or most["fraction"] < _MOST_OF_A_WORKER:
+        return ""
+    return f"; a loader process is {most['fraction']:.0%} of its time at {most['place']}"
+
+
+_MOST_OF_A_WORKER = 0.5
+
+
 def _no_prefetch(found: Evidence) -> float | None:
     if found.wait_fraction is None or found.workers is None:
         return None
@@ -328,8 +340,8 @@ RULES: tuple[Rule, ...] = (
         looks_at="share of the time spent waiting for a batch", unit="fraction", threshold=0.4,
         source=f"{TRAINING_AT_SCALE}: above 40 % a pipeline is I/O-bound", needs="timed steps",
         measure=lambda found: found.wait_fraction,
-        sentence=lambda _, value: f"Training waits for data {value:.0%} of the time: reading sets the pace, not the "
-        "model.",
+        sentence=lambda found, value: f"Training waits for data {value:.0%} of the time: reading sets the pace, not "
+        f"the model{_worker_line(found)}.",
         setting=_wait_setting, change=_wait_change, effect=_without_wait,
     ),
     Rule(

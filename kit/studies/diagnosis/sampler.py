@@ -25,9 +25,11 @@ import json
 import mmap
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -202,27 +204,38 @@ class WatchedLoop:
         with contextlib.suppress(Exception):
             number = inspect.signature(self._original).bind(*args, **options).arguments["worker_id"]
             if number < MOST_WORKERS and os.getpid() != self._parent:
+                forked = Forked(os.getpid(), (shared_bytes(os.getpid()) or (0, 0))[1], sys.getallocatedblocks())
                 sampler = Sampler()
                 sampler.start()
-                tell = threading.Thread(target=self._tell, args=(sampler, number), name="kit-tell", daemon=True)
-                tell.start()
+                given = (sampler, number, forked)
+                threading.Thread(target=self._tell, args=given, name="kit-tell", daemon=True).start()
         self._original(*args, **options)
 
-    def _tell(self, sampler: Sampler, number: int) -> None:
-        pause = _TELL_SECONDS
+    def _tell(self, sampler: Sampler, number: int, forked: Forked) -> None:
+        pause = 0.0
         while True:
             time.sleep(pause)
-            pause = min(60.0, 1.5 * pause)  # reading what a large process holds takes milliseconds
+            pause = min(60.0, max(_TELL_SECONDS, 1.5 * pause))
             with contextlib.suppress(Exception):
-                queued = queued_seconds(os.getpid())
-                watched = max(1e-9, sampler.seconds)
+                queued, watched = queued_seconds(os.getpid()), max(1e-9, sampler.seconds)
                 found = {
-                    **summary(sampler, {}), "private_bytes": private_bytes(), "queued_fraction": queued / watched,
+                    **summary(sampler, {}), **asdict(forked), "queued_fraction": queued / watched,
                     "idle_fraction": sampler.idle_seconds / watched,
                 }  # fmt: skip
                 text = json.dumps(found).encode()[: PAGE_BYTES - 8]
                 begin = number * PAGE_BYTES
                 self._pages[begin : begin + 8 + len(text)] = len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """What a loader process began with."""
+
+    process: int
+    inherited_bytes: int
+    """Memory that it shared with its parent: 0 where the system does not tell."""
+    objects: int
+    """Blocks of Python's allocator."""
 
 
 def queued_seconds(thread: int) -> float:
@@ -232,13 +245,23 @@ def queued_seconds(thread: int) -> float:
     return 0.0
 
 
-def private_bytes() -> int | None:
-    """What this process holds for itself alone; None where the system does not tell."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Private_Dirty:"):
-                return int(line.split()[1]) * 1024
+def shared_bytes(process: int) -> tuple[int, int] | None:
+    """Memory that a process wrote or was forked with, held alone and with others; None where nobody tells."""
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+        rows = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        found = {row.split()[0]: int(row.split()[1]) * 1024 for row in rows if "_Dirty:" in row}
+        return found["Private_Dirty:"], found["Shared_Dirty:"]
     return None
+
+
+def copied_bytes(worker: Mapping[str, Any]) -> int | None:
+    """Of the memory that a forked process began with, what it holds a second time by now: writing copies a page.
+
+    A page is shared no longer when it is copied or given back; what is held alone may be new. So the lesser of the two
+    is a copy.
+    """
+    held = shared_bytes(worker["process"]) if worker.get("inherited_bytes") else None
+    return None if held is None else max(0, min(held[0], worker["inherited_bytes"] - held[1]))
 
 
 def summary(sampler: Sampler, cells: dict[str, tuple[str, str]]) -> dict[str, Any]:
