@@ -15,6 +15,7 @@ from kit.errors import ConfigError, TrialError
 from kit.studies.diagnosis.diagnose import diagnose, judge
 from kit.studies.diagnosis.evidence import StoreLayout
 from kit.studies.diagnosis.rules import RULES
+from kit.studies.diagnosis.unit_costs import LOOP, VALUE, unit_costs
 from kit.studies.profiling.trace import TraceInfo
 from kit.testing import TinyData, TinyModule
 
@@ -234,6 +235,21 @@ def test_effects_follow_from_the_parts_of_a_step_and_say_what_is_next():
     assert low < 1 / (1 - 0.4 * 13 / 14) < high
 
 
+def test_counted_calls_take_what_one_was_measured_to_take():
+    """2,000 values of 10 to 50 µs in a step of a second: 2 to 10 % of it, though no sample fell on the line."""
+    found = replace(FAULTS["sync in the step"], unit_costs={VALUE: 1e-5, LOOP: 5e-5})
+    low, high = judge(found, source(found))["sync in the step"].predicted
+    assert (low, high) == pytest.approx((1 / 0.98, 1 / 0.9))
+
+
+def test_a_read_of_a_small_chunk_still_costs_its_calls():
+    found = replace(FAULTS["one row of a large chunk"], shares={"wait": 0.9, "forward": 0.1})
+    slower = replace(found, unit_costs={"h5py": 0.01})
+    free, dear = (judge(one, source(one))["one row of a large chunk"].predicted for one in (found, slower))
+    assert dear[1] < free[1]
+    assert dear[0] < free[0]
+
+
 def test_a_gain_that_only_a_trial_tells_is_none_until_it_was_measured():
     slower = evidence({"hardware.precision": "32-true"}, measured_gains={"full precision": (0.2, 0.3)})
     assert names(slower) == ()
@@ -321,6 +337,12 @@ def test_any_evidence_gets_an_answer(weights, cores, own, gpu, workers):
 
 
 # -- real trials
+
+
+def test_small_acts_are_timed_where_their_package_is_known():
+    costs = unit_costs([VALUE, LOOP, "zarr", "lmdb"])
+    assert set(costs) == {VALUE, LOOP, "zarr"}
+    assert all(seconds > 0 for seconds in costs.values())
 
 
 class Slow(Dataset):

@@ -22,6 +22,7 @@ from kit.machine.machine import hardware
 from kit.machine.processes import machine
 from kit.records.trace import BESIDE_TRAINING, merged
 from kit.speed.peaks import Peaks
+from kit.studies.diagnosis.unit_costs import LOOP, VALUE, unit_costs
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
 from kit.studies.series import measured_bytes, samples_per_second
@@ -145,6 +146,8 @@ class Evidence:
     """What a step allocates and does not free, of the rank that grows most; 0 where it does not grow steadily."""
     measured_gains: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Gains of short trials with a change, by the rule that asked for them: from and to."""
+    unit_costs: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of one small act on this machine (`kit.studies.diagnosis.unit_costs`), of those that the trial made."""
     notes: tuple[str, ...] = field(default=())
     """What could not be learned, and why."""
 
@@ -251,16 +254,25 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
     if profile is not None:
         functions = tuple(profile.functions) if "advanced" in profile.passes else None
         profiled = {"trace": profile.trace, "functions": functions}
+    hosts = {int(event["rank"]): event for event in trial.events if event["kind"] == "host_watched"}
+    work = _work(trial)
     return Evidence(
         config=config, accelerator=str(started.get("accelerator", "cpu")), world_size=int(started.get("world_size", 1)),
         own_loader=own, given_loader=given, cores=hardware().cores if here else None, batches=len(steps),
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
-        hosts={int(event["rank"]): event for event in trial.events if event["kind"] == "host_watched"},
+        hosts=hosts, unit_costs=unit_costs(_acts(hosts, work)) if here else {},
         uneven=_uneven(steps), epoch_start_fraction=_epoch_starts(steps), growth_bytes=_growth(trial),
-        notes=tuple(notes), work=_work(trial), read_seconds=_read_seconds(steps),
+        notes=tuple(notes), work=work, read_seconds=_read_seconds(steps),
         **_times(steps, _computing(trial)), **_start_up(trial),
         **_reading(trial), **_cpu(trial), **_memory(trial, here), **profiled,
     )  # fmt: skip
+
+
+def _acts(hosts: Mapping[int, Mapping[str, Any]], work: CountedWork | None) -> list[str]:
+    """The small acts of a trial whose cost is worth knowing."""
+    watched = [one for host in hosts.values() for one in (host, *host.get("workers", ()))]
+    values = [VALUE, LOOP] if work is not None and work.own_syncs else []
+    return [*values, *sorted({package for one in watched for package in one.get("reads", ())})]
 
 
 def _computing(trial: Trial) -> dict[int, float]:

@@ -239,13 +239,19 @@ def _one_row_sentence(found: Evidence, _: float) -> str:
 
 
 def _one_row_effect(found: Evidence) -> Range | None:
+    """Without the bytes that nobody asked for; each sample's calls remain, one read or, with its label, two."""
     read = _one_read(found, "h5py", "zarr")
     if read is None:
         return None
-    gone = 1 - read[1]["wanted_bytes"] / read[1]["covered_bytes"]
-    if read[3]:
-        return _gone_from_reading(found, read[2], True, 0.9 * gone, gone)
-    return without(read[2] * gone, max(read[2], found.shares.get("wait", 0.0)) * gone)
+    package, sizes, share, is_worker = read
+    samples = (found.samples_per_second or 0.0) * found.step_seconds / max(1, found.world_size)
+    making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
+    calls = samples * found.unit_costs.get(package, 0.0) / making / share
+    gone = 1 - sizes["wanted_bytes"] / sizes["covered_bytes"]
+    low, high = max(0.0, gone - 2 * calls), max(0.0, gone - calls)
+    if is_worker:
+        return _gone_from_reading(found, share, True, 0.9 * low, high)
+    return without(share * low, max(share, found.shares.get("wait", 0.0)) * high)
 
 
 def _full_size(found: Evidence) -> float | None:

@@ -21,6 +21,7 @@ from kit.studies.diagnosis.rule import (
     shorter,
     without,
 )  # fmt: skip
+from kit.studies.diagnosis.unit_costs import LOOP, VALUE
 from kit.studies.profiling.profile import MANY_CALLS_FRACTION, many_short_calls
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -196,14 +197,17 @@ def _syncs_sentence(found: Evidence, _: float) -> str:
 
 
 def _syncs_effect(found: Evidence) -> Range | None:
-    """Without the samples of the lines that wait, or of all lines that call as often: a loop is more than one line."""
+    """Without the calls: from what asking for a value costs to what a loop over elements costs, or was seen to.
+
+    Samples alone tell too little: between two calls of a loop nothing else gets the interpreter, so it is asked late.
+    """
     work = found.work
     if work is None or found.on_gpu or not found.host:
         return None
-    syncing = {line["place"] for line in work.lines if line["syncs"]}
-    calling = {line["place"] for line in work.lines if line["calls"] >= work.own_syncs / 2} | syncing
-    high = found.line_fraction(calling)
-    return without(found.line_fraction(syncing), high) if high else None
+    calls = [work.own_syncs * found.unit_costs.get(kind, 0.0) / found.step_seconds for kind in (VALUE, LOOP)]
+    seen = found.line_fraction({line["place"] for line in work.lines if line["syncs"]})
+    high = min(max(seen, calls[1]), found.shares.get("forward", 0.0))
+    return without(min(calls[0], high), high) if high else None
 
 
 def _precision(found: Evidence) -> float | None:

@@ -1,0 +1,77 @@
+"""unit_costs: what one small act of a kind costs on this machine, so that a count of them becomes a time.
+
+Short acts are what sampling tells worst: a loop that asks tensors for values holds the interpreter in between, and a
+read out of a small chunk costs its call and not its bytes. So these few are timed, for milliseconds, when a trial of
+this machine is diagnosed. Each is the median of `TURNS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import statistics
+import time
+from collections.abc import Callable, Collection
+
+import numpy as np
+import torch
+
+TURNS, ELEMENTS = 15, 256
+VALUE, LOOP = "value of a tensor", "element of a loop"
+"""To ask a tensor for its value; and to make the tensors of a loop over elements besides."""
+
+
+def unit_costs(kinds: Collection[str]) -> dict[str, float]:
+    """Seconds of one act, by kind: `VALUE`, `LOOP`, or the package that reads one row of a small chunk.
+
+    A kind that is not known, or whose package is not installed, is left out.
+    """
+    found = dict[str, float]()
+    for kind in kinds:
+        with contextlib.suppress(ImportError, OSError, ValueError, KeyError):
+            found[kind] = _ACTS[kind]()
+    return found
+
+
+def _seconds(act: Callable[[], object], count: int = 1) -> float:
+    act()
+    spent = []
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        act()
+        spent.append((time.perf_counter() - began) / count)
+    return statistics.median(spent)
+
+
+@functools.cache
+def _value() -> float:
+    values = list(torch.zeros(ELEMENTS))
+    return _seconds(lambda: [value.item() > 1 for value in values], ELEMENTS)
+
+
+@functools.cache
+def _loop() -> float:
+    values = torch.zeros(ELEMENTS, requires_grad=True) * 1
+    return _seconds(lambda: [value.item() > 1 for value in values], ELEMENTS)
+
+
+@functools.cache
+def _hdf5_row() -> float:
+    import h5py
+
+    with h5py.File(io.BytesIO(), "w") as file:
+        file.create_dataset("x", data=np.zeros((256, 64), "float32"), chunks=(1, 64), compression="gzip")
+        return _seconds(lambda: [file["x"][row] for row in range(16)], 16)
+
+
+@functools.cache
+def _zarr_row() -> float:
+    import zarr
+
+    array = zarr.create_array({}, shape=(256, 64), chunks=(1, 64), dtype="float32")
+    array[:] = 1
+    return _seconds(lambda: [array[row] for row in range(16)], 16)
+
+
+_ACTS = {VALUE: _value, LOOP: _loop, "h5py": _hdf5_row, "zarr": _zarr_row}
