@@ -1,12 +1,12 @@
-"""The diagnosis on thirty pipelines with planted faults: named, missed, false alarms, and gains that are kept.
+"""The diagnosis on thirty-one pipelines with planted faults: named, missed, false alarms, and gains that are kept.
 
     python benchmarks/diagnosis.py [--seconds 170] [--only TEXT] [--development] [--record]
 
-The pipelines are those of `benchmarks/pipelines`: twenty with one planted fault each, ten with none. Of each, one after
-another: a trial is run and diagnosed; where the planted fault has a cure that is about time, the pipeline and its cure
-run in turn until the gain is known to a tenth, or eight times each; and TraceML watches the same pipeline in a plain
-Lightning Trainer (`pip install traceml-ai`, left out where it is not installed). What is done is appended to a file of
-results, and a second start goes on from there, so that the whole fits into short quiet times of a machine.
+The pipelines are those of `benchmarks/pipelines`: twenty-one with one planted fault each, ten with none. Of each, one
+after another: a trial is run and diagnosed; where the planted fault has a cure that is about time, the pipeline and its
+cure run in turn until the gain is known to a tenth, or eight times each; and TraceML watches the same pipeline in a
+plain Lightning Trainer (`pip install traceml-ai`, left out where it is not installed). What is done is appended to a
+file of results, and a second start goes on from there, so that the whole fits into short quiet times of a machine.
 
 *named* is whether the planted fault is among the findings; *false alarms* are findings that are neither planted nor, by
 the pipeline's own account, also true, nor seen to be true when their change was tried (*also true*, with the gain).

@@ -1,4 +1,4 @@
-"""Thirty training pipelines with one planted fault each, or none: what a diagnosis is measured on.
+"""Thirty-one training pipelines with one planted fault each, or none: what a diagnosis is measured on.
 
 Each is written as its author would write it without kit: own datasets, loaders, hooks and callbacks, and models of
 torch, Lightning's demos and transformers. `Pipeline.planted` is the name that a finding should have, and `cure` what

@@ -135,9 +135,13 @@ class LeversCheck(Drawable):
     def sentences(self) -> tuple[str, ...]:
         units = "memory is the peak allocated on one device, speed that of all devices together"
         notes = (f"{step.name}: {step.note}" for step in self.steps if step.note)
+        even = (
+            f"{step.name}: no difference in speed was found; one of {step.tried.visible:.0%} would have been seen"
+            for step in self.steps if step.tried is not None and step.tried.verdict == "within the noise"
+        )  # fmt: skip
         against = "the row above" if self.cumulative else "the first"
         compared = f"saved is measured against {against}; a fraction below 1 is less than that of the first config"
-        return (units, compared, *notes)
+        return (units, compared, *even, *notes)
 
     def __repr__(self) -> str:
         return "\n".join([text_table(_COLUMNS, self.rows), *(f"- {text}" for text in self.sentences)])

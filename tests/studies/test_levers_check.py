@@ -1,3 +1,6 @@
+import re
+from dataclasses import replace
+
 import pytest
 
 import kit
@@ -49,6 +52,14 @@ def test_the_table_and_the_chart_show_every_rung(check):
     assert [label.get_text() for label in memory.get_yticklabels()] == [step.name for step in check.steps]
     assert len(memory.patches) == 2 * len(check.steps)
     assert len(speed.patches) == len(check.steps)
+
+
+def test_a_lever_without_effect_says_which_difference_would_have_been_seen(check):
+    last = check.steps[-1]
+    even = {"samples_per_second": (100.0, 102.0, 98.0)}
+    tried = replace(last.tried, **{side: replace(getattr(last.tried, side), **even) for side in ("before", "after")})
+    found = replace(check, steps=(*check.steps[:-1], replace(last, tried=tried)))
+    assert any(re.match(r"\+ bf16-mixed: no difference .* one of \d%", text) for text in found.sentences)
 
 
 def test_a_lever_that_cannot_run_stands_there_with_its_reason_and_the_next_goes_on(config):

@@ -287,7 +287,7 @@ def _workers(found: Evidence) -> int:
 
 
 def _forked(found: Evidence) -> bool:
-    return found.host.get("loader", {}).get("start_method") == "fork"
+    return bool(found.host.get("loader", {}).get("start_method") == "fork")
 
 
 def _dataset_bytes(found: Evidence) -> float:

@@ -58,7 +58,7 @@ def _loop() -> float:
 
 @functools.cache
 def _hdf5_row() -> float:
-    import h5py
+    import h5py  # type: ignore[import-untyped]
 
     with h5py.File(io.BytesIO(), "w") as file:
         file.create_dataset("x", data=np.zeros((256, 64), "float32"), chunks=(1, 64), compression="gzip")
