@@ -57,7 +57,7 @@ def words():
 @pytest.mark.parametrize(
     ("module", "data", "said"),
     [(Compiled, TinyData, "compiled code"), (OwnKernel, TinyData, "kernels of kit_tests"),
-     (Loop, TinyData, "numbers that a dry run does not have"), (Experts, words, "each expert")],
+     (Loop, TinyData, "dry run does not have"), (Experts, words, "each expert")],
 )  # fmt: skip
 def test_what_is_not_modelled_widens_the_range_and_says_so(config, module, data, said):
     if module is Experts:
