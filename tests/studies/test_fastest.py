@@ -61,6 +61,7 @@ def test_only_as_many_blocks_are_checkpointed_as_the_budget_asks_for(given, ends
             assert plan.chosen.needs_bytes >= 0.9 * plan.budget_bytes
             assert 0 < plan.chosen.checkpointed < 10
             assert plan.config.levers.checkpoint_blocks
+            assert "next faster setting" in str(plan)
             needs = kit.predict_memory(plan.config, SMALL, data, device=a100_of(1 << 35)).total_bytes[1]
             assert needs == plan.chosen.needs_bytes
         else:

@@ -121,13 +121,17 @@ def test_what_a_forked_process_reads_of_objects_is_copied_and_what_it_allocates_
     rows = [[number] for number in range(300_000)]
     ours, theirs = Pipe()
     process = os.fork()
-    if process == 0:
-        inherited = shared_bytes(os.getpid())[1]
-        for read in (lambda: torch.ones(1 << 25), lambda: [row for row in rows]):  # noqa: C416
-            kept = read()
-            theirs.send(copied_bytes({"process": os.getpid(), "inherited_bytes": inherited}))
-            del kept
-        os._exit(0)
+    if process == 0:  # without torch, whose threads were not forked
+        try:
+            gc.disable()
+            inherited = shared_bytes(os.getpid())[1]
+            for read in (lambda: np.ones(1 << 25, np.float32), lambda: [row for row in rows]):  # noqa: C416
+                kept = read()
+                theirs.send(copied_bytes({"process": os.getpid(), "inherited_bytes": inherited}))
+                del kept
+        finally:
+            os._exit(0)
+    theirs.close()
     allocated, copied = ours.recv(), ours.recv()
     os.waitpid(process, 0)
     assert allocated < 8 << 20

@@ -226,6 +226,8 @@ class Fastest:
             # The chosen one may need no more than the budget: what it was thought to need is what was wrong.
             self._cut_bytes += max(0, confirmed.needs_bytes - self.budget_bytes)
             points = self._points(self._families_of(points))
+        if chosen is not None:
+            self._note_next(chosen, points)
         trial = self._trial(chosen) if chosen is not None and confirm and self._is_here else None
         return SpeedPlan(
             given=self.config, target=self.target, budget_bytes=self.budget_bytes,
@@ -349,17 +351,22 @@ class Fastest:
         everything = point(order)
         if not everything.fits:
             return [plain, everything]
-        low, high, least = 0, len(order), everything
+        low, high, least, beyond = 0, len(order), everything, plain
         while high - low > 1:
             middle = (low + high) // 2
             tried = point(order[:middle])
-            low, high, least = (low, middle, tried) if tried.fits else (middle, high, least)
+            if tried.fits:
+                high, least = middle, tried
+            else:
+                low, beyond = middle, tried
         names = order[:high]
         for block in sorted(names[:_DROPS], key=lambda block: -costs[block]):
             tried = point([name for name in names if name != block])
             if tried.fits:
                 names, least = [name for name in names if name != block], tried
-        return [plain, least] if least is everything else [plain, least, everything]
+        found = [plain]
+        found.extend(one for one in (beyond, least, everything) if one not in found)
+        return found
 
     def _block_costs(self, checkpoints: Checkpoints, recorded: _Recorded, family: _Family) -> dict[str, float]:
         """Seconds for a byte saved, by the label of a block."""
@@ -490,6 +497,14 @@ class Fastest:
     def _note(self, text: str) -> None:
         if text not in self.reasons:
             self.reasons.append(text)
+
+    def _note_next(self, chosen: SpeedPoint, points: Sequence[SpeedPoint]) -> None:
+        """Say what the next faster setting lacks, so that memory that is left over is not wondered at."""
+        faster = [point for point in points if not point.fits and point.step_seconds < chosen.step_seconds]
+        if faster:
+            near = min(faster, key=lambda point: point.needs_bytes)
+            lacks = format_bytes(max(0, near.needs_bytes - self.budget_bytes))
+            self._note(f"the next faster setting that was looked at, {near.name}, needs {lacks} more than there is")
 
     def _refusal(self, points: Sequence[SpeedPoint]) -> str:
         if not points:
