@@ -4,8 +4,8 @@
 
 One process each for 64, 256 and 1,024 MiB allowed, reading in the rank and in a loader process, random order, half of
 the budget kept as decoded chunks. All run at once on one simulated cloud, and each takes a batch in every step, as a
-training does. Growth counts from before the store was opened, on glibc as it is. What must hold: growth never exceeds
-what is allowed by more than a process's own tables, and the last half hour adds nothing.
+training does. Growth counts on glibc as it is, in the rank from before the store was opened, so with the modules that
+opening imports; in a loader process from its first batch on. The slope is that of the last half of the minutes.
 """
 
 from __future__ import annotations
