@@ -45,7 +45,7 @@ from kit.memory.record.fakes import UPPER_BOUND
 from kit.memory.recordings import NEXT
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import Residuals, estimate
-from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, Recording, replay
+from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, GUESSED_CONDITION, Recording, replay
 from kit.registry import load
 from kit.train.choices import asked_stages, validates_by
 from kit.trial.context import Context
@@ -212,7 +212,7 @@ def settle(first: Recording, record_otherwise: Callable[[str], Recording]) -> Re
         if guess.endswith(UPPER_BOUND) and needed < peak:
             bounds.append(guess)
             least = min(least, needed / peak)
-        if needed == _peak(first) or guess.endswith(UPPER_BOUND) or guess.startswith(_TWO_ANSWERS):
+        if needed == _peak(first) or guess.endswith(UPPER_BOUND) or guess.startswith(GUESSED_CONDITION):
             del conditions[guess]
         if needed > peak:
             highest, peak, turned = other, needed, guess
@@ -249,9 +249,6 @@ def settled_like(recording: Recording, settled: Recording) -> Recording:
     """A recording at another batch size with the same guess turned, and what was found about the guesses."""
     found = {name: settled.facts[name] for name in ("conditions", "bounds", "least_fraction", "otherwise")}
     return dataclasses.replace(recording, facts=recording.facts | found)
-
-
-_TWO_ANSWERS = "the condition at"
 
 
 def _tried(first: Recording) -> list[str]:

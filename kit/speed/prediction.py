@@ -25,7 +25,7 @@ from kit.memory.query import MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, target_of
 from kit.memory.replay.estimate import MemoryEstimate
-from kit.memory.replay.replay import Recording
+from kit.memory.replay.replay import GUESSED_CONDITION, Recording
 from kit.registry import Drawable, load
 from kit.speed.card_costs import CardCosts, card_of
 from kit.speed.cost_table import CostTable
@@ -238,9 +238,8 @@ _SOURCES = {
 
 def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]:
     """What is not modelled, and the factor by which the range is wider for it."""
-    notes = [*map(str, recording.facts.get("notes", ()))]
-    found = []
-    if any("torch.compile" in note for note in notes):
+    facts, found = recording.facts, []
+    if any("torch.compile" in str(note) for note in facts.get("notes", ())):
         found.append("compiled code, with CUDA graphs or without, is priced as the eager step: an upper bound")
     custom = {call.operator.partition("::")[0] for call in step.calls} - _KNOWN
     if custom:
@@ -250,16 +249,14 @@ def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]
         found.append(
             f"data decides how much each expert or selection gets ({', '.join(routed)}); it is priced as whole"
         )
-    guessed = any(note.startswith(_GUESSED) for note in notes)
-    if guessed or recording.facts.get("conditions") or recording.facts.get("bounds"):
+    guessed = any(guess.startswith(GUESSED_CONDITION) for guess in facts.get("guesses", ()))
+    if guessed or facts.get("conditions") or facts.get("bounds"):
         found.append("the step depends on numbers that a dry run does not have; it is priced as that one went")
     return found, _UNMODELLED_DOUBT if found else 1.0
 
 
 _ROUTED = {"_grouped_mm", "_scaled_grouped_mm", "nonzero", "masked_select", "_unique2"}
 """Operators whose numbers decide how large their results or their parts are."""
-_GUESSED = "the condition at"
-"""What a note of a dry run begins with where it guessed a branch."""
 _KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor"}
 
 

@@ -123,10 +123,11 @@ class Reader:
         batch.future.add_done_callback(self._end_batch)  # not one that knows the batch: a cycle would keep its arrays
         begin = partial(self._plan_soon, batch, self._begin, batch, offsets, tuple(patch))
         with self._lock:
-            if self._pins_unplanned:
+            waits = self._pins_unplanned > 0
+            if waits:
                 self._after_pins.append(begin)
-                return batch.future
-        begin()
+        if not waits:
+            begin()
         return batch.future
 
     def pin(self, offsets: NDArray[np.int64], patch: Sequence[int], window: int) -> None:
@@ -204,19 +205,25 @@ class Reader:
 
     def _pin(self, offsets: NDArray[np.int64], patch: tuple[int, ...], window: int) -> None:
         try:
-            chunks = {chunk: touched(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}
-            for variable, stored in enumerate(self._stored):
-                new = self._queue.cache.pin(stored, variable, chunks[stored.chunk], window)
-                self._counters.add(cache_misses=len(new))
-                self._fetch(stored, new)
+            self._plan_window(offsets, patch, window)
         finally:
-            with self._lock:
-                self._pins_unplanned -= 1
-                begun = [] if self._pins_unplanned else self._after_pins
-                if begun:
-                    self._after_pins = []
-            for begin in begun:
-                begin()
+            self._end_pinning()
+
+    def _plan_window(self, offsets: NDArray[np.int64], patch: tuple[int, ...], window: int) -> None:
+        chunks = {chunk: touched(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}
+        for variable, stored in enumerate(self._stored):
+            new = self._queue.cache.pin(stored, variable, chunks[stored.chunk], window)
+            self._counters.add(cache_misses=len(new))
+            self._fetch(stored, new)
+
+    def _end_pinning(self) -> None:
+        waiting: list[Callable[[], None]] = []
+        with self._lock:
+            self._pins_unplanned -= 1
+            if not self._pins_unplanned:
+                waiting, self._after_pins = self._after_pins, []
+        for begin in waiting:
+            begin()
 
     def _fetch(self, stored: StoredArray, chunks: Sequence[Chunk]) -> None:
         """Request chunks that nobody has requested yet, those of one object together."""

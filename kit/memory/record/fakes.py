@@ -55,6 +55,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.batches import Batches, TensorShape, Writer
 from kit.memory.record.value_sizes import composite_kernels, shape_kernels
+from kit.memory.replay.replay import GUESSED_CONDITION
 
 KNOWN_NUMEL = 4096
 """Numbers that a tensor made from constants may have for its values to be kept."""
@@ -113,9 +114,9 @@ class FakeValues:
         if (goes_on := _goes_on()) is not None:
             return goes_on
         place = _place(of_optimizers=True)
-        whose = "condition" if place == _place() else "optimizer's condition"
+        what = GUESSED_CONDITION if place == _place() else "the optimizer's condition at"
         self._asked[place] += 1
-        if self._guess(f"the {whose} at {place} is False", place):
+        if self._guess(f"{what} {place} is False", place):
             return self._asked[place] <= _PATIENCE_OTHERWISE
         return self._asked[place] > _PATIENCE
 

@@ -112,6 +112,8 @@ class Recording:
 
 NO_CALL = -1
 """In place of a call: an operator of set-up."""
+GUESSED_CONDITION = "the condition at"
+"""What a guessed branch of the step begins with among `facts["guesses"]`."""
 _PLAIN = ("names", "batch_starts", "batch_size", "rounding_bytes", "facts", "calls")
 _ARRAYS = tuple(item.name for item in fields(Recording) if item.name not in _PLAIN)
 
