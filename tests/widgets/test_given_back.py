@@ -36,6 +36,7 @@ SLOPE_BYTES = 20_000
 @pytest.fixture(autouse=True)
 def project(project):
     OTHERS.update(threading.enumerate())
+    widget.Widget.close_all()  # of tests before: a panel that a thread at work still holds would go meanwhile
     yield
     OTHERS.clear()
     close_supervisors()
