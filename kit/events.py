@@ -14,6 +14,7 @@ Every event has `kind`, `time` (seconds since the epoch) and `rank` (-1: supervi
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import json
 import math
@@ -82,7 +83,7 @@ class EventReader:
     def __init__(self, folder: str | Path, pattern: str = "events.*.jsonl") -> None:
         self.folder = Path(folder)
         self.pattern = pattern
-        self._offset: dict[Path, int] = {}
+        self._offset: dict[str, int] = {}
         self._line: dict[Path, int] = {}
         self._latest: dict[Path, float] = {}
 
@@ -97,7 +98,7 @@ class EventReader:
         """
         found: list[tuple[float, Event]] = []
         try:
-            for path in sorted(self.folder.glob(self.pattern)):
+            for path in self._longer():
                 for event in self._read_file(path):
                     self._latest[path] = max(event["time"], self._latest.get(path, 0.0))
                     found.append((self._latest[path], event))
@@ -105,12 +106,23 @@ class EventReader:
             raise EventLogError(f"{self.folder}: events cannot be read: {error}") from error
         return [event for _, event in sorted(found, key=lambda item: item[0])]
 
+    def _longer(self) -> list[Path]:
+        """Files with something new, by name; whoever waits asks many times a second, so the others are not opened."""
+        try:
+            entries = os.scandir(self.folder)
+        except FileNotFoundError:
+            return []
+        with entries:
+            ours = [entry for entry in entries if fnmatch.fnmatchcase(entry.name, self.pattern)]
+        return sorted(Path(entry) for entry in ours if entry.stat().st_size != self._offset.get(entry.name))
+
     def _read_file(self, path: Path) -> list[Event]:
+        offset = self._offset.get(path.name, 0)
         with path.open("rb") as file:
-            file.seek(self._offset.get(path, 0))
+            file.seek(offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        self._offset[path] = self._offset.get(path, 0) + len(whole)
+        self._offset[path.name] = offset + len(whole)
         events = []
         for line in whole.splitlines():
             self._line[path] = self._line.get(path, 0) + 1

@@ -37,7 +37,8 @@ AT_ONCE = 2
 NEXT = -1
 """As a batch size: one sample more than the recording before."""
 _KEPT = 128
-_TICK_SECONDS = 0.005
+_TICK_SECONDS, _TICK_FRACTION = 0.005, 0.02
+"""How soon an answer is looked for again: then, or after this part of what has been waited for so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ def record_all(requests: Sequence[RecordingRequest], timeout_seconds: float) -> 
     answers: dict[tuple[str, tuple[int | None, ...]], list[Recording] | KitError] = {}
     waiting = {(item.query.key, item.batch_sizes): item for item in requests}
     running: dict[tuple[str, tuple[int | None, ...]], _Running] = {}
+    began = time.monotonic()
     try:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
@@ -113,7 +115,7 @@ def record_all(requests: Sequence[RecordingRequest], timeout_seconds: float) -> 
             for name in [name for name, run in running.items() if run.look()]:
                 answers[name] = running.pop(name).answer
             if running:
-                time.sleep(_TICK_SECONDS)
+                time.sleep(max(_TICK_SECONDS, _TICK_FRACTION * (time.monotonic() - began)))
     finally:
         for run in running.values():
             run.close()
