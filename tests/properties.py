@@ -4,6 +4,8 @@
 failure is there again when somebody looks; the nightly profile draws new ones and remembers what failed.
 """
 
+from itertools import combinations, product
+
 from hypothesis import HealthCheck, settings
 
 _SHARE = {"quick": 0.1, "ci": 0.4, "nightly": 5.0}
@@ -40,6 +42,28 @@ def at_night(every, in_ci):
     left_out = [case for case in in_ci if case not in every]
     assert not left_out, f"{left_out} are no cases"
     return list(every if nightly() else in_ci)
+
+
+def crossed(*values):
+    """Cases of several parameters: all combinations at night, in CI so many that every value comes in one.
+
+    With three parameters or more, so many that every two values of different parameters meet in one.
+    """
+    values = [list(of_one) for of_one in values]
+    places = list(product(*(range(len(of_one)) for of_one in values)))
+    chosen = places if nightly() else _covering(places, min(2, len(values) - 1))
+    return [tuple(of_one[at] for of_one, at in zip(values, case, strict=True)) for case in chosen]
+
+
+def _covering(places, together):
+    """Those of `places` that show, `together` at a time, all that meets in any; the one that shows most comes next."""
+    shown = {case: {*combinations(enumerate(case), together)} for case in places}
+    unseen, chosen = set().union(*shown.values()), []
+    while unseen:
+        case = max(places, key=lambda case: len(shown[case] & unseen))
+        unseen -= shown[case]
+        chosen.append(case)
+    return sorted(chosen)
 
 
 def nightly():

@@ -1,6 +1,7 @@
 """Builds a store again and again in forked children, killed just before or after their k-th write, then resumed.
 
-Run as `python build_victims.py CONFIG FOLDER`; prints a line of JSON per kill until a builder is no longer hit:
+Run as `python build_victims.py CONFIG FOLDER STRIDE`, which takes each STRIDE-th of these moments; prints a line of
+JSON per kill until a builder is no longer hit:
 {"k", "killed", "published", "opens", "journalled", "rewritten"}. It never opens a store itself, so that it may fork.
 """
 
@@ -67,8 +68,8 @@ def journalled(store):
 
 
 def main():
-    config, folder = Config.load(sys.argv[1]), Path(sys.argv[2])
-    for k in (half / 2 for half in range(2, 2000)):
+    config, folder, stride = Config.load(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    for k in (half / 2 for half in range(2, 2000, stride)):
         store, log = folder / f"{k}.zarr", folder / f"{k}.log"
         own = config.replace({"data.url": str(store)})
         first = in_child(lambda own=own, log=log, k=k: build_watched(own, log, k))

@@ -6,6 +6,7 @@ from http.server import SimpleHTTPRequestHandler
 
 import numpy as np
 import pytest
+from properties import crossed
 
 import kit
 from kit.data.build.build import build
@@ -45,9 +46,9 @@ def one_pass(loader):
     return total, {name: count - before[name] for name, count in loader.counters().items()}
 
 
-@pytest.mark.parametrize("order", ["random", "grid", "block"])
-@pytest.mark.parametrize("shard", ["shards", "chunks"])
-@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize(
+    ("order", "shard", "merged"), crossed(["random", "grid", "block"], ["shards", "chunks"], [True, False])
+)
 def test_later_epochs_and_later_runs_request_nothing(cloud, tmp_path, tiny_config, order, shard, merged):
     config = config_of(tiny_config, cloud.url(f"ends-{shard}/t.zarr"), tmp_path / "c", shard, order)
     config = config.replace(GAP if merged else {"chunking.latency_seconds": 0.0})
@@ -75,8 +76,7 @@ def test_later_epochs_and_later_runs_request_nothing(cloud, tmp_path, tiny_confi
     again.teardown()
 
 
-@pytest.mark.parametrize("server", ["gcs", "s3", "http", "memory"])
-@pytest.mark.parametrize("kit_built", [True, False])
+@pytest.mark.parametrize(("server", "kit_built"), crossed(["gcs", "s3", "http", "memory"], [True, False]))
 def test_other_servers_are_asked_once_for_each_chunk(server, kit_built, request, cloud, tmp_path, tiny_config):
     name = f"once-{kit_built}/t.zarr"
     here = {"http": cloud.url(name), "memory": f"memory://{name}"}.get(server)

@@ -4,6 +4,7 @@ import time
 from itertools import chain, islice, repeat
 
 import pytest
+from properties import crossed
 from test_cache_requests import GAP, config_of
 from waiting import wait_until
 
@@ -49,9 +50,9 @@ def settled(loader):
     return before
 
 
-@pytest.mark.parametrize("order", ["random", "grid", "block"])
-@pytest.mark.parametrize("shard", ["shards", "chunks"])
-@pytest.mark.parametrize("steps", [8, 50])
+@pytest.mark.parametrize(
+    ("order", "shard", "steps"), crossed(["random", "grid", "block"], ["shards", "chunks"], [8, 50])
+)
 def test_in_a_folder(tmp_path_factory, tiny_config, order, shard, steps):
     config = config_of(
         tiny_config, tmp_path_factory.getbasetemp() / f"{shard}.zarr", None, shard, order, trial__max_steps=steps
@@ -72,10 +73,10 @@ def test_a_window_is_requested_before_its_batches_ask_for_parts_of_it(tmp_path, 
     assert counted(config, 8)["requests_per_sample"] == pytest.approx(predicted)
 
 
-@pytest.mark.parametrize("order", ["random", "grid", "block"])
-@pytest.mark.parametrize("shard", ["shards", "chunks"])
-@pytest.mark.parametrize("steps", [8, 50])
-@pytest.mark.parametrize("filled", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("order", "shard", "steps", "filled"),
+    crossed(["random", "grid", "block"], ["shards", "chunks"], [8, 50], [0.0, 0.5]),
+)
 def test_with_a_read_cache(cloud, tmp_path, tiny_config, order, shard, steps, filled):
     url = cloud.url(f"expected-{shard}/t.zarr")
     config = config_of(tiny_config, url, tmp_path / "c", shard, order, trial__max_steps=steps)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xarray
 import zarr
+from properties import crossed
 
 import kit
 from kit.cloud.simulated import simulated_cloud
@@ -87,9 +88,7 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize("consolidated", [True, False])
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("consolidated", "zarr_format", "packing"), crossed([True, False], [2, 3], PACKINGS))
 @pytest.mark.filterwarnings("ignore:.*(Consolidated|consolidated)")
 def test_every_packing_in_either_format_reads_as_xarray_decodes_it(tmp_path, packing, zarr_format, consolidated):
     dtype, encoding = PACKINGS[packing]
@@ -253,8 +252,7 @@ def public(tmp_path, monkeypatch):
         yield cloud
 
 
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("scheme", ["gs", "s3", "http"])
+@pytest.mark.parametrize(("zarr_format", "scheme"), crossed([2, 3], ["gs", "s3", "http"]))
 def test_a_public_bucket_is_read_without_a_key(public, tmp_path, scheme, zarr_format):
     url = public.url(f"public/{zarr_format}.zarr", scheme)
     dataset = open_dataset(url, "anonymous", ["a", "b"])
@@ -303,8 +301,7 @@ def overheard(public, monkeypatch):
     thread.join()
 
 
-@pytest.mark.parametrize("by", ["wire", "fsspec"])
-@pytest.mark.parametrize("scheme", ["gs", "s3", "http"])
+@pytest.mark.parametrize(("by", "scheme"), crossed(["wire", "fsspec"], ["gs", "s3", "http"]))
 def test_anonymous_shows_no_key_though_there_are_some(overheard, tmp_path, monkeypatch, scheme, by):
     address, said = overheard
     if by == "fsspec":

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from properties import nightly
+from properties import crossed, nightly
 from waiting import wait_until
 
 from kit.data.build.build import build
@@ -166,14 +166,13 @@ def ask(processes, line):
     return [process.stdout.readline().split(maxsplit=1) for process in processes]
 
 
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
-@pytest.mark.parametrize("lost_before", [False, True], ids=["free", "lost"])
+@pytest.mark.parametrize(("scheme", "lost_before"), crossed(["gs", "s3"], [False, True]))
 def test_of_two_processes_that_race_for_a_store_exactly_one_wins_every_time(cloud, scheme, lost_before):
     held = {"host": "elsewhere", "pid": 7, "token": "x", "beat": time.time() - lock.STALE_SECONDS - 1}
     url = cloud.url("race/t.zarr", scheme)
     store = open_store(url, read_only=False)
     with racers(url) as processes:
-        for _ in range(20 if nightly() else 8):
+        for _ in range(20 if nightly() else 5):
             if lost_before:
                 write_object(store, LOCK_KEY, json.dumps(held).encode(), url)
             answers = ask(processes, "go")

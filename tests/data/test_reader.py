@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from properties import at_night
+from properties import at_night, crossed
 from zarr_stores import AsyncStore, seen_through, write_array
 
 from kit.chunks.resources import OPENING_BYTES
@@ -46,8 +46,7 @@ def everywhere(samples=512, seed=0):
     return np.stack([random.integers(0, size - side + 1, samples) for size, side in zip(SHAPE, PATCH, strict=True)], 1)
 
 
-@pytest.mark.parametrize("wrap", [None, AsyncStore])
-@pytest.mark.parametrize("cache_bytes", [0, MEMORY_BYTES // 4])
+@pytest.mark.parametrize(("wrap", "cache_bytes"), crossed([None, AsyncStore], [0, MEMORY_BYTES // 4]))
 def test_what_is_read_and_kept_stays_within_the_memory_given(stored, wrap, cache_bytes):
     dataset, values = stored
     source = seen_through(dataset, wrap) if wrap else dataset
@@ -100,8 +99,7 @@ def loader_of(dataset, order="random", **changes):
     return PatchLoader(dataset, plan, settings)
 
 
-@pytest.mark.parametrize("order", ["random", "grid", "block"])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("order", "num_workers"), crossed(["random", "grid", "block"], [0, 2]))
 def test_every_order_streams_within_the_memory_of_a_config(stored, order, num_workers):
     loader = loader_of(stored[0], order, num_workers=num_workers)
     samples = sum(len(batch["values"]) for batch in loader)

@@ -13,7 +13,7 @@ import pytest
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import examples, nightly
+from properties import at_night, examples, nightly
 
 import kit.data.build.build as builder
 from kit.config import Config
@@ -26,7 +26,7 @@ from kit.errors import BuildError, ConfigError, UnfinishedStoreError
 
 MIB = 1 << 20
 BUDGET = OVERHEAD_BYTES + 2 * MIB
-TIMES = 10 if nightly() else 4
+TIMES = 10 if nightly() else 3
 """A source is larger than the memory to cut it anew."""
 RECHUNKER = Path(__file__).with_name("rechunk_victim.py")
 
@@ -124,7 +124,7 @@ def measure(folder, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scratch", ["", "scratch"])
+@pytest.mark.parametrize("scratch", at_night(["", "scratch"], ["scratch"]))
 def test_memory_stays_within_the_budget_for_a_source_many_times_larger(tmp_path, scratch):
     result = measure(tmp_path, "threads", scratch)
     (budget,), (added,) = result["budget_bytes"], result["added_bytes"]
@@ -392,7 +392,7 @@ def test_a_failure_ends_a_build_whatever_else_ends_at_that_moment(tmp_path, tiny
     with LocalCluster(
         n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1"
     ) as cluster:
-        for attempt in range(40):
+        for attempt in range(40 if nightly() else 12):
             config = tiny_config(
                 tmp_path / f"{attempt}.zarr", data__arguments={"fault": "raise"}, build__scheduler="distributed",
                 build__address=cluster.scheduler_address, build__threads=2,

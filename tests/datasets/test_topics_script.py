@@ -13,8 +13,8 @@ import kit
 
 SCRIPT = Path(kit.__file__).parents[1] / "datasets" / "topics" / "train.py"
 SIZES = {"documents": 400, "terms": 120, "topics": 4}
-LENGTH, EPOCHS, SEED = 150.0, 24, 3
-STEPS = 600
+LENGTH, EPOCHS, SEED = 150.0, 12, 3
+STEPS = 300
 """Of 16 documents."""
 
 

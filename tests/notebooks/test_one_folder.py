@@ -1,7 +1,7 @@
 """All notebooks share one folder, as somebody's does who goes through them: in any order, again and again.
 
-What they share is data below `data/` and trials below `runs/`. In CI only the statements that make data run, in both
-orders, twice: each must be served what it made, whoever was there before. At night all cells do.
+What they share is data below `data/` and trials below `runs/`. In CI only the statements that make data run, there
+and back: each must be served what it made, whoever was there before. At night all cells do.
 """
 
 import ast
@@ -13,7 +13,7 @@ import nbformat
 import pytest
 import readme
 from nbclient import NotebookClient
-from properties import nightly
+from properties import at_night, nightly
 
 import kit
 
@@ -103,13 +103,12 @@ def test_what_makes_data_is_found_with_what_it_needs():
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_SECONDS)
 def test_each_notebook_is_served_what_it_makes_whoever_was_there_before(tmp_path):
-    one, other = fresh(tmp_path / "one"), fresh(tmp_path / "other")
-    there_and_back = made_by([*local(), *reversed(local())], one)
-    back = made_by([*reversed(local())], other)
+    there_and_back, back = [*local(), *reversed(local())], [*reversed(local())]
     served = {}
-    for name, made in [*there_and_back, *back]:
-        assert [one for one in made if one]
-        assert served.setdefault(name, made) == made, name
+    for number, order in enumerate(at_night([there_and_back, back], [there_and_back])):
+        for name, made in made_by(order, fresh(tmp_path / str(number))):
+            assert [one for one in made if one]
+            assert served.setdefault(name, made) == made, name
 
 
 @pytest.mark.timeout(12 * LIMIT_SECONDS)

@@ -24,7 +24,7 @@ from kit.errors import KitError
 from kit.trial.client import close_supervisors
 
 MAKERS = {"panel": kit.panel, "memory": kit.memory.panel, "chunks": kit.data.chunk_panel, "build": kit.data.build_panel}
-PANELS = 30 if nightly() else 12
+PANELS = 30 if nightly() else 9
 OTHERS: set[threading.Thread] = set()
 """Threads of tests before, which nobody has collected yet."""
 MOST = 450

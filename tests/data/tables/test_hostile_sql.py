@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from properties import nightly
 
 from kit.data.tables.source import Query
 from kit.errors import KitError, QueryError
@@ -106,11 +107,13 @@ def test_no_function_reaches_out_of_the_database(place, secret, number):
         return
     place.write(ROWS)
     reached = REACHES[place.kind][number].format(file=secret, folder=secret.parent)
-    refused(place, secret, where=f"EXISTS (SELECT * FROM {reached})")
-    refused(place, secret, where=f"row >= (SELECT count(*) FROM {reached})")
-    if place.kind != "parquet":
-        refused(place, secret, query=f"SELECT * FROM {reached}")
-        refused(place, secret, query=f"WITH x AS (SELECT * FROM {reached}) SELECT * FROM x;")
+    wheres = [f"EXISTS (SELECT * FROM {reached})", f"row >= (SELECT count(*) FROM {reached})"]
+    queries = [f"SELECT * FROM {reached}", f"WITH x AS (SELECT * FROM {reached}) SELECT * FROM x;"]
+    some = slice(None) if nightly() else slice(number % 2, number % 2 + 1)
+    for where in wheres[some]:
+        refused(place, secret, where=where)
+    for query in queries[some] if place.kind != "parquet" else ():
+        refused(place, secret, query=query)
 
 
 STATEMENTS = [

@@ -8,6 +8,7 @@ import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import crossed
 from table_places import Place
 
 from kit.data.tables.cache import QueryCache
@@ -112,8 +113,7 @@ def test_an_embedded_database_is_counted_and_what_each_thread_unpacks_beside_it(
     assert model(database=memory).client_bytes(4) == model().client_bytes(4)
 
 
-@pytest.mark.parametrize("way", ["hash_mod", "exact_group"])
-@pytest.mark.parametrize("exponent", [1, 3])
+@pytest.mark.parametrize(("way", "exponent"), crossed(["hash_mod", "exact_group"], [1, 3]))
 def test_the_rows_of_the_largest_query_chunk_are_foretold(tmp_path, way, exponent):
     owners = (2000 * np.random.default_rng(4).random(60_000) ** exponent).astype(np.int64)
     table = pyarrow.table({"customer": owners})

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from properties import crossed
 
 from kit.memory.record.fakes import lstm_layer, workspace_bytes
 from kit.memory.record.truth import AllocatorTrace
@@ -19,8 +20,7 @@ def layer(steps, batch, features, width, dtype):
     return (values, *weights, state, state.clone(), False, [], 2, width, 1, True, False, False, True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "shape"), crossed([torch.float32, torch.bfloat16], SHAPES))
 def test_the_workspace_is_what_onednn_keeps_to_the_byte(shape, dtype):
     kept = torch.ops.aten.mkldnn_rnn_layer(*layer(*shape, dtype))[3]
     assert workspace_bytes(*shape, dtype.itemsize) == kept.nbytes
@@ -51,10 +51,13 @@ def ones(like, turned):
     return torch.ones_like(like.transpose(0, 1).contiguous()).transpose(0, 1) if turned else torch.ones_like(like)
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "turned"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(16, 32, 16, 512), (32, 8, 256, 256), (10, 4, 8, 100), (16, 8, 1024, 64), (256, 4, 16, 64)]
+    ("turned", "dtype", "shape"),
+    crossed(
+        [False, True],
+        [torch.float32, torch.bfloat16],
+        [(16, 32, 16, 512), (32, 8, 256, 256), (10, 4, 8, 100), (16, 8, 1024, 64), (256, 4, 16, 64)],
+    ),
 )
 def test_what_both_passes_hold_meanwhile_is_foreseen(shape, dtype, turned):
     arguments = layer(*shape, dtype)

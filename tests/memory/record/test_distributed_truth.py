@@ -7,6 +7,7 @@ import memory_ranks as ranks
 import numpy as np
 import pytest
 import torch
+from properties import crossed
 
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.replay.replay import CATEGORIES, Recording
@@ -123,9 +124,12 @@ def padded(shape, shard_size):
     return 4 * math.ceil(shape[0] / shard_size) * math.prod(shape[1:])
 
 
-@pytest.mark.parametrize(("strategy", "shard_size"), [("fsdp", 1024), ("fsdp:32:32", 32), ("fsdp:512:2", 2)])
-@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
-def test_parameters_and_optimizer_state_of_1024_ranks_are_the_sum_of_padded_shards(strategy, shard_size, device_kind):
+SHARDED = [("fsdp", 1024), ("fsdp:32:32", 32), ("fsdp:512:2", 2)]
+
+
+@pytest.mark.parametrize(("sharded", "device_kind"), crossed(SHARDED, ["cpu", "cuda"]))
+def test_parameters_and_optimizer_state_of_1024_ranks_are_the_sum_of_padded_shards(sharded, device_kind):
+    strategy, shard_size = sharded
     recording = dry(case("Decoder", strategy), 1024, device_kind=device_kind)
     shapes = whole("Decoder")
     assert most_of(recording, "parameters") == sum(padded(shape, shard_size) for shape in shapes)

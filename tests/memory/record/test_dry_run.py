@@ -26,6 +26,7 @@ from dry_parts import (
     vectors,
 )
 from lightning.pytorch import LightningModule
+from properties import crossed
 from torch import nn
 
 from kit import models
@@ -114,8 +115,9 @@ def series_of(positions):
     return lambda: models.Recurrent(features=16, width=64, layers=1), lambda: {"datamodule": data}
 
 
-@pytest.mark.parametrize("strategy", ["whole", 64, 100])
-@pytest.mark.parametrize("model", ["series", "gpt", "gpt windowed", "gpt checkpointed"])
+@pytest.mark.parametrize(
+    ("strategy", "model"), crossed(["whole", 64, 100], ["series", "gpt", "gpt windowed", "gpt checkpointed"])
+)
 def test_sequences_in_chunks_are_within_one_percent_of_the_allocator(model, strategy):
     make, data = series_of(512) if model == "series" else text_of(512, window=32 if "window" in model else None)
     chunk = 0 if strategy == "whole" else strategy

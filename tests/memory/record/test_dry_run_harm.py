@@ -18,6 +18,7 @@ from hook_acts import (
     counting_server,
     filled,
 )
+from properties import crossed
 
 from kit.config import Config
 from kit.memory.record.dry_run import DryRun, record
@@ -44,8 +45,7 @@ def said(recording, hook):
     return [note for note in recording.facts["notes"] if "kept" in note and hook in note]
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("act", [*FILES, *PROCESSES, *CONNECTIONS])
+@pytest.mark.parametrize(("hook", "act"), crossed(HOOKS, [*FILES, *PROCESSES, *CONNECTIONS]))
 def test_what_a_hook_does_beside_the_training_happens_to_nobody(tmp_path, act, hook):
     folder = filled(tmp_path / "user")
     before = contents(folder)

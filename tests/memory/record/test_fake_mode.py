@@ -7,6 +7,7 @@ import pytest
 import torch
 from dry_parts import Perceptron, images, loader, tokens, vectors
 from lightning.pytorch.demos import Transformer
+from properties import crossed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
@@ -47,11 +48,12 @@ class Recurrent(Perceptron):
         return functional.mse_loss(self.layers(self.lstm(batch[0].view(-1, 16, 16))[0][:, -1]), batch[1])
 
 
-@pytest.mark.parametrize(("kind", "capability"), [("cpu", None), ("cuda", (8, 0))])
-@pytest.mark.parametrize(
-    ("module", "sample"), [(Perceptron, vectors), (Language, tokens), (Pictures, images), (Recurrent, vectors)]
-)
-def test_a_dry_run_is_the_same_as_with_torchs_own_mode(monkeypatch, module, sample, kind, capability):
+MODULES = [(Perceptron, vectors), (Language, tokens), (Pictures, images), (Recurrent, vectors)]
+
+
+@pytest.mark.parametrize(("device", "case"), crossed([("cpu", None), ("cuda", (8, 0))], MODULES))
+def test_a_dry_run_is_the_same_as_with_torchs_own_mode(monkeypatch, device, case):
+    (kind, capability), (module, sample) = device, case
     run = DryRun(config=Config(), precision="bf16-mixed", device_kind=kind, capability=capability)
     modes = (dry_run.FakeMode, lambda: FakeTensorMode(allow_non_fake_inputs=True))
     found = []

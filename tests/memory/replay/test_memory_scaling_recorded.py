@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from properties import crossed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -90,8 +91,7 @@ def recorded(make, shape, batch_size, autocast=False, workspace=None):
         return recorder.recording(batch_size, 512, {"device_kind": "cuda"})
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("autocast", "name"), crossed([False, True], MODULES))
 def test_real_modules_scale_exactly(name, autocast):
     make, shape = MODULES[name]
     scaling = BatchScaling(*(recorded(make, shape, batch, autocast) for batch in (2, 3)))
