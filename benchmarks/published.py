@@ -225,6 +225,7 @@ def speed_table(pairs: Iterable[tuple[Row, dict[str, Any]]]) -> Iterator[Row]:
         published = published_samples_per_second(row)
         ratio = speed_ratio(row, found) if "error" not in found else None
         inside = ratio is not None and found["range"][0] <= published <= found["range"][1]
+        known = ratio is not None and abs(ratio - 1) <= SPEED_EXPLAIN_BEYOND
         yield {
             "source": f"{row['repository']}@{row['commit'][:7]}",
             "case": row["case"],
@@ -235,7 +236,7 @@ def speed_table(pairs: Iterable[tuple[Row, dict[str, Any]]]) -> Iterator[Row]:
             "in its range": "yes" if inside else "no",
             "bound": found.get("bound", "–"),
             "held out": "yes" if row["held_out"] else "",
-            "why": "" if ratio and abs(ratio - 1) <= SPEED_EXPLAIN_BEYOND else row.get("why") or found.get("error", ""),
+            "why": "" if known else row.get("why") or found.get("error", "not known"),
         }
 
 

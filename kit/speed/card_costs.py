@@ -92,7 +92,24 @@ class CardCosts:
         compute = work.flops * _padding(call, work.kind) / (of_peak * peak)
         memory = work.bytes / (reached.of_bandwidth * self.card.bytes_per_second)
         bound: Literal["compute", "memory bandwidth"] = "compute" if compute > memory else "memory bandwidth"
-        return Cost(max(compute, memory) + KERNEL_SECONDS, reached.doubt, "datasheet", bound)
+        seconds = max(compute, memory) + self._layout_seconds(call, work.kind) + KERNEL_SECONDS
+        return Cost(seconds, reached.doubt, "datasheet", bound)
+
+    def _layout_seconds(self, call: OperatorCall, kind: Kind) -> float:
+        """What cuDNN takes to turn images into the layout of tensor cores, channels last, and back.
+
+        Its kernels for full filters know no other; those for filters of one channel or a few take images as they are.
+        """
+        plain = self.card.capability < (7, 0) or self._format_of(call, kind) in ("float32", "float64")
+        if kind != "convolution" or plain or _is_grouped(call, kind):
+            return 0.0
+        wide = [spec for spec in call.inputs if len(spec.shape) >= 4]
+        if len(wide) < 2 or any(spec.strides is not None and spec.strides[1] == 1 for spec in wide):
+            return 0.0
+        weight = wide[-1].shape
+        images = [spec for spec in (*call.inputs, *call.outputs) if len(spec.shape) >= 4 and spec.shape != weight]
+        moved = 2 * sum(spec.bytes for spec in images)  # each is read and written once more
+        return moved / (self.achieved["copy"].of_bandwidth * self.card.bytes_per_second)
 
     def _format_of(self, call: OperatorCall, kind: Kind) -> str:
         """The number format whose units a product uses: torch lets convolutions use TF32, and others where told to."""

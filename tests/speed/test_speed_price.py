@@ -108,6 +108,29 @@ def test_tensor_cores_are_used_by_formats_that_the_card_has():
     assert seconds["H100-80GB", "bfloat16"] < seconds["A100-40GB", "bfloat16"]
 
 
+def convolution(dtype, last=False, groups=1):
+    images, weight = (8, 64, 32, 32), (64, 64 // groups, 3, 3)
+    strides = (64 * 32 * 32, 1, 64 * 32, 64) if last else None
+    seen, weights = TensorSpec(images, dtype, strides), TensorSpec(weight, dtype)
+    arguments = (seen, weights, None, (1, 1), (1, 1), (1, 1), False, (0, 0), groups)
+    return OperatorCall("aten::convolution", arguments, (), (seen,))
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "groups", "turned"),
+    [
+        ("A100-40GB", "float16", 1, True), ("A100-40GB", "float32", 1, True), ("V100-16GB", "float16", 1, True),
+        ("V100-16GB", "float32", 1, False), ("A100-40GB", "float16", 64, False),
+    ],
+)  # fmt: skip
+def test_tensor_cores_take_images_channels_last_and_what_is_not_is_turned(card, dtype, groups, turned):
+    costs = CardCosts(find_card(card))
+    first, last = (convolution(dtype, last, groups) for last in (False, True))
+    more = costs.cost(first, work_of(first)).seconds - costs.cost(last, work_of(last)).seconds
+    moved = 4 * first.inputs[0].bytes  # input and output, each read and written
+    assert more == pytest.approx(moved / (0.75 * costs.card.bytes_per_second) if turned else 0.0)
+
+
 def test_thirty_cards_have_the_figures_of_their_data_sheets():
     assert len(CARDS) >= 30
     for card in CARDS:
