@@ -51,6 +51,9 @@ ACHIEVED: Mapping[str, Achieved] = {
 HOPPER = 0.72
 """Of those fractions of the peak, on cards from Hopper on, which reach their power limit sooner; fitted likewise.
 cuBLAS reaches 600 to 720 of 989 TFLOP/s on H100."""
+GRAPHICS_MEMORY = 1.2
+"""Times those fractions of the bandwidth, on cards with GDDR memory: it is narrower for as many cores, which keep it
+busier. Fitted to the 19 of those speeds that are of such cards."""
 KERNEL_SECONDS = 2.5e-6
 """The least that a kernel keeps a GPU busy, launch gap included."""
 _TILE, _INNER = 128, 32
@@ -90,7 +93,7 @@ class CardCosts:
         peak = self.card.peak_flops_per_second(self._format_of(call, work.kind))
         of_peak = reached.of_peak * (HOPPER if self.card.capability >= (9, 0) else 1.0)
         compute = work.flops * _padding(call, work.kind) / (of_peak * peak)
-        memory = work.bytes / (reached.of_bandwidth * self.card.bytes_per_second)
+        memory = self._seconds_of_bytes(work.bytes, reached)
         bound: Literal["compute", "memory bandwidth"] = "compute" if compute > memory else "memory bandwidth"
         seconds = max(compute, memory) + self._layout_seconds(call, work.kind) + KERNEL_SECONDS
         return Cost(seconds, reached.doubt, "datasheet", bound)
@@ -109,7 +112,11 @@ class CardCosts:
         weight = wide[-1].shape
         images = [spec for spec in (*call.inputs, *call.outputs) if len(spec.shape) >= 4 and spec.shape != weight]
         moved = 2 * sum(spec.bytes for spec in images)  # each is read and written once more
-        return moved / (self.achieved["copy"].of_bandwidth * self.card.bytes_per_second)
+        return self._seconds_of_bytes(moved, self.achieved["copy"])
+
+    def _seconds_of_bytes(self, nbytes: int, reached: Achieved) -> float:
+        kept_busy = 1.0 if self.card.stacked_memory else GRAPHICS_MEMORY
+        return nbytes / (kept_busy * reached.of_bandwidth * self.card.bytes_per_second)
 
     def _format_of(self, call: OperatorCall, kind: Kind) -> str:
         """The number format whose units a product uses: torch lets convolutions use TF32, and others where told to."""

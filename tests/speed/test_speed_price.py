@@ -131,6 +131,19 @@ def test_tensor_cores_take_images_channels_last_and_what_is_not_is_turned(card, 
     assert more == pytest.approx(moved / (0.75 * costs.card.bytes_per_second) if turned else 0.0)
 
 
+def test_cards_with_graphics_memory_keep_it_busier():
+    table = {card.name for card in CARDS if card.stacked_memory}
+    assert {"P100-16GB", "V100-32GB", "A100-40GB", "A30-24GB", "H100-80GB", "GH200-96GB", "B200-180GB"} <= table
+    assert not {"RTX-3090-24GB", "T4-16GB", "A10G-24GB", "L40S-48GB", "RTX-5090-32GB", "RTX-PRO-6000-96GB"} & table
+    copy = OperatorCall("aten::clone", (TensorSpec((1 << 24,), "float32"),), (), (TensorSpec((1 << 24,), "float32"),))
+    reached = {
+        name: 2 * copy.outputs[0].bytes / CardCosts(find_card(name)).cost(copy, work_of(copy)).seconds / bandwidth
+        for name, bandwidth in (("A100-80GB", 2039e9), ("RTX-3090-24GB", 936e9))
+    }
+    assert reached["A100-80GB"] == pytest.approx(0.75, rel=0.04)
+    assert reached["RTX-3090-24GB"] == pytest.approx(0.9, rel=0.04)
+
+
 def test_thirty_cards_have_the_figures_of_their_data_sheets():
     assert len(CARDS) >= 30
     for card in CARDS:

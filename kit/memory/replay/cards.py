@@ -61,6 +61,11 @@ class Card:
         return (self.tf32_flops_per_second if dtype == "tf32" else 0.0) or self.float32_flops_per_second
 
     @property
+    def stacked_memory(self) -> bool:
+        """Whether its memory is HBM, as on the largest chip of each architecture, and not GDDR."""
+        return self.capability[1] == 0 and self.capability[0] < 12
+
+    @property
     def context_bytes(self) -> tuple[int, int]:
         """(low, high) of CUDA's context and loaded kernels, outside the allocator, for one process."""
         return _CONTEXT_BYTES_HOPPER if self.capability >= (9, 0) else _CONTEXT_BYTES
