@@ -1,6 +1,6 @@
 """Streaming: samples per second of random patches from a simulated cloud, kit beside its peers, in one run.
 
-    python benchmarks/streaming.py [random] [block] [memory] [--record]
+    python benchmarks/streaming.py [random] [block] [memory] [small] [--record]
 
 Batches of 64 random patches of 64 × 64 × 4 float32 from a cloud with 30 ms to the first byte, 80 MB/s a connection,
 400 MB/s and 5,000 requests/s in total, in a process of its own on the same cores. Every reader has a process of its
@@ -14,6 +14,10 @@ xbatcher has windows on a grid but no random offsets, which spares it three of f
 "kit, grid" reads the same windows, in an order of its own, and is what xbatcher is compared with. Every chunk is kept
 no longer than the batches under way need it, but in the row with a cache of 192 MiB, which kit and tensorstore have: on
 that layout the wire is full, and only bytes that are not asked for again make reading faster.
+
+"small" (by name only) is one layout of the first table, small zstd chunks in shards, at 256 and 64 in flight, with what
+binds it: beside the plain GETs the same with as many chunks decompressed and nothing more, which is what these cores,
+shared with the cloud, leave to any reader on such GETs; CPU milliseconds are the reader's own, for a sample.
 
 Block order reads a window of chunks, 192 MiB decoded, for many samples; the field has 576 MiB. With a reuse of 1 a
 visit to a block draws as many patches as fit it side by side, with 4 four times as many. tensorstore is given the same
@@ -224,6 +228,33 @@ def random_row(
     return row, best
 
 
+def small_row(readers: Readers, cloud: SimulatedCloud, layout: Layout, in_flight: int) -> dict[str, Any]:
+    readers.in_flight, rows = in_flight, list[dict[str, Answer]]()
+    for answers in rounds(readers, cloud, layout, "random", loader__cache_bytes=0):
+        ours = answers["kit"]
+        more = {"frames_per_request": ours["chunks_decoded"] / ours["requests"], "client": "obstore"}
+        decoded = readers.ask("plain GETs", cloud, layout, requests_per_sample=ours["requests"], **more)
+        rows.append(answers | {"GETs, decompressed": decoded})
+    names = ("kit", "plain GETs", "GETs, decompressed")
+    return {
+        "layout": layout.name,
+        "in flight": in_flight,
+        "requests/sample": median(rows, "kit", "requests"),
+        "chunks/sample": median(rows, "kit", "chunks_decoded"),
+        **{name: median(rows, name) for name in names},
+        **{f"{name}, CPU ms": median(rows, name, "cpu_milliseconds") for name in names},
+        **{f"kit / {name}": ratio(rows, name) for name in names[1:]},
+    }  # fmt: skip
+
+
+def small_rows(readers: Readers) -> Iterator[dict[str, Any]]:
+    layout = BLOCK_LAYOUTS[1]
+    with simulated_cloud(SITUATION) as cloud:
+        write(cloud, [layout])
+        for in_flight in (REQUESTS_IN_FLIGHT, 64):
+            yield small_row(readers, cloud, layout, in_flight)
+
+
 def block_rows(readers: Readers) -> Iterator[dict[str, Any]]:
     readers.in_flight = REQUESTS_IN_FLIGHT
     for layout in BLOCK_LAYOUTS:
@@ -289,6 +320,8 @@ def tables(readers: Readers, wanted: Sequence[str]) -> None:
     facts = {"cloud": SITUATION, "rounds": ROUNDS, **versions()}
     if "random" in wanted:
         publish("samples per second, random order", list(random_rows(readers)), **facts)
+    if "small" in wanted:
+        publish("samples per second, small zstd chunks", list(small_rows(readers)), **facts)
     if "block" in wanted:
         publish("samples per second, block order", list(block_rows(readers)), **facts)
     if "memory" in wanted:
@@ -301,8 +334,8 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     known = ("random", "block", "memory")
-    wanted = [name for name in sys.argv[1:] if name in known] or list(known)
-    sys.argv[1:] = [name for name in sys.argv[1:] if name not in known]
+    wanted = [name for name in sys.argv[1:] if name in (*known, "small")] or list(known)
+    sys.argv[1:] = [name for name in sys.argv[1:] if name not in wanted]
     with Readers() as readers:
         tables(readers, wanted)
 

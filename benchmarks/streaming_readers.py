@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import importlib
 import importlib.metadata
@@ -25,13 +26,14 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from streaming_store import BATCH_SIZE, BUCKET, PATCH, SIDE, Layout, config_of, object_store, offsets
+from numcodecs import zstd
+from streaming_store import BATCH_SIZE, BUCKET, PATCH, SIDE, Layout, config_of, field, object_store, offsets
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 PEERS = Path(__file__).parents[1] / ".peers"
@@ -52,11 +54,11 @@ class Question:
     address: str
     """Of the cloud."""
     order: str = "random"
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     requests: str = ""
     """Where kit writes, and the plain GETs read, which requests were made."""
     in_flight: int = REQUESTS_IN_FLIGHT
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """Where kit finds the buckets of a cloud that was started after this process."""
 
     @property
@@ -99,7 +101,7 @@ def kit_engine(question: Question) -> dict[str, float]:
             data.teardown()
     assert data.loader is not None
     counts = data.loader.counters()
-    per_sample = {name: counts[name] / counts["samples"] for name in ("requests", "bytes_read")}
+    per_sample = {name: counts[name] / counts["samples"] for name in ("requests", "bytes_read", "chunks_decoded")}
     return answer | per_sample | {"mixing": data.loader.mixing or 1.0}
 
 
@@ -172,7 +174,10 @@ def _recorded(path: str) -> Iterator[None]:
 
 
 def plain_gets(question: Question) -> dict[str, float]:
-    """The same ranges, nothing decoded, the same number in flight; `client`: threads of obstore, or bare sockets."""
+    """The same ranges, the same number in flight; `client`: threads of obstore, or bare sockets.
+
+    Nothing is decoded but, by obstore's threads, `frames_per_request` frames as long as a chunk of this layout.
+    """
     made = [tuple(one) for one in json.loads(Path(question.requests).read_text())]
     client = {"obstore": _by_obstore, "sockets": _by_sockets}[question.settings["client"]]
     each = question.settings["requests_per_sample"] * BATCH_SIZE
@@ -194,9 +199,12 @@ def _by_obstore(question: Question, wanted: Iterator[Any]) -> Iterator[int]:
     import obstore
 
     store = object_store(question.address, BUCKET).store
+    frames, side = question.settings.get("frames_per_request", 0.0), question.layout.chunk
+    frame = zstd.compress(np.ascontiguousarray(field(slice(0, side))[:, :, :side]), 3) if frames else b""
     lock, stop, through = threading.Lock(), threading.Event(), queue.SimpleQueue[int]()
 
     def work() -> None:
+        owed = 0.0
         while not stop.is_set():
             with lock:
                 key, first, last = next(wanted)
@@ -206,6 +214,10 @@ def _by_obstore(question: Question, wanted: Iterator[Any]) -> Iterator[int]:
                 obstore.get(store, key, options={"range": {"suffix": -first}}).bytes()
             else:
                 obstore.get_range(store, key, start=first, end=last)
+                owed += frames
+            while owed >= 1:
+                zstd.decompress(frame)
+                owed -= 1
             through.put(1)
 
     threads = [threading.Thread(target=work) for _ in range(question.in_flight)]
@@ -223,8 +235,8 @@ def _by_obstore(question: Question, wanted: Iterator[Any]) -> Iterator[int]:
 class _Socket(asyncio.Protocol):
     """One connection that keeps one GET going."""
 
-    def __init__(self, wanted: Iterator[Any], done: Callable[[], None]) -> None:
-        self._wanted, self._done = wanted, done
+    def __init__(self, host: str, wanted: Iterator[Any], done: Callable[[], None]) -> None:
+        self._host, self._wanted, self._done = host, wanted, done
         self._head, self._missing = b"", -1
 
     def connection_made(self, transport: Any) -> None:
@@ -235,7 +247,7 @@ class _Socket(asyncio.Protocol):
         key, first, last = next(self._wanted)
         span = "" if first is None else f"Range: bytes={first if first < 0 else f'{first}-{last - 1}'}\r\n"
         self._head, self._missing = b"", -1
-        self._transport.write(f"GET /{BUCKET}/{key} HTTP/1.1\r\nHost: x\r\n{span}\r\n".encode())
+        self._transport.write(f"GET /{BUCKET}/{key} HTTP/1.1\r\nHost: {self._host}\r\n{span}\r\n".encode())
 
     def data_received(self, data: bytes) -> None:
         if self._missing < 0:
@@ -265,7 +277,7 @@ def _by_sockets(question: Question, wanted: Iterator[Any]) -> Iterator[int]:
 
     async def begin() -> list[Any]:
         host, port = question.address.removeprefix("http://").split(":")
-        made = [loop.create_connection(lambda: _Socket(wanted, done), host, int(port)) for _ in
+        made = [loop.create_connection(lambda: _Socket(f"{host}:{port}", wanted, done), host, int(port)) for _ in
                 range(question.in_flight)]  # fmt: skip
         return [transport for transport, _ in await asyncio.gather(*made)]
 

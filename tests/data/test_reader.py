@@ -34,13 +34,6 @@ def stored(request, tmp_path_factory):
     return open_dataset(str(folder)), values
 
 
-def held_bytes(reader):
-    """What a reader has in memory beside its batches."""
-    queue, cache = reader._queue, reader._queue.cache
-    requests = queue.budget.taken_bytes + queue._read_ahead.nbytes
-    return requests + cache.evictable_bytes + cache.pinned_bytes + cache.transient_bytes + queue.indexes.nbytes
-
-
 def everywhere(samples=512, seed=0):
     random = np.random.default_rng(seed)
     return np.stack([random.integers(0, size - side + 1, samples) for size, side in zip(SHAPE, PATCH, strict=True)], 1)
@@ -56,7 +49,7 @@ def test_what_is_read_and_kept_stays_within_the_memory_given(stored, wrap, cache
     ) as engine:
         batches = np.split(everywhere(2048), 64)
         for offsets, (got, _) in zip(batches, engine.stream(batches, PATCH), strict=True):
-            seen.append(held_bytes(engine._open()))
+            seen.append(engine.held_bytes)
             day, y, x = offsets[0]
             assert np.array_equal(got[0, 0, 0], values[day, y : y + 32, x : x + 32])
         most, read = engine._open()._queue.budget.most_bytes, engine.counters["bytes_read"]

@@ -364,6 +364,11 @@ class PatchLoader(EpochLoader[PatchBatch, SamplePlan]):
         return self._patches.engine.open_requests
 
     @property
+    def held_bytes(self) -> int:
+        """Memory of what this process keeps and requests, beside batches; none where loader processes read."""
+        return self._patches.engine.held_bytes
+
+    @property
     def mixing(self) -> float | None:
         """Independent samples that the batches so far were worth at least, over their size; None before the first.
 

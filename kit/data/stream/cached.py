@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -28,7 +27,7 @@ from kit.data.stores.http import Client, Get
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import Chunk, ChunkRequest
-from kit.data.stream.codec import ABSENT, Index
+from kit.data.stream.codec import ABSENT, FoundOnce, Index, Settled
 from kit.data.stream.fetch import GetChunks, GetIndex, Requests, ThreadClient
 from kit.data.stream.pool import ThreadPool
 from kit.data.stream.receive import ReceiveQueue
@@ -36,7 +35,6 @@ from kit.errors import CorruptChunkError, KitWarning
 
 _LOOKING_UP = 4
 """Threads that look up and keep."""
-_MOST_NAMES = 65_536
 
 
 class CachedRequests(Requests):
@@ -61,7 +59,7 @@ class CachedRequests(Requests):
         self.entries, self.counters = entries, counters
         self.threads = ThreadPool(_LOOKING_UP, "kit-cache")
         self._kept = ThreadClient(entries.get, threads)
-        self._names = ObjectNames(client, redact(url), known)
+        self._names = ObjectNames(client, redact(url), known, queue.names)
 
     def submit(self, requests: Iterable[ChunkRequest]) -> None:
         for request in requests:
@@ -72,7 +70,7 @@ class CachedRequests(Requests):
         super().close()
         self._kept.close()
 
-    def _named(self, request: ChunkRequest, found: Future[str | None]) -> None:
+    def _named(self, request: ChunkRequest, found: Future[str | None] | Settled[str | None]) -> None:
         try:
             name = found.result()
             if name is None:  # there is no such object, as the request will find, or no name to keep it under
@@ -222,41 +220,36 @@ def name_of(url: str, key: str, identity: str) -> str:
 class ObjectNames:
     """Under which name each object is kept; call from any thread.
 
-    Where no manifest tells which object a key names now, the store is asked, once for each of the last so many. A store
-    that gives no tag by which a new object would show is read without a cache, and a warning says so once.
+    Where no manifest tells which object a key names now, the store is asked, once for each of the last that `names`
+    keeps. A store that gives no tag by which a new object would show is read without a cache, and a warning says so
+    once.
     """
 
-    def __init__(self, client: Client, url: str, known: Mapping[str, str] | None) -> None:
-        self._client, self._url, self._known = client, url, known
+    def __init__(self, client: Client, url: str, known: Mapping[str, str] | None, names: FoundOnce[str]) -> None:
+        self._client, self._url, self._known, self._names = client, url, known, names
         self._lock = threading.Lock()
         self._untagged = False
-        self._futures: OrderedDict[str, Future[str | None]] = OrderedDict()
 
-    def claim(self, key: str) -> Future[str | None]:
+    def claim(self, key: str) -> Future[str | None] | Settled[str | None]:
         """The name that is or will be known; None where there is no such object, or nothing to name it by."""
-        with self._lock:
-            future = self._futures.get(key)
-            if future is not None:
-                self._futures.move_to_end(key)
-                return future
-            future = self._futures[key] = Future()
-            if len(self._futures) > _MOST_NAMES:
-                self._futures.popitem(last=False)
         if self._known is not None:
-            self.give(key, future, self._known.get(key))
-        elif self._untagged:
-            self.give(key, future, None)
-        else:
-            self._client.submit([_Identify(self, key, future)])
-        return future
+            return Settled(self._name(key, self._known.get(key)))
+        if self._untagged:
+            return Settled(None)
+        found, mine = self._names.claim(key)
+        if mine:
+            self._client.submit([_Identify(self, key)])
+        return found
 
-    def give(self, key: str, future: Future[str | None], identity: str | None) -> None:
+    def give(self, key: str, identity: str | BaseException | None) -> None:
         """Set the result for all that claimed the key; what is missing is asked for again next time."""
-        if identity is None:
-            self.forget(key)
-            future.set_result(None)
+        if isinstance(identity, BaseException):
+            self._names.give(key, identity)
         else:
-            future.set_result(name_of(self._url, key, identity))
+            self._names.give(key, self._name(key, identity), keep=identity is not None)
+
+    def _name(self, key: str, identity: str | None) -> str | None:
+        return None if identity is None else name_of(self._url, key, identity)
 
     def warn_untagged(self) -> None:
         """Say, once, that nothing is kept."""
@@ -269,25 +262,20 @@ class ObjectNames:
             )
             warnings.warn(message, KitWarning, stacklevel=2)
 
-    def forget(self, key: str) -> None:
-        with self._lock:
-            self._futures.pop(key, None)
-
 
 class _Identify(Get):
     """Get of what tells an object from another under the same key."""
 
-    __slots__ = ("_future", "_names")
+    __slots__ = ("_names",)
 
-    def __init__(self, names: ObjectNames, key: str, future: Future[str | None]) -> None:
+    def __init__(self, names: ObjectNames, key: str) -> None:
         super().__init__(key, head=True)
-        self._names, self._future = names, future
+        self._names = names
 
     def done(self, data: Octets | None) -> None:
         if data is not None and not len(data):
             self._names.warn_untagged()
-        self._names.give(self.key, self._future, data.tobytes().decode() if data is not None and len(data) else None)
+        self._names.give(self.key, data.tobytes().decode() if data is not None and len(data) else None)
 
     def fail(self, error: BaseException) -> None:
-        self._names.forget(self.key)
-        self._future.set_exception(error)
+        self._names.give(self.key, error)

@@ -5,11 +5,12 @@ inside `sharding_indexed`; Zarr 2: any compressor and filters) are decoded here,
 GIL, so that threads decode in parallel; any other chain goes through zarr's own pipeline. Sizes are elements unless a
 name says bytes. Decoding never yields fewer elements than a chunk has: it raises instead.
 
-ShardIndexes keeps the indexes of shards within a fixed memory.
+ShardIndexes keeps the indexes of shards within a fixed memory, counted as the process grows by them.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from operator import floordiv, mod
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -49,6 +50,7 @@ _BLOSC_HEADER_BYTES = 16
 Index = NDArray[np.uint64]
 """A shard's index `(*inner chunk, 2)`: first byte and number of bytes of each inner chunk."""
 Step = Callable[[Octets], Octets]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,7 @@ class StoredArray:
             plain = _check_crc32c(data) if self.index_checked else data
         except ValueError as error:
             raise damage(where, error) from error
-        return plain.view("<u8").astype(np.uint64).reshape(*self.per_shard, 2)
+        return plain.view("<u8").reshape(*self.per_shard, 2).astype(np.uint64)  # of one piece, as it is kept
 
     def locate(self, index: Index, coords: tuple[int, ...]) -> tuple[int, int] | None:
         """(first byte, one past the last) of an inner chunk in its shard; None when the shard does not hold it."""
@@ -289,55 +291,68 @@ def _check_crc32c(data: Octets) -> Octets:
 
 
 LARGEST_BYTES = 64 << 20
+_ENTRY_BYTES = 192
+"""What keeping anything under a key takes, beside the key and the thing."""
 
 
-class ShardIndexes:
-    """Indexes by the keys of their shards, None for a shard that is not there; call from any thread.
+class Settled(Generic[Found]):
+    """What is known already, in the words of a future, and a tenth of its memory."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+
+    def result(self) -> Found:
+        return self._found
+
+    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+        call(self)
+
+
+class FoundOnce(Generic[Found]):
+    """What was found under each key, None for nothing there, within a fixed memory; call from any thread.
 
     Each is fetched once, whoever needs it, and the least recently used go. A failure is forgotten, so that the next
-    request tries again.
+    request tries again. Futures are for what is on its way only: one takes five times the memory of a small index, and
+    a store may have a million.
     """
 
     def __init__(self, largest_bytes: int = LARGEST_BYTES) -> None:
         self._largest_bytes = largest_bytes
         self._lock = threading.Lock()
-        self._futures: OrderedDict[str, Future[Index | None]] = OrderedDict()
+        self._coming: dict[str, Future[Found | None]] = {}
+        self._found: OrderedDict[str, Found | None] = OrderedDict()
         self.nbytes = 0
-        """Memory of all of them."""
+        """Memory of all of them, with their keys and what keeping them takes."""
 
-    def claim(self, key: str) -> tuple[Future[Index | None], bool]:
-        """The index that is or will be there, and whether the caller has to fetch it and `give` it."""
+    def claim(self, key: str) -> tuple[Future[Found | None] | Settled[Found | None], bool]:
+        """What is or will be there, and whether the caller has to fetch it and `give` it."""
         with self._lock:
-            future = self._futures.get(key)
-            if future is not None:
-                self._futures.move_to_end(key)
-                return future, False
-            future = self._futures[key] = Future()
+            if key in self._found:
+                self._found.move_to_end(key)
+                return Settled(self._found[key]), False
+            if key in self._coming:
+                return self._coming[key], False
+            future = self._coming[key] = Future()
             return future, True
 
-    def give(self, key: str, fetched: Index | BaseException | None) -> None:
+    def give(self, key: str, fetched: Found | BaseException | None, keep: bool = True) -> None:
         """Set the result for all that claimed the key."""
         with self._lock:
-            future = self._futures.pop(key)
-            if not isinstance(fetched, BaseException):
-                # A future keeps its callbacks, and those the batches that waited: what stays is one without.
-                kept: Future[Index | None] = Future()
-                self._futures[key] = kept
-                kept.set_result(fetched)
-                self.nbytes += 0 if fetched is None else fetched.nbytes
-                for old in [*self._futures]:
-                    if self.nbytes <= self._largest_bytes:
-                        break
-                    if old != key and self._futures[old].done():
-                        index = self._futures.pop(old).result()
-                        self.nbytes -= 0 if index is None else index.nbytes
+            future = self._coming.pop(key)
+            if keep and not isinstance(fetched, BaseException):
+                self._found[key] = fetched
+                self.nbytes += _kept_bytes(key, fetched)
+                while self.nbytes > self._largest_bytes and len(self._found) > 1:
+                    self.nbytes -= _kept_bytes(*self._found.popitem(last=False))
         if isinstance(fetched, BaseException):
             future.set_exception(fetched)
         else:
             future.set_result(fetched)
 
-    def get(self, key: str, fetch: Callable[[], Index | None]) -> Index | None:
-        """The index, fetched by the first thread that asks while the others wait."""
+    def get(self, key: str, fetch: Callable[[], Found | None]) -> Found | None:
+        """As `claim`, fetched by the first thread that asks while the others wait."""
         future, mine = self.claim(key)
         if mine:
             try:
@@ -345,3 +360,11 @@ class ShardIndexes:
             except BaseException as error:
                 self.give(key, error)
         return future.result()
+
+
+def _kept_bytes(key: str, found: Any) -> int:
+    return sys.getsizeof(key) + (0 if found is None else sys.getsizeof(found)) + _ENTRY_BYTES
+
+
+class ShardIndexes(FoundOnce[Index]):
+    """Indexes by the keys of their shards."""

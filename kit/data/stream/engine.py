@@ -122,6 +122,11 @@ class Engine:
         return (self._plan.requests_in_flight, "") if self._reader is None else self._reader.open_requests
 
     @property
+    def held_bytes(self) -> int:
+        """Memory of what this process keeps and requests, beside batches, by its own count."""
+        return 0 if self._reader is None else self._reader.held_bytes
+
+    @property
     def variables(self) -> tuple[str, ...]:
         """Names of the variables, in the order they are stacked."""
         return tuple(info.name for info in self._plan.arrays)

@@ -100,6 +100,11 @@ class Reader:
             return self._client.limit.now, self._client.limit.reason
         return self._plan.requests_in_flight, ""
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of what is kept and on its way, beside batches."""
+        return self._queue.held_bytes
+
     def start(self, offsets: NDArray[np.int64], patch: Sequence[int], *, until_handed: bool = False) -> Future[Arrays]:
         """Begin reading the patches at `offsets` `(sample, dim)`; cancelling the future ends the work.
 

@@ -32,7 +32,7 @@ from kit.chunks.resources import HOLES_SHARE, READY_TOO, TRANSIENT_SHARE
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkCache, ChunkRequest, ChunkResponse
-from kit.data.stream.codec import LARGEST_BYTES, Index, ShardIndexes, damage
+from kit.data.stream.codec import LARGEST_BYTES, FoundOnce, Index, ShardIndexes, damage
 from kit.data.stream.memory import MemoryBudget, ReaderPlan, Reservation, largest_chunk_bytes
 from kit.data.stream.pool import ThreadPool
 from kit.errors import MissingChunkError
@@ -71,6 +71,8 @@ class ReceiveQueue:
         self._where = redact(plan.url)
         self.cache = ChunkCache(plan.cache_bytes, self._spare_bytes)
         self.indexes = ShardIndexes(min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
+        self.names = FoundOnce[str](min(LARGEST_BYTES, plan.memory_bytes // _INDEX_SHARE))
+        """Of objects that a read cache keeps, where no manifest names them."""
         self.budget = MemoryBudget(lambda: min(self._left_bytes(), self._enough_bytes()))
         self._read_ahead = ReadAheadBuffer()
         self.decoders = ThreadPool(plan.decode_threads, "kit-decode")
@@ -95,13 +97,19 @@ class ReceiveQueue:
         self.budget.close()
         self.decoders.close()
 
+    @property
+    def held_bytes(self) -> int:
+        """What is kept and on its way, beside batches."""
+        return self.budget.taken_bytes + self._kept_bytes()
+
     # -- windows
 
     @property
     def can_read_ahead(self) -> bool:
         """Whether memory holds the stored bytes of one window more than the two that are pinned now."""
         plan, chunk = self._plan, largest_chunk_bytes(self._plan.arrays)
-        others = self._holes_bytes + self.cache.evictable_bytes + self.indexes.nbytes + self._decoding_bytes
+        found = self.indexes.nbytes + self.names.nbytes
+        others = self._holes_bytes + self.cache.evictable_bytes + found + self._decoding_bytes
         requests = READY_TOO * plan.requests_in_flight * chunk + plan.batches_held * self.batch_bytes
         return others + requests + self.cache.pinned_chunks * chunk * 3 // 2 <= plan.memory_bytes
 
@@ -147,11 +155,13 @@ class ReceiveQueue:
         return (self._left_bytes() + transient - self._enough_bytes()) // TRANSIENT_SHARE - transient
 
     def _left_bytes(self) -> int:
-        plan, cache = self._plan, self.cache
-        kept = cache.evictable_bytes + cache.pinned_bytes + cache.transient_bytes
-        kept += self._read_ahead.nbytes + self.indexes.nbytes
-        others = kept + self._decoding_bytes + plan.batches_held * self.batch_bytes
+        plan = self._plan
+        others = self._kept_bytes() + self._decoding_bytes + plan.batches_held * self.batch_bytes
         return plan.memory_bytes - self._holes_bytes - others
+
+    def _kept_bytes(self) -> int:
+        chunks = self.cache.evictable_bytes + self.cache.pinned_bytes + self.cache.transient_bytes
+        return chunks + self._read_ahead.nbytes + self.indexes.nbytes + self.names.nbytes
 
     def _enough_bytes(self) -> int:
         """What keeps the requests going."""
