@@ -265,7 +265,14 @@ def test_nothing_is_said_twice_of_a_finding():
     text = repr(diagnosis)
     assert text.count(diagnosis.findings[0].effect) == 1
     assert text.count("times as fast") + text.count("× as fast") == 1
-    assert diagnosis.headline.count("batch too small") == 1
+    assert diagnosis.headline == "One thing holds this training up: batch too small."
+
+
+def test_the_headline_counts_what_is_wrong_and_names_what_comes_first():
+    grown = replace(FAULTS["memory that grows"], shares=shares(checkpoint=0.3))
+    assert judge(grown, source(grown)).headline == "2 things hold this training up, checkpoints too often most of all."
+    full = replace(grown, device_allocated_bytes=9.5e9, device_limit_bytes=1e10)
+    assert judge(full, source(full)).headline.startswith("3 things are wrong with this training, device memory near")
 
 
 def test_counted_calls_take_what_one_was_measured_to_take():

@@ -174,10 +174,11 @@ class Diagnosis(Drawable):
         if self.clean:
             return f"Nothing was found that holds this training up ({len(self.values)} of {len(RULES)} rules applied)."
         first, count = self.findings[0], len(self.findings)
-        wrong = "holds this training up" if first.predicted is not None else "is wrong with this training"
+        slow = first.predicted is not None
         if count == 1:
-            return f"One thing {wrong}: {first.name}."
-        return f"{count} things {wrong.replace('holds', 'hold').replace('is ', 'are ')}, {first.name} most of all."
+            return f"One thing {'holds this training up' if slow else 'is wrong with this training'}: {first.name}."
+        wrong = "hold this training up" if slow else "are wrong with this training"
+        return f"{count} things {wrong}, {first.name} most of all."
 
     @property
     def sentences(self) -> list[str]:
@@ -269,12 +270,12 @@ def finding_html(finding: Finding) -> str:
     )
     columns = "display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 1px 12px; margin-top: 3px"
     rows, folded = "", ""
-    reasons = {**finding.reasons, "measured": _evidence_html(finding)}
-    for name, text in reasons.items():
-        shown = text if name == "measured" else f"<code>{escape(text)}</code>" if name == "in code" else escape(text)
+    for name, text in finding.reasons.items():
+        shown = f"<code>{escape(text)}</code>" if name == "in code" else escape(text)
         if name in ("evidence", "threshold"):
             folded += f"<div>{shown}</div>"
-        elif shown:
+            shown = _evidence_html(finding) if name == "evidence" else ""
+        if shown:
             rows += f'<span style="opacity: 0.75">{name}</span><span style="overflow-wrap: anywhere">{shown}</span>'
     return (
         f'<div style="{frame}; line-height: 1.45"><b>{escape(finding.name)}</b>: {escape(finding.sentence)}'
@@ -284,7 +285,10 @@ def finding_html(finding: Finding) -> str:
 
 
 def _evidence_html(finding: Finding) -> str:
-    """The value as a bar, with a mark where a finding begins; empty for a part of a step, which has its bar above."""
+    """The value as a bar, with a mark where a finding begins; empty for a part of a step, which has its bar above.
+
+    The sentence has the number.
+    """
     rule, value = finding.rule, finding.value
     if rule.part and rule.unit == "fraction":
         return ""
@@ -296,7 +300,7 @@ def _evidence_html(finding: Finding) -> str:
     words = escape(f"{finding.evidence}; {finding.threshold}", quote=True)
     return (
         f'<span role="img" aria-label="{words}" title="{words}" style="{box}"><span style="display: block; {filled}">'
-        f'</span><span style="{line}"></span></span> {escape(show(rule.unit, value))}'
+        f'</span><span style="{line}"></span></span> <span style="opacity: 0.75">a finding from the mark on</span>'
     )
 
 
