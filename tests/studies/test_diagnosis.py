@@ -265,14 +265,19 @@ def test_nothing_is_said_twice_of_a_finding():
     text = repr(diagnosis)
     assert text.count(diagnosis.findings[0].effect) == 1
     assert text.count("times as fast") + text.count("× as fast") == 1
-    assert diagnosis.headline == "One thing holds this training up: batch too small."
+    assert diagnosis.headline.count("batch too small") == 1
+    assert diagnosis.headline.startswith("One thing")
 
 
 def test_the_headline_counts_what_is_wrong_and_names_what_comes_first():
     grown = replace(FAULTS["memory that grows"], shares=shares(checkpoint=0.3))
-    assert judge(grown, source(grown)).headline == "2 things hold this training up, checkpoints too often most of all."
+    headline = judge(grown, source(grown)).headline
+    assert headline.startswith("2 things hold this")
+    assert "checkpoints too often most" in headline
     full = replace(grown, device_allocated_bytes=9.5e9, device_limit_bytes=1e10)
-    assert judge(full, source(full)).headline.startswith("3 things are wrong with this training, device memory near")
+    headline = judge(full, source(full)).headline
+    assert headline.startswith("3 things are wrong with this")
+    assert "device memory near its limit" in headline
 
 
 def test_counted_calls_take_what_one_was_measured_to_take():
