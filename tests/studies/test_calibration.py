@@ -108,6 +108,17 @@ def test_a_choice_that_is_the_fastest_is_compared_with_the_fastest_of_the_dearer
     assert numbers([at(0, 100.0), at(1, 60.0), at(2, 70.0)]) == [], "no second is so much faster than the next"
 
 
+def test_what_a_choice_that_cannot_be_measured_again_has_beaten_is_measured_once_more():
+    found = [at(0, 40.0), at(1, 50.0), at(4, 100.0)]
+    slow = found[2].setting
+
+    def quick(item):
+        return item.setting != slow
+
+    assert finalists(found, MIB, quick) == [found[1]]
+    assert finalists([found[0], replace(found[1], turns=1), found[2]], MIB, quick) == []
+
+
 @pytest.mark.parametrize(("speed", "error", "doubted"), [(88.0, 0.06, True), (88.0, 0.03, False), (50.0, 0.1, False)])
 def test_what_is_cheaper_and_may_be_enough_is_in_doubt(speed, error, doubted):
     found = [at(1, speed, error, 1), at(2, 99.0, 0.001, 1), at(4, 100.0, 0.001, 1)]

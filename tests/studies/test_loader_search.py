@@ -61,10 +61,10 @@ def test_each_setting_is_looked_at_once_and_none_gets_more_than_is_allowed(seed,
 
 @given(st.integers(0, 10**9))
 @examples(60)
-def test_who_is_measured_in_turn_is_never_alone(seed):
-    _, _, asks, _ = NoisyLoader(seed).calibrate()
+def test_who_is_measured_in_turn_is_alone_only_beside_what_starts_too_slowly(seed):
+    _, figures, asks, _ = NoisyLoader(seed).calibrate()
     runs = ["".join(group) for group in "".join(str(int(ask.again)) for ask in asks).split("0")]
-    assert "1" not in runs
+    assert "1" not in runs or not all(map(BOUNDS.may_turn, figures.values()))
 
 
 def follow(speeds, bounds=BOUNDS, eligible=lambda _: True, first_batch_seconds=0.1):

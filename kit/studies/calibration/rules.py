@@ -18,8 +18,8 @@ settings are tried. Here:
   A choice that this may have made is measured in turn with its rivals: the fastest of the dearer settings, where the
   choice may be below 90 % of it, and cheaper ones that may be plainly enough; by twice the standard errors, and 7 % of
   drift for what was not measured in turn. That is done once, and while the choice is in doubt up to three times in all;
-  these figures replace the first ones. A cache that fills too slowly for a turn is measured once: where it is chosen,
-  there are no turns.
+  these figures replace the first ones. What starts or fills too slowly for a turn is measured once: where it is chosen,
+  the fastest cheaper setting is measured once more, and there are no turns.
 
 How long one setting is timed: batches are timed in blocks, since those of several processes come in bursts. A block is
 the least multiple of the processes (or of half of what the engine reads ahead) that is five batches or more, 40 at
@@ -207,9 +207,11 @@ def finalists(
         able: Whether something can be measured in turn.
     """
     chosen = choose(measured, batch_bytes)
-    if not able(chosen):
-        return []
     cost = chosen.setting.cost(batch_bytes)
+    if not able(chosen):  # it starts too slowly; that it beat what is cheaper may have been one bad second of that
+        cheaper = [item for item in measured if item.setting.cost(batch_bytes) < cost and able(item)]
+        fastest = sorted(cheaper, key=lambda item: item.batches_per_second)[-1:]
+        return [] if any(item.turns for item in cheaper) else fastest
     dearer = [item for item in measured if item.setting.cost(batch_bytes) > cost and able(item)]
     rival = max(dearer, key=lambda item: item.batches_per_second, default=None)  # it would be worth its price next
     rivals = [rival] if rival is not None and _may_fall_short(chosen, rival) else []
