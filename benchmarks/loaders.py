@@ -258,9 +258,12 @@ def remote_loader(_: Path) -> dict[str, Any]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Late)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # with five a connection that is refused waits a second for its next try
+
+    server = Server(("127.0.0.1", 0), Late)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return {"train_dataloaders": DataLoader(Remote(f"http://127.0.0.1:{server.server_port}"), batch_size=8)}
+    return {"train_dataloaders": DataLoader(Remote(f"http://127.0.0.1:{server.server_port}"), batch_size=4)}
 
 
 def engine_of_kit(folder: Path) -> dict[str, Any]:

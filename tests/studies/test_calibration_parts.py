@@ -28,7 +28,7 @@ from kit.studies.calibration.measure import (
     subject_of,
 )
 from kit.studies.calibration.result import Calibration, changed
-from kit.studies.calibration.rules import LoaderSetting, Measurement, block_size, standard_error
+from kit.studies.calibration.rules import LEAST_SECONDS, LoaderSetting, Measurement, block_size, standard_error
 
 MIB = 1 << 20
 PLAIN = LoaderSetting(num_workers=0, prefetch_factor=2)
@@ -72,10 +72,15 @@ def sweep(data, config, resources=ROOMY, **hooks):
 
 def test_so_many_batches_are_measured_after_the_warm_up_in_as_many_passes_as_it_takes():
     batches = Batches(5)
-    found = measure(batches, PLAIN, LIMITS, Observed())
+    found = measure(batches, PLAIN, replace(LIMITS, step_seconds=LEAST_SECONDS / LIMITS.most_batches), Observed())
     assert batches.given == PLAIN.warmup_batches + LIMITS.most_batches
     assert (found.batches, batches.passes) == (10, 3)
     assert found.batches_per_second == pytest.approx(found.batches / found.seconds)
+
+
+def test_so_many_batches_as_come_within_a_blink_are_not_enough(now):
+    found = measure(Paced(now, 2**-10), PLAIN, replace(LIMITS, to_the_end=True), Observed())
+    assert (found.batches, found.seconds) == (256, LEAST_SECONDS)
 
 
 def test_the_time_ends_a_measurement_and_what_came_until_then_counts(now):
@@ -119,15 +124,16 @@ class Paced:
 
 
 def test_what_starts_slowly_is_measured_longer_at_once(now):
-    limits = replace(LIMITS, slow_start_seconds=100.0, growth=3.0)
-    assert measure(Paced(now, 0.0), PLAIN, limits, Observed()).batches == 10
-    assert measure(Paced(now, 0.0, start=1000.0), PLAIN, limits, Observed()).batches == 30
+    limits = replace(LIMITS, slow_start_seconds=100.0, growth=2.0)
+    assert measure(Paced(now, 2**-5), PLAIN, limits, Observed()).batches == 10
+    assert measure(Paced(now, 2**-5, start=1000.0), PLAIN, limits, Observed()).batches == 20
 
 
-def test_a_cache_is_given_batches_to_fill_with_before_anything_counts():
-    batches = Batches(1000)
-    measure(batches, PLAIN, LIMITS, Observed(), filling=40)
+def test_a_cache_is_given_batches_to_fill_with_before_anything_counts(now):
+    batches = Paced(now, 2**-5)
+    found = measure(batches, PLAIN, LIMITS, Observed(), filling=40)
     assert batches.given == 40 + LIMITS.most_batches
+    assert found.warmup_seconds == 39 * 2**-5
 
 
 def test_the_bytes_of_a_batch_are_those_of_all_arrays_in_it():
@@ -208,12 +214,12 @@ def test_more_processes_are_chosen_where_samples_wait_and_the_evidence_is_whole(
     assert data["train_dataloaders"].num_workers == 0
 
 
-def test_what_decides_is_measured_again_in_turn_and_said():
+def test_what_decides_is_measured_again_in_turn_and_said(now, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     heard = []
-    data = {"train_dataloaders": DataLoader(Waiting(0.004), batch_size=2)}
-    found = sweep(
-        data, asked(candidate_workers=[0, 4], max_measure_batches=80, timeout_seconds=60.0), report=heard.append
-    )
+    data = {"train_dataloaders": DataLoader(Waiting(0.001), batch_size=2)}
+    few = asked(candidate_workers=[0, 4], max_measure_batches=80, timeout_seconds=60.0)
+    found = sweep(data, few, report=heard.append, step=0.015)  # 15 of 17 ms: just below what is enough
     again = [item for item in found.measured if item.turns]
     assert [item.setting.num_workers for item in again] == [0, 4]
     assert sum(item.turns for item in again) == sum(item.turns for item in heard)
@@ -224,7 +230,7 @@ def test_what_decides_is_measured_again_in_turn_and_said():
 def test_no_process_is_chosen_where_a_step_takes_longer_than_loading(now, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     data = {"train_dataloaders": DataLoader(Waiting(0, 400), batch_size=2)}
-    found = sweep(data, asked(candidate_workers=[0, 2], step_seconds=0.03))
+    found = sweep(data, asked(candidate_workers=[0, 2]), step=0.03)
     assert found.chosen.num_workers == 0
 
 

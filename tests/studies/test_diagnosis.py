@@ -1,3 +1,5 @@
+import html
+import math
 import re
 from dataclasses import replace
 
@@ -12,8 +14,9 @@ from waiting import wait_until
 import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
-from kit.studies.diagnosis.diagnose import diagnose, judge
+from kit.studies.diagnosis.diagnose import diagnose, finding_html, judge
 from kit.studies.diagnosis.evidence import StoreLayout
+from kit.studies.diagnosis.rule import BETWEEN_TRIALS
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.diagnosis.unit_costs import LOOP, VALUE, unit_costs
 from kit.studies.profiling.trace import TraceInfo
@@ -153,7 +156,8 @@ def test_each_finding_says_what_to_change_what_to_expect_and_why(name):
     assert finding.rule.looks_at in finding.evidence
     assert finding.rule.source in finding.threshold
     assert all(text in repr(judge(found, source(found))) for text in finding.reasons.values())
-    assert finding.predicted is None or 1 <= finding.predicted[0] <= finding.predicted[1]
+    assert finding.predicted is None or finding.predicted[0] < finding.predicted_gain < finding.predicted[1]
+    assert finding.predicted_gain is None or finding.predicted_gain >= 1
     assert "at most" not in repr(judge(found, source(found)))
     changed = found.config.replace(finding.change)
     assert bool(finding.change) == bool(found.config.diff(changed)), "a change changes something"
@@ -225,21 +229,63 @@ def test_two_findings_never_turn_one_setting_in_different_ways():
 
 
 def test_effects_follow_from_the_parts_of_a_step_and_say_what_is_next():
-    """40 % of validation, made 14 times as rare: 1 / (1 - 0.4 × 13 / 14), and no error where none is known."""
+    """40 % of validation, made 14 times as rare: 1 / (1 - 0.4 × 13 / 14), give or take how unlike two trials are."""
     finding = judge(FAULTS["validation too often"], source(evidence()))["validation too often"]
-    assert finding.predicted == pytest.approx((1 / (1 - 0.4 * 13 / 14),) * 2)
+    assert finding.predicted_gain == pytest.approx(1 / (1 - 0.4 * 13 / 14))
+    chance = math.exp(2 * math.sqrt(2) * BETWEEN_TRIALS)
+    assert finding.predicted == pytest.approx((finding.predicted_gain / chance, finding.predicted_gain * chance))
     assert finding.change == {"trial.validate_every_steps": 28}
     assert finding.limit_next.startswith("forward is longest, 40%")
     wide = evidence({"trial.validate_every_steps": 2}, shares=shares(validation=0.4), errors={"validation": 0.1})
     low, high = judge(wide, source(wide))["validation too often"].predicted
-    assert low < 1 / (1 - 0.4 * 13 / 14) < high
+    assert low < finding.predicted[0] < finding.predicted[1] < high
+
+
+def test_a_range_grows_with_the_noise_of_what_is_left_of_a_step_and_keeps_its_middle():
+    """Where nine tenths of a step go, an error of the tenth that stays is nearly one of the gain."""
+    still = evidence(shares=shares(checkpoint=0.9))
+    noisy = replace(still, errors={name: 0.2 for name in still.shares if name != "checkpoint"})
+    calm, wide = (judge(one, source(one))["checkpoints too often"] for one in (still, noisy))
+    assert wide.predicted_gain == pytest.approx(calm.predicted_gain)
+    assert wide.predicted[1] / wide.predicted[0] > 1.1 * calm.predicted[1] / calm.predicted[0]
+
+
+@pytest.mark.parametrize(("name", "pictures"), [("chunks that do not fit", 1), ("waiting for data", 0)])
+def test_the_evidence_is_a_picture_and_the_threshold_is_folded_away(name, pictures):
+    """A part of a step has its picture in the bar of all parts."""
+    finding = judge(FAULTS[name], source(FAULTS[name]))[name]
+    shown, folded = finding_html(finding).split("<details")
+    assert shown.count('role="img"') == pictures
+    assert finding.rule.source not in re.sub("<[^>]*>", "", shown)
+    assert finding.rule.source in html.unescape(folded)
+
+
+def test_nothing_is_said_twice_of_a_finding():
+    diagnosis = judge(FAULTS["batch too small"], source(evidence()))
+    text = repr(diagnosis)
+    assert text.count(diagnosis.findings[0].effect) == 1
+    assert text.count("times as fast") + text.count("× as fast") == 1
+    assert diagnosis.headline.count("batch too small") == 1
+    assert diagnosis.headline.startswith("One thing")
+
+
+def test_the_headline_counts_what_is_wrong_and_names_what_comes_first():
+    grown = replace(FAULTS["memory that grows"], shares=shares(checkpoint=0.3))
+    headline = judge(grown, source(grown)).headline
+    assert headline.startswith("2 things hold this")
+    assert "checkpoints too often most" in headline
+    full = replace(grown, device_allocated_bytes=9.5e9, device_limit_bytes=1e10)
+    headline = judge(full, source(full)).headline
+    assert headline.startswith("3 things are wrong with this")
+    assert "device memory near its limit" in headline
 
 
 def test_counted_calls_take_what_one_was_measured_to_take():
     """2,000 values of 10 to 50 µs in a step of a second: 2 to 10 % of it, though no sample fell on the line."""
     found = replace(FAULTS["sync in the step"], unit_costs={VALUE: 1e-5, LOOP: 5e-5})
     low, high = judge(found, source(found))["sync in the step"].predicted
-    assert (low, high) == pytest.approx((1 / 0.98, 1 / 0.9))
+    assert low < 1 / 0.98 < 1 / 0.9 < high
+    assert math.sqrt(low * high) == pytest.approx(math.sqrt(1 / 0.98 / 0.9))
 
 
 def test_a_read_of_a_small_chunk_still_costs_its_calls():
@@ -262,9 +308,9 @@ def test_more_processes_than_cores_are_never_advised():
     found = evidence(shares=shares(wait=0.7), thread_cores=0.99)
     finding = judge(found, source(found))["Python in the data"]
     assert finding.change == {"loader.num_workers": 3}
-    assert finding.predicted == pytest.approx((1 / 0.3, 1 / 0.3))
+    assert finding.predicted_gain == pytest.approx(1 / 0.3)
     lone = replace(found, cores=1)
-    assert judge(lone, source(lone))["Python in the data"].predicted[0] == pytest.approx(1)
+    assert judge(lone, source(lone))["Python in the data"].predicted[0] <= 1
 
 
 def test_data_of_the_callers_own_that_reads_by_the_engine_takes_its_processes_from_the_config():

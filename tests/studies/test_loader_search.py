@@ -61,10 +61,10 @@ def test_each_setting_is_looked_at_once_and_none_gets_more_than_is_allowed(seed,
 
 @given(st.integers(0, 10**9))
 @examples(60)
-def test_who_is_measured_in_turn_is_never_alone(seed):
-    _, _, asks, _ = NoisyLoader(seed).calibrate()
+def test_who_is_measured_in_turn_is_alone_only_beside_what_starts_too_slowly(seed):
+    _, figures, asks, _ = NoisyLoader(seed).calibrate()
     runs = ["".join(group) for group in "".join(str(int(ask.again)) for ask in asks).split("0")]
-    assert "1" not in runs
+    assert "1" not in runs or not all(map(BOUNDS.may_turn, figures.values()))
 
 
 def follow(speeds, bounds=BOUNDS, eligible=lambda _: True, first_batch_seconds=0.1):
@@ -98,7 +98,7 @@ def turns(asks):
 
 
 def test_a_choice_that_was_the_luck_of_one_second_falls_when_it_is_measured_in_turn():
-    figures, asks, reasons = follow({PLAIN: [100.0, 50.0], FAST: [80.0, 80.0]})
+    figures, asks, reasons = follow({PLAIN: [90.0, 50.0], FAST: [80.0, 80.0]})
     assert choose(list(figures.values()), BATCH_BYTES).setting == FAST
     assert turns(asks) == [PLAIN, FAST]
     assert "in turn" in reasons[0]
@@ -106,7 +106,7 @@ def test_a_choice_that_was_the_luck_of_one_second_falls_when_it_is_measured_in_t
 
 
 def test_who_is_in_doubt_gets_further_turns_and_no_more_than_three():
-    _, asks, _ = follow({PLAIN: [10.0, 9.05, 8.95, 9.02], FAST: [10.0]})
+    _, asks, _ = follow({PLAIN: [10.0, 9.05, 9.05, 9.02], FAST: [10.0]})
     assert turns(asks) == [PLAIN, FAST] * MOST_ROUNDS
 
 
@@ -116,9 +116,12 @@ def test_nothing_is_measured_in_turn_where_it_would_not_pay():
     found = follow({PLAIN: [1.0], FAST: [1.0]}, few)[1]
     assert [ask.fraction for ask in found] == [1.0, 1.0]
     assert not turns(follow({PLAIN: [1.0], FAST: [1.0]}, first_batch_seconds=5.0)[1])
-    cached = LoaderSetting(num_workers=0, prefetch_factor=2, requests_in_flight=8, batches_ahead=1, cache_bytes=1 << 20)
-    asks = follow({PLAIN: [1.0], cached: [2.0]})[1]
-    assert [ask.fraction for ask in asks] == [BOUNDS.first_look(PLAIN), 1.0]
+    assert not turns(follow({PLAIN: [1.0], FAST: [0.7]})[1]), "no second is so much faster than the next"
+    cached = replace(PLAIN, requests_in_flight=8, batches_ahead=1, cache_bytes=1 << 20)
+    assert BOUNDS.first_look(cached) == 1.0
+    filled = replace(measured(cached, 1.0), warmup_seconds=BOUNDS.slow_start_seconds)
+    assert (BOUNDS.may_turn(filled), BOUNDS.may_turn(replace(filled, warmup_seconds=0.5))) == (False, True)
+    assert BOUNDS.may_turn(replace(filled, setting=PLAIN)), "what it reads before it counts is part of a turn"
 
 
 def test_what_cannot_run_or_may_not_be_chosen_takes_no_turns():

@@ -330,8 +330,9 @@ class Sweep:
             )
             yield self._subject.present().num_workers
             return
-        counts = worker_counts(named, self._cpu_cap)
-        yield from (count for count in counts if count or not self._subject.own)  # the engine sweep has measured 0
+        # The engine sweep has measured 0; and where no step runs beside it, one process is as fast as none.
+        needless = {0 if self._subject.own else None, None if named or self._limits.step_seconds else 1}
+        yield from (count for count in worker_counts(named, self._cpu_cap) if count not in needless)
 
     def _nothing(self) -> ConfigError:
         why = "; ".join(f"{text}: {reason}" for text, reason in self._dropped.items())

@@ -35,6 +35,7 @@ from kit.data.rows.loader import RowData
 from kit.data.stores.url import redact
 from kit.errors import ConfigError, Problem
 from kit.studies.calibration.rules import (
+    LEAST_SECONDS,
     PARAMETERS,
     SLOW_SECONDS,
     LoaderSetting,
@@ -111,7 +112,8 @@ class _Clock:
             slow = batches >= together(self.setting) and seconds >= SLOW_SECONDS
             if slow or batches >= block_size(self.setting):
                 self.marks.append((self.seen, self.last))
-        if passed >= timeout_seconds or (self.skipped and self.seen - self.skipped >= most_batches):
+        counted, all_seen = self.last - (self.marks or [(0, self.last)])[0][1], self.seen - self.skipped >= most_batches
+        if passed >= timeout_seconds or (self.skipped and all_seen and counted >= LEAST_SECONDS):
             return True
         if self.limits.to_the_end or len(self.marks) < 2:
             return False
@@ -134,6 +136,7 @@ class _Clock:
     def result(self) -> Measurement:
         """Too short for the warm-up, everything after the first batch counts, and the error says so."""
         since, batches = self.marks[0][1] if self.marks else 0.0, self.seen - self.skipped
+        warmup_seconds = max(0.0, since - self.first)
         if not self.skipped or not batches:
             since, batches = (self.first, self.seen - 1) if self.seen > 1 else (self.began, self.seen)
         seconds = max(1e-9, self.last - since)
@@ -141,6 +144,7 @@ class _Clock:
             setting=self.setting, batches_per_second=batches / seconds, batches=batches, seconds=seconds,
             error=standard_error(self.paces), first_batch_seconds=self.first - self.began,
             whole_seconds=time.perf_counter() - self.began, paces=self.paces,
+            warmup_seconds=warmup_seconds,
         )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ A sweep measures one setting after another (`measure` gives None where a setting
 say where it stopped and why. It depends on the measurements alone, so it can be repeated with better ones. Its rules:
 
 - **candidates**: 0, 1, 2, 4, 8, 16, 32 processes and the cap itself, with the prefetch factors of the config. Without
-  processes there is nothing to prefetch, so 0 is one candidate.
+  processes there is nothing to prefetch, so 0 is one candidate. One process is left out where no step runs beside it:
+  it loads no faster than none.
 - **plateau**: two values of a parameter in a row, or the largest prefetch factor, that do not beat the best so far by
   5 %.
 - **ceiling**: a simulated step of s seconds allows 1 / s batches a second. Within 5 % of that nothing more is tried.
@@ -15,10 +16,10 @@ say where it stopped and why. It depends on the measurements alone, so it can be
 - **one fewer**: a larger factor may also spare processes. It is tried with the next smaller number, unless so many
   processes could not reach 90 % of the peak if each were as fast as loading without them.
 
-The engine's own parameters come first, without processes: requests in flight and batches ahead rise together from 8 and
-1 to their plateau, then each falls again while 90 % of the peak remain. Then a cache of the whole store, or of half of
-`loader.memory_bytes`, is measured once it has had time to fill; where it pays, batches ahead rise with it until they do
-not. Processes are tried with the cheapest of those settings.
+The engine's own parameters come first, without processes: requests in flight and batches ahead rise together from 32
+and 4 (beside a step from 8 and 1) to their plateau, then each falls again while 90 % of the peak remain. Then a cache
+of the whole store, or of half of `loader.memory_bytes`, is measured once it has had time to fill; where it pays,
+batches ahead rise with it until they do not. Processes are tried with the cheapest of those settings.
 
 `search` repeats a sweep. It measures each setting of the sweep once, then again in turn those that decide the choice,
 and repeats the sweep with the better figures until nothing new is measured. So a plateau that was the noise of one
@@ -52,6 +53,8 @@ from kit.units import format_count
 PATIENCE = 2
 REQUESTS = (8, 16, 32, 64, 128, 256)
 AHEAD = (1, 2, 4, 8, 16, 32)
+FIRST_RUNG = 2
+"""Of both, from which they rise where no step says what is enough: where fewer are, they fall from there."""
 
 Measure = Callable[[LoaderSetting], Measurement | None]
 """Measures a setting; None where it cannot run."""
@@ -231,7 +234,8 @@ def sweep_engine(
     """
     known, reasons = _Known(measure, drop, ceiling), list[str]()
     plateau, ahead, best = Plateau(PATIENCE), AHEAD[0], None
-    for requests, more in zip(REQUESTS, AHEAD, strict=True):
+    rungs = list(zip(REQUESTS, AHEAD, strict=True))
+    for requests, more in rungs[FIRST_RUNG if ceiling == math.inf else 0 :]:
         setting = replace(base, num_workers=0, requests_in_flight=requests, batches_ahead=more, cache_bytes=0)
         found = known.measure(setting)
         if found is None:
@@ -292,7 +296,8 @@ class Bounds:
 
     def may_turn(self, item: Measurement) -> bool:
         """Whether a turn is worth its start."""
-        return self.turns and item.first_batch_seconds <= self.slow_start_seconds and not item.setting.cache_bytes
+        filling = item.warmup_seconds if item.setting.cache_bytes else 0.0
+        return self.turns and item.first_batch_seconds + filling <= self.slow_start_seconds
 
     @property
     def slow_start_seconds(self) -> float:
@@ -370,7 +375,10 @@ def with_turn(before: Measurement, found: Measurement) -> Measurement:
     """The figures of all turns; the first look counts for its cost alone."""
     whole = before.whole_seconds + found.whole_seconds
     if not before.turns:
-        return replace(found, turns=1, first_batch_seconds=before.first_batch_seconds, whole_seconds=whole)
+        return replace(
+            found, turns=1, first_batch_seconds=before.first_batch_seconds, warmup_seconds=before.warmup_seconds,
+            whole_seconds=whole,
+        )  # fmt: skip
     batches, seconds = before.batches + found.batches, before.seconds + found.seconds
     paces = (*before.paces, *found.paces)
     return replace(

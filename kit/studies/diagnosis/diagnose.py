@@ -38,7 +38,7 @@ from kit.registry import Drawable, load
 from kit.speed.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.evidence import BUSY_FRACTION, Evidence, evidence_of
 from kit.studies.diagnosis.gains import measured_gains
-from kit.studies.diagnosis.rule import Change, Range, Rule, middle, show
+from kit.studies.diagnosis.rule import Change, Range, Rule, honest, middle, show
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.profiling.profile import Profile
 from kit.studies.repeats import MOST, RunSource, Tried, try_change
@@ -90,8 +90,9 @@ class Finding:
         if self.predicted is None:
             return "not known before it is tried"
         low, high = self.predicted
-        gain = f"{low:.2f} ×" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f} ×"
-        return f"{gain} as fast{f'; then {self.limit_next}' if self.limit_next else ''}"
+        none = ", so perhaps no faster" if low < 1 < high else ""
+        then = f"; then {self.limit_next}" if self.limit_next else ""
+        return f"{low:.2g} to {high:.2g} × as fast{none}{then}"
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -169,14 +170,15 @@ class Diagnosis(Drawable):
 
     @property
     def headline(self) -> str:
-        """One sentence: what holds the training up most, and what mending it brings."""
+        """One sentence: how much is wrong, and what comes first. What it brings to mend that stands at the finding."""
         if self.clean:
             return f"Nothing was found that holds this training up ({len(self.values)} of {len(RULES)} rules applied)."
-        first, more = self.findings[0], len(self.findings) - 1
-        others = f" ({more} more below)" if more else ""
-        if first.predicted is None:
-            return f"{first.name.capitalize()}: {first.setting}{others}."
-        return f"{first.name.capitalize()}: mending it makes the training {first.effect.partition(';')[0]}{others}."
+        first, count = self.findings[0], len(self.findings)
+        slow = first.predicted is not None
+        if count == 1:
+            return f"One thing {'holds this training up' if slow else 'is wrong with this training'}: {first.name}."
+        wrong = "hold this training up" if slow else "are wrong with this training"
+        return f"{count} things {wrong}, {first.name} most of all."
 
     @property
     def sentences(self) -> list[str]:
@@ -272,12 +274,33 @@ def finding_html(finding: Finding) -> str:
         shown = f"<code>{escape(text)}</code>" if name == "in code" else escape(text)
         if name in ("evidence", "threshold"):
             folded += f"<div>{shown}</div>"
-            continue
-        rows += f'<span style="opacity: 0.75">{name}</span><span style="overflow-wrap: anywhere">{shown}</span>'
+            shown = _evidence_html(finding) if name == "evidence" else ""
+        if shown:
+            rows += f'<span style="opacity: 0.75">{name}</span><span style="overflow-wrap: anywhere">{shown}</span>'
     return (
         f'<div style="{frame}; line-height: 1.45"><b>{escape(finding.name)}</b>: {escape(finding.sentence)}'
         f'<div style="{columns}; font-size: 0.92em">{rows}</div>'
         f'<details style="font-size: 0.92em; opacity: 0.85"><summary>why</summary>{folded}</details></div>'
+    )
+
+
+def _evidence_html(finding: Finding) -> str:
+    """The value as a bar, with a mark where a finding begins; empty for a part of a step, which has its bar above.
+
+    The sentence has the number.
+    """
+    rule, value = finding.rule, finding.value
+    if rule.part and rule.unit == "fraction":
+        return ""
+    whole = 1.0 if rule.unit == "fraction" else 1.1 * max(value, rule.threshold)
+    bar, mark = (f"{min(1.0, one / whole):.1%}" for one in (value, rule.threshold))
+    box = "position: relative; display: inline-block; width: 160px; height: 0.7em; background: rgba(128,128,128,0.25)"
+    filled = f"width: {bar}; height: 100%; background: var(--jp-warn-color1, #c77700)"
+    line = f"position: absolute; left: {mark}; top: -2px; bottom: -2px; border-left: 2px solid currentColor"
+    words = escape(f"{finding.evidence}; {finding.threshold}", quote=True)
+    return (
+        f'<span role="img" aria-label="{words}" title="{words}" style="{box}"><span style="display: block; {filled}">'
+        f'</span><span style="{line}"></span></span> <span style="opacity: 0.75">a finding from the mark on</span>'
     )
 
 
@@ -397,7 +420,7 @@ def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) ->
     return Finding(
         rule=rule, value=value, sentence=rule.sentence(evidence, value), setting=rule.setting(evidence),
         change=change, source=source,
-        predicted=effect if middle(effect) is not None else None,
+        predicted=honest(effect, evidence, rule.part),
         limit_next=_limit_next(rule, middle(effect), evidence),
     )  # fmt: skip
 

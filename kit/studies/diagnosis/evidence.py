@@ -31,6 +31,8 @@ from kit.trial.trial import Trial
 _SUFFIX = "_seconds"
 _NO_PART = ("step_seconds", "cpu_seconds")
 _STANDS_OUT = 0.1
+_PARTS = 4
+"""Of a trial, whose means tell how much it drifts."""
 _LEAST_POINTS, _STEADY = 6, 0.35
 BUSY_FRACTION = 0.1
 """Of the time without a core, from which on figures are those of a busy machine."""
@@ -316,9 +318,18 @@ def _spent(steps: Sequence[Event], part: str) -> list[float]:
 
 
 def _relative_error(values: Sequence[float]) -> float:
-    """The standard error of a mean over it; 1 where there is too little to tell."""
-    mean = statistics.fmean(values)
-    return statistics.stdev(values) / math.sqrt(len(values)) / mean if len(values) > 1 and mean > 0 else 1.0
+    """The standard error of a mean over it; 1 where there is too little to tell.
+
+    Steps that follow one another are alike, so it is that of single steps or of four parts of the trial, the larger.
+    """
+    mean, each = statistics.fmean(values), len(values) // _PARTS
+    if len(values) < 2 or not mean > 0:
+        return 1.0
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    if each >= 2:
+        parts = [statistics.fmean(values[first : first + each]) for first in range(0, each * _PARTS, each)]
+        error = max(error, statistics.stdev(parts) / math.sqrt(_PARTS))
+    return error / mean
 
 
 def _uneven(steps: Sequence[Event]) -> float | None:

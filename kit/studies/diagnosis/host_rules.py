@@ -508,8 +508,8 @@ HOST_RULES: tuple[Rule, ...] = (
         name="batch too small", looks_at="gain of four times the batch, measured, at its lower end", unit="ratio",
         threshold=1.5, source=f"kit: asked for batches of {_FEW_SAMPLES} and fewer", needs="two short trials of the "
         "module (short_trials)", measure=_small_batch,
-        sentence=lambda found, value: f"A batch of {found.work.samples // found.world_size if found.work else 0} is "
-        f"too small for the device: with four times the batch samples are at least {value:.2g} times as fast.",
+        sentence=lambda found, _: f"A batch of {found.work.samples // found.world_size if found.work else 0} is too "
+        "small for the device: with four times the batch more samples a second were trained on.",
         setting=lambda found: f"loader.batch_size: {4 * found.config.loader.batch_size}, and the learning rate with it",
         change=larger_batch, effect=lambda found: found.measured_gains.get("batch too small"),
         explains=("many tiny operations",),

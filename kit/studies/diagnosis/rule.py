@@ -1,8 +1,10 @@
 """Rule: one thing that can be wrong with a training, as data; and the arithmetic of effects.
 
 An effect is a range of throughput after over before, computed from measured parts of a step by Amdahl's law: a part
-that does not change takes as long as before. The range is the standard error that the trial itself shows, twice, or
-what two ways of reckoning give. Nothing here runs, reads or draws anything.
+that does not change takes as long as before. A rule gives the standard error of the part that goes, twice, or what two
+ways of reckoning give; `honest` widens that by what a rule does not see: how well the trial knows its whole step and
+what is left of it, and that no two trials are equally fast. So a measured gain should lie in it nine times of ten.
+Nothing here runs, reads or draws anything.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ SLIVER = 0.1
 WAITS = ("waiting for data", "training shorter than preprocessing")
 """Complaints that another finding about data explains."""
 _MOST_REMOVED = 0.98
+BETWEEN_TRIALS = 0.07
+"""Standard deviation of the throughput of equal trials: the median of the development pipelines of
+`benchmarks/diagnosis.py`, by the noise of their pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,28 @@ def shorter(found: Evidence, part_seconds: float, factor: float) -> Range | None
     """A part of the step made `factor` times as fast."""
     after = found.step_seconds - part_seconds * (1 - 1 / factor)
     return (gain := found.step_seconds / after, gain) if after > 0 and factor > 0 else None
+
+
+def honest(effect: Range | None, found: Evidence, part: str) -> Range | None:
+    """An effect with two standard errors of all that was measured; its middle stays.
+
+    The rule's range is about the part R that goes. What is left, O, is not known exactly either: by (R + O) / O an
+    error of O counts as much as the share that R has. And the gain is that of two trials.
+
+    Args:
+        effect: What the rule reckons, from and to.
+        found: Whose steps vary.
+        part: What the rule makes shorter; empty where it is no part of a step.
+    """
+    between = middle(effect)
+    if effect is None or between is None:
+        return None
+    left = {name: share for name, share in found.shares.items() if name != part and share > 0}
+    error = math.hypot(*(share * min(1.0, found.errors.get(name, 0.0)) for name, share in left.items()))
+    gone = max(0.0, 1 - 1 / between)
+    of_left = gone * error / (math.fsum(left.values()) or 1.0)
+    reach = math.hypot(math.log(max(effect) / between), 2 * of_left, 2 * math.sqrt(2) * BETWEEN_TRIALS)
+    return between * math.exp(-reach), between * math.exp(reach)
 
 
 def middle(effect: Range | None) -> float | None:
