@@ -124,6 +124,8 @@ class ConstantConverter(FakeTensorConverter):
         """Tell torch's memos of the constants that share the storage of a tensor."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return
+        if tensor.is_nested or _private._functorch.is_functorch_wrapped_tensor(tensor):
+            return  # without a storage of their own
         describer: Any = self.meta_converter.describer
         for alias in self.constant_storage_mapping.get(_weak_storage(tensor), ()):
             fake = alias()
