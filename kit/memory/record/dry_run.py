@@ -59,8 +59,9 @@ from kit.config import Config
 from kit.confinement.confine import confined, hooks_begin
 from kit.confinement.stand_ins import Refusals, overridden, replaced
 from kit.errors import KitError, KitWarning
+from kit.machine.processes import uncollected
 from kit.memory.record.batches import Batches, evaluation_loaders_of, fake_loaders, loaders_of
-from kit.memory.record.fake_mode import FakeMode
+from kit.memory.record.fake_mode import FakeMode, rules_found_once
 from kit.memory.record.fakes import UPPER_BOUND, FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
@@ -119,7 +120,7 @@ def record(
         data = make_data()
         with _quiet() as warned, contextlib.ExitStack() as entered:
             enter = entered.enter_context
-            enter(_no_collection())
+            enter(uncollected())  # cycles go between batches only: equal runs free equal blocks at equal times
             enter(eight_bit_on_fakes(run.config.levers.optimizer == "adamw-8bit"))
             answers = enter(fake_values(otherwise))
             if run.device_kind == "cuda":
@@ -131,6 +132,7 @@ def record(
                 from kit.memory.record.ranks import collective_notes, fake_ranks
 
                 enter(fake_ranks(run.world_size))
+            enter(rules_found_once())
             enter(FakeMode())
             recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size)
     notes = [str(item.message) for item in warned if issubclass(item.category, KitWarning)]
@@ -296,18 +298,6 @@ def _quiet() -> Iterator[list[warnings.WarningMessage]]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Cycles are collected between batches only, so that equal runs free equal blocks at equal times."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 STEPS = 2

@@ -6,28 +6,35 @@ first time says how to make the next tensor.
 
 Invariants: torch decides what may be kept (`_make_cache_entry`): nothing that depends on values, changes a shape in
 place or has a constant; beyond it, `_unsafe_view` is kept as the view that it is. A constant beside a tensor without
-values is a tensor like another to what writes to none of them. Whatever has an argument that is not plain, or a result
-of another kind, goes to torch. An answer holds within one dry run, since another one plays another device.
+values is a tensor like another to what writes to none of them. A constant that came of numbers alone is made again as a
+copy of its numbers. Whatever has an argument that is not plain, or a result of another kind, goes to torch. An answer
+holds within one dry run, since another one plays another device.
 
 Private parts of torch used here, all tested on its upgrade: `FakeTensorMode._make_cache_entry` and
-`_output_from_cache_entry`, `Tensor._make_subclass`, `_DisableTorchDispatch`, and the attributes that a `FakeTensor`
-has.
+`_output_from_cache_entry`, `FakeTensorConverter` with its memos, `Tensor._make_subclass`, `_DisableTorchDispatch`,
+`find_torch_dispatch_rule`, and the attributes that a `FakeTensor` has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library import simple_registry
 from torch._subclasses import fake_impls, fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
+
+from kit.confinement.stand_ins import replaced
 
 _private: Any = torch._C
 _torch: Any = fake_tensor
 _meta = torch.device("meta")
+_HOST = torch.device("cpu")
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _PLAIN = frozenset(
@@ -37,10 +44,13 @@ Answer = Callable[[Sequence[Any]], Any]
 """The arguments of an operator → its result."""
 
 
-def _changes_nothing(func: Any, args: Sequence[Any]) -> bool:
+def _lists_of(args: Sequence[Any]) -> list[list[Tensor]]:
+    return [value for value in args if type(value) is list and value and isinstance(value[0], Tensor)]
+
+
+def _changes_nothing(func: Any, lists: list[list[Tensor]]) -> bool:
     """Whether an operator on lists writes to the first of them as it is: there is no shape and no type to find."""
-    lists = [value for value in args if type(value) is list and value and isinstance(value[0], Tensor)]
-    if func._schema.returns or not lists or not all(_is_plain(tensor) for values in lists for tensor in values):
+    if func._schema.returns or not lists or not all(type(tensor) is FakeTensor for item in lists for tensor in item):
         return False
     first, *others = ([(tensor.shape, tensor.dtype) for tensor in values] for values in lists)
     return all(dtype.is_floating_point for _, dtype in first) and all(other == first for other in others)
@@ -55,8 +65,91 @@ def _takes_constants(func: Any) -> bool:
     return not func._schema.is_mutable and func not in fake_impls.op_implementations_dict
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is FakeTensor and tensor.constant is None
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether a real tensor is its numbers, shape and strides, and no more."""
+    return (
+        type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        and not tensor._is_view() and tensor.storage_offset() == 0 and not tensor.requires_grad
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not tensor.is_inference() and _private._functorch.peek_interpreter_stack() is None
+    )  # fmt: skip
+
+
+def _weak_storage(tensor: Any) -> StorageWeakRef:
+    return StorageWeakRef(tensor._typed_storage())  # type: ignore[no-untyped-call]
+
+
+class ConstantConverter(FakeTensorConverter):
+    """Torch's converter of real tensors; a constant with a storage of its own, as most have, it makes directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attributes: dict[str, Any] = {}
+        """Those that all constants have in common."""
+
+    @override
+    def from_real_tensor(
+        self, fake_mode: FakeTensorMode, t: Tensor, make_constant: bool = False, *rest: Any, **options: Any
+    ) -> FakeTensor:
+        if not make_constant or rest or options or not _is_ordinary(t):
+            self._remember(t)
+            return super().from_real_tensor(fake_mode, t, make_constant, *rest, **options)
+        shared = self.constant_storage_mapping.get(_weak_storage(t))
+        for alias in shared or ():
+            fake = alias()
+            if fake is not None and fake.constant is t:
+                return fake
+        if shared is not None or t.untyped_storage() in self.meta_converter.describer.lookup_storage:
+            self._remember(t)
+            return super().from_real_tensor(fake_mode, t, make_constant)
+        with _private._DisableTorchDispatch():
+            empty = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_meta)
+            made = self._made(fake_mode, empty, t)
+        self.add_constant_storage_mapping(made)
+        return made
+
+    def _made(self, fake_mode: FakeTensorMode, empty: Tensor, constant: Tensor) -> FakeTensor:
+        if not self._attributes:
+            self._attributes = {**vars(FakeTensor(fake_mode, empty, _HOST, constant=constant))}
+        subclass: Any = Tensor._make_subclass
+        made: FakeTensor = subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=_HOST)
+        if fake_mode._allow_unsafe_data_ptr_access:
+            _private._set_warn_deprecated_on_mutable_data_ptr(made)
+        else:
+            _private._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes, constant=constant)
+        return made
+
+    def _remember(self, tensor: Tensor) -> None:
+        """Tell torch's memos of the constants that share the storage of a tensor."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return
+        if tensor.is_nested or _private._functorch.is_functorch_wrapped_tensor(tensor):
+            return  # without a storage of their own
+        describer: Any = self.meta_converter.describer
+        for alias in self.constant_storage_mapping.get(_weak_storage(tensor), ()):
+            fake = alias()
+            if fake is not None and fake.constant is not None:
+                self.set_tensor_memo(fake.constant, fake)
+                number = describer.get_storage_id(fake.constant.untyped_storage())
+                self.meta_converter.storage_memo.setdefault(number, fake.untyped_storage())
+
+
+@contextlib.contextmanager
+def rules_found_once() -> Iterator[None]:
+    """Inside, torch looks up only once whether a mode has a rule for an operator, not each time one runs."""
+    find = simple_registry.find_torch_dispatch_rule
+    found: dict[tuple[int, type], tuple[Any, Any]] = {}
+
+    def find_once(operator: Any, kind: type) -> Any:
+        key = id(operator), kind
+        known = found.get(key)
+        if known is None:
+            known = found[key] = (find(operator, kind), operator)
+        return known[0]
+
+    with replaced(simple_registry, "find_torch_dispatch_rule", find_once):
+        yield
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -65,11 +158,17 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own
+        self.fake_tensor_converter = ConstantConverter()
         self.answered: Answer | None = None
         """What gave the last result: the same for equal operators on equal arguments; None where torch did."""
         self._answers: dict[tuple[Any, ...] | None, Answer | None] = {}
         self._constants = self._unknowns = 0
         """Tensors with and without values that `_describe` saw."""
+        self._operators: dict[int, tuple[Any, bool]] = {}
+        """Each operator by its id, and whether its result or an argument may share a storage."""
+        self._shares = False
+        self._attributes: dict[torch.device, tuple[dict[str, Any], torch.device]] = {}
+        """Those that all fake tensors of a device have in common, and the device."""
 
     @classmethod
     @override
@@ -82,21 +181,49 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.answered = None
         if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:
             return args[0].constant.item()  # step counters of optimizers, one for each parameter
-        if func.__name__.startswith("_foreach_") and _changes_nothing(func, args):
-            return None
+        if func.__name__.startswith("_foreach_") and _changes_nothing(func, lists := _lists_of(args)):
+            fakes: list[Any] = [tensor for item in lists for tensor in item]
+            constants = sum(tensor.constant is not None for tensor in fakes)
+            if constants < len(fakes):
+                if constants:  # as torch does: of what is written, nothing is known any more
+                    self.invalidate_written_to_constants(func, fakes, args, kwargs or {})
+                return None
+        if func in self.lift_fns and _is_ordinary(args[0]) and self.may_turn_const(args[0]):
+            with _private._DisableTorchDispatch():
+                numbers = args[0].clone()
+            return self.fake_tensor_converter.from_real_tensor(self, numbers, make_constant=True)
         known = self._key(func, args, kwargs)
         answer = self._answers.get(known)
         if answer is not None:
             self.answered = answer
             return answer(args)
+        of_constants = self._constants > 0
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         self.answered = None  # what torch asked meanwhile
         if known is not None and known not in self._answers:
-            self._answers[known] = self._answer(func, args, kwargs or {}, out)
+            of_numbers = not of_constants and not self._operators[id(func)][1]
+            if of_numbers and isinstance(out, FakeTensor) and out.constant is not None:
+                self._answers[known] = self._constant(out)
+            else:
+                self._answers[known] = self._answer(func, args, kwargs or {}, out)
         return out
+
+    def _constant(self, out: FakeTensor) -> Answer | None:
+        """How to give a constant again that came of numbers alone; None where a copy would be of other strides."""
+        assert out.constant is not None
+        with _private._DisableTorchDispatch():
+            numbers = out.constant.clone()
+        if out.requires_grad or numbers.stride() != out.stride():
+            return None
+        convert = self.fake_tensor_converter.from_real_tensor
+        return lambda _: convert(self, numbers.clone(), make_constant=True)
 
     def quick(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result where it is kept, else NotImplemented: for the mode above, to spare it the way through torch."""
+        if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:
+            self.answered = None
+            with _private._DisableTorchDispatch():
+                return args[0].constant.item()
         answer = self._answers.get(self._key(func, args, kwargs))
         if answer is None:
             return NotImplemented
@@ -106,8 +233,13 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         """What an operator can tell of its arguments, and of what torch is set to; None where one is not plain."""
+        number = id(func)  # its own hash takes longer
+        if number not in self._operators:
+            schema = getattr(func, "_schema", None)  # an operator of higher order has none
+            self._operators[number] = (func, schema is None or any(value.alias_info for value in schema.arguments))
+        self._shares = self._operators[number][1]
         key = [
-            func, torch.get_default_dtype(), _private._get_default_device(), torch.is_inference_mode_enabled(),
+            number, torch.get_default_dtype(), _private._get_default_device(), torch.is_inference_mode_enabled(),
         ]  # fmt: skip
         self._constants = self._unknowns = 0
         if not self._describe(key, args) or (kwargs and not self._describe_options(key, kwargs)):
@@ -132,9 +264,11 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 else:
                     self._constants += 1
                 key += (
-                    value.dtype, value.shape, value.stride(), value.storage_offset(), value.untyped_storage().nbytes(),
-                    value.requires_grad, value.fake_device, _private._dispatch_keys(value).raw_repr(),
+                    value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad,
+                    value.fake_device, _private._dispatch_keys(value).raw_repr(),
                 )  # fmt: skip
+                if self._shares:  # what makes a tensor of its own looks at no bytes beyond the shape
+                    key.append(value.untyped_storage().nbytes())
             elif kind in _PLAIN:
                 key += (kind, value)  # 1 and 1.0 are equal, and make other types
             elif kind is list or kind is tuple:
@@ -188,9 +322,11 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         view = info.view_idx
         shape, stride, offset, dtype = tuple(like.shape), tuple(like.stride), like.storage_offset, like.dtype
         whole: Any = self
-        entry = _torch._DispatchCacheValidEntry(output_infos=(info,), is_output_tuple=False)
-        like_it = whole._output_from_cache_entry(_torch._CacheKeyState(None), entry, None, func, args)
-        attributes, device = dict(vars(like_it)), like_it.fake_device
+        if like.device not in self._attributes:
+            entry = _torch._DispatchCacheValidEntry(output_infos=(info,), is_output_tuple=False)
+            like_it = whole._output_from_cache_entry(_torch._CacheKeyState(None), entry, None, func, args)
+            self._attributes[like.device] = (dict(vars(like_it)), like_it.fake_device)
+        attributes, device = self._attributes[like.device]
         subclass: Any = Tensor._make_subclass
 
         def make(args: Sequence[Any]) -> Tensor:

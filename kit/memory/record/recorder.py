@@ -20,6 +20,7 @@ numbers of autograd and `ShardingPropagator._propagate_tensor_meta_non_cached`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import weakref
 from bisect import bisect_right
@@ -30,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -92,6 +94,8 @@ class _StorageRef(weakref.ref[UntypedStorage]):
 class _Operator:
     """What is the same each time an operator runs."""
 
+    function: Any
+    """Kept, so that no other gets its id."""
     name: int
     label: str
     full_name: str
@@ -115,7 +119,7 @@ class BlockRecorder(TorchDispatchMode):
         """Whether the recording has ended."""
         self._observers = dict(observers or {})
         self._ledger = Ledger()
-        self._operators: dict[Any, _Operator] = {}
+        self._operators: dict[int, _Operator] = {}
         self._calls: dict[Any, int] = {}
         self._alive: dict[int, _StorageRef] = {}
         self._label = UNNAMED
@@ -313,7 +317,7 @@ class BlockRecorder(TorchDispatchMode):
             raise
         if self._paused or fake is not self._fake:
             return out
-        operator = self._operators.get(func) or self._operator(func)
+        operator = self._operators.get(id(func)) or self._operator(func)
         if not operator.skipped:
             self._record(operator, args, kwargs, out)
         return out
@@ -321,8 +325,8 @@ class BlockRecorder(TorchDispatchMode):
     def _operator(self, func: Any) -> _Operator:
         overload = func._overloadname
         label = func._schema.name.partition("::")[2] + ("" if overload == "default" else f".{overload}")
-        operator = self._operators[func] = _Operator(
-            self._ledger.name(label), label, f"{func.namespace}::{label}", self._observers.get(func),
+        operator = self._operators[id(func)] = _Operator(
+            func, self._ledger.name(label), label, f"{func.namespace}::{label}", self._observers.get(func),
             communicates=func.namespace in ("c10d", "_c10d_functional"),
             casts=func is torch.ops.aten._to_copy.default,
             skipped=func.namespace == "prim",  # a fake tensor is asked for its device; nothing runs
@@ -510,9 +514,9 @@ class Ledger:
         if not self.batch_starts:
             raise ValueError("nothing was recorded: begin_batch() was never called")
         category = np.array(self.category, dtype=np.int64)
-        operator, module, phase, stream, line = np.array(self._columns, dtype=np.int32).reshape(-1, 5).T
-        block, allocates, when = np.array(self._events, dtype=np.int32).reshape(-1, 3).T
-        name, part, ran_in, call = np.array(self._log, dtype=np.int32).reshape(-1, 4).T
+        operator, module, phase, stream, line = _columns_of(self._columns, 5)
+        block, allocates, when = _columns_of(self._events, 3)
+        name, part, ran_in, call = _columns_of(self._log, 4)
         return Recording(
             block_bytes=np.array(self.bytes, dtype=np.int64),
             block_category=np.where(category == UNNAMED, CATEGORY["temporaries"], category).astype(np.uint8),
@@ -523,6 +527,11 @@ class Ledger:
             batch_starts=tuple(self.batch_starts), batch_size=batch_size, rounding_bytes=rounding_bytes,
             facts=dict(facts), block_line=line.copy(), operator_call=call.copy(), calls=tuple(self.calls.calls),
         )  # fmt: skip
+
+
+def _columns_of(rows: Sequence[tuple[int, ...]], width: int) -> NDArray[np.int32]:
+    """(width, rows)"""
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int32, width * len(rows)).reshape(-1, width).T
 
 
 def entry_points(recorder: BlockRecorder) -> contextlib.ExitStack:

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.errors import PlanError
+from kit.machine.processes import uncollected
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.loop_order import BEFORE_BACKWARD, LoopOrder, loop_order, saved_bytes
 from kit.memory.replay.replay import (
@@ -186,6 +187,7 @@ class MemoryEstimate(Drawable):
 _COLUMNS = ("at the peak", "bytes", "share")
 
 
+@uncollected()
 def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals | None = None) -> MemoryEstimate:
     """What the recorded steps need of the target, and whether it has it.
 
@@ -225,7 +227,7 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     if fewest and verdict in ("tight", "does not fit"):
         verdict, why = "unknown", f"it would fit with fewer elements selected; with all of them, {why}"
     peak, order = peak_of(played_from, played.allocated_bytes), loop_order(played_from)
-    saves = 0 if unknown else saved_bytes(played_from, order)
+    saves = 0 if unknown else saved_bytes(played_from, order, played.peak_allocated_bytes)
     reasons += _order_told(recording, order, saves)
     return MemoryEstimate(
         device=target.name, device_kind=target.device_kind, capacity_bytes=target.capacity_bytes,

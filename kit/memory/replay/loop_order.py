@@ -94,14 +94,14 @@ def freed_after_step(recording: Recording, order: LoopOrder) -> Recording:
     )  # fmt: skip
 
 
-def saved_bytes(recording: Recording, order: LoopOrder) -> int:
-    """How much lower the allocated peak is when the kept gradients are freed after the step."""
+def saved_bytes(recording: Recording, order: LoopOrder, peak_bytes: int) -> int:
+    """How much lower than `peak_bytes` the allocated peak is when the kept gradients are freed after the step."""
     if not len(order.blocks):
         return 0
     sooner, sizes = freed_after_step(recording, order), recording.rounded_bytes
     if not _peak(recording, sizes) > _peak(sooner, sizes):
         return 0
-    return max(0, replay(recording).peak_allocated_bytes - replay(sooner).peak_allocated_bytes)
+    return max(0, peak_bytes - replay(sooner).peak_allocated_bytes)
 
 
 def _peak(recording: Recording, sizes: NDArray[np.int64]) -> int:

@@ -9,13 +9,14 @@ from dry_parts import Perceptron, images, loader, tokens, vectors
 from lightning.pytorch.demos import Transformer
 from properties import crossed
 from torch import nn
+from torch._library import simple_registry
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
 from kit.config import Config
 from kit.memory.record import dry_run, fakes
 from kit.memory.record.dry_run import DryRun, record
-from kit.memory.record.fake_mode import FakeMode
+from kit.memory.record.fake_mode import FakeMode, rules_found_once
 from kit.memory.replay.replay import Recording
 
 
@@ -140,3 +141,30 @@ def test_constants_and_unsafe_views_are_answered_again(asked):
         assert (half * 3).item() == 1.5
         x += half
         assert half.item() == 0.5
+
+
+def test_constants_made_of_numbers_are_answered_again_each_with_numbers_of_its_own(asked):
+    with fakes.fake_values(), FakeMode():
+        first, second, third = (torch.zeros(3) for _ in range(3))
+        assert asked["zeros.default"] == 1
+        first.add_(1)
+        assert (first.tolist(), second.tolist()) == ([1, 1, 1], [0, 0, 0])
+        view = second[:2]
+        assert view.untyped_storage()._cdata == second.untyped_storage()._cdata
+        second.add_(2)
+        assert view.tolist() == [2, 2]
+        second.add_(torch.empty(3).normal_())
+        assert view.constant is second.constant is None
+        assert third.tolist() == [0, 0, 0]
+        step = torch.tensor(1.0)
+        step += 1
+        assert step.item() == 2
+        assert torch.zeros_like(torch.empty(2, 2).t()).stride() == (1, 2)
+
+
+def test_rules_of_modes_are_found_once_and_as_before():
+    find = simple_registry.find_torch_dispatch_rule
+    with rules_found_once():
+        found = [simple_registry.find_torch_dispatch_rule(torch.ops.aten.add.Tensor, FakeMode) for _ in range(2)]
+        assert found == [find(torch.ops.aten.add.Tensor, FakeMode)] * 2
+    assert simple_registry.find_torch_dispatch_rule is find

@@ -79,7 +79,7 @@ def test_gradients_freed_after_the_step_are_what_the_plain_recording_says_they_s
     order = loop_order(plain)
     assert order.gradients_freed == "between forward and backward pass"
     assert loop_order(freed).gradients_freed == "after the step"
-    assert peak(plain) - peak(freed) == saved_bytes(plain, order)
+    assert peak(plain) - peak(freed) == saved_bytes(plain, order, peak(plain))
 
 
 def test_on_the_cpu_what_needs_a_gpu_is_said():
