@@ -92,7 +92,8 @@ class Finding:
         low, high = self.predicted
         none = ", so perhaps no faster" if low < 1 < high else ""
         then = f"; then {self.limit_next}" if self.limit_next else ""
-        return f"{low:.2g} to {high:.2g} × as fast{none}{then}"
+        start, end = (f"{one:.1f}" if one < 10 else f"{one:.0f}" for one in (low, high))
+        return f"{start} to {end} × as fast{none}{then}"
 
     @property
     def reasons(self) -> dict[str, str]:
