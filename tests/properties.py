@@ -8,7 +8,7 @@ from itertools import combinations, product
 
 from hypothesis import HealthCheck, settings
 
-_SHARE = {"quick": 0.1, "ci": 0.4, "nightly": 5.0}
+_SHARE = {"quick": 0.1, "ci": 0.3, "nightly": 5.0}
 _FEWEST = 5
 # A busy machine is no defect of a property, and a fixture per test is enough where examples name places of their own.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}

@@ -10,7 +10,7 @@ import time
 import uuid
 from datetime import datetime
 from email.utils import formatdate
-from functools import partial
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.error import URLError
@@ -115,8 +115,19 @@ def _s3_address():
     server.wait()
 
 
+@pytest.fixture(scope="session")
+def _services_read_once():
+    """botocore describes a service in a megabyte of JSON, which each new client would read again."""
+    from botocore.loaders import JSONFileLoader
+
+    read = cache(JSONFileLoader().load_file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JSONFileLoader, "load_file", lambda _, path: read(path))
+        yield
+
+
 @pytest.fixture
-def s3(_s3_address, monkeypatch):
+def s3(_s3_address, _services_read_once, monkeypatch):
     """A fresh `s3://` prefix on an S3 server of others."""
     variables = {"AWS_ENDPOINT_URL": _s3_address, "AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "no-secret"}
     for name, value in variables.items():

@@ -69,10 +69,10 @@ def test_close_gives_back_every_widget_and_can_be_asked_twice(make):
     assert widgets() == before
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_forgotten_panel_gives_back_every_widget(make):
+@pytest.mark.parametrize("kind", at_night([*MAKERS], ["panel", "build"]))
+def test_a_forgotten_panel_gives_back_every_widget(kind):
     before = widgets()
-    panel = quiet(make(Config()))
+    panel = quiet(MAKERS[kind](Config()))
     gone = weakref.ref(panel)
     del panel
     gc.collect()

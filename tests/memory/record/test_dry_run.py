@@ -1,4 +1,5 @@
 import gc
+import os
 import subprocess
 import sys
 import warnings
@@ -315,6 +316,7 @@ def test_nothing_of_the_module_is_materialised():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", VAST],
         cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         check=True,
