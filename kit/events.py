@@ -83,7 +83,7 @@ class EventReader:
     def __init__(self, folder: str | Path, pattern: str = "events.*.jsonl") -> None:
         self.folder = Path(folder)
         self.pattern = pattern
-        self._offset: dict[str, int] = {}
+        self._offset: dict[Path, int] = {}
         self._line: dict[Path, int] = {}
         self._latest: dict[Path, float] = {}
 
@@ -114,15 +114,15 @@ class EventReader:
             return []
         with entries:
             ours = [entry for entry in entries if fnmatch.fnmatchcase(entry.name, self.pattern)]
-        return sorted(Path(entry) for entry in ours if entry.stat().st_size != self._offset.get(entry.name))
+        sizes = {Path(entry): entry.stat().st_size for entry in ours}
+        return sorted(path for path, size in sizes.items() if size != self._offset.get(path))
 
     def _read_file(self, path: Path) -> list[Event]:
-        offset = self._offset.get(path.name, 0)
         with path.open("rb") as file:
-            file.seek(offset)
+            file.seek(self._offset.get(path, 0))
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        self._offset[path.name] = offset + len(whole)
+        self._offset[path] = self._offset.get(path, 0) + len(whole)
         events = []
         for line in whole.splitlines():
             self._line[path] = self._line.get(path, 0) + 1

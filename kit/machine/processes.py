@@ -239,6 +239,18 @@ def guard_forks(lifeline: int) -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
+@contextlib.contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Inside, Python collects no cycles: in a process that holds torch, one collection takes a third of a second."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def main() -> None:
     parent, file, *command = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
     # A handler, as what is ignored would be ignored by the command too.
@@ -258,15 +270,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Inside, Python collects no cycles: in a process that holds torch, one collection takes a third of a second."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -37,8 +37,8 @@ AT_ONCE = 2
 NEXT = -1
 """As a batch size: one sample more than the recording before."""
 _KEPT = 128
-_TICK_SECONDS, _TICK_FRACTION = 0.005, 0.02
-"""How soon an answer is looked for again: then, or after this part of what has been waited for so far."""
+_TICK_SECONDS, _LONGEST_TICK_SECONDS, _TICK_FRACTION = 0.005, 0.1, 0.02
+"""An answer is looked for again after this part of the time since the last one, within these bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def record_all(requests: Sequence[RecordingRequest], timeout_seconds: float) -> 
     answers: dict[tuple[str, tuple[int | None, ...]], list[Recording] | KitError] = {}
     waiting = {(item.query.key, item.batch_sizes): item for item in requests}
     running: dict[tuple[str, tuple[int | None, ...]], _Running] = {}
-    began = time.monotonic()
+    answered = time.monotonic()
     try:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
@@ -113,9 +113,10 @@ def record_all(requests: Sequence[RecordingRequest], timeout_seconds: float) -> 
                 del waiting[name]
                 running[name] = _Running(item, timeout_seconds)
             for name in [name for name, run in running.items() if run.look()]:
-                answers[name] = running.pop(name).answer
+                answers[name], answered = running.pop(name).answer, time.monotonic()
             if running:
-                time.sleep(max(_TICK_SECONDS, _TICK_FRACTION * (time.monotonic() - began)))
+                tick = _TICK_FRACTION * (time.monotonic() - answered)
+                time.sleep(min(max(_TICK_SECONDS, tick), _LONGEST_TICK_SECONDS))
     finally:
         for run in running.values():
             run.close()

@@ -2,6 +2,8 @@
 
     seconds = max(FLOPs / (reached × peak), bytes / (reached × bandwidth)) + the least that a kernel takes
 
+and, for a convolution on tensor cores whose images are not channels last, the copies that turn them and turn them back.
+
 What kernels reach is fitted to published speeds of eager torch on one GPU (V100, A100, RTX 3090, 4090 and A6000: 32
 rows of `benchmarks/published.py --measure speed`, none of them held out), where the table says so. Products of small
 matrices reach less, because tiles of 128 rows and columns are not full.

@@ -29,7 +29,7 @@ from kit.data.stores.http import Client
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import redact
 from kit.data.stream.cached import ObjectNames
-from kit.data.stream.codec import ABSENT, FoundOnce, StoredArray
+from kit.data.stream.codec import ABSENT, FetchOnceCache, StoredArray
 from kit.data.stream.fetch import open_client
 from kit.errors import ConfigError, KitWarning, PlanError, Problem
 from kit.units import format_bytes, format_count, format_seconds
@@ -109,7 +109,7 @@ def prefetch(config: Config, given: Dataset | None = None, *, progress: bool | P
         client = open_client(store, dataset.url, _REQUEST_SECONDS, counters, in_flight)
         try:
             known = None if dataset.manifest is None else identities(dataset.manifest)
-            names = ObjectNames(client, redact(dataset.url), known, FoundOnce[str]())
+            names = ObjectNames(client, redact(dataset.url), known, FetchOnceCache[str]())
             stored = [sync(StoredArray.open(store, info)) for info in arrays]
             filler = _Filler(client, names, _open_folder(cache))
             began = time.perf_counter()

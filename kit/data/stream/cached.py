@@ -27,7 +27,7 @@ from kit.data.stores.http import Client, Get
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import Chunk, ChunkRequest
-from kit.data.stream.codec import ABSENT, FoundOnce, Index, Settled
+from kit.data.stream.codec import ABSENT, FetchOnceCache, Index, ResolvedFuture
 from kit.data.stream.fetch import GetChunks, GetIndex, Requests, ThreadClient
 from kit.data.stream.pool import ThreadPool
 from kit.data.stream.receive import ReceiveQueue
@@ -70,7 +70,7 @@ class CachedRequests(Requests):
         super().close()
         self._kept.close()
 
-    def _named(self, request: ChunkRequest, found: Future[str | None] | Settled[str | None]) -> None:
+    def _named(self, request: ChunkRequest, found: Future[str | None] | ResolvedFuture[str | None]) -> None:
         try:
             name = found.result()
             if name is None:  # there is no such object, as the request will find, or no name to keep it under
@@ -225,17 +225,17 @@ class ObjectNames:
     once.
     """
 
-    def __init__(self, client: Client, url: str, known: Mapping[str, str] | None, names: FoundOnce[str]) -> None:
+    def __init__(self, client: Client, url: str, known: Mapping[str, str] | None, names: FetchOnceCache[str]) -> None:
         self._client, self._url, self._known, self._names = client, url, known, names
         self._lock = threading.Lock()
         self._untagged = False
 
-    def claim(self, key: str) -> Future[str | None] | Settled[str | None]:
+    def claim(self, key: str) -> Future[str | None] | ResolvedFuture[str | None]:
         """The name that is or will be known; None where there is no such object, or nothing to name it by."""
         if self._known is not None:
-            return Settled(self._name(key, self._known.get(key)))
+            return ResolvedFuture(self._name(key, self._known.get(key)))
         if self._untagged:
-            return Settled(None)
+            return ResolvedFuture(None)
         found, mine = self._names.claim(key)
         if mine:
             self._client.submit([_Identify(self, key)])

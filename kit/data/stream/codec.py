@@ -295,7 +295,7 @@ _ENTRY_BYTES = 192
 """What keeping anything under a key takes, beside the key and the thing."""
 
 
-class Settled(Generic[Found]):
+class ResolvedFuture(Generic[Found]):
     """What is known already, in the words of a future, and a tenth of its memory."""
 
     __slots__ = ("_found",)
@@ -310,7 +310,7 @@ class Settled(Generic[Found]):
         call(self)
 
 
-class FoundOnce(Generic[Found]):
+class FetchOnceCache(Generic[Found]):
     """What was found under each key, None for nothing there, within a fixed memory; call from any thread.
 
     Each is fetched once, whoever needs it, and the least recently used go. A failure is forgotten, so that the next
@@ -326,12 +326,12 @@ class FoundOnce(Generic[Found]):
         self.nbytes = 0
         """Memory of all of them, with their keys and what keeping them takes."""
 
-    def claim(self, key: str) -> tuple[Future[Found | None] | Settled[Found | None], bool]:
+    def claim(self, key: str) -> tuple[Future[Found | None] | ResolvedFuture[Found | None], bool]:
         """What is or will be there, and whether the caller has to fetch it and `give` it."""
         with self._lock:
             if key in self._found:
                 self._found.move_to_end(key)
-                return Settled(self._found[key]), False
+                return ResolvedFuture(self._found[key]), False
             if key in self._coming:
                 return self._coming[key], False
             future = self._coming[key] = Future()
@@ -366,5 +366,5 @@ def _kept_bytes(key: str, found: Any) -> int:
     return sys.getsizeof(key) + (0 if found is None else sys.getsizeof(found)) + _ENTRY_BYTES
 
 
-class ShardIndexes(FoundOnce[Index]):
+class ShardIndexes(FetchOnceCache[Index]):
     """Indexes by the keys of their shards."""

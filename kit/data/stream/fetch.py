@@ -37,7 +37,7 @@ from kit.data.stores.retry import Retries
 from kit.data.stores.transfer import Counters, Octets, octets
 from kit.data.stores.url import redact, store_error
 from kit.data.stream.chunk_cache import Chunk, ChunkRequest
-from kit.data.stream.codec import Index, Settled, ShardIndexes, StoredArray
+from kit.data.stream.codec import Index, ResolvedFuture, ShardIndexes, StoredArray
 from kit.data.stream.memory import Reservation
 from kit.data.stream.pool import ThreadPool
 from kit.data.stream.receive import ReceiveQueue
@@ -270,7 +270,7 @@ class Requests:
         """End the connections."""
         self._client.close()
 
-    def _submit_runs(self, request: ChunkRequest, index: Future[Index | None] | Settled[Index | None]) -> None:
+    def _submit_runs(self, request: ChunkRequest, index: Future[Index | None] | ResolvedFuture[Index | None]) -> None:
         wanted = request.part(self._queue.cache.still_wanted(request.chunks))
         try:
             runs = self._queue.runs(self._queue.places(wanted, index.result()))

@@ -59,7 +59,7 @@ from kit.config import Config
 from kit.confinement.confine import confined, hooks_begin
 from kit.confinement.stand_ins import Refusals, overridden, replaced
 from kit.errors import KitError, KitWarning
-from kit.machine.processes import uncollected
+from kit.machine.processes import garbage_collection_paused
 from kit.memory.record.batches import Batches, evaluation_loaders_of, fake_loaders, loaders_of
 from kit.memory.record.fake_mode import FakeMode, rules_found_once
 from kit.memory.record.fakes import UPPER_BOUND, FakeValues, fake_values, saving_shapes
@@ -120,7 +120,7 @@ def record(
         data = make_data()
         with _quiet() as warned, contextlib.ExitStack() as entered:
             enter = entered.enter_context
-            enter(uncollected())  # cycles go between batches only: equal runs free equal blocks at equal times
+            enter(garbage_collection_paused())  # cycles go between batches: equal runs free equal blocks at equal times
             enter(eight_bit_on_fakes(run.config.levers.optimizer == "adamw-8bit"))
             answers = enter(fake_values(otherwise))
             if run.device_kind == "cuda":

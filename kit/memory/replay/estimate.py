@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.errors import PlanError
-from kit.machine.processes import uncollected
+from kit.machine.processes import garbage_collection_paused
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.loop_order import BEFORE_BACKWARD, LoopOrder, loop_order, saved_bytes
 from kit.memory.replay.replay import (
@@ -187,7 +187,7 @@ class MemoryEstimate(Drawable):
 _COLUMNS = ("at the peak", "bytes", "share")
 
 
-@uncollected()
+@garbage_collection_paused()
 def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals | None = None) -> MemoryEstimate:
     """What the recorded steps need of the target, and whether it has it.
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.json_text import read_json
-from kit.machine.processes import uncollected
+from kit.machine.processes import garbage_collection_paused
 from kit.memory.replay.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator, OutOfMemory
 
 CATEGORIES = (
@@ -104,7 +104,7 @@ class Recording:
         save_arrays(path, meta, {name: getattr(self, name) for name in _ARRAYS}, np.savez)
 
     @classmethod
-    @uncollected()
+    @garbage_collection_paused()
     def load(cls, path: str | Path) -> Recording:
         """Read what `save` wrote; no pickle is opened."""
         meta, arrays = load_arrays(path)

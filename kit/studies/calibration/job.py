@@ -330,8 +330,9 @@ class Sweep:
             )
             yield self._subject.present().num_workers
             return
-        # The engine sweep has measured 0; and where no step runs beside it, one process is as fast as none.
-        needless = {0 if self._subject.own else None, None if named or self._limits.step_seconds else 1}
+        needless = {0} if self._subject.own else set[int]()  # the engine sweep has measured it
+        if not named and not self._limits.step_seconds:
+            needless.add(1)  # where no step runs beside it, one process is as fast as none
         yield from (count for count in worker_counts(named, self._cpu_cap) if count not in needless)
 
     def _nothing(self) -> ConfigError:

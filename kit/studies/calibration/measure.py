@@ -112,12 +112,17 @@ class _Clock:
             slow = batches >= together(self.setting) and seconds >= SLOW_SECONDS
             if slow or batches >= block_size(self.setting):
                 self.marks.append((self.seen, self.last))
-        counted, all_seen = self.last - (self.marks or [(0, self.last)])[0][1], self.seen - self.skipped >= most_batches
-        if passed >= timeout_seconds or (self.skipped and all_seen and counted >= LEAST_SECONDS):
+        all_seen = self.seen - self.skipped >= most_batches
+        if passed >= timeout_seconds or (all_seen and self.counted_seconds >= LEAST_SECONDS):
             return True
         if self.limits.to_the_end or len(self.marks) < 2:
             return False
         return long_enough(self.paces, self.marks[-1][1] - self.marks[0][1], self.limits.rival)
+
+    @property
+    def counted_seconds(self) -> float:
+        """Since the warm-up; 0 while it lasts."""
+        return self.last - self.marks[0][1] if self.marks else 0.0
 
     @property
     def paces(self) -> tuple[float, ...]:
@@ -129,7 +134,7 @@ class _Clock:
     def busy(self) -> float:
         """CPU seconds of this process a second since the warm-up, simulated steps left out; 0 for not known."""
         steps = self.limits.step_seconds * (self.seen - self.skipped)
-        seconds = self.last - self.marks[0][1] - steps if self.marks else 0.0
+        seconds = self.counted_seconds - steps
         computed = steps if self.limits.step_computes else 0.0
         return max(0.0, time.process_time() - self.cpu - computed) / seconds if seconds > 0 else 0.0
 

@@ -38,7 +38,7 @@ from kit.registry import Drawable, load
 from kit.speed.peaks import Peaks, device_peaks
 from kit.studies.diagnosis.evidence import BUSY_FRACTION, Evidence, evidence_of
 from kit.studies.diagnosis.gains import measured_gains
-from kit.studies.diagnosis.rule import Change, Range, Rule, honest, middle, show
+from kit.studies.diagnosis.rule import Change, Range, Rule, middle, show, widened
 from kit.studies.diagnosis.rules import RULES
 from kit.studies.profiling.profile import Profile
 from kit.studies.repeats import MOST, RunSource, Tried, try_change
@@ -421,7 +421,7 @@ def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) ->
     return Finding(
         rule=rule, value=value, sentence=rule.sentence(evidence, value), setting=rule.setting(evidence),
         change=change, source=source,
-        predicted=honest(effect, evidence, rule.part),
+        predicted=widened(effect, evidence, rule.part),
         limit_next=_limit_next(rule, middle(effect), evidence),
     )  # fmt: skip
 

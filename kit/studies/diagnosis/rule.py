@@ -2,7 +2,7 @@
 
 An effect is a range of throughput after over before, computed from measured parts of a step by Amdahl's law: a part
 that does not change takes as long as before. A rule gives the standard error of the part that goes, twice, or what two
-ways of reckoning give; `honest` widens that by what a rule does not see: how well the trial knows its whole step and
+ways of reckoning give; `widened` adds what a rule does not see: how well the trial knows its whole step and
 what is left of it, and that no two trials are equally fast. So a measured gain should lie in it nine times of ten.
 Nothing here runs, reads or draws anything.
 """
@@ -85,7 +85,7 @@ def shorter(found: Evidence, part_seconds: float, factor: float) -> Range | None
     return (gain := found.step_seconds / after, gain) if after > 0 and factor > 0 else None
 
 
-def honest(effect: Range | None, found: Evidence, part: str) -> Range | None:
+def widened(effect: Range | None, found: Evidence, part: str) -> Range | None:
     """An effect with two standard errors of all that was measured; its middle stays.
 
     The rule's range is about the part R that goes. What is left, O, is not known exactly either: by (R + O) / O an
