@@ -1217,10 +1217,10 @@ def _load_yaml(text: str, where: str) -> dict[str, Any]:
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     yaml = YAML(typ="safe", pure=True)
+    yaml.Parser = _parser_without_bombs(where)
     try:
         if len(text.encode()) > _LARGEST_YAML_BYTES:
             raise ConfigError(f"larger than {format_bytes(_LARGEST_YAML_BYTES)}; a config is a page of text", where)
-        _refuse_bombs(yaml.parse(text), where)
         values = yaml.load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -1240,21 +1240,29 @@ def _load_yaml(text: str, where: str) -> dict[str, Any]:
     return values
 
 
-def _refuse_bombs(events: Iterator[Any], where: str) -> None:
-    """Refuse aliases, deep nesting and very many values before anything is constructed: all can exhaust it."""
+def _parser_without_bombs(where: str) -> type[Any]:
+    """A parser that refuses aliases, deep nesting and very many values as it meets them: all can exhaust the reader."""
     from ruamel.yaml import events as kinds
+    from ruamel.yaml.parser import Parser
 
-    depth = values = 0
-    for event in events:
-        values += isinstance(event, kinds.ScalarEvent)
-        if values > _MOST_YAML_VALUES:
-            place = f"line {event.start_mark.line + 1}, column {event.start_mark.column + 1}"
-            raise ConfigError(f"{place}: more than {_MOST_YAML_VALUES:,} values; a config is a page of text", where)
-        if isinstance(event, kinds.AliasEvent):
-            raise ConfigError(f"line {event.start_mark.line + 1}: YAML aliases (*name) are not accepted", where)
-        depth += isinstance(event, kinds.CollectionStartEvent) - isinstance(event, kinds.CollectionEndEvent)
-        if depth > _DEEPEST_YAML:
-            raise ConfigError(f"line {event.start_mark.line + 1}: nested deeper than {_DEEPEST_YAML} levels", where)
+    class WithoutBombs(Parser):
+        values = depth = 0
+
+        def get_event(self) -> Any:
+            event = super().get_event()
+            line = event.start_mark.line + 1
+            self.values += isinstance(event, kinds.ScalarEvent)
+            if self.values > _MOST_YAML_VALUES:
+                problem = f"more than {_MOST_YAML_VALUES:,} values; a config is a page of text"
+                raise ConfigError(f"line {line}, column {event.start_mark.column + 1}: {problem}", where)
+            if isinstance(event, kinds.AliasEvent):
+                raise ConfigError(f"line {line}: YAML aliases (*name) are not accepted", where)
+            self.depth += isinstance(event, kinds.CollectionStartEvent) - isinstance(event, kinds.CollectionEndEvent)
+            if self.depth > _DEEPEST_YAML:
+                raise ConfigError(f"line {line}: nested deeper than {_DEEPEST_YAML} levels", where)
+            return event
+
+    return WithoutBombs
 
 
 def _dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str]) -> str:
