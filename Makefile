@@ -21,6 +21,9 @@ TESTS  := $(BIN)/python $(PYTEST)
 # What kernel and server say to each other is encrypted; each kernel warns of it here where it is not.
 ENCRYPTED := --KernelManager.transport_encryption=auto
 
+# Where tests that break things stand beside those of what they break.
+FAULTY = $(shell grep -rlE --include='test_*.py' '^@pytest.mark.fault' tests)
+
 PEOPLE ?= 8
 
 .PHONY: lab reset book room test browser faults quick nightly coverage wheel check lint types notebooks bench gpu clean
@@ -45,7 +48,7 @@ room: $(READY)
 
 # All tests but those that drive a browser and those that break things on purpose.
 test: $(READY)
-	$(TESTS) --ignore=tests/browser --ignore=tests/faults
+	$(TESTS) --ignore=tests/browser --ignore=tests/faults -m "not fault"
 
 # The notebooks and the panel in Chromium, as a person sees them.
 browser: $(READY)
@@ -53,7 +56,7 @@ browser: $(READY)
 
 # Killed ranks, kernels and builders, full disks, damaged files: each must be told, and nothing left behind.
 faults: $(READY)
-	$(TESTS) tests/faults
+	$(TESTS) -m fault tests/faults $(FAULTY)
 
 # What changed and all that is pure, in 90 seconds.
 quick: $(READY)

@@ -79,6 +79,7 @@ def exactly(losses):
     return pytest.approx(losses, rel=1e-6, abs=0)
 
 
+@pytest.mark.fault
 def test_a_killed_rank_is_started_again_and_every_sample_of_the_epoch_is_seen_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = parts.make_project(tmp_path).replace(

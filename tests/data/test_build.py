@@ -175,6 +175,7 @@ def test_statistics_agree_with_numpy(values, missing):
 # -- interrupted and resumed
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 def test_a_builder_killed_at_every_write_resumes_to_the_same_bytes(tmp_path, tiny_config):
     reference = tmp_path / "reference.zarr"
@@ -396,6 +397,7 @@ def test_a_shard_larger_than_the_memory_is_refused(tmp_path, tiny_config, monkey
 # -- verified
 
 
+@pytest.mark.fault
 def test_a_flipped_bit_in_any_object_is_found_and_never_read_as_data(tmp_path, tiny_config):
     config = tiny_config(tmp_path / "t.zarr")
     dataset, source = build(config, progress=False), load_source(config)

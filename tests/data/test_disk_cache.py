@@ -132,6 +132,7 @@ def test_a_damaged_entry_is_a_miss_and_is_filled_again(tmp_path, damage):
         np.testing.assert_array_equal(SharedFolder(tmp_path, 100_000, "lru").get(name(number)), body(number))
 
 
+@pytest.mark.fault
 def test_processes_that_share_a_folder_and_are_killed_never_spoil_it(tmp_path):
     size = 20_000
     command = [sys.executable, str(FILLER), str(tmp_path), str(size)]

@@ -121,6 +121,7 @@ def test_where_there_is_nothing_it_says_so_and_leaves_nothing(cloud, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.fault
 def test_after_a_kill_in_the_middle_nothing_is_there_and_the_next_one_brings_it(cloud, tmp_path):
     source = tmp_path / "source"
     source.mkdir()

@@ -388,6 +388,7 @@ def test_zeros_are_data(tmp_path):
     assert engine.counters["chunks_filled"] == 0
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("wrap", [None, AsyncStore])
 @pytest.mark.parametrize("shards", [None, (3, 10, 12)])
 def test_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path, shards, wrap):
@@ -411,6 +412,7 @@ def test_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path, shards, wrap):
     assert errors > 0.9 * len(places)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("wrap", [None, AsyncStore])
 @pytest.mark.parametrize("shards", [None, (3, 10, 12)])
 @pytest.mark.parametrize("keep", [0, 1, 7, 0.5, 0.95, -1])

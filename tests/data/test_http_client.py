@@ -189,6 +189,7 @@ def test_a_refusal_is_an_error_without_a_secret(cloud, scheme, by, monkeypatch):
     assert "rights" in str(caught.value)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("by", ["wire", "fsspec"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_truncated_object_on_the_store_is_named_as_damage(cloud, folder, scheme, by, monkeypatch):

@@ -48,7 +48,7 @@ def test_requests_that_are_not_opened_are_told_with_the_reason(tiny_config, tmp_
         config = tiny_config(
             cloud.url("b/tiny.zarr"), chunking__chunk=cuts, chunking__shard="none", loader__batch_size=4,
             loader__requests_in_flight=256, loader__batches_ahead=8, data__samples_per_epoch=4000,
-            data__arguments={"time": 60, "lat": 20},
+            data__arguments={"time": 24, "lat": 20},
         )  # fmt: skip
         kit.build(config, progress=False)
         cloud.turn(latency_seconds=0.05, requests_per_second=200)

@@ -253,6 +253,7 @@ if __name__ == "__main__":
 """Workers import it as well."""
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "scratch"), [("distributed", ""), ("threads", "scratch")])
 def test_a_builder_killed_with_its_workers_is_finished_to_the_same_bytes(tmp_path, kind, scratch):

@@ -204,6 +204,7 @@ def test_what_is_given_up_goes_on_later(cloud, checkpoint):
     assert send(checkpoint, url).sent_bytes == len(LONG) - 8 * PART
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("scheme", ["gs", "s3", "file"])
 def test_after_a_kill_in_the_middle_nothing_is_seen_and_only_the_rest_is_sent(cloud, checkpoint, tmp_path, scheme):
     remote = scheme != "file"

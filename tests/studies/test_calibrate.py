@@ -106,8 +106,14 @@ def test_kits_own_data_is_read_at_the_setting_that_was_found(own):
 
 
 def test_where_the_step_sets_the_pace_the_loader_is_left_as_it_is_and_that_is_said(config):
-    asked = config().replace({**QUICK, "calibration.step_seconds": None, "data.arguments": {"seconds": 0.0}})
-    found = calibrate(asked, TinyModule(seconds=0.2), WaitingData)
+    # A step is long beside what a busy machine adds to a batch that takes no time.
+    changes = {
+        "calibration.step_seconds": None,
+        "calibration.timeout_seconds": 10.0,
+        "data.arguments": {"seconds": 0.0},
+    }
+    asked = config().replace({**QUICK, **changes, "calibration.max_measure_batches": 3})
+    found = calibrate(asked, TinyModule(seconds=0.8), WaitingData)
     assert "not what holds" in found.headline
     assert len(found.measured) == 1
     assert found.apply(asked).loader.num_workers == 0

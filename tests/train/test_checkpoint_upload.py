@@ -221,6 +221,7 @@ def test_after_an_interrupt_nothing_half_copied_is_seen(cloud, fit):
     assert latest_checkpoint(url) is None
 
 
+@pytest.mark.fault
 def test_after_a_kill_nothing_half_copied_is_seen_and_the_resumed_run_sends_the_rest(cloud, fit, tmp_path):
     url = cloud.url("killed/run")
     code = f"""

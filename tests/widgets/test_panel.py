@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from properties import nightly
 from waiting import PATIENCE_SECONDS
 
 from kit.config import Config
@@ -404,7 +405,7 @@ def test_settings_change_while_the_store_is_looked_at(config):
     made = panels.panel(config)
 
     def change() -> None:
-        for size in range(1, 60):
+        for size in range(1, 60, 1 if nightly() else 3):
             made.config = config.replace({"loader.batch_size": size})  # each has the store looked at in a thread
 
     changing = threading.Thread(target=change, daemon=True)
@@ -412,5 +413,5 @@ def test_settings_change_while_the_store_is_looked_at(config):
     changing.join(WAIT)
     assert not changing.is_alive()
     made.wait(WAIT)
-    assert made.config.loader.batch_size == 59
+    assert made.config.loader.batch_size >= 58
     assert made.form.hints.keys() >= {"loader.batch_size", "chunking.chunk"}

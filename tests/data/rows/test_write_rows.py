@@ -182,6 +182,7 @@ VICTIM = """
 """
 
 
+@pytest.mark.fault
 def test_a_killed_write_leaves_nothing_for_data_and_its_lock_goes_with_it(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(VICTIM), str(tmp_path / "x.npy")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
@@ -200,6 +201,7 @@ def test_a_killed_write_leaves_nothing_for_data_and_its_lock_goes_with_it(tmp_pa
     assert sorted(item.name for item in tmp_path.iterdir()) == ["x.npy"]
 
 
+@pytest.mark.fault
 def test_after_a_kill_at_any_point_finished_blocks_are_not_made_again_and_the_bytes_are_those_of_an_unbroken_write(
     tmp_path,
 ):

@@ -334,6 +334,7 @@ def test_memory_of_a_server_is_measured_in_loading_and_fitting(postgres, tmp_pat
         assert setting.measured_database_bytes > 0
 
 
+@pytest.mark.fault
 def test_an_epoch_goes_on_after_its_server_was_gone(postgres_installed, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, PASSWORD)
     server = PostgresServer()

@@ -17,26 +17,39 @@ CANARY = "canary-of-a-file-2f9c"
 
 @pytest.fixture
 def secret(tmp_path):
-    """A file that no declaration names, readable by every user."""
+    """A file that no declaration names, readable by every user; nothing is beside it after any test."""
     folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="kit-hostile-"))
     folder.chmod(0o777)
     file = folder / "secret.csv"
     file.write_text(f"word\n{CANARY}\n")
     file.chmod(0o644)
     yield file
+    found = os.listdir(folder)
     for left in folder.iterdir():
         left.unlink()
     folder.rmdir()
+    assert found == [file.name]
 
 
-def refused(place, secret, **fields):
-    """That such a table is refused, at the latest when it is read; that nothing was read, written or lost."""
+@pytest.fixture
+def hostile_to(secret):
+    """Takes a place whose rows, once written, must all be there when the test has ended."""
+    places = []
+
+    def take(place):
+        places.append(place.write(ROWS))
+        return place
+
+    yield take
+    assert [place.open().row_count() for place in places] == [len(ROWS)] * len(places)
+
+
+def refused(place, **fields):
+    """That such a table is refused, at the latest when it is read, and shows nothing of the file it reached for."""
     with pytest.raises(KitError) as caught:
         table = place.open(**fields)
         pytest.fail(f"it was read: {[batch.to_pylist() for batch in table.read()]}")
     assert CANARY not in str(caught.value)
-    assert os.listdir(secret.parent) == [secret.name]
-    assert place.open().row_count() == len(ROWS)
     return caught.value
 
 
@@ -62,15 +75,14 @@ SECOND = [
 
 
 @pytest.mark.parametrize("where", SECOND)
-def test_a_condition_is_one_expression(place, secret, where):
-    place.write(ROWS)
+def test_a_condition_is_one_expression(place, secret, hostile_to, where):
+    hostile_to(place)
     where = where.format(folder=secret.parent)
-    assert "where" in str(refused(place, secret, where=where))
+    assert "where" in str(refused(place, where=where))
     with pytest.raises(QueryError):
         list(place.open().read(Query(where=where)))
     with pytest.raises(QueryError):
         place.open().group_sizes("customer", where=where)
-    assert place.open().row_count() == len(ROWS)
 
 
 REACHES = {
@@ -102,18 +114,18 @@ REACHES["parquet"] = REACHES["duckdb"]
 
 
 @pytest.mark.parametrize("number", range(max(map(len, REACHES.values()))))
-def test_no_function_reaches_out_of_the_database(place, secret, number):
+def test_no_function_reaches_out_of_the_database(place, secret, hostile_to, number):
     if number >= len(REACHES[place.kind]):
         return
-    place.write(ROWS)
+    hostile_to(place)
     reached = REACHES[place.kind][number].format(file=secret, folder=secret.parent)
     wheres = [f"EXISTS (SELECT * FROM {reached})", f"row >= (SELECT count(*) FROM {reached})"]
     queries = [f"SELECT * FROM {reached}", f"WITH x AS (SELECT * FROM {reached}) SELECT * FROM x;"]
     some = slice(None) if nightly() else slice(number % 2, number % 2 + 1)
     for where in wheres[some]:
-        refused(place, secret, where=where)
+        refused(place, where=where)
     for query in queries[some] if place.kind != "parquet" else ():
-        refused(place, secret, query=query)
+        refused(place, query=query)
 
 
 STATEMENTS = [
@@ -149,9 +161,8 @@ STATEMENTS = [
 
 
 @pytest.mark.parametrize("statement", STATEMENTS)
-def test_a_query_is_one_select(database, secret, statement):
-    database.write(ROWS)
-    refused(database, secret, query=statement.format(file=secret, folder=secret.parent))
+def test_a_query_is_one_select(database, secret, hostile_to, statement):
+    refused(hostile_to(database), query=statement.format(file=secret, folder=secret.parent))
 
 
 @pytest.mark.parametrize(
@@ -162,26 +173,27 @@ def test_a_query_is_one_select(database, secret, statement):
         "purchases WHERE false",
     ],
 )  # fmt: skip
-def test_the_name_of_a_table_is_a_name(database, secret, name):
-    refused(database.write(ROWS), secret, name=name.format(file=secret))
+def test_the_name_of_a_table_is_a_name(database, secret, hostile_to, name):
+    refused(hostile_to(database), name=name.format(file=secret))
 
 
 @pytest.mark.parametrize("name", ["row; DROP TABLE purchases", 'row" FROM purchases; --', "read_text('{file}')", "*"])
-def test_the_name_of_a_column_is_a_name(place, secret, name):
+def test_the_name_of_a_column_is_a_name(place, secret, hostile_to, name):
     name = name.format(file=secret)
+    hostile_to(place)
     for fields in (
         {"main_entity_column": name, "type": "event"},
         {"columns": {"allow": [name]}},
         {"date_column": name},
     ):
-        assert "no column" in str(refused(place.write(ROWS), secret, **fields))
+        assert "no column" in str(refused(place, **fields))
 
 
-def test_a_view_that_a_file_brings_with_it_reads_no_other_file(database, secret):
+def test_a_view_that_a_file_brings_with_it_reads_no_other_file(database, secret, hostile_to):
     if database.kind == "postgresql":
         return
-    database.write(ROWS).execute(f"CREATE VIEW spy AS SELECT * FROM read_text('{secret}')")
-    error = refused(database, secret, name="spy")
+    hostile_to(database).execute(f"CREATE VIEW spy AS SELECT * FROM read_text('{secret}')")
+    error = refused(database, name="spy")
     assert "declare other files as sources" in str(error)
 
 

@@ -279,6 +279,7 @@ def test_processes_that_fill_the_same_results_all_get_them_right(tmp_path):
     assert len(cache.entries()) == 4
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("step", at_night(["draft", "file", "marker", "whole"], ["file", "whole"]))
 def test_readers_get_every_row_when_the_process_that_writes_for_them_is_killed(tmp_path, step):
     source = event_tables.shop(tmp_path)

@@ -559,6 +559,7 @@ def everything_said(error):
     return "".join(traceback.format_exception(error.value))
 
 
+@pytest.mark.fault
 def test_a_server_that_dies_mid_way_is_named_and_then_unreachable(postgres_installed, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, PASSWORD)
     server = PostgresServer()
