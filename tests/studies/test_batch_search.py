@@ -186,7 +186,7 @@ def test_the_global_batch_can_be_kept(config):
 
 
 def test_the_largest_batch_is_not_started_from_where_gradients_must_stay_beside_it(config):
-    asked = small(config, 48 * MIB)
+    asked = small(config, 20 * MIB)
     found = kit.studies.find_batch_size(asked, Wide, loader()).wait(PATIENCE_SECONDS)
     large = asked.replace({"loader.batch_size": 4 * found.batch_size})
     done = kit.studies.back_off(large, Wide, loader(), keep_global_batch=True).wait(PATIENCE_SECONDS)
