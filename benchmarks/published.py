@@ -26,6 +26,7 @@ import argparse
 import functools
 import importlib.metadata
 import json
+import re
 import statistics
 import sys
 import time
@@ -49,6 +50,8 @@ ROWS = Path(__file__).with_name("published.jsonl")
 SHORT = Path(__file__).parents[1] / "datasets" / "published" / "memory.txt"
 """What `--record` found of memory, in short, for notebook 03."""
 SOURCES = "Measured by others. Each row with its source: python benchmarks/published.py --measure memory"
+DEVICES = re.compile(r", (ddp|fsdp) × \d+,")
+"""What the case of a row says of its devices."""
 PEERS = Path(__file__).parents[1] / ".peers"
 NEEDED = {
     "llama": ("transformers", "peft"),
@@ -240,6 +243,53 @@ def speed_table(pairs: Iterable[tuple[Row, dict[str, Any]]]) -> Iterator[Row]:
         }
 
 
+def scaling_table(pairs: Iterable[tuple[Row, dict[str, Any]]]) -> Iterator[Row]:
+    """Where a source has one training on several numbers of devices: what each device keeps of its speed on the fewest.
+
+    The batch of each device is the published one, which some sources change with the number.
+    """
+    same: dict[tuple[str, str, str], list[tuple[int, Row, dict[str, Any]]]] = {}
+    for row, found in pairs:
+        if "error" not in found:
+            training = DEVICES.sub(",", row["case"])
+            devices = int(row["configuration"].get("devices", 1))
+            same.setdefault((row["source"], row["device"], training), []).append((devices, row, found))
+    for rows in same.values():
+        (fewest, first, foretold), *others = sorted(rows, key=lambda item: item[0])
+        for devices, row, found in others:
+            kept = found["samples_per_second"] / foretold["samples_per_second"] * fewest / devices
+            published = published_samples_per_second(row) / published_samples_per_second(first) * fewest / devices
+            yield {
+                "source": f"{row['repository']}@{row['commit'][:7]}",
+                "case": row["case"],
+                "device": row["device"],
+                "devices": f"{fewest} → {devices}",
+                "predicted efficiency": round(kept, 3),
+                "published efficiency": round(published, 3),
+                "ratio": round(kept / published, 3),
+                "held out": "yes" if row["held_out"] else "",
+            }
+
+
+def scaling_summary(rows: list[Row]) -> Iterator[Row]:
+    kinds: dict[str, Callable[[Row], bool]] = {
+        "from one device": lambda row: row["devices"].startswith("1 "),
+        "from several": lambda row: not row["devices"].startswith("1 "),
+        "held out": lambda row: row["held out"] == "yes",
+        "all": lambda _: True,
+    }
+    for name, belongs in kinds.items():
+        if errors := [100 * abs(row["ratio"] - 1) for row in rows if belongs(row)]:
+            yield {
+                "rows": name,
+                "pairs": len(errors),
+                "median |error| %": round(statistics.median(errors), 1),
+                "worst %": round(max(errors), 1),
+                "within 5 %": sum(error <= 5 for error in errors),
+                "within 15 %": sum(error <= 15 for error in errors),
+            }
+
+
 def significant(value: float) -> float:
     """In three figures."""
     return float(f"{value:.3g}")
@@ -372,6 +422,9 @@ def report(pairs: list[tuple[Row, dict[str, Any]]], record: bool) -> None:
             publish(short, rows, record=record, **facts)
             if summarize is not speed_summary:
                 shown[short] = rows
+    if scaled := list(scaling_table(kinds["published speeds"][2])):
+        publish("published scaling", scaled, record=record, **facts)
+        publish("published scaling, in short", list(scaling_summary(scaled)), record=record, **facts)
     if record and shown:
         SHORT.write_text(page(shown, SOURCES))
 
