@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples, nightly
-from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.parser import Parser
 
 from kit.config import LARGEST_WHOLE, Config
 from kit.errors import ConfigError
@@ -65,15 +66,9 @@ def test_the_largest_whole_number_is_taken_and_survives_its_file():
 @pytest.mark.parametrize("path", ["loader.batch_size", "hardware.devices", "data.variables", "data.arguments", "name"])
 def test_a_list_of_880_kilobytes_is_given_up_after_its_first_values(path, monkeypatch):
     """What is read is bounded, not only what is taken: reading all of it took half a minute."""
-    events, parse = [], YAML.parse
-
-    def counted(self, stream):
-        for event in parse(self, stream):
-            events.append(event)
-            yield event
-
-    monkeypatch.setattr(YAML, "parse", counted)
-    monkeypatch.setattr(YAML, "load", lambda *_: pytest.fail("nothing of it is constructed"))
+    events, get_event = [], Parser.get_event
+    monkeypatch.setattr(Parser, "get_event", lambda parser: events.append(get_event(parser)) or events[-1])
+    monkeypatch.setattr(SafeConstructor, "construct_document", lambda *_: pytest.fail("nothing of it is constructed"))
     text = yaml(path, "[" + ", ".join(["1"] * 290_000) + "]")
     assert len(text) > 860_000
     assert "10,000 values" in refused(lambda: Config.from_yaml(text))
