@@ -10,11 +10,11 @@ import time
 PATIENCE_SECONDS = 120.0
 
 
-def wait_until(condition, seconds=PATIENCE_SECONDS):
-    """Look until `condition()` is true and return what it gave; fail when it never is."""
+def wait_until(condition, seconds=PATIENCE_SECONDS, what="it"):
+    """Look until `condition()` is true and return what it gave; fail when it never is, and say `what` was not."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
-        assert time.monotonic() < deadline, f"it did not happen within {seconds:g} s"
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
         time.sleep(0.01)
     return result
 
