@@ -21,7 +21,7 @@ from kit.machine.processes import shorten_socket_paths
 shorten_socket_paths()
 with Listener(family="AF_UNIX") as listener:
     Client(listener.address).close()
-    print(listener.address.rpartition("/")[0], tempfile.gettempdir())
+    print(listener.address.rpartition("/")[0], tempfile.gettempdir(), sep="\\n")
 """
 ASK = "from kit.machine.processes import peak_rss_bytes; print(peak_rss_bytes())"
 
@@ -49,7 +49,7 @@ def test_processes_talk_to_each_other_where_the_temporary_folder_has_a_long_path
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     answer = subprocess.run([sys.executable, "-c", TALK], capture_output=True, text=True, check=True)
-    places = [Path(place) for place in answer.stdout.split()]
+    places = [Path(place) for place in answer.stdout.splitlines()]
     assert places[0].is_relative_to("/tmp")
     assert places[1] == folder, "everything else stays where it was asked for"
     assert not places[0].exists()

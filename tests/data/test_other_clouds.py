@@ -195,14 +195,14 @@ def test_a_key_for_s3_that_runs_out_is_renewed_before_the_next_request(noting, m
     program = tmp_path / "keys.sh"
     program.write_text(
         f"""#!/bin/sh
-echo x >> {count}
-n=$(wc -l < {count} | tr -d ' ')
+echo x >> "{count}"
+n=$(wc -l < "{count}" | tr -d ' ')
 printf '{{"Version": 1, "AccessKeyId": "key-%s", "SecretAccessKey": "secret", "Expiration": "%s"}}' \\
   $n $(date -u -d '+10 seconds' +%Y-%m-%dT%H:%M:%SZ)
 """
     )
     program.chmod(0o755)
-    (tmp_path / "config").write_text(f"[default]\nregion = us-east-1\ncredential_process = {program}\n")
+    (tmp_path / "config").write_text(f"[default]\nregion = us-east-1\ncredential_process = \"{program}\"\n")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
