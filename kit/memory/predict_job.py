@@ -20,7 +20,8 @@ two that only matter together pass.
 
 Where a dry run ends without an answer, because an operator has no fake implementation, a shape depends on numbers, or C
 code insists on real tensors, `RealSteps` runs the same two steps for real on this CPU: on two and on three samples,
-from which the batch asked for follows as from two dry runs, else on that batch itself. The memory that this process may
+from which the batch asked for follows as from two dry runs, else on that batch itself; in the time that is left, of
+which a dry run that took all of its own leaves a little. The memory that this process may
 take is limited to half of what is free, what needs more is not begun, and what is known before is on disk by then. It
 tells of itself in `facts["source"]`. Not beside a trial, which it would disturb, and not for several ranks.
 """
@@ -88,11 +89,15 @@ def predict(context: Context) -> None:
             load_part(cloudpickle.loads(payload["module"]), context.config)
         for place, wanted in enumerate(task["batch_sizes"]):
             batch_size = found[-1].batch_size + 1 if wanted == NEXT else wanted
-            late = bool(found) and found[0].facts.get("late")
-            recording = found[0] if late else _record(context, payload, batch_size, patience, kept.notes, found[:1])
-            if real is not None and recording.facts["unknown"] and not patience.message:
-                recording.save(context.paths.recording(place))  # what is known, whatever becomes of this process
-                recording = real.instead_of(recording)
+            if real is not None and real.dry is not None and not real.failed:
+                recording = real.instead_of(dataclasses.replace(real.dry, batch_size=batch_size))
+            elif found and found[0].facts.get("late"):
+                recording = found[0]
+            else:
+                recording = _record(context, payload, batch_size, patience, kept.notes, found[:1])
+                if real is not None and recording.facts["unknown"]:
+                    recording.save(context.paths.recording(place))  # what is known, whatever becomes of this process
+                    recording = real.instead_of(recording)
             found.append(recording)
             found[-1].save(context.paths.recording(place))
             context.writer.write("recorded", batch_size=found[-1].batch_size, seconds=found[-1].facts["seconds"])
@@ -202,13 +207,13 @@ class Patience:
         self.message = ""
         """Where it was broken off; empty until then."""
         self._began = time.monotonic()
-        signal.signal(signal.SIGALRM, self._raise)
 
     @property
     def left_seconds(self) -> float:
         return self.seconds - (time.monotonic() - self._began)
 
     def __enter__(self) -> None:
+        signal.signal(signal.SIGALRM, self._raise)
         signal.setitimer(signal.ITIMER_REAL, max(self.left_seconds, 0.001))
 
     def __exit__(self, *_: object) -> None:
@@ -317,6 +322,8 @@ _LEAST_GROWTH_BYTES = 1 << 16
 SMALL_BATCHES = (2, 3)
 """Samples that steps are run for real with."""
 _FREE_FRACTION = 0.5
+_LAST_FRACTION = 0.15
+"""Of the time of a dry run, what they have where it took all."""
 _KEPT = [CATEGORIES.index(name) for name in ("parameters", "buffers", "gradients", "optimizer_state")]
 
 
@@ -325,12 +332,19 @@ class RealSteps:
 
     def __init__(self, context: Context, payload: dict[str, Any], patience: Patience) -> None:
         self._run = dataclasses.replace(_run_of(context, payload), for_real=True)
-        self._payload, self._patience = payload, patience
+        self._payload, self._dry_patience, self._patience = payload, patience, patience
         self._scaling: BatchScaling | None = None
+        self.dry: Recording | None = None
+        """What was known without them."""
+        self.failed = False
+        """Whether the steps did not run."""
 
     def instead_of(self, dry: Recording) -> Recording:
         """The recording at the batch size of `dry`, or `dry` where the steps do not run for real either."""
         stopped = dry.facts["unknown"]
+        least_seconds = _LAST_FRACTION * self._dry_patience.seconds if self.dry is None else 0.0
+        self._patience = Patience(max(least_seconds, self._dry_patience.left_seconds), self._dry_patience.cells)
+        self.dry, self.failed = dry, True
         if self._run.world_size > 1 or self._run.config.hardware.strategy != "none":
             return dry
         free_bytes = int(_FREE_FRACTION * share().memory_available_bytes)
@@ -343,14 +357,17 @@ class RealSteps:
                 found, batches = self._at(dry, free_bytes)
         except NotRunError as error:
             also = ", and run for real on the CPU" + ("" if str(error) == stopped else f": {error}")
-            facts = {"unknown": stopped + also, "late": bool(self._patience.message)}
+            late = bool(self._patience.message or dry.facts.get("late"))
+            facts = {"unknown": stopped + also, "late": late}
             return dataclasses.replace(dry, facts=dry.facts | facts)
+        self.failed = False
         source = f"run for real on the CPU with batch {' and '.join(map(str, batches))}"
         why = f"a dry run stopped with {stopped}, so two steps were {source}"
         if self._run.device_kind == "cuda":
             why += "; attention and recurrent layers hold what they hold on a CPU"
-        notes = [*dry.facts["notes"], *found.facts["notes"]]
-        facts = {**dry.facts, **found.facts, "notes": list(dict.fromkeys(notes)), "source": source, "why_for_real": why}
+        said = [note for note in dry.facts["notes"] if note not in dry.facts["guesses"]]
+        own = {"notes": list(dict.fromkeys([*said, *found.facts["notes"]])), "source": source, "why_for_real": why}
+        facts = {**dry.facts, **found.facts, **own, "late": False}
         return settle(dataclasses.replace(found, facts=facts), lambda _: found)
 
     def _at(self, dry: Recording, free_bytes: int) -> tuple[Recording, tuple[int, ...]]:
@@ -380,8 +397,11 @@ class RealSteps:
         return scaled, (first.batch_size,)
 
     def _recorded(self, batch_size: int) -> Recording:
-        with with_numbers():
-            return _recorded(self._run, self._payload, batch_size, self._patience, "")
+        try:
+            with with_numbers():
+                return _recorded(self._run, self._payload, batch_size, self._patience, "")
+        except TimeoutError as error:
+            raise NotRunError(str(error)) from error
 
 
 def _in_proportion(recording: Recording, batch_size: int) -> Recording:
