@@ -245,6 +245,14 @@ def test_a_step_that_is_run_for_real_shows_the_blocks_of_a_dry_run(name):
     assert at_peak(real) == at_peak(dry)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_step_run_for_real_needs_what_a_dry_run_says_of_a_gpu(precision):
+    asked = {"device_kind": "cuda", "capability": (8, 0), "batch_size": 2}
+    with one_thread():
+        dry, real = (peak(predict(gpt, text, config(), precision, for_real=real, **asked)) for real in (False, True))
+    assert real == pytest.approx(dry, rel=0.01)
+
+
 @torch.library.custom_op("kit_tests::odd", mutates_args=())
 def odd(x: torch.Tensor) -> torch.Tensor:
     return x * 2
