@@ -17,12 +17,21 @@ answer at which the training raises an error of its own ends the training, and i
 stays a condition where it matters, as its answers change from step to step. Where the step breaks with all guesses as
 they are, the first turned one with which it does not is a condition. Known limit: guesses are turned one at a time, so
 two that only matter together pass.
+
+Where a dry run ends without an answer, because an operator has no fake implementation, a shape depends on numbers, or C
+code insists on real tensors, `RealSteps` runs the same two steps for real on this CPU: on two and on three samples,
+from which the batch asked for follows as from two dry runs, else on that batch itself; in the time that is left, of
+which a dry run that took all of its own leaves a little. The memory that this process may
+take is limited to half of what is free, what needs more is not begun, and what is known before is on disk by then. It
+tells of itself in `facts["source"]`. Not beside a trial, which it would disturb, and not for several ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import resource
 import signal
 import time
 import traceback
@@ -39,13 +48,15 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from kit.config import Config
 from kit.confinement.confine import confined
 from kit.errors import ConfigError, KitError
-from kit.memory.query import without_memory
-from kit.memory.record.dry_run import JOB, DryRun, record
+from kit.machine.machine import share
+from kit.memory.query import with_numbers, without_memory
+from kit.memory.record.dry_run import JOB, DryRun, NotRunError, record
 from kit.memory.record.fakes import UPPER_BOUND
 from kit.memory.recordings import NEXT
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import Residuals, estimate
 from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, GUESSED_CONDITION, Recording, replay
+from kit.memory.replay.scaling import BatchScaling, ScalingError
 from kit.registry import load
 from kit.train.choices import asked_stages, validates_by
 from kit.trial.context import Context
@@ -71,14 +82,22 @@ def predict(context: Context) -> None:
     show_cells(context.cells)
     patience = Patience(task["patience_seconds"], context.cells)
     found: list[Recording] = []
+    real = None if beside is not None else RealSteps(context, payload, patience)
     try:
         # Load the user's code before the dry run: tensors that a file makes when imported belong to no module.
         with patience, confined(JOB, lambda: True, bool) as kept, without_memory():
             load_part(cloudpickle.loads(payload["module"]), context.config)
         for place, wanted in enumerate(task["batch_sizes"]):
             batch_size = found[-1].batch_size + 1 if wanted == NEXT else wanted
-            late = bool(found) and found[0].facts.get("late")
-            recording = found[0] if late else _record(context, payload, batch_size, patience, kept.notes, found[:1])
+            if real is not None and real.dry is not None and not real.failed:
+                recording = real.instead_of(dataclasses.replace(real.dry, batch_size=batch_size))
+            elif found and found[0].facts.get("late"):
+                recording = found[0]
+            else:
+                recording = _record(context, payload, batch_size, patience, kept.notes, found[:1])
+                if real is not None and recording.facts["unknown"]:
+                    recording.save(context.paths.recording(place))  # what is known, whatever becomes of this process
+                    recording = real.instead_of(recording)
             found.append(recording)
             found[-1].save(context.paths.recording(place))
             context.writer.write("recorded", batch_size=found[-1].batch_size, seconds=found[-1].facts["seconds"])
@@ -97,13 +116,9 @@ def _record(
     settled: Sequence[Recording],
 ) -> Recording:  # fmt: skip
     """A recording; its guesses are settled, or answered as in one that is `settled`."""
-    task, config = context.environment["prediction"], context.config
-    trainer: TrainerParts = cloudpickle.loads(payload["trainer"]).value if payload["trainer"] else NO_PARTS
-    run = DryRun(
-        config=config, precision=task["precision"], world_size=task["world_size"], device_kind=task["device_kind"],
-        capability=tuple(task["capability"]) if task["capability"] else None,
-        make_callbacks=lambda: _callbacks(payload["trainer"]), flags=trainer.flags,
-    )  # fmt: skip
+    task = context.environment["prediction"]
+    trainer = _trainer_parts(payload)
+    run = _run_of(context, payload)
     left_out: dict[str, str] = {}
     without: dict[str, Any] = {}
     otherwise = settled[0].facts["otherwise"] if settled else ""
@@ -119,12 +134,36 @@ def _record(
     if settled:
         recording = settled_like(recording, settled[0])
     else:
-        recording = settle(recording, lambda guess: _recorded(run, payload, batch_size, patience, guess))
+        found = recording
+
+        def otherwise_answered(guess: str) -> Recording:
+            try:
+                return _recorded(run, payload, batch_size, patience, guess)
+            except TimeoutError:
+                if not patience.message:
+                    raise
+                return dataclasses.replace(found, facts=found.facts | {"unknown": patience.message, "refused": False})
+
+        recording = settle(recording, otherwise_answered)
     notes = [*said, *recording.facts.get("notes", ()), *payload["notes"]]
     facts = {**recording.facts, **task["facts"], **without, "notes": notes}
     if patience.message and facts["unknown"]:
         facts |= {"unknown": patience.message, "late": True}
     return dataclasses.replace(recording, facts=facts)
+
+
+def _run_of(context: Context, payload: dict[str, Any]) -> DryRun:
+    task = context.environment["prediction"]
+    return DryRun(
+        config=context.config, precision=task["precision"], world_size=task["world_size"],
+        device_kind=task["device_kind"], capability=tuple(task["capability"]) if task["capability"] else None,
+        make_callbacks=lambda: _callbacks(payload["trainer"]), flags=_trainer_parts(payload).flags,
+    )  # fmt: skip
+
+
+def _trainer_parts(payload: dict[str, Any]) -> TrainerParts:
+    parts: TrainerParts = cloudpickle.loads(payload["trainer"]).value if payload["trainer"] else NO_PARTS
+    return parts
 
 
 def _recorded(
@@ -168,11 +207,14 @@ class Patience:
         self.message = ""
         """Where it was broken off; empty until then."""
         self._began = time.monotonic()
-        signal.signal(signal.SIGALRM, self._raise)
+
+    @property
+    def left_seconds(self) -> float:
+        return self.seconds - (time.monotonic() - self._began)
 
     def __enter__(self) -> None:
-        left = self.seconds - (time.monotonic() - self._began)
-        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
+        signal.signal(signal.SIGALRM, self._raise)
+        signal.setitimer(signal.ITIMER_REAL, max(self.left_seconds, 0.001))
 
     def __exit__(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -273,6 +315,123 @@ def _growth(recording: Recording) -> list[str]:
 
 
 _LEAST_GROWTH_BYTES = 1 << 16
+
+
+# -- for real
+
+SMALL_BATCHES = (2, 3)
+"""Samples that steps are run for real with."""
+_FREE_FRACTION = 0.5
+_LAST_FRACTION = 0.15
+"""Of the time of a dry run, what they have where it took all."""
+_KEPT = [CATEGORIES.index(name) for name in ("parameters", "buffers", "gradients", "optimizer_state")]
+
+
+class RealSteps:
+    """Two steps run for real on this CPU where a dry run cannot follow them, and what is known from them."""
+
+    def __init__(self, context: Context, payload: dict[str, Any], patience: Patience) -> None:
+        self._run = dataclasses.replace(_run_of(context, payload), for_real=True)
+        self._payload, self._dry_patience, self._patience = payload, patience, patience
+        self._scaling: BatchScaling | None = None
+        self.dry: Recording | None = None
+        """What was known without them."""
+        self.failed = False
+        """Whether the steps did not run."""
+
+    def instead_of(self, dry: Recording) -> Recording:
+        """The recording at the batch size of `dry`, or `dry` where the steps do not run for real either."""
+        stopped = dry.facts["unknown"]
+        least_seconds = _LAST_FRACTION * self._dry_patience.seconds if self.dry is None else 0.0
+        self._patience = Patience(max(least_seconds, self._dry_patience.left_seconds), self._dry_patience.cells)
+        self.dry, self.failed = dry, True
+        if self._run.world_size > 1 or self._run.config.hardware.strategy != "none":
+            return dry
+        free_bytes = int(_FREE_FRACTION * share().memory_available_bytes)
+        try:
+            if (needed_bytes := _peak(dry)) > free_bytes:
+                raise NotRunError(
+                    f"more than {format_bytes(needed_bytes)} are needed, {format_bytes(free_bytes)} allowed"
+                )
+            with memory_limited(free_bytes):
+                found, batches = self._at(dry, free_bytes)
+        except NotRunError as error:
+            also = ", and run for real on the CPU" + ("" if str(error) == stopped else f": {error}")
+            late = bool(self._patience.message or dry.facts.get("late"))
+            facts = {"unknown": stopped + also, "late": late}
+            return dataclasses.replace(dry, facts=dry.facts | facts)
+        self.failed = False
+        source = f"run for real on the CPU with batch {' and '.join(map(str, batches))}"
+        why = f"a dry run stopped with {stopped}, so two steps were {source}"
+        if self._run.device_kind == "cuda":
+            why += "; attention and recurrent layers hold what they hold on a CPU"
+        said = [note for note in dry.facts["notes"] if note not in dry.facts["guesses"]]
+        own = {"notes": list(dict.fromkeys([*said, *found.facts["notes"]])), "source": source, "why_for_real": why}
+        facts = {**dry.facts, **found.facts, **own, "late": False}
+        return settle(dataclasses.replace(found, facts=facts), lambda _: found)
+
+    def _at(self, dry: Recording, free_bytes: int) -> tuple[Recording, tuple[int, ...]]:
+        """A recording, and the batch sizes that were run for it."""
+        batch_size = dry.batch_size
+        if self._scaling is None:
+            if batch_size <= max(SMALL_BATCHES):
+                return self._recorded(batch_size), (batch_size,)
+            try:
+                first = self._recorded(SMALL_BATCHES[0])
+            except NotRunError as error:
+                if self._patience.message or str(error) == dry.facts["unknown"]:
+                    raise
+                return self._recorded(batch_size), (batch_size,)  # some steps need more samples
+            try:
+                self._scaling = BatchScaling(first, self._recorded(SMALL_BATCHES[1]))
+            except (NotRunError, ScalingError):
+                return self._as_large(first, batch_size, free_bytes)
+        return self._scaling.at(batch_size), SMALL_BATCHES
+
+    def _as_large(self, first: Recording, batch_size: int, free_bytes: int) -> tuple[Recording, tuple[int, ...]]:
+        """That of the batch itself where there is room and time for it, else the first with blocks that much larger."""
+        scaled, times = _in_proportion(first, batch_size), batch_size / first.batch_size
+        if _peak(scaled) < free_bytes and first.facts["seconds"] * times < self._patience.left_seconds:
+            with contextlib.suppress(NotRunError):
+                return self._recorded(batch_size), (batch_size,)
+        return scaled, (first.batch_size,)
+
+    def _recorded(self, batch_size: int) -> Recording:
+        try:
+            with with_numbers():
+                return _recorded(self._run, self._payload, batch_size, self._patience, "")
+        except TimeoutError as error:
+            raise NotRunError(str(error)) from error
+
+
+def _in_proportion(recording: Recording, batch_size: int) -> Recording:
+    """The recording with all but weights and their likes as much larger as the batch."""
+    grown = -(-recording.block_bytes * batch_size // recording.batch_size)
+    sizes = np.where(np.isin(recording.block_category, _KEPT), recording.block_bytes, grown)
+    low = "blocks are taken to grow in proportion to the batch: those that grow faster need more"
+    facts = recording.facts | {"may_be_low": [*recording.facts["may_be_low"], low]}
+    return dataclasses.replace(
+        recording, block_bytes=sizes, batch_size=batch_size, facts=facts, calls=(),
+        operator_call=np.zeros(0, dtype=np.int32),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def memory_limited(more_bytes: int) -> Iterator[None]:
+    """Inside, this process can take so much more memory, and no more: then an allocation fails. On Linux."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        yield
+        return
+    lines = (line.split() for line in status.read_text().splitlines())
+    taken_bytes = next((int(words[1]) << 10 for words in lines if words[:1] == ["VmData:"]), 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = taken_bytes + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 # -- beside a trial

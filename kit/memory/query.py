@@ -365,10 +365,21 @@ def without_memory() -> Iterator[None]:
         EmptyStorage.device = "cpu"
 
 
+@contextlib.contextmanager
+def with_numbers() -> Iterator[None]:
+    """Inside, tensors that arrive hold small numbers, with which a step can be run for real."""
+    EmptyStorage.has_numbers = True
+    try:
+        yield
+    finally:
+        EmptyStorage.has_numbers = False
+
+
 class EmptyStorage:
     """Memory of so many bytes, shared by the tensors that point into it; made when first asked for."""
 
     device = "cpu"
+    has_numbers = False
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -386,12 +397,19 @@ class EmptyStorage:
         return self._made
 
 
+_WEIGHT_DEVIATION = 0.02
+
+
 def empty_tensor(storage: EmptyStorage, dtype: Any, shape: tuple[Any, Any, int], requires_grad: bool, kind: str) -> Any:
     """A tensor as it was, but for the numbers; under fake tensors it is fake."""
     import torch
 
     size, stride, offset = shape
     values = storage.tensor().view(dtype).as_strided(size, stride, offset).detach()
+    if EmptyStorage.has_numbers:
+        # Variances and masks that are added may not be near nothing; counts are places where something lies.
+        is_weight = kind == "parameter" and dtype.is_floating_point
+        values.normal_(0, _WEIGHT_DEVIATION) if is_weight else values.fill_(dtype.is_floating_point)
     if kind == "parameter":
         return torch.nn.Parameter(values, requires_grad)
     return values.requires_grad_(requires_grad)

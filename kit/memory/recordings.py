@@ -179,6 +179,8 @@ def with_query_facts(query: MemoryQuery, recording: Recording) -> Recording:
 _ANSWER_FRACTION, _STACK_FRACTION = 0.8, 0.95
 """Parts of the time allowed after which a step is broken off, so that there is an answer without it, and after which a
 process that does not let itself be broken off writes down where it hangs and is ended."""
+_STACK_SIGNAL = "SIGUSR1"
+"""It asks for the stack when the time is up, and ends a process in which LLVM, which numba has, has taken it over."""
 _KILLING_SECONDS = 3.0
 _START_SECONDS = 60.0
 _ENDING_SECONDS = 5.0
@@ -230,12 +232,25 @@ class PredictionJob:
             if issubclass(kind, ConfigError):
                 raise kind([Problem(path, message) for path, message in refused["problems"]])
             raise kind(refused["message"])
-        if self._trial.cause in ("timeout", "stalled") or self._trial.state not in ENDED:
+        if known := self._known_before():
+            return known
+        timed_out = self._trial.cause in ("timeout", "stalled") or self._trial.state not in ENDED
+        if timed_out or _STACK_SIGNAL in self._trial.message:
             _, _, place = self._trial.message.partition(": rank 0 was at ")
             where = f", at {place.partition(';')[0]}" if place else ""
             after = format_seconds(self.timeout_seconds)
             raise UnansweredError(f"the dry run was still going after {after}{where}")
         raise self._trial.failure()
+
+    def _known_before(self) -> list[Recording]:
+        """What a dry run had found, as often as asked for, where steps then run for real ended the process."""
+        path = self._trial.paths.recording(0)
+        known = Recording.load(path) if path.exists() else None
+        if known is None or not known.facts["unknown"]:
+            return []
+        ended = self._trial.message if self._trial.state in ENDED else "it took too long"
+        unknown = f"{known.facts['unknown']}; run for real on the CPU, {ended}"
+        return [dataclasses.replace(known, facts=known.facts | {"unknown": unknown, "late": True})] * self._count
 
     def close(self) -> None:
         """End the process if it runs, and remove its directory."""

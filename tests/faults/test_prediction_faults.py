@@ -11,12 +11,14 @@ import time
 import psutil
 import pytest
 from test_trial_faults import assert_all_gone
+from torch._subclasses.fake_tensor import FakeTensor
 from trial_fixtures import ranks_alive
 from waiting import PATIENCE_SECONDS, wait_until
 
 from kit.errors import TrialError
 from kit.memory import recordings
 from kit.memory import recordings as job
+from kit.memory.batch_model import memory_model
 from kit.memory.prediction import predict_memory
 from kit.memory.recordings import UnansweredError
 from kit.testing import FaultyModule, TinyData, TinyModule
@@ -52,6 +54,25 @@ def test_a_step_that_hangs_is_broken_off_and_the_rest_is_answered(config):
     assert (found.complete, found.verdict) == (False, "unknown")
     assert found.breakdown["parameters"] == 9 * 4
     assert any("running after 48 s at test_prediction_faults.py, line" in reason for reason in found.reasons)
+
+
+class HangingDry(TinyModule):
+    """Hangs where numbers are guessed, as a loop over them may."""
+
+    def training_step(self, batch, batch_idx):
+        if isinstance(batch[0], FakeTensor):
+            time_is_up()
+            time.sleep(3600)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_hangs_without_numbers_is_run_for_real_in_the_time_that_is_left(config):
+    model = memory_model(config(), HangingDry, DATA, timeout_seconds=60)
+    found = [model.estimate(size) for size in (4, 40)]
+    exact = [memory_model(config(), TinyModule, DATA, timeout_seconds=60).estimate(size) for size in (4, 40)]
+    for real, dry in zip(found, exact, strict=True):
+        assert real.device_allocated_bytes == pytest.approx(dry.device_allocated_bytes, abs=64)
+    assert all("run for real" in one.source for one in found)
 
 
 def test_an_answer_without_activations_is_not_kept(config, monkeypatch):

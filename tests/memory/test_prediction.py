@@ -1,5 +1,7 @@
 """Predictions through real processes: what goes in, what comes out, and what is answered without any."""
 
+import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,6 +14,7 @@ from waiting import PATIENCE_SECONDS
 from kit.errors import ConfigError, HardwareError, StoreError, TargetError, TrialError
 from kit.memory import recordings
 from kit.memory.alongside import fit
+from kit.memory.predict_job import memory_limited
 from kit.memory.prediction import predict_memory
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.recordings import PredictionJob
@@ -239,3 +242,90 @@ def test_weights_that_are_held_by_an_instance_are_not_sent(config, monkeypatch):
     )
     predict_memory(config(), Wide(8), data)
     assert len(sent[0].module) < WEIGHTS / 8
+
+
+# -- run for real where a dry run cannot tell
+
+
+def without_fake(name, kernel):
+    """An operator of its own that does not say what it would return."""
+    if not hasattr(torch.ops.kit_real, name):
+        library = torch.library.Library("kit_real", "FRAGMENT")
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, kernel, "CPU")
+        vars(torch)[f"_kit_real_{name}"] = library  # for as long as the process lives
+    return getattr(torch.ops.kit_real, name)
+
+
+def many():
+    return TinyData(width=512, samples=256, batch_size=16)
+
+
+class Doubled(Wide):
+    def training_step(self, batch, batch_idx):
+        return self.layer(self.double(batch[0])).square().mean()
+
+    def double(self, values):
+        return values * 2
+
+
+class Unsaid(Doubled):
+    def double(self, values):
+        return without_fake("doubled", lambda x: x * 2)(values)
+
+
+@pytest.mark.parametrize("device", ["this machine", "T4-16GB"])
+def test_an_operator_that_says_no_shape_is_run_for_real_and_scaled(config, device, tmp_path):
+    class Writing(Unsaid):
+        def double(self, values):
+            (tmp_path / "written").write_text("by the step")
+            return super().double(values)
+
+    dry, real = (predict_memory(config(), made, many, device=device) for made in (Doubled, Writing))
+    assert (real.complete, real.verdict, dry.source) == (True, "fits", "")
+    assert real.device_allocated_bytes == dry.device_allocated_bytes
+    assert real.batch_size == dry.batch_size
+    assert real.source in str(real).splitlines()[0]
+    assert re.search("run for real.*batch 2 and 3", real.source)
+    assert not (tmp_path / "written").exists()
+
+
+def test_what_does_not_grow_with_the_batch_is_run_at_the_batch_itself(config):
+    class Chosen(Wide):
+        def training_step(self, batch, batch_idx):
+            positive = without_fake("positive", lambda x: x[: 1 + len(x) // 3])(batch[0])
+            return sum(self.layer(row).square().mean() for row in positive)
+
+    found = predict_memory(config(), Chosen, many)
+    assert found.complete
+    assert found.source.endswith(f"batch {found.batch_size}")
+
+
+def test_a_step_that_ends_its_process_when_run_for_real_leaves_what_is_known(config):
+    class Deadly(Wide):
+        def training_step(self, batch, batch_idx):
+            return self.layer(without_fake("deadly", lambda x: os.abort())(batch[0])).mean()
+
+    found = predict_memory(config(), Deadly, data)
+    assert (found.complete, found.source, found.breakdown["parameters"]) == (False, "", WEIGHTS)
+    assert any("run for real" in reason for reason in found.reasons)
+
+
+def test_what_is_larger_than_the_memory_here_is_not_run_for_real(config):
+    class Huge(Wide):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(512, 1 << 30, bias=False)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(without_fake("doubled", lambda x: x * 2)(batch[0])).mean()
+
+    found = predict_memory(config(), Huge, data)
+    assert (found.complete, found.source) == (False, "")
+    assert any("are needed" in reason for reason in found.reasons)
+
+
+def test_memory_is_limited_and_the_limit_goes():
+    with memory_limited(64 << 20), pytest.raises(RuntimeError, match="allocate"):
+        torch.empty(256 << 20, dtype=torch.uint8)
+    assert torch.empty(256 << 20, dtype=torch.uint8).nbytes == 256 << 20

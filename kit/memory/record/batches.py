@@ -59,6 +59,35 @@ def look_at(loader: Any, batch_size: int | None = None) -> Batches:
         return found
 
 
+def look_for_real(loader: Any, batch_size: int | None = None) -> Batches:
+    """The same with the numbers of real samples, for a step that is run for real: its first ones where all are of one
+    size, else the longest again and again. Of a loader that makes whole batches, the beginning of the first.
+
+    Raises:
+        ConfigError: when there is no batch to look at, or it cannot be copied.
+    """
+    size = batch_size or own_batch_size(loader)
+    if size is not None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+        found = largest_samples(loader)
+        chosen = list(itertools.islice(itertools.cycle(found.candidates), size))
+        if not found.notes:  # all of one size: then as different as they are
+            data: Any = loader.dataset
+            samples = iter(data) if isinstance(data, IterableDataset) else _spread_over(data, loader, len(data))
+            first = list(within(samples, size, LOOK_SECONDS))
+            chosen[: len(first)] = first
+        batches = replace(describe(loader.collate_fn(chosen), size, whole=True), notes=found.notes)
+    else:
+        batches = describe(next(iter(_batches_of(loader))), whole=True)
+        own = batches.batch_size
+        if batch_size is not None and batch_size < own:
+            cut = tuple(item.first(batch_size) if item.shape[:1] == (own,) else item for item in batches.tensors)
+            batches = replace(batches, tensors=cut, batch_size=batch_size)
+    try:
+        return replace(batches, length=len(loader))
+    except (TypeError, NotImplementedError):
+        return batches
+
+
 def own_batch_size(loader: Any) -> int | None:
     """Of a loader whose batches all hold as many samples; None for any other."""
     sampler = getattr(loader, "batch_sampler", None)
@@ -242,21 +271,24 @@ class SizedFakeLoader(FakeLoader):
 
 def fake_loaders(
     loaders: Any, batch_size: int | None, make: Callable[[Batches], Any], fewest: int, looked: list[Batches],
-    ends: Ends | None = None,
+    ends: Ends | None = None, look: Callable[[Any, int | None], Batches] = look_at,
 ) -> Any:  # fmt: skip
     """The same loader, list, dict or CombinedLoader of loaders, of fake batches.
 
-    `make` turns Batches into the next batch, an epoch that ends has at least `fewest`, and the Batches of each loader
-    are added to `looked`; `ends` is for each FakeLoader.
+    `make` turns Batches into the next batch, an epoch that ends has at least `fewest`, and the Batches of each loader,
+    which `look` finds, are added to `looked`; `ends` is for each FakeLoader.
     """
+
+    def inside(loader: Any) -> Any:
+        return fake_loaders(loader, batch_size, make, fewest, looked, ends, look)
+
     if isinstance(loaders, CombinedLoader):
-        inner = fake_loaders(loaders.iterables, batch_size, make, fewest, looked, ends)
-        return CombinedLoader(inner, loaders._mode)
+        return CombinedLoader(inside(loaders.iterables), loaders._mode)
     if isinstance(loaders, Mapping):
-        return {name: fake_loaders(loader, batch_size, make, fewest, looked, ends) for name, loader in loaders.items()}
+        return {name: inside(loader) for name, loader in loaders.items()}
     if isinstance(loaders, list | tuple):
-        return [fake_loaders(loader, batch_size, make, fewest, looked, ends) for loader in loaders]
-    batches = loaders if isinstance(loaders, Batches) else look_at(loaders, batch_size)
+        return [inside(loader) for loader in loaders]
+    batches = loaders if isinstance(loaders, Batches) else look(loaders, batch_size)
     if batches.length is not None:
         batches = replace(batches, length=max(batches.length, fewest))
     looked.append(batches)
@@ -301,16 +333,20 @@ LARGEST_CONSTANT = 4096
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A tensor of a batch: (sizes), dtype, and its numbers where they are few and whole."""
+    """A tensor of a batch: (sizes), dtype, and its numbers where they are few and whole, or where all are kept."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     values: Tensor | None = None
 
     def make(self) -> Tensor:
-        """A tensor without numbers, of this shape, on whatever device mode is active."""
+        """A tensor of this shape: fake where fake tensors are made, else with the numbers kept, or random ones."""
         made = torch.empty(self.shape, dtype=self.dtype)
-        if self.values is not None and isinstance(made, FakeTensor):
+        if not isinstance(made, FakeTensor):
+            if self.values is not None:
+                return made.copy_(self.values)
+            return made.normal_() if self.dtype.is_floating_point else made.fill_(self.dtype is torch.bool)
+        if self.values is not None:
             with unset_fake_temporarily():
                 values = self.values.clone()  # for code that writes to its batch
             converter = made.fake_mode.fake_tensor_converter
@@ -318,6 +354,10 @@ class TensorShape:
             converter.set_tensor_memo(values, made)
             converter.add_constant_storage_mapping(made)
         return made
+
+    def first(self, count: int) -> TensorShape:
+        """The same for the first samples alone."""
+        return TensorShape((count, *self.shape[1:]), self.dtype, None if self.values is None else self.values[:count])
 
 
 @dataclass(frozen=True)
@@ -368,8 +408,9 @@ class StandInReader(pickle.Unpickler):
         return self.tensors[number]
 
 
-def describe(batch: Any, batch_size: int | None = None) -> Batches:
-    """The shapes of one batch that a loader yields; `batch_size` is by default what `samples_in` finds.
+def describe(batch: Any, batch_size: int | None = None, whole: bool = False) -> Batches:
+    """The shapes of one batch that a loader yields, and all its numbers if it is kept `whole`; `batch_size` is by
+    default what `samples_in` finds.
 
     Raises:
         ConfigError: for a batch that cannot be pickled, as loaders with processes need it too.
@@ -382,7 +423,9 @@ def describe(batch: Any, batch_size: int | None = None) -> Batches:
         message = f"a batch of type {type(batch).__name__} cannot be copied: {error}"
         raise ConfigError([Problem("data", message)]) from error
     tensors = tuple(
-        TensorShape(tuple(tensor.shape), tensor.dtype, tensor.detach().clone() if _is_small_count(tensor) else None)
+        TensorShape(
+            tuple(tensor.shape), tensor.dtype, tensor.detach().clone() if whole or _is_small_count(tensor) else None
+        )
         for tensor in writer.tensors
     )
     if batch_size is None:

@@ -82,12 +82,13 @@ class Emulation:
 
 @contextmanager
 def cuda_emulation(
-    capability: tuple[int, int], attention: str = "auto", is_compiled: Callable[[], bool] = bool
+    capability: tuple[int, int], attention: str = "auto", is_compiled: Callable[[], bool] = bool, for_real: bool = False
 ) -> Iterator[Emulation]:
     """Inside, fake `cpu` tensors allocate as on a GPU of `capability`, such as (9, 0).
 
     `attention` is the kernel to prefer, as in `levers.attention`; `auto` leaves torch's switches as they are.
-    `is_compiled` says whether what calls would be compiled by `torch.compile`.
+    `is_compiled` says whether what calls would be compiled by `torch.compile`. `for_real` is for real tensors:
+    attention, recurrent layers and other kernels that only a GPU has stay those of the CPU.
 
     Raises:
         RuntimeError: when the block is nested in another.
@@ -104,7 +105,8 @@ def cuda_emulation(
             # Torch warns of each kernel that is replaced, which is what this is for.
             warnings.filterwarnings("ignore", message=r"(?s).*[Oo]verriding a previously registered kernel")
             attention_of = attention_kernel(capability, emulation.ran)
-            for name, kernel in {"scaled_dot_product_attention": attention_of, **kernels(emulation.estimated)}.items():
+            replacing = {"scaled_dot_product_attention": attention_of, **kernels(emulation.estimated)}
+            for name, kernel in ({"dropout": _dropout} if for_real else replacing).items():
                 # Below autocast and above autograd, so that backward passes and recomputed blocks choose the same.
                 for key in ("AutogradCPU", "CPU"):
                     library.impl(name, kernel, key)
@@ -115,8 +117,9 @@ def cuda_emulation(
             types = [*module._foreach_supported_types, FakeTensor]
             undo.enter_context(replaced(module, "_get_foreach_kernels_supported_devices", partial(list, devices)))
             undo.enter_context(replaced(module, "_foreach_supported_types", types))
-        flex = flex_kernel(capability, is_compiled, emulation.ran)
-        undo.enter_context(replaced(flex_attention, "flex_attention_hop", flex))
+        if not for_real:
+            flex = flex_kernel(capability, is_compiled, emulation.ran)
+            undo.enter_context(replaced(flex_attention, "flex_attention_hop", flex))
         # Else torch would itself compile the call of those who do not.
         undo.enter_context(replaced(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
         undo.enter_context(replaced(flex_attention, "_validate_device", lambda *_: None))  # a CPU has no backward pass

@@ -22,6 +22,10 @@ The user's loaders are read outside the recording and are as they were afterward
 what the step reads. On a GPU the batch on the host does not count, pinned or not; its copy on the device does, from the
 transfer on, whoever asks for it: Lightning, a batch class or the module itself (`FakeBatches`).
 
+With `DryRun.for_real` all of that happens with real tensors on the CPU, and nothing is assumed of values: for a step
+that fake tensors cannot follow, with a small batch. A GPU's autocast lists and dropout are played then, its attention
+and recurrent kernels are not.
+
 Whatever is replaced in torch and Lightning meanwhile is restored, so that several runs can follow each other in one
 process; not at the same time in two threads.
 """
@@ -60,7 +64,14 @@ from kit.confinement.confine import confined, hooks_begin
 from kit.confinement.stand_ins import Refusals, overridden, replaced
 from kit.errors import KitError, KitWarning
 from kit.machine.processes import garbage_collection_paused
-from kit.memory.record.batches import Batches, evaluation_loaders_of, fake_loaders, loaders_of
+from kit.memory.record.batches import (
+    Batches,
+    evaluation_loaders_of,
+    fake_loaders,
+    loaders_of,
+    look_at,
+    look_for_real,
+)
 from kit.memory.record.fake_mode import FakeMode, rules_found_once
 from kit.memory.record.fakes import UPPER_BOUND, FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
@@ -92,6 +103,12 @@ class DryRun:
     """Makes those of the caller's own."""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the Trainer, beside those that the config says."""
+    for_real: bool = False
+    """Whether real tensors are computed with, on the CPU."""
+
+
+class NotRunError(Exception):
+    """A step that was run for real stopped; the message says why and where."""
 
 
 def record(
@@ -112,6 +129,7 @@ def record(
 
     Raises:
         ConfigError: for what a real fit would refuse too.
+        NotRunError: when a step that is run for real stops.
         Exception: what `make_module` or `make_data` raises.
     """
     began = time.perf_counter()
@@ -121,19 +139,24 @@ def record(
         with _quiet() as warned, contextlib.ExitStack() as entered:
             enter = entered.enter_context
             enter(garbage_collection_paused())  # cycles go between batches: equal runs free equal blocks at equal times
-            enter(eight_bit_on_fakes(run.config.levers.optimizer == "adamw-8bit"))
-            answers = enter(fake_values(otherwise))
+            if run.for_real:
+                answers = FakeValues()
+                enter(replaced(torch, "compile", answers.compiled))
+            else:
+                enter(eight_bit_on_fakes(run.config.levers.optimizer == "adamw-8bit"))
+                answers = enter(fake_values(otherwise))
             if run.device_kind == "cuda":
                 from kit.memory.record.cuda import cuda_emulation
 
                 attention, compiled = run.config.levers.attention, answers.is_compiled
-                emulation = enter(cuda_emulation(run.capability or _CAPABILITY, attention, compiled))
+                emulation = enter(cuda_emulation(run.capability or _CAPABILITY, attention, compiled, run.for_real))
             if _is_distributed(run):
                 from kit.memory.record.ranks import collective_notes, fake_ranks
 
                 enter(fake_ranks(run.world_size))
-            enter(rules_found_once())
-            enter(FakeMode())
+            if not run.for_real:
+                enter(rules_found_once())
+                enter(FakeMode())
             recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size)
     notes = [str(item.message) for item in warned if issubclass(item.category, KitWarning)]
     notes += [*recording.facts["notes"], *answers.guesses, *answers.notes]
@@ -183,7 +206,8 @@ def _recorded(
         )
         _validate_at_the_end(trainer)
         vars(trainer._logger_connector)["log_metrics"] = _log_nothing  # no fake tensor is a number
-        fake_batches = FakeBatches(recorder, answers, trainer, on_gpu)
+        look = look_for_real if run.for_real else look_at
+        fake_batches = FakeBatches(recorder, answers, trainer, on_gpu and not run.for_real, look)
         unknown, refused = "", False
         try:
             with contextlib.ExitStack() as entered:
@@ -206,6 +230,8 @@ def _recorded(
             if recorder.stopped:
                 hooks.notes.append(f"the training ended with {unknown}, after what was recorded")
                 unknown = ""
+    if unknown and run.for_real:
+        raise NotRunError(unknown)
     size = fake_batches.batch_size or batch_size or run.config.loader.batch_size
     rounding_bytes = 512 if on_gpu else 1
     if unknown:
@@ -487,8 +513,12 @@ and, or, all and any, and read by `kit.memory.record.fakes`. Other conditions ar
 class FakeBatches:
     """Gives a Trainer fake batches, and knows when they reach the device."""
 
-    def __init__(self, recorder: BlockRecorder, answers: FakeValues, trainer: Trainer, on_gpu: bool) -> None:
+    def __init__(
+        self, recorder: BlockRecorder, answers: FakeValues, trainer: Trainer, on_gpu: bool,
+        look: Callable[[Any, int | None], Batches] = look_at,
+    ) -> None:  # fmt: skip
         self.recorder, self.answers, self.trainer, self.on_gpu = recorder, answers, trainer, on_gpu
+        self.look = look
         self.batch_size = 0
         """Samples per micro-batch of the first loader, once the data were looked at."""
         self.notes: list[str] = []
@@ -505,7 +535,8 @@ class FakeBatches:
             module.trainer = self.trainer
         fewest = MOST_BATCHES * self.trainer.accumulate_grad_batches
         with self.recorder.paused(), unset_fake_temporarily():
-            loaders = fake_loaders(loaders_of(data, batch_size), batch_size, self._make, fewest, self._looked)
+            given = loaders_of(data, batch_size)
+            loaders = fake_loaders(given, batch_size, self._make, fewest, self._looked, look=self.look)
         self.batch_size = self._looked[0].batch_size
         self.notes = [note for batches in self._looked for note in batches.notes]
         strategy = self.trainer.strategy
@@ -543,7 +574,7 @@ class FakeBatches:
                 if what != "validation" and isinstance(source, LightningDataModule):  # was set up to fit only
                     type(source).setup(source, what)
                 found = evaluation_loaders_of(what, source, make, batch_size)
-                made = fake_loaders(found, None, self._make, 0, looked, partial(self._ends, what))
+                made = fake_loaders(found, None, self._make, 0, looked, partial(self._ends, what), self.look)
             sizes = dict.fromkeys(batches.batch_size for batches in looked)
             if any(size != self.batch_size for size in sizes):
                 said = " and ".join(map(str, sizes))

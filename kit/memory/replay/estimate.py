@@ -106,6 +106,8 @@ class MemoryEstimate(Drawable):
     """What the dry run had to assume."""
     conditions: tuple[str, ...] = ()
     """Guesses on which the bytes depend, with file and line: `fits if` holds when these do."""
+    source: str = ""
+    """How the bytes are known where a dry run could not tell, such as `run for real on the CPU with batch 2`."""
     gradients_freed: str = ""
     """When, such as `between forward and backward pass`, as Lightning does; empty where it is not known."""
     zero_grad_saves_bytes: int = 0
@@ -171,11 +173,12 @@ class MemoryEstimate(Drawable):
 
     @property
     def verdict_in_words(self) -> str:
-        """The verdict, of `fits if` with the first condition."""
+        """The verdict, of `fits if` with the first condition, and the source of what no dry run told."""
+        source = f" ({self.source})" if self.source else ""
         if self.verdict != "fits if":
-            return self.verdict
+            return f"{self.verdict}{source}"
         more = f" (and {len(self.conditions) - 1} more)" if len(self.conditions) > 1 else ""
-        return f"{self.verdict} {self.conditions[0]}{more}"
+        return f"{self.verdict} {self.conditions[0]}{more}{source}"
 
     @property
     def _rows(self) -> list[list[str]]:
@@ -208,6 +211,7 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
     verdict, why = _judge(played_from, played, expandable, target, outside)
     unknown = facts.get("unknown")
     reasons = [*why_outside, *target.reasons, *_workspace_lost(recording, target, played, outside)]
+    reasons += [facts["why_for_real"]] if "why_for_real" in facts else []
     reasons += [f"may be low: {what}" for what in facts.get("may_be_low", ())]
     if unknown:
         reasons.append(f"activations unknown: {unknown}; all bytes are a lower bound")
@@ -242,7 +246,7 @@ def estimate(recording: Recording, target: DeviceTarget, *, residuals: Residuals
         strategy=str(facts.get("strategy", "none")), precision=str(facts.get("precision", "32-true")),
         accumulate_grad_batches=int(facts.get("accumulate_grad_batches", 1)),
         parameters=int(facts.get("parameters", 0)), trainable_parameters=int(facts.get("trainable_parameters", 0)),
-        notes=tuple(facts.get("notes", ())), conditions=conditions,
+        notes=tuple(facts.get("notes", ())), conditions=conditions, source=str(facts.get("source", "")),
         record_seconds=float(facts.get("seconds", 0.0)), recording=recording,
     )  # fmt: skip
 

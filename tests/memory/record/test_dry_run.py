@@ -21,6 +21,7 @@ from dry_parts import (
     images,
     loader,
     measure,
+    one_thread,
     peak,
     predict,
     tokens,
@@ -233,6 +234,23 @@ def test_a_compiled_module_runs_as_it_is_written():
     assert note.startswith("torch.compile")
     assert "upper bound" in note
     assert peak(compiled) == peak(predict(Perceptron, lambda: loader(vectors), config()))
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt bf16-mixed", "gpt checkpointed", "averaged", "manual"])
+def test_a_step_that_is_run_for_real_shows_the_blocks_of_a_dry_run(name):
+    module, data, settings, precision = CASES[name]
+    with one_thread():
+        dry, real = (predict(module, data, settings, precision, for_real=real, batch_size=2) for real in (False, True))
+    assert real.batch_size == dry.batch_size == 2
+    assert at_peak(real) == at_peak(dry)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_step_run_for_real_needs_what_a_dry_run_says_of_a_gpu(precision):
+    asked = {"device_kind": "cuda", "capability": (8, 0), "batch_size": 2}
+    with one_thread():
+        dry, real = (peak(predict(gpt, text, config(), precision, for_real=real, **asked)) for real in (False, True))
+    assert real == pytest.approx(dry, rel=0.01)
 
 
 @torch.library.custom_op("kit_tests::odd", mutates_args=())
