@@ -236,4 +236,5 @@ class _Filler:
 def _outer_counts(stored: StoredArray, info: ArrayInfo) -> tuple[int, ...]:
     """Objects of an array along its own dimensions."""
     inside = stored.per_shard or (1,) * len(stored.axes)
-    return tuple(-(-info.shape[axis] // (stored.chunk[axis] * n)) for axis, n in zip(stored.axes, inside, strict=True))
+    sides = (stored.chunk[axis] * n for axis, n in zip(stored.axes, inside, strict=True))
+    return tuple(-(-size // side) for size, side in zip(info.stored_shape, sides, strict=True))
