@@ -1079,7 +1079,7 @@ def _kind(name: str, annotation: Any) -> Any:
             return kind
     if typing.get_origin(annotation) is tuple:
         return "names" if typing.get_args(annotation)[0] is str else "counts"
-    return "arguments" if name in ("arguments", "readers") else "sizes"
+    return "arguments" if name in ("arguments", "readers", "match") else "sizes"
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ from kit.data.dataset import (
     open_dataset,
 )
 from kit.data.places import Match, Matched, match_values, usual_step
+from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.url import read_object, redact
 from kit.errors import ConfigError, Problem
 
@@ -427,6 +428,27 @@ class JoinedStore(WrapperStore[MemoryStore]):
         if isinstance(store, XarrayStore):  # it computes, which would hold up the loop
             return prototype.buffer.from_array_like(await asyncio.to_thread(store.cutter.cut, there))
         return await store.get(there, prototype, byte_range)
+
+    async def info(self, key: str) -> dict[str, Any] | None:
+        """What the file system of a remote store says of a chunk's object; None when there is none."""
+        found = self._place_of(key)
+        assert found is not None, "metadata lies in memory"
+        store, there = found
+        assert isinstance(store, RemoteStore | JoinedStore), "only what fsspec reads has it"
+        return await store.info(there)
+
+    @property
+    def remote(self) -> tuple[RemoteStore, ...]:
+        """The stores in it that fsspec reads."""
+        inside = (one.remote if isinstance(one, JoinedStore) else (one,) for one in self._stores)
+        return tuple(one for held in inside for one in held if isinstance(one, RemoteStore))
+
+    @property
+    def all_remote(self) -> bool:
+        """Whether no chunk lies on this machine, where nothing is cached."""
+        return all(
+            one.all_remote if isinstance(one, JoinedStore) else isinstance(one, RemoteStore) for one in self._stores
+        )
 
     async def exists(self, key: str) -> bool:
         found = self._place_of(key)

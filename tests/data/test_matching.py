@@ -12,6 +12,7 @@ from kit.config import Config
 from kit.data.dataset import open_dataset
 from kit.data.sampling import sample_plan
 from kit.data.splits import split_of, widest_of
+from kit.data.stores.url import open_store
 from kit.errors import ConfigError
 
 xarray = pytest.importorskip("xarray")
@@ -246,6 +247,26 @@ def test_what_a_trial_will_request_is_played_with_the_chunks_that_match(tmp_path
     priced = [sum(cost.requests_made_per_batch for cost in price_store(one, dataset)) for one in (config, alone)]
     played = predicted / predict_reading(alone, dataset)["requests_per_sample"]
     assert priced[0] / priced[1] == pytest.approx(played, rel=0.3)
+
+
+@pytest.mark.parametrize("kind", ["matched", "years"])
+def test_stores_in_a_bucket_that_are_joined_are_asked_once_for_each_chunk(cloud, tmp_path, kind):
+    parts = {"matched": [hourly(), daily()], "years": [daily(), daily(days=range(5, 10))]}[kind]
+    places = [cloud.url(f"{kind}/{number}.zarr") for number in range(2)]
+    for place, part in zip(places, parts, strict=True):
+        part.to_zarr(open_store(place, read_only=False), encoding={"wind": {"chunks": (5, 8, 8)}}, consolidated=False)
+    changes = {"cache.size_bytes": 1 << 24, "cache.folder": str(tmp_path / "kept")}
+    if kind == "years":
+        changes |= {"data.match": {}, "data.join": "time", "data.variables": (), "data.patch": {"time": 3, "lat": 7}}
+    config = config_of(*places).replace(changes)
+    truths = [parts[0].wind, parts[1].reindex(time=parts[0].time, method="ffill").wind]
+    truths = truths if kind == "matched" else [xarray.concat(parts, "time").wind]
+    first = check(config, *truths).counters()
+    kit.data.prefetch(config, progress=False)
+    again = check(config, *truths).counters()
+    assert first["bytes_read"]
+    assert again["bytes_read"] == 0
+    assert again["read_cache_bytes"]
 
 
 @pytest.mark.parametrize("calendar", ["noleap", "360_day"])

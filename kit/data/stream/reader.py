@@ -23,14 +23,13 @@ from zarr.storage import LocalStore
 
 from kit.chunks.requests import LOCAL_GAP_BYTES, Coalescing
 from kit.data.stores.disk_cache import identities
-from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import HttpClient
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import redact, run_sync
 from kit.data.stream.cached import CachedRequests
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkRequest
 from kit.data.stream.codec import StoredArray
-from kit.data.stream.fetch import Requests, open_client
+from kit.data.stream.fetch import Requests, is_remote, open_client
 from kit.data.stream.memory import Arrays, ReaderPlan, batch_bytes
 from kit.data.stream.pool import JobGroup
 from kit.data.stream.receive import ReceiveQueue
@@ -71,7 +70,7 @@ class Reader:
         if is_local:
             in_flight = folder_threads
         self._client = open_client(self._store, plan.url, plan.request_seconds, counters, in_flight)
-        kept = plan.read_cache if isinstance(self._store, RemoteStore) else None
+        kept = plan.read_cache if is_remote(self._store) else None
         decoding = folder_threads if is_local or kept else 0  # threads that read a disk, and decode at once
         self._queue = ReceiveQueue(
             plan, counters, Coalescing(LOCAL_GAP_BYTES) if is_local else plan.coalescing, decode_at_once=is_local,
