@@ -1,6 +1,6 @@
 """An hour's stream of a store of 2 TB: what the process that reads has grown by, minute by minute, beside its budget.
 
-    python benchmarks/hour.py [--minutes 60] [--step 1.0] [--allowed 64 256 1024] [--name WORDS] [--record]
+    python benchmarks/hour.py [--minutes 60] [--step 1.0] [--allowed 64 256 1024] [--ranks 10] [--name WORDS] [--record]
 
 One process each for 64, 256 and 1,024 MiB allowed, reading in the rank and in a loader process, random order, half of
 the budget kept as decoded chunks. All run at once on one simulated cloud, and each takes a batch in every step, as a
@@ -8,11 +8,15 @@ training does. Growth counts on glibc as it is, unless the environment says othe
 dataset is open, what that took (modules that it imports) apart, so with threads, connections and the first batches; in
 a loader process from its first batch on. Slopes are those of the last half of the minutes: of the process, and of what
 the rank's reader says that it keeps, since a cache that is not full yet is no leak.
+
+With `--ranks` that many processes read one epoch instead, each its own part as a fit on so many devices would, allowed
+what `--allowed` says in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -32,12 +36,19 @@ MEBIBYTE = 1 << 20
 NETWORK = Dials(latency_seconds=0.03, latency_spread=0.3, total_bandwidth_bytes_per_second=100e6)
 
 
-def stream(allowed_bytes: int, workers: int, minutes: float, step_seconds: float) -> None:
+def stream(allowed_bytes: int, workers: int, rank: int, ranks: int, *, minutes: float, step_seconds: float) -> None:
     """Read as a fit does; prints at the end of each minute what the process has grown in it and those before."""
     import psutil
 
     from kit.config import Config
     from kit.data.patches.module import PatchData
+
+    of_ranks = (ranks, rank)
+
+    class RankData(PatchData):
+        """One rank's part, without a Trainer that says which."""
+
+        ranks = of_ranks
 
     config = Config().replace(
         {
@@ -47,7 +58,7 @@ def stream(allowed_bytes: int, workers: int, minutes: float, step_seconds: float
             "loader.cache_bytes": allowed_bytes // 2,
         }
     )  # fmt: skip
-    reads, data = psutil.Process(), PatchData(config)
+    reads, data = psutil.Process(), RankData(config)
     imports = reads.memory_info().rss
     data.setup()
     before = reads.memory_info().rss
@@ -67,12 +78,13 @@ def stream(allowed_bytes: int, workers: int, minutes: float, step_seconds: float
             kept.append(loader.held_bytes)
             marks.clear()
             told = {"samples": samples, "streamed_bytes": streamed, "grown_bytes": grown, "kept_bytes": kept}
-            print(json.dumps(told | {"imports_bytes": imports}), flush=True)
+            cpu = sum(reads.cpu_times()[:2]) / (time.time() - reads.create_time())
+            print(json.dumps(told | {"imports_bytes": imports, "cpu_cores": cpu}), flush=True)
         time.sleep(max(0.0, began + now + step_seconds - time.perf_counter()))
     data.teardown()
 
 
-def row(allowed_bytes: int, workers: int, found: dict[str, Any]) -> dict[str, Any]:
+def row(allowed_bytes: int, workers: int, rank: int, ranks: int, found: dict[str, Any]) -> dict[str, Any]:
     """One line of the table, of what a stream printed."""
     grown, kept = ([one / MEBIBYTE for one in found[name]] for name in ("grown_bytes", "kept_bytes"))
     half, tenth = len(grown) // 2, max(1, len(grown) // 10)
@@ -80,12 +92,14 @@ def row(allowed_bytes: int, workers: int, found: dict[str, Any]) -> dict[str, An
         statistics.linear_regression(range(half, len(grown)), each[half:]).slope for each in (grown, kept)
     )
     return {
-        "loader.memory_bytes MiB": allowed_bytes // MEBIBYTE, "in": "a loader process" if workers else "the rank",
+        "loader.memory_bytes MiB": allowed_bytes // MEBIBYTE,
+        "in": f"rank {rank} of {ranks}" if ranks > 1 else "a loader process" if workers else "the rank",
         "imports MiB": None if workers else found["imports_bytes"] / MEBIBYTE,
         "minutes": len(grown), "samples": found["samples"], "streamed GiB": found["streamed_bytes"] / 2**30,
         f"grown after {tenth} min, MiB": grown[tenth - 1], "half way": grown[half - 1], "at the end": grown[-1],
         "most": max(grown), "most / allowed": max(grown) * MEBIBYTE / allowed_bytes,
         "MiB a minute, last half": slope, "of it kept": None if workers else kept_slope,
+        "CPU cores": found["cpu_cores"],
     }  # fmt: skip
 
 
@@ -94,24 +108,28 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--step", type=float, default=1.0, help="seconds between two batches")
     parser.add_argument("--allowed", type=int, nargs="+", default=[64, 256, 1024], help="MiB")
+    parser.add_argument("--ranks", type=int, default=1, help="read one epoch together, each in a process of its own")
     parser.add_argument("--name", default="an hour's stream", help="what the table is called")
     parser.add_argument("--record", action="store_true")
-    parser.add_argument("--stream", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--stream", nargs=4, type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.stream:
-        stream(*given.stream, given.minutes, given.step)
+        stream(*given.stream, minutes=given.minutes, step_seconds=given.step)
         return
     asked = ["--minutes", str(given.minutes), "--step", str(given.step)]
-    kinds = [(allowed * MEBIBYTE, workers) for allowed in given.allowed for workers in (0, 1)]
+    kinds = [(allowed * MEBIBYTE, workers, 0, 1) for allowed in given.allowed for workers in (0, 1)]
+    if given.ranks > 1:
+        allowed = itertools.cycle(given.allowed)
+        kinds = [(next(allowed) * MEBIBYTE, 0, rank, given.ranks) for rank in range(given.ranks)]
     with tempfile.TemporaryDirectory() as folder:
         write_store(Path(folder))
         with serving(Path(folder), NETWORK) as environment:
             started = [
                 subprocess.Popen(
-                    [sys.executable, __file__, *asked, "--stream", str(allowed), str(workers)],
+                    [sys.executable, __file__, *asked, "--stream", *map(str, kind)],
                     stdout=subprocess.PIPE, env=environment,
                 )
-                for allowed, workers in kinds
+                for kind in kinds
             ]  # fmt: skip
             found = [json.loads(one.communicate()[0].splitlines()[-1]) for one in started]  # the last is of all minutes
     table = [row(*kind, one) for kind, one in zip(kinds, found, strict=True)]

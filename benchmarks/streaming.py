@@ -1,6 +1,7 @@
 """Streaming: samples per second of random patches from a simulated cloud, kit beside its peers, in one run.
 
-    python benchmarks/streaming.py [random] [block] [memory] [small] [--record]
+    python benchmarks/streaming.py [random] [block] [memory] [small] [peers] [--layouts 0 1] [--in-flight 256]
+                                   [--record]
 
 Batches of 64 random patches of 64 × 64 × 4 float32 from a cloud with 30 ms to the first byte, 80 MB/s a connection,
 400 MB/s and 5,000 requests/s in total, in a process of its own on the same cores. Every reader has a process of its
@@ -17,7 +18,13 @@ that layout the wire is full, and only bytes that are not asked for again make r
 
 "small" (by name only) is one layout of the first table, small zstd chunks in shards, at 256 and 64 in flight, with what
 binds it: beside the plain GETs the same with as many chunks decompressed and nothing more, which is what these cores,
-shared with the cloud, leave to any reader on such GETs; CPU milliseconds are the reader's own, for a sample.
+shared with the cloud, leave to any reader on such GETs; CPU milliseconds are the reader's own, for a sample. Then where
+kit's microseconds go: what zstd's own library takes for a sample's chunks, alone and in the same process ("zstd");
+the rest of the threads that plan, decode and copy; the thread of requests; and the cloud's process. "cores" are those
+that a reader and the cloud had, "kit on all cores" is what it would reach with all of them. Beyond 5,000 requests/s the
+cloud refuses.
+
+"peers" (by name only) is the first table with plain GETs and tensorstore alone: all layouts, or those of `--layouts`.
 
 Block order reads a window of chunks, 192 MiB decoded, for many samples; the field has 576 MiB. With a reuse of 1 a
 visit to a block draws as many patches as fit it side by side, with 4 four times as many. tensorstore is given the same
@@ -38,6 +45,7 @@ read whole fields along one axis and no patches.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -48,6 +56,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
+import psutil
 from publish import publish
 from streaming_readers import ANSWER, READERS, REQUESTS_IN_FLIGHT, WINDOW_BYTES, Question, version
 from streaming_store import Layout, write
@@ -102,12 +111,12 @@ class Child:
 class Readers:
     """A process for each reader that is installed; ends them all."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = tuple(READERS)) -> None:
         self.in_flight = REQUESTS_IN_FLIGHT
         self._children: dict[str, Child] = {}
         self._file = tempfile.NamedTemporaryFile(suffix=".json")  # noqa: SIM115 - closed with the processes
         script = __file__.replace("streaming.py", "streaming_readers.py")
-        for name in READERS:
+        for name in names:
             if version(name):
                 self._children[name] = Child(script, name)
             else:
@@ -228,14 +237,34 @@ def random_row(
     return row, best
 
 
+def peer_rows(readers: Readers, layouts: Sequence[Layout]) -> Iterator[dict[str, Any]]:
+    for layout in layouts:
+        with simulated_cloud(SITUATION) as cloud:
+            write(cloud, [layout])
+            rows = list(rounds(readers, cloud, layout, "random", loader__cache_bytes=0))
+        names = ("kit", "plain GETs", "tensorstore")
+        yield {
+            "layout": layout.name, "in flight": readers.in_flight, **{name: median(rows, name) for name in names},
+            **{f"kit / {name}": ratio(rows, name) for name in names[1:]},
+        }  # fmt: skip
+
+
 def small_row(readers: Readers, cloud: SimulatedCloud, layout: Layout, in_flight: int) -> dict[str, Any]:
     readers.in_flight, rows = in_flight, list[dict[str, Answer]]()
+    process, counts = psutil.Process(cloud.process_id), cloud.counts()
+    began = sum(process.cpu_times()[:2])
+    readers.ask("kit", cloud, layout, loader__cache_bytes=0)
+    request_us = 1e6 * (sum(process.cpu_times()[:2]) - began) / cloud.counts(counts).requests
     for answers in rounds(readers, cloud, layout, "random", loader__cache_bytes=0):
         ours = answers["kit"]
         more = {"frames_per_request": ours["chunks_decoded"] / ours["requests"], "client": "obstore"}
         decoded = readers.ask("plain GETs", cloud, layout, requests_per_sample=ours["requests"], **more)
         rows.append(answers | {"GETs, decompressed": decoded})
-    names = ("kit", "plain GETs", "GETs, decompressed")
+    names = ("kit", "plain GETs", "tensorstore", "GETs, decompressed")
+    zstd_us = median(rows, "kit", "decompress_us") * median(rows, "kit", "chunks_decoded")
+    threads = {name: median(rows, "kit", f"{name}_us") for name in ("kit-decode", "kit-http", "MainThread")}
+    cloud_us = request_us * median(rows, "kit", "requests")
+    taken = {name: (1000 * median(rows, name, "cpu_milliseconds") + cloud_us) / 1e6 for name in names}
     return {
         "layout": layout.name,
         "in flight": in_flight,
@@ -244,14 +273,21 @@ def small_row(readers: Readers, cloud: SimulatedCloud, layout: Layout, in_flight
         **{name: median(rows, name) for name in names},
         **{f"{name}, CPU ms": median(rows, name, "cpu_milliseconds") for name in names},
         **{f"kit / {name}": ratio(rows, name) for name in names[1:]},
+        "zstd alone, µs": zstd_us,
+        "plan, copy, µs": threads["kit-decode"] + threads["MainThread"] - zstd_us,
+        "requests, µs": threads["kit-http"],
+        "the cloud, µs": cloud_us,
+        **{f"cores, {name}": median(rows, name) * taken[name] for name in names},
+        "kit on all cores": (os.cpu_count() or 1) / taken["kit"],
+        "plain GETs, requests/s": median(rows, "plain GETs") * median(rows, "kit", "requests"),
     }  # fmt: skip
 
 
-def small_rows(readers: Readers) -> Iterator[dict[str, Any]]:
+def small_rows(readers: Readers, all_in_flight: Sequence[int]) -> Iterator[dict[str, Any]]:
     layout = BLOCK_LAYOUTS[1]
     with simulated_cloud(SITUATION) as cloud:
         write(cloud, [layout])
-        for in_flight in (REQUESTS_IN_FLIGHT, 64):
+        for in_flight in all_in_flight:
             yield small_row(readers, cloud, layout, in_flight)
 
 
@@ -316,12 +352,15 @@ def memory_table(readers: Readers) -> list[dict[str, Any]]:
         return [memory_row(*kind, cloud, readers) for kind in kinds]
 
 
-def tables(readers: Readers, wanted: Sequence[str]) -> None:
+def tables(readers: Readers, wanted: Sequence[str], layouts: Sequence[Layout], in_flight: Sequence[int]) -> None:
     facts = {"cloud": SITUATION, "rounds": ROUNDS, **versions()}
     if "random" in wanted:
         publish("samples per second, random order", list(random_rows(readers)), **facts)
     if "small" in wanted:
-        publish("samples per second, small zstd chunks", list(small_rows(readers)), **facts)
+        publish("samples per second, small zstd chunks", list(small_rows(readers, in_flight)), **facts)
+    if "peers" in wanted:
+        readers.in_flight = in_flight[0]
+        publish("samples per second beside tensorstore", list(peer_rows(readers, layouts)), **facts)
     if "block" in wanted:
         publish("samples per second, block order", list(block_rows(readers)), **facts)
     if "memory" in wanted:
@@ -333,11 +372,17 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    known = ("random", "block", "memory")
-    wanted = [name for name in sys.argv[1:] if name in (*known, "small")] or list(known)
-    sys.argv[1:] = [name for name in sys.argv[1:] if name not in wanted]
-    with Readers() as readers:
-        tables(readers, wanted)
+    known, by_name = ("random", "block", "memory"), ("small", "peers")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join((*known, *by_name)))
+    parser.add_argument("--layouts", type=int, nargs="+", default=[*range(len(LAYOUTS))], help="numbers, for peers")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[REQUESTS_IN_FLIGHT, 64], help="for small, peers")
+    given, rest = parser.parse_known_args()
+    sys.argv[1:] = rest
+    wanted = given.tables or list(known)
+    few = {*wanted} <= {*by_name}
+    with Readers(("kit", "plain GETs", "tensorstore") if few else tuple(READERS)) as readers:
+        tables(readers, wanted, [LAYOUTS[number] for number in given.layouts], given.in_flight)
 
 
 if __name__ == "__main__":

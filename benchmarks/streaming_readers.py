@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from numcodecs import zstd
-from streaming_store import BATCH_SIZE, BUCKET, PATCH, SIDE, Layout, config_of, field, object_store, offsets
+from streaming_store import BANDS, BATCH_SIZE, BUCKET, PATCH, SIDE, Layout, config_of, field, object_store, offsets
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 PEERS = Path(__file__).parents[1] / ".peers"
@@ -79,11 +79,40 @@ def measure(batches: Iterator[int], seconds: float = SECONDS) -> dict[str, float
     warm = time.perf_counter() + WARM_SECONDS
     while time.perf_counter() < warm:
         next(batches)
-    samples, began, cpu = 0, time.perf_counter(), time.process_time()
+    samples, began, cpu, threads = 0, time.perf_counter(), time.process_time(), thread_seconds()
     while time.perf_counter() < began + seconds:
         samples += next(batches)
     elapsed, cpu = time.perf_counter() - began, time.process_time() - cpu
-    return {"samples_per_second": samples / elapsed, "first_seconds": first, "cpu_milliseconds": 1000 * cpu / samples}
+    each = {f"{name}_us": 1e6 * (took - threads.get(name, 0.0)) / samples for name, took in thread_seconds().items()}
+    return each | {
+        "samples_per_second": samples / elapsed, "first_seconds": first, "cpu_milliseconds": 1000 * cpu / samples
+    }  # fmt: skip
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU time of the threads of this process so far, those of a kind together: `kit-decode`."""
+    found: dict[str, float] = {}
+    for thread in threading.enumerate():
+        with contextlib.suppress(OSError):  # it has ended, or this is no Linux
+            ran = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]
+            name = thread.name.rstrip("0123456789").rstrip("-")
+            found[name] = found.get(name, 0.0) + int(ran) / 1e9
+    return found
+
+
+def decompress_microseconds(layout: Layout) -> float:
+    """What the library alone takes for a chunk of this layout, as many in a call as kit gives it; the best of some."""
+    import zstandard
+
+    side = layout.chunk
+    frames: Any = [zstd.compress(np.ascontiguousarray(field(slice(0, side))[:, :, :side]), 3)] * 16
+    sizes = np.full(len(frames), BANDS * side * side * 4, np.uint64).tobytes()
+    took = []
+    for _ in range(50):
+        began = time.perf_counter()
+        zstandard.ZstdDecompressor().multi_decompress_to_buffer(frames, decompressed_sizes=sizes)
+        took.append(time.perf_counter() - began)
+    return 1e6 * min(took) / len(frames)
 
 
 # -- kit
@@ -102,7 +131,8 @@ def kit_engine(question: Question) -> dict[str, float]:
     assert data.loader is not None
     counts = data.loader.counters()
     per_sample = {name: counts[name] / counts["samples"] for name in ("requests", "bytes_read", "chunks_decoded")}
-    return answer | per_sample | {"mixing": data.loader.mixing or 1.0}
+    alone = decompress_microseconds(question.layout) if question.layout.compressed else 0.0
+    return answer | per_sample | {"mixing": data.loader.mixing or 1.0, "decompress_us": alone}
 
 
 def kit_memory(question: Question) -> dict[str, float]:

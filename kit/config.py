@@ -352,6 +352,16 @@ class Data(Section):
         "", "Dimension along which url and more follow one another, such as time. One that they do not have, such as "
         "member, makes each an element of it. Empty puts different variables side by side.",
     )  # fmt: skip
+    match: Annotated[dict[str, Literal["equal", "last", "nearest"]], AfterValidator(FrozenMapping)] = setting(
+        dict, "Stores of other resolutions beside url: how their elements are found along each dimension that differs, "
+        "such as {time: last, lat: nearest, lon: nearest}, by the coordinates' values. equal: the same value. last: "
+        "the last at or before it. nearest: the nearest. At most their usual step away.",
+    )  # fmt: skip
+    unmatched: Literal["refuse", "leave-out", "missing"] = setting(
+        "refuse",
+        "What an element of url without a match is: an error, a reason to leave out the patches that hold "
+        "it, or a missing value in them.",
+    )
     gap_dimension: str = setting(
         "", "Dimension, such as time, whose coordinate may have gaps: no patch reaches over one. Empty looks for none."
     )
@@ -1069,7 +1079,7 @@ def _kind(name: str, annotation: Any) -> Any:
             return kind
     if typing.get_origin(annotation) is tuple:
         return "names" if typing.get_args(annotation)[0] is str else "counts"
-    return "arguments" if name in ("arguments", "readers") else "sizes"
+    return "arguments" if name in ("arguments", "readers", "match") else "sizes"
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:

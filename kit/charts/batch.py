@@ -82,7 +82,7 @@ def batch_map(config: Config) -> BatchMap:
         chunk=(info.chunk[-2], info.chunk[-1]),
         patches=tuple((int(row[-2]), int(row[-1])) for row in offsets),
         patch=(plan.patch[-2], plan.patch[-1]),
-        chunks_read=len(chunk_uses(offsets, plan.patch, info.chunk)),
+        chunks_read=len(chunk_uses(offsets, plan.patch, info.chunk, info.matched)),
     )
 
 

@@ -39,6 +39,7 @@ from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
 from kit.config import Config
 from kit.data.files import open_file, split_group
+from kit.data.places import Matched
 from kit.data.stores import manifest as records
 from kit.data.stores.foreign import (
     REFERENCES,
@@ -108,6 +109,11 @@ class ArrayInfo:
     long_name: str = ""
     repeated: tuple[int, ...] = ()
     """Dimensions that the stored array lacks: it has the same values all along them."""
+    matched: tuple[Matched | None, ...] = ()
+    """Along each dimension the stored elements that those of `shape` take, in a store of another resolution; `chunk`
+    and `shard` count stored ones. None where they are the same, empty where they are along all dimensions."""
+    together: tuple[int, ...] = ()
+    """Elements along each dimension, at most, that take the same one of an array matched to this one; empty for 1."""
 
     @property
     def stored_axes(self) -> tuple[int, ...]:
@@ -115,9 +121,16 @@ class ArrayInfo:
         return tuple(axis for axis in range(len(self.shape)) if axis not in self.repeated)
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Elements of the stored array along its own dimensions, `stored_axes`."""
+        matched = self.matched or (None,) * len(self.shape)
+        sizes = [size if one is None else one.size for size, one in zip(self.shape, matched, strict=True)]
+        return tuple(sizes[axis] for axis in self.stored_axes)
+
+    @property
     def nbytes(self) -> int:
         """Uncompressed size."""
-        return prod(self.shape[axis] for axis in self.stored_axes) * self.dtype.itemsize
+        return prod(self.stored_shape) * self.dtype.itemsize
 
     @property
     def chunk_bytes(self) -> int:
@@ -151,6 +164,7 @@ class ArrayInfo:
 
         return replace(
             self, shape=other.shape, dims=other.dims, chunk=widen(self.chunk), shard=self.shard and widen(self.shard),
+            matched=self.matched and tuple(self.matched[axes[n]] if n in axes else None for n in other.dims),
             repeated=tuple(axis for axis, name in enumerate(other.dims) if name not in axes),
         )  # fmt: skip
 
@@ -159,6 +173,8 @@ class ArrayInfo:
         chunk, shard = (" × ".join(map(str, sides)) for sides in (self.chunk, self.shard or ()))
         cut = f"chunk {chunk}" + (f" in shards of {shard}" if self.shard else "")
         meaning = f", {self.long_name} [{self.units}]" if self.long_name or self.units else ""
+        for name, one in zip(self.dims, self.matched, strict=False):
+            meaning += "" if one is None else f", {one.size} along {name} matched"
         return f"{self.name} ({dims}) {self.dtype}, {format_bytes(self.nbytes)}, {cut}{meaning}"
 
 
@@ -232,6 +248,12 @@ class Dataset:
                     "have some of its dimensions in their order"
                 )
             found.append(alike)
+        if all(any(info.matched) for info in found):
+            message = (
+                f"{', '.join(info.name for info in found)} of another resolution cannot be read alone; name a variable "
+                "of the first store too, or open their own"
+            )
+            raise _variables_error(message)
         return found
 
     @property
@@ -857,15 +879,15 @@ _SINCE = re.compile(
     r"\s*(\w+?)s?\s+since\s+(\d{1,4})-(\d{1,2})-(\d{1,2})(?:[T ]+(\d{1,2})(?::(\d{1,2}))?(?::(\d{1,2}(?:\.\d*)?))?)?"
     r"\s*(?:Z|UTC|GMT|[+-]0?0:?00)?\s*", re.IGNORECASE,
 )  # fmt: skip
-_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
-_GREGORIAN_STARTS = np.datetime64("1582-10-15", "us")
+CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
+GREGORIAN_STARTS = np.datetime64("1582-10-15", "us")
 
 
 def decode_times(numbers: NDArray[Any], attributes: Mapping[str, Any]) -> NDArray[Any]:
     """The numbers as datetime64 where the attributes say that they are times; else as they are."""
     calendar = str(attributes.get("calendar", "standard")).lower()
     match, unit = _parse_units(str(attributes.get("units", "")))
-    if match is None or unit is None or numbers.dtype.kind not in "iuf" or calendar not in _CALENDARS:
+    if match is None or unit is None or numbers.dtype.kind not in "iuf" or calendar not in CALENDARS:
         return numbers
     try:
         start = np.datetime64(f"{int(match[2]):04d}-{int(match[3]):02d}-{int(match[4]):02d}", "us")
@@ -879,7 +901,7 @@ def decode_times(numbers: NDArray[Any], attributes: Mapping[str, Any]) -> NDArra
         times = start + np.where(known, steps.astype("timedelta64[us]"), np.timedelta64("NaT"))
     else:
         times = start + (numbers.astype(np.int64) * unit).astype("timedelta64[us]")
-    julian = calendar != "proleptic_gregorian" and (start < _GREGORIAN_STARTS or (times < _GREGORIAN_STARTS).any())
+    julian = calendar != "proleptic_gregorian" and (start < GREGORIAN_STARTS or (times < GREGORIAN_STARTS).any())
     return numbers if julian else times
 
 

@@ -2,11 +2,14 @@
 
 Along a dimension that they have, such as time, stores follow one another: years of one record. Along one that they do
 not have, each is an element of it: members of an ensemble. Without a dimension they lie side by side: variables of one
-grid, and static fields beside them.
+grid, static fields beside them, and with `match` stores of other resolutions, whose elements are found for those of the
+first by the values of coordinates: days beside hours, a degree beside a quarter. A sample is a box of the first store,
+and has what matches it of the others.
 
 The invariant: what is joined is cut, packed and compressed alike, and a store that another follows ends with a chunk
-(with a shard, where there are shards), so the bytes of a chunk are those that lie in its store. What cannot be joined
-so is refused with the reason; xarray joins it by reading, and `kit.data.PatchData(config, xarray_object)` takes that.
+(with a shard, where there are shards), so the bytes of a chunk are those that lie in its store. What lies side by side
+is cut as it likes. What cannot be joined so is refused with the reason; xarray joins it by reading, and
+`kit.data.PatchData(config, xarray_object)` takes that.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from os import PathLike
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +30,24 @@ from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import MemoryStore, WrapperStore
 
 from kit.config import Config
-from kit.data.dataset import ArrayInfo, Dataset, StoreDataset, XarrayStore, open_dataset
+from kit.data.dataset import (
+    CALENDARS,
+    GREGORIAN_STARTS,
+    ArrayInfo,
+    Dataset,
+    StoreDataset,
+    XarrayStore,
+    is_time_unit,
+    open_dataset,
+)
+from kit.data.places import Match, Matched, match_values, usual_step
+from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.url import read_object, redact
 from kit.errors import ConfigError, Problem
 
 _ALIKE = ("dims", "dtype", "chunk", "shard", "scale_factor", "add_offset", "missing", "also_missing")
 _DOCUMENTS = ("zarr.json", ".zarray")
+Unmatched = Literal["refuse", "leave-out", "missing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +56,8 @@ class JoinedDataset(StoreDataset):
 
     parts: tuple[Dataset, ...] = field(repr=False)
     dimension: str
+    notes: tuple[str, ...] = ()
+    """What of the first store has no match in another."""
 
     def coordinate(self, name: str) -> NDArray[Any]:
         if name == self.dimension and name in self.parts[0].coordinates:
@@ -49,11 +67,16 @@ class JoinedDataset(StoreDataset):
 
     def _headline(self) -> str:
         how = f"along {self.dimension}" if self.dimension else "side by side"
-        return f"{super()._headline()}; {len(self.parts)} stores {how}"
+        return "; ".join([f"{super()._headline()}; {len(self.parts)} stores {how}", *self.notes])
 
 
 def join(
-    stores: Sequence[Dataset | str | PathLike[str]], dimension: str = "", credentials: str = "default"
+    stores: Sequence[Dataset | str | PathLike[str]],
+    dimension: str = "",
+    credentials: str = "default",
+    *,
+    match: Mapping[str, Match] | None = None,
+    unmatched: Unmatched = "refuse",
 ) -> JoinedDataset:
     """Several stores as one dataset; nothing is read but their metadata, and nothing is copied.
 
@@ -62,24 +85,38 @@ def join(
         dimension: Along which they follow one another, such as `time`. One that they do not have makes each store an
             element of it, such as `member`. Empty puts variables of different stores side by side.
         credentials: As `data.credentials`, for all URLs.
+        match: How the elements of stores of another resolution are found along each dimension that differs, as
+            `data.match`. A variable whose name an earlier store has is named with its store's number, as `sst_2`.
+        unmatched: What an element of the first store without a match is, as `data.unmatched`.
 
     Returns:
-        The dataset, for `kit.data.PatchData(config, dataset)`. `data.more` and `data.join` of a config do the same.
+        The dataset, for `kit.data.PatchData(config, dataset)`. `data.more`, `data.join` and `data.match` of a config do
+        the same.
 
     Raises:
-        ConfigError: when they are not cut, packed and named alike, with what differs.
+        ConfigError: when they are not cut, packed and named alike, with what differs; when coordinates cannot be
+            compared, or elements have no match.
         StoreError: when one cannot be opened.
 
     Example:
         >>> members = kit.data.join([store, store], "member")
         >>> members.arrays["sst"].dims
         ('member', 'time', 'lat', 'lon')
+        >>> both = kit.data.join([store, store], match={"time": "last"})
+        >>> both.select(["sst", "sst_2"])[1].matched[0].index[:3].tolist()
+        [0, 1, 2]
     """
     parts = tuple(one if isinstance(one, Dataset) else open_dataset(one, credentials) for one in stores)
     if len(parts) < 2:
         raise _error(f"{len(parts)} store is nothing to join; give at least two")
     arrays: dict[str, ArrayInfo] = {}
-    if not dimension:
+    owners: dict[str, tuple[int, str]] = {}
+    notes: tuple[str, ...] = ()
+    if match:
+        if dimension:
+            raise _error(f"{dimension!r} makes stores follow one another, which data.match does not; set one of them")
+        arrays, owners, notes = _beside(parts, match, unmatched)
+    elif not dimension:
         for part in parts:
             for name, info in part.arrays.items():
                 if name in arrays:
@@ -100,7 +137,7 @@ def join(
         credentials=credentials, arrays=arrays, coordinates=parts[0].coordinates, attributes=parts[0].attributes,
         asides={name: why for part in parts for name, why in part.asides.items()},
         strict=any(part.strict or part.manifest is not None for part in parts),
-        opener=partial(_open, parts, dimension, arrays), parts=parts, dimension=dimension,
+        opener=partial(_open, parts, dimension, arrays, owners), parts=parts, dimension=dimension, notes=notes,
     )  # fmt: skip
 
 
@@ -108,7 +145,136 @@ def join_config(config: Config) -> JoinedDataset:
     """The dataset of a config that names several stores."""
     data = config.data
     first, *others = (open_dataset(url, data.credentials, strict=data.strict) for url in (data.url, *data.more))
-    return join([first, *others], data.join, data.credentials)
+    return join([first, *others], data.join, data.credentials, match=data.match, unmatched=data.unmatched)
+
+
+def _beside(
+    parts: Sequence[Dataset], match: Mapping[str, Match], unmatched: Unmatched
+) -> tuple[dict[str, ArrayInfo], dict[str, tuple[int, str]], tuple[str, ...]]:
+    """The variables of all stores on the grid of the first, the store and name of each, and what has no match."""
+    first, sizes = parts[0], _sizes(parts[0])
+    arrays, owners = dict(first.arrays), {name: (0, name) for name in first.arrays}
+    together, notes = dict.fromkeys(sizes, 1), list[str]()
+    for name in match:
+        if name not in sizes or not any(name in _sizes(part) for part in parts[1:]):
+            raise _error(f"the first store and another must have {name!r}; they have {', '.join(sizes)}", "match")
+    for number, part in enumerate(parts[1:], 2):
+        found: dict[str, Matched] = {}
+        for name in [name for name in _sizes(part) if name in sizes]:
+            if name not in match:
+                _refuse_unlike(first, part, name)
+                continue
+            one = found[name] = _match(first, part, name, match[name], unmatched == "leave-out")
+            together[name] = max(together[name], one.longest_run)
+            if one.known is not None:
+                notes.append(_told(first, part, name, match[name], one))
+                if unmatched == "refuse":
+                    raise _error(
+                        f"{notes[-1]}; leave-out leaves out patches that hold one, missing masks it", "unmatched"
+                    )
+        if any(info.matched for info in part.arrays.values()):
+            raise _error("stores that are matched already cannot be matched to another; join all at once", "match")
+        for name, info in part.arrays.items():
+            own = f"{name}_{number}" if name in arrays else name
+            shape = tuple(sizes.get(dim, size) for dim, size in zip(info.dims, info.shape, strict=True))
+            owners[own] = (number - 1, name)
+            arrays[own] = replace(info, name=own, shape=shape, matched=tuple(map(found.get, info.dims)))
+    for name, info in first.arrays.items():
+        before = info.together or (1,) * len(info.dims)
+        most = (max(together[dim], one) for dim, one in zip(info.dims, before, strict=True))
+        arrays[name] = replace(info, together=tuple(most))
+    return arrays, owners, tuple(f"{note}: {unmatched.replace('-out', ' out')}" for note in notes)
+
+
+def _sizes(part: Dataset) -> dict[str, int]:
+    return {dim: size for info in part.arrays.values() for dim, size in zip(info.dims, info.shape, strict=True)}
+
+
+def _match(first: Dataset, part: Dataset, name: str, how: Match, leave_out: bool) -> Matched:
+    """The elements of a store that match those of the first along one dimension."""
+    (mine, kind), (theirs, other_kind) = (_numbers(one, name) for one in (first, part))
+    if kind != other_kind:
+        raise _error(
+            f"{name} is {kind} in {redact(first.url)} and {other_kind} in {redact(part.url)}, which cannot be "
+            "compared; write one anew, such as with xarray's convert_calendar",
+            "match",
+        )
+    return match_values(mine, theirs, how, leave_out=leave_out)
+
+
+def _told(first: Dataset, part: Dataset, name: str, how: Match, one: Matched) -> str:
+    """What has no match, the first of it, and the bound."""
+    assert one.known is not None
+    lost, (numbers, kind) = np.flatnonzero(~one.known), _numbers(part, name)
+    step = usual_step(numbers)
+    shown = timedelta(microseconds=int(step)) if kind.startswith("times") else step
+    bound = {"equal": "equal to it", "last": f"at or less than {shown} before", "nearest": f"within half of {shown}"}[
+        how
+    ]
+    return (
+        f"{len(lost):,} of {len(one.known):,} elements along {name} of {redact(first.url)}, first "
+        f"{first.coordinate(name)[lost[0]]}, have none in {redact(part.url)} {bound}"
+    )
+
+
+def _refuse_unlike(first: Dataset, part: Dataset, name: str) -> None:
+    """Raises: ConfigError: where two stores differ along a dimension that is not matched."""
+    mine, theirs = _sizes(first)[name], _sizes(part)[name]
+    same = mine == theirs
+    if same and name in first.coordinates and name in part.coordinates:
+        (numbers, kind), (others, other_kind) = (_numbers(one, name) for one in (first, part))
+        same = kind == other_kind and np.array_equal(numbers, others)
+    if not same:
+        raise _error(
+            f"{name} has {mine} elements in {redact(first.url)} and {theirs} in {redact(part.url)}, of other values; "
+            "match it too, such as with nearest",
+            "match",
+        )
+
+
+def _numbers(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
+    """A coordinate in numbers, and what they are: those of one kind can be compared.
+
+    Raises:
+        ConfigError: where there is none, and where it neither rises nor falls throughout.
+    """
+    if name not in part.coordinates:
+        raise _error(f"{redact(part.url)} has no coordinate {name!r} to match by; add one where it is written", "match")
+    if isinstance(part, JoinedDataset):
+        holders = [one for one in part.parts if name in one.coordinates]
+        pairs = [_numbers(one, name) for one in (holders if name == part.dimension else holders[:1])]
+        numbers, kinds = np.concatenate([numbers for numbers, _ in pairs]), {kind for _, kind in pairs}
+        kind = " and ".join(sorted(kinds))
+    else:
+        numbers, kind = _comparable(part, name)
+    steps = np.diff(numbers)
+    if not ((steps > 0).all() or (steps < 0).all()):
+        raise _error(
+            f"{name} of {redact(part.url)} neither rises nor falls throughout; sort it, each value once", "match"
+        )
+    return numbers, kind
+
+
+def _comparable(part: Dataset, name: str) -> tuple[NDArray[Any], str]:
+    """Times as microseconds where their calendar is known; cftime knows those that numpy does not."""
+    values, units = part.coordinate(name), part.coordinates[name].units
+    if values.dtype.kind == "M":
+        return values.astype("datetime64[us]").astype(np.int64), "times"
+    if values.dtype.kind != "O" and not is_time_unit(units):
+        return (values.astype(np.float64) if values.dtype.kind in "fiu" else values), "numbers"
+    if values.dtype.kind != "O":
+        calendar = str(part.open_array(name).attrs.get("calendar", "standard")).lower()
+        try:
+            from cftime import num2date
+        except ImportError:
+            return values, f"{units} of the calendar {calendar}"
+        values = np.asarray(num2date(values, units, calendar))
+    from cftime import date2num
+
+    calendar = str(values[0].calendar)
+    numbers = date2num(values, "microseconds since 1970-01-01", calendar).astype(np.int64)
+    known = calendar in CALENDARS and numbers.min() >= GREGORIAN_STARTS.astype(np.int64)
+    return numbers, "times" if known else f"times of the calendar {calendar}"
 
 
 def _along(dimension: str, name: str, infos: Sequence[ArrayInfo], first: ArrayInfo) -> ArrayInfo:
@@ -140,14 +306,16 @@ def _along(dimension: str, name: str, infos: Sequence[ArrayInfo], first: ArrayIn
     return replace(first, shape=shape, **unknown)
 
 
-def _error(message: str) -> ConfigError:
-    return ConfigError([Problem("data.join", message)])
+def _error(message: str, setting: str = "join") -> ConfigError:
+    return ConfigError([Problem(f"data.{setting}", message)])
 
 
 @dataclass(frozen=True)
 class _Source:
     """Where the chunks of one array lie."""
 
+    name: str
+    """Of the array there."""
     parts: tuple[int, ...]
     """The stores that hold it, in order."""
     axis: int | None
@@ -167,24 +335,35 @@ class _Source:
         return self.parts[part], inside
 
 
-def _open(parts: tuple[Dataset, ...], dimension: str, arrays: Mapping[str, ArrayInfo]) -> Store:
+def _open(
+    parts: tuple[Dataset, ...],
+    dimension: str,
+    arrays: Mapping[str, ArrayInfo],
+    owners: Mapping[str, tuple[int, str]],
+) -> Store:
     """A store whose chunks are those of the parts."""
     stores = [part.open_store() for part in parts]
     memory = MemoryStore()
     documents: dict[str, bytes] = {"zarr.json": json.dumps({"zarr_format": 3, "node_type": "group"}).encode()}
     sources = {}
     for name, info in arrays.items():
+        if name in owners:
+            owner, stored = owners[name]
+            base, document = _document(stores[owner], stored, parts[owner].url)
+            documents[f"{name}/{base}"] = json.dumps(document).encode()
+            sources[name] = _Source(stored, (owner,), None)
+            continue
         holders = tuple(number for number, part in enumerate(parts) if name in part.arrays)
         own = parts[holders[0]].arrays[name]
         if len(holders) == 1 or not dimension or info == own:
-            sources[name] = _Source(holders[:1], None)
+            sources[name] = _Source(name, holders[:1], None)
         elif dimension not in own.dims:
-            sources[name] = _Source(holders, 0)
+            sources[name] = _Source(name, holders, 0)
         else:
             axis = own.dims.index(dimension)
             side = (own.shard or own.chunk)[axis]
             counts = [-(-part.arrays[name].shape[axis] // side) for part in parts]
-            sources[name] = _Source(holders, axis, tuple(np.cumsum([0, *counts[:-1]]).tolist()))
+            sources[name] = _Source(name, holders, axis, tuple(np.cumsum([0, *counts[:-1]]).tolist()))
         found = [_document(stores[number], name, parts[number].url) for number in holders]
         base, first = found[0]
         added = len(info.shape) - len(own.shape)
@@ -250,6 +429,27 @@ class JoinedStore(WrapperStore[MemoryStore]):
             return prototype.buffer.from_array_like(await asyncio.to_thread(store.cutter.cut, there))
         return await store.get(there, prototype, byte_range)
 
+    async def info(self, key: str) -> dict[str, Any] | None:
+        """What the file system of a remote store says of a chunk's object; None when there is none."""
+        found = self._place_of(key)
+        assert found is not None, "metadata lies in memory"
+        store, there = found
+        assert isinstance(store, RemoteStore | JoinedStore), "only what fsspec reads has it"
+        return await store.info(there)
+
+    @property
+    def remote(self) -> tuple[RemoteStore, ...]:
+        """The stores in it that fsspec reads."""
+        inside = (one.remote if isinstance(one, JoinedStore) else (one,) for one in self._stores)
+        return tuple(one for held in inside for one in held if isinstance(one, RemoteStore))
+
+    @property
+    def all_remote(self) -> bool:
+        """Whether no chunk lies on this machine, where nothing is cached."""
+        return all(
+            one.all_remote if isinstance(one, JoinedStore) else isinstance(one, RemoteStore) for one in self._stores
+        )
+
     async def exists(self, key: str) -> bool:
         found = self._place_of(key)
         return await self._store.exists(key) if found is None else await found[0].exists(found[1])
@@ -264,7 +464,7 @@ class JoinedStore(WrapperStore[MemoryStore]):
         inside = rest.removeprefix(prefix)
         mark = mark or ("/" if "/" in inside else ".")
         part, place = self._sources[name].find([int(one) for one in inside.split(mark)])
-        return self._stores[part], f"{name}/{prefix}{mark.join(map(str, place))}"
+        return self._stores[part], f"{self._sources[name].name}/{prefix}{mark.join(map(str, place))}"
 
     def close(self) -> None:
         for store in self._stores:

@@ -1,4 +1,5 @@
-"""Places: the positions that a patch may take where not all are alike, each with a weight. Pure numpy, no store.
+"""Places: the positions that a patch may take where not all are alike, each with a weight; Matched: which elements of
+another array belong to those of one. Pure numpy, no store.
 
 Positions are counted along each dimension, in strides. They are cut into *cells*, boxes of positions that share one
 weight, so that nothing is kept for each position: drawing one is a search among the cells and a draw within one. A cell
@@ -13,7 +14,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,9 @@ from numpy.typing import NDArray
 MOST_CELLS = 20_000_000
 """Beyond it they would take more than a third of a gigabyte on each rank."""
 _UNIT = 2.0**-64
+_USUAL = 1.5
+"""A step of a coordinate up to so many times the median one is usual: months are of 28 to 31 days."""
+Match = Literal["equal", "last", "nearest"]
 Words = NDArray[np.uint64]
 Positions = NDArray[np.int64]
 Weights = NDArray[np.float64]
@@ -166,3 +171,81 @@ def within(values: Weights, side: int, extent: int, offsets: Weights, patch: int
 
     found: Weights = np.moveaxis(up_to(offsets + patch) - up_to(offsets), 0, axis)
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class Matched:
+    """Along one dimension, the element of another array that each element takes; it rises or falls throughout."""
+
+    index: Positions
+    size: int
+    """Elements of the other array."""
+    known: NDArray[np.bool_] | None
+    """Which have a match, the others taking what lies near; None where all have."""
+    leave_out: bool
+    """Whether patches that hold one without are left out; else it is missing in them."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Names it."""
+        known = b"" if self.known is None else self.known.tobytes()
+        return hashlib.sha256(b"".join([self.index.tobytes(), known, bytes([self.leave_out])])).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Matched) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def longest_run(self) -> int:
+        """Elements, at most, that take the same one."""
+        return int(np.unique(self.index[self.known], return_counts=True)[1].max(initial=1))
+
+    def runs(self, side: int) -> tuple[Positions, Positions]:
+        """For each chunk of `side` elements there, the first element that takes of it and the one behind the last."""
+        return _runs(self, side)
+
+    def most_chunks(self, side: int, elements: int) -> int:
+        """Chunks of `side` elements there, at most, that a chunk of so many elements here takes of."""
+        changes = np.flatnonzero(np.diff(self.index // side)) + 1
+        firsts = np.arange(0, len(self.index), elements)
+        lasts = np.minimum(firsts + elements, len(self.index)) - 1
+        found = np.searchsorted(changes, lasts, "right") - np.searchsorted(changes, firsts, "right")
+        return int(found.max()) + 1
+
+
+@lru_cache(maxsize=64)
+def _runs(matched: Matched, side: int) -> tuple[Positions, Positions]:
+    chunks = matched.index // side
+    begins = np.concatenate([[0], np.flatnonzero(np.diff(chunks)) + 1])
+    found = np.zeros((2, -(-matched.size // side)), np.int64)
+    found[0, chunks[begins]], found[1, chunks[begins]] = begins, np.append(begins[1:], len(chunks))
+    return found[0], found[1]
+
+
+def match_values(mine: NDArray[Any], theirs: NDArray[Any], how: Match, *, leave_out: bool = False) -> Matched:
+    """The elements of `theirs` that match `mine`, both of which rise or fall throughout.
+
+    `equal`: of the same value. `last`: the last at or before it, less than a usual step away. `nearest`: the nearest,
+    the larger of two, half a usual step away at most.
+    """
+    rising = theirs if theirs[0] <= theirs[-1] else theirs[::-1]
+    step, after = usual_step(theirs), np.searchsorted(rising, mine, "right")
+    index, later = np.maximum(after - 1, 0), np.minimum(after, len(rising) - 1)
+    if how == "nearest":
+        index = np.where(np.abs(rising[later] - mine) <= np.abs(mine - rising[index]), later, index)
+    away = mine - rising[index]
+    known = (
+        away == 0 if how == "equal" else np.abs(away) * 2 <= step if how == "nearest"
+        else (away == 0) | ((away > 0) & (away < step))
+    )  # fmt: skip
+    if rising is not theirs:
+        index = len(theirs) - 1 - index
+    return Matched(index.astype(np.int64), len(theirs), None if known.all() else known, leave_out)
+
+
+def usual_step(numbers: NDArray[Any]) -> Any:
+    """The longest step of a coordinate that is no gap; 0 where there is one element."""
+    steps = np.abs(np.diff(numbers))
+    return steps[steps <= _USUAL * np.median(steps)].max() if len(steps) else 0

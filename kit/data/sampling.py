@@ -23,11 +23,11 @@ nothing is kept but the last few windows. Ranks then own runs of the epoch, so 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +60,17 @@ _ANCHORS, _SAMPLES, _ORDER = 1, 2, 3
 Offsets = NDArray[np.int64]
 """Offsets of samples `(sample, dimension)`, in elements."""
 Whole = NDArray[np.int64]
-Gaps = tuple[int, NDArray[np.int64]]
-"""A dimension, and the elements of it before which there is a gap."""
+
+
+class Barrier(NamedTuple):
+    """What no patch may hold along one dimension."""
+
+    axis: int
+    elements: NDArray[np.bool_]
+    from_second: bool
+    """Whether a patch may begin with such an element: behind a gap it may."""
+    path: str
+    """The field that asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,15 +322,13 @@ def sample_plan(config: Config, dataset: Dataset, world_size: int, *, part: Part
     widest = widest_of(dataset, config)
     chunk_bytes = 0
     for info in arrays:  # decoded bytes of the chunks that one chunk of the widest touches
-        sides = [(widest.chunk[axis], info.chunk[axis]) for axis in info.stored_axes]
-        touched = (whole // part if whole % part == 0 else most_chunks(whole, part) for whole, part in sides)
-        chunk_bytes += prod(touched) * info.chunk_bytes
+        chunk_bytes += prod(_chunks_within(widest, info, axis) for axis in info.stored_axes) * info.chunk_bytes
     tiles = None
     if data.least_valid_fraction or (data.weight_by != "nothing" and part == "train"):
         path = "data.least_valid_fraction" if data.least_valid_fraction else "data.weight_by"
         tiles = need_statistics(dataset, data.variables, path)
-    gaps = gaps_of(dataset, widest, data.gap_dimension) if data.gap_dimension else None
-    train = plan_samples(config, widest, world_size, chunk_bytes, tiles, gaps)
+    barriers = [*_unmatched(arrays), *([_gaps(dataset, widest, data.gap_dimension)] if data.gap_dimension else [])]
+    train = plan_samples(config, widest, world_size, chunk_bytes, tiles, barriers)
     if part == "train":
         return train
     fraction = data.validation_fraction if part == "validation" else data.test_fraction
@@ -335,13 +342,30 @@ def sample_plan(config: Config, dataset: Dataset, world_size: int, *, part: Part
             samples_per_epoch=max(world_size, round(train.samples_per_epoch * fraction)), places=None,
             shape=widest.shape, origin=(),
         ),
-        config, split, part, tiles, gaps,
+        config, split, part, tiles, barriers,
     )  # fmt: skip
     return replace(whole, batch_size=max(1, min(train.batch_size, whole.samples // world_size)), world_size=world_size)
 
 
-def gaps_of(dataset: Dataset, array: ArrayInfo, dimension: str) -> Gaps:
-    """A dimension, and its elements before which its coordinate leaves something out: a step longer than usual.
+def _chunks_within(widest: ArrayInfo, info: ArrayInfo, axis: int) -> int:
+    """Chunks of an array along a dimension, at most, that one of the widest touches."""
+    whole, part = widest.chunk[axis], info.chunk[axis]
+    matched = info.matched[axis] if info.matched else None
+    if matched is not None:
+        return matched.most_chunks(part, whole)
+    return whole // part if whole % part == 0 else most_chunks(whole, part)
+
+
+def _unmatched(arrays: Sequence[ArrayInfo]) -> Iterator[Barrier]:
+    """What has no match in another store, where patches that hold it are left out."""
+    found = {(axis, one) for info in arrays for axis, one in enumerate(info.matched) if one is not None}
+    for axis, one in sorted(found, key=lambda pair: (pair[0], pair[1].digest)):
+        if one.known is not None and one.leave_out:
+            yield Barrier(axis, ~one.known, False, "data.unmatched")
+
+
+def _gaps(dataset: Dataset, array: ArrayInfo, dimension: str) -> Barrier:
+    """The elements before which the coordinate of a dimension leaves something out: a step longer than usual.
 
     Raises:
         ConfigError: for a dimension that there is not.
@@ -349,30 +373,30 @@ def gaps_of(dataset: Dataset, array: ArrayInfo, dimension: str) -> Gaps:
     if dimension not in array.dims:
         hint = did_you_mean(dimension, array.dims, "the array has {}")
         raise ConfigError([Problem("data.gap_dimension", f"unknown dimension {dimension!r}{hint}")])
+    axis = array.dims.index(dimension)
     steps = np.diff(dataset.coordinate(dimension)).astype(np.float64)
     usual = np.median(steps) if len(steps) else 0.0
+    behind = np.zeros(array.shape[axis], np.bool_)
     # Months are of 28 to 31 days; a missing one makes at least 59.
-    longer = np.flatnonzero(np.abs(steps) > _LONGER * abs(usual)) + 1
-    return array.dims.index(dimension), longer.astype(np.int64)
+    behind[1:] = np.abs(steps) > _LONGER * abs(usual)
+    return Barrier(axis, behind, True, "data.gap_dimension")
 
 
-def _without_gaps(plan: SamplePlan, axis: int, gaps: NDArray[np.int64]) -> Places | None:
-    """The places whose patches reach over no gap along one dimension; None where all are such."""
-    first, side = (plan.origin[axis] if plan.origin else 0), plan.patch[axis]
-    inside = gaps[(gaps > first) & (gaps < first + plan.shape[axis])] - first
-    if not len(inside) or side == 1:
+def _clear_of(plan: SamplePlan, barrier: Barrier) -> Places | None:
+    """The places whose patches hold nothing of it; None where all are such."""
+    axis, side = barrier.axis, plan.patch[barrier.axis]
+    begins = np.arange(plan.grid[axis]) * plan.spacing[axis] + (plan.origin[axis] if plan.origin else 0)
+    before = np.concatenate([[0], np.cumsum(barrier.elements)])
+    clear = before[begins + side] == before[begins + barrier.from_second]
+    if clear.all():
         return None
+    if not clear.any():
+        message = f"no patch of {side} elements fits between what it leaves out; use a smaller one"
+        raise ConfigError([Problem(barrier.path, message)])
     starts = [np.array([0, count], np.int64) for count in plan.grid]
-    step = plan.spacing[axis]
-    starts[axis] = cell_starts(np.concatenate([inside - side + 1, inside]), step, plan.grid[axis])
-    begins = starts[axis][:-1] * step
-    whole = np.searchsorted(inside, begins, "right") == np.searchsorted(inside, begins + side - 1, "right")
-    if not whole.any():
-        message = f"no patch of {side} fits between the gaps; use a smaller one"
-        raise ConfigError([Problem("data.gap_dimension", message)])
-    return Places(
-        tuple(starts), whole.astype(np.float64).reshape([-1 if one == axis else 1 for one in range(len(starts))])
-    )
+    starts[axis] = np.concatenate([[0], np.flatnonzero(np.diff(clear)) + 1, [len(clear)]])
+    weights = clear[starts[axis][:-1]].astype(np.float64)
+    return Places(tuple(starts), weights.reshape([-1 if one == axis else 1 for one in range(len(starts))]))
 
 
 def _of_part(
@@ -381,15 +405,15 @@ def _of_part(
     split: Split | None,
     part: Part,
     tiles: TileStatistics | None,
-    gaps: Gaps | None,
+    barriers: Sequence[Barrier],
 ) -> SamplePlan:
     """The plan, restricted to the patches of a part and to those that the config keeps."""
     if split is not None:
         origin, shape = split.extent(part)
         plan = replace(plan, shape=shape, origin=origin if any(origin) else ())
     places = None if split is None else split.allowed(part, plan.patch, plan.spacing)
-    if gaps is not None:
-        whole = _without_gaps(plan, *gaps)
+    for barrier in barriers:
+        whole = _clear_of(plan, barrier)
         places = whole if places is None else places if whole is None else places.both(whole)
     if tiles is not None:
         places = _weighted(plan, config.data, places, tiles, weigh=part == "train")
@@ -434,14 +458,14 @@ def plan_samples(
     world_size: int,
     chunk_bytes: int | None = None,
     tiles: TileStatistics | None = None,
-    gaps: Gaps | None = None,
+    barriers: Sequence[Barrier] = (),
 ) -> SamplePlan:
     """As `sample_plan`, for an array whose shape and dimension names are known.
 
     Args:
         chunk_bytes: Decoded bytes of one chunk of every variable; this array's own without it. For block order.
         tiles: What patches hold, where the config filters or weighs them.
-        gaps: Where the coordinate of `data.gap_dimension` has gaps.
+        barriers: What no patch may hold: gaps of a coordinate, elements without a match.
 
     Raises:
         ConfigError: see `sample_plan`.
@@ -474,7 +498,7 @@ def plan_samples(
         samples_per_epoch=data.samples_per_epoch, batch_size=loader.batch_size, world_size=world_size,
         seed=config.training.seed, shuffle=loader.shuffle, drop_last=loader.drop_last, block=ones if in_blocks else (),
     )  # fmt: skip
-    plan = _of_part(plan, config, split_of(config, array), "train", tiles, gaps)
+    plan = _of_part(plan, config, split_of(config, array), "train", tiles, barriers)
     if not in_blocks:
         return plan
     axes = axes_of(plan.shape, array.chunk, plan.patch, plan.stride)

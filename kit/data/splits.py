@@ -160,7 +160,11 @@ class Split(Drawable):
 def widest_of(dataset: Dataset, config: Config) -> ArrayInfo:
     """The variable with the largest chunks, by whose shape samples are planned; it has every dimension."""
     arrays = dataset.select(config.data.variables)
-    return max((info for info in arrays if not info.repeated), key=lambda info: prod(info.chunk))
+    whole = [info for info in arrays if not info.repeated and not any(info.matched)]
+    if not whole:
+        message = f"no variable of the first store has all of {', '.join(arrays[0].dims)}; name one, or fewer others"
+        raise ConfigError([Problem("data.variables", message)])
+    return max(whole, key=lambda info: prod(info.chunk))
 
 
 def _half(guard: int) -> int:
@@ -186,7 +190,9 @@ def split_of(config: Config, array: ArrayInfo) -> Split | None:
             if name not in array.dims:
                 hint = did_you_mean(name, array.dims, "the array has {}")
                 raise ConfigError([Problem(path, f"unknown dimension {name!r}{hint}")])
-    guard = tuple(data.guard.get(name, 0) for name in array.dims)
+    # What shares an element of a coarser store is of one part.
+    shared = array.together or (1,) * len(array.dims)
+    guard = tuple(max(data.guard.get(name, 0), most - 1) for name, most in zip(array.dims, shared, strict=True))
     if sum(wanted.values()) >= 1:
         message = (
             f"{data.test_fraction} and data.validation_fraction {data.validation_fraction} leave nothing to train on"

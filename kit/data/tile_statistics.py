@@ -137,7 +137,8 @@ def state_of(dataset: Dataset, arrays: list[ArrayInfo]) -> str:
     """Names what a store holds, as far as its metadata and its manifest say."""
     held = [(info.name, info.shape, info.dims, str(info.dtype), info.scale_factor, info.add_offset) for info in arrays]
     objects = [(item.key, item.crc32c) for item in dataset.manifest.objects] if dataset.manifest else []
-    return hashlib.sha256(repr((held, objects)).encode()).hexdigest()[:16]
+    matched = [one.digest for info in arrays for one in info.matched if one is not None]
+    return hashlib.sha256(repr((held, objects, *matched)).encode()).hexdigest()[:16]
 
 
 def files_of(dataset: Dataset, arrays: list[ArrayInfo]) -> tuple[Path, ...]:

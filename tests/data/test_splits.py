@@ -17,8 +17,9 @@ from kit.data.splits import PARTS, split_of
 from kit.errors import ConfigError
 
 ARRAY = SimpleNamespace(
-    name="field", dims=("time", "lat", "lon"), shape=(40, 30, 36), chunk=(5, 10, 12), chunk_bytes=2400
-)
+    name="field", dims=("time", "lat", "lon"), shape=(40, 30, 36), chunk=(5, 10, 12), chunk_bytes=2400,
+    together=(),
+)  # fmt: skip
 BASE = {
     "data.validation_fraction": 0.2, "data.test_fraction": 0.2, "data.patch": {"time": 2, "lat": 4, "lon": 4},
     "data.samples_per_epoch": 60, "loader.batch_size": 4,

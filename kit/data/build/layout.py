@@ -329,7 +329,7 @@ def price_store(config: Config, dataset: Dataset, batches: int | None = None) ->
     alike: dict[Any, list[ArrayInfo]] = {}
     for chosen in dataset.select(config.data.variables):
         info = dataset.arrays[chosen.name]  # one that is repeated along a dimension is read as it is stored
-        alike.setdefault((info.chunk, info.shard or (), info.dtype.itemsize), []).append(info)
+        alike.setdefault((info.chunk, info.shard or (), info.dtype.itemsize, info.stored_shape), []).append(info)
     stored = stored_fraction(dataset)
     ratio = 1 / stored if stored else config.chunking.compression_ratio or 1.0
     return tuple(_price(config, alike[cut][0], len(alike[cut]), ratio, batches) for cut in sorted(alike))
@@ -339,10 +339,12 @@ def _price(
     config: Config, info: ArrayInfo, variables: int, compression_ratio: float, batches: int | None
 ) -> LayoutCost:
     data = config.data
-    patch = tuple(data.patch.get(name, 1) for name in info.dims)
+    sizes = zip(info.dims, info.stored_shape, info.shape, strict=True)
+    # Of a coarser store as many elements as the patch reaches over there.
+    patch = tuple(-(-data.patch.get(name, 1) * stored // size) for name, stored, size in sizes)
     default = patch if data.order == "grid" else (1,) * len(patch)
     access = Access(
-        shape=info.shape, itemsize=info.dtype.itemsize, patch=patch, order=data.order, variables=variables,
+        shape=info.stored_shape, itemsize=info.dtype.itemsize, patch=patch, order=data.order, variables=variables,
         stride=tuple(data.stride.get(name, side) for name, side in zip(info.dims, default, strict=True)),
         batch_size=config.loader.batch_size, compression_ratio=compression_ratio, **pattern_of(config),
     )  # fmt: skip

@@ -24,13 +24,12 @@ from kit.config import Config
 from kit.data.build.build import Progress, make_progress
 from kit.data.dataset import ArrayInfo, Dataset, open_dataset
 from kit.data.stores.disk_cache import WHOLE, ReadCache, SharedFolder, identities
-from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import redact
 from kit.data.stream.cached import ObjectNames
 from kit.data.stream.codec import ABSENT, FetchOnceCache, StoredArray
-from kit.data.stream.fetch import open_client
+from kit.data.stream.fetch import is_remote, open_client
 from kit.errors import ConfigError, KitWarning, PlanError, Problem
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -100,7 +99,7 @@ def prefetch(config: Config, given: Dataset | None = None, *, progress: bool | P
     dataset = given or open_dataset(config)
     store = dataset.open_store()
     try:
-        if not isinstance(store, RemoteStore):
+        if not is_remote(store):
             raise PlanError(f"{redact(dataset.url)} is on this machine, and is read without a cache")
         arrays = dataset.select(config.data.variables)
         _refuse_too_small(dataset, arrays, cache)
@@ -236,4 +235,5 @@ class _Filler:
 def _outer_counts(stored: StoredArray, info: ArrayInfo) -> tuple[int, ...]:
     """Objects of an array along its own dimensions."""
     inside = stored.per_shard or (1,) * len(stored.axes)
-    return tuple(-(-info.shape[axis] // (stored.chunk[axis] * n)) for axis, n in zip(stored.axes, inside, strict=True))
+    sides = (stored.chunk[axis] * n for axis, n in zip(stored.axes, inside, strict=True))
+    return tuple(-(-size // side) for size, side in zip(info.stored_shape, sides, strict=True))

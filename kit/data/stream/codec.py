@@ -38,6 +38,7 @@ from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.core.sync import sync
 
 from kit.data.dataset import ArrayInfo
+from kit.data.places import Matched
 from kit.data.stores.transfer import Octets, octets
 from kit.errors import CorruptChunkError
 
@@ -61,7 +62,9 @@ class StoredArray:
     axes: tuple[int, ...]
     """Its dimensions among those of a patch; it is repeated along the others, in which it is one chunk."""
     chunk: tuple[int, ...]
-    """What one request reads, along the dimensions of a patch."""
+    """What one request reads, along the dimensions of a patch, in stored elements."""
+    matched: tuple[Matched | None, ...]
+    """As of `ArrayInfo`."""
     per_shard: tuple[int, ...] | None
     """Inner chunks of a shard along each dimension; None when each chunk is an object."""
     fill_value: Any
@@ -95,6 +98,7 @@ class StoredArray:
         return cls(
             name=info.name,
             axes=info.stored_axes,
+            matched=info.matched,
             chunk=tuple(repeated.get(axis) or next(sides) for axis in range(len(info.shape))),
             per_shard=tuple(map(floordiv, spec.shape, inner_spec.shape)) if sharding else None,
             fill_value=spec.dtype.default_scalar() if spec.fill_value is None else spec.fill_value,

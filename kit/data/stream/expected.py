@@ -129,8 +129,10 @@ class _Objects:
         """Where the chunks of a shard lie, in turn; those outside the array are not stored."""
         assert self.per_shard is not None
         limits = tuple(
-            min(count, -(-self.info.shape[axis] // self.info.chunk[axis]) - place * count)
-            for axis, place, count in zip(self.info.stored_axes, outer, self.per_shard, strict=True)
+            min(count, -(-size // self.info.chunk[axis]) - place * count)
+            for axis, size, place, count in zip(
+                self.info.stored_axes, self.info.stored_shape, outer, self.per_shard, strict=True
+            )
         )
         return morton_numbers(self.per_shard, limits)
 
@@ -265,9 +267,8 @@ class _Reader:
         for step in steps:
             offsets = self._plan.batch(self._epoch, step, self._rank)
             for number, array in enumerate(self._objects):
-                found.update(
-                    dict.fromkeys((number, place) for place in touched(offsets, self._plan.patch, array.info.chunk))
-                )
+                places = touched(offsets, self._plan.patch, array.info.chunk, array.info.matched)
+                found.update(dict.fromkeys((number, place) for place in places))
         return [*found]
 
     def _request(self, chunks: Iterable[tuple[int, Place]]) -> None:

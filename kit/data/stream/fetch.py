@@ -29,6 +29,7 @@ from zarr.storage import LocalStore
 
 from kit.chunks.requests import Run
 from kit.data.dataset import XarrayStore
+from kit.data.joined import JoinedStore
 from kit.data.stores.auth import address_of
 from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client, Get, HttpClient
@@ -79,6 +80,11 @@ def open_client(
     return HttpClient(address, url, in_flight, seconds, counters)
 
 
+def is_remote(store: Store) -> bool:
+    """Whether all chunks lie where fsspec reads them, so that they can be cached here."""
+    return store.all_remote if isinstance(store, JoinedStore) else isinstance(store, RemoteStore)
+
+
 def read_index(client: Client, stored: StoredArray, key: str, url: str) -> Index | None:
     """The index of a shard; None when there is no such shard.
 
@@ -122,8 +128,10 @@ class AsyncClient(Client):
     def __init__(self, store: Store, url: str, in_flight: int, seconds: float, counters: Counters) -> None:
         self._store, self._url, self._in_flight = store, url, in_flight
         self._seconds, self._counters = seconds, counters
-        if isinstance(store, RemoteStore):
-            store.retries = Retries(seconds, lambda: counters.add(requests=1, retries=1))
+        remote = store.remote if isinstance(store, JoinedStore) else (store,)
+        for one in remote:
+            if isinstance(one, RemoteStore):
+                one.retries = Retries(seconds, lambda: counters.add(requests=1, retries=1))
         self._loop = _get_loop()
         self._closed = False
         self._waiting: deque[Get] = deque()
@@ -216,7 +224,7 @@ class AsyncClient(Client):
         return None if data is None else data.as_numpy_array()
 
     async def _identity(self, key: str) -> Octets | None:
-        assert isinstance(self._store, RemoteStore), "only what fsspec reads is cached"
+        assert isinstance(self._store, RemoteStore | JoinedStore), "only what fsspec reads is cached"
         self._counters.add(requests=1)
         info = await self._store.info(key)
         if info is None:

@@ -23,14 +23,13 @@ from zarr.storage import LocalStore
 
 from kit.chunks.requests import LOCAL_GAP_BYTES, Coalescing
 from kit.data.stores.disk_cache import identities
-from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import HttpClient
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import redact, run_sync
 from kit.data.stream.cached import CachedRequests
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkRequest
 from kit.data.stream.codec import StoredArray
-from kit.data.stream.fetch import Requests, open_client
+from kit.data.stream.fetch import Requests, is_remote, open_client
 from kit.data.stream.memory import Arrays, ReaderPlan, batch_bytes
 from kit.data.stream.pool import JobGroup
 from kit.data.stream.receive import ReceiveQueue
@@ -71,7 +70,7 @@ class Reader:
         if is_local:
             in_flight = folder_threads
         self._client = open_client(self._store, plan.url, plan.request_seconds, counters, in_flight)
-        kept = plan.read_cache if isinstance(self._store, RemoteStore) else None
+        kept = plan.read_cache if is_remote(self._store) else None
         decoding = folder_threads if is_local or kept else 0  # threads that read a disk, and decode at once
         self._queue = ReceiveQueue(
             plan, counters, Coalescing(LOCAL_GAP_BYTES) if is_local else plan.coalescing, decode_at_once=is_local,
@@ -198,10 +197,11 @@ class Reader:
         for variable, info in enumerate(self._plan.arrays):  # in place, where they are of the batch's type already
             target, dtype = values[:, variable], info.dtype.newbyteorder("=")
             packed.append(target if dtype == values.dtype else np.empty(target.shape, dtype))
-        uses = {chunk: chunk_uses(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}
-        batch.expect(sum(len(uses[stored.chunk]) for stored in self._stored), lambda: self._unpack(packed, values))
+        cuts = [(stored.chunk, stored.matched) for stored in self._stored]
+        uses = {cut: chunk_uses(offsets, patch, *cut) for cut in {*cuts}}
+        batch.expect(sum(len(uses[cut]) for cut in cuts), lambda: self._unpack(packed, values, offsets))
         for variable, stored in enumerate(self._stored):
-            part = BatchPart(batch, uses[stored.chunk], packed[variable])
+            part = BatchPart(batch, uses[cuts[variable]], packed[variable])
             decoded, new = self._queue.cache.join(stored, variable, part)
             self._counters.add(cache_hits=len(part.uses) - len(new), cache_misses=len(new))
             self._queue.decode_wanted()
@@ -215,9 +215,10 @@ class Reader:
             self._end_pinning()
 
     def _plan_window(self, offsets: NDArray[np.int64], patch: tuple[int, ...], window: int) -> None:
-        chunks = {chunk: touched(offsets, patch, chunk) for chunk in {stored.chunk for stored in self._stored}}
+        cuts = [(stored.chunk, stored.matched) for stored in self._stored]
+        chunks = {cut: touched(offsets, patch, *cut) for cut in {*cuts}}
         for variable, stored in enumerate(self._stored):
-            new = self._queue.cache.pin(stored, variable, chunks[stored.chunk], window)
+            new = self._queue.cache.pin(stored, variable, chunks[cuts[variable]], window)
             self._counters.add(cache_misses=len(new))
             self._fetch(stored, new)
 
@@ -241,7 +242,7 @@ class Reader:
                 [ChunkRequest(cache, stored, stored.object_key(place), inside) for place, inside in together.items()]
             )
 
-    def _unpack(self, packed: list[NDArray[Any]], values: NDArray[Any]) -> Arrays:
+    def _unpack(self, packed: list[NDArray[Any]], values: NDArray[Any], offsets: NDArray[np.int64]) -> Arrays:
         if self._plan.as_stored:
             valid = np.broadcast_to(np.True_, values.shape)
         else:
@@ -249,6 +250,10 @@ class Reader:
             for variable, (packing, array) in enumerate(zip(self._plan.packings, packed, strict=True)):
                 in_place = np.may_share_memory(array, values)
                 packing.unpack(array, array if in_place else values[:, variable], valid[:, variable])
+            for variable, stored in enumerate(self._stored):
+                for axis, one in enumerate(stored.matched):
+                    if one is not None and one.known is not None:
+                        _forget_unmatched(one.known, offsets[:, axis], axis, values[:, variable], valid[:, variable])
         self._counters.add(samples=len(values))
         return values, valid
 
@@ -291,3 +296,18 @@ class Reader:
         with self._lock:
             if not self.closed:
                 self._requests.cancel_unwanted()
+
+
+def _forget_unmatched(
+    known: NDArray[np.bool_],
+    offsets: NDArray[np.int64],
+    axis: int,
+    values: NDArray[Any],
+    valid: NDArray[np.bool_],
+) -> None:
+    """Make missing, in `(sample, *dims)`, what has no match along a dimension."""
+    places = offsets[:, None] + np.arange(valid.shape[1 + axis])
+    lost = ~known[places].reshape(len(offsets), *(-1 if one == axis else 1 for one in range(valid.ndim - 1)))
+    if lost.any():
+        valid &= ~lost
+        np.copyto(values, 0, where=lost)

@@ -15,7 +15,7 @@ valid.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,9 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.data.dataset import NUMBERS, ArrayInfo
+from kit.data.places import Matched
 from kit.errors import ConfigError, Problem
 
 Table = NDArray[np.int64]
+Matches = Sequence[Matched | None]
 
 
 @dataclass(slots=True)
@@ -43,6 +45,9 @@ class ChunkUses:
     """The first row of each chunk, and the number of rows."""
     places: dict[tuple[int, ...], int]
     """Coordinates of the chunks, numbered."""
+    chunk: tuple[int, ...] = ()
+    matched: tuple[Matched | None, ...] = ()
+    """As of `ArrayInfo`; along a matched dimension `table` holds elements of the patch's array, not of the chunk."""
 
     def __len__(self) -> int:
         return len(self.places)
@@ -50,15 +55,31 @@ class ChunkUses:
     def scatter(self, coords: tuple[int, ...], decoded: NDArray[np.generic], batch: NDArray[np.generic]) -> None:
         """Copy what `batch` `(sample, *dims)` takes from a `decoded` chunk."""
         middle, place = 1 + 2 * len(coords), self.places[coords]
-        alike = decoded.dtype == batch.dtype and decoded.strides[-1] == batch.strides[-1] == decoded.itemsize
+        matched = [axis for axis, one in enumerate(self.matched) if one is not None]
+        lined = bool(matched) or decoded.strides[-1] == decoded.itemsize
+        alike = decoded.dtype == batch.dtype and lined and batch.strides[-1] == decoded.itemsize
         for row in self.table[self.cuts[place] : self.cuts[place + 1]].tolist():
             target, source = iter(row[1:middle]), iter(row[middle:])
             to = batch[(row[0], *map(slice, target, target))]
-            piece = decoded[tuple(map(slice, source, source))]
+            piece = decoded[tuple(map(slice, source, source))] if not matched else self._take(decoded, coords, source)
             if alike:
                 line = _line(piece.shape[-1] * piece.itemsize)
                 to, piece = to.view(line), piece.view(line)
             to[...] = piece
+
+    def _take(
+        self, decoded: NDArray[np.generic], coords: tuple[int, ...], source: Iterator[int]
+    ) -> NDArray[np.generic]:
+        """The region of a chunk of another resolution, as a patch has it; in lines."""
+        spans = [slice(*span) for span in zip(source, source, strict=True)]
+        whole = slice(None)
+        piece = decoded[
+            tuple(span if one is None else whole for span, one in zip(spans, self.matched, strict=True))
+        ]  # first, as what is taken is copied
+        for axis, (span, one) in enumerate(zip(spans, self.matched, strict=True)):
+            if one is not None:
+                piece = piece.take(one.index[span] - coords[axis] * self.chunk[axis], axis)
+        return piece
 
 
 @lru_cache(maxsize=4096)
@@ -71,42 +92,60 @@ def _line(size_bytes: int) -> np.dtype[np.void]:
     return np.dtype((np.void, size_bytes))
 
 
-def chunk_uses(offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[int]) -> ChunkUses:
+def chunk_uses(
+    offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[int], matched: Matches = ()
+) -> ChunkUses:
     """The union of chunks that patches at `offsets` `(sample, dim)` touch, in the order of their coordinates."""
     sides, patch_sides = np.array(chunk, np.int64), np.array(patch, np.int64)
-    sample, coords = _overlaps(offsets, patch_sides, sides)
+    sample, coords = _overlaps(offsets, patch_sides, sides, matched)
     rank = np.ravel_multi_index(tuple(coords.T), tuple(coords.max(axis=0) + 1))
     order = np.argsort(rank, kind="stable")
     sample, coords = sample[order], coords[order]
-    origin = coords * sides
+    origin, end = coords * sides, (coords + 1) * sides
+    for axis, one in enumerate(matched):
+        if one is not None:
+            origin[:, axis], end[:, axis] = (ends[coords[:, axis]] for ends in one.runs(chunk[axis]))
     start = np.maximum(origin, offsets[sample])
-    stop = np.minimum(origin + sides, offsets[sample] + patch_sides)
+    stop = np.minimum(end, offsets[sample] + patch_sides)
+    origin[:, [axis for axis, one in enumerate(matched) if one is not None]] = 0
     bounds = [np.stack(pair, axis=2).reshape(len(sample), -1) for pair in (
         (start - offsets[sample], stop - offsets[sample]), (start - origin, stop - origin),
     )]  # fmt: skip
     table = np.concatenate([sample[:, None], *bounds], axis=1)
     cuts = [0, *(np.flatnonzero(np.diff(rank[order])) + 1).tolist(), len(table)]
     places = zip(*coords[cuts[:-1]].T.tolist(), strict=True)
-    return ChunkUses(table, cuts, {place: number for number, place in enumerate(places)})
+    return ChunkUses(table, cuts, {place: number for number, place in enumerate(places)}, tuple(chunk), tuple(matched))
 
 
-def touched(offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[int]) -> list[tuple[int, ...]]:
+def touched(
+    offsets: NDArray[np.int64], patch: Sequence[int], chunk: Sequence[int], matched: Matches = ()
+) -> list[tuple[int, ...]]:
     """The chunks that patches at `offsets` `(sample, dim)` touch, each once, in the order of their first use."""
-    _, coords = _overlaps(offsets, np.array(patch, np.int64), np.array(chunk, np.int64))
+    _, coords = _overlaps(offsets, np.array(patch, np.int64), np.array(chunk, np.int64), matched)
     rank = np.ravel_multi_index(tuple(coords.T), tuple(coords.max(axis=0) + 1))
     _, first = np.unique(rank, return_index=True)
     return [*zip(*coords[np.sort(first)].T.tolist(), strict=True)]
 
 
 def _overlaps(
-    offsets: NDArray[np.int64], patch: NDArray[np.int64], chunk: NDArray[np.int64]
+    offsets: NDArray[np.int64], patch: NDArray[np.int64], chunk: NDArray[np.int64], matched: Matches
 ) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     """Every (sample, chunk coordinates) that meet, as two arrays of equal length."""
     first, last = offsets // chunk, (offsets + patch - 1) // chunk
+    for axis, one in enumerate(matched):
+        if one is not None:
+            met = np.stack([one.index[offsets[:, axis] + inside] // chunk[axis] for inside in (0, patch[axis] - 1)])
+            first[:, axis], last[:, axis] = met.min(axis=0), met.max(axis=0)
     steps = np.indices((last - first).max(axis=0) + 1).reshape(len(chunk), -1).T
     coords = first[:, None] + steps
     sample, step = np.nonzero((coords <= last[:, None]).all(axis=2))
-    return sample, coords[sample, step]
+    coords = coords[sample, step]
+    for axis, one in enumerate(matched):  # a chunk between two others may match nothing
+        if one is not None:
+            begins, ends = one.runs(int(chunk[axis]))
+            meets = begins[coords[:, axis]] < ends[coords[:, axis]]
+            sample, coords = sample[meets], coords[meets]
+    return sample, coords
 
 
 @dataclass(frozen=True, slots=True)
