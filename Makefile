@@ -14,7 +14,7 @@ INSTALL := $(BIN)/pip --disable-pip-version-check install -qq --root-user-action
 # The tests start hundreds of interpreters: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests run in one worker more than cores; files stay whole, the long ones begin first.
+# Tests run in two workers more than cores; files stay whole, the long ones begin first.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 TESTS  := $(BIN)/python $(PYTEST)
 

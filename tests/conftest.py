@@ -66,8 +66,8 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than cores: much of what tests do is waiting for processes."""
-    return (os.cpu_count() or 1) + 1
+    """Two workers more than cores: much of what tests do is waiting for processes."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -202,7 +202,7 @@ printf '{{"Version": 1, "AccessKeyId": "key-%s", "SecretAccessKey": "secret", "E
 """
     )
     program.chmod(0o755)
-    (tmp_path / "config").write_text(f"[default]\nregion = us-east-1\ncredential_process = \"{program}\"\n")
+    (tmp_path / "config").write_text(f'[default]\nregion = us-east-1\ncredential_process = "{program}"\n')
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))

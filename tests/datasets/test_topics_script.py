@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from properties import nightly
 
 import kit
 
@@ -18,29 +19,38 @@ STEPS = 300
 """Of 16 documents."""
 
 
-def run(folder, **options):
-    """What the script writes to its output, on CPUs alone."""
-    asked = {**SIZES, "length": LENGTH, "epochs": EPOCHS, "seed": SEED, "folder": folder, **options}
-    line = [str(part) for name, value in asked.items() for part in (f"--{name.replace('_', '-')}", value)]
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *line], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the script on CPUs alone, in a process of its own at night; what it writes to its output."""
+
+    def start(**options):
+        asked = {**SIZES, "length": LENGTH, "epochs": EPOCHS, "seed": SEED, "folder": tmp_path, **options}
+        line = [str(part) for name, value in asked.items() for part in (f"--{name.replace('_', '-')}", value)]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        if not nightly():
+            monkeypatch.setattr(sys, "argv", [str(SCRIPT), *line])
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+            return capsys.readouterr().out
+        environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(SCRIPT), *line]
+        how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}
+        return subprocess.run(command, check=True, **how).stdout
+
+    return start
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_one_process_and_two_find_the_topics_that_a_fit_from_python_finds(tmp_path):
-    done = run(tmp_path, batch_size=16)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_one_process_and_two_find_the_topics_that_a_fit_from_python_finds(run, tmp_path):
+    said = run(batch_size=16)
     one = kit.open_topics(tmp_path / "topics.npz")
     (source,) = tmp_path.glob("corpus-*.npy")
     corpus = kit.Corpus(**SIZES, length=LENGTH, seed=SEED)
     assert np.array_equal(np.load(source), corpus.rows(0, SIZES["documents"]))
     recovery = kit.compare_topics(one, corpus.truth)
     assert recovery.median_cosine > 0.95
-    for said in (f"COMPLETE, step {STEPS}", "at the peak", "GiB", str(recovery).splitlines()[0]):
-        assert said in done.stdout
+    for word in (f"COMPLETE, step {STEPS}", "at the peak", "GiB", str(recovery).splitlines()[0]):
+        assert word in said
     figures = [tmp_path / f"{name}.png" for name in ("loss", "structure", "terms")]
     assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in figures)
 
@@ -56,9 +66,7 @@ def test_one_process_and_two_find_the_topics_that_a_fit_from_python_finds(tmp_pa
     np.testing.assert_allclose(one.shares, here.shares, atol=1e-3)
 
     written = source.stat().st_mtime_ns
-    done = run(tmp_path, batch_size=8, devices=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 ranks share them" in done.stdout
+    assert "2 ranks share them" in run(batch_size=8, devices=2)
     assert source.stat().st_mtime_ns == written  # the corpus of the same settings is used again
     two = kit.open_topics(tmp_path / "topics.npz")
     np.testing.assert_allclose(two.terms, one.terms, atol=1e-2)
