@@ -208,17 +208,19 @@ def _told(first: Dataset, part: Dataset, name: str, how: Match, one: Matched) ->
     lost, (numbers, kind) = np.flatnonzero(~one.known), _numbers(part, name)
     step = usual_step(numbers)
     shown = timedelta(microseconds=int(step)) if kind.startswith("times") else step
-    bound = {"equal": "equal to it", "last": f"at or less than {shown} before", "nearest": f"within half of {shown}"}[
-        how
-    ]
+    bounds = {"equal": "equal to it", "last": f"at or less than {shown} before", "nearest": f"within half of {shown}"}
     return (
         f"{len(lost):,} of {len(one.known):,} elements along {name} of {redact(first.url)}, first "
-        f"{first.coordinate(name)[lost[0]]}, have none in {redact(part.url)} {bound}"
+        f"{first.coordinate(name)[lost[0]]}, have none in {redact(part.url)} {bounds[how]}"
     )
 
 
 def _refuse_unlike(first: Dataset, part: Dataset, name: str) -> None:
-    """Raises: ConfigError: where two stores differ along a dimension that is not matched."""
+    """Refuse two stores that differ along a dimension that is not matched.
+
+    Raises:
+        ConfigError: with what differs.
+    """
     mine, theirs = _sizes(first)[name], _sizes(part)[name]
     same = mine == theirs
     if same and name in first.coordinates and name in part.coordinates:

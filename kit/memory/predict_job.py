@@ -21,15 +21,16 @@ two that only matter together pass.
 Where a dry run ends without an answer, because an operator has no fake implementation, a shape depends on numbers, or C
 code insists on real tensors, `RealSteps` runs the same two steps for real on this CPU: on two and on three samples,
 from which the batch asked for follows as from two dry runs, else on that batch itself; in the time that is left, of
-which a dry run that took all of its own leaves a little. The memory that this process may
-take is limited to half of what is free, what needs more is not begun, and what is known before is on disk by then. It
-tells of itself in `facts["source"]`. Not beside a trial, which it would disturb, and not for several ranks.
+which a dry run that took all of its own leaves a little. The memory that this process may take is limited to half of
+what is free, what needs more is not begun, and what is known before is on disk by then. It tells of itself in
+`facts["source"]`. Not beside a trial, which it would disturb, and not for several ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import resource
 import signal
@@ -118,7 +119,7 @@ def _record(
     """A recording; its guesses are settled, or answered as in one that is `settled`."""
     task = context.environment["prediction"]
     trainer = _trainer_parts(payload)
-    run = _run_of(context, payload)
+    run = _run_of(context, payload, trainer)
     left_out: dict[str, str] = {}
     without: dict[str, Any] = {}
     otherwise = settled[0].facts["otherwise"] if settled else ""
@@ -152,12 +153,12 @@ def _record(
     return dataclasses.replace(recording, facts=facts)
 
 
-def _run_of(context: Context, payload: dict[str, Any]) -> DryRun:
+def _run_of(context: Context, payload: dict[str, Any], trainer: TrainerParts) -> DryRun:
     task = context.environment["prediction"]
     return DryRun(
         config=context.config, precision=task["precision"], world_size=task["world_size"],
         device_kind=task["device_kind"], capability=tuple(task["capability"]) if task["capability"] else None,
-        make_callbacks=lambda: _callbacks(payload["trainer"]), flags=_trainer_parts(payload).flags,
+        make_callbacks=lambda: _callbacks(payload["trainer"]), flags=trainer.flags,
     )  # fmt: skip
 
 
@@ -331,13 +332,17 @@ class RealSteps:
     """Two steps run for real on this CPU where a dry run cannot follow them, and what is known from them."""
 
     def __init__(self, context: Context, payload: dict[str, Any], patience: Patience) -> None:
-        self._run = dataclasses.replace(_run_of(context, payload), for_real=True)
-        self._payload, self._dry_patience, self._patience = payload, patience, patience
+        self._context, self._payload, self._dry_patience, self._patience = context, payload, patience, patience
         self._scaling: BatchScaling | None = None
         self.dry: Recording | None = None
         """What was known without them."""
         self.failed = False
         """Whether the steps did not run."""
+
+    @functools.cached_property
+    def _run(self) -> DryRun:
+        run = _run_of(self._context, self._payload, _trainer_parts(self._payload))
+        return dataclasses.replace(run, for_real=True)
 
     def instead_of(self, dry: Recording) -> Recording:
         """The recording at the batch size of `dry`, or `dry` where the steps do not run for real either."""
