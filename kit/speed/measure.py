@@ -105,7 +105,7 @@ def calls_here(config: Config, calls: Sequence[OperatorCall], *, seconds: float,
         found = _read(path) or CostTable(_name(taken.resolved), {}, host_known=False)
         missing = [call for call in calls if again or call not in found.measured]
         if missing:
-            found, busy = _measured(config, taken.resolved, found, missing, seconds, host=False)
+            found, busy = _measured(config, taken.resolved, found, missing, seconds, host=False, each=True)
             refused = [call.operator for call in missing if call not in found.measured]
             if refused:
                 raise TrialError(f"{', '.join(refused)} could not be timed on {found.name}")
@@ -237,15 +237,19 @@ def _write(path: Path, table: CostTable) -> None:
 
 
 def _measured(
-    config: Config, resolved: Resolved, table: CostTable, calls: Sequence[OperatorCall], seconds: float, *, host: bool
-) -> tuple[CostTable, float]:
-    """The table with these calls and, where asked, the cost of the host; and the cores that others used."""
+    config: Config, resolved: Resolved, table: CostTable, calls: Sequence[OperatorCall], seconds: float, *, host: bool,
+    each: bool = False,
+) -> tuple[CostTable, float]:  # fmt: skip
+    """The table with these calls and, where asked, the cost of the host; and the cores that others used.
+
+    With `each`, however long that takes; else the first of them, until the seconds are over.
+    """
     limit = (HOST_LIMIT_SECONDS if host else 0.0) + 2 * seconds + 60.0
     quick = config.replace({"trial.timeout_seconds": limit, "trial.stall_seconds": limit, "trial.start": "warm"})
     paths = RunPaths(scratch.make(_PREFIX))
     try:
         paths.marker.touch()
-        task = {"job": "time_calls", "timing": {"seconds": seconds, "host": host}, "removed": "when lost"}
+        task = {"job": "time_calls", "timing": {"seconds": seconds, "host": host, "each": each}, "removed": "when lost"}
         payload = {"calls": [call.to_json() for call in calls], "cells": {}}
         write_run(paths, json.dumps(quick.values()), cloudpickle.dumps(payload), {**environment_of(resolved), **task})
         trial = Trial(paths, quick)

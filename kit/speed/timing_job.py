@@ -60,7 +60,7 @@ def time_calls(context: Context) -> None:
     link: dict[str, float] = {}
     host: dict[str, float] = {}
     with _met(context, device) as total, OtherLoad(total) as others:
-        measured = _timed(sent, device, float(task["seconds"]))
+        measured = _timed(sent, device, float(task["seconds"]), each=task["each"])
         if task["host"]:
             host = _host_costs(context, device, measured)
         if context.world_size > 1:
@@ -118,12 +118,14 @@ def _link(ranks: int, device: torch.device) -> dict[str, float]:
     return {"latency_seconds": latency, "bytes_per_second": 1 / per_byte if per_byte else float("1e15")}
 
 
-def _timed(calls: Sequence[OperatorCall], device: torch.device, seconds: float) -> dict[OperatorCall, float]:
-    """The calls that could be timed, the first of them first, until the time is up."""
+def _timed(
+    calls: Sequence[OperatorCall], device: torch.device, seconds: float, *, each: bool = False
+) -> dict[OperatorCall, float]:
+    """The calls that could be timed: each of them, or the first until the time is up."""
     found: dict[OperatorCall, float] = {}
     ends, share = time.perf_counter() + seconds, seconds / max(1, len(calls))
     for call in calls:
-        if time.perf_counter() > ends:
+        if time.perf_counter() > ends and not each:
             break
         took = time_call(call, device, max(0.004, min(0.06, share)))
         if took is not None:

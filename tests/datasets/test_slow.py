@@ -22,8 +22,11 @@ DATA, MODULE = "datasets/slow/parts.py:ValueByValue", "datasets/slow/parts.py:Co
 CURES = load_target("datasets/slow/parts.py:CURES")
 COUNTED = set(CURES) - {"Python in the data"}
 """Mistakes that no other process can seem to make: once mended, their values are the same however long a step takes."""
-COMPANIONS = {"chunks that do not fit": {"chunks that do not fit", "no prefetch"}}
-"""On a local disk reading ahead hides what tiny chunks cost."""
+COMPANIONS = {
+    "chunks that do not fit": {"chunks that do not fit", "no prefetch"},
+    "Python in the data": {"Python in the data", "full precision"},
+}
+"""A local disk read ahead hides what tiny chunks cost; bfloat16 on a processor that has none hides what Python does."""
 PEAKS = Peaks(
     device="a device", flops_per_second={"float32": 5e9, "bfloat16": 1e10},
     nominal_flops_per_second={"float32": None, "bfloat16": None}, bytes_per_second=1e10,

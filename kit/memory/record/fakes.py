@@ -493,6 +493,11 @@ _CROWDED = 256
 _FLOAT_BYTES = 4
 _HALF_LANES = 32
 _SCRATCH_BYTES = 12856  # measured, whatever the shape
+ONEDNN_HALF: dict[torch.dtype, Callable[[], bool]] = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}
+"""Whether this processor has instructions for a number format; without them oneDNN does nothing in it."""
 
 
 def workspace_bytes(steps: int, batch: int, features: int, width: int, element_size: int = _FLOAT_BYTES) -> int:
@@ -519,8 +524,17 @@ def _row_bytes(values: int, size: int) -> int:
 
 
 def lstm_layer(_mode: Any, _func: Any, values: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fake kernel of `aten::mkldnn_rnn_layer`: output, last state, last cell and the workspace with its bytes."""
+    """The fake kernel of `aten::mkldnn_rnn_layer`: output, last state, last cell and the workspace with its bytes.
+
+    Raises:
+        RuntimeError: in training, in half precision on a processor that has none, as the real one does.
+    """
     state, cell, width, train = args[4], args[5], args[9], args[14]
+    if train and not ONEDNN_HALF.get(values.dtype, lambda: True)():
+        raise RuntimeError(
+            f"this CPU has no LSTM in {str(values.dtype).removeprefix('torch.')}, for which oneDNN needs AVX-512; "
+            "train it here with precision 32-true, or ask about a GPU"
+        )
     steps, batch = _sizes(values)
     kept = workspace_bytes(steps, batch, values.shape[-1], width, values.element_size()) if train else 0
     output = values.new_empty((*values.shape[:2], width))

@@ -7,7 +7,8 @@ finds no room, torch takes another algorithm. What cuBLAS keeps for good depends
 (`kit.memory.replay.replay`).
 
 Known error: CPU convolutions within a tenth of their operands (the rules are for plain layouts; padding of channels to
-the width of the vector unit is left out), everything else as its source says.
+the width of the vector unit is left out), but to the byte in half precision where the processor has none, volumes of
+one position apart; everything else as its source says.
 
 `eight_bit_on_fakes`: 8-bit optimizers (bitsandbytes, and torchao's states for shards) look their quantization maps up
 in tables of 256 numbers, sorted in Python while the first step makes its state. Sorting needs numbers, which a fake
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 
 from kit.confinement.stand_ins import replaced
-from kit.memory.record.fakes import backward_scratch_bytes, forward_scratch_bytes
+from kit.memory.record.fakes import ONEDNN_HALF, backward_scratch_bytes, forward_scratch_bytes
 from kit.train.optimizers import is_installed, make_tables, quiet_import
 
 Capability = tuple[int, int] | None
@@ -162,6 +163,8 @@ _CUDA: dict[str, Rule] = {
 def _convolution(args: Sequence[Any], out: Tensor) -> int:
     """Copies of input and weight while the result is made in a layout of its own, then that result beside its copy."""
     values, weight = args[0], args[1]
+    if _is_unrolled(values.dtype):
+        return _unrolled_convolution(args, out)
     if _needs_no_copy(values, weight, (*args[3], *args[5])):
         return 0
     result = _blocked(out)
@@ -173,13 +176,16 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     """First the gradient of the input, from copies of the output's gradient and the weight; then that of the weight,
     from copies of the output's gradient and the input, with sums in float32 if these are in half precision."""
     gradient, values, weight = args[0], args[1], args[2]
+    if _is_unrolled(values.dtype):
+        return _unrolled_convolution_backward(args, out)
     if _needs_no_copy(values, weight, (*args[4], *args[6])):
         return 0
     results = sum(int(tensor.nbytes) for tensor in _tensors(out))
     inner = int(values.nbytes) if args[10][0] else 0
     first = _blocked(gradient) + _blocked(weight, 2) + _blocked(values) if inner else 0
     weights = _blocked(weight, 2)
-    second = inner + _blocked(gradient) + _copied(values) + weights
+    # Without AVX-512 few channels are copied too.
+    second = inner + _blocked(gradient) + (_copied(values) if _LANES > _FEWEST_BLOCKED else _blocked(values)) + weights
     if weight.element_size() < _FLOAT32:
         # The weight's gradient in float32, and one sample of each operand turned around for every thread.
         turned = math.prod(weight.shape[2:]) > 1 and weight.shape[1] > 1
@@ -212,6 +218,45 @@ def _blocked(tensor: Tensor, axes: int = 1) -> int:
     return math.prod(shape) * tensor.element_size()
 
 
+# -- CPU: half precision where the processor has no instructions for it. torch writes out the patch of every position as
+# a column, and multiplies. (`native/ConvolutionMM2d.cpp`, `NaiveConvolutionTranspose2d.cpp` and
+# `NaiveDilatedConvolution.cpp`, and their like for volumes; groups in `native/Convolution.cpp`.)
+
+
+def _is_unrolled(dtype: torch.dtype) -> bool:
+    supported = ONEDNN_HALF.get(dtype)
+    return supported is not None and not supported()
+
+
+def _unrolled_convolution(args: Sequence[Any], out: Tensor) -> int:
+    """Columns. Of several groups each is computed from a copy of its channels, and at last all are joined."""
+    values, weight, groups = args[0], args[1], int(args[8])
+    columns = _columns(values, out, weight, args[3:7], backward=False)
+    return columns if groups == 1 else max(columns + int(values.nbytes) // groups, int(out.nbytes))
+
+
+def _unrolled_convolution_backward(args: Sequence[Any], out: Any) -> int:
+    """The same, with copies of the output's gradient too."""
+    gradient, values, weight, groups = args[0], args[1], args[2], int(args[9])
+    columns = _columns(values, gradient, weight, args[4:8], backward=True)
+    if groups == 1:
+        return columns
+    results = sum(int(tensor.nbytes) for tensor in _tensors(out))
+    return max(columns + (int(values.nbytes) + int(gradient.nbytes)) // groups, results)
+
+
+def _columns(values: Tensor, result: Tensor, weight: Tensor, how: Sequence[Any], *, backward: bool) -> int:
+    """Bytes of the columns of one group: of a whole batch, or one sample after another. A kernel of one position reads
+    the values as they lie."""
+    strides, padding, dilations, transposed = how
+    if math.prod(weight.shape[2:]) == 1 and max(strides) == 1 and not max(padding) and (backward or not transposed):
+        volume = values.dim() == _VOLUME_AXES and backward
+        return int(values.nbytes) if volume else 0
+    one_by_one = (backward or values.dim() == _VOLUME_AXES) if transposed else max(dilations) > 1
+    positions = math.prod((values if transposed else result).shape[2:]) * (1 if one_by_one else values.shape[0])
+    return math.prod(weight.shape[1:]) * positions * values.element_size()
+
+
 def _product_of(place: int) -> Rule:
     """oneDNN multiplies half precision where the processor can, and copies operands that lie neither row by row nor
     column by column, a weight expanded over a batch among them: `linear` on a transposed batch without gradients, as in
@@ -219,7 +264,7 @@ def _product_of(place: int) -> Rule:
 
     def copies(args: Sequence[Any], _: Any) -> int:
         first, second = operands = args[place : place + 2]
-        supported = _ONEDNN_HALF.get(first.dtype)
+        supported = ONEDNN_HALF.get(first.dtype)
         if supported is None or not supported() or math.prod(first.shape) * second.shape[-1] <= _FEWEST_PRODUCTS:
             return 0
         return sum(math.prod(part.shape) * part.element_size() for part in operands if not _lies_in_order(part))
@@ -232,10 +277,6 @@ def _lies_in_order(operand: Tensor) -> bool:
     return operand.is_contiguous() or operand.transpose(-2, -1).is_contiguous()
 
 
-_ONEDNN_HALF: dict[torch.dtype, Callable[[], bool]] = {
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-}
 _FEWEST_PRODUCTS = 16**3
 
 
@@ -249,6 +290,7 @@ def _eight_bit_step(args: Sequence[Any], _: Any) -> int:
 
 _LANES = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 _FEWEST_BLOCKED = 8
+_VOLUME_AXES = 5
 _FEW_SAMPLES = 16
 
 
@@ -280,13 +322,13 @@ class Workspaces:
         self.capability = capability
         self.unsure_bytes = 0
         self.half_convolutions = False
-        """Whether a CPU ran convolutions in half precision."""
+        """Whether oneDNN ran convolutions in half precision."""
 
     def __call__(self, operator: str, args: Sequence[Any], out: Any) -> int:
         if self.capability is not None and operator in _CONVOLUTIONS:
             self.unsure_bytes = max(self.unsure_bytes, unsure_workspace_bytes(operator, args, out, self.capability))
         if self.capability is None and operator in _CONVOLUTIONS:
-            self.half_convolutions |= args[0].element_size() < _FLOAT32
+            self.half_convolutions |= args[0].element_size() < _FLOAT32 and not _is_unrolled(args[0].dtype)
         return workspace_bytes(operator, args, out, self.capability)
 
 
