@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import zarr
+from warm_python import programs
 
 import kit
 from kit.charts.trial import LossInfo
@@ -107,14 +108,18 @@ def make_project(folder: Path) -> Config:
 
 
 def variables(**more: str) -> dict[str, str]:
-    """The environment of a run: this Python's programs, loopback, and no launcher's leftovers."""
+    """The environment of a run: Python and torchrun that begin at once, loopback, and no launcher's leftovers."""
     left = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "SLURM_", "GROUP_", "NODE_RANK", "PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(left)}
-    programs = str(Path(sys.executable).parent)
     return {
-        **kept, "PATH": os.pathsep.join([programs, kept.get("PATH", "")]), "PYTHONPATH": HOME,
+        **kept, "PATH": os.pathsep.join([str(programs()), kept.get("PATH", "")]), "PYTHONPATH": HOME,
         "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **more,
     }  # fmt: skip
+
+
+def fresh() -> dict[str, str]:
+    """What `variables` needs so that every process is a new interpreter, and its ranks are its children."""
+    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
 def start(line: list[str], folder: Path, **more: str) -> subprocess.Popen:

@@ -200,7 +200,8 @@ def test_ranks_of_one_machine_listen_on_loopback_only(small, tmp_path, by):
     ddp = small.replace({"hardware.devices": 2, "hardware.strategy": "ddp"})
     committed = kit.commit(ddp, data="made:Samples", callbacks=[{"class_path": "made.Gate"}])
     line = shlex.split(getattr(committed.launch, by))
-    process = parts.start(line, tmp_path, GLOO_SOCKET_IFNAME="eth0")  # what a cluster's login shell says
+    # What a cluster's login shell says.
+    process = parts.start(line, tmp_path, GLOO_SOCKET_IFNAME="eth0", **parts.fresh())
     reached = [tmp_path / f"reached.{rank}" for rank in range(2)]
     wait_until(lambda: process.poll() is not None or all(file.exists() for file in reached), SECONDS)
     found = [] if process.poll() is not None else listening(psutil.Process(process.pid))
