@@ -4,20 +4,6 @@ An error of kit comes back as it was raised, in a `refused` event. A step that d
 is still time to answer without it: then activations are unknown, and the rest is not. Beside a trial, the job waits
 until the trial has taken its first step, works at the lowest priority, and writes the estimate to the trial's folder.
 
-A fake tensor has no value to branch on, so `kit.memory.record.fakes` guesses, and `facts["guesses"]` of a recording
-says where. `settle` records again with one guess at a time turned, as long as that is cheap, and leaves in the facts
-
-    conditions       guesses that the memory depends on, or that were not tried; a verdict holds only if they do
-    bounds           selections that were taken whole: fewer elements need less
-    least_fraction   of the peak, with one element selected instead of all, the smallest that was seen
-    otherwise        the guess that is turned in the recording, if any
-
-Of a condition's two answers the one that needs more is kept, so that it is no condition any more; an
-answer at which the training raises an error of its own ends the training, and is none either. What an optimizer asks
-stays a condition where it matters, as its answers change from step to step. Where the step breaks with all guesses as
-they are, the first turned one with which it does not is a condition. Known limit: guesses are turned one at a time, so
-two that only matter together pass.
-
 Where a dry run ends without an answer, because an operator has no fake implementation, a shape depends on numbers, or C
 code insists on real tensors, `RealSteps` runs the same two steps for real on this CPU: on two and on three samples,
 from which the batch asked for follows as from two dry runs, else on that batch itself; in the time that is left, of
@@ -32,17 +18,15 @@ import contextlib
 import dataclasses
 import functools
 import os
-import resource
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import cloudpickle
-import numpy as np
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
@@ -50,14 +34,15 @@ from kit.config import Config
 from kit.confinement.confine import confined
 from kit.errors import ConfigError, KitError
 from kit.machine.machine import share
+from kit.machine.processes import memory_limited
+from kit.memory.conditions import settle, settled_like
 from kit.memory.query import with_numbers, without_memory
 from kit.memory.record.dry_run import JOB, DryRun, NotRunError, record
-from kit.memory.record.fakes import UPPER_BOUND
 from kit.memory.recordings import NEXT
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import Residuals, estimate
-from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, GUESSED_CONDITION, Recording, replay
-from kit.memory.replay.scaling import BatchScaling, ScalingError
+from kit.memory.replay.replay import EVALUATIONS, Recording, replay
+from kit.memory.replay.scaling import BatchScaling, ScalingError, in_proportion
 from kit.registry import load
 from kit.train.choices import asked_stages, validates_by
 from kit.trial.context import Context
@@ -227,97 +212,6 @@ class Patience:
         raise TimeoutError(self.message)
 
 
-# -- guesses
-
-MOST_TRIED = 8
-MOST_OPERATORS = 100_000
-"""How many operators all second answers may record together: 30 seconds or so, and the same guesses on any machine."""
-
-
-def settle(first: Recording, record_otherwise: Callable[[str], Recording]) -> Recording:
-    """The recording that needs most of those with one guess answered the other way, its facts as described above.
-
-    Args:
-        first: What was recorded with all guesses as they are.
-        record_otherwise: Records once more with this guess answered the other way.
-    """
-    if first.facts["unknown"]:
-        return _answered_otherwise(first, record_otherwise)
-    highest, peak, turned = first, _peak(first), ""
-    conditions, bounds, least = dict.fromkeys(first.facts["guesses"]), [], 1.0
-    for guess in _tried(first):
-        other = record_otherwise(guess)
-        if other.facts["unknown"]:
-            if other.facts["refused"]:
-                del conditions[guess]
-            continue
-        needed = _peak(other)
-        if guess.endswith(UPPER_BOUND) and needed < peak:
-            bounds.append(guess)
-            least = min(least, needed / peak)
-        if needed == _peak(first) or guess.endswith(UPPER_BOUND) or guess.startswith(GUESSED_CONDITION):
-            del conditions[guess]
-        if needed > peak:
-            highest, peak, turned = other, needed, guess
-    for guess in [guess for guess in conditions if guess.endswith(UPPER_BOUND)]:
-        del conditions[guess]
-        bounds.append(guess)
-    new = [guess for guess in highest.facts["guesses"] if guess not in first.facts["guesses"]]
-    held = [guess.replace(_IS_FALSE, _IS_TRUE) if guess == turned else guess for guess in conditions]
-    facts = {
-        "conditions": [*held, *new, *_growth(highest)], "bounds": bounds, "least_fraction": least,
-        "otherwise": turned,
-    }  # fmt: skip
-    return dataclasses.replace(highest, facts=highest.facts | facts)
-
-
-def _answered_otherwise(first: Recording, record_otherwise: Callable[[str], Recording]) -> Recording:
-    """The first recording that a turned guess makes whole, where the step broke with all as they are: an adapter that a
-    random number switches off leaves nothing to train. It holds only if the guess, so turned, does."""
-    for guess in first.facts["guesses"][:MOST_TRIED]:
-        if guess.endswith(_IS_FALSE):
-            other = record_otherwise(guess)
-            if not other.facts["unknown"]:
-                held = [] if first.facts["refused"] else [guess.replace(_IS_FALSE, _IS_TRUE)]
-                more = [condition for condition in other.facts["conditions"] if condition != guess]
-                facts = {"conditions": [*held, *more, *_growth(other)], "least_fraction": 1.0, "otherwise": guess}
-                return dataclasses.replace(other, facts=other.facts | facts)
-    return dataclasses.replace(first, facts=first.facts | {"least_fraction": 1.0, "otherwise": ""})
-
-
-_IS_FALSE, _IS_TRUE = " is False", " is True"
-
-
-def settled_like(recording: Recording, settled: Recording) -> Recording:
-    """A recording at another batch size with the same guess turned, and what was found about the guesses."""
-    found = {name: settled.facts[name] for name in ("conditions", "bounds", "least_fraction", "otherwise")}
-    return dataclasses.replace(recording, facts=recording.facts | found)
-
-
-def _tried(first: Recording) -> list[str]:
-    return list(first.facts["guesses"][: min(MOST_TRIED, MOST_OPERATORS // len(first.operator_name))])
-
-
-def _peak(recording: Recording) -> int:
-    return replay(recording).peak_allocated_bytes
-
-
-def _growth(recording: Recording) -> list[str]:
-    """What an optimizer that keeps more with every step, such as LBFGS its history, leaves open."""
-    if not recording.batch_starts or recording.facts["unknown"]:
-        return []
-    is_state = recording.block_category[recording.event_block] == CATEGORIES.index("optimizer_state")
-    sizes = recording.block_bytes[recording.event_block] * is_state
-    moves = np.where(recording.event_allocates, sizes, -sizes)
-    grown_bytes = int(moves[recording.event_time >= recording.batch_starts[-1]].sum())
-    if grown_bytes <= _LEAST_GROWTH_BYTES:
-        return []
-    return [f"the optimizer keeps no more than after step 2, in which it kept {format_bytes(grown_bytes)} more"]
-
-
-_LEAST_GROWTH_BYTES = 1 << 16
-
-
 # -- for real
 
 SMALL_BATCHES = (2, 3)
@@ -325,7 +219,6 @@ SMALL_BATCHES = (2, 3)
 _FREE_FRACTION = 0.5
 _LAST_FRACTION = 0.15
 """Of the time of a dry run, what they have where it took all."""
-_KEPT = [CATEGORIES.index(name) for name in ("parameters", "buffers", "gradients", "optimizer_state")]
 
 
 class RealSteps:
@@ -354,7 +247,7 @@ class RealSteps:
             return dry
         free_bytes = int(_FREE_FRACTION * share().memory_available_bytes)
         try:
-            if (needed_bytes := _peak(dry)) > free_bytes:
+            if (needed_bytes := replay(dry).peak_allocated_bytes) > free_bytes:
                 raise NotRunError(
                     f"more than {format_bytes(needed_bytes)} are needed, {format_bytes(free_bytes)} allowed"
                 )
@@ -395,8 +288,9 @@ class RealSteps:
 
     def _as_large(self, first: Recording, batch_size: int, free_bytes: int) -> tuple[Recording, tuple[int, ...]]:
         """That of the batch itself where there is room and time for it, else the first with blocks that much larger."""
-        scaled, times = _in_proportion(first, batch_size), batch_size / first.batch_size
-        if _peak(scaled) < free_bytes and first.facts["seconds"] * times < self._patience.left_seconds:
+        scaled, times = in_proportion(first, batch_size), batch_size / first.batch_size
+        is_soon = first.facts["seconds"] * times < self._patience.left_seconds
+        if is_soon and replay(scaled).peak_allocated_bytes < free_bytes:
             with contextlib.suppress(NotRunError):
                 return self._recorded(batch_size), (batch_size,)
         return scaled, (first.batch_size,)
@@ -407,36 +301,6 @@ class RealSteps:
                 return _recorded(self._run, self._payload, batch_size, self._patience, "")
         except TimeoutError as error:
             raise NotRunError(str(error)) from error
-
-
-def _in_proportion(recording: Recording, batch_size: int) -> Recording:
-    """The recording with all but weights and their likes as much larger as the batch."""
-    grown = -(-recording.block_bytes * batch_size // recording.batch_size)
-    sizes = np.where(np.isin(recording.block_category, _KEPT), recording.block_bytes, grown)
-    low = "blocks are taken to grow in proportion to the batch: those that grow faster need more"
-    facts = recording.facts | {"may_be_low": [*recording.facts["may_be_low"], low]}
-    return dataclasses.replace(
-        recording, block_bytes=sizes, batch_size=batch_size, facts=facts, calls=(),
-        operator_call=np.zeros(0, dtype=np.int32),
-    )  # fmt: skip
-
-
-@contextlib.contextmanager
-def memory_limited(more_bytes: int) -> Iterator[None]:
-    """Inside, this process can take so much more memory, and no more: then an allocation fails. On Linux."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        yield
-        return
-    lines = (line.split() for line in status.read_text().splitlines())
-    taken_bytes = next((int(words[1]) << 10 for words in lines if words[:1] == ["VmData:"]), 0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = taken_bytes + more_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 # -- beside a trial

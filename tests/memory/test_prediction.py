@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from waiting import PATIENCE_SECONDS
 
 from kit.errors import ConfigError, HardwareError, StoreError, TargetError, TrialError
+from kit.machine.processes import memory_limited
 from kit.memory import recordings
 from kit.memory.alongside import fit
-from kit.memory.predict_job import memory_limited
 from kit.memory.prediction import predict_memory
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.recordings import PredictionJob
