@@ -35,13 +35,12 @@ from kit.confinement.confine import confined
 from kit.errors import ConfigError, KitError
 from kit.machine.machine import share
 from kit.machine.processes import memory_limited
-from kit.memory.conditions import settle, settled_like
 from kit.memory.query import with_numbers, without_memory
 from kit.memory.record.dry_run import JOB, DryRun, NotRunError, record
 from kit.memory.recordings import NEXT
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import Residuals, estimate
-from kit.memory.replay.replay import EVALUATIONS, Recording, replay
+from kit.memory.replay.replay import EVALUATIONS, Recording, replay, settle, settled_like
 from kit.memory.replay.scaling import BatchScaling, ScalingError, in_proportion
 from kit.registry import load
 from kit.train.choices import asked_stages, validates_by

@@ -73,10 +73,10 @@ from kit.memory.record.batches import (
     look_for_real,
 )
 from kit.memory.record.fake_mode import FakeMode, rules_found_once
-from kit.memory.record.fakes import UPPER_BOUND, FakeValues, fake_values, saving_shapes
+from kit.memory.record.fakes import FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
-from kit.memory.replay.replay import Recording
+from kit.memory.replay.replay import UPPER_BOUND, Recording
 from kit.train.choices import Stage
 from kit.train.levers import blocks_by_label
 from kit.train.trainer import make_trainer, run_stage, stages_after
