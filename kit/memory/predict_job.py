@@ -7,9 +7,11 @@ until the trial has taken its first step, works at the lowest priority, and writ
 Where a dry run ends without an answer, because an operator has no fake implementation, a shape depends on numbers, or C
 code insists on real tensors, `RealSteps` runs the same two steps for real on this CPU: on two and on three samples,
 from which the batch asked for follows as from two dry runs, else on that batch itself; in the time that is left, of
-which a dry run that took all of its own leaves a little. The memory that this process may take is limited to half of
-what is free, what needs more is not begun, and what is known before is on disk by then. It tells of itself in
-`facts["source"]`. Not beside a trial, which it would disturb, and not for several ranks.
+which a dry run that took all of its own leaves a little. Where guesses stay open (`settle` of
+`kit.memory.replay.replay`) it runs them beside the dry run, in half of the time that is left and first on the batch
+asked for, and what needs more counts. The memory that this process may take is limited to half of what is free, what
+needs more is not begun, and what is known before is on disk by then. It tells of itself in `facts["source"]`. Not
+beside a trial, which it would disturb, and not for several ranks.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from kit.memory.record.dry_run import JOB, DryRun, NotRunError, record
 from kit.memory.recordings import NEXT
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import Residuals, estimate
-from kit.memory.replay.replay import EVALUATIONS, Recording, replay, settle, settled_like
+from kit.memory.replay.replay import EVALUATIONS, OF_OPTIMIZERS, Recording, is_open, replay, settle, settled_like
 from kit.memory.replay.scaling import BatchScaling, ScalingError, in_proportion
 from kit.registry import load
 from kit.train.choices import asked_stages, validates_by
 from kit.trial.context import Context
 from kit.trial.directory import RunPaths
 from kit.trial.fit_job import load_part, make_data, make_module, make_parts, show_cells
-from kit.trial.payload import NO_PARTS, TrainerParts
+from kit.trial.payload import NO_PARTS, Part, TrainerParts
 from kit.trial.verdict import describe, own_frame
 from kit.units import format_bytes, format_seconds
 
@@ -86,6 +88,9 @@ def predict(context: Context) -> None:
             found.append(recording)
             found[-1].save(context.paths.recording(place))
             context.writer.write("recorded", batch_size=found[-1].batch_size, seconds=found[-1].facts["seconds"])
+        if real is not None and real.dry is None and is_open(found[0]):
+            for place, recording in enumerate(real.beside(found)):
+                recording.save(context.paths.recording(place))
     except KitError as error:
         problems = error.problems if isinstance(error, ConfigError) else ()
         fields = [[problem.path, problem.message] for problem in problems]
@@ -218,6 +223,8 @@ SMALL_BATCHES = (2, 3)
 _FREE_FRACTION = 0.5
 _LAST_FRACTION = 0.15
 """Of the time of a dry run, what they have where it took all."""
+_BESIDE_FRACTION = 0.5
+"""Of the time that a dry run left, what they have to settle its guesses."""
 
 
 class RealSteps:
@@ -225,7 +232,10 @@ class RealSteps:
 
     def __init__(self, context: Context, payload: dict[str, Any], patience: Patience) -> None:
         self._context, self._payload, self._dry_patience, self._patience = context, payload, patience, patience
+        self._first: Recording | None = None
         self._scaling: BatchScaling | None = None
+        self._run_for: tuple[int, ...] = ()
+        """The batch sizes that `_scaling` was run for."""
         self.dry: Recording | None = None
         """What was known without them."""
         self.failed = False
@@ -236,70 +246,140 @@ class RealSteps:
         run = _run_of(self._context, self._payload, _trainer_parts(self._payload))
         return dataclasses.replace(run, for_real=True)
 
+    @property
+    def _is_alone(self) -> bool:
+        return self._run.world_size == 1 and self._run.config.hardware.strategy == "none"
+
     def instead_of(self, dry: Recording) -> Recording:
         """The recording at the batch size of `dry`, or `dry` where the steps do not run for real either."""
         stopped = dry.facts["unknown"]
         least_seconds = _LAST_FRACTION * self._dry_patience.seconds if self.dry is None else 0.0
         self._patience = Patience(max(least_seconds, self._dry_patience.left_seconds), self._dry_patience.cells)
         self.dry, self.failed = dry, True
-        if self._run.world_size > 1 or self._run.config.hardware.strategy != "none":
+        if not self._is_alone:
             return dry
-        free_bytes = int(_FREE_FRACTION * share().memory_available_bytes)
         try:
-            if (needed_bytes := replay(dry).peak_allocated_bytes) > free_bytes:
-                raise NotRunError(
-                    f"more than {format_bytes(needed_bytes)} are needed, {format_bytes(free_bytes)} allowed"
-                )
-            with memory_limited(free_bytes):
-                found, batches = self._at(dry, free_bytes)
+            found, source = self._ran(dry)
         except NotRunError as error:
             also = ", and run for real on the CPU" + ("" if str(error) == stopped else f": {error}")
             late = bool(self._patience.message or dry.facts.get("late"))
             facts = {"unknown": stopped + also, "late": late}
             return dataclasses.replace(dry, facts=dry.facts | facts)
         self.failed = False
-        source = f"run for real on the CPU with batch {' and '.join(map(str, batches))}"
         why = f"a dry run stopped with {stopped}, so two steps were {source}"
+        return self._told(dry, found, {"source": source, "why_for_real": why, "late": False})
+
+    def beside(self, dry: Sequence[Recording]) -> list[Recording]:
+        """In place of dry runs of which guesses are open: they or the steps run for real, whichever need more.
+
+        What the numbers decided is then known as it was in two steps, so that no condition is left but an optimizer's.
+        The weights of an instance are not sent: then all are left. So they are where the steps do not run for real.
+        """
+        if not self._is_alone:
+            return list(dry)
+        before = self._dry_patience
+        seconds = max(_BESIDE_FRACTION * before.left_seconds, _LAST_FRACTION * before.seconds)
+        self._patience = Patience(seconds, before.cells)
+        try:
+            real = [self._ran(one) for one in dry]
+        except NotRunError as error:
+            said = f"two steps that would settle it were not run for real on the CPU: {error}"
+            return [dataclasses.replace(one, facts=one.facts | {"why_for_real": said}) for one in dry]
+        needed_bytes, dry_bytes = (replay(one).peak_allocated_bytes for one in (real[0][0], dry[0]))
+        first, *others = dry[0].facts["conditions"]
+        why = (
+            f"the memory depends on numbers ({first}{' and others' if others else ''}), so two steps were also "
+            f"{real[0][1]}: they need {format_bytes(needed_bytes)}, a dry run {format_bytes(dry_bytes)}, and the "
+            "larger counts"
+        )
+        found = []
+        for (recording, source), one in zip(real, dry, strict=True):
+            own: dict[str, Any] = {"source": source, "why_for_real": why}
+            if needed_bytes > dry_bytes:
+                recording = self._told(one, recording, own)
+            else:
+                own["source"] = f"no less than {source}"
+                own["conditions"] = recording.facts["conditions"]
+                recording = dataclasses.replace(one, facts=one.facts | own)
+            left = [each for each in one.facts["conditions"] if self._is_instance or each.startswith(OF_OPTIMIZERS)]
+            conditions = list(dict.fromkeys([*left, *recording.facts["conditions"]]))
+            facts = recording.facts | {"conditions": conditions, "guesses": one.facts["guesses"]}
+            found.append(dataclasses.replace(recording, facts=facts))
+        return found
+
+    @functools.cached_property
+    def _is_instance(self) -> bool:
+        part: Part = cloudpickle.loads(self._payload["module"])
+        return part.kind == "instance"
+
+    def _told(self, dry: Recording, found: Recording, own: dict[str, Any]) -> Recording:
+        """What was found, with what it has of its own to tell beside what is known from a dry run."""
         if self._run.device_kind == "cuda":
-            why += "; attention and recurrent layers hold what they hold on a CPU"
+            own["why_for_real"] += "; attention and recurrent layers hold what they hold on a CPU"
         said = [note for note in dry.facts["notes"] if note not in dry.facts["guesses"]]
-        own = {"notes": list(dict.fromkeys([*said, *found.facts["notes"]])), "source": source, "why_for_real": why}
-        facts = {**dry.facts, **found.facts, **own, "late": False}
-        return settle(dataclasses.replace(found, facts=facts), lambda _: found)
+        own["notes"] = list(dict.fromkeys([*said, *found.facts["notes"]]))
+        settled = settle(dataclasses.replace(found, facts={**dry.facts, **found.facts, **own}), lambda _: found)
+        conditions = [*found.facts["conditions"], *settled.facts["conditions"]]
+        return dataclasses.replace(settled, facts=settled.facts | {"conditions": conditions})
+
+    def _ran(self, dry: Recording) -> tuple[Recording, str]:
+        """The steps at the batch size of `dry`, and how they were run.
+
+        Raises:
+            NotRunError: why they do not run.
+        """
+        free_bytes = int(_FREE_FRACTION * share().memory_available_bytes)
+        if (needed_bytes := replay(dry).peak_allocated_bytes) > free_bytes:
+            raise NotRunError(f"more than {format_bytes(needed_bytes)} are needed, {format_bytes(free_bytes)} allowed")
+        with memory_limited(free_bytes):
+            found, batches = self._at(dry, free_bytes)
+        return found, f"run for real on the CPU with batch {' and '.join(map(str, batches))}"
 
     def _at(self, dry: Recording, free_bytes: int) -> tuple[Recording, tuple[int, ...]]:
-        """A recording, and the batch sizes that were run for it."""
-        batch_size = dry.batch_size
-        if self._scaling is None:
-            if batch_size <= max(SMALL_BATCHES):
-                return self._recorded(batch_size), (batch_size,)
-            try:
-                first = self._recorded(SMALL_BATCHES[0])
-            except NotRunError as error:
-                if self._patience.message or str(error) == dry.facts["unknown"]:
-                    raise
-                return self._recorded(batch_size), (batch_size,)  # some steps need more samples
-            try:
-                self._scaling = BatchScaling(first, self._recorded(SMALL_BATCHES[1]))
-            except (NotRunError, ScalingError):
-                return self._as_large(first, batch_size, free_bytes)
-        return self._scaling.at(batch_size), SMALL_BATCHES
+        """A recording, and the batch sizes that were run for it.
 
-    def _as_large(self, first: Recording, batch_size: int, free_bytes: int) -> tuple[Recording, tuple[int, ...]]:
-        """That of the batch itself where there is room and time for it, else the first with blocks that much larger."""
-        scaled, times = in_proportion(first, batch_size), batch_size / first.batch_size
-        is_soon = first.facts["seconds"] * times < self._patience.left_seconds
-        if is_soon and replay(scaled).peak_allocated_bytes < free_bytes:
+        The second batch is the next one, or where guesses are open the one asked for, as the numbers of other samples
+        decide otherwise; and where the one does not do, the other.
+        """
+        batch_size = dry.batch_size
+        if self._scaling is not None:
+            return self._scaling.at(batch_size), self._run_for
+        if batch_size <= max(SMALL_BATCHES):
+            return self._recorded(batch_size), (batch_size,)
+        try:
+            first = self._first = self._first or self._recorded(SMALL_BATCHES[0])
+        except NotRunError as error:
+            if self._patience.message or str(error) == dry.facts["unknown"]:
+                raise
+            return self._recorded(batch_size), (batch_size,)  # some steps need more samples
+        seconds = [SMALL_BATCHES[1], batch_size]
+        for second in seconds if dry.facts["unknown"] else reversed(seconds):
+            if second == batch_size and not self._has_room(first, dry, free_bytes):
+                continue
             with contextlib.suppress(NotRunError):
-                return self._recorded(batch_size), (batch_size,)
-        return scaled, (first.batch_size,)
+                other = self._recorded(second)
+                with contextlib.suppress(ScalingError):
+                    self._scaling, self._run_for = BatchScaling(first, other), (first.batch_size, second)
+                    return self._scaling.at(batch_size), self._run_for
+                if second == batch_size:
+                    return other, (second,)
+        return in_proportion(first, batch_size), (first.batch_size,)
+
+    def _has_room(self, first: Recording, dry: Recording, free_bytes: int) -> bool:
+        """Whether there is room and time for the batch asked for; what a dry run takes does not grow with it."""
+        least_seconds = min(dry.facts["seconds"], first.facts["seconds"])
+        grown_seconds = (first.facts["seconds"] - least_seconds) * dry.batch_size / first.batch_size
+        is_soon = least_seconds + grown_seconds < self._patience.left_seconds
+        return is_soon and replay(in_proportion(first, dry.batch_size)).peak_allocated_bytes < free_bytes
 
     def _recorded(self, batch_size: int) -> Recording:
         try:
             with with_numbers():
                 return _recorded(self._run, self._payload, batch_size, self._patience, "")
-        except TimeoutError as error:
-            raise NotRunError(str(error)) from error
+        except NotRunError:
+            raise
+        except Exception as error:  # a dry run has refused what a fit would refuse
+            raise NotRunError(f"{type(error).__name__}: {error}") from error
 
 
 # -- beside a trial

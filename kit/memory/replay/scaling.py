@@ -153,8 +153,8 @@ def in_proportion(recording: Recording, batch_size: int) -> Recording:
     """The recording with all but weights and their likes as much larger as the batch."""
     grown = -(-recording.block_bytes * batch_size // recording.batch_size)
     sizes = np.where(np.isin(recording.block_category, _WEIGHTS), recording.block_bytes, grown)
-    low = "blocks are taken to grow in proportion to the batch: those that grow faster need more"
-    facts = recording.facts | {"may_be_low": [*recording.facts["may_be_low"], low]}
+    held = "no block grows faster than the batch"
+    facts = recording.facts | {"conditions": [*recording.facts["conditions"], held]}
     return replace(
         recording, block_bytes=sizes, batch_size=batch_size, facts=facts, calls=(),
         operator_call=np.zeros(0, dtype=np.int32),
