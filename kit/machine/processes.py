@@ -137,6 +137,24 @@ def _status_bytes(name: str) -> int | None:
     return None
 
 
+@contextlib.contextmanager
+def memory_limited(more_bytes: int) -> Iterator[None]:
+    """Inside, this process can take so much more memory, and no more: then an allocation fails. On Linux."""
+    taken_bytes = _status_bytes("VmData")
+    if taken_bytes is None:
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = taken_bytes + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
 def give_memory_back() -> None:
     """Hand freed memory to the system; the allocator would keep it, in pieces that fit nothing else."""
     with contextlib.suppress(OSError, AttributeError):  # only glibc has it

@@ -4,26 +4,14 @@ An error of kit comes back as it was raised, in a `refused` event. A step that d
 is still time to answer without it: then activations are unknown, and the rest is not. Beside a trial, the job waits
 until the trial has taken its first step, works at the lowest priority, and writes the estimate to the trial's folder.
 
-A fake tensor has no value to branch on, so `kit.memory.record.fakes` guesses, and `facts["guesses"]` of a recording
-says where. `settle` records again with one guess at a time turned, as long as that is cheap, and leaves in the facts
-
-    conditions       guesses that the memory depends on, or that were not tried; a verdict holds only if they do
-    bounds           selections that were taken whole: fewer elements need less
-    least_fraction   of the peak, with one element selected instead of all, the smallest that was seen
-    otherwise        the guess that is turned in the recording, if any
-
-Of a condition's two answers the one that needs more is kept, so that it is no condition any more; an
-answer at which the training raises an error of its own ends the training, and is none either. What an optimizer asks
-stays a condition where it matters, as its answers change from step to step. Where the step breaks with all guesses as
-they are, the first turned one with which it does not is a condition. Known limit: guesses are turned one at a time, so
-two that only matter together pass.
-
 Where a dry run ends without an answer, because an operator has no fake implementation, a shape depends on numbers, or C
 code insists on real tensors, `RealSteps` runs the same two steps for real on this CPU: on two and on three samples,
 from which the batch asked for follows as from two dry runs, else on that batch itself; in the time that is left, of
-which a dry run that took all of its own leaves a little. The memory that this process may take is limited to half of
-what is free, what needs more is not begun, and what is known before is on disk by then. It tells of itself in
-`facts["source"]`. Not beside a trial, which it would disturb, and not for several ranks.
+which a dry run that took all of its own leaves a little. Where guesses stay open (`settle` of
+`kit.memory.replay.replay`) it runs them beside the dry run, in half of the time that is left and first on the batch
+asked for, and what needs more counts. The memory that this process may take is limited to half of what is free, what
+needs more is not begun, and what is known before is on disk by then. It tells of itself in `facts["source"]`. Not
+beside a trial, which it would disturb, and not for several ranks.
 """
 
 from __future__ import annotations
@@ -32,17 +20,15 @@ import contextlib
 import dataclasses
 import functools
 import os
-import resource
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import cloudpickle
-import numpy as np
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
@@ -50,20 +36,20 @@ from kit.config import Config
 from kit.confinement.confine import confined
 from kit.errors import ConfigError, KitError
 from kit.machine.machine import share
+from kit.machine.processes import memory_limited
 from kit.memory.query import with_numbers, without_memory
 from kit.memory.record.dry_run import JOB, DryRun, NotRunError, record
-from kit.memory.record.fakes import UPPER_BOUND
 from kit.memory.recordings import NEXT
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import Residuals, estimate
-from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, GUESSED_CONDITION, Recording, replay
-from kit.memory.replay.scaling import BatchScaling, ScalingError
+from kit.memory.replay.replay import EVALUATIONS, OF_OPTIMIZERS, Recording, is_open, replay, settle, settled_like
+from kit.memory.replay.scaling import BatchScaling, ScalingError, in_proportion
 from kit.registry import load
 from kit.train.choices import asked_stages, validates_by
 from kit.trial.context import Context
 from kit.trial.directory import RunPaths
 from kit.trial.fit_job import load_part, make_data, make_module, make_parts, show_cells
-from kit.trial.payload import NO_PARTS, TrainerParts
+from kit.trial.payload import NO_PARTS, Part, TrainerParts
 from kit.trial.verdict import describe, own_frame
 from kit.units import format_bytes, format_seconds
 
@@ -102,6 +88,9 @@ def predict(context: Context) -> None:
             found.append(recording)
             found[-1].save(context.paths.recording(place))
             context.writer.write("recorded", batch_size=found[-1].batch_size, seconds=found[-1].facts["seconds"])
+        if real is not None and real.dry is None and is_open(found[0]):
+            for place, recording in enumerate(real.beside(found)):
+                recording.save(context.paths.recording(place))
     except KitError as error:
         problems = error.problems if isinstance(error, ConfigError) else ()
         fields = [[problem.path, problem.message] for problem in problems]
@@ -227,97 +216,6 @@ class Patience:
         raise TimeoutError(self.message)
 
 
-# -- guesses
-
-MOST_TRIED = 8
-MOST_OPERATORS = 100_000
-"""How many operators all second answers may record together: 30 seconds or so, and the same guesses on any machine."""
-
-
-def settle(first: Recording, record_otherwise: Callable[[str], Recording]) -> Recording:
-    """The recording that needs most of those with one guess answered the other way, its facts as described above.
-
-    Args:
-        first: What was recorded with all guesses as they are.
-        record_otherwise: Records once more with this guess answered the other way.
-    """
-    if first.facts["unknown"]:
-        return _answered_otherwise(first, record_otherwise)
-    highest, peak, turned = first, _peak(first), ""
-    conditions, bounds, least = dict.fromkeys(first.facts["guesses"]), [], 1.0
-    for guess in _tried(first):
-        other = record_otherwise(guess)
-        if other.facts["unknown"]:
-            if other.facts["refused"]:
-                del conditions[guess]
-            continue
-        needed = _peak(other)
-        if guess.endswith(UPPER_BOUND) and needed < peak:
-            bounds.append(guess)
-            least = min(least, needed / peak)
-        if needed == _peak(first) or guess.endswith(UPPER_BOUND) or guess.startswith(GUESSED_CONDITION):
-            del conditions[guess]
-        if needed > peak:
-            highest, peak, turned = other, needed, guess
-    for guess in [guess for guess in conditions if guess.endswith(UPPER_BOUND)]:
-        del conditions[guess]
-        bounds.append(guess)
-    new = [guess for guess in highest.facts["guesses"] if guess not in first.facts["guesses"]]
-    held = [guess.replace(_IS_FALSE, _IS_TRUE) if guess == turned else guess for guess in conditions]
-    facts = {
-        "conditions": [*held, *new, *_growth(highest)], "bounds": bounds, "least_fraction": least,
-        "otherwise": turned,
-    }  # fmt: skip
-    return dataclasses.replace(highest, facts=highest.facts | facts)
-
-
-def _answered_otherwise(first: Recording, record_otherwise: Callable[[str], Recording]) -> Recording:
-    """The first recording that a turned guess makes whole, where the step broke with all as they are: an adapter that a
-    random number switches off leaves nothing to train. It holds only if the guess, so turned, does."""
-    for guess in first.facts["guesses"][:MOST_TRIED]:
-        if guess.endswith(_IS_FALSE):
-            other = record_otherwise(guess)
-            if not other.facts["unknown"]:
-                held = [] if first.facts["refused"] else [guess.replace(_IS_FALSE, _IS_TRUE)]
-                more = [condition for condition in other.facts["conditions"] if condition != guess]
-                facts = {"conditions": [*held, *more, *_growth(other)], "least_fraction": 1.0, "otherwise": guess}
-                return dataclasses.replace(other, facts=other.facts | facts)
-    return dataclasses.replace(first, facts=first.facts | {"least_fraction": 1.0, "otherwise": ""})
-
-
-_IS_FALSE, _IS_TRUE = " is False", " is True"
-
-
-def settled_like(recording: Recording, settled: Recording) -> Recording:
-    """A recording at another batch size with the same guess turned, and what was found about the guesses."""
-    found = {name: settled.facts[name] for name in ("conditions", "bounds", "least_fraction", "otherwise")}
-    return dataclasses.replace(recording, facts=recording.facts | found)
-
-
-def _tried(first: Recording) -> list[str]:
-    return list(first.facts["guesses"][: min(MOST_TRIED, MOST_OPERATORS // len(first.operator_name))])
-
-
-def _peak(recording: Recording) -> int:
-    return replay(recording).peak_allocated_bytes
-
-
-def _growth(recording: Recording) -> list[str]:
-    """What an optimizer that keeps more with every step, such as LBFGS its history, leaves open."""
-    if not recording.batch_starts or recording.facts["unknown"]:
-        return []
-    is_state = recording.block_category[recording.event_block] == CATEGORIES.index("optimizer_state")
-    sizes = recording.block_bytes[recording.event_block] * is_state
-    moves = np.where(recording.event_allocates, sizes, -sizes)
-    grown_bytes = int(moves[recording.event_time >= recording.batch_starts[-1]].sum())
-    if grown_bytes <= _LEAST_GROWTH_BYTES:
-        return []
-    return [f"the optimizer keeps no more than after step 2, in which it kept {format_bytes(grown_bytes)} more"]
-
-
-_LEAST_GROWTH_BYTES = 1 << 16
-
-
 # -- for real
 
 SMALL_BATCHES = (2, 3)
@@ -325,7 +223,8 @@ SMALL_BATCHES = (2, 3)
 _FREE_FRACTION = 0.5
 _LAST_FRACTION = 0.15
 """Of the time of a dry run, what they have where it took all."""
-_KEPT = [CATEGORIES.index(name) for name in ("parameters", "buffers", "gradients", "optimizer_state")]
+_BESIDE_FRACTION = 0.5
+"""Of the time that a dry run left, what they have to settle its guesses."""
 
 
 class RealSteps:
@@ -333,7 +232,10 @@ class RealSteps:
 
     def __init__(self, context: Context, payload: dict[str, Any], patience: Patience) -> None:
         self._context, self._payload, self._dry_patience, self._patience = context, payload, patience, patience
+        self._first: Recording | None = None
         self._scaling: BatchScaling | None = None
+        self._run_for: tuple[int, ...] = ()
+        """The batch sizes that `_scaling` was run for."""
         self.dry: Recording | None = None
         """What was known without them."""
         self.failed = False
@@ -344,99 +246,140 @@ class RealSteps:
         run = _run_of(self._context, self._payload, _trainer_parts(self._payload))
         return dataclasses.replace(run, for_real=True)
 
+    @property
+    def _is_alone(self) -> bool:
+        return self._run.world_size == 1 and self._run.config.hardware.strategy == "none"
+
     def instead_of(self, dry: Recording) -> Recording:
         """The recording at the batch size of `dry`, or `dry` where the steps do not run for real either."""
         stopped = dry.facts["unknown"]
         least_seconds = _LAST_FRACTION * self._dry_patience.seconds if self.dry is None else 0.0
         self._patience = Patience(max(least_seconds, self._dry_patience.left_seconds), self._dry_patience.cells)
         self.dry, self.failed = dry, True
-        if self._run.world_size > 1 or self._run.config.hardware.strategy != "none":
+        if not self._is_alone:
             return dry
-        free_bytes = int(_FREE_FRACTION * share().memory_available_bytes)
         try:
-            if (needed_bytes := _peak(dry)) > free_bytes:
-                raise NotRunError(
-                    f"more than {format_bytes(needed_bytes)} are needed, {format_bytes(free_bytes)} allowed"
-                )
-            with memory_limited(free_bytes):
-                found, batches = self._at(dry, free_bytes)
+            found, source = self._ran(dry)
         except NotRunError as error:
             also = ", and run for real on the CPU" + ("" if str(error) == stopped else f": {error}")
             late = bool(self._patience.message or dry.facts.get("late"))
             facts = {"unknown": stopped + also, "late": late}
             return dataclasses.replace(dry, facts=dry.facts | facts)
         self.failed = False
-        source = f"run for real on the CPU with batch {' and '.join(map(str, batches))}"
         why = f"a dry run stopped with {stopped}, so two steps were {source}"
+        return self._told(dry, found, {"source": source, "why_for_real": why, "late": False})
+
+    def beside(self, dry: Sequence[Recording]) -> list[Recording]:
+        """In place of dry runs of which guesses are open: they or the steps run for real, whichever need more.
+
+        What the numbers decided is then known as it was in two steps, so that no condition is left but an optimizer's.
+        The weights of an instance are not sent: then all are left. So they are where the steps do not run for real.
+        """
+        if not self._is_alone:
+            return list(dry)
+        before = self._dry_patience
+        seconds = max(_BESIDE_FRACTION * before.left_seconds, _LAST_FRACTION * before.seconds)
+        self._patience = Patience(seconds, before.cells)
+        try:
+            real = [self._ran(one) for one in dry]
+        except NotRunError as error:
+            said = f"two steps that would settle it were not run for real on the CPU: {error}"
+            return [dataclasses.replace(one, facts=one.facts | {"why_for_real": said}) for one in dry]
+        needed_bytes, dry_bytes = (replay(one).peak_allocated_bytes for one in (real[0][0], dry[0]))
+        first, *others = dry[0].facts["conditions"]
+        why = (
+            f"the memory depends on numbers ({first}{' and others' if others else ''}), so two steps were also "
+            f"{real[0][1]}: they need {format_bytes(needed_bytes)}, a dry run {format_bytes(dry_bytes)}, and the "
+            "larger counts"
+        )
+        found = []
+        for (recording, source), one in zip(real, dry, strict=True):
+            own: dict[str, Any] = {"source": source, "why_for_real": why}
+            if needed_bytes > dry_bytes:
+                recording = self._told(one, recording, own)
+            else:
+                own["source"] = f"no less than {source}"
+                own["conditions"] = recording.facts["conditions"]
+                recording = dataclasses.replace(one, facts=one.facts | own)
+            left = [each for each in one.facts["conditions"] if self._is_instance or each.startswith(OF_OPTIMIZERS)]
+            conditions = list(dict.fromkeys([*left, *recording.facts["conditions"]]))
+            facts = recording.facts | {"conditions": conditions, "guesses": one.facts["guesses"]}
+            found.append(dataclasses.replace(recording, facts=facts))
+        return found
+
+    @functools.cached_property
+    def _is_instance(self) -> bool:
+        part: Part = cloudpickle.loads(self._payload["module"])
+        return part.kind == "instance"
+
+    def _told(self, dry: Recording, found: Recording, own: dict[str, Any]) -> Recording:
+        """What was found, with what it has of its own to tell beside what is known from a dry run."""
         if self._run.device_kind == "cuda":
-            why += "; attention and recurrent layers hold what they hold on a CPU"
+            own["why_for_real"] += "; attention and recurrent layers hold what they hold on a CPU"
         said = [note for note in dry.facts["notes"] if note not in dry.facts["guesses"]]
-        own = {"notes": list(dict.fromkeys([*said, *found.facts["notes"]])), "source": source, "why_for_real": why}
-        facts = {**dry.facts, **found.facts, **own, "late": False}
-        return settle(dataclasses.replace(found, facts=facts), lambda _: found)
+        own["notes"] = list(dict.fromkeys([*said, *found.facts["notes"]]))
+        settled = settle(dataclasses.replace(found, facts={**dry.facts, **found.facts, **own}), lambda _: found)
+        conditions = [*found.facts["conditions"], *settled.facts["conditions"]]
+        return dataclasses.replace(settled, facts=settled.facts | {"conditions": conditions})
+
+    def _ran(self, dry: Recording) -> tuple[Recording, str]:
+        """The steps at the batch size of `dry`, and how they were run.
+
+        Raises:
+            NotRunError: why they do not run.
+        """
+        free_bytes = int(_FREE_FRACTION * share().memory_available_bytes)
+        if (needed_bytes := replay(dry).peak_allocated_bytes) > free_bytes:
+            raise NotRunError(f"more than {format_bytes(needed_bytes)} are needed, {format_bytes(free_bytes)} allowed")
+        with memory_limited(free_bytes):
+            found, batches = self._at(dry, free_bytes)
+        return found, f"run for real on the CPU with batch {' and '.join(map(str, batches))}"
 
     def _at(self, dry: Recording, free_bytes: int) -> tuple[Recording, tuple[int, ...]]:
-        """A recording, and the batch sizes that were run for it."""
-        batch_size = dry.batch_size
-        if self._scaling is None:
-            if batch_size <= max(SMALL_BATCHES):
-                return self._recorded(batch_size), (batch_size,)
-            try:
-                first = self._recorded(SMALL_BATCHES[0])
-            except NotRunError as error:
-                if self._patience.message or str(error) == dry.facts["unknown"]:
-                    raise
-                return self._recorded(batch_size), (batch_size,)  # some steps need more samples
-            try:
-                self._scaling = BatchScaling(first, self._recorded(SMALL_BATCHES[1]))
-            except (NotRunError, ScalingError):
-                return self._as_large(first, batch_size, free_bytes)
-        return self._scaling.at(batch_size), SMALL_BATCHES
+        """A recording, and the batch sizes that were run for it.
 
-    def _as_large(self, first: Recording, batch_size: int, free_bytes: int) -> tuple[Recording, tuple[int, ...]]:
-        """That of the batch itself where there is room and time for it, else the first with blocks that much larger."""
-        scaled, times = _in_proportion(first, batch_size), batch_size / first.batch_size
-        if _peak(scaled) < free_bytes and first.facts["seconds"] * times < self._patience.left_seconds:
+        The second batch is the next one, or where guesses are open the one asked for, as the numbers of other samples
+        decide otherwise; and where the one does not do, the other.
+        """
+        batch_size = dry.batch_size
+        if self._scaling is not None:
+            return self._scaling.at(batch_size), self._run_for
+        if batch_size <= max(SMALL_BATCHES):
+            return self._recorded(batch_size), (batch_size,)
+        try:
+            first = self._first = self._first or self._recorded(SMALL_BATCHES[0])
+        except NotRunError as error:
+            if self._patience.message or str(error) == dry.facts["unknown"]:
+                raise
+            return self._recorded(batch_size), (batch_size,)  # some steps need more samples
+        seconds = [SMALL_BATCHES[1], batch_size]
+        for second in seconds if dry.facts["unknown"] else reversed(seconds):
+            if second == batch_size and not self._has_room(first, dry, free_bytes):
+                continue
             with contextlib.suppress(NotRunError):
-                return self._recorded(batch_size), (batch_size,)
-        return scaled, (first.batch_size,)
+                other = self._recorded(second)
+                with contextlib.suppress(ScalingError):
+                    self._scaling, self._run_for = BatchScaling(first, other), (first.batch_size, second)
+                    return self._scaling.at(batch_size), self._run_for
+                if second == batch_size:
+                    return other, (second,)
+        return in_proportion(first, batch_size), (first.batch_size,)
+
+    def _has_room(self, first: Recording, dry: Recording, free_bytes: int) -> bool:
+        """Whether there is room and time for the batch asked for; what a dry run takes does not grow with it."""
+        least_seconds = min(dry.facts["seconds"], first.facts["seconds"])
+        grown_seconds = (first.facts["seconds"] - least_seconds) * dry.batch_size / first.batch_size
+        is_soon = least_seconds + grown_seconds < self._patience.left_seconds
+        return is_soon and replay(in_proportion(first, dry.batch_size)).peak_allocated_bytes < free_bytes
 
     def _recorded(self, batch_size: int) -> Recording:
         try:
             with with_numbers():
                 return _recorded(self._run, self._payload, batch_size, self._patience, "")
-        except TimeoutError as error:
-            raise NotRunError(str(error)) from error
-
-
-def _in_proportion(recording: Recording, batch_size: int) -> Recording:
-    """The recording with all but weights and their likes as much larger as the batch."""
-    grown = -(-recording.block_bytes * batch_size // recording.batch_size)
-    sizes = np.where(np.isin(recording.block_category, _KEPT), recording.block_bytes, grown)
-    low = "blocks are taken to grow in proportion to the batch: those that grow faster need more"
-    facts = recording.facts | {"may_be_low": [*recording.facts["may_be_low"], low]}
-    return dataclasses.replace(
-        recording, block_bytes=sizes, batch_size=batch_size, facts=facts, calls=(),
-        operator_call=np.zeros(0, dtype=np.int32),
-    )  # fmt: skip
-
-
-@contextlib.contextmanager
-def memory_limited(more_bytes: int) -> Iterator[None]:
-    """Inside, this process can take so much more memory, and no more: then an allocation fails. On Linux."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        yield
-        return
-    lines = (line.split() for line in status.read_text().splitlines())
-    taken_bytes = next((int(words[1]) << 10 for words in lines if words[:1] == ["VmData:"]), 0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = taken_bytes + more_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        except NotRunError:
+            raise
+        except Exception as error:  # a dry run has refused what a fit would refuse
+            raise NotRunError(f"{type(error).__name__}: {error}") from error
 
 
 # -- beside a trial

@@ -243,14 +243,19 @@ class PredictionJob:
         raise self._trial.failure()
 
     def _known_before(self) -> list[Recording]:
-        """What a dry run had found, as often as asked for, where steps then run for real ended the process."""
-        path = self._trial.paths.recording(0)
-        known = Recording.load(path) if path.exists() else None
-        if known is None or not known.facts["unknown"]:
+        """What dry runs had found, as often as asked for, where steps then run for real ended the process."""
+        paths = [self._trial.paths.recording(number) for number in range(self._count)]
+        known = [Recording.load(path) for path in paths if path.exists()]
+        stopped = known[0].facts["unknown"] if known else ""
+        if len(known) < self._count and not stopped:
             return []
         ended = self._trial.message if self._trial.state in ENDED else "it took too long"
-        unknown = f"{known.facts['unknown']}; run for real on the CPU, {ended}"
-        return [dataclasses.replace(known, facts=known.facts | {"unknown": unknown, "late": True})] * self._count
+        ended = f"run for real on the CPU, {ended}"
+        more = {"why_for_real": f"two steps that would settle it were {ended}"}
+        if stopped:
+            more = {"unknown": f"{stopped}; {ended}"}
+        known = [dataclasses.replace(one, facts=one.facts | more | {"late": True}) for one in known]
+        return known if len(known) == self._count else known[:1] * self._count
 
     def close(self) -> None:
         """End the process if it runs, and remove its directory."""

@@ -12,14 +12,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from waiting import PATIENCE_SECONDS
 
 from kit.errors import ConfigError, HardwareError, StoreError, TargetError, TrialError
+from kit.machine.processes import memory_limited
 from kit.memory import recordings
 from kit.memory.alongside import fit
-from kit.memory.predict_job import memory_limited
+from kit.memory.batch_model import memory_model
 from kit.memory.prediction import predict_memory
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.recordings import PredictionJob
 from kit.memory.replay.cards import target_of
 from kit.memory.replay.estimate import estimate
+from kit.memory.replay.replay import replay
 from kit.testing import TinyData, TinyModule
 
 MODULE, DATA = "kit.testing:TinyModule", "kit.testing:TinyData"
@@ -323,6 +325,69 @@ def test_what_is_larger_than_the_memory_here_is_not_run_for_real(config):
     found = predict_memory(config(), Huge, data)
     assert (found.complete, found.source) == (False, "")
     assert any("are needed" in reason for reason in found.reasons)
+
+
+class Looping(Wide):
+    """As many rounds as the data say, 8; a dry run takes one or two."""
+
+    def training_step(self, batch, batch_idx):
+        values = batch[0]
+        for _ in range(int((values.abs() > 0).sum(1).max() // 64)):
+            values = self.layer(values)
+        return values.square().mean()
+
+
+@pytest.mark.parametrize("device", ["this machine", "T4-16GB"])
+def test_a_loop_that_numbers_decide_is_also_run_for_real_and_the_larger_counts(config, device):
+    event = fit(config(), Looping, many).wait(SECONDS).event("memory_measured")
+    found = predict_memory(config(), Looping, many, device=device)
+    assert (found.verdict, found.conditions, found.complete) == ("fits", (), True)
+    ratio = replay(found.recording).peak_allocated_bytes / event["device_allocated_bytes"]
+    assert 0.99 < ratio < (1.01 if device == "this machine" else 2)  # a T4 keeps weights in two number formats
+    assert re.search("run for real.*batch 2 and 16", found.source)
+    assert any("count at test_prediction.py" in reason for reason in found.reasons)
+    assert memory_model(config(), Looping, many, device=device).reason == ""
+
+
+def test_the_dry_run_counts_where_it_needs_more_than_the_numbers(config):
+    class Once(Looping):
+        def training_step(self, batch, batch_idx):
+            values = batch[0]
+            for _ in range(1 + int((values > 9).sum())):
+                values = self.layer(values)
+            return values.square().mean()
+
+    found = predict_memory(config(), Once, many)
+    assert (found.verdict, found.conditions) == ("fits", ())
+    assert re.search("no less.*run for real", found.source)
+
+
+def test_the_weights_of_an_instance_are_not_known_so_its_conditions_stay(config):
+    found = predict_memory(config(), Looping(), many)
+    assert found.verdict == "fits if"
+    assert "run for real" in found.source
+    assert found.device_allocated_bytes > predict_memory(config(), Wide, many).device_allocated_bytes
+
+
+class HugeLooping(Looping):
+    def __init__(self):
+        super().__init__()
+        self.more = torch.nn.Linear(512, 1 << 30, bias=False)
+
+
+class DeadlyLooping(Looping):
+    def training_step(self, batch, batch_idx):
+        if batch[0].sum().item() not in (1.0, 0.25):  # as dry runs answer
+            os.abort()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("made", "why"), [(HugeLooping, "are needed"), (DeadlyLooping, "Aborted|SIGABRT")])
+def test_a_loop_that_cannot_be_run_for_real_leaves_its_conditions(config, made, why):
+    found = predict_memory(config(), made, many)
+    assert (found.complete, found.source) == (True, "")
+    assert any("count at test_prediction.py" in condition for condition in found.conditions)
+    assert any(re.search(f"run for real.*({why})", reason) for reason in found.reasons)
 
 
 def test_memory_is_limited_and_the_limit_goes():

@@ -12,12 +12,13 @@ holds within one dry run, since another one plays another device.
 
 Private parts of torch used here, all tested on its upgrade: `FakeTensorMode._make_cache_entry` and
 `_output_from_cache_entry`, `FakeTensorConverter` with its memos, `Tensor._make_subclass`, `_DisableTorchDispatch`,
-`find_torch_dispatch_rule`, and the attributes that a `FakeTensor` has.
+`find_torch_dispatch_rule`, `_disable_current_modes`, and the attributes that a `FakeTensor` has.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,15 +28,17 @@ from torch._library import simple_registry
 from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
-from kit.confinement.stand_ins import replaced
+from kit.confinement.stand_ins import overridden, replaced
 
 _private: Any = torch._C
 _torch: Any = fake_tensor
 _meta = torch.device("meta")
 _HOST = torch.device("cpu")
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_WHERE = torch.ops.aten.where.self
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -152,6 +155,23 @@ def rules_found_once() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def imports_with_numbers() -> Iterator[None]:
+    """Inside, what a file computes while it is imported has its numbers, also where a module or a step imports it: such
+    tensors are constants of the file, which outlive the dry run, and are no part of what is trained."""
+    loader: Any = importlib.machinery.SourceFileLoader
+    run = loader.exec_module
+
+    def exec_module(self: Any, module: Any) -> None:
+        with _disable_current_modes():
+            run(self, module)
+
+    with _disable_current_modes():
+        pass  # it imports a file itself, the first time
+    with overridden(loader, "exec_module", exec_module):
+        yield
+
+
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors of one dry run."""
 
@@ -198,6 +218,10 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.answered = answer
             return answer(args)
         of_constants = self._constants > 0
+        if (
+            func is _WHERE and args[0].dtype is torch.uint8
+        ):  # kernels still take bytes, torch's rule for shapes does not
+            args = (args[0].bool(), *args[1:])
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         self.answered = None  # what torch asked meanwhile
         if known is not None and known not in self._answers:

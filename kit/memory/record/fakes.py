@@ -55,7 +55,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.batches import Batches, TensorShape, Writer
 from kit.memory.record.value_sizes import composite_kernels, shape_kernels
-from kit.memory.replay.replay import GUESSED_CONDITION
+from kit.memory.replay.replay import GUESSED_CONDITION, UPPER_BOUND
 
 KNOWN_NUMEL = 4096
 """Numbers that a tensor made from constants may have for its values to be kept."""
@@ -63,8 +63,6 @@ _PATIENCE = 1000
 """Times the same line may ask for the same condition before the answer turns, so that a waiting loop ends."""
 _PATIENCE_OTHERWISE = 500
 """The same for a condition that is answered the other way."""
-UPPER_BOUND = ", an upper bound"
-"""How a guess ends that can only be too high."""
 
 aten = torch.ops.aten
 _HOST = torch.device("cpu")

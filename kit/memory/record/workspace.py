@@ -124,6 +124,11 @@ def _safe_softmax(args: Sequence[Any], out: Tensor) -> int:
     return int(out.numel() + out.numel() // max(1, out.shape[args[1]]))
 
 
+def _chosen(args: Sequence[Any], _: Any) -> int:
+    """A condition of bytes as one of truths. (`native/TensorCompare.cpp`.)"""
+    return int(args[0].numel()) if args[0].dtype is torch.uint8 else 0
+
+
 def _ctc_backward(args: Sequence[Any], _: Any) -> int:
     """The chances of the rest of each target, as many as forward kept of their beginnings. (`native/LossCTC.cpp`.)"""
     return int(args[6].nbytes)
@@ -139,6 +144,7 @@ def _eigenvectors(args: Sequence[Any], _: Any) -> int:
 
 _BOTH: dict[str, Rule] = {
     "_safe_softmax": _safe_softmax,
+    "where.self": _chosen,
     **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_backward),
 }
 

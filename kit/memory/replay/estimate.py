@@ -5,7 +5,7 @@ stands a range for what the process holds outside the allocator. The verdict com
 the allocator, never from comparing sums alone:
 
     fits            reserved + the high end of outside bytes <= capacity
-    fits if         the same, under the `conditions` that the dry run had to guess
+    fits if         the same, under the `conditions` that a dry run had to guess and no real run has settled
     tight           only with the low end, or only after the allocator gave its unused segments back to the driver
     does not fit    a request cannot be met even then
     unknown         activations are unknown, and what is known would fit; or an upper bound does not fit
@@ -107,7 +107,7 @@ class MemoryEstimate(Drawable):
     conditions: tuple[str, ...] = ()
     """Guesses on which the bytes depend, with file and line: `fits if` holds when these do."""
     source: str = ""
-    """How the bytes are known where a dry run could not tell, such as `run for real on the CPU with batch 2`."""
+    """How the bytes are known where a dry run alone could not tell, such as `run for real on the CPU with batch 2`."""
     gradients_freed: str = ""
     """When, such as `between forward and backward pass`, as Lightning does; empty where it is not known."""
     zero_grad_saves_bytes: int = 0

@@ -31,6 +31,7 @@ from kit.memory.replay.calls import calls_at
 from kit.memory.replay.replay import CATEGORIES, NO_CALL, PHASES, Recording
 
 _UNSURE = "unsure_workspace_bytes"
+_WEIGHTS = [CATEGORIES.index(name) for name in ("parameters", "buffers", "gradients", "optimizer_state")]
 
 
 class ScalingError(PlanError):
@@ -146,6 +147,18 @@ def _slopes(first: Recording, second: Recording) -> NDArray[np.int64]:
             sizes = f"{first.block_bytes[block]} bytes at {first.batch_size}, {second.block_bytes[block]} at"
             raise ScalingError(f"{_block(first, block)} {why} ({sizes} {second.batch_size}); record each batch size")
     return slopes
+
+
+def in_proportion(recording: Recording, batch_size: int) -> Recording:
+    """The recording with all but weights and their likes as much larger as the batch."""
+    grown = -(-recording.block_bytes * batch_size // recording.batch_size)
+    sizes = np.where(np.isin(recording.block_category, _WEIGHTS), recording.block_bytes, grown)
+    held = "no block grows faster than the batch"
+    facts = recording.facts | {"conditions": [*recording.facts["conditions"], held]}
+    return replace(
+        recording, block_bytes=sizes, batch_size=batch_size, facts=facts, calls=(),
+        operator_call=np.zeros(0, dtype=np.int32),
+    )  # fmt: skip
 
 
 class _Bends:

@@ -239,6 +239,35 @@ def test_a_compiled_module_runs_as_it_is_written():
     assert peak(compiled) == peak(predict(Perceptron, lambda: loader(vectors), config()))
 
 
+def test_a_condition_of_bytes_is_taken_as_a_kernel_takes_it():
+    class Chosen(Perceptron):
+        def loss(self, batch):
+            values = self.layers[0](batch[0].repeat(64, 1))
+            chosen = torch.where(torch.ones(values.shape, dtype=torch.uint8), values, -values)
+            return self.layers[2:](chosen).square().mean()
+
+    assert peak(predict(Chosen, lambda: loader(vectors), config())) == measure(
+        Chosen, lambda: loader(vectors), config()
+    )
+
+
+def test_a_file_imported_during_a_dry_run_has_its_numbers_afterwards(tmp_path, monkeypatch):
+    (tmp_path / "of_three_numbers.py").write_text("import torch\nTABLE = torch.tensor([1.0, 2.0, 3.0]) * 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Importing(Perceptron):
+        def loss(self, batch):
+            from of_three_numbers import TABLE
+
+            return super().loss(batch) * TABLE.sum()
+
+    try:
+        assert not predict(Importing, lambda: loader(vectors), config()).facts["unknown"]
+        assert sys.modules["of_three_numbers"].TABLE.tolist() == [2, 4, 6]
+    finally:
+        sys.modules.pop("of_three_numbers", None)
+
+
 @pytest.mark.parametrize("name", ["gpt", "gpt bf16-mixed", "gpt checkpointed", "averaged", "manual"])
 def test_a_step_that_is_run_for_real_shows_the_blocks_of_a_dry_run(name):
     module, data, settings, precision = CASES[name]

@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn import functional
 
 from kit.config import Config
-from kit.memory.predict_job import settle
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.replay.cards import target_of
 from kit.memory.replay.estimate import estimate
+from kit.memory.replay.replay import settle
 
 CONFIG = Config.make({"trial": {"max_steps": 4, "warmup_steps": 0}})
 
