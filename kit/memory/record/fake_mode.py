@@ -218,9 +218,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.answered = answer
             return answer(args)
         of_constants = self._constants > 0
-        if (
-            func is _WHERE and args[0].dtype is torch.uint8
-        ):  # kernels still take bytes, torch's rule for shapes does not
+        if func is _WHERE and args[0].dtype is torch.uint8:  # kernels still take it, torch's rule for shapes does not
             args = (args[0].bool(), *args[1:])
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         self.answered = None  # what torch asked meanwhile
