@@ -14,12 +14,12 @@ from kit.config import Config
 from kit.errors import ConfigError, PlanError
 from kit.memory.record.dry_run import DryRun, record
 from kit.memory.replay.cards import target_of
+from kit.memory.replay.checkpointing import CHUNKS, loss_chunks
 from kit.memory.replay.replay import replay
 from kit.models import GPT, Field, RandomData, Tokens
 from kit.studies.scaling import fastest
 from kit.studies.scaling import recommend as recommending
 from kit.studies.scaling.fastest import shortened
-from kit.studies.scaling.loss_chunks import CHUNKS, loss_chunks
 
 BATCH = 8
 SMALL = functools.partial(GPT, vocabulary=256, width=64, heads=4, layers=10, context=256)

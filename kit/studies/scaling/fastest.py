@@ -9,7 +9,7 @@ For each split of the batch, blocks and modules inside them are checkpointed in 
 for a byte that they save, only as many as are needed, and what is left of the budget is given back to those that cost
 most. Smaller parts are looked at until one fits without checkpointing. What saves memory alone (gradients freed early;
 8-bit states and sequence chunks, which change the numbers) is dry-run only where memory costs time. Fields in `keep`
-stay as they are. What chunks of a loss over many classes would save is told as advice (`loss_chunks`).
+stay as they are. What chunks of a loss over many classes would save is told as advice.
 
 The chosen point is dry-run as it stands, and where it needs more than was thought, the budget is cut by the difference
 and the search goes on. Seconds are those of `kit.predict_speed`. What it does not know (see there) is not known here.
@@ -33,7 +33,7 @@ from kit.memory.query import MemoryQuery, make_query
 from kit.memory.recordings import NEXT, RecordingRequest, record_all
 from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget
-from kit.memory.replay.checkpointing import Checkpoints, Rung, climb
+from kit.memory.replay.checkpointing import Checkpoints, Rung, climb, loss_chunks
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.memory.replay.replay import Recording
 from kit.memory.replay.scaling import BatchScaling
@@ -45,7 +45,6 @@ from kit.speed.operators import step_of
 from kit.speed.prediction import SpeedEstimate, speed_of
 from kit.speed.pricing import Costs
 from kit.studies.scaling.escalation import Change, RunTarget
-from kit.studies.scaling.loss_chunks import loss_chunks
 from kit.studies.scaling.model import counts_up_to
 from kit.tables import html_list, html_table, text_table
 from kit.trial.payload import optimizes_manually
