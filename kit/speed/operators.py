@@ -8,7 +8,7 @@ ran before the first batch, is no part of a step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,8 @@ class StepOperators:
     """Micro-batches in a step."""
     facts: Mapping[str, Any]
     """Those of the recording: precision, strategy, world_size, parameters and the like."""
+    place: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Index among the operators of the recording."""
 
     @cached_property
     def call_work(self) -> tuple[Work, ...]:
@@ -100,7 +102,7 @@ def step_of(recording: Recording) -> StepOperators:
         calls=tuple(OperatorCall.of(recording.calls[number]) for number in used.tolist()), call=call.astype(np.int32),
         phase=phase, module=module,
         line=_lines(recording, chosen), repeats=repeats, names=recording.names, batch_size=recording.batch_size,
-        accumulate=max(accumulate, 1), facts=recording.facts,
+        accumulate=max(accumulate, 1), facts=recording.facts, place=chosen,
     )  # fmt: skip
 
 

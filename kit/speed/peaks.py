@@ -3,11 +3,12 @@
 A large product in each number format and a large copy are calls like all others of the table of this machine
 (`kit.speed.measure`): they are timed in a process of its own, once, and remembered there. The peak of a format is the
 best product that the table knows. For a GPU the maker's figures stand beside it. Ranks that share a CPU are asked about
-as one rank with all their threads.
+as one rank with all their threads. On a device that is nearly full both are smaller, so that others keep their memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,8 +21,14 @@ from kit.units import format_bytes, format_count
 
 _DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("float32", "bfloat16", "float16")}
 _SIDE = {"cpu": 1024, "gpu": 8192}
+"""Of the square matrices that are multiplied, at most."""
 _COPIED_ELEMENTS = {"cpu": 1 << 25, "gpu": 1 << 27}
-_SECONDS = 2.0
+"""At most: 1 GiB is read and written on a GPU."""
+_FREE_SHARE = 1 / 8
+"""Of the free memory, at most, for all tensors of a call."""
+_FLOAT_BYTES, _LEAST_SIDE, _LEAST_ELEMENTS = 4, 256, 1 << 20
+_SECONDS = 20.0
+"""At most, where others use the cores; else a tenth of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +78,29 @@ def device_peaks(config: Config, *, again: bool = False) -> Peaks:
     one = config.replace({"hardware.strategy": "none", "hardware.devices": 1})
     resolved = resolve_devices(one, here)
     kind = resolved.accelerator
-    products = {name: _product(name, _SIDE[kind]) for name in _DTYPES[kind]}
-    copy = _copy(_COPIED_ELEMENTS[kind])
+    gpu = next((gpu for gpu in here.gpus if gpu.uuid in resolved.devices), None)
+    side, elements = _sizes(kind, here.memory_available_bytes if gpu is None else gpu.free_bytes)
+    products = {name: _product(name, side) for name in _DTYPES[kind]}
+    copy = _copy(elements)
     table = calls_here(one, (*products.values(), copy), seconds=_SECONDS, again=again).table
-    card = None
-    if kind == "gpu":
-        card = card_of_gpu(next(gpu for gpu in here.gpus if gpu.uuid == resolved.devices[0]))
+    card = None if gpu is None else card_of_gpu(gpu)
     return Peaks(
         device=table.name, flops_per_second={name: table.peak_flops_per_second(name) for name in products},
         nominal_flops_per_second={name: card.peak_flops_per_second(name) if card else None for name in products},
         bytes_per_second=2 * copy.outputs[0].bytes / table.measured[copy],
     )  # fmt: skip
+
+
+def _sizes(kind: str, free_bytes: int) -> tuple[int, int]:
+    """Side of the matrices of a product and elements of a copy: powers of two, so that what is known is found again."""
+    most = free_bytes * _FREE_SHARE / _FLOAT_BYTES
+    side = min(_SIDE[kind], _power_of_two(math.sqrt(most / 3)))
+    return max(_LEAST_SIDE, side), max(_LEAST_ELEMENTS, min(_COPIED_ELEMENTS[kind], _power_of_two(most / 2)))
+
+
+def _power_of_two(most: float) -> int:
+    """The largest that is not above; 1 for less than that."""
+    return 1 << max(0, int(most).bit_length() - 1)
 
 
 def _product(dtype: str, side: int) -> OperatorCall:

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import pytest
@@ -51,3 +52,28 @@ def test_peaks_are_no_run_among_the_results(config, busy_machine_counts):
     kit.studies.device_peaks(config())
     kit.fit(config(max_steps=3), TinyModule, "kit.testing:TinyData").wait()
     assert len(kit.results(config().trial.folder)) == 1
+
+
+@pytest.mark.parametrize("free_gib", [80, 40, 8, 6, 3, 1.5, 0.5, 0.02])
+def test_what_is_multiplied_and_copied_takes_an_eighth_of_what_is_free_at_most(free_gib):
+    side, elements = peaks._sizes("gpu", int(free_gib * 2**30))
+    largest = max(3 * side**2, 2 * elements) * 4
+    assert largest <= max(free_gib * 2**30 / 8, 2 * peaks._LEAST_ELEMENTS * 4)
+    if free_gib >= 8:
+        assert (side, elements) == (8192, 1 << 27), "as much as out of a card's caches; more would tell no more"
+    elif free_gib >= 0.5:
+        assert largest > free_gib * 2**30 / 64
+
+
+def test_a_nearly_full_machine_copies_less(config, monkeypatch, busy_machine_counts):
+    asked = []
+    monkeypatch.setattr(peaks, "calls_here", lambda _, calls, **more: asked.extend(calls))
+    free = kit.hardware()
+    for available in (1 << 40, 64 << 20):
+        here = dataclasses.replace(free, memory_available_bytes=available, gpus=())
+        monkeypatch.setattr(peaks, "hardware", lambda here=here: here)
+        with pytest.raises(AttributeError):
+            kit.studies.device_peaks(config())
+    copies = [call.outputs[0].elements for call in asked if call.operator == "aten::copy_"]
+    assert copies[0] == 1 << 25
+    assert copies[1] <= 1 << 20

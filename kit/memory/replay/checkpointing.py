@@ -5,7 +5,16 @@ pass again where its backward pass begins. So in the recording the dropped activ
 forward has ended, and its operators and what they allocate stand a second time before the first operator of its
 backward. Any subset of blocks is played through the allocator, and priced, in milliseconds.
 
-The output is taken to be what the block's last allocating operator made, the largest of it. The second forward ends
+Blocks are coarse where a model has few: half of eight equal ones may lack a byte, and five leave a seventh of a budget
+unused. So modules inside a block may be checkpointed in its place (`Checkpoints.ladder`), down to a single activation
+function, wherever their operators stand in one piece and change nothing in place.
+
+A language model's logits, their logarithms of probabilities and the gradients of both often are the peak. A loss that
+takes a chunk of the positions at a time, and computes its logits again, holds those of one chunk (`loss_chunks`). What
+multiplies by the head is the user's own code, so that is advice.
+
+The output is taken to be what the block's last allocating operator made, the largest of it. What it was given stays,
+though nothing else may need it any more. The second forward ends
 where the last dropped tensor is there again, as torch's does. Gathered parameters and traffic are not repeated: under
 FSDP a block is gathered for its backward pass anyway. Known error: what autocast casts anew in the second forward; a
 GPT of 64 channels under CUDA's autocast was thought to need 8 % too much.
@@ -13,14 +22,17 @@ GPT of 64 channels under CUDA's autocast was thought to need 8 % too much.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.memory.replay.replay import CATEGORIES, PHASES, Recording
+from kit.memory.replay.calls import OperatorCall, TensorSpec
+from kit.memory.replay.replay import CATEGORIES, NO_CALL, PHASES, Recording, replay
+from kit.units import format_bytes, format_seconds
 
 _FORWARD, _BACKWARD = PHASES.index("forward"), PHASES.index("backward")
 _KEPT = CATEGORIES.index("activations")
@@ -43,6 +55,28 @@ class BlockCall:
     """Memory blocks that it keeps for the backward pass, without its output."""
     repeated: NDArray[np.int64]
     """Operators that run again."""
+    held: NDArray[np.int64]
+    """Memory blocks that it was given and nobody needs further: they stay until it has run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """Modules to checkpoint of one block, none inside another."""
+
+    names: tuple[str, ...]
+    saved_bytes: int
+    """Not kept through a micro-batch."""
+    seconds: float
+    """Of a step, to compute them again."""
+
+    @classmethod
+    def of(cls, parts: Collection[Rung]) -> Rung:
+        """Several together."""
+        names = tuple(name for part in parts for name in part.names)
+        return cls(names, sum(part.saved_bytes for part in parts), sum(part.seconds for part in parts))
+
+
+_GROUND = Rung((), 0, 0.0)
 
 
 class Checkpoints:
@@ -61,13 +95,76 @@ class Checkpoints:
 
     def saved_bytes(self, block: str) -> int:
         """What the block keeps through the first micro-batch and would not, checkpointed."""
-        calls = self.calls[block][:1]
+        calls = self._of(block)[:1]
         return sum(int(self.recording.block_bytes[call.dropped].sum()) for call in calls)
 
-    def checkpointed(self, blocks: Iterable[str]) -> Recording:
-        """The recording with these blocks checkpointed."""
-        calls = sorted((call for block in blocks for call in self.calls[block]), key=lambda call: call.backward)
+    def checkpointed(self, names: Iterable[str]) -> Recording:
+        """The recording with these blocks, or modules inside them, checkpointed; none lies in another."""
+        calls = sorted((call for name in names for call in self._of(name)), key=lambda call: call.backward)
         return _rewritten(self.recording, calls, self._life) if calls else self.recording
+
+    def ladder(self, block: str, seconds: NDArray[np.float64], call_seconds: float = 0.0) -> list[Rung]:
+        """What may be checkpointed of a block, from its cheapest part up to all of it: each rung replaces the last.
+
+        Each saves more than the one before, and takes longer.
+
+        Args:
+            block: Its name.
+            seconds: (operators,) what each takes.
+            call_seconds: Of a checkpointed call, beside its operators.
+        """
+        prefix = f"{block}."
+        inner = {name for name in self.recording.names if name.startswith(prefix) and ", line " not in name}
+        inside: dict[str, list[str]] = {}
+        for name in sorted(inner):
+            parent = name.rpartition(".")[0]
+            while parent != block and parent not in inner:
+                parent = parent.rpartition(".")[0]
+            inside.setdefault(parent, []).append(name)
+        return self._rungs(block, inside, seconds, call_seconds)
+
+    def _rungs(
+        self, name: str, inside: Mapping[str, Sequence[str]], seconds: NDArray[np.float64], call_seconds: float
+    ) -> list[Rung]:
+        parts = [self._rungs(part, inside, seconds, call_seconds) for part in inside.get(name, ())]
+        found, taken = [], dict[int, Rung]()
+        for place, rung in climb(parts):
+            taken[place] = rung
+            found.append(Rung.of(taken.values()))
+        if calls := self._of(name):
+            spent = sum(float(seconds[call.repeated].sum()) for call in calls) + call_seconds
+            found.append(Rung((name,), self.saved_bytes(name), spent))
+        better: list[Rung] = []
+        for rung in sorted(found, key=lambda rung: (-rung.saved_bytes, rung.seconds)):
+            if rung.saved_bytes and (not better or rung.seconds < better[-1].seconds):
+                better.append(rung)
+        return better[::-1]
+
+    def _of(self, name: str) -> list[BlockCall]:
+        """The calls of a block, or of a module inside one where it may run twice on its own."""
+        if name not in self.calls:
+            self.calls[name] = [] if self._is_torn(name) else self._calls_of(name)
+        return self.calls[name]
+
+    def _is_torn(self, name: str) -> bool:
+        """Whether operators of others lie between its own, as where blocks share it, or it changes its input."""
+        recording, inside = self.recording, self._inside(name)
+        ends = [*recording.batch_starts[1:], len(recording.operator_name)]
+        for start, end in zip(recording.batch_starts, ends, strict=True):
+            own = start + np.flatnonzero(inside[start:end] & (recording.operator_phase[start:end] == _FORWARD))
+            if len(own) and (own[-1] - own[0] + 1 != len(own) or self._in_place[own].any()):
+                return True
+        return False
+
+    def _inside(self, name: str) -> NDArray[np.bool_]:
+        names = self.recording.names
+        parts = [place for place, one in enumerate(names) if one == name or one.startswith(f"{name}.")]
+        return np.isin(self.recording.operator_module, parts)
+
+    @cached_property
+    def _in_place(self) -> NDArray[np.bool_]:
+        names = [place for place, name in enumerate(self.recording.names) if name.partition(".")[0].endswith("_")]
+        return np.isin(self.recording.operator_name, names)
 
     @cached_property
     def _life(self) -> _Life:
@@ -80,8 +177,7 @@ class Checkpoints:
 
     def _calls_of(self, block: str) -> list[BlockCall]:
         found, recording, life = [], self.recording, self._life
-        parts = [place for place, name in enumerate(recording.names) if name == block or name.startswith(f"{block}.")]
-        inside = np.isin(recording.operator_module, parts)
+        inside = self._inside(block)
         ends = [*recording.batch_starts[1:], len(recording.operator_name)]
         for start, end in zip(recording.batch_starts, ends, strict=True):
             phase = recording.operator_phase[start:end]
@@ -97,8 +193,31 @@ class Checkpoints:
                     until = int(life.made[dropped].max())
                     repeated = np.arange(first, until + 1)
                     repeated = repeated[~self._traffic[repeated]]
-                    found.append(BlockCall(first, last, int(backward[0]), dropped, repeated))
+                    given = (life.made < first) & (life.freed >= first) & (life.freed <= last)
+                    given &= np.isin(recording.block_category, _REPEATED) & (recording.block_phase == _FORWARD)
+                    found.append(BlockCall(first, last, int(backward[0]), dropped, repeated, np.flatnonzero(given)))
         return found
+
+
+def climb(ladders: Sequence[Sequence[Rung]]) -> list[tuple[int, Rung]]:
+    """Steps up several ladders, that which costs least for a further byte first: (place of the ladder, its new rung).
+
+    Rungs that a longer step passes at no higher cost are left out, so that costs only rise.
+    """
+    steps: list[tuple[float, int, int, Rung]] = []
+    for place, ladder in enumerate(ladders):
+        hull = [_GROUND]
+        for rung in ladder:
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], rung):
+                hull.pop()
+            hull.append(rung)
+        steps += [(_slope(*pair), place, number, pair[1]) for number, pair in enumerate(pairwise(hull))]
+    return [(place, rung) for _, place, _, rung in sorted(steps, key=lambda step: step[:3])]
+
+
+def _slope(before: Rung, after: Rung) -> float:
+    """Seconds for a byte, of the step from one rung to the next."""
+    return (after.seconds - before.seconds) / (after.saved_bytes - before.saved_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +283,7 @@ def _rewritten(recording: Recording, calls: list[BlockCall], life: _Life) -> Rec
         event_block[life.freeing[call.dropped]] = number[call.dropped]
         rest = sources[(life.freed[sources] > call.repeated[-1]) & ~np.isin(sources, call.dropped)]
         ending = np.full(len(rest), begin + len(call.repeated) - 1)
+        columns[0][2][life.freeing[call.held]] = begin + len(call.repeated) - 1
         columns.append([number[rest], np.zeros(len(rest), np.bool_), ending, np.full(len(rest), _LAST)])
     block, allocates, time, order = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     sorted_by = np.lexsort((order, time))
@@ -190,3 +310,65 @@ def _rewritten(recording: Recording, calls: list[BlockCall], life: _Life) -> Rec
 
 
 _OPERATORS = ("operator_name", "operator_module", "operator_call")
+
+
+CHUNKS = 8
+"""Of the positions, in the advice."""
+_LEAST_SHARE = 0.05
+"""Of the peak, below which it is no advice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossChunks:
+    """A step's largest loss over classes, whole and in `CHUNKS` parts."""
+
+    positions: int
+    """Of a micro-batch, all sequences together."""
+    classes: int
+    peak_bytes: int
+    """As it is."""
+    chunked_peak_bytes: int
+    again: NDArray[np.bool_]
+    """(operators,) of the recording that chunks run twice."""
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.peak_bytes - self.chunked_peak_bytes
+
+    def advice(self, seconds: float) -> str:
+        """A sentence, with what it costs a step."""
+        return (
+            f"advice, not applied: logits of {self.positions:,} positions × {self.classes:,} classes are held at the "
+            f"peak; a loss in {CHUNKS} chunks of the positions, each computed again in the backward pass, would save "
+            f"{format_bytes(self.saved_bytes)} for {format_seconds(seconds)} a step"
+        )
+
+
+def loss_chunks(recording: Recording) -> LossChunks | None:
+    """The loss that has the largest logits, and what chunks of it would save; None where that is next to nothing."""
+    calls = [OperatorCall.of(call) for call in recording.calls]
+    logits = [call.outputs[0] for call in calls if call.name == "_log_softmax" and len(call.outputs[0].shape) > 1]
+    if not logits:
+        return None
+    largest = max(logits, key=lambda spec: spec.elements)
+
+    def is_logits(spec: TensorSpec) -> bool:
+        return spec.elements == largest.elements and spec.shape[-1:] == largest.shape[-1:]
+
+    shaped = [any(map(is_logits, call.outputs)) for call in calls]
+    made_by = np.append(np.array(shaped, dtype=np.bool_), False)  # the last is that of no call
+    numbers = np.where(recording.operator_call == NO_CALL, len(calls), recording.operator_call)
+    makes = made_by[numbers]
+    begins = recording.event_allocates
+    makers = np.zeros(recording.blocks, dtype=np.int64)
+    makers[recording.event_block[begins]] = recording.event_time[begins]
+    # Beside logits an operator may make something small, such as the mask of a dropout.
+    held = makes[makers] & (recording.block_bytes >= largest.elements)
+    chunked = replace(recording, block_bytes=np.where(held, -(-recording.block_bytes // CHUNKS), recording.block_bytes))
+    before, after = (replay(one).peak_allocated_bytes for one in (recording, chunked))
+    if before - after < _LEAST_SHARE * before:
+        return None
+    return LossChunks(
+        positions=largest.elements // largest.shape[-1], classes=largest.shape[-1], peak_bytes=before,
+        chunked_peak_bytes=after, again=makes & (recording.operator_phase == PHASES.index("forward")),
+    )  # fmt: skip

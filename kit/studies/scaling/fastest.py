@@ -5,10 +5,11 @@ and which blocks are checkpointed. The global batch stays what it was: batch × 
 the last two is dry-run at two batch sizes; any batch and any subset of checkpointed blocks follows on paper
 (`kit.memory.replay.checkpointing`), so that hundreds of points cost seconds.
 
-For each split of the batch, blocks are checkpointed in the order of the seconds that they cost for a byte that they
-save, only as many as are needed, and those that prove needless are kept after all. Smaller parts are looked at until
-one fits without checkpointing. What saves memory alone (gradients freed early, 8-bit states, which change the numbers)
-is dry-run only where memory costs time. Fields in `keep` stay as they are.
+For each split of the batch, blocks and modules inside them are checkpointed in the order of the seconds that they cost
+for a byte that they save, only as many as are needed, and what is left of the budget is given back to those that cost
+most. Smaller parts are looked at until one fits without checkpointing. What saves memory alone (gradients freed early;
+8-bit states and sequence chunks, which change the numbers) is dry-run only where memory costs time. Fields in `keep`
+stay as they are. What chunks of a loss over many classes would save is told as advice.
 
 The chosen point is dry-run as it stands, and where it needs more than was thought, the budget is cut by the difference
 and the search goes on. Seconds are those of `kit.predict_speed`. What it does not know (see there) is not known here.
@@ -16,9 +17,8 @@ and the search goes on. Seconds are those of `kit.predict_speed`. What it does n
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -31,10 +31,11 @@ from kit.memory.alongside import fit
 from kit.memory.prediction import estimate_here
 from kit.memory.query import MemoryQuery, make_query
 from kit.memory.recordings import NEXT, RecordingRequest, record_all
+from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget
-from kit.memory.replay.checkpointing import Checkpoints
+from kit.memory.replay.checkpointing import Checkpoints, Rung, climb, loss_chunks
 from kit.memory.replay.estimate import MemoryEstimate
-from kit.memory.replay.replay import PHASES, Recording
+from kit.memory.replay.replay import Recording
 from kit.memory.replay.scaling import BatchScaling
 from kit.records.row import row_of_trial
 from kit.registry import Drawable
@@ -54,8 +55,10 @@ MEASURE_SECONDS = 10.0
 """Spent on operators that were never measured here, for each setting that is dry-run."""
 CONFIRMATIONS = 3
 """Dry runs of chosen points, at most."""
-_DROPS = 24
-"""Checkpointed blocks that are tried without, at most."""
+_DROPS = 32
+"""Blocks of which less is tried, at most."""
+CHECKPOINT_SECONDS = 1.5e-4
+"""Of a checkpointed call, beside its operators: saved tensors go through hooks in Python. An assumption."""
 _COLUMNS = ("setting", "needs", "of budget", "step", "samples/s")
 
 
@@ -197,6 +200,8 @@ class Fastest:
         self.budget_bytes = int(capacity * (1 - target.headroom_fraction))
         self._cut_bytes = 0
         """By how much a chosen point needed more than was thought."""
+        self._whole_blocks = False
+        """Whether modules inside blocks are left alone: one may not bear to run twice where its whole block does."""
 
     # -- what is looked at
 
@@ -290,8 +295,27 @@ class Fastest:
             options[0].append({_FREED: True})
         if self._may("levers.optimizer") and self.config.levers.optimizer not in ("adamw-8bit", "sgd"):
             options[1].append({"levers.optimizer": "adamw-8bit"})
-        combined = [{**one, **other} for one, other in product(*options)]
+        if self._may(_CHUNK) and not self.config.levers.sequence_chunk and self._cuts_sequences:
+            options.append([{}, *({_CHUNK: -(-self._positions // parts)} for parts in _SEQUENCE_PARTS)])
+        combined = [{path: value for one in chosen for path, value in one.items()} for chosen in product(*options)]
         return [base.with_more(more) for more in combined if more]
+
+    @property
+    def _cuts_sequences(self) -> bool:
+        """Whether the module is known to train a sequence in chunks; what a function makes is not known."""
+        made = getattr(self.module, "func", self.module)
+        return not self._manual and callable(getattr(made, "chunk_step", None)) and self._positions > 1
+
+    @property
+    def _positions(self) -> int:
+        """Length of the sequences: the second dimension of the first tensor that has the batch as its first."""
+        recording = self._given.first
+        for number in recording.operator_call[recording.batch_starts[0] :].tolist():
+            call = OperatorCall.of(recording.calls[number]) if number >= 0 else None
+            for spec in (*call.inputs, *call.outputs) if call is not None else ():
+                if len(spec.shape) > 1 and spec.shape[0] == recording.batch_size:
+                    return spec.shape[1]
+        return 0
 
     def _families_of(self, points: Sequence[SpeedPoint]) -> list[_Family]:
         moved = ("loader.batch_size", "levers.accumulate_grad_batches", *_CHECKPOINTING)
@@ -340,46 +364,76 @@ class Fastest:
         if plain.fits or not blocks or not self._may(_CHECKPOINTING[0]):
             return [plain]
         checkpoints = Checkpoints(recording)
-        costs = self._block_costs(checkpoints, recorded, family)
-        order = sorted(blocks, key=lambda block: costs[block])
+        known: dict[frozenset[str], SpeedPoint] = {}
 
-        def point(names: Sequence[str]) -> SpeedPoint:
-            numbers = [number for number in blocks if number in names]
-            again = checkpoints.checkpointed([blocks[number] for number in numbers])
-            return self._point(family, recorded, again, batch, accumulate, numbers)
+        def point(names: Iterable[str]) -> SpeedPoint:
+            chosen = frozenset(names)
+            if chosen not in known:
+                again = checkpoints.checkpointed(chosen)
+                known[chosen] = self._point(family, recorded, again, batch, accumulate, chosen)
+            return known[chosen]
 
-        everything = point(order)
+        everything = point(blocks.values())
         if not everything.fits:
             return [plain, everything]
-        low, high, least, beyond = 0, len(order), everything, plain
+        ladders = self._ladders(checkpoints, recorded, family)
+        steps = climb(ladders)
+
+        def after(count: int) -> dict[int, Rung]:
+            return dict(steps[:count])  # the last rung of each ladder
+
+        low, high, least, beyond = 0, len(steps), everything, plain
         while high - low > 1:
             middle = (low + high) // 2
-            tried = point(order[:middle])
+            tried = point(Rung.of(after(middle).values()).names)
             if tried.fits:
                 high, least = middle, tried
             else:
                 low, beyond = middle, tried
-        names = order[:high]
-        for block in sorted(names[:_DROPS], key=lambda block: -costs[block]):
-            tried = point([name for name in names if name != block])
-            if tried.fits:
-                names, least = [name for name in names if name != block], tried
+        least = self._filled(after(high), ladders, point, least)
         found = [plain]
         found.extend(one for one in (beyond, least, everything) if one not in found)
         return found
 
-    def _block_costs(self, checkpoints: Checkpoints, recorded: _Recorded, family: _Family) -> dict[str, float]:
-        """Seconds for a byte saved, by the label of a block."""
+    def _filled(
+        self, chosen: dict[int, Rung], ladders: Sequence[Sequence[Rung]],
+        point: Callable[[Iterable[str]], SpeedPoint], least: SpeedPoint,
+    ) -> SpeedPoint:  # fmt: skip
+        """The point with less of one block or another, as far as the budget goes: what gains most seconds first."""
+        refused: set[tuple[str, ...]] = set()
+        for _ in range(_DROPS):
+            free_bytes = self.budget_bytes - self._cut_bytes - least.needs_bytes
+            less = []
+            for place, rung in chosen.items():
+                for other in (Rung.of(()), *ladders[place]):
+                    if other.seconds < rung.seconds and other.saved_bytes < rung.saved_bytes:
+                        # A peak may lie where a block holds nothing, so what seems too much is tried too, but last.
+                        too_much = rung.saved_bytes - other.saved_bytes > free_bytes
+                        less.append((too_much, other.seconds - rung.seconds, place, other))
+            for _, _, place, other in sorted(less, key=lambda one: one[:3]):
+                names = Rung.of({**chosen, place: other}.values()).names
+                if names not in refused:
+                    tried = point(names)
+                    if tried.fits:
+                        chosen, least = {**chosen, place: other}, tried
+                    else:
+                        refused.add(names)
+                    break
+            else:
+                break
+        return least
+
+    def _ladders(self, checkpoints: Checkpoints, recorded: _Recorded, family: _Family) -> list[list[Rung]]:
+        """What may be checkpointed of each block, with what it saves and what it costs."""
         step = step_of(checkpoints.recording)
-        seconds = self._speed(checkpoints.recording, family.devices).time.operator_seconds
-        forward = step.phase == PHASES.index("forward")
-        found = {}
-        for label, block in recorded.blocks.items():
-            parts = [place for place, name in enumerate(step.names) if name == block or name.startswith(f"{block}.")]
-            again = float(seconds[forward & np.isin(step.module, parts)].sum())
-            saved = checkpoints.saved_bytes(block)
-            found[label] = again / saved if saved else math.inf
-        return found
+        priced = self._speed(checkpoints.recording, family.devices)
+        seconds = np.zeros(len(checkpoints.recording.operator_name))
+        host = 0.0 if self._costs is None or self._costs.asynchronous else self._costs.host_seconds("backward")
+        seconds[step.place] = priced.time.operator_seconds + host * step.repeats
+        found = {block: checkpoints.ladder(block, seconds, CHECKPOINT_SECONDS) for block in recorded.blocks.values()}
+        if self._whole_blocks:
+            return [[rung for rung in ladder if rung.names == (block,)] for block, ladder in found.items()]
+        return list(found.values())
 
     def _speed(self, recording: Recording, devices: int) -> SpeedEstimate:
         return speed_of(recording, self._device, devices=devices, costs=self._costs)
@@ -397,7 +451,7 @@ class Fastest:
 
     def _point(
         self, family: _Family, recorded: _Recorded, recording: Recording, batch: int, accumulate: int,
-        checkpointed: Sequence[str],
+        checkpointed: Collection[str],
     ) -> SpeedPoint:  # fmt: skip
         estimate = estimate_here(recorded.query, recording, recorded.target)
         changes = {**self._base, **family.changes}
@@ -407,8 +461,10 @@ class Fastest:
             changes["levers.accumulate_grad_batches"] = accumulate
         if checkpointed:
             changes[_CHECKPOINTING[0]] = True
-            if len(checkpointed) < len(recorded.blocks) or not all(label.isdecimal() for label in checkpointed):
-                changes[_CHECKPOINTING[1]] = shortened(checkpointed)
+            labels = {name: label for label, name in recorded.blocks.items()}
+            chosen = [labels.get(name, name) for name in sorted(checkpointed, key=_natural)]
+            if len(chosen) < len(labels) or not all(label.isdecimal() for label in chosen):
+                changes[_CHECKPOINTING[1]] = shortened(chosen)
         changes = {path: value for path, value in changes.items() if self.config.get(path) != value}
         return self._judged(changes, estimate, self._speed(recording, family.devices), len(checkpointed))
 
@@ -460,6 +516,7 @@ class Fastest:
         (found,) = record_all([RecordingRequest(query, (size,))], max(10.0, self._deadline - time.monotonic()))
         if isinstance(found, KitError):
             self._note(f"{point.name} could not be dry-run again: {found}")
+            self._whole_blocks = True
             return replace(point, fits=False)
         estimate = estimate_here(query, found[0], target)
         speed = self._speed(found[0], query.world_size)
@@ -469,6 +526,9 @@ class Fastest:
             f"dry-run as it stands: {format_bytes(confirmed.needs_bytes)}, {ratio:.3f} of what was thought; "
             f"{confirmed.needs_bytes / self.budget_bytes:.1%} of the budget"
         )
+        if chunks := loss_chunks(found[0]):
+            spent = speed.time.operator_seconds[chunks.again[speed.time.step.place]].sum()
+            self._note(chunks.advice(float(spent)))
         return confirmed
 
     def _trial(self, chosen: SpeedPoint) -> Trial:
@@ -556,6 +616,11 @@ def _best(points: Sequence[SpeedPoint]) -> SpeedPoint | None:
     return min(fitting, key=lambda point: (point.step_seconds, len(point.changes)), default=None)
 
 
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Order in which the tenth comes after the ninth."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
 def shortened(labels: Sequence[str]) -> tuple[str, ...]:
     """Labels of blocks as `levers.checkpoint_blocks` has them: numbers in a row as "0-5"."""
     found: list[list[int]] = []
@@ -583,10 +648,12 @@ def _name(changes: Mapping[str, Any]) -> str:
 
 
 _FREED = "levers.zero_grad_after_step"
+_CHUNK, _SEQUENCE_PARTS = "levers.sequence_chunk", (2, 4)
 _CHECKPOINTING = ("levers.gradient_checkpointing", "levers.checkpoint_blocks")
 _WORDS = {
     "hardware.precision": "{}", "levers.attention": "attention {}", "levers.optimizer": "{}",
-    _FREED: "gradients freed after the step", "levers.accumulate_grad_batches": "accumulation in {}",
+    _FREED: "gradients freed after the step", _CHUNK: "sequences in chunks of {}",
+    "levers.accumulate_grad_batches": "accumulation in {}",
 }  # fmt: skip
 _WHY = (
     (("hardware.strategy", "hardware.devices"), "devices", "the same global batch, shared out"),
@@ -594,6 +661,7 @@ _WHY = (
     (("levers.attention",), "attention", "scores are not stored"),
     (("levers.optimizer",), "optimizer", "fused: one kernel and no temporaries; 8-bit: a quarter of the states"),
     ((_FREED,), "gradients", "freed before the next forward pass"),
+    ((_CHUNK,), "sequence chunks", "activations and logits of one chunk at a time: gradients end at its borders"),
     (("loader.batch_size", "levers.accumulate_grad_batches"), "batch", "the same global batch in other parts"),
     (_CHECKPOINTING, "checkpointing", "only as many blocks as do not fit, those first that cost least for a byte"),
 )  # fmt: skip
