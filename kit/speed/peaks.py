@@ -27,8 +27,8 @@ _COPIED_ELEMENTS = {"cpu": 1 << 25, "gpu": 1 << 27}
 _FREE_SHARE = 1 / 8
 """Of the free memory, at most, for all tensors of a call."""
 _FLOAT_BYTES, _LEAST_SIDE, _LEAST_ELEMENTS = 4, 256, 1 << 20
-_SECONDS = 20.0
-"""At most, where others use the cores; else a tenth of it."""
+_SECONDS = 2.0
+"""For all calls together, where none alone takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
