@@ -40,7 +40,6 @@ LEVERS: dict[str, dict[str, Any]] = {
 STRATEGIES = ("none", "ddp", "fsdp")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 _GPT = {"vocabulary": 32, "width": 16, "heads": 2, "layers": 2, "context": 16}
-_RECURRENT = {"features": 4, "width": 16, "layers": 1}
 _SIGNS: dict[Outcome, str] = {"works": "works", "works with a note": "works", "refused": "refused"}
 
 
@@ -58,11 +57,10 @@ class Cell:
         Raises:
             ConfigError: when the combination is refused.
         """
-        model, arguments = ("Recurrent", _RECURRENT) if self.lever == "sequence chunks" else ("GPT", _GPT)
         return Config().replace({
             "hardware.accelerator": "cpu", "hardware.devices": 1 if self.strategy == "none" else 2,
             "hardware.strategy": self.strategy, "hardware.precision": self.precision, "hardware.threads_per_rank": 1,
-            "model.target": f"kit.models:{model}", "model.arguments": arguments,
+            "model.target": "kit.models:GPT", "model.arguments": _GPT,
             "trial.max_steps": 2, "trial.warmup_steps": 1, "trial.folder": str(folder),
             "trial.predict_memory": False, "trial.measure_memory": False, **LEVERS[self.lever],
         })  # fmt: skip
@@ -89,7 +87,7 @@ def run(cell: Cell, folder: Path) -> Result:
         TrialError: when it fails for a reason that is no refusal of kit's.
     """
     try:
-        trial = try_out(None, _data(cell), cell.config(folder)).wait()
+        trial = try_out(None, _data(), cell.config(folder)).wait()
     except (ConfigError, HardwareError) as error:
         return Result(cell, "refused", _plain(str(error)))
     except TrialError as error:
@@ -100,12 +98,9 @@ def run(cell: Cell, folder: Path) -> Result:
     return Result(cell, "works with a note" if notes else "works", notes)
 
 
-def _data(cell: Cell) -> Any:
-    from kit.models import Field, RandomData, Tokens
+def _data() -> Any:
+    from kit.models import Tokens
 
-    if cell.lever == "sequence chunks":
-        field = Field(shape=(16, _RECURRENT["features"]))
-        return functools.partial(RandomData, (field, field), batch_size=2, samples=32)
     return functools.partial(Tokens, vocabulary=_GPT["vocabulary"], context=_GPT["context"], batch_size=2, sequences=32)
 
 
