@@ -16,7 +16,7 @@ from properties import nightly
 from waiting import PATIENCE_SECONDS, wait_until
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-NOTEBOOK_SECONDS = 4 * PATIENCE_SECONDS
+NOTEBOOK_SECONDS = 8 * PATIENCE_SECONDS
 """For whatever a page waits for, a whole notebook at the longest."""
 FLAGS = (
     "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking",

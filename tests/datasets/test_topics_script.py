@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_one_process_and_two_find_the_topics_that_a_fit_from_python_finds(run, tmp_path):
     said = run(batch_size=16)
     one = kit.open_topics(tmp_path / "topics.npz")
