@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+import zero_grad
 from publish import publish
 from torch import Tensor, nn
 from torch.nn import functional
@@ -36,16 +36,8 @@ CONFIG = kit.Config.make({
 })  # fmt: skip
 
 
-class Trained(LightningModule):
-    """A model of another package with its loss."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model.train(), loss
-
-    @override
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(self.model, batch)
+class Trained(zero_grad.Trained):
+    """The same, by AdamW."""
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:

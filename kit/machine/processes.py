@@ -140,7 +140,7 @@ def _status_bytes(name: str) -> int | None:
 @contextlib.contextmanager
 def memory_limited(more_bytes: int) -> Iterator[None]:
     """Inside, this process can take so much more memory, and no more: then an allocation fails. On Linux."""
-    taken_bytes = _status_bytes("VmData")
+    taken_bytes = _status_bytes("VmData:")
     if taken_bytes is None:
         yield
         return

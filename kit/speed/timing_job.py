@@ -32,7 +32,7 @@ from lightning.pytorch import LightningModule
 
 from kit.json_text import write_json
 from kit.memory.record.dry_run import DryRun, record
-from kit.memory.record.fakes import ONEDNN_HALF
+from kit.memory.record.fakes import is_emulated
 from kit.memory.replay.calls import OperatorCall
 from kit.speed.call_timer import OtherLoad, time_call
 from kit.speed.operators import StepOperators, step_of
@@ -230,6 +230,6 @@ def _modules(device: torch.device) -> list[tuple[Any, Any, str]]:
     ]
     hosts = [(make, data, "32-true") for make, data in tiny]
     # Where bfloat16 is only emulated steps take many times as long, and an LSTM cannot be trained in it.
-    emulated = device.type == "cpu" and not ONEDNN_HALF[torch.bfloat16]()
+    emulated = device.type == "cpu" and is_emulated(torch.bfloat16)
     precisions = ("32-true",) if emulated else ("32-true", "bf16-mixed")
     return [*hosts, *((make, data, precision) for make, data in kinds for precision in precisions)]

@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from kit.units import parse_bytes
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 PLACES = ("same region", "across the ocean", "home WiFi")
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 
 def test_a_winner_becomes_a_file_that_runs_as_it_did(notebook, project, artifacts):

@@ -9,7 +9,7 @@ from waiting import wait_until
 
 from kit.units import parse_bytes
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 GUESSES = {"plain": "4 GiB", "bf16": "2 GiB", "native": "2 GiB", "fused": "1 GiB"}
 

@@ -6,7 +6,7 @@ import kit
 from kit.errors import TrialError
 from kit.testing import TinyData, TinyModule
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 SIZES = ((1000, "light"), (800, "dark"))
 

@@ -8,7 +8,7 @@ from properties import nightly
 
 from kit.units import parse_bytes
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 STOPPABLE = """import kit
 config = kit.Config.load("datasets/tokens/recipe.yaml").replace({

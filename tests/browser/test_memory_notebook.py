@@ -5,7 +5,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 ANSWERED, COMPLETE = re.compile(r"answered in "), re.compile(r"^complete — ")
 WATCH_SHIFTS = """() => {

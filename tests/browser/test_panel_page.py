@@ -9,7 +9,7 @@ import pytest
 from lab import SCROLLED, end_kernels
 from playwright.sync_api import expect
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 PANEL = """import kit
 config = kit.Config().replace({"model.target": "kit.testing:TinyModule", "model.arguments": {"width": 8},

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from playwright.sync_api import expect
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 NAMED_FIRST = ("chunks that do not fit", "no prefetch", "Python in the data", "sync in the step")
 PANEL = """import kit

@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from kit.units import parse_bytes
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 ANSWERED, COMPLETE = re.compile(r"answered in "), re.compile(r"^complete — ")
 LEAST_PIXELS = 600

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from playwright.sync_api import expect
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 STEP, STOPPED, COMPLETE = (
     re.compile(r"^step \d+/"),

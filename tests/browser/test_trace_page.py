@@ -6,7 +6,7 @@ import pytest
 
 from kit.studies.profiling.viewer import TraceViewer
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.browser
 
 
 def bar(name, begin, length, kind="cpu_op", thread=1):

@@ -19,7 +19,7 @@ from kit.studies.diagnosis.diagnose import Finding
 from kit.studies.diagnosis.rules import RULES
 from kit.testing import TinyData, TinyModule
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.slow
 
 BLOCKS = readme.blocks("python")
 MANY = "runs a dozen trials or more; tests/studies/ has it run"

@@ -498,6 +498,11 @@ ONEDNN_HALF: dict[torch.dtype, Callable[[], bool]] = {
 """Whether this processor has instructions for a number format; without them oneDNN does nothing in it."""
 
 
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Whether torch computes in a number format for which this processor has no instructions."""
+    return not ONEDNN_HALF.get(dtype, lambda: True)()
+
+
 def workspace_bytes(steps: int, batch: int, features: int, width: int, element_size: int = _FLOAT_BYTES) -> int:
     """Of one layer and direction over `steps` inputs of (batch, features), with `width` numbers of state.
 
@@ -528,7 +533,7 @@ def lstm_layer(_mode: Any, _func: Any, values: Tensor, *args: Any) -> tuple[Tens
         RuntimeError: in training, in half precision on a processor that has none, as the real one does.
     """
     state, cell, width, train = args[4], args[5], args[9], args[14]
-    if train and not ONEDNN_HALF.get(values.dtype, lambda: True)():
+    if train and is_emulated(values.dtype):
         raise RuntimeError(
             f"this CPU has no LSTM in {str(values.dtype).removeprefix('torch.')}, for which oneDNN needs AVX-512; "
             "train it here with precision 32-true, or ask about a GPU"

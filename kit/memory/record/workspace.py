@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 
 from kit.confinement.stand_ins import replaced
-from kit.memory.record.fakes import ONEDNN_HALF, backward_scratch_bytes, forward_scratch_bytes
+from kit.memory.record.fakes import ONEDNN_HALF, backward_scratch_bytes, forward_scratch_bytes, is_emulated
 from kit.train.optimizers import is_installed, make_tables, quiet_import
 
 Capability = tuple[int, int] | None
@@ -169,7 +169,7 @@ _CUDA: dict[str, Rule] = {
 def _convolution(args: Sequence[Any], out: Tensor) -> int:
     """Copies of input and weight while the result is made in a layout of its own, then that result beside its copy."""
     values, weight = args[0], args[1]
-    if _is_unrolled(values.dtype):
+    if is_emulated(values.dtype):
         return _unrolled_convolution(args, out)
     if _needs_no_copy(values, weight, (*args[3], *args[5])):
         return 0
@@ -182,7 +182,7 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     """First the gradient of the input, from copies of the output's gradient and the weight; then that of the weight,
     from copies of the output's gradient and the input, with sums in float32 if these are in half precision."""
     gradient, values, weight = args[0], args[1], args[2]
-    if _is_unrolled(values.dtype):
+    if is_emulated(values.dtype):
         return _unrolled_convolution_backward(args, out)
     if _needs_no_copy(values, weight, (*args[4], *args[6])):
         return 0
@@ -227,11 +227,6 @@ def _blocked(tensor: Tensor, axes: int = 1) -> int:
 # -- CPU: half precision where the processor has no instructions for it. torch writes out the patch of every position as
 # a column, and multiplies. (`native/ConvolutionMM2d.cpp`, `NaiveConvolutionTranspose2d.cpp` and
 # `NaiveDilatedConvolution.cpp`, and their like for volumes; groups in `native/Convolution.cpp`.)
-
-
-def _is_unrolled(dtype: torch.dtype) -> bool:
-    supported = ONEDNN_HALF.get(dtype)
-    return supported is not None and not supported()
 
 
 def _unrolled_convolution(args: Sequence[Any], out: Tensor) -> int:
@@ -334,7 +329,7 @@ class Workspaces:
         if self.capability is not None and operator in _CONVOLUTIONS:
             self.unsure_bytes = max(self.unsure_bytes, unsure_workspace_bytes(operator, args, out, self.capability))
         if self.capability is None and operator in _CONVOLUTIONS:
-            self.half_convolutions |= args[0].element_size() < _FLOAT32 and not _is_unrolled(args[0].dtype)
+            self.half_convolutions |= args[0].element_size() < _FLOAT32 and not is_emulated(args[0].dtype)
         return workspace_bytes(operator, args, out, self.capability)
 
 
