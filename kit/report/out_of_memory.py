@@ -20,7 +20,7 @@ from kit.charts import style as look
 from kit.config import Config
 from kit.errors import TrialError
 from kit.machine.machine import hardware
-from kit.memory.prediction import predict_memory
+from kit.memory.prediction import TIMEOUT_SECONDS, predict_memory
 from kit.memory.query import find_target_device
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate, clock_of
@@ -29,7 +29,7 @@ from kit.memory.replay.replay import with_cublas_workspaces
 from kit.memory.replay.snapshot import NO_LINE, DeviceMemory, load_snapshot, moment_of, predicted_holdings
 from kit.records.row import write
 from kit.report.page import MISSING, counted, figure_html, html_page
-from kit.studies.scaling.escalation import RunTarget
+from kit.studies.scaling.escalation import Recommendation, RunTarget
 from kit.studies.scaling.recommend import recommend
 from kit.tables import html_list, html_table
 from kit.trial.directory import contents_to_run
@@ -73,13 +73,13 @@ class _Held:
         return f"{Path(place).name if place == file else place}, line {line}, in {function}"
 
 
-def memory_report(trial: Trial, snapshot: Path, file: Path) -> Path:
+def memory_report(trial: Trial, snapshot: Path, file: Path, timeout_seconds: float | None = None) -> Path:
     """The page that `Trial.memory_report` writes.
 
     Raises:
         TrialError: when the snapshot cannot be read.
     """
-    held = _held(trial, load_snapshot(snapshot))
+    held = _held(trial, load_snapshot(snapshot), timeout_seconds)
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     sections = {
         "What happened": html_list(_happened(held)),
@@ -94,13 +94,14 @@ def memory_report(trial: Trial, snapshot: Path, file: Path) -> Path:
     return write(html_page(f"Out of memory: {escape(trial.config.name)}", about, sections), file)
 
 
-def _held(trial: Trial, memory: DeviceMemory) -> _Held:
+def _held(trial: Trial, memory: DeviceMemory, timeout_seconds: float | None) -> _Held:
     """Read against a prediction of what was sent; where there is none, the advice says why."""
     try:
         payload = unpack(contents_to_run(trial.paths).payload)
         module, data = payload["module"].value, payload["data"].value
         config, target, ranks = _asked_of(trial)
-        estimate = predict_memory(config, module, data, device=target, world_size=ranks)
+        seconds = max(TIMEOUT_SECONDS, timeout_seconds or 0.0)
+        estimate = predict_memory(config, module, data, device=target, world_size=ranks, timeout_seconds=seconds)
         recording = estimate.recording
         assert recording is not None
         if not estimate.complete:  # a lower bound would look like a surprise
@@ -113,7 +114,9 @@ def _held(trial: Trial, memory: DeviceMemory) -> _Held:
             predicted=predicted_holdings(played, moment, play(played).held_bytes),
             clock=float(asked_bytes[moment] / max(1, asked_bytes[-1])),
         )  # fmt: skip
-        return replace(found, advice=_smallest_change(found, estimate, config, target, (module, data)))
+        goal = RunTarget(device=_without_excess(target, found), devices=estimate.world_size)
+        change = recommend(config, goal, module, data, timeout_seconds=timeout_seconds)
+        return replace(found, advice=_advice(found, estimate, change))
     except Exception as error:  # the snapshot is shown, whatever became of module and data since
         reason = f"nothing is predicted: {type(error).__name__}: {error}"
         advice = html_list([reason, *(trial.event("failed", "advice") or ())])
@@ -132,19 +135,20 @@ def _asked_of(trial: Trial) -> tuple[Config, DeviceTarget, int]:
     return config, find_target_device(device, config, ranks), ranks
 
 
-def _smallest_change(
-    held: _Held, estimate: MemoryEstimate, config: Config, target: DeviceTarget, parts: tuple[Any, Any]
-) -> str:
-    """What `kit.studies.recommend` says when the device is smaller by what was not predicted."""
+def _without_excess(target: DeviceTarget, held: _Held) -> DeviceTarget:
+    """The device, smaller by what was not predicted."""
+    return replace(target, capacity_bytes=max(1, target.capacity_bytes - max(0, held.excess_bytes)))
+
+
+def _advice(held: _Held, estimate: MemoryEstimate, found: Recommendation) -> str:
+    """The smallest change that fits as a line that runs, and what was looked at on the way."""
     less = max(0, held.excess_bytes)
-    smaller = replace(target, capacity_bytes=max(1, target.capacity_bytes - less))
-    found = recommend(config, RunTarget(device=smaller, devices=estimate.world_size), *parts)
     note = f"{format_bytes(less)} that were not predicted are taken off the device" if less else ""
     if less > _NOTABLE * held.memory.allocated_bytes and estimate.fits:
         note += "; without them the config fits as it is, so look there before you change it"
     values = {path: value for change in found.changes for path, value in change.values.items()}
     if not found.fits or not values:
-        said = found.refusal or f"by its prediction the config fits {format_bytes(smaller.capacity_bytes)} as it is"
+        said = found.refusal or f"by its prediction the config fits {found.target.device} as it is"
         return html_list([said, *filter(None, [note]), *(held.trial.event("failed", "advice") or ())])
     line = f"kit.fit(trial.config.replace({values}), module, data)"
     reasons = [str(change) for change in found.changes]

@@ -375,7 +375,7 @@ class Trial(Drawable):
         word = self.cause or self.state.lower()
         return TrialError(f"{self.message} [{word}]", details)
 
-    def memory_report(self, path: str | Path | None = None) -> Path:
+    def memory_report(self, path: str | Path | None = None, *, timeout_seconds: float | None = None) -> Path:
         """Write a page about a device that ran out of memory: what held it, against what was predicted, and what helps.
 
         The page opens offline. What was held is read from the snapshot that the failed rank left; module and data are
@@ -383,6 +383,7 @@ class Trial(Drawable):
 
         Args:
             path: The HTML file; by default `memory_report.html` in the run directory.
+            timeout_seconds: After so long no further change is dry-run; by default as in `kit.studies.recommend`.
 
         Returns:
             The path of the file.
@@ -395,7 +396,7 @@ class Trial(Drawable):
         if not name:
             raise TrialError(f"{self.name} has no snapshot of memory: no device ran out of it in a training step")
         rank = int(self.event("trial_ended", "failed_rank") or 0)
-        written: Path = load("trial.memory_report")(self, self.paths.memory_snapshot(rank), file)
+        written: Path = load("trial.memory_report")(self, self.paths.memory_snapshot(rank), file, timeout_seconds)
         return written
 
     # -- displays

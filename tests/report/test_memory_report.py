@@ -77,7 +77,7 @@ def table_of(text):
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     trial, message = ran_out(tmp_path_factory.mktemp("wide"), Wide, 8)
-    return trial, message, trial.memory_report().read_text(encoding="utf-8")
+    return trial, message, trial.memory_report(timeout_seconds=WAIT_SECONDS).read_text(encoding="utf-8")
 
 
 def test_the_failure_names_the_file_and_the_page(wide):
@@ -103,8 +103,10 @@ def test_what_was_held_is_that_of_the_prediction_line_by_line(wide):
 
 def test_the_smallest_change_is_a_line_that_runs_and_fits(wide):
     trial, _, text = wide
-    changes = re.search(r"kit\.fit\(trial\.config\.replace\((\{.*?\})\), module, data\)", unescape(text))[1]
-    config = trial.config.replace(ast.literal_eval(changes))
+    advice = unescape(text).partition("The smallest change that fits")[2]
+    changes = re.search(r"kit\.fit\(trial\.config\.replace\((\{.*?\})\), module, data\)", advice)
+    assert changes, advice
+    config = trial.config.replace(ast.literal_eval(changes[1]))
     assert kit.fit(config, Wide, Noise).wait(WAIT_SECONDS).state == "COMPLETE"
 
 

@@ -81,6 +81,7 @@ def test_steps_for_which_no_time_is_left_say_so(config):
     assert refused.tried[0].estimate is not None
     assert all("were over" in tried.note for tried in refused.tried[1:] if tried.estimate is None)
     assert any(tried.estimate is None for tried in refused.tried[1:])
+    assert "timeout_seconds" in refused.refusal
 
 
 def test_the_config_sets_what_the_changes_say_and_keeps_the_global_batch(config):
