@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -42,7 +42,8 @@ from kit.train.sequences import is_chunked
 
 # A module is fitted again by a learning-rate search, and can be sharded only once.
 _SHARDED_HERE: WeakSet[nn.Module] = WeakSet()
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_LISTS, nn.Sequential)
 _NAMED = 3
 """Names in an error."""
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -269,7 +270,11 @@ def class_name(module: nn.Module) -> str:
 
 
 def repeated_blocks(root: nn.Module) -> list[nn.Module]:
-    """Blocks of `root`, outer ones before those inside them."""
+    """Blocks of `root`, outer ones before those inside them.
+
+    They are the modules of one class that make up a list, or that recur in its lists, as attention and feed-forward do
+    in a list of pairs.
+    """
     blocks: dict[nn.Module, None] = {}
     for container in root.modules():
         if isinstance(container, _CONTAINERS):
@@ -277,9 +282,31 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
             if len(children) > 1 and len({class_name(child) for child in children}) == 1:
                 first = children[0]
                 is_layer = type(first).__module__.startswith("torch.nn.") and not any(True for _ in first.children())
-                if not is_layer and not isinstance(first, nn.ModuleList | nn.ModuleDict):  # lists are never called
+                if isinstance(first, _LISTS):
+                    blocks |= dict.fromkeys(_recurring(children))
+                elif not is_layer:
                     blocks |= dict.fromkeys(children)
     return list(blocks)
+
+
+def _recurring(lists: Sequence[nn.Module]) -> list[nn.Module]:
+    """What holds other modules and a matrix, and has its class in several of the lists, which are never called."""
+    called = [[part for part in _called_in(one) if _is_block(part)] for one in lists]
+    count = Counter(name for parts in called for name in {class_name(part) for part in parts})
+    return [part for parts in called for part in parts if count[class_name(part)] > 1]
+
+
+def _called_in(container: nn.Module) -> Iterator[nn.Module]:
+    for child in container.children():
+        if isinstance(child, _LISTS):
+            yield from _called_in(child)
+        else:
+            yield child
+
+
+def _is_block(part: nn.Module) -> bool:
+    """False for layers and for norms, which are too small to be gathered or computed again by themselves."""
+    return any(True for _ in part.children()) and any(parameter.dim() > 1 for parameter in part.parameters())
 
 
 def find_blocks(root: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:

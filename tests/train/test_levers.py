@@ -353,6 +353,15 @@ def test_outer_blocks_are_taken_for_those_inside_them():
     assert outermost(repeated_blocks(module)) == list(module)
 
 
+def test_what_recurs_in_lists_of_lists_is_found_and_norms_among_it_are_not():
+    def norm():
+        return nn.ModuleList([nn.Sequential(nn.LayerNorm(2)), None])
+
+    lists = [[norm(), train_parts.Layer(), train_parts.BatchNormLayer()], [norm(), train_parts.Layer(), nn.Identity()]]
+    module = nn.ModuleList(map(nn.ModuleList, lists))
+    assert repeated_blocks(module) == [lists[0][1], lists[1][1]]
+
+
 def test_a_block_with_a_weight_tied_to_the_outside_is_told_from_the_others():
     module = train_parts.TiedNet()
     assert [holds_its_parameters_alone(layer, module) for layer in module.layers] == [True, False, True]
