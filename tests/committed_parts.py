@@ -17,6 +17,7 @@ from kit.config import Config
 
 HOME = str(Path(kit.__file__).parents[1])
 SECONDS = 400
+PYTHON = sys.executable  # where tests put another in its place
 QUIET = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
 
 LOSSES = '''
@@ -119,7 +120,7 @@ def variables(**more: str) -> dict[str, str]:
 
 def fresh() -> dict[str, str]:
     """What `variables` needs so that every process is a new interpreter, and its ranks are its children."""
-    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    return {"PATH": os.pathsep.join([str(Path(PYTHON).parent), os.environ["PATH"]])}
 
 
 def start(line: list[str], folder: Path, **more: str) -> subprocess.Popen:

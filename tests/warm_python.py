@@ -4,7 +4,7 @@ A committed file is run by commands, as a cluster runs them, and each of their p
 seven seconds of a core. Here one process loads them, once for all workers of a test session, and forks. `programs()`
 gives a folder with `python` and `torchrun` to stand first on the PATH: they hand arguments, environment, folder and
 streams to that process, wait, and end as the fork ends, by its exit code or its signal. A fork takes this `python` for
-`sys.executable`, so ranks that Lightning or torchrun start are forks too. What is not `-m` of a module runs as ever.
+`sys.executable`, so ranks that Lightning or torchrun start are forks too. What is not one of `_RUN` runs as ever.
 
 Who asks is not the parent of what was asked for. So signals that can be answered are handed on, and the session of a
 fork is killed when who asked is gone.
@@ -73,7 +73,7 @@ def _listening(name: str) -> socket.socket:
 
 
 def _ask(name: str, python: str, *arguments: str) -> None:
-    if arguments[:1] != ("-m",):
+    if arguments[:1] != ("-m",) or arguments[1] not in _RUN:
         os.execv(python, [python, *arguments])
     asked = {"module": arguments[1], "arguments": arguments[2:], "folder": os.getcwd(), "variables": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as line:

@@ -17,7 +17,7 @@ from kit.errors import ConfigError, MissingRowsError
 from kit.train import CommittedConfig
 from kit.train.cli import CommittedCLI, check_files
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("warm_runs")]
 SECONDS = 300
 SIZES = {"documents": 96, "terms": 60, "topics": 4}
 QUICK = {

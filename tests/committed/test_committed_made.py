@@ -20,7 +20,7 @@ from kit.config import Config
 from kit.errors import ConfigError
 from kit.targets import load_target
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("warm_runs")]
 SECONDS = 300
 SETUPS = Path(__file__).parents[1] / "projects" / "setups.py"
 

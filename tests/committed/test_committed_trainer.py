@@ -35,7 +35,7 @@ from kit.targets import load_target
 from kit.train.cli import CommittedCLI, check_checkpoint, unfit_checkpoint
 from kit.trial.payload import TrainerParts
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("warm_runs")]
 SECONDS = 300
 
 OWN = '''
@@ -280,7 +280,7 @@ def test_two_ranks_run_with_every_setting_of_ddp_that_their_trial_had(small, pro
     strategy = committed.values["trainer"]["strategy"]["init_args"]
     names = ("find_unused_parameters", "static_graph", "bucket_cap_mb")
     assert [strategy[name] for name in names] == [True, True, 1.0]
-    line = committed.launch.torchrun.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    line = committed.launch.torchrun.replace("torchrun", f"{parts.PYTHON} -m torch.distributed.run")
     losses = ["--trainer.callbacks+=kit.train.LossLog", "--trainer.callbacks.file=events.0.jsonl"]
     parts.finish(parts.start([*shlex.split(line), *losses], project, OMP_NUM_THREADS="2"))
     steps = [event["loss"] for event in parts.lines_of(project / "events.0.jsonl") if event["kind"] == "step"]
