@@ -17,6 +17,7 @@ from properties import at_night, examples, nightly
 
 import kit.data.build.build as builder
 from kit.config import Config
+from kit.data.build import schedulers
 from kit.data.build.build import build
 from kit.data.build.plan import OVERHEAD_BYTES, plan_build
 from kit.data.build.schedulers import RUNTIME_BYTES, open_scheduler, slots_of
@@ -44,6 +45,22 @@ class Greedy:
         kept = np.ones(1 << 27)
         time.sleep(1)
         return kept[:256].reshape(4, 8, 8).astype("f4")
+"""
+
+
+LEAVING = """
+import numpy as np
+from distributed import get_worker
+from kit.data.build.source import VariableSpec
+
+class Leaving:
+    dims, shape, coordinates, attributes = ("time", "lat", "lon"), (4, 8, 8), {}, {}
+    variables = {"t": VariableSpec(np.dtype("float32"), {})}
+
+    def read(self, name, region):
+        worker = get_worker()
+        worker.loop.add_callback(worker.close, nanny=False)
+        return np.ones((4, 8, 8), "f4")
 """
 
 
@@ -151,7 +168,8 @@ def test_a_worker_that_takes_more_than_its_limit_is_ended_and_the_build_says_so(
     source = tmp_path / "greedy.py"
     source.write_text(GREEDY)
     config = recut(f"{source}:Greedy", tmp_path / "t.zarr", {"time": 4}, build__scheduler="distributed")
-    with pytest.raises(BuildError, match=r"lost three times.*build\.memory_bytes.*build\.workers"):
+    # On a busy machine Dask now and then starts no worker in place of a lost one.
+    with pytest.raises(BuildError, match=r"(lost three times|no Dask worker).*build\.memory_bytes.*build\.workers"):
         build(config.replace({"build.workers": 1}), progress=False)
 
 
@@ -238,6 +256,7 @@ UNHURRIED = """
 import sys, time
 import kit.data.build.shards
 from kit.config import Config
+from kit.data.build import schedulers
 from kit.data.build.build import build
 
 write = kit.data.build.shards.write_object
@@ -400,6 +419,22 @@ def test_a_failure_ends_a_build_whatever_else_ends_at_that_moment(tmp_path, tiny
             )  # fmt: skip
             with pytest.raises(BuildError, match="the instrument fell overboard"):
                 build(config, progress=False)
+
+
+def test_a_cluster_whose_last_worker_left_ends_a_build(tmp_path, monkeypatch):
+    from distributed import LocalCluster
+
+    monkeypatch.setattr(schedulers, "NO_WORKER_SECONDS", 1)
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    with LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1"
+    ) as cluster:
+        config = recut(
+            f"{tmp_path}/leaving.py:Leaving", tmp_path / "t.zarr", {"time": 4},
+            build__scheduler="distributed", build__address=cluster.scheduler_address,
+        )  # fmt: skip
+        with pytest.raises(BuildError, match="no Dask worker.*build again"):
+            build(config, progress=False)
 
 
 def test_every_builder_journals_every_two_seconds():

@@ -234,6 +234,8 @@ class _Builder:
                 done = wait(running, timeout=JOURNAL_SECONDS, return_when=FIRST_COMPLETED).done
                 ended, running = [one for one in running if one in done], [one for one in running if one not in done]
                 self._take(ended)
+                if not ended:
+                    scheduler.check()
             self._save()
         except BaseException:  # running shards finish and are recorded, waiting ones are dropped
             # Dask never wakes who waits for a future that was cancelled while its task ended.

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -42,6 +43,8 @@ _MOST_THREADS = 8
 RUNTIME_BYTES = 320 << 20
 """An interpreter with numpy, zarr, xarray and Dask, before it builds."""
 _CLUSTER_SECONDS = 60
+NO_WORKER_SECONDS = 180
+"""After so long without one, nobody is waited for: Dask itself would wait for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class Scheduler:
     """URL of a dashboard."""
     share: Callable[[Any], Any] = lambda thing: thing
     """Gives what to pass to tasks in place of a thing, so that it travels to each worker once."""
+    check: Callable[[], None] = lambda: None
+    """Raises BuildError when nobody has been there for long to do a task."""
 
 
 def slots_of(settings: Build, threads: int | None = None) -> Slots:
@@ -160,7 +165,26 @@ def _dask(settings: Build, slots: Slots, threads: int, memory_bytes: int) -> Ite
         used = min(workers, slots.processes or workers)
         # A task that waits could run on a worker that is not to be used.
         in_flight = used * threads * (2 if used == workers else 1)
-        yield Scheduler(executor, in_flight, client.dashboard_link or "", stack.enter_context(_sharing(client)))
+        share_thing = stack.enter_context(_sharing(client))
+        yield Scheduler(executor, in_flight, client.dashboard_link or "", share_thing, _Attendance(client).check)
+
+
+class _Attendance:
+    """Whether a cluster still has workers; one whose nanny could not start it anew is told by nobody."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._seen = time.monotonic()
+
+    def check(self) -> None:
+        now = time.monotonic()
+        if self._client.scheduler_info(n_workers=-1)["workers"]:
+            self._seen = now
+        elif now - self._seen > NO_WORKER_SECONDS:
+            raise BuildError(
+                f"no Dask worker has been there for {now - self._seen:.0f} s; see that one can start, with the memory "
+                "for its task (build.memory_bytes, fewer build.workers or build.threads), then build again to resume"
+            )
 
 
 @contextlib.contextmanager
