@@ -26,7 +26,7 @@ FAULTY = $(shell grep -rlE --include='test_*.py' '^@pytest.mark.fault' tests)
 
 PEOPLE ?= 8
 
-.PHONY: lab reset book room test browser faults quick nightly coverage wheel check lint types notebooks bench gpu clean
+.PHONY: lab reset book room test slow browser faults quick nightly coverage wheel check lint types notebooks bench gpu clean
 
 # A person needs the address and nothing else: Jupyter's own lines, extension by extension, are left out.
 lab: $(READY)
@@ -46,9 +46,13 @@ book: $(READY)
 room: $(READY)
 	@$(BIN)/python -m kit.course.room $(PEOPLE) --names "$(NAMES)" $(ROOM)
 
-# All tests but those that drive a browser and those that break things on purpose.
+# All tests but those that take more than ten seconds, drive a browser or break things on purpose.
 test: $(READY)
-	$(TESTS) --ignore=tests/browser --ignore=tests/faults -m "not fault"
+	$(TESTS) --ignore=tests/browser --ignore=tests/faults -m "not fault and not slow"
+
+# Those of more than ten seconds: whole trainings beside their predictions, searches, committed runs, notebooks.
+slow: $(READY)
+	$(TESTS) --ignore=tests/browser --ignore=tests/faults -m "slow and not fault"
 
 # The notebooks and the panel in Chromium, as a person sees them.
 browser: $(READY)
@@ -78,7 +82,7 @@ wheel: $(READY)
 	$(BIN)/python tests/wheel.py
 
 # Exactly what CI runs.
-check: lint types notebooks test faults browser wheel
+check: lint types notebooks test slow faults browser wheel
 
 lint: $(READY)
 	$(BIN)/ruff check .

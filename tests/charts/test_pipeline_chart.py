@@ -24,6 +24,7 @@ def titles(chart):
     return [axes.get_title(loc="left") for axes in chart.axes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (1, 1)])
 def test_a_trial_of_kits_own_loader_draws_every_row_and_the_wire(own, ranks, workers):
     trial = fit(own(ranks, **{"loader.num_workers": workers})).wait(SECONDS)

@@ -56,6 +56,7 @@ def play(plan, ways, epoch=1):
     return seen, served(alone, epoch, 0, alone.batches_per_epoch), under_way
 
 
+@pytest.mark.slow
 @given(epochs())
 @examples(2_000)
 def test_every_sample_of_a_stopped_epoch_comes_once_whatever_it_is_resumed_with(case):

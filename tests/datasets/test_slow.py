@@ -17,6 +17,7 @@ from kit.studies.diagnosis.gains import worth_measuring
 from kit.studies.repeats import RunSource
 from kit.targets import load_target
 
+pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parents[2] / "datasets" / "slow"
 DATA, MODULE = "datasets/slow/parts.py:ValueByValue", "datasets/slow/parts.py:Counting"
 CURES = load_target("datasets/slow/parts.py:CURES")

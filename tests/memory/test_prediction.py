@@ -98,6 +98,7 @@ def test_a_config_alone_is_enough_and_no_store_is_read(own):
     assert found.parameters > 0
 
 
+@pytest.mark.slow
 def test_the_kernel_needs_no_torch(own):
     code = textwrap.dedent(f"""
         import sys
@@ -111,6 +112,7 @@ def test_the_kernel_needs_no_torch(own):
     assert done.stdout.strip() == "[] [True, True]", done.stderr
 
 
+@pytest.mark.slow
 def test_classes_of_a_script_are_predicted(config):
     """A script stands for a notebook: its classes live in __main__."""
     code = textwrap.dedent(f"""

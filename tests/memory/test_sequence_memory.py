@@ -29,6 +29,7 @@ def windowed(config):
     return config.replace({**changes, "data.arguments": {"vocabulary": 256}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of", "data"), [(recurrent, Series), (windowed, TOKENS)])
 def test_prediction_and_measurement_are_flat_with_chunks_and_grow_without(config, of, data):
     check = kit.studies.verify_sequences(of(config(max_steps=3)), None, data, lengths=LENGTHS, chunk=CHUNK)

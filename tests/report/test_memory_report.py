@@ -18,6 +18,7 @@ from kit.memory.replay.snapshot import load_snapshot
 from kit.testing import TinyData, TinyModule
 from kit.units import parse_bytes
 
+pytestmark = pytest.mark.slow
 MIB = 1 << 20
 WAIT_SECONDS = 240
 

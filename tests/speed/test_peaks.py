@@ -36,18 +36,21 @@ def test_what_was_measured_before_peaks_stays_in_the_table(config, busy_machine_
     assert table.call_seconds == 1e-5
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_cpu_are_asked_about_as_one_with_all_their_threads(config, busy_machine_counts):
     found = kit.studies.device_peaks(config(ranks=2))
     threads = min(2, kit.hardware().cores)
     assert found.device == f"this CPU with {threads} thread{'s' * (threads > 1)}"
 
 
+@pytest.mark.slow
 def test_peaks_of_a_busy_machine_are_given_and_not_kept(config, monkeypatch):
     monkeypatch.setattr(measure, "BUSY_CORES", -1.0)
     assert kit.studies.device_peaks(config()).bytes_per_second > 0
     assert not [*measure.runs_folder(config().trial.folder).glob(".calls/*")]
 
 
+@pytest.mark.slow
 def test_peaks_are_no_run_among_the_results(config, busy_machine_counts):
     kit.studies.device_peaks(config())
     kit.fit(config(max_steps=3), TinyModule, "kit.testing:TinyData").wait()

@@ -403,6 +403,7 @@ class Slow(Dataset):
         return torch.ones(8), torch.tensor([index / 1009])
 
 
+@pytest.mark.slow
 def test_a_slow_transform_is_found_in_a_real_trial_and_can_be_tried(config):
     trial = kit.fit(config(max_steps=24, warmup_steps=3), TinyModule, Slow()).wait()
     diagnosis = diagnose(trial)

@@ -56,6 +56,7 @@ def ends(given):
     return found
 
 
+@pytest.mark.slow
 def test_only_as_many_blocks_are_checkpointed_as_the_budget_asks_for(given, ends):
     none, everything = ends
     before = 0.0
@@ -76,6 +77,7 @@ def test_only_as_many_blocks_are_checkpointed_as_the_budget_asks_for(given, ends
             assert plan.chosen.checkpointed == 0
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_the_global_batch_and_beats_what_it_leaves_out(given, ends):
     plan = planned(given, 0.85 * ends[1])
     config = plan.config
@@ -180,6 +182,7 @@ def test_what_is_kept_is_not_changed(given, ends):
         plan.config  # noqa: B018
 
 
+@pytest.mark.slow
 def test_more_devices_share_the_global_batch(given, ends):
     plan = planned(given, 2 * ends[0], target={"devices": 2}, keep=KEEP)
     names = {point.name for point in plan.points}
@@ -191,6 +194,7 @@ def test_more_devices_share_the_global_batch(given, ends):
         assert config.loader.batch_size * config.levers.accumulate_grad_batches * devices == BATCH
 
 
+@pytest.mark.slow
 def test_module_and_data_may_follow_the_config_and_a_plan_draws_itself(given, ends):
     device = a100_of(ends[0])
     plan = recommend(given, SMALL, data, device=device, objective="speed", keep=KEEP, confirm=False)

@@ -63,6 +63,7 @@ READERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_reading_a_foreign_run_runs_nothing_of_it(foreign, name):
     too_plain = name in ("diagnose", "predict run")  # for what these ask of a run; they end where it is read

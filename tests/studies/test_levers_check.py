@@ -8,6 +8,7 @@ from kit.charts.compare import levers_figure
 from kit.errors import ConfigError
 from kit.models import GPT, Tokens
 
+pytestmark = pytest.mark.slow
 NO_SUCH_BLOCKS = {"levers.gradient_checkpointing": True, "levers.checkpoint_blocks": ["Block"]}
 
 

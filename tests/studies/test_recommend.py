@@ -30,6 +30,7 @@ def needs(tried):
     return tried.estimate.total_bytes[1]
 
 
+@pytest.mark.slow
 def test_as_memory_shrinks_ever_dearer_steps_are_taken_until_none_fits(config):
     given = config()
     taken = [advised(given, 1 << 30)]
@@ -127,6 +128,7 @@ def test_a_module_that_steps_itself_is_offered_no_accumulation(config, module):
     assert re.search("accumulation .*left out: .*manually", str(refused))
 
 
+@pytest.mark.slow
 def test_copies_are_preferred_until_only_shards_fit(config):
     given = config().replace({**HELD, **ACCUMULATING})
     copies = advised(given, 1 << 30, devices=2)
@@ -139,6 +141,7 @@ def test_copies_are_preferred_until_only_shards_fit(config):
     assert "does not fit one" in str(shards)
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_had_is_passed_over_with_its_reason(config):
     given = config().replace({"levers.checkpoint_blocks": ["NoSuchBlock"], **ACCUMULATING})
     found = advised(given, 1000)

@@ -63,6 +63,7 @@ def alone(one):
     return train_ranks.fit({**one, "strategy": "none"}, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_ranks_train_in_chunks_as_one_process_does(two_ranks, name):
     expected = alone(PAIRS[name])["losses"]

@@ -44,6 +44,7 @@ def losses(answers):
     return np.mean([answer["losses"] for answer in answers], axis=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["8 bits", "8 bits, replicas"])
 def test_two_ranks_train_as_32_bits_do_and_as_bitsandbytes_does_on_one_device(two_ranks, name):
     alone = train_ranks.fit(case("none"), 1)

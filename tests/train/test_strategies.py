@@ -73,6 +73,7 @@ def mean_losses(answers):
     return np.mean([answer["losses"] for answer in answers], axis=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_ranks_train_as_one_process_with_the_same_global_batch(two_ranks, name):
     expected = alone(PAIRS[name])
@@ -116,6 +117,7 @@ def four_ranks(tmp_path_factory):
     return train_ranks.run_ranks(FOUR, 4, tmp_path_factory.mktemp("four"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_train_as_one_process_with_the_same_global_batch(four_ranks, name):
     expected, answers = alone(FOUR[name]), four_ranks[name]

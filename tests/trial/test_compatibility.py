@@ -36,6 +36,7 @@ def every_pair(everything):
             yield cell
 
 
+@pytest.mark.slow
 def test_the_page_says_what_happens_when_a_cell_of_every_pair_is_run(tmp_path):
     pytest.importorskip("bitsandbytes", reason="the page holds what the 8-bit optimizer does (kit[eight-bit])")
     said = dict(said_on_the_page())

@@ -120,6 +120,7 @@ def test_comparison_and_page_show_the_processes_that_ran(calibrated, config, tmp
     assert "num_workers: 2" in page
 
 
+@pytest.mark.slow
 def test_kits_own_loader_shows_what_calibration_chose(own):
     trial = fit(own(**CALIBRATED)).wait(PATIENCE_SECONDS)
     chosen = trial.event("calibrated", "changes")

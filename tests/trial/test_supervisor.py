@@ -30,6 +30,7 @@ def test_a_warm_start_forks_its_ranks_and_says_so(config):
     assert trial.event("trial_started", "processes")[0]["pid"] == supervisor().pid
 
 
+@pytest.mark.slow
 def test_a_cold_start_gives_the_same_result(config):
     warm = fit(config(2), MODULE, DATA).wait(SECONDS)
     cold = fit(config(2, start="cold"), MODULE, DATA).wait(SECONDS)
@@ -97,6 +98,7 @@ def test_a_rendezvous_left_in_the_environment_does_not_confuse_the_ranks(config,
     assert fit(config(2), MODULE, DATA).wait(SECONDS).state == "COMPLETE"
 
 
+@pytest.mark.slow
 def test_twenty_trials_leave_descriptors_threads_and_children_as_they_were(config):
     fit(config(2), MODULE, DATA).wait(SECONDS)
     mine, its = psutil.Process(), supervisor()

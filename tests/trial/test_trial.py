@@ -151,6 +151,7 @@ def test_the_model_of_the_config_is_taken_when_none_is_given(config):
     assert fit(changed, None, lambda: TinyData(width=3)).wait(SECONDS).state == "COMPLETE"
 
 
+@pytest.mark.slow
 def test_classes_of_a_script_travel_by_value_and_the_kernel_needs_no_torch_for_paths(config):
     """A script stands for a notebook: its classes live in __main__."""
     code = textwrap.dedent(f"""

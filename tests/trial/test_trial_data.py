@@ -60,6 +60,7 @@ def test_what_does_not_fit_the_data_is_refused_before_anything_is_started(own, c
     assert list(find_runs(asked.trial.folder)) == []
 
 
+@pytest.mark.slow
 def test_the_kernel_needs_no_torch_for_a_trial_of_its_own(own):
     code = (
         "import sys; from kit.config import Config; from kit.memory.alongside import fit\n"

@@ -1,5 +1,6 @@
 """A module that brings its own callbacks copies checkpoints from a trial, and the trial says what went wrong."""
 
+import pytest
 from waiting import PATIENCE_SECONDS
 
 import kit
@@ -24,6 +25,7 @@ class Saving(GPT):
         return [CheckpointUpload(self.url, every_seconds=0), saver]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_copied_from_a_trial_and_failures_are_in_its_notes(config, tmp_path):
     with simulated_cloud("no limits") as cloud:
         url = cloud.url("trials/run")

@@ -46,6 +46,7 @@ def run(line, config, **names):
     return eval(line, {"kit": kit, "config": config, **names})
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_panel_fit_diagnose_and_export(config):
     data = "kit.testing:TinyData"
     panel = kit.panel(config, data=data)

@@ -32,6 +32,7 @@ def test_nothing_is_diagnosed_before_a_trial_has_ended(shown):
     assert "ended" in shown.diagnosing.words.value
 
 
+@pytest.mark.slow
 def test_a_click_names_what_the_trial_suffers_from_and_a_change_is_tried_there(shown):
     trial = shown.fit()
     shown.wait(PATIENCE_SECONDS)
@@ -59,6 +60,7 @@ def test_a_click_names_what_the_trial_suffers_from_and_a_change_is_tried_there(s
     assert not control.button.disabled
 
 
+@pytest.mark.slow
 def test_a_change_is_not_tried_beside_a_trial(shown):
     shown.fit()
     shown.wait(PATIENCE_SECONDS)

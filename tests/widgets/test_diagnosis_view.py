@@ -38,6 +38,7 @@ def view(tmp_path):
     return DiagnosisView(judge(found, RunSource(None, None, config, trial)))
 
 
+@pytest.mark.slow
 def test_a_click_tries_the_change_and_shows_before_and_after(view):
     (item,) = view.findings
     item.button.click()
@@ -58,6 +59,7 @@ def test_what_cannot_be_tried_says_why_and_can_be_clicked_again(view):
     wait_until(lambda: not item.button.disabled)
 
 
+@pytest.mark.slow
 def test_the_code_of_a_foreign_folder_is_run_by_a_second_click_that_says_so(view):
     (item,) = view.findings
     item.finding.source.earlier.paths.signature.unlink()

@@ -42,6 +42,7 @@ def peak(recording):
     return replay(recording).peak_allocated_bytes
 
 
+@pytest.mark.slow
 def test_any_subset_needs_what_a_dry_run_of_it_needs(case):
     kind, precision, more = case
     plain = dry(kind, precision, **more)

@@ -84,6 +84,7 @@ def most_of(recording, category):
     return int(np.cumsum(signs * recording.block_bytes[recording.event_block]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size"), CASES)
 def test_a_dry_run_holds_what_real_ranks_hold_within_64_kib_in_every_category(real, name, world_size):
     expected, held = peak(real(name, world_size)[0])

@@ -98,6 +98,7 @@ def test_the_peak_is_that_of_a_real_fit_within_one_percent(case):
     assert peak(recording) == pytest.approx(measure(make, data, settings, precision, batches), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(("make", "sample", "within"), [(Convolutional, images, 0.05), (Recurrent, tokens, 0.01)])
 def test_convolutions_and_recurrent_layers_are_within_what_is_known_of_their_kernels(make, sample, within, precision):
@@ -132,6 +133,7 @@ def test_sequences_in_chunks_are_within_one_percent_of_the_allocator(model, stra
     assert peak(recording) == pytest.approx(measure(make, data, settings), rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_run_can_follow_another_with_other_levers_and_is_the_same_again():
     first = predict(gpt, text, config())
     predict(gpt, text, config(levers__optimizer="adamw-fused"), "16-mixed", device_kind="cuda", capability=(7, 5))
@@ -362,6 +364,7 @@ print(recording.facts["parameters"], peak(recording), peak_rss_bytes() - before)
 """
 
 
+@pytest.mark.slow
 def test_nothing_of_the_module_is_materialised():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", VAST],

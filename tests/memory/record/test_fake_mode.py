@@ -52,6 +52,7 @@ class Recurrent(Perceptron):
 MODULES = [(Perceptron, vectors), (Language, tokens), (Pictures, images), (Recurrent, vectors)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "case"), crossed([("cpu", None), ("cuda", (8, 0))], MODULES))
 def test_a_dry_run_is_the_same_as_with_torchs_own_mode(monkeypatch, device, case):
     (kind, capability), (module, sample) = device, case

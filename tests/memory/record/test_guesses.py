@@ -126,6 +126,7 @@ def test_a_selection_taken_whole_is_an_upper_bound_that_makes_nothing_too_large(
     assert estimate(found, target_of(too_small_for_all)).verdict == "unknown"
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_keeps_more_with_every_step_is_a_condition():
     full = settled(Remembering)
     assert any("lbfgs.py" in condition for condition in full.facts["conditions"])
