@@ -22,7 +22,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ from torch._subclasses import fake_tensor
 
 from kit.confinement.stand_ins import replaced
 from kit.memory.record.fakes import ONEDNN_HALF, backward_scratch_bytes, forward_scratch_bytes, is_emulated
+from kit.memory.record.temporaries import ON_EVERY_DEVICE, ON_THE_CPU, PUTS, Rule, places_bytes
 from kit.train.optimizers import is_installed, make_tables, quiet_import
 
 Capability = tuple[int, int] | None
 """Of the GPU; None is the CPU."""
-Rule = Callable[[Sequence[Any], Any], int]
 
 _INT64, _INT32 = 8, 4
 _FLOAT32 = 4
@@ -124,11 +124,6 @@ def _safe_softmax(args: Sequence[Any], out: Tensor) -> int:
     return int(out.numel() + out.numel() // max(1, out.shape[args[1]]))
 
 
-def _chosen(args: Sequence[Any], _: Any) -> int:
-    """A condition of bytes as one of truths. (`native/TensorCompare.cpp`.)"""
-    return int(args[0].numel()) if args[0].dtype is torch.uint8 else 0
-
-
 def _ctc_backward(args: Sequence[Any], _: Any) -> int:
     """The chances of the rest of each target, as many as forward kept of their beginnings. (`native/LossCTC.cpp`.)"""
     return int(args[6].nbytes)
@@ -143,8 +138,8 @@ def _eigenvectors(args: Sequence[Any], _: Any) -> int:
 
 
 _BOTH: dict[str, Rule] = {
+    **ON_EVERY_DEVICE,
     "_safe_softmax": _safe_softmax,
-    "where.self": _chosen,
     **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_backward),
 }
 
@@ -155,10 +150,7 @@ _CUDA: dict[str, Rule] = {
     "_scaled_dot_product_cudnn_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "embedding_dense_backward": _embedding_backward,
-    "index_put": _index_put,
-    "index_put_": _index_put,
-    "_unsafe_index_put": _index_put,
-    "_index_put_impl_": _index_put,
+    **dict.fromkeys(PUTS, lambda args, out: _index_put(args, out) + places_bytes(args, out)),
 }
 
 
@@ -303,6 +295,7 @@ def _gloo_copy(argument: int) -> Rule:
 
 _CPU: dict[str, Rule] = {
     **_BOTH,
+    **ON_THE_CPU,
     "_linalg_eigh": _eigenvectors,
     "_allgather_base_": _gloo_copy(0),  # its output
     "_reduce_scatter_base_": _gloo_copy(1),  # its input

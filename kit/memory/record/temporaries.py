@@ -1,0 +1,188 @@
+"""What an operator holds beside its results because torch computes it in more than one kernel.
+
+A loss writes its terms before it takes their mean, and four of them return a number in the storage of all those terms.
+A mask becomes places, a sum of truths is one of integers. On the CPU no kernel reads operands of several number formats
+and a mean is taken in float32. Rules are those of torch 2.13; what has no source beside it was measured through the
+allocator's events. Each maps arguments and result of an operator, by its name in aten with its overload, to bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+Rule = Callable[[Sequence[Any], Any], int]
+aten = torch.ops.aten
+_INT64, _FLOAT32 = 8, 4
+
+
+# -- losses. (`native/Loss.cpp`)
+
+SHRUNK_LOSSES = {
+    aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+}  # fmt: skip
+"""Losses whose mean or sum has the storage of all terms, on every device and as long as it lives; with the place of
+their reduction."""
+
+
+def shrunk_loss(mode: FakeTensorMode, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> FakeTensor | None:
+    """The number that one of them returns; None where it returns all terms."""
+    place = SHRUNK_LOSSES[func]
+    if options.get("reduction", args[place] if len(args) > place else 1) == 0:
+        return None
+    values, target = args[:2]
+    shape: Any = (values - target).shape if values.shape != target.shape else values.shape
+    with in_kernel_invocation_manager(mode):
+        dtype = torch.promote_types(values.dtype, target.dtype)
+        loss = torch.empty(shape, dtype=dtype, device="meta").resize_(())
+    return FakeTensor(mode, loss, values.device)
+
+
+def _terms(args: Sequence[Any], _: Any) -> int:
+    """The terms of a loss before their mean or sum."""
+    return int(args[0].nbytes) if _is_reduced(args, 2) else 0
+
+
+def _is_reduced(args: Sequence[Any], place: int) -> bool:
+    """Whether a loss becomes a number; `reduction` is left out of the arguments where it is the mean."""
+    return len(args) <= place or args[place] != 0
+
+
+def _terms_of_logits(args: Sequence[Any], _: Any) -> int:
+    """The logarithm of the sigmoid, the terms before their mean or sum, and the weight of each class."""
+    weights = int(args[3].nbytes) if len(args) > 3 and args[3] is not None else 0
+    return int(args[0].nbytes) * (2 if _is_reduced(args, 4) else 1) + weights
+
+
+def _nothing(_args: Sequence[Any], _out: Any) -> int:
+    return 0
+
+
+def _twice(args: Sequence[Any], _: Any) -> int:
+    return 2 * int(args[1].nbytes)
+
+
+# -- other operators, on every device
+
+
+def _branches(args: Sequence[Any], out: Tensor) -> int:
+    """A condition of bytes as one of truths, and a branch in the number format of the other.
+    (`native/TensorCompare.cpp`.)"""
+    return (int(args[0].numel()) if args[0].dtype is torch.uint8 else 0) + _casts(args[1:], out.dtype)
+
+
+def _casts(operands: Sequence[Any], dtype: torch.dtype) -> int:
+    """Copies of tensors that are in another number format."""
+    others = (one for one in operands if isinstance(one, Tensor) and one.dim() and one.dtype != dtype)
+    return sum(one.numel() for one in others) * dtype.itemsize
+
+
+def _exponentials(args: Sequence[Any], out: Tensor) -> int:
+    """Of all values, less the largest of each row. (`native/ReduceOps.cpp`.)"""
+    return int(args[0].nbytes + out.nbytes)
+
+
+def _wider_rows(args: Sequence[Any], _: Any) -> int:
+    """Both sets of points with two more columns: squares of lengths and ones. (`native/Distance.cpp`.)"""
+    rows = sum(math.prod(points.shape[:-1]) for points in args[:2])
+    return int(rows * (args[0].shape[-1] + 2) * args[0].element_size())
+
+
+def places_bytes(args: Sequence[Any], out: Any) -> int:
+    """A mask becomes the places that it chooses, an integer for each of its axes."""
+    indices = list(args[1])
+    for axis, mask in enumerate(indices):
+        if mask is not None and mask.dtype in (torch.bool, torch.uint8):
+            chosen = args[2] if len(args) > 2 else out
+            count = chosen.shape[axis] if chosen.dim() > axis else 1
+            return int(_INT64 * mask.dim() * count)
+    return 0
+
+
+def _as_counts(args: Sequence[Any], out: Tensor) -> int:
+    """Small integers and truths in the type of their sum. (`native/ReduceOpsUtils.h`.)"""
+    values = args[0]
+    return 0 if values.dtype == out.dtype or values.dtype.is_floating_point else values.numel() * out.element_size()
+
+
+PUTS = ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
+ON_EVERY_DEVICE: dict[str, Rule] = {
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _terms),
+    "binary_cross_entropy_with_logits": _terms_of_logits,
+    "soft_margin_loss_backward": _twice,
+    "where.self": _branches,
+    "logsumexp": _exponentials,
+    "_euclidean_dist": _wider_rows,
+    "index.Tensor": places_bytes,
+    **dict.fromkeys(("sum", "sum.dim_IntList", "cumsum", "prod", "prod.dim_int"), _as_counts),
+}
+
+
+# -- CPU: no kernel reads operands of several number formats; measured with torch 2.13
+
+
+def _elementwise(args: Sequence[Any], out: Tensor) -> int:
+    """Copies of what is in another number format than it is computed in, and the result where it is stored in that."""
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    dtype = out.dtype
+    if all(one.dtype == dtype for one in tensors):
+        return 0
+    if dtype is torch.bool or any(out is one for one in tensors):
+        with_axes = [one.dtype for one in tensors if one.dim()] or [dtype]
+        dtype = functools.reduce(torch.promote_types, with_axes)
+    stored = out.numel() * dtype.itemsize if out.dtype not in (dtype, torch.bool) else 0
+    return _casts(tensors, dtype) + stored
+
+
+def _mean(args: Sequence[Any], out: Tensor) -> int:
+    """Values and result in float32. (`native/ReduceOps.cpp`.)"""
+    return _FLOAT32 * int(args[0].numel() + out.numel()) if args[0].element_size() < _FLOAT32 else 0
+
+
+def _with_mean(terms: Rule, place: int) -> Rule:
+    """A loss whose mean is taken last; `place` is that of its reduction."""
+
+    def rule(args: Sequence[Any], out: Any) -> int:
+        is_mean = len(args) <= place or args[place] == 1
+        return terms(args, out) + (_mean(args, out) if is_mean else 0)
+
+    return rule
+
+
+def _batch_norm_backward(args: Sequence[Any], _: Any) -> int:
+    return int(args[1].nbytes) if args[0].is_contiguous() and args[1].is_contiguous() else 0
+
+
+def _in_order(args: Sequence[Any], _: Any) -> int:
+    """A copy of a gradient that is one number spread out, or turned around."""
+    return 0 if args[0].is_contiguous() else int(args[0].numel() * args[0].element_size())
+
+
+_ELEMENTWISE = [
+    f"{name}{suffix}.Tensor"
+    for name in (
+        "add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "clamp", "bitwise_and", "bitwise_or",
+        "remainder",
+    )
+    for suffix in ("", "_")
+]  # fmt: skip
+
+ON_THE_CPU: dict[str, Rule] = {
+    **dict.fromkeys((*_ELEMENTWISE, "pow.Tensor_Tensor", "maximum", "minimum", "atan2"), _elementwise),
+    **dict.fromkeys(("mean", "mean.dim"), _mean),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _with_mean(_terms, 2)),
+    "binary_cross_entropy_with_logits": _with_mean(_terms_of_logits, 4),
+    "binary_cross_entropy": _with_mean(_nothing, 3),
+    "soft_margin_loss": _with_mean(_nothing, 2),
+    "native_batch_norm_backward": _batch_norm_backward,
+    "im2col": lambda args, _: int(args[0].nbytes),
+    "col2im": _in_order,
+    **dict.fromkeys(PUTS, places_bytes),
+}

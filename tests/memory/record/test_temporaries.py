@@ -1,0 +1,76 @@
+"""What operators hold beside their results: a dry run beside the allocator's own events, where it decides the peak."""
+
+import pytest
+import torch
+from dry_parts import loader, measure, peak, predict
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional
+
+from kit.config import Config
+
+BATCH = 64
+A_FEW_BYTES = 256  # numbers that Lightning counts and logs with
+
+
+class Wide(LightningModule):
+    """A megabyte of numbers out of a small layer, and what becomes of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(16, 4096), nn.BatchNorm2d(16)
+
+    def training_step(self, batch, batch_idx):
+        return self.ends(self, self.first(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def half(values):
+    return torch.full_like(values.detach(), 0.5)
+
+
+def every_other(values):
+    return torch.arange(values.numel()).view(values.shape) % 2 == 0
+
+
+def normed(module, values, layout=torch.contiguous_format):
+    images = values.view(-1, 16, 16, 16).to(memory_format=layout)
+    return (module.norm(images) * half(images)).sum()
+
+
+LOSSES = {
+    "mse": lambda _, x: functional.mse_loss(x, half(x)),
+    "mse, summed": lambda _, x: functional.mse_loss(x, half(x), reduction="sum"),
+    "mse, each": lambda _, x: functional.mse_loss(x, half(x), reduction="none").sum(),
+    "mse, spread out": lambda _, x: functional.mse_loss(x, half(x[:1]).expand(x.shape)),
+    "smooth l1": lambda _, x: functional.smooth_l1_loss(x, half(x)),
+    "l1": lambda _, x: functional.l1_loss(x, half(x)),
+    "huber": lambda _, x: functional.huber_loss(x, half(x)),
+    "bce": lambda _, x: functional.binary_cross_entropy(x.sigmoid(), half(x)),
+    "bce of logits": lambda _, x: functional.binary_cross_entropy_with_logits(x, half(x)),
+    "soft margin": lambda _, x: functional.soft_margin_loss(x, half(x)),
+    "mean": lambda _, x: x.mean(),
+    "mean of rows": lambda _, x: x.mean(1).sum(),
+}
+OTHERS = {
+    "batch norm": normed,
+    "batch norm, channels last": lambda module, x: normed(module, x, torch.channels_last),
+    "logsumexp": lambda _, x: (x.detach() + 1).logsumexp(1).sum() + x[0, 0],
+    "distances": lambda _, x: torch.cdist(x.view(-1, 256)[:64], x.detach().view(-1, 256)).sum(),
+    "times a mask": lambda _, x: (x.detach() * every_other(x)).sum() + x[0, 0],
+    "with integers": lambda _, x: (x.detach() + every_other(x).long()).sum() + x[0, 0],
+    "with doubles": lambda _, x: x.clamp(min=half(x).double()).sum(),
+    "where": lambda _, x: torch.where(every_other(x), x.detach(), half(x).double()).sum() + x[0, 0],
+    "truths counted": lambda _, x: every_other(x).sum() + x[0, 0],
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("ends", [*LOSSES.values(), *OTHERS.values()], ids=[*LOSSES, *OTHERS])
+def test_a_dry_run_holds_what_the_allocator_held(ends, precision):
+    module = type("Ending", (Wide,), {"ends": staticmethod(ends)})
+    data = loader(lambda: torch.rand(16), BATCH)
+    predicted = peak(predict(module, lambda: data, Config(), precision))
+    assert abs(measure(module, lambda: data, Config(), precision) - predicted) <= A_FEW_BYTES
