@@ -306,6 +306,17 @@ def test_a_token_is_shown_to_its_store_and_to_nobody_it_points_to(noting, monkey
     assert (path, "Authorization" in second) == ("/elsewhere", False)
 
 
+def test_a_client_of_several_stores_shows_each_only_its_own_key(noting, monkeypatch):
+    monkeypatch.setenv("MINE", "ya29.token")
+    addresses = {how: address_of(open_store("gs://b/x", how), "gs://b/x") for how in ("env:MINE", "anonymous")}
+    wire = HttpClient(lambda key: (addresses[key], "a b"), "two stores", 1, PATIENCE_SECONDS, Counters())
+    for key in ("env:MINE", "anonymous", "anonymous", "env:MINE"):
+        assert bytes(wire.read(key, 0, 10)) == b"0123456789"
+    wire.close()
+    shown = [headers.get("Authorization") for _, headers in noting.seen]
+    assert shown == ["Bearer ya29.token", None, None, "Bearer ya29.token"]
+
+
 def test_a_token_that_ran_out_is_renewed_before_the_next_request(noting, monkeypatch):
     monkeypatch.setenv("MINE", "ya29.first")
     store = open_store("gs://b/x", "env:MINE")

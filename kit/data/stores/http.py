@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,7 +36,7 @@ from kit.data.stores.auth import Address
 from kit.data.stores.fsspec import is_metadata
 from kit.data.stores.retry import TOO_MANY, Retries, RetryAttempts
 from kit.data.stores.transfer import Counters, Octets, octets
-from kit.data.stores.url import store_error
+from kit.data.stores.url import redact, store_error
 from kit.errors import StoreError
 
 _WEIRD_REPLY, _BROKEN_STREAM = 8, 92
@@ -167,6 +167,7 @@ class _Sent:
     """A request on its way."""
 
     get: Get
+    address: Address
     span: str | None
     """In the words of an HTTP range; None for a whole object."""
     parts: list[bytes]
@@ -177,16 +178,24 @@ class _Sent:
 
 
 class HttpClient(Client):
-    """The objects below one address.
+    """The objects below one address, or those of several stores.
 
     Args:
+        address: Below which all objects lie; or what gives the address of one, by its key, and its key there.
         in_flight: Requests sent and not answered, at most; fewer where more do not help (`ConcurrencyLimit`).
         seconds: How long one request may take, and how long attempts may begin.
         counters: Count every request.
     """
 
-    def __init__(self, address: Address, url: str, in_flight: int, seconds: float, counters: Counters) -> None:
-        self._address, self._url = address, url
+    def __init__(
+        self,
+        address: Address | Callable[[str], tuple[Address, str]],
+        url: str,
+        in_flight: int,
+        seconds: float,
+        counters: Counters,
+    ) -> None:
+        self._address, self._url, self._shown = address, url, redact(url)
         self.limit, self._seconds = ConcurrencyLimit(in_flight), seconds
         self._counters = counters
         self.retries = Retries(seconds, lambda: counters.add(requests=1, retries=1))
@@ -211,7 +220,8 @@ class HttpClient(Client):
         self._to_retry: list[tuple[float, int, Get]] = []
         """A heap by when each is due."""
         self._numbers = itertools.count()
-        self._idle: list[Any] = []
+        self._idle: list[tuple[Any, Address]] = []
+        """Handles, with the address that each was prepared for."""
         self._sent: dict[Any, _Sent] = {}
         self._knows_head = True
         """Else tags are those of a GET of one byte."""
@@ -219,7 +229,7 @@ class HttpClient(Client):
     def submit(self, gets: Iterable[Get], urgent: bool = False) -> None:
         with self._lock:
             if self._closed:
-                raise StoreError(f"{self._address.shown}: its reader is closed")
+                raise StoreError(f"{self._shown}: its reader is closed")
             (self._waiting.extendleft if urgent else self._waiting.extend)(gets)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kit-http", daemon=True)
@@ -264,7 +274,7 @@ class HttpClient(Client):
                     if self._closed:
                         left = self._end()
                 for get in left:
-                    self._fail(get, StoreError(f"{self._address.shown}: closed while {get.key} was being read"))
+                    self._fail(get, StoreError(f"{self._shown}: closed while {get.key} was being read"))
                 if over:
                     return
             times = [self._due] if self._due is not None else []
@@ -312,7 +322,8 @@ class HttpClient(Client):
         return False
 
     def _send(self, get: Get) -> None:
-        easy = self._idle.pop() if self._idle else self._new()
+        address, key = self._find(get)
+        easy = self._handle(address)
         parts: list[bytes] = []
         span, most_bytes = None, 0
         if get.first is not None and get.last is not None:
@@ -321,7 +332,7 @@ class HttpClient(Client):
             span, most_bytes = str(get.first), -get.first
         elif get.head and not self._knows_head:
             span, most_bytes = _ANY_BYTE, 1
-        easy.setopt(pycurl.URL, f"{self._address.base}/{_quoted(get.key)}{self._address.signature()}")
+        easy.setopt(pycurl.URL, f"{address.base}/{_quoted(key)}{address.signature()}")
         easy.setopt(pycurl.NOBODY, get.head and span is None)
         easy.setopt(pycurl.HEADERFUNCTION if get.head else pycurl.WRITEFUNCTION, parts.append)
         if get.head:
@@ -331,13 +342,26 @@ class HttpClient(Client):
         else:
             easy.setopt(pycurl.RANGE, span)
         easy.setopt(pycurl.MAXFILESIZE_LARGE, most_bytes)  # a store that knows no ranges would send whole objects
-        for option, value in self._address.login():
+        for option, value in address.login():
             easy.setopt(option, value)
-        self._sent[easy] = _Sent(get, span, parts, self.limit.round, time.monotonic())
+        self._sent[easy] = _Sent(get, address, span, parts, self.limit.round, time.monotonic())
         self._multi.add_handle(easy)
 
-    def _new(self) -> Any:
-        easy = pycurl.Curl()
+    def _find(self, get: Get) -> tuple[Address, str]:
+        """Where an object lies, and its key there."""
+        return (self._address, get.key) if isinstance(self._address, Address) else self._address(get.key)
+
+    def _handle(self, address: Address) -> Any:
+        """One for requests to an address, which shows it nothing that was meant for another."""
+        if not self._idle:
+            return self._prepared(pycurl.Curl(), address)
+        easy, before = self._idle.pop()
+        if before is address or (before.login is address.login and before.options == address.options):
+            return easy
+        easy.reset()
+        return self._prepared(easy, address)
+
+    def _prepared(self, easy: Any, address: Address) -> Any:
         milliseconds = max(1, int(1000 * self._seconds))
         for option, value in (
             (pycurl.NOSIGNAL, 1), (pycurl.TCP_NODELAY, 1), (pycurl.BUFFERSIZE, _READ_BYTES),
@@ -345,7 +369,7 @@ class HttpClient(Client):
             (pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS),
             (pycurl.REDIR_PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS),
             (pycurl.FOLLOWLOCATION, 1), (pycurl.MAXREDIRS, _MOST_REDIRECTS),
-            (pycurl.OPENSOCKETFUNCTION, _open_socket), (pycurl.TIMEOUT_MS, milliseconds), *self._address.options,
+            (pycurl.OPENSOCKETFUNCTION, _open_socket), (pycurl.TIMEOUT_MS, milliseconds), *address.options,
         ):  # fmt: skip
             easy.setopt(option, value)
         return easy
@@ -365,7 +389,7 @@ class HttpClient(Client):
                 if sent.get.head:
                     easy.close()
                 else:
-                    self._idle.append(easy)
+                    self._idle.append((easy, sent.address))
             for easy, code, message in bad:
                 sent, status = self._take(easy), easy.getinfo(pycurl.RESPONSE_CODE)
                 easy.close()
@@ -376,8 +400,8 @@ class HttpClient(Client):
                 elif code == pycurl.E_FILESIZE_EXCEEDED:
                     self._try_again(sent.get, OSError("the store sends more than the range that was requested"))
                 elif code == pycurl.E_OPERATION_TIMEDOUT:
-                    late = f"no answer for {sent.get.key} within {self._seconds:g} s; check the network"
-                    self._try_again(sent.get, StoreError(f"{self._address.shown}: {late}"))
+                    late = f"no answer for {self._find(sent.get)[1]} within {self._seconds:g} s; check the network"
+                    self._try_again(sent.get, StoreError(f"{sent.address.shown}: {late}"))
                 else:
                     kind = ConnectionError if code in _PASSING else OSError
                     self._try_again(sent.get, kind(message))
@@ -412,7 +436,7 @@ class HttpClient(Client):
         try:
             pause = get.attempts.pause_seconds(error)
         except Exception as last:
-            self._fail(get, store_error(self._url, last))
+            self._fail(get, store_error(self._find(get)[0].shown, last))
             return
         self.retries.counted()
         heapq.heappush(self._to_retry, (time.monotonic() + pause, next(self._numbers), get))

@@ -294,13 +294,14 @@ class ReceiveQueue:
         """A chunk that is not there: an error in a store that kit built or where strict, else Zarr's fill value."""
         stored = request.stored
         if self._plan.strict:
-            reason = f"there is no object {request.key}"
+            dataset, key = self._plan.dataset.locate(request.key)
+            reason = f"there is no object {key}"
             if index is not None:
-                reason = f"the shard {request.key} does not hold it"
-            ours = self._plan.manifest is not None
+                reason = f"the shard {key} does not hold it"
+            ours = dataset.manifest is not None
             way_out = "verify the store, then build it anew" if ours else "data.strict: false reads its fill value"
             missing = MissingChunkError(
-                f"{self._where}: chunk {chunk.coords} of {stored.name} is missing: {reason}; {way_out}"
+                f"{redact(dataset.url)}: chunk {chunk.coords} of {stored.name} is missing: {reason}; {way_out}"
             )
             self.cache.fail(chunk, missing)
             return
