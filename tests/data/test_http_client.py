@@ -97,6 +97,11 @@ def test_an_object_is_read_whole_in_part_and_from_its_end(cloud, folder, scheme)
     assert (counters.values()["requests"], counters.values()["bytes_read"]) == (4, 16)
 
 
+def test_where_there_is_no_epoll_python_watches_the_sockets(cloud, folder, monkeypatch):
+    monkeypatch.delattr("select.epoll", raising=False)
+    assert ask_all(cloud, folder, 50)[1]["requests"] == 50
+
+
 class Noted(ConcurrencyLimit):
     """Seven at once whatever happens, and what it was told."""
 

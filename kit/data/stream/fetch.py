@@ -358,7 +358,10 @@ class Requests:
             future, mine = self._queue.indexes.claim(request.key)
             if mine:
                 self._client.submit([GetIndex(self._queue.indexes, request, self._url)], urgent=True)
-            future.add_done_callback(partial(self._submit_runs, request))
+            if isinstance(future, ResolvedFuture):
+                self._submit_runs(request, future)
+            else:
+                future.add_done_callback(partial(self._submit_late, request))
         self._client.submit(whole)
 
     def cancel_unwanted(self) -> None:
@@ -369,10 +372,13 @@ class Requests:
         """End the connections."""
         self._client.close()
 
+    def _submit_late(self, request: ChunkRequest, index: Future[Index | None]) -> None:
+        """The index has come, and some chunks may not be wanted any more."""
+        self._submit_runs(request.part(self._queue.cache.still_wanted(request.chunks)), index)
+
     def _submit_runs(self, request: ChunkRequest, index: Future[Index | None] | ResolvedFuture[Index | None]) -> None:
-        wanted = request.part(self._queue.cache.still_wanted(request.chunks))
         try:
-            runs = self._queue.runs(self._queue.places(wanted, index.result()))
+            runs = self._queue.runs(self._queue.places(request, index.result()))
             parts = [request.part(chunk for _, _, chunk in run.items) for run in runs]
             self._client.submit(map(partial(GetChunks, self._queue), parts, runs))
         except BaseException as error:
@@ -398,7 +404,8 @@ class GetChunks(Get):
 
     def begin(self) -> bool | None:
         if self._reservation is None:  # else this is a retry
-            if not self._queue.cache.still_wanted(self._request.chunks):
+            chunks = self._request.chunks
+            if not (any(chunk.wanted for chunk in chunks) or self._queue.cache.still_wanted(chunks)):
                 return False
             self._reservation = self._queue.budget.try_take(self._queue.response_bytes(self._request, self._run))
         return True if self._reservation is not None else None
