@@ -196,6 +196,10 @@ class Dataset:
     strict: bool = False
     """Whether a missing chunk is an error here too; in a store that kit built it always is."""
 
+    def locate(self, key: str) -> tuple[Dataset, str]:
+        """The dataset in whose store an object lies, and its key there: this one, unless it is joined of several."""
+        return self, key
+
     def open_store(self) -> Store:
         """A fresh read-only handle, bound to no event loop until its first read."""
         return open_store(self.url, self.credentials)

@@ -41,7 +41,6 @@ from kit.data.dataset import (
     open_dataset,
 )
 from kit.data.places import Match, Matched, match_values, usual_step
-from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.url import read_object, redact
 from kit.errors import ConfigError, Problem
 
@@ -58,6 +57,11 @@ class JoinedDataset(StoreDataset):
     dimension: str
     notes: tuple[str, ...] = ()
     """What of the first store has no match in another."""
+    sources: Mapping[str, ChunkPlaces] = field(default_factory=dict, compare=False, repr=False)
+
+    def locate(self, key: str) -> tuple[Dataset, str]:
+        found = find_object(self.sources, key)
+        return super().locate(key) if found is None else self.parts[found[0]].locate(found[1])
 
     def coordinate(self, name: str) -> NDArray[Any]:
         if name == self.dimension and name in self.parts[0].coordinates:
@@ -132,12 +136,14 @@ def join(
                 arrays[name] = info  # a static field, of the first store
     if not arrays:
         raise _error("the stores have no variable in common")
+    sources = _sources(parts, dimension, arrays, owners)
     return JoinedDataset(
         url=" + ".join(part.url for part in parts[:2]) + (f" + {len(parts) - 2} more" if len(parts) > 2 else ""),
         credentials=credentials, arrays=arrays, coordinates=parts[0].coordinates, attributes=parts[0].attributes,
         asides={name: why for part in parts for name, why in part.asides.items()},
         strict=any(part.strict or part.manifest is not None for part in parts),
-        opener=partial(_open, parts, dimension, arrays, owners), parts=parts, dimension=dimension, notes=notes,
+        opener=partial(_open, parts, arrays, owners, sources), parts=parts, dimension=dimension, notes=notes,
+        sources=sources,
     )  # fmt: skip
 
 
@@ -313,7 +319,7 @@ def _error(message: str, setting: str = "join") -> ConfigError:
 
 
 @dataclass(frozen=True)
-class _Source:
+class ChunkPlaces:
     """Where the chunks of one array lie."""
 
     name: str
@@ -337,35 +343,64 @@ class _Source:
         return self.parts[part], inside
 
 
-def _open(
-    parts: tuple[Dataset, ...],
+def _sources(
+    parts: Sequence[Dataset],
     dimension: str,
     arrays: Mapping[str, ArrayInfo],
     owners: Mapping[str, tuple[int, str]],
+) -> dict[str, ChunkPlaces]:
+    """Where the chunks of each array lie."""
+    sources = {}
+    for name, info in arrays.items():
+        if name in owners:
+            owner, stored = owners[name]
+            sources[name] = ChunkPlaces(stored, (owner,), None)
+            continue
+        holders = tuple(number for number, part in enumerate(parts) if name in part.arrays)
+        own = parts[holders[0]].arrays[name]
+        if len(holders) == 1 or not dimension or info == own:
+            sources[name] = ChunkPlaces(name, holders[:1], None)
+        elif dimension not in own.dims:
+            sources[name] = ChunkPlaces(name, holders, 0)
+        else:
+            axis = own.dims.index(dimension)
+            side = (own.shard or own.chunk)[axis]
+            counts = [-(-part.arrays[name].shape[axis] // side) for part in parts]
+            sources[name] = ChunkPlaces(name, holders, axis, tuple(np.cumsum([0, *counts[:-1]]).tolist()))
+    return sources
+
+
+def find_object(sources: Mapping[str, ChunkPlaces], key: str) -> tuple[int, str] | None:
+    """The number of the store that holds an object, and its key there; None for metadata, which lies in none."""
+    name = next((name for name in sources if key.startswith(f"{name}/")), None)
+    rest = key[len(name) + 1 :] if name else ""
+    if name is None or rest in (*_DOCUMENTS, ".zattrs"):
+        return None
+    prefix, mark = ("c/", "/") if rest.startswith("c/") else ("c.", ".") if rest.startswith("c.") else ("", "")
+    inside = rest.removeprefix(prefix)
+    mark = mark or ("/" if "/" in inside else ".")
+    part, place = sources[name].find([int(one) for one in inside.split(mark)])
+    return part, f"{sources[name].name}/{prefix}{mark.join(map(str, place))}"
+
+
+def _open(
+    parts: tuple[Dataset, ...],
+    arrays: Mapping[str, ArrayInfo],
+    owners: Mapping[str, tuple[int, str]],
+    sources: Mapping[str, ChunkPlaces],
 ) -> Store:
     """A store whose chunks are those of the parts."""
     stores = [part.open_store() for part in parts]
     memory = MemoryStore()
     documents: dict[str, bytes] = {"zarr.json": json.dumps({"zarr_format": 3, "node_type": "group"}).encode()}
-    sources = {}
     for name, info in arrays.items():
         if name in owners:
             owner, stored = owners[name]
             base, document = _document(stores[owner], stored, parts[owner].url)
             documents[f"{name}/{base}"] = json.dumps(document).encode()
-            sources[name] = _Source(stored, (owner,), None)
             continue
         holders = tuple(number for number, part in enumerate(parts) if name in part.arrays)
         own = parts[holders[0]].arrays[name]
-        if len(holders) == 1 or not dimension or info == own:
-            sources[name] = _Source(name, holders[:1], None)
-        elif dimension not in own.dims:
-            sources[name] = _Source(name, holders, 0)
-        else:
-            axis = own.dims.index(dimension)
-            side = (own.shard or own.chunk)[axis]
-            counts = [-(-part.arrays[name].shape[axis] // side) for part in parts]
-            sources[name] = _Source(name, holders, axis, tuple(np.cumsum([0, *counts[:-1]]).tolist()))
         found = [_document(stores[number], name, parts[number].url) for number in holders]
         base, first = found[0]
         added = len(info.shape) - len(own.shape)
@@ -376,7 +411,7 @@ def _open(
         documents[f"{name}/{base}"] = json.dumps(wanted).encode()
     for key, data in documents.items():
         memory._store_dict[key] = default_buffer_prototype().buffer.from_bytes(data)
-    return JoinedStore(memory, stores, sources)
+    return JoinedStore(memory, [*zip(stores, (part.url for part in parts), strict=True)], sources)
 
 
 def _document(store: Store, name: str, url: str) -> tuple[str, dict[str, Any]]:
@@ -413,62 +448,36 @@ def _adapted(document: Mapping[str, Any], shape: tuple[int, ...], added: int) ->
 
 
 class JoinedStore(WrapperStore[MemoryStore]):
-    """The metadata of what is joined in memory, and the chunks of its stores."""
+    """The metadata of what is joined in memory, and the chunks of its stores; `held` are those, with their URLs."""
 
-    def __init__(self, store: MemoryStore, stores: Sequence[Store], sources: Mapping[str, _Source]) -> None:
+    def __init__(
+        self, store: MemoryStore, held: Sequence[tuple[Store, str]], sources: Mapping[str, ChunkPlaces]
+    ) -> None:
         super().__init__(store)
-        self._stores, self._sources = stores, sources
+        self.held, self._sources = held, sources
 
     def _with_store(self, store: MemoryStore) -> Self:
-        return type(self)(store, self._stores, self._sources)
+        return type(self)(store, self.held, self._sources)
+
+    def behind(self, key: str) -> tuple[Store, str, str] | None:
+        """The store that an object lies in, its URL, and the key there; None for metadata, which lies in memory."""
+        found = find_object(self._sources, key)
+        return None if found is None else (*self.held[found[0]], found[1])
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        found = self._place_of(key)
+        found = self.behind(key)
         if found is None:
             return await self._store.get(key, prototype, byte_range)
-        store, there = found
+        store, _, there = found
         if isinstance(store, XarrayStore):  # it computes, which would hold up the loop
             return prototype.buffer.from_array_like(await asyncio.to_thread(store.cutter.cut, there))
         return await store.get(there, prototype, byte_range)
 
-    async def info(self, key: str) -> dict[str, Any] | None:
-        """What the file system of a remote store says of a chunk's object; None when there is none."""
-        found = self._place_of(key)
-        assert found is not None, "metadata lies in memory"
-        store, there = found
-        assert isinstance(store, RemoteStore | JoinedStore), "only what fsspec reads has it"
-        return await store.info(there)
-
-    @property
-    def remote(self) -> tuple[RemoteStore, ...]:
-        """The stores in it that fsspec reads."""
-        inside = (one.remote if isinstance(one, JoinedStore) else (one,) for one in self._stores)
-        return tuple(one for held in inside for one in held if isinstance(one, RemoteStore))
-
-    @property
-    def all_remote(self) -> bool:
-        """Whether no chunk lies on this machine, where nothing is cached."""
-        return all(
-            one.all_remote if isinstance(one, JoinedStore) else isinstance(one, RemoteStore) for one in self._stores
-        )
-
     async def exists(self, key: str) -> bool:
-        found = self._place_of(key)
-        return await self._store.exists(key) if found is None else await found[0].exists(found[1])
-
-    def _place_of(self, key: str) -> tuple[Store, str] | None:
-        """The store and key of a chunk; None for metadata."""
-        name = next((name for name in self._sources if key.startswith(f"{name}/")), None)
-        rest = key[len(name) + 1 :] if name else ""
-        if name is None or rest in (*_DOCUMENTS, ".zattrs"):
-            return None
-        prefix, mark = ("c/", "/") if rest.startswith("c/") else ("c.", ".") if rest.startswith("c.") else ("", "")
-        inside = rest.removeprefix(prefix)
-        mark = mark or ("/" if "/" in inside else ".")
-        part, place = self._sources[name].find([int(one) for one in inside.split(mark)])
-        return self._stores[part], f"{self._sources[name].name}/{prefix}{mark.join(map(str, place))}"
+        found = self.behind(key)
+        return await self._store.exists(key) if found is None else await found[0].exists(found[2])
 
     def close(self) -> None:
-        for store in self._stores:
+        for store, _ in self.held:
             store.close()
         super().close()

@@ -28,7 +28,7 @@ def part_of(place):
 
 def arrive(cache, chunk):
     """The chunk has been read and decoded."""
-    for part in cache.settle(chunk, CHUNK):
+    for part in cache.settle([(chunk, CHUNK)])[0]:
         part.scatter(chunk.coords, CHUNK)
 
 
@@ -84,7 +84,7 @@ def test_a_chunk_larger_than_the_budget_is_not_kept():
 def test_a_filled_chunk_costs_one_element():
     cache = ChunkCache(budget_bytes=8)
     (chunk,) = ask(cache, 1)[2]
-    cache.settle(chunk, np.broadcast_to(np.float32(3), (1000,)))
+    cache.settle([(chunk, np.broadcast_to(np.float32(3), (1000,)))])
     assert cache.evictable_bytes == 4
 
 
@@ -139,9 +139,17 @@ def test_nothing_is_lent_without_spare_memory_nor_to_batches_that_are_over():
         (part,), _, (chunk,) = ask(cache, 1)
         if cancelled:
             part.batch.future.cancel()
-        cache.settle(chunk, CHUNK)
+        cache.settle([(chunk, CHUNK)])
         assert (cache.transient_bytes, chunk.decoded) == (0, None)
         assert ask(cache, 1)[2]
+
+
+def test_of_chunks_that_come_together_as_many_are_kept_as_there_is_spare_memory_for():
+    cache = ChunkCache(spare_bytes=lambda: 40 - cache.transient_bytes)
+    parts, _, chunks = ask(cache, 1, 2, 3)
+    assert cache.settle((chunk, CHUNK) for chunk in chunks) == [[part] for part in parts]
+    assert cache.transient_bytes == 32
+    assert [chunk.decoded is None for chunk in chunks] == [False, False, True]
 
 
 def test_a_window_may_hold_what_is_lent_and_keeps_it_for_longer():

@@ -122,3 +122,17 @@ def test_two_ranks_and_decoded_chunks_kept_are_counted(tmp_path, tiny_config):
     assert counted(config, 16)["requests_per_sample"] == pytest.approx(kept, rel=0.3)
     two = predict_reading(config.replace({"loader.cache_bytes": 0}), dataset, 2)["requests_per_sample"]
     assert two == pytest.approx(plain, rel=0.15)
+
+
+def test_a_cache_of_stores_that_are_joined_is_known_store_by_store(cloud, tmp_path, tiny_config):
+    urls = [cloud.url(f"expected-joined/{number}.zarr") for number in range(2)]
+    kept = [config_of(tiny_config, url, tmp_path / "c", trial__max_steps=8) for url in urls]
+    for config in kept:
+        build(config, progress=False)
+    patch = {"member": 1, **kept[0].data.patch}
+    joined = kept[0].replace({"data.patch": patch, "data.more": (urls[1],), "data.join": "member"})
+    cold = predict_reading(joined, kit.open_dataset(joined))
+    kit.data.prefetch(kept[1], progress=False)
+    predicted = predict_reading(joined, kit.open_dataset(joined))
+    assert predicted["bytes_per_sample"] == pytest.approx(cold["bytes_per_sample"] / 2, rel=0.2)
+    assert counted(joined, 8) == pytest.approx(predicted, rel=0.15)

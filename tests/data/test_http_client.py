@@ -97,6 +97,11 @@ def test_an_object_is_read_whole_in_part_and_from_its_end(cloud, folder, scheme)
     assert (counters.values()["requests"], counters.values()["bytes_read"]) == (4, 16)
 
 
+def test_where_there_is_no_epoll_python_watches_the_sockets(cloud, folder, monkeypatch):
+    monkeypatch.delattr("select.epoll", raising=False)
+    assert ask_all(cloud, folder, 50)[1]["requests"] == 50
+
+
 class Noted(ConcurrencyLimit):
     """Seven at once whatever happens, and what it was told."""
 
@@ -304,6 +309,17 @@ def test_a_token_is_shown_to_its_store_and_to_nobody_it_points_to(noting, monkey
     (_, first), (path, second) = noting.seen
     assert first["Authorization"] == "Bearer ya29.token"
     assert (path, "Authorization" in second) == ("/elsewhere", False)
+
+
+def test_a_client_of_several_stores_shows_each_only_its_own_key(noting, monkeypatch):
+    monkeypatch.setenv("MINE", "ya29.token")
+    addresses = {how: address_of(open_store("gs://b/x", how), "gs://b/x") for how in ("env:MINE", "anonymous")}
+    wire = HttpClient(lambda key: (addresses[key], "a b"), "two stores", 1, PATIENCE_SECONDS, Counters())
+    for key in ("env:MINE", "anonymous", "anonymous", "env:MINE"):
+        assert bytes(wire.read(key, 0, 10)) == b"0123456789"
+    wire.close()
+    shown = [headers.get("Authorization") for _, headers in noting.seen]
+    assert shown == ["Bearer ya29.token", None, None, "Bearer ya29.token"]
 
 
 def test_a_token_that_ran_out_is_renewed_before_the_next_request(noting, monkeypatch):

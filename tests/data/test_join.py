@@ -12,7 +12,10 @@ import kit
 from kit.config import Config
 from kit.data.dataset import open_dataset
 from kit.data.sampling import sample_plan
-from kit.errors import ConfigError
+from kit.data.stores.http import HttpClient
+from kit.data.stores.transfer import Counters
+from kit.data.stream.fetch import EachItsOwn, ThreadClient, open_client
+from kit.errors import ConfigError, MissingChunkError
 
 SHAPE = (8, 12, 18)
 
@@ -81,7 +84,7 @@ def config_of(**changes):
 
 
 def check(config, given, whole):
-    """Every patch has the values of the array that the stores make together."""
+    """Every patch has the values of the array that the stores make together; returns what was counted."""
     data = kit.data.PatchData(config, given)
     loader = data.train_dataloader()
     for step, batch in enumerate(loader):
@@ -89,6 +92,7 @@ def check(config, given, whole):
             where = tuple(slice(at, at + side) for at, side in zip(offset, loader.plan.patch, strict=True))
             assert np.array_equal(values[0], whole[where])
     data.teardown()
+    return loader.counters()
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -163,3 +167,29 @@ def test_what_is_not_cut_alike_is_refused_with_what_differs(tmp_path):
         kit.data.join([one, sharded(tmp_path, 3)], "time")
     with pytest.raises(ConfigError, match="two stores have a variable 'sst'"):
         kit.data.join([one, one])
+
+
+def test_what_lies_in_a_bucket_is_read_and_kept_as_if_it_were_alone(cloud, tmp_path):
+    near = [with_xarray(tmp_path, number) for number in range(3)]
+    far = [cloud.upload(place, f"joined/{place.name}") for place in near[:2]]
+    kept = {"cache.size_bytes": 1 << 24, "cache.folder": str(tmp_path / "kept")}
+    for url in far:
+        kit.data.prefetch(config_of(**{"data.url": url, **kept}), progress=False)
+    for places, client in ((far, HttpClient), ([*far, near[2]], EachItsOwn), (near, ThreadClient)):
+        joined = kit.data.join([kit.data.join(places[:2], "time"), *places[2:]], "time") if places[2:] else None
+        joined = joined or kit.data.join(places, "time")
+        counts = check(config_of(**kept), joined, np.concatenate([field(number) for number in range(len(places))]))
+        assert counts["read_cache_misses"] == 0
+        assert bool(counts["read_cache_hits"]) == (places is not near)
+        assert bool(counts["bytes_read"]) == (places is not far)
+        made = open_client(joined.open_store(), joined.url, 5.0, Counters(), 8)
+        made.close()
+        assert isinstance(made, client)
+
+
+def test_a_chunk_that_is_missing_is_told_with_the_store_that_lacks_it(tmp_path):
+    places = [with_xarray(tmp_path, number) for number in range(2)]
+    (places[1] / "sst/c/0/1/2").unlink()
+    joined = kit.data.join([open_dataset(place, strict=True) for place in places], "time")
+    with pytest.raises(MissingChunkError, match=r"/1\.zarr: .* no object sst/c/0/1/2"):
+        check(config_of(**{"data.patch": {"time": 16, "lat": 12, "lon": 18}}), joined, np.zeros(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from waiting import PATIENCE_SECONDS
 
 from kit.data.stream.pool import JobGroup, ThreadPool
@@ -48,3 +49,16 @@ def test_a_first_job_that_raises_fails_its_owner_and_one_whose_owner_is_over_is_
     assert ran == []
     workers.close()
     workers.join(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1), (3,)])
+def test_the_last_of_the_parts_finishes_a_group_which_fails_where_that_does(counts):
+    whole, broken = JobGroup[str](), JobGroup[str]()
+    whole.expect(3, lambda: "whole")
+    broken.expect(3, lambda: 1 / 0)
+    for count in counts:
+        assert not whole.future.done()
+        whole.part_done(count)
+        broken.part_done(count)
+    assert whole.future.result(0) == "whole"
+    assert isinstance(broken.future.exception(0), ZeroDivisionError)

@@ -294,7 +294,7 @@ def predict_reading(config: Config, dataset: Dataset, world_size: int = 1) -> di
 
 
 def _played(config: Config, dataset: Dataset, world_size: int, batches: int) -> Expected | None:
-    loader, in_folder = config.loader, local_folder(config.data.url) is not None
+    loader, in_folder = config.loader, _in_folders(config)
     plan, cache = sample_plan(config, dataset, world_size), ReadCache.of(config.cache)
     processes = max(1, loader.num_workers)
     reading = Reading(
@@ -309,6 +309,11 @@ def _played(config: Config, dataset: Dataset, world_size: int, batches: int) -> 
         shared=cache is not None and bool(cache.folder),
     )  # fmt: skip
     return expect(dataset, dataset.select(config.data.variables), plan, reading)
+
+
+def _in_folders(config: Config) -> bool:
+    """Whether all that a config names lies on this machine."""
+    return all(local_folder(url) is not None for url in (config.data.url, *config.data.more))
 
 
 def _as_it_is(cache: ReadCache) -> Entries:
@@ -351,5 +356,5 @@ def _price(
     if batches is not None and batches < access.batches and data.order == "random":
         samples = min(access.epoch_samples, batches * access.batch_size * access.ranks)
         access = replace(access, samples_per_epoch=samples, epochs=1)
-    network = replace(network_of(config), in_folder=local_folder(data.url) is not None)
+    network = replace(network_of(config), in_folder=_in_folders(config))
     return price(access, network, info.chunk, host_of(config), shard=info.shard, closely=True)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -23,7 +24,7 @@ from kit.chunks.requests import Coalescing, runs
 from kit.config import Config
 from kit.data.build.build import Progress, make_progress
 from kit.data.dataset import ArrayInfo, Dataset, open_dataset
-from kit.data.stores.disk_cache import WHOLE, ReadCache, SharedFolder, identities
+from kit.data.stores.disk_cache import WHOLE, ReadCache, SharedFolder
 from kit.data.stores.http import Client
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import redact
@@ -107,8 +108,7 @@ def prefetch(config: Config, given: Dataset | None = None, *, progress: bool | P
         in_flight = min(_MOST_THREADS, config.loader.requests_in_flight)
         client = open_client(store, dataset.url, _REQUEST_SECONDS, counters, in_flight)
         try:
-            known = None if dataset.manifest is None else identities(dataset.manifest)
-            names = ObjectNames(client, redact(dataset.url), known, FetchOnceCache[str]())
+            names = ObjectNames(client, dataset, FetchOnceCache[str](), partial(is_remote, store))
             stored = [sync(StoredArray.open(store, info)) for info in arrays]
             filler = _Filler(client, names, _open_folder(cache))
             began = time.perf_counter()

@@ -27,7 +27,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kit.config import Cache, resolve_path
-from kit.data.stores.manifest import Manifest, crc32c
+from kit.data.stores.manifest import crc32c
 from kit.data.stores.transfer import Octets, octets
 from kit.errors import KitWarning
 
@@ -106,11 +106,6 @@ class ReadCache:
         """Empty what this process keeps in memory; a folder, which others may use, stays as it is."""
         if not self.folder:
             _in_memory(self.size_bytes, self.eviction).clear()
-
-
-def identities(manifest: Manifest) -> Mapping[str, str]:
-    """Which objects a store that kit built holds, by key."""
-    return {item.key: f"{item.bytes}-{item.crc32c}" for item in manifest.objects}
 
 
 # -- in memory

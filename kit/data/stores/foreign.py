@@ -46,6 +46,10 @@ class At(WrapperStore[Store]):
     def _with_store(self, store: Store) -> Self:
         return type(self)(store, self._there, self._shown)
 
+    def behind(self, key: str) -> tuple[Store, str]:
+        """The other store, and the key of an object there."""
+        return self._store, self._there + key.removeprefix(self._shown)
+
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         if not key.startswith(self._shown):
             return None

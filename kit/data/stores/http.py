@@ -17,13 +17,14 @@ import heapq
 import http.client
 import itertools
 import os
+import select
 import selectors
 import socket
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,7 +37,7 @@ from kit.data.stores.auth import Address
 from kit.data.stores.fsspec import is_metadata
 from kit.data.stores.retry import TOO_MANY, Retries, RetryAttempts
 from kit.data.stores.transfer import Counters, Octets, octets
-from kit.data.stores.url import store_error
+from kit.data.stores.url import redact, store_error
 from kit.errors import StoreError
 
 _WEIRD_REPLY, _BROKEN_STREAM = 8, 92
@@ -167,6 +168,7 @@ class _Sent:
     """A request on its way."""
 
     get: Get
+    address: Address
     span: str | None
     """In the words of an HTTP range; None for a whole object."""
     parts: list[bytes]
@@ -177,16 +179,24 @@ class _Sent:
 
 
 class HttpClient(Client):
-    """The objects below one address.
+    """The objects below one address, or those of several stores.
 
     Args:
+        address: Below which all objects lie; or what gives the address of one, by its key, and its key there.
         in_flight: Requests sent and not answered, at most; fewer where more do not help (`ConcurrencyLimit`).
         seconds: How long one request may take, and how long attempts may begin.
         counters: Count every request.
     """
 
-    def __init__(self, address: Address, url: str, in_flight: int, seconds: float, counters: Counters) -> None:
-        self._address, self._url = address, url
+    def __init__(
+        self,
+        address: Address | Callable[[str], tuple[Address, str]],
+        url: str,
+        in_flight: int,
+        seconds: float,
+        counters: Counters,
+    ) -> None:
+        self._address, self._url, self._shown = address, url, redact(url)
         self.limit, self._seconds = ConcurrencyLimit(in_flight), seconds
         self._counters = counters
         self.retries = Retries(seconds, lambda: counters.add(requests=1, retries=1))
@@ -196,11 +206,11 @@ class HttpClient(Client):
         self._multi.setopt(pycurl.M_MAXCONNECTS, in_flight)
         self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._on_socket)
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._on_timer)
-        self._selector = selectors.DefaultSelector()
+        self._sockets = _Epoll() if hasattr(select, "epoll") else _Selector()
         self._woken, self._wake_up = os.pipe()
         for end in (self._woken, self._wake_up):
             os.set_blocking(end, False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._sockets.watch(self._woken, pycurl.POLL_IN)
         self._close_pipe = weakref.finalize(self, _close, self._woken, self._wake_up)
         self._thread: threading.Thread | None = None
         self._asleep = False
@@ -211,7 +221,8 @@ class HttpClient(Client):
         self._to_retry: list[tuple[float, int, Get]] = []
         """A heap by when each is due."""
         self._numbers = itertools.count()
-        self._idle: list[Any] = []
+        self._idle: list[tuple[Any, Address, list[bytes]]] = []
+        """Handles, with the address that each was prepared for, and what it fills."""
         self._sent: dict[Any, _Sent] = {}
         self._knows_head = True
         """Else tags are those of a GET of one byte."""
@@ -219,7 +230,7 @@ class HttpClient(Client):
     def submit(self, gets: Iterable[Get], urgent: bool = False) -> None:
         with self._lock:
             if self._closed:
-                raise StoreError(f"{self._address.shown}: its reader is closed")
+                raise StoreError(f"{self._shown}: its reader is closed")
             (self._waiting.extendleft if urgent else self._waiting.extend)(gets)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kit-http", daemon=True)
@@ -264,7 +275,7 @@ class HttpClient(Client):
                     if self._closed:
                         left = self._end()
                 for get in left:
-                    self._fail(get, StoreError(f"{self._address.shown}: closed while {get.key} was being read"))
+                    self._fail(get, StoreError(f"{self._shown}: closed while {get.key} was being read"))
                 if over:
                     return
             times = [self._due] if self._due is not None else []
@@ -276,16 +287,14 @@ class HttpClient(Client):
         self._asleep = True
         if self._waiting and seconds > _MEMORY_PAUSE_SECONDS and len(self._sent) < self.limit.now:
             seconds = 0.0  # submitted after the last look, by a thread that saw this one awake
-        ready = self._selector.select(seconds)
+        ready = self._sockets.ready(seconds)
         self._asleep = False
-        for key, events in ready:
-            if key.fd == self._woken:
+        for fd, events in ready:
+            if fd == self._woken:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, 4096)
             else:
-                reads = pycurl.CSELECT_IN if events & selectors.EVENT_READ else 0
-                writes = pycurl.CSELECT_OUT if events & selectors.EVENT_WRITE else 0
-                self._multi.socket_action(key.fd, reads | writes)
+                self._multi.socket_action(fd, events)
         if self._due is not None and time.monotonic() >= self._due:
             self._due = None
             self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)
@@ -312,8 +321,8 @@ class HttpClient(Client):
         return False
 
     def _send(self, get: Get) -> None:
-        easy = self._idle.pop() if self._idle else self._new()
-        parts: list[bytes] = []
+        address, key = self._find(get)
+        easy, parts = self._handle(address)
         span, most_bytes = None, 0
         if get.first is not None and get.last is not None:
             span, most_bytes = f"{get.first}-{get.last - 1}", get.last - get.first
@@ -321,23 +330,37 @@ class HttpClient(Client):
             span, most_bytes = str(get.first), -get.first
         elif get.head and not self._knows_head:
             span, most_bytes = _ANY_BYTE, 1
-        easy.setopt(pycurl.URL, f"{self._address.base}/{_quoted(get.key)}{self._address.signature()}")
-        easy.setopt(pycurl.NOBODY, get.head and span is None)
-        easy.setopt(pycurl.HEADERFUNCTION if get.head else pycurl.WRITEFUNCTION, parts.append)
-        if get.head:
+        easy.setopt(pycurl.URL, f"{address.base}/{_quoted(key)}{address.signature()}")
+        if get.head:  # after which the handle is closed
+            easy.setopt(pycurl.NOBODY, span is None)
+            easy.setopt(pycurl.HEADERFUNCTION, parts.append)
             easy.setopt(pycurl.WRITEFUNCTION, _ignore)
         if span is None:
             easy.unsetopt(pycurl.RANGE)
         else:
             easy.setopt(pycurl.RANGE, span)
         easy.setopt(pycurl.MAXFILESIZE_LARGE, most_bytes)  # a store that knows no ranges would send whole objects
-        for option, value in self._address.login():
+        for option, value in address.login():
             easy.setopt(option, value)
-        self._sent[easy] = _Sent(get, span, parts, self.limit.round, time.monotonic())
+        self._sent[easy] = _Sent(get, address, span, parts, self.limit.round, time.monotonic())
         self._multi.add_handle(easy)
 
-    def _new(self) -> Any:
-        easy = pycurl.Curl()
+    def _find(self, get: Get) -> tuple[Address, str]:
+        """Where an object lies, and its key there."""
+        return (self._address, get.key) if isinstance(self._address, Address) else self._address(get.key)
+
+    def _handle(self, address: Address) -> tuple[Any, list[bytes]]:
+        """One for requests to an address, which shows it nothing that was meant for another; and what it fills."""
+        if not self._idle:
+            return self._prepared(pycurl.Curl(), address)
+        easy, before, parts = self._idle.pop()
+        if before is address or (before.login is address.login and before.options == address.options):
+            return easy, parts
+        easy.reset()
+        return self._prepared(easy, address)
+
+    def _prepared(self, easy: Any, address: Address) -> tuple[Any, list[bytes]]:
+        parts: list[bytes] = []
         milliseconds = max(1, int(1000 * self._seconds))
         for option, value in (
             (pycurl.NOSIGNAL, 1), (pycurl.TCP_NODELAY, 1), (pycurl.BUFFERSIZE, _READ_BYTES),
@@ -345,10 +368,11 @@ class HttpClient(Client):
             (pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS),
             (pycurl.REDIR_PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS),
             (pycurl.FOLLOWLOCATION, 1), (pycurl.MAXREDIRS, _MOST_REDIRECTS),
-            (pycurl.OPENSOCKETFUNCTION, _open_socket), (pycurl.TIMEOUT_MS, milliseconds), *self._address.options,
+            (pycurl.WRITEFUNCTION, parts.append), (pycurl.OPENSOCKETFUNCTION, _open_socket),
+            (pycurl.TIMEOUT_MS, milliseconds), *address.options,
         ):  # fmt: skip
             easy.setopt(option, value)
-        return easy
+        return easy, parts
 
     def _collect(self) -> None:
         left = 1
@@ -361,11 +385,11 @@ class HttpClient(Client):
                 else:
                     self.limit.answered(sent.round, time.monotonic() - sent.sent_at)
                 self._on_status(sent, status)
-                sent.parts.clear()  # the handle knows them until it is used again
+                sent.parts.clear()  # the handle fills them again
                 if sent.get.head:
                     easy.close()
                 else:
-                    self._idle.append(easy)
+                    self._idle.append((easy, sent.address, sent.parts))
             for easy, code, message in bad:
                 sent, status = self._take(easy), easy.getinfo(pycurl.RESPONSE_CODE)
                 easy.close()
@@ -376,8 +400,8 @@ class HttpClient(Client):
                 elif code == pycurl.E_FILESIZE_EXCEEDED:
                     self._try_again(sent.get, OSError("the store sends more than the range that was requested"))
                 elif code == pycurl.E_OPERATION_TIMEDOUT:
-                    late = f"no answer for {sent.get.key} within {self._seconds:g} s; check the network"
-                    self._try_again(sent.get, StoreError(f"{self._address.shown}: {late}"))
+                    late = f"no answer for {self._find(sent.get)[1]} within {self._seconds:g} s; check the network"
+                    self._try_again(sent.get, StoreError(f"{sent.address.shown}: {late}"))
                 else:
                     kind = ConnectionError if code in _PASSING else OSError
                     self._try_again(sent.get, kind(message))
@@ -412,7 +436,7 @@ class HttpClient(Client):
         try:
             pause = get.attempts.pause_seconds(error)
         except Exception as last:
-            self._fail(get, store_error(self._url, last))
+            self._fail(get, store_error(self._find(get)[0].shown, last))
             return
         self.retries.counted()
         heapq.heappush(self._to_retry, (time.monotonic() + pause, next(self._numbers), get))
@@ -426,26 +450,70 @@ class HttpClient(Client):
         self._to_retry.clear()
         self._sent.clear()
         self._multi.close()
-        self._selector.close()
+        self._sockets.close()
         self._close_pipe()
         return left
 
     # -- libcurl's events
 
     def _on_socket(self, what: int, fd: int, _multi: Any, _data: Any) -> None:
-        if what == pycurl.POLL_REMOVE:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(fd)
-            return
-        reads = selectors.EVENT_READ if what & pycurl.POLL_IN else 0
-        writes = selectors.EVENT_WRITE if what & pycurl.POLL_OUT else 0
-        try:
-            self._selector.modify(fd, reads | writes)
-        except KeyError:
-            self._selector.register(fd, reads | writes)
+        self._sockets.watch(fd, what & pycurl.POLL_INOUT)
 
     def _on_timer(self, milliseconds: int) -> None:
         self._due = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
+
+
+class _Epoll:
+    """Which sockets are ready, in libcurl's numbers.
+
+    libcurl has a socket watched and forgotten for every request, which takes Python's selectors three times as long.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._watched: dict[int, int] = {}
+
+    def watch(self, fd: int, events: int) -> None:
+        """From now on for these; for none, not any more."""
+        if not events:
+            self._watched.pop(fd, None)
+            with contextlib.suppress(OSError):  # it is closed, and so forgotten
+                self._epoll.unregister(fd)
+            return
+        mask = (select.EPOLLIN if events & pycurl.POLL_IN else 0) | (select.EPOLLOUT if events & pycurl.POLL_OUT else 0)
+        (self._epoll.modify if fd in self._watched else self._epoll.register)(fd, mask)
+        self._watched[fd] = events
+
+    def ready(self, seconds: float) -> list[tuple[int, int]]:
+        """Those that are, after so long at most; one that broke is ready for all that it is watched for."""
+        found = []
+        for fd, events in self._epoll.poll(seconds):
+            reads = pycurl.CSELECT_IN if events & ~select.EPOLLOUT else 0
+            writes = pycurl.CSELECT_OUT if events & ~select.EPOLLIN else 0
+            found.append((fd, (reads | writes) & self._watched[fd]))
+        return found
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+class _Selector:
+    """The same where there is no epoll."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def watch(self, fd: int, events: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(fd)
+        if events:
+            self._selector.register(fd, events)
+
+    def ready(self, seconds: float) -> list[tuple[int, int]]:
+        return [(key.fd, events) for key, events in self._selector.select(seconds)]
+
+    def close(self) -> None:
+        self._selector.close()
 
 
 class _Duplicated(socket.socket):

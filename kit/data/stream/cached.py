@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from kit.chunks.requests import Run
+from kit.data.dataset import Dataset
 from kit.data.stores.disk_cache import WHOLE, Entries, Part
 from kit.data.stores.http import Client, Get
+from kit.data.stores.manifest import ObjectRecord
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import Chunk, ChunkRequest
@@ -41,7 +43,7 @@ class CachedRequests(Requests):
     """The requests of one reader to its client or its cache; call from any thread.
 
     Args:
-        known: Which objects there are, by key, where a manifest lists them; else the store is asked for each.
+        names: Under which each object is kept.
         threads: Read kept chunks, and decode them.
     """
 
@@ -51,7 +53,7 @@ class CachedRequests(Requests):
         url: str,
         queue: ReceiveQueue,
         entries: Entries,
-        known: Mapping[str, str] | None,
+        names: ObjectNames,
         counters: Counters,
         threads: int,
     ) -> None:
@@ -59,7 +61,7 @@ class CachedRequests(Requests):
         self.entries, self.counters = entries, counters
         self.threads = ThreadPool(_LOOKING_UP, "kit-cache")
         self._kept = ThreadClient(entries.get, threads)
-        self._names = ObjectNames(client, redact(url), known, queue.names)
+        self._names = names
 
     def submit(self, requests: Iterable[ChunkRequest]) -> None:
         for request in requests:
@@ -217,24 +219,55 @@ def name_of(url: str, key: str, identity: str) -> str:
     return hashlib.sha256(repr((url, key, identity)).encode()).hexdigest()
 
 
-class ObjectNames:
-    """Under which name each object is kept; call from any thread.
+class KnownObjects:
+    """What the manifests of a dataset, or of those that it joins, tell of its objects."""
 
-    Where no manifest tells which object a key names now, the store is asked, once for each of the last that `names`
-    keeps. A store that gives no tag by which a new object would show is read without a cache, and a warning says so
-    once.
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._stores: dict[int, tuple[str, dict[str, ObjectRecord] | None]] = {}
+        """URL and objects of each store, by the dataset of it."""
+
+    def find(self, key: str) -> tuple[str, str, Mapping[str, ObjectRecord] | None]:
+        """The URL of the store that holds an object, its key there, and what that has; None where nothing tells."""
+        dataset, there = self._dataset.locate(key)
+        known = self._stores.get(id(dataset))
+        if known is None:
+            objects = None if dataset.manifest is None else {item.key: item for item in dataset.manifest.objects}
+            known = self._stores[id(dataset)] = redact(dataset.url), objects
+        return known[0], there, known[1]
+
+    def name(self, key: str) -> str | None:
+        """Under which a listed object is kept; None for any other."""
+        url, there, records = self.find(key)
+        if records is None or there not in records:
+            return None
+        return name_of(url, there, f"{records[there].bytes}-{records[there].crc32c}")
+
+
+class ObjectNames:
+    """Under which name each object is kept: that of the store that it lies in, joined with others or not.
+
+    Call from any thread. Where no manifest tells which object a key names now, the store is asked, once for each of
+    the last that `names` keeps. A store that gives no tag by which a new object would show is read without a cache, and
+    a warning says so once.
+
+    Args:
+        is_kept: Whether an object is to be kept at all: one that lies on this machine is not.
     """
 
-    def __init__(self, client: Client, url: str, known: Mapping[str, str] | None, names: FetchOnceCache[str]) -> None:
-        self._client, self._url, self._known, self._names = client, url, known, names
+    def __init__(
+        self, client: Client, dataset: Dataset, names: FetchOnceCache[str], is_kept: Callable[[str], bool]
+    ) -> None:
+        self._client, self._known, self._names, self._is_kept = client, KnownObjects(dataset), names, is_kept
         self._lock = threading.Lock()
-        self._untagged = False
+        self._untagged: set[str] = set()
 
     def claim(self, key: str) -> Future[str | None] | ResolvedFuture[str | None]:
         """The name that is or will be known; None where there is no such object, or nothing to name it by."""
-        if self._known is not None:
-            return ResolvedFuture(self._name(key, self._known.get(key)))
-        if self._untagged:
+        url, _, listed = self._known.find(key)
+        if listed is not None:
+            return ResolvedFuture(self._known.name(key))
+        if url in self._untagged or not self._is_kept(key):
             return ResolvedFuture(None)
         found, mine = self._names.claim(key)
         if mine:
@@ -246,18 +279,19 @@ class ObjectNames:
         if isinstance(identity, BaseException):
             self._names.give(key, identity)
         else:
-            self._names.give(key, self._name(key, identity), keep=identity is not None)
+            url, there, _ = self._known.find(key)
+            name = None if identity is None else name_of(url, there, identity)
+            self._names.give(key, name, keep=identity is not None)
 
-    def _name(self, key: str, identity: str | None) -> str | None:
-        return None if identity is None else name_of(self._url, key, identity)
-
-    def warn_untagged(self) -> None:
-        """Say, once, that nothing is kept."""
+    def warn_untagged(self, key: str) -> None:
+        """Say, once of each store, that nothing is kept."""
+        url, _, _ = self._known.find(key)
         with self._lock:
-            first, self._untagged = not self._untagged, True
+            first = url not in self._untagged
+            self._untagged.add(url)
         if first:
             message = (
-                f"cache.size_bytes: {self._url} answers with neither tag nor time, so that old bytes could be served "
+                f"cache.size_bytes: {url} answers with neither tag nor time, so that old bytes could be served "
                 "for new ones; it is read without a cache"
             )
             warnings.warn(message, KitWarning, stacklevel=2)
@@ -274,7 +308,7 @@ class _Identify(Get):
 
     def done(self, data: Octets | None) -> None:
         if data is not None and not len(data):
-            self._names.warn_untagged()
+            self._names.warn_untagged(self.key)
         self._names.give(self.key, data.tobytes().decode() if data is not None and len(data) else None)
 
     def fail(self, error: BaseException) -> None:

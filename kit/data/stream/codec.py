@@ -47,6 +47,8 @@ ABSENT = 2**64 - 1
 INDEX_CHECKSUM_BYTES = 4
 INDEX_ENTRY_BYTES = 16
 _BLOSC_HEADER_BYTES = 16
+_of_thread = threading.local()
+"""A decompressor each, which takes no two calls at once."""
 
 Index = NDArray[np.uint64]
 """A shard's index `(*inner chunk, 2)`: first byte and number of bytes of each inner chunk."""
@@ -117,7 +119,7 @@ class StoredArray:
 
     def object_of(self, coords: tuple[int, ...]) -> tuple[int, ...]:
         """Coordinates of the object that holds a chunk, along the array's own dimensions."""
-        stored = tuple(coords[axis] for axis in self.axes)
+        stored = self._stored(coords)
         return stored if self.per_shard is None else tuple(map(floordiv, stored, self.per_shard))
 
     def object_key(self, outer: tuple[int, ...]) -> str:
@@ -152,7 +154,7 @@ class StoredArray:
     def locate(self, index: Index, coords: tuple[int, ...]) -> tuple[int, int] | None:
         """(first byte, one past the last) of an inner chunk in its shard; None when the shard does not hold it."""
         assert self.per_shard is not None
-        first, count = index[tuple(map(mod, (coords[axis] for axis in self.axes), self.per_shard))].tolist()
+        first, count = index[tuple(map(mod, self._stored(coords), self.per_shard))].tolist()
         return None if first == count == ABSENT else (first, first + count)
 
     # -- chunks
@@ -184,13 +186,19 @@ class StoredArray:
             return [self.decode(one) for one in data]
         sizes = np.full(len(data), self.chunk_bytes, np.uint64).tobytes()
         frames: list[Any] = [*data]
-        together: Any = zstandard.ZstdDecompressor().multi_decompress_to_buffer(frames, decompressed_sizes=sizes)
+        if not hasattr(_of_thread, "zstd"):
+            _of_thread.zstd = zstandard.ZstdDecompressor()
+        together: Any = _of_thread.zstd.multi_decompress_to_buffer(frames, decompressed_sizes=sizes)
         return [self._elements(octets(one)) for one in together]
 
     @cached_property
     def chunk_bytes(self) -> int:
         """Of a decoded chunk."""
         return prod(self.spec.shape) * self.dtype.itemsize
+
+    def _stored(self, coords: tuple[int, ...]) -> tuple[int, ...]:
+        """Coordinates of a chunk along the array's own dimensions."""
+        return tuple(coords[axis] for axis in self.axes) if self._one_along else coords
 
     @cached_property
     def _one_along(self) -> tuple[int, ...]:

@@ -96,7 +96,7 @@ class Engine:
             batches_held=batches_ahead + 2,
             allocate=allocate,
             read_cache=read_cache,
-            manifest=dataset.manifest,
+            dataset=dataset,
             as_stored=as_stored,
         )
         self._batches_ahead = batches_ahead

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -25,9 +25,8 @@ from kit.chunks.requests import Coalescing, Place, morton_numbers, runs
 from kit.chunks.resources import HOLES_SHARE, READY_TOO
 from kit.data.dataset import ArrayInfo, Dataset
 from kit.data.sampling import SamplePlan
-from kit.data.stores.disk_cache import WHOLE, Entries, identities
-from kit.data.stores.url import redact
-from kit.data.stream.cached import name_of
+from kit.data.stores.disk_cache import WHOLE, Entries
+from kit.data.stream.cached import KnownObjects
 from kit.data.stream.codec import ABSENT, INDEX_CHECKSUM_BYTES, INDEX_ENTRY_BYTES
 from kit.data.stream.memory import batch_bytes, largest_chunk_bytes
 from kit.data.stream.receive import WINDOWS_DECODED
@@ -79,9 +78,10 @@ def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, read
     """What a run will ask of the store; None where it is too long to be played through."""
     readers: list[_Reader] = []
     objects: list[_Objects] = []
+    known = KnownObjects(dataset)
     for rank, process in product(range(plan.world_size), range(reading.processes)):
         if not objects or not reading.shared:
-            objects = [_Objects(dataset, info, reading.entries) for info in arrays]
+            objects = [_Objects(known, info, reading.entries) for info in arrays]
         readers.append(_Reader(objects, plan, reading, rank, process))
     touched_chunks = 0
     steps = math.ceil(reading.batches / reading.processes)
@@ -101,13 +101,11 @@ def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, read
 class _Objects:
     """The objects of one array; what a read cache holds of them, shared by all readers."""
 
-    def __init__(self, dataset: Dataset, info: ArrayInfo, entries: Entries | None) -> None:
+    def __init__(self, known: KnownObjects, info: ArrayInfo, entries: Entries | None) -> None:
         self.info, self._entries = info, entries
-        manifest = dataset.manifest
-        self._bytes = {} if manifest is None else {item.key: item.bytes for item in manifest.objects}
-        self._identities: Mapping[str, str] = {} if manifest is None or entries is None else identities(manifest)
-        self._url = redact(dataset.url)
-        self.tells_sizes = manifest is not None
+        self._known = known
+        self.tells_sizes = True
+        """Whether manifests tell the size of every object met."""
         self.keeps = entries is not None
         self.per_shard = info.shard and tuple(info.shard[axis] // info.chunk[axis] for axis in info.stored_axes)
         self._held: dict[Place, set[int]] = {}
@@ -138,9 +136,11 @@ class _Objects:
 
     def chunk_bytes(self, outer: Place) -> float:
         """Stored bytes of a chunk of this object."""
-        size = self._bytes.get(self._key(outer))
-        if size is None:
+        _, key, listed = self._known.find(self._key(outer))
+        self.tells_sizes &= listed is not None
+        if listed is None or key not in listed:
             return float(self.info.chunk_bytes)
+        size = listed[key].bytes
         return (size - self.index_bytes) / len(self.numbers(outer)) if self.per_shard else float(size)
 
     def held(self, outer: Place) -> set[int]:
@@ -150,11 +150,9 @@ class _Objects:
         return self._held[outer]
 
     def _held_at_first(self, outer: Place) -> Iterable[int]:
-        key = self._key(outer)
-        identity = self._identities.get(key)
-        if identity is None or self._entries is None:
+        name = self._known.name(self._key(outer))
+        if name is None or self._entries is None:
             return
-        name = name_of(self._url, key, identity)
         if not self.per_shard:
             if self._entries.holds(name, WHOLE):
                 yield 0

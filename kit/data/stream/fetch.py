@@ -1,9 +1,10 @@
 """Requests for chunks: which client reads which store, and how a reader sends its requests.
 
 An object store at a known address is read by libcurl (`HttpClient`); a local folder by threads that each wait for a
-response (`ThreadClient`); any other store on its event loop (`AsyncClient`). All
-give bytes, or None where there is no such object, or a StoreError without secrets; all retry by one policy
-(`kit.data.stores.retry`), count every request, and give up one that has no response in time.
+response (`ThreadClient`); any other store on its event loop (`AsyncClient`). Of stores that are joined, all those of a
+kind have one client, and so one queue and one limit. All give bytes, or None where there is no such object, or a
+StoreError without secrets; all retry by one policy (`kit.data.stores.retry`), count every request, and give up one that
+has no response in time.
 
 A shard's index is fetched once, whoever needs it, and before the chunks that wait already; then each run of neighbours
 is one request. A request whose chunks nobody wants any more is dropped when its turn comes; one that finds no memory
@@ -16,8 +17,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -30,9 +31,10 @@ from zarr.storage import LocalStore
 from kit.chunks.requests import Run
 from kit.data.dataset import XarrayStore
 from kit.data.joined import JoinedStore
-from kit.data.stores.auth import address_of
+from kit.data.stores.auth import Address, address_of
+from kit.data.stores.foreign import At
 from kit.data.stores.fsspec import RemoteStore
-from kit.data.stores.http import Client, Get, HttpClient
+from kit.data.stores.http import Client, ConcurrencyLimit, Get, HttpClient
 from kit.data.stores.local import Folder
 from kit.data.stores.retry import Retries
 from kit.data.stores.transfer import Counters, Octets, octets
@@ -47,6 +49,8 @@ from kit.errors import ConfigError, Problem, StoreError
 Read = Callable[[str, int | None, int | None], Octets | None]
 
 _CLOSE_SECONDS = 5.0
+_THREADS_BESIDE = 8
+"""That read what lies on this machine, where other stores are read beside it."""
 _MEMORY_PAUSE_SECONDS = 0.001
 _TAGS = (
     "etag", "e_tag", "generation", "version_id", "versionid", "checksum", "crc32c", "md5", "md5hash", "content_md5",
@@ -70,19 +74,67 @@ def open_client(
         seconds: How long one request may take.
         in_flight: Requests sent and not answered, at most.
     """
-    if type(store) is LocalStore:
-        return ThreadClient(Folder(store.root, counters).read, in_flight)
-    if isinstance(store, XarrayStore):
-        return ThreadClient(store.cutter.counted_by(counters).read, in_flight)
-    address = address_of(store, url)
-    if address is None:
-        return AsyncClient(store, url, in_flight, seconds, counters)
-    return HttpClient(address, url, in_flight, seconds, counters)
+    reads: dict[int, Read] = {}
+    addresses: dict[int, Address] = {}
+    others = False
+    for one, there in leaves(store, url):
+        address = address_of(one, there)
+        if type(one) is LocalStore:
+            reads[id(one)] = Folder(one.root, counters).read
+        elif isinstance(one, XarrayStore):
+            reads[id(one)] = one.cutter.counted_by(counters).read
+        elif address is not None:
+            addresses[id(one)] = address
+        else:
+            others = True
+
+    def read(key: str, first: int | None = None, last: int | None = None) -> Octets | None:
+        one, there = leaf(store, key)
+        return reads[id(one)](there, first, last)
+
+    def find(key: str) -> tuple[Address, str]:
+        one, there = leaf(store, key)
+        return addresses[id(one)], there
+
+    kinds = bool(reads) + bool(addresses) + others
+    remote = in_flight if kinds == 1 else max(1, in_flight // (bool(addresses) + others or 1))
+    made: list[tuple[Iterable[int], Client]] = []
+    if reads:
+        one_read = reads.get(id(store), read)
+        made.append((reads, ThreadClient(one_read, in_flight if kinds == 1 else min(in_flight, _THREADS_BESIDE))))
+    if addresses:
+        made.append((addresses, HttpClient(addresses.get(id(store), find), url, remote, seconds, counters)))
+    if others:
+        made.append(((), AsyncClient(store, url, remote, seconds, counters)))
+    return made[0][1] if kinds == 1 else EachItsOwn(store, made)
 
 
-def is_remote(store: Store) -> bool:
-    """Whether all chunks lie where fsspec reads them, so that they can be cached here."""
-    return store.all_remote if isinstance(store, JoinedStore) else isinstance(store, RemoteStore)
+def leaf(store: Store, key: str) -> tuple[Store, str]:
+    """The store that holds an object itself, behind those that show others; and its key there."""
+    while isinstance(store, JoinedStore | At):
+        found = store.behind(key)
+        if found is None:
+            break
+        store, key = found[0], found[-1]
+    return store, key
+
+
+def leaves(store: Store, url: str) -> list[tuple[Store, str]]:
+    """The stores that hold objects themselves, with their URLs."""
+    if isinstance(store, JoinedStore):
+        return [one for held in store.held for one in leaves(*held)]
+    return leaves(store.behind("")[0], url) if isinstance(store, At) else [(store, url)]
+
+
+def is_local(store: Store) -> bool:
+    """Whether all objects lie in folders of this machine."""
+    return all(type(one) is LocalStore for one, _ in leaves(store, ""))
+
+
+def is_remote(store: Store, key: str | None = None) -> bool:
+    """Whether an object, or any, lies where fsspec reads it, so that it can be cached here."""
+    held = [one for one, _ in leaves(store, "")] if key is None else [leaf(store, key)[0]]
+    return any(isinstance(one, RemoteStore) for one in held)
 
 
 def read_index(client: Client, stored: StoredArray, key: str, url: str) -> Index | None:
@@ -122,14 +174,52 @@ class ThreadClient(Client):
             get.done(self._read(get.key, get.first, get.last))
 
 
+class EachItsOwn(Client):
+    """The objects of stores of several kinds, each by a client for its kind; call from any thread.
+
+    Args:
+        store: That joins them.
+        clients: Each with the stores that it reads, by `id`; the last one reads the rest.
+    """
+
+    def __init__(self, store: Store, clients: Sequence[tuple[Iterable[int], Client]]) -> None:
+        self._store, self._clients = store, [client for _, client in clients]
+        self._of_store = {one: client for stores, client in clients for one in stores}
+
+    def submit(self, gets: Iterable[Get], urgent: bool = False) -> None:
+        each: defaultdict[Client, list[Get]] = defaultdict(list)
+        for get in gets:
+            each[self._of(get.key)].append(get)
+        for client, some in each.items():
+            client.submit(some, urgent)
+
+    def cancel_unwanted(self) -> None:
+        for client in self._clients:
+            client.cancel_unwanted()
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    def read(self, key: str, first: int | None = None, last: int | None = None) -> Octets | None:
+        return self._of(key).read(key, first, last)
+
+    @property
+    def limit(self) -> ConcurrencyLimit | None:
+        """Of the client over HTTP, where there is one."""
+        return next((client.limit for client in self._clients if isinstance(client, HttpClient)), None)
+
+    def _of(self, key: str) -> Client:
+        return self._of_store.get(id(leaf(self._store, key)[0]), self._clients[-1])
+
+
 class AsyncClient(Client):
     """The objects of any zarr store, read by tasks of the event loop that zarr's stores share; call from any thread."""
 
     def __init__(self, store: Store, url: str, in_flight: int, seconds: float, counters: Counters) -> None:
         self._store, self._url, self._in_flight = store, url, in_flight
         self._seconds, self._counters = seconds, counters
-        remote = store.remote if isinstance(store, JoinedStore) else (store,)
-        for one in remote:
+        for one, _ in leaves(store, url):
             if isinstance(one, RemoteStore):
                 one.retries = Retries(seconds, lambda: counters.add(requests=1, retries=1))
         self._loop = _get_loop()
@@ -224,9 +314,10 @@ class AsyncClient(Client):
         return None if data is None else data.as_numpy_array()
 
     async def _identity(self, key: str) -> Octets | None:
-        assert isinstance(self._store, RemoteStore | JoinedStore), "only what fsspec reads is cached"
+        store, there = leaf(self._store, key)
+        assert isinstance(store, RemoteStore), "only what fsspec reads is cached"
         self._counters.add(requests=1)
-        info = await self._store.info(key)
+        info = await store.info(there)
         if info is None:
             return None
         identity = identity_of(info)
@@ -267,7 +358,10 @@ class Requests:
             future, mine = self._queue.indexes.claim(request.key)
             if mine:
                 self._client.submit([GetIndex(self._queue.indexes, request, self._url)], urgent=True)
-            future.add_done_callback(partial(self._submit_runs, request))
+            if isinstance(future, ResolvedFuture):
+                self._submit_runs(request, future)
+            else:
+                future.add_done_callback(partial(self._submit_late, request))
         self._client.submit(whole)
 
     def cancel_unwanted(self) -> None:
@@ -278,10 +372,13 @@ class Requests:
         """End the connections."""
         self._client.close()
 
+    def _submit_late(self, request: ChunkRequest, index: Future[Index | None]) -> None:
+        """The index has come, and some chunks may not be wanted any more."""
+        self._submit_runs(request.part(self._queue.cache.still_wanted(request.chunks)), index)
+
     def _submit_runs(self, request: ChunkRequest, index: Future[Index | None] | ResolvedFuture[Index | None]) -> None:
-        wanted = request.part(self._queue.cache.still_wanted(request.chunks))
         try:
-            runs = self._queue.runs(self._queue.places(wanted, index.result()))
+            runs = self._queue.runs(self._queue.places(request, index.result()))
             parts = [request.part(chunk for _, _, chunk in run.items) for run in runs]
             self._client.submit(map(partial(GetChunks, self._queue), parts, runs))
         except BaseException as error:
@@ -307,7 +404,8 @@ class GetChunks(Get):
 
     def begin(self) -> bool | None:
         if self._reservation is None:  # else this is a retry
-            if not self._queue.cache.still_wanted(self._request.chunks):
+            chunks = self._request.chunks
+            if not (any(chunk.wanted for chunk in chunks) or self._queue.cache.still_wanted(chunks)):
                 return False
             self._reservation = self._queue.budget.try_take(self._queue.response_bytes(self._request, self._run))
         return True if self._reservation is not None else None

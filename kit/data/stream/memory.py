@@ -25,9 +25,8 @@ from zarr.abc.store import Store
 from kit.chunks.access import VALUE_BYTES
 from kit.chunks.requests import Coalescing
 from kit.config import Loader
-from kit.data.dataset import ArrayInfo
+from kit.data.dataset import ArrayInfo, Dataset
 from kit.data.stores.disk_cache import ReadCache
-from kit.data.stores.manifest import Manifest
 from kit.data.stream.scatter import Packing
 from kit.errors import ConfigError, Problem
 from kit.units import format_bytes
@@ -125,7 +124,7 @@ class ReaderPlan:
     allocate: Allocate = np.empty
     read_cache: ReadCache | None = None
     """What keeps the answers of a remote store."""
-    manifest: Manifest | None = None
+    dataset: Dataset
     as_stored: bool = False
     """Give the numbers of the one array as they are stored; all of them count as valid."""
 

@@ -56,13 +56,17 @@ class JobGroup(Generic[Result]):
         """Say how many parts there are, before the first of them can end."""
         self._left, self._finish = parts, finish
 
-    def part_done(self) -> None:
-        """One part has ended well; the thread that ends the last one calls `finish`."""
+    def part_done(self, count: int = 1) -> None:
+        """So many parts have ended well; the thread that ends the last one calls `finish`."""
         with self._lock:
-            self._left -= 1
+            self._left -= count
             last = self._left == 0
         if last and not self.cancelled and self._finish is not None:
-            result = self._finish()
+            try:
+                result = self._finish()
+            except BaseException as error:
+                self.fail(error)
+                return
             if self._claim():
                 self.future.set_result(result)
 

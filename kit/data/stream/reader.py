@@ -19,17 +19,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from zarr.storage import LocalStore
 
 from kit.chunks.requests import LOCAL_GAP_BYTES, Coalescing
-from kit.data.stores.disk_cache import identities
 from kit.data.stores.http import HttpClient
 from kit.data.stores.transfer import Counters
 from kit.data.stores.url import redact, run_sync
-from kit.data.stream.cached import CachedRequests
+from kit.data.stream.cached import CachedRequests, ObjectNames
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkRequest
 from kit.data.stream.codec import StoredArray
-from kit.data.stream.fetch import Requests, is_remote, open_client
+from kit.data.stream.fetch import EachItsOwn, Requests, is_local, is_remote, open_client
 from kit.data.stream.memory import Arrays, ReaderPlan, batch_bytes
 from kit.data.stream.pool import JobGroup
 from kit.data.stream.receive import ReceiveQueue
@@ -65,22 +63,22 @@ class Reader:
         """Batches handed over before some that were begun by then were planned, and those: they may use its chunks."""
         self._dtype = plan.arrays[0].dtype.newbyteorder("=") if plan.as_stored else np.dtype(np.float32)
         self._store = plan.open_store()
-        is_local, in_flight = type(self._store) is LocalStore, plan.requests_in_flight
+        in_folders, in_flight = is_local(self._store), plan.requests_in_flight
         folder_threads = min(in_flight, max(_LEAST_FOLDER_THREADS, 2 * plan.decode_threads))
-        if is_local:
+        if in_folders:
             in_flight = folder_threads
         self._client = open_client(self._store, plan.url, plan.request_seconds, counters, in_flight)
         kept = plan.read_cache if is_remote(self._store) else None
-        decoding = folder_threads if is_local or kept else 0  # threads that read a disk, and decode at once
+        decoding = folder_threads if in_folders or kept else 0  # threads that read a disk, and decode at once
         self._queue = ReceiveQueue(
-            plan, counters, Coalescing(LOCAL_GAP_BYTES) if is_local else plan.coalescing, decode_at_once=is_local,
-            decoding=max(decoding, plan.decode_threads) if is_local else plan.decode_threads + decoding,
+            plan, counters, Coalescing(LOCAL_GAP_BYTES) if in_folders else plan.coalescing, decode_at_once=in_folders,
+            decoding=max(decoding, plan.decode_threads) if in_folders else plan.decode_threads + decoding,
         )  # fmt: skip
         self._requests = Requests(self._client, plan.url, self._queue)
         if kept is not None:
-            known = None if plan.manifest is None else identities(plan.manifest)
+            names = ObjectNames(self._client, plan.dataset, self._queue.names, partial(is_remote, self._store))
             self._requests = CachedRequests(
-                self._client, plan.url, self._queue, kept.open(), known, counters, folder_threads
+                self._client, plan.url, self._queue, kept.open(), names, counters, folder_threads
             )
 
         async def open_arrays() -> tuple[StoredArray, ...]:
@@ -95,8 +93,9 @@ class Reader:
     @property
     def open_requests(self) -> tuple[int, str]:
         """How many requests may be open now, and the reason where they are fewer than allowed."""
-        if isinstance(self._client, HttpClient):
-            return self._client.limit.now, self._client.limit.reason
+        limit = self._client.limit if isinstance(self._client, HttpClient | EachItsOwn) else None
+        if limit is not None:
+            return limit.now, limit.reason
         return self._plan.requests_in_flight, ""
 
     @property

@@ -34,7 +34,7 @@ from kit.data.stores.url import redact
 from kit.data.stream.chunk_cache import BatchPart, Chunk, ChunkCache, ChunkRequest, ChunkResponse
 from kit.data.stream.codec import LARGEST_BYTES, FetchOnceCache, Index, ShardIndexes, damage
 from kit.data.stream.memory import MemoryBudget, ReaderPlan, Reservation, largest_chunk_bytes
-from kit.data.stream.pool import ThreadPool
+from kit.data.stream.pool import JobGroup, ThreadPool
 from kit.errors import MissingChunkError
 from kit.machine.processes import give_memory_back, rss_bytes
 
@@ -194,12 +194,12 @@ class ReceiveQueue:
         else:
             reservation.share(len(run.items))
             spans = [(first - run.first, last - run.first, chunk) for first, last, chunk in run.items]
-        for first, last, chunk in spans:
-            response = ChunkResponse(
-                self.cache, stored, chunk, data[first:last], last - first, len(spans) > 1, reservation
-            )
-            if not self._read_ahead.keep(response):
-                self._decode_soon(response, at_once)
+        several = len(spans) > 1
+        responses = [
+            ChunkResponse(self.cache, stored, chunk, data[first:last], last - first, several, reservation)
+            for first, last, chunk in spans
+        ]
+        self._decode_soon([one for one in responses if not self._read_ahead.keep(one)], at_once)
 
     def scatter_soon(self, part: BatchPart, decoded: Mapping[tuple[int, ...], NDArray[Any]]) -> None:
         """Copy chunks that are decoded already, by their coordinates, in decoding threads."""
@@ -214,15 +214,19 @@ class ReceiveQueue:
     def _decode_all(self, responses: Iterable[ChunkResponse]) -> None:
         for response in responses:
             if self.cache.still_wanted([response.chunk]):
-                self._decode_soon(response)
+                self._decode_soon([response])
             else:
                 response.release_memory()
 
-    def _decode_soon(self, response: ChunkResponse, at_once: bool = False) -> None:
-        if at_once or self._decode_at_once or response.stored.in_place:
-            self._decode(response)
-        else:
-            self._undecoded.append(response)
+    def _decode_soon(self, responses: Sequence[ChunkResponse], at_once: bool = False) -> None:
+        """Decode chunks of one array, here or in decoding threads."""
+        if responses and responses[0].stored.in_place:
+            self._decode(responses)
+        elif at_once or self._decode_at_once:
+            for response in responses:  # each by itself, or all would be in memory at once
+                self._decode([response])
+        elif responses:
+            self._undecoded.extend(responses)
             with self._decode_lock:
                 more = self._decode_jobs < self._plan.decode_threads
                 self._decode_jobs += more
@@ -247,33 +251,38 @@ class ReceiveQueue:
             if together and len(some) > 1:
                 with contextlib.suppress(Exception):  # decoded by itself, each says what is wrong with it
                     found = some[0].stored.decode_together([one.data for one in some])
-            for response, decoded in zip_longest(some, found):
-                self._decode(response, decoded)
+            self._decode(some, found)
         with self._decode_lock:  # with this lock, whoever appends either starts a job or is seen here
             left = bool(self._undecoded)
             self._decode_jobs -= not left
         if left:
             self.decoders.put(_Always(), self._decode_some)
 
-    def _decode(self, response: ChunkResponse, decoded: NDArray[Any] | None = None) -> None:
-        """Decode a chunk, unless that is done, and hand it to the batches that wait."""
-        chunk, stored = response.chunk, response.stored
-        # A chunk that lies in bytes it shares with others would keep all of them in memory.
-        shares = decoded is not None or (response.shared and stored.in_place)
-        try:
-            if decoded is None:
-                decoded = self._decoded(response)
-            self._counters.add(chunks_decoded=1)
-            kept = stored.copy(decoded) if shares and self.cache.would_keep(chunk) else decoded
-            for part in self.cache.settle(chunk, kept):
-                part.scatter(chunk.coords, decoded)
-        except BaseException as error:
-            response.fail(error)
-            return
-        finally:
+    def _decode(self, responses: Sequence[ChunkResponse], found: Sequence[NDArray[Any]] = ()) -> None:
+        """Decode chunks of one array, unless that is done, and hand them to the batches that wait."""
+        stored, ready = responses[0].stored, list[tuple[Chunk, NDArray[Any], NDArray[Any]]]()
+        for response, decoded in zip_longest(responses, found):
+            try:
+                # A chunk that lies in bytes it shares with others would keep all of them in memory.
+                shares = decoded is not None or (response.shared and stored.in_place)
+                if decoded is None:
+                    decoded = self._decoded(response)
+                kept = stored.copy(decoded) if shares and self.cache.would_keep(response.chunk) else decoded
+                ready.append((response.chunk, decoded, kept))
+            except BaseException as error:
+                response.fail(error)
+        self._counters.add(chunks_decoded=len(ready))
+        done: defaultdict[JobGroup[Any], int] = defaultdict(int)
+        waiting = self.cache.settle((chunk, kept) for chunk, _, kept in ready)
+        for (chunk, decoded, _), parts in zip(ready, waiting, strict=True):
+            for part in parts:
+                done[part.batch] += part.copy(chunk.coords, decoded)
+        for batch, count in done.items():
+            batch.part_done(count)
+        for response in responses:
             response.release_memory()
+            self._freed_bytes += response.size_bytes + stored.chunk_bytes  # without a lock: a lost count only delays it
         # Chunks come and go in an order that leaves holes: now and then what was freed goes back to the system.
-        self._freed_bytes += response.size_bytes + stored.chunk_bytes  # without a lock: a lost count only delays it
         if self._freed_bytes > max(_LEAST_HOLES_BYTES, self._holes_bytes):
             self._freed_bytes = 0
             if rss_bytes() > self._untidy_bytes:
@@ -294,19 +303,20 @@ class ReceiveQueue:
         """A chunk that is not there: an error in a store that kit built or where strict, else Zarr's fill value."""
         stored = request.stored
         if self._plan.strict:
-            reason = f"there is no object {request.key}"
+            dataset, key = self._plan.dataset.locate(request.key)
+            reason = f"there is no object {key}"
             if index is not None:
-                reason = f"the shard {request.key} does not hold it"
-            ours = self._plan.manifest is not None
+                reason = f"the shard {key} does not hold it"
+            ours = dataset.manifest is not None
             way_out = "verify the store, then build it anew" if ours else "data.strict: false reads its fill value"
             missing = MissingChunkError(
-                f"{self._where}: chunk {chunk.coords} of {stored.name} is missing: {reason}; {way_out}"
+                f"{redact(dataset.url)}: chunk {chunk.coords} of {stored.name} is missing: {reason}; {way_out}"
             )
             self.cache.fail(chunk, missing)
             return
         filled = np.broadcast_to(np.asarray(stored.fill_value, stored.dtype), stored.chunk)
         self._counters.add(chunks_filled=1)
-        for part in self.cache.settle(chunk, filled):
+        for part in self.cache.settle([(chunk, filled)])[0]:
             self.decoders.put(part.batch, part.scatter, chunk.coords, filled)
 
 
@@ -332,6 +342,8 @@ class ReadAheadBuffer:
 
     def keep(self, response: ChunkResponse) -> bool:
         """Whether the response has to wait; it is kept then, and its reservation released."""
+        if response.chunk.first_window <= self._last or response.chunk.parts:  # as nearly all, which wait for no lock
+            return False
         with self._lock:
             if response.chunk.first_window <= self._last or response.chunk.parts:
                 return False
