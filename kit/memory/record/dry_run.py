@@ -72,7 +72,7 @@ from kit.memory.record.batches import (
     look_at,
     look_for_real,
 )
-from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, rules_found_once
+from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, looks_kept, rules_found_once
 from kit.memory.record.fakes import FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
@@ -156,6 +156,7 @@ def record(
                 enter(fake_ranks(run.world_size))
             if not run.for_real:
                 enter(rules_found_once())
+                enter(looks_kept())
                 enter(imports_with_numbers())
                 enter(FakeMode())
             recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size)

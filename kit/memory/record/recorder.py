@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from kit.confinement.stand_ins import overridden
 from kit.memory.record.calls import CallLog
-from kit.memory.record.fake_mode import FakeMode
+from kit.memory.record.fake_mode import FakeMode, plainly
 from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, NO_CALL, PHASES, Recording
 from kit.memory.replay.snapshot import owner_here
 
@@ -131,6 +131,7 @@ class BlockRecorder(TorchDispatchMode):
         self._parameters: list[tuple[Tensor, int]] = []
         self.modules = ModulePath(self._ledger.name)
         self._on_free = self._freed
+        self._plainly = plainly()
 
     # -- what the caller says
 
@@ -319,7 +320,8 @@ class BlockRecorder(TorchDispatchMode):
             return out
         operator = self._operators.get(id(func)) or self._operator(func)
         if not operator.skipped:
-            self._record(operator, args, kwargs, out)
+            with self._plainly:
+                self._record(operator, args, kwargs, out)
         return out
 
     def _operator(self, func: Any) -> _Operator:
