@@ -72,7 +72,7 @@ from kit.memory.record.batches import (
     look_at,
     look_for_real,
 )
-from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, looks_kept, rules_found_once
+from kit.memory.record.fake_mode import FakeMode, imports_with_numbers, rules_found_once
 from kit.memory.record.fakes import FakeValues, fake_values, saving_shapes
 from kit.memory.record.recorder import BlockRecorder, Observer
 from kit.memory.record.workspace import Workspaces, eight_bit_on_fakes
@@ -156,7 +156,6 @@ def record(
                 enter(fake_ranks(run.world_size))
             if not run.for_real:
                 enter(rules_found_once())
-                enter(looks_kept())
                 enter(imports_with_numbers())
                 enter(FakeMode())
             recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size)
@@ -170,7 +169,8 @@ def record(
     recording.facts.update(
         notes=list(dict.fromkeys(notes)),
         guesses=list(answers.guesses),
-        conditions=[guess for guess in answers.guesses if not guess.endswith(UPPER_BOUND)],
+        conditions=[*(guess for guess in answers.guesses if not guess.endswith(UPPER_BOUND)), *answers.waits],
+        waits=list(answers.waits),
         bounds=[guess for guess in answers.guesses if guess.endswith(UPPER_BOUND)],
         seconds=time.perf_counter() - began,
     )
@@ -189,6 +189,7 @@ def _recorded(
     workspaces = Workspaces((run.capability or _CAPABILITY) if on_gpu else None)
     recorder = BlockRecorder(workspaces, FINITE_CHECKS)
     with recorder:
+        answers.progress = recorder.progress
         module = make_module()
         if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
             answers.compiled(module)  # what was compiled runs eagerly: torch skips compiled code under a recorder

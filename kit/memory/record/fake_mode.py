@@ -156,19 +156,6 @@ def forget_look(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def looks_kept() -> Iterator[None]:
-    """Inside, a fake tensor whose `data` are set is looked at again: no operator tells of it."""
-    data: Any = Tensor.data
-
-    def set_data(tensor: Tensor, other: Tensor) -> None:
-        forget_look(tensor)
-        data.__set__(tensor, other)
-
-    with overridden(FakeTensor, "data", property(data.__get__, set_data)):
-        yield
-
-
-@contextlib.contextmanager
 def rules_found_once() -> Iterator[None]:
     """Inside, torch looks up only once whether a mode has a rule for an operator, not each time one runs."""
     find = simple_registry.find_torch_dispatch_rule
@@ -361,7 +348,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return True
 
     def _look_at(self, tensor: FakeTensor) -> int:
-        """The number of all that an operator can tell of a tensor by itself, kept on it (`looks_kept`)."""
+        """The number of all that an operator can tell of a tensor by itself, kept on it (`forget_look`)."""
         look = (
             tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.fake_device,
             _private._dispatch_keys(tensor).raw_repr(),

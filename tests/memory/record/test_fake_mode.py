@@ -16,7 +16,7 @@ from torch.nn import functional
 from kit.config import Config
 from kit.memory.record import dry_run, fakes
 from kit.memory.record.dry_run import DryRun, record
-from kit.memory.record.fake_mode import FakeMode, looks_kept, rules_found_once
+from kit.memory.record.fake_mode import FakeMode, rules_found_once
 from kit.memory.replay.replay import Recording
 
 
@@ -199,7 +199,7 @@ def test_zeros_like_a_constant_are_answered_again_each_with_numbers_of_its_own(a
 def test_a_tensor_whose_shape_is_changed_in_place_is_looked_at_again(change):
     found = []
     for mode in (FakeMode, lambda: FakeTensorMode(allow_non_fake_inputs=True)):
-        with looks_kept(), mode():
+        with fakes.fake_values(), mode():
             values = [torch.empty(4, 6).exp() for _ in range(2)]
             made = [value.mul(2) for value in values]
             change(values[1])
