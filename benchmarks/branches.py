@@ -29,7 +29,7 @@ from kit.models import Field, RandomData
 
 WORDS = 1024
 BATCH = 16
-TIMEOUT_SECONDS = 180.0
+TIMEOUT_SECONDS = 60.0
 CONFIG = kit.Config.make({
     "name": "branches", "hardware": {"accelerator": "cpu", "precision": "32-true"},
     "trial": {"max_steps": 3, "warmup_steps": 0, "predict_memory": False, "timeout_seconds": 600.0},

@@ -262,8 +262,7 @@ class RealSteps:
             found, source = self._ran(dry)
         except NotRunError as error:
             also = ", and run for real on the CPU" + ("" if str(error) == stopped else f": {error}")
-            late = bool(self._patience.message or dry.facts.get("late"))
-            facts = {"unknown": stopped + also, "late": late}
+            facts = {"unknown": stopped + also, "late": bool(self._patience.message or dry.facts.get("late"))}
             return dataclasses.replace(dry, facts=dry.facts | facts)
         self.failed = False
         why = f"a dry run stopped with {stopped}, so two steps were {source}"
@@ -284,7 +283,8 @@ class RealSteps:
             real = [self._ran(one) for one in dry]
         except NotRunError as error:
             said = f"two steps that would settle it were not run for real on the CPU: {error}"
-            return [dataclasses.replace(one, facts=one.facts | {"why_for_real": said}) for one in dry]
+            more = {"why_for_real": said, "late": bool(self._patience.message)}
+            return [dataclasses.replace(one, facts=one.facts | more) for one in dry]
         needed_bytes, dry_bytes = (replay(one).peak_allocated_bytes for one in (real[0][0], dry[0]))
         first, *others = dry[0].facts["conditions"]
         why = (

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 import torch
+from recordings import training_recording
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import PATIENCE_SECONDS
 
@@ -16,8 +17,9 @@ from kit.machine.processes import memory_limited
 from kit.memory import recordings
 from kit.memory.alongside import fit
 from kit.memory.batch_model import memory_model
+from kit.memory.predict_job import Patience, RealSteps
 from kit.memory.prediction import predict_memory
-from kit.memory.record.dry_run import DryRun, record
+from kit.memory.record.dry_run import DryRun, NotRunError, record
 from kit.memory.recordings import PredictionJob
 from kit.memory.replay.cards import target_of
 from kit.memory.replay.estimate import estimate
@@ -390,6 +392,22 @@ def test_a_loop_that_cannot_be_run_for_real_leaves_its_conditions(config, made, 
     assert (found.complete, found.source) == (True, "")
     assert any("count at test_prediction.py" in condition for condition in found.conditions)
     assert any(re.search(f"run for real.*({why})", reason) for reason in found.reasons)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_steps_for_real_that_time_broke_off_are_asked_again(monkeypatch, late):
+    steps = object.__new__(RealSteps)
+    steps._patience = steps._dry_patience = Patience(100, {})
+
+    def ran(_):
+        steps._patience.message = "still running" * late
+        raise NotRunError("not run")
+
+    monkeypatch.setattr(RealSteps, "_is_alone", True)
+    monkeypatch.setattr(steps, "_ran", ran)
+    [found] = steps.beside([training_recording(conditions=["a count"])])
+    assert found.facts["late"] is late  # `kit.memory.recordings` keeps none that is
+    assert found.facts["conditions"] == ["a count"]
 
 
 def test_memory_is_limited_and_the_limit_goes():

@@ -169,7 +169,8 @@ def record(
     recording.facts.update(
         notes=list(dict.fromkeys(notes)),
         guesses=list(answers.guesses),
-        conditions=[guess for guess in answers.guesses if not guess.endswith(UPPER_BOUND)],
+        conditions=[*(guess for guess in answers.guesses if not guess.endswith(UPPER_BOUND)), *answers.waits],
+        waits=list(answers.waits),
         bounds=[guess for guess in answers.guesses if guess.endswith(UPPER_BOUND)],
         seconds=time.perf_counter() - began,
     )
@@ -188,6 +189,7 @@ def _recorded(
     workspaces = Workspaces((run.capability or _CAPABILITY) if on_gpu else None)
     recorder = BlockRecorder(workspaces, FINITE_CHECKS)
     with recorder:
+        answers.progress = recorder.progress
         module = make_module()
         if any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl for part in module.modules()):
             answers.compiled(module)  # what was compiled runs eagerly: torch skips compiled code under a recorder

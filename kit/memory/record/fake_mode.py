@@ -29,6 +29,7 @@ from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from kit.confinement.stand_ins import overridden, replaced
@@ -38,8 +39,12 @@ _private: Any = torch._C
 _torch: Any = fake_tensor
 _meta = torch.device("meta")
 _HOST = torch.device("cpu")
+_DEVICE_OF = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _WHERE = torch.ops.aten.where.self
+_DETACH = torch.ops.aten.detach.default
+_OF_SHAPES = frozenset({torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default})
+"""Operators that look at no numbers of their tensor."""
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -108,11 +113,12 @@ class ConstantConverter(FakeTensorConverter):
             return super().from_real_tensor(fake_mode, t, make_constant)
         with _private._DisableTorchDispatch():
             empty = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_meta)
-            made = self._made(fake_mode, empty, t)
+            made = self.made(fake_mode, empty, t)
         self.add_constant_storage_mapping(made)
         return made
 
-    def _made(self, fake_mode: FakeTensorMode, empty: Tensor, constant: Tensor) -> FakeTensor:
+    def made(self, fake_mode: FakeTensorMode, empty: Tensor, constant: Tensor) -> FakeTensor:
+        """The constant whose shape and storage is that of an empty one."""
         if not self._attributes:
             self._attributes = {**vars(FakeTensor(fake_mode, empty, _HOST, constant=constant))}
         subclass: Any = Tensor._make_subclass
@@ -139,6 +145,17 @@ class ConstantConverter(FakeTensorConverter):
                 self.meta_converter.storage_memo.setdefault(number, fake.untyped_storage())
 
 
+_LOOK = "kit_look"
+plainly: Any = _private.DisableTorchFunctionSubclass
+"""Inside, a tensor's attributes are read at once: torch does not look for a `__torch_function__` first."""
+
+
+def forget_look(value: Any) -> None:
+    """A value that is a fake tensor may look otherwise from here on."""
+    if type(value) is FakeTensor:
+        vars(value).pop(_LOOK, None)
+
+
 @contextlib.contextmanager
 def rules_found_once() -> Iterator[None]:
     """Inside, torch looks up only once whether a mode has a rule for an operator, not each time one runs."""
@@ -146,6 +163,8 @@ def rules_found_once() -> Iterator[None]:
     found: dict[tuple[int, type], tuple[Any, Any]] = {}
 
     def find_once(operator: Any, kind: type) -> Any:
+        if operator is _DEVICE_OF:
+            return None  # asked for twice as often as anything runs
         key = id(operator), kind
         known = found.get(key)
         if known is None:
@@ -190,6 +209,9 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._shares = False
         self._attributes: dict[torch.device, tuple[dict[str, Any], torch.device]] = {}
         """Those that all fake tensors of a device have in common, and the device."""
+        self._looks: dict[tuple[Any, ...], int] = {}
+        """What fake tensors look like, numbered."""
+        self._plainly = plainly()
 
     @classmethod
     @override
@@ -213,6 +235,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             with _private._DisableTorchDispatch():
                 numbers = args[0].clone()
             return self.fake_tensor_converter.from_real_tensor(self, numbers, make_constant=True)
+        if func is _DETACH and type(args[0]) is FakeTensor and self._is_plain_constant(args[0]):
+            return self._alias(args[0])  # biases and weights of norms, when they become parameters
         known = self._key(func, args, kwargs)
         answer = self._answers.get(known)
         if answer is not None:
@@ -225,8 +249,12 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return loss
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         self.answered = None  # what torch asked meanwhile
+        schema = getattr(func, "_schema", None)
+        if schema is None or schema.is_mutable:  # it may have changed a shape
+            for value in tree_leaves((args, kwargs)):
+                forget_look(value)
         if known is not None and known not in self._answers:
-            of_numbers = not of_constants and not self._operators[id(func)][1]
+            of_numbers = (not of_constants or func in _OF_SHAPES) and not self._operators[id(func)][1]
             if of_numbers and isinstance(out, FakeTensor) and out.constant is not None:
                 self._answers[known] = self._constant(out)
             else:
@@ -243,18 +271,38 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         convert = self.fake_tensor_converter.from_real_tensor
         return lambda _: convert(self, numbers.clone(), make_constant=True)
 
+    def _is_plain_constant(self, tensor: FakeTensor) -> bool:
+        constant = tensor.constant
+        return (
+            constant is not None and tensor.fake_mode is self and type(constant) is Tensor
+            and constant.stride() == tensor.stride() and not (constant.is_conj() or constant.is_neg())
+            and not torch.is_inference_mode_enabled() and _private._functorch.peek_interpreter_stack() is None
+        )  # fmt: skip
+
+    def _alias(self, tensor: FakeTensor) -> FakeTensor:
+        """A constant on the same storage."""
+        convert: Any = self.fake_tensor_converter
+        with _private._DisableTorchDispatch():
+            constant: Any = tensor.constant
+            empty = torch.empty(0, dtype=tensor.dtype, device=_meta)
+            empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+            made: FakeTensor = convert.made(self, empty, constant.detach())
+        convert.add_constant_storage_mapping(made)
+        return made
+
     def quick(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result where it is kept, else NotImplemented: for the mode above, to spare it the way through torch."""
         if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:
             self.answered = None
             with _private._DisableTorchDispatch():
                 return args[0].constant.item()
-        answer = self._answers.get(self._key(func, args, kwargs))
-        if answer is None:
-            return NotImplemented
-        self.answered = answer
-        with _private._DisableTorchDispatch():
-            return answer(args)
+        with self._plainly:
+            answer = self._answers.get(self._key(func, args, kwargs))
+            if answer is None:
+                return NotImplemented
+            self.answered = answer
+            with _private._DisableTorchDispatch():
+                return answer(args)
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         """What an operator can tell of its arguments, and of what torch is set to; None where one is not plain."""
@@ -269,7 +317,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._constants = self._unknowns = 0
         if not self._describe(key, args) or (kwargs and not self._describe_options(key, kwargs)):
             return None
-        if self._constants and not (self._unknowns and _takes_constants(func)):
+        if self._constants and not (self._unknowns and _takes_constants(func)) and func not in _OF_SHAPES:
             return None
         return tuple(key)
 
@@ -288,10 +336,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                     self._unknowns += 1
                 else:
                     self._constants += 1
-                key += (
-                    value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad,
-                    value.fake_device, _private._dispatch_keys(value).raw_repr(),
-                )  # fmt: skip
+                look = value.__dict__.get(_LOOK)
+                key += (self._look_at(value) if look is None else look, value.requires_grad)
                 if self._shares:  # what makes a tensor of its own looks at no bytes beyond the shape
                     key.append(value.untyped_storage().nbytes())
             elif kind in _PLAIN:
@@ -303,6 +349,16 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             else:
                 return False
         return True
+
+    def _look_at(self, tensor: FakeTensor) -> int:
+        """The number of all that an operator can tell of a tensor by itself, kept on it (`forget_look`)."""
+        look = (
+            tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.fake_device,
+            _private._dispatch_keys(tensor).raw_repr(),
+        )  # fmt: skip
+        number = self._looks.setdefault(look, len(self._looks))
+        vars(tensor)[_LOOK] = number
+        return number
 
     def _answer(self, func: Any, args: Sequence[Any], options: Mapping[str, Any], out: Any) -> Answer | None:
         """How to give `out` again; None where torch would not."""
@@ -352,17 +408,21 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             like_it = whole._output_from_cache_entry(_torch._CacheKeyState(None), entry, None, func, args)
             self._attributes[like.device] = (dict(vars(like_it)), like_it.fake_device)
         attributes, device = self._attributes[like.device]
+        attributes = dict(attributes)
         subclass: Any = Tensor._make_subclass
 
-        def make(args: Sequence[Any]) -> Tensor:
+        def make(args: Sequence[Any]) -> Any:
             if view is None:
                 empty = torch.empty_strided(shape, stride, dtype=dtype, device=_meta)
             else:
                 empty = torch.empty(0, dtype=dtype, device=_meta)
                 empty.set_(args[view].untyped_storage(), offset, shape, stride)
-            made: Tensor = subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=device)
-            protect(made)
-            vars(made).update(attributes)
+            made: Any = subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=device)
+            if view is None:
+                protect(made)
+            made.__dict__ = attributes.copy()
+            if _LOOK not in attributes:
+                attributes[_LOOK] = self._look_at(made)
             return made
 
         unsafe = whole._allow_unsafe_data_ptr_access

@@ -10,7 +10,7 @@ Initialising weights moves no memory, copies and conversions of modules work, an
 since there is only one. `FakeValues.guesses` says each such answer with file and line, except those to torch and
 Lightning themselves (a step counter, a signal flag), whose branches were read; conditions of torch's optimizers are
 guesses, by which LBFGS keeps its history, and a number that one reads is another each time, as a count of steps or a
-loss is. A loop that waits for a condition sees it turn after a thousand rounds.
+loss is. A loop that waits for a condition sees it turn after a thousand rounds, or sooner (`waits`).
 `otherwise` names a guess that is answered the other way, by which a prediction (`kit.memory`) finds whether it matters.
 
 `saving_shapes`: `torch.save` keeps the shapes and writes a line that says which they are; `torch.load` makes tensors of
@@ -54,6 +54,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.batches import Batches, TensorShape, Writer
+from kit.memory.record.fake_mode import forget_look
 from kit.memory.record.value_sizes import composite_kernels, shape_kernels
 from kit.memory.replay.replay import GUESSED_CONDITION, UPPER_BOUND
 
@@ -63,6 +64,8 @@ _PATIENCE = 1000
 """Times the same line may ask for the same condition before the answer turns, so that a waiting loop ends."""
 _PATIENCE_OTHERWISE = 500
 """The same for a condition that is answered the other way."""
+_ROUNDS, _OPERATORS = 50, 5_000
+"""Rounds and operators of one call of a module, of which both must have passed for the answer to turn sooner."""
 
 aten = torch.ops.aten
 _HOST = torch.device("cpu")
@@ -86,7 +89,13 @@ class FakeValues:
         self.otherwise = otherwise
         self.arrive: Callable[[Tensor], Tensor] = _unchanged
         """What becomes of a tensor that is moved to the device."""
+        self.waits: dict[str, None] = {}
+        """Conditions that were asked for until the answer turned: how often they are is not known."""
+        self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Operators so far, and the number of the call of a module that runs."""
         self._asked: Counter[str] = Counter()
+        self._waited: dict[tuple[str, int], tuple[int, int]] = {}
+        """Place and call of a module: times asked in it, and operators before."""
         self._whole_compiled = False
         self._in_compiled = 0
 
@@ -114,9 +123,17 @@ class FakeValues:
         place = _place(of_optimizers=True)
         what = GUESSED_CONDITION if place == _place() else "the optimizer's condition at"
         self._asked[place] += 1
-        if self._guess(f"{what} {place} is False", place):
-            return self._asked[place] <= _PATIENCE_OTHERWISE
-        return self._asked[place] > _PATIENCE
+        operators, call = self.progress()
+        rounds, began = self._waited.get((place, call), (0, operators))
+        self._waited[place, call] = (rounds + 1, began)
+        other = self._guess(f"{what} {place} is False", place)
+        is_long = rounds >= _ROUNDS and operators - began >= _OPERATORS
+        turns = is_long or self._asked[place] > (_PATIENCE_OTHERWISE if other else _PATIENCE)
+        if turns and place:
+            self.waits.setdefault(
+                f"what waits at {place} goes on no longer than {min(rounds, self._asked[place])} rounds"
+            )
+        return turns != other
 
     def equal(self, _mode: FakeTensorMode, _func: Any, first: FakeTensor, second: FakeTensor) -> bool:
         """Of two tensors: whether they are the same one."""
@@ -347,6 +364,7 @@ _DATA: Any = torch._C.TensorBase.data
 def _set_data(tensor: FakeTensor, data: Tensor) -> None:
     _DATA.__set__(tensor, data)
     tensor.constant = None
+    forget_look(tensor)
 
 
 def _listed(tensor: FakeTensor) -> Any:

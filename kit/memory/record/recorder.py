@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from kit.confinement.stand_ins import overridden
 from kit.memory.record.calls import CallLog
-from kit.memory.record.fake_mode import FakeMode
+from kit.memory.record.fake_mode import FakeMode, plainly
 from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, NO_CALL, PHASES, Recording
 from kit.memory.replay.snapshot import owner_here
 
@@ -131,6 +131,7 @@ class BlockRecorder(TorchDispatchMode):
         self._parameters: list[tuple[Tensor, int]] = []
         self.modules = ModulePath(self._ledger.name)
         self._on_free = self._freed
+        self._plainly = plainly()
 
     # -- what the caller says
 
@@ -200,6 +201,10 @@ class BlockRecorder(TorchDispatchMode):
             for buffer in part._buffers.values():
                 if buffer is not None:
                     self.note(buffer, "buffers", name)
+
+    def progress(self) -> tuple[int, int]:
+        """Operators so far, and the number of the call of a module that runs now; outside any, of the batch."""
+        return self._ledger.operators, self.modules.call or -len(self._ledger.batch_starts)
 
     @property
     def held_bytes(self) -> int:
@@ -319,7 +324,8 @@ class BlockRecorder(TorchDispatchMode):
             return out
         operator = self._operators.get(id(func)) or self._operator(func)
         if not operator.skipped:
-            self._record(operator, args, kwargs, out)
+            with self._plainly:
+                self._record(operator, args, kwargs, out)
         return out
 
     def _operator(self, func: Any) -> _Operator:
@@ -465,6 +471,11 @@ class Ledger:
         self._log.append((operator, module, self.phase, call))
 
     @property
+    def operators(self) -> int:
+        """How many ran since set-up."""
+        return len(self._log)
+
+    @property
     def operator(self) -> int:
         """The operator that ran last."""
         return self._log[-1][0]
@@ -594,6 +605,8 @@ class ModulePath:
         self._name = name
         self._parts: dict[nn.Module, int] = {}
         self._stack: list[int] = []
+        self._calls: list[int] = []
+        self._count = 0
         self._numbers = [0]  # autograd's sequence number at each change of part,
         self._running = [0]  # and the part that ran from there on
         self._last = 0
@@ -603,13 +616,21 @@ class ModulePath:
         self._parts = {part: self._name(name) for part, name in names.items()}
 
     def enter(self, part: nn.Module, _args: Any) -> None:
+        self._count += 1
+        self._calls.append(self._count)
         self._stack.append(self._parts.get(part, self._stack[-1] if self._stack else 0))
         self._changed()
 
     def leave(self, _part: nn.Module, _args: Any, _out: Any) -> None:
         if self._stack:
             self._stack.pop()
+            self._calls.pop()
         self._changed()
+
+    @property
+    def call(self) -> int:
+        """The number of the call that runs; 0 outside any."""
+        return self._calls[-1] if self._calls else 0
 
     def _changed(self) -> None:
         self._numbers.append(_private._autograd._get_sequence_nr())

@@ -20,7 +20,8 @@ facts
 
 Of a condition's two answers the one that needs more is kept, so that it is no condition any more; an answer at which
 the training raises an error of its own ends the training, and is none either. What an optimizer asks stays a condition
-where it matters, as its answers change from step to step. Where the step breaks with all guesses as they are, the first
+where it matters, as its answers change from step to step. What waits
+longer than was followed stays one too (`facts["waits"]`). Where the step breaks with all guesses as they are, the first
 turned one with which it does not is a condition. Known limit: guesses are turned one at a time, so two that only matter
 together pass.
 """
@@ -327,8 +328,8 @@ def settle(first: Recording, record_otherwise: Callable[[str], Recording]) -> Re
     new = [guess for guess in highest.facts["guesses"] if guess not in first.facts["guesses"]]
     held = [guess.replace(_IS_FALSE, _IS_TRUE) if guess == turned else guess for guess in conditions]
     facts = {
-        "conditions": [*held, *new, *_growth(highest)], "bounds": bounds, "least_fraction": least,
-        "otherwise": turned,
+        "conditions": [*held, *new, *highest.facts.get("waits", ()), *_growth(highest)], "bounds": bounds,
+        "least_fraction": least, "otherwise": turned,
     }  # fmt: skip
     return replace(highest, facts=highest.facts | facts)
 

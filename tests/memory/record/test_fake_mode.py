@@ -164,6 +164,52 @@ def test_constants_made_of_numbers_are_answered_again_each_with_numbers_of_its_o
         assert torch.zeros_like(torch.empty(2, 2).t()).stride() == (1, 2)
 
 
+def test_a_constant_that_becomes_a_parameter_stays_one_with_its_storage_and_torch_is_not_asked(asked):
+    with fakes.fake_values(), FakeMode():
+        bias = torch.zeros(3)
+        parameter = torch.nn.Parameter(bias)
+        assert asked["detach.default"] == 0
+        assert parameter.requires_grad
+        assert parameter.untyped_storage()._cdata == bias.untyped_storage()._cdata
+        with torch.no_grad():
+            parameter.add_(2)
+        assert (bias.tolist(), parameter.detach().tolist()) == ([2, 2, 2], [2, 2, 2])
+        bias.normal_()
+        assert bias.constant is parameter.constant is None
+
+
+def test_zeros_like_a_constant_are_answered_again_each_with_numbers_of_its_own(asked):
+    with fakes.fake_values(), FakeMode():
+        first, second = (torch.zeros_like(torch.full((3,), value)) for value in (5.0, 7.0))
+        assert asked["zeros_like.default"] == 1
+        first.add_(1)
+        assert (first.tolist(), second.tolist()) == ([1, 1, 1], [0, 0, 0])
+        assert torch.zeros_like(torch.full((4,), 5.0)).shape == (4,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.resize_(2, 5),
+        lambda x: x.t_(),
+        lambda x: x.set_(torch.empty(2, 5).exp()),
+        lambda x: x.unsqueeze_(0),
+        lambda x: setattr(x, "data", torch.empty(2, 5, dtype=torch.float64)),
+    ],
+)
+def test_a_tensor_whose_shape_is_changed_in_place_is_looked_at_again(change):
+    found = []
+    for mode in (FakeMode, lambda: FakeTensorMode(allow_non_fake_inputs=True)):
+        with fakes.fake_values(), mode():
+            values = [torch.empty(4, 6).exp() for _ in range(2)]
+            made = [value.mul(2) for value in values]
+            change(values[1])
+            made.append(values[1].mul(2))
+            found.append([(one.shape, one.stride(), one.dtype) for one in made])
+    assert found[0] == found[1]
+    assert found[0][-1] != found[0][0]
+
+
 def test_rules_of_modes_are_found_once_and_as_before():
     find = simple_registry.find_torch_dispatch_rule
     with rules_found_once():

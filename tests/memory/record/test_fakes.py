@@ -119,6 +119,24 @@ def test_a_loop_that_waits_ends(answers):
     assert rounds == 1000
 
 
+def test_a_long_loop_that_waits_ends_sooner_in_each_call_of_a_module_and_is_told(answers):
+    for call in range(2):
+        rounds = 0
+        answers.progress = lambda: (200 * rounds, call)  # noqa: B023 - asked inside this round
+        while not torch.rand(()) > 1:
+            rounds += 1
+        assert rounds == 50
+    [said] = answers.waits
+    assert "goes on no longer than 50 rounds" in said
+
+
+def test_a_condition_of_many_layers_is_no_loop(answers):
+    for call in range(200):
+        answers.progress = lambda: (1_000_000 * call, call)  # noqa: B023 - asked inside this round
+        assert not torch.rand(()) > 1
+    assert not answers.waits
+
+
 @pytest.mark.parametrize("shape", [(), (3, 4)])
 def test_a_check_for_finite_numbers_finds_them_finite(answers, shape):
     loss = torch.ones(shape)

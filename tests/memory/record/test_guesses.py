@@ -1,5 +1,7 @@
 """Which guesses decide the memory, on real dry runs: branches, numbers, checks, selections, and an optimizer's."""
 
+import re
+
 import pytest
 import torch
 from dry_parts import Perceptron, loader, measure, peak, predict, vectors
@@ -41,6 +43,18 @@ class Branching(Perceptron):
         x, y = batch
         out = self.wide(x) if (x.abs().sum() > 0) else self.layers(x) + 0 * self.wide[2].bias
         return functional.mse_loss(out, y)
+
+
+class Waiting(Perceptron):
+    """Goes on until a number is large, which takes many operators."""
+
+    def loss(self, batch):
+        x, _ = batch
+        with torch.no_grad():
+            while not x.sum() > 1e9:
+                for _ in range(100):
+                    x = x + 1
+        return super().loss(batch)
 
 
 class Switched(Perceptron):
@@ -150,3 +164,8 @@ def test_a_branch_without_which_nothing_is_trained_is_taken_and_told():
     assert condition.endswith(" is True")
     assert peak(found) == pytest.approx(measure(Switched, lambda: loader(vectors), CONFIG), rel=0.01)
     assert estimate(settled(Switched, "cuda"), target_of("H100-80GB")).verdict == "fits if"
+
+
+def test_a_loop_that_was_not_followed_to_its_end_stays_a_condition():
+    [condition] = settled(Waiting).facts["conditions"]
+    assert re.search(r"what waits at test_guesses.py:\d+ goes on no longer than 50 rounds", condition)
