@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.errors import TrialError
-from kit.studies.profiling.spans import merge
 from kit.studies.profiling.trace import read_trace
+from kit.studies.profiling.trace_events import merge
 
 
 def bar(name, begin, length, kind="cpu_op", thread=1, **args):

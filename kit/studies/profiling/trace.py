@@ -24,8 +24,18 @@ from numpy.typing import NDArray
 
 from kit.errors import TrialError
 from kit.records.trace import Series
-from kit.studies.profiling.spans import NOTHING, Union, both, clip, gaps, length, merge, without
-from kit.studies.profiling.trace_events import TraceEvents, read_events
+from kit.studies.profiling.trace_events import (
+    NOTHING,
+    TraceEvents,
+    Union,
+    both,
+    clip,
+    gaps,
+    length,
+    merge,
+    read_events,
+    without,
+)
 from kit.units import format_bytes, format_seconds
 
 LEAST_GAP_SECONDS = 20e-6
