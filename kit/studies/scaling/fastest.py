@@ -28,7 +28,7 @@ import numpy as np
 from kit.config import Config, Levers
 from kit.errors import KitError, PlanError
 from kit.memory.alongside import fit
-from kit.memory.prediction import estimate_here
+from kit.memory.prediction import TIMEOUT_SECONDS, estimate_here
 from kit.memory.query import MemoryQuery, make_query
 from kit.memory.recordings import NEXT, RecordingRequest, record_all
 from kit.memory.replay.calls import OperatorCall
@@ -513,7 +513,8 @@ class Fastest:
         config = self.config.replace(dict(point.changes))
         query, target = make_query(self.module, self.data, config, self.target.device)
         size = None if query.data.kind == "default" else int(point.changes.get("loader.batch_size", 0)) or None
-        (found,) = record_all([RecordingRequest(query, (size,))], max(10.0, self._deadline - time.monotonic()))
+        left_seconds = max(TIMEOUT_SECONDS, self._deadline - time.monotonic())  # an answer is worth its dry run
+        (found,) = record_all([RecordingRequest(query, (size,))], left_seconds)
         if isinstance(found, KitError):
             self._note(f"{point.name} could not be dry-run again: {found}")
             self._whole_blocks = True
