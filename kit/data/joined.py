@@ -356,7 +356,7 @@ def _sources(
             owner, stored = owners[name]
             sources[name] = ChunkPlaces(stored, (owner,), None)
             continue
-        holders = tuple(number for number, part in enumerate(parts) if name in part.arrays)
+        holders = _holders(parts, name)
         own = parts[holders[0]].arrays[name]
         if len(holders) == 1 or not dimension or info == own:
             sources[name] = ChunkPlaces(name, holders[:1], None)
@@ -368,6 +368,11 @@ def _sources(
             counts = [-(-part.arrays[name].shape[axis] // side) for part in parts]
             sources[name] = ChunkPlaces(name, holders, axis, tuple(np.cumsum([0, *counts[:-1]]).tolist()))
     return sources
+
+
+def _holders(parts: Sequence[Dataset], name: str) -> tuple[int, ...]:
+    """The numbers of the stores that have an array."""
+    return tuple(number for number, part in enumerate(parts) if name in part.arrays)
 
 
 def find_object(sources: Mapping[str, ChunkPlaces], key: str) -> tuple[int, str] | None:
@@ -399,7 +404,7 @@ def _open(
             base, document = _document(stores[owner], stored, parts[owner].url)
             documents[f"{name}/{base}"] = json.dumps(document).encode()
             continue
-        holders = tuple(number for number, part in enumerate(parts) if name in part.arrays)
+        holders = _holders(parts, name)
         own = parts[holders[0]].arrays[name]
         found = [_document(stores[number], name, parts[number].url) for number in holders]
         base, first = found[0]

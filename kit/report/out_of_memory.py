@@ -60,8 +60,8 @@ class _Held:
 
     @property
     def excess_bytes(self) -> int:
-        """How much more was held than predicted."""
-        return self.memory.allocated_bytes - sum(self.predicted.values()) if self.predicted else 0
+        """How much more was held than predicted, if any."""
+        return max(0, self.memory.allocated_bytes - sum(self.predicted.values())) if self.predicted else 0
 
     def words(self, owner: str) -> str:
         """An owner as people read it: from the package on, a file of one's own by its name, a cell by its number."""
@@ -137,12 +137,12 @@ def _asked_of(trial: Trial) -> tuple[Config, DeviceTarget, int]:
 
 def _without_excess(target: DeviceTarget, held: _Held) -> DeviceTarget:
     """The device, smaller by what was not predicted."""
-    return replace(target, capacity_bytes=max(1, target.capacity_bytes - max(0, held.excess_bytes)))
+    return replace(target, capacity_bytes=max(1, target.capacity_bytes - held.excess_bytes))
 
 
 def _advice(held: _Held, estimate: MemoryEstimate, found: Recommendation) -> str:
     """The smallest change that fits as a line that runs, and what was looked at on the way."""
-    less = max(0, held.excess_bytes)
+    less = held.excess_bytes
     note = f"{format_bytes(less)} that were not predicted are taken off the device" if less else ""
     if less > _NOTABLE * held.memory.allocated_bytes and estimate.fits:
         note += "; without them the config fits as it is, so look there before you change it"

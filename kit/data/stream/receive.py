@@ -342,10 +342,10 @@ class ReadAheadBuffer:
 
     def keep(self, response: ChunkResponse) -> bool:
         """Whether the response has to wait; it is kept then, and its reservation released."""
-        if response.chunk.first_window <= self._last or response.chunk.parts:  # as nearly all, which wait for no lock
+        if self._is_due(response.chunk):  # as nearly all are, which wait for no lock
             return False
         with self._lock:
-            if response.chunk.first_window <= self._last or response.chunk.parts:
+            if self._is_due(response.chunk):
                 return False
             if response.shared:  # else it would keep the whole of a longer response in memory
                 response.data, response.shared = response.data.copy(), False
@@ -353,6 +353,9 @@ class ReadAheadBuffer:
             self._waiting.append(response)
         response.release_memory()
         return True
+
+    def _is_due(self, chunk: Chunk) -> bool:
+        return chunk.first_window <= self._last or bool(chunk.parts)
 
     def serve(self, window: int) -> list[ChunkResponse]:
         """This window is being served; returns the responses whose turn it is now."""

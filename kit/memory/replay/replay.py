@@ -20,10 +20,9 @@ facts
 
 Of a condition's two answers the one that needs more is kept, so that it is no condition any more; an answer at which
 the training raises an error of its own ends the training, and is none either. What an optimizer asks stays a condition
-where it matters, as its answers change from step to step. What waits
-longer than was followed stays one too (`facts["waits"]`). Where the step breaks with all guesses as they are, the first
-turned one with which it does not is a condition. Known limit: guesses are turned one at a time, so two that only matter
-together pass.
+where it matters, as its answers change from step to step. What waits longer than was followed stays one too
+(`facts["waits"]`). Where the step breaks with all guesses as they are, the first turned one with which it does not is a
+condition. Known limit: guesses are turned one at a time, so two that only matter together pass.
 """
 
 from __future__ import annotations

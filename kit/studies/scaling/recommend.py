@@ -221,7 +221,7 @@ class _Escalation:
 
     @property
     def _too_late(self) -> str:
-        return f"the {format_seconds(self._timeout_seconds)} were over"
+        return f"not predicted: the {format_seconds(self._timeout_seconds)} were over"
 
     @property
     def _most_parts(self) -> int:
@@ -245,7 +245,7 @@ class _Escalation:
                 request = RecordingRequest(query, (self._size(parts),))
                 left_seconds = TIMEOUT_SECONDS if not self.tried else self._left_seconds
                 if left_seconds <= 0:
-                    raise UnansweredError(f"not predicted: {self._too_late}")
+                    raise UnansweredError(self._too_late)
                 self._estimates[key] = estimate_here(query, recordings_of(request, left_seconds)[0], target)
             except KitError as error:
                 self._estimates[key] = error
@@ -293,7 +293,7 @@ class _Escalation:
         for count in parts:
             if count > max(1, self._tried_parts(step)):
                 if isinstance(model, KitError) or self._left_seconds <= 0:
-                    note = str(model) if isinstance(model, KitError) else f"not predicted: {self._too_late}"
+                    note = str(model) if isinstance(model, KitError) else self._too_late
                     return single if single.parts in parts else self._tried(step, parts[-1], None, note)
                 estimate = model.estimate(self._batch_size // count, accumulate=self._accumulated(count))
                 found = self._tried(step, count, estimate)
@@ -323,7 +323,7 @@ class _Escalation:
         if key not in self._models:
             try:
                 if self._left_seconds <= 0:
-                    raise UnansweredError(f"not predicted: {self._too_late}")
+                    raise UnansweredError(self._too_late)
                 config = self.config.replace(step.changes())
                 self._models[key] = memory_model(
                     config, self.module, self.data, device=self.target.device, world_size=step.devices,
@@ -417,7 +417,7 @@ class _Escalation:
             return f"nothing is known to fit: {least.estimate.reasons[0]}"
         needs, have = format_bytes(least.estimate.total_bytes[1]), format_bytes(least.estimate.capacity_bytes)
         headroom = f" and a headroom of {least.headroom_fraction:.3g} of it" if least.estimate.may_fit else ""
-        late = f"; {self._too_late}, so steps may fit that were not tried: give timeout_seconds="
+        late = f"; steps may fit that were {self._too_late}; give timeout_seconds="
         return (
             f"nothing fits {least.estimate.device} with {have}{headroom}: {least.name}, which needs least, needs "
             f"{needs}, {format_bytes(least.short_bytes)} too much{late if self._left_seconds <= 0 else ''}"
