@@ -104,9 +104,11 @@ def environment_restored():
     """What a test, or a library that it calls, sets in the environment is gone with it.
 
     Lightning sets OMP_NUM_THREADS when it makes a strategy for several ranks; trials that came after would start cold.
+    torch prints uncaught errors with one more "[rank0]: " for each process group that ever began.
     """
-    before = dict(os.environ)
+    before, print_uncaught = dict(os.environ), sys.excepthook
     yield
+    sys.excepthook = print_uncaught
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})

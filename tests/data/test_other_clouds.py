@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import http.server
 import json
 import threading
+import weakref
 from datetime import UTC, datetime, timedelta
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
 import pytest
+import zarr
 from azure_stub import ACCOUNT, KEY, azure
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 from zarr_stores import write_array
 
 import kit
@@ -72,6 +75,17 @@ def test_a_store_on_azure_is_built_and_verified(blobs, tiny_config):
     data = kit.data.PatchData(config.replace({"data.patch": {"lat": 3, "lon": 4}, "data.samples_per_epoch": 32}))
     assert sum(len(batch["values"]) for batch in data.train_dataloader()) == 32
     data.teardown()
+
+
+def test_a_store_on_azure_that_nobody_holds_is_closed(blobs):
+    store = open_store("az://box/data", "env:MINE")
+    assert zarr.open_group(store, mode="r")["a"].shape == SHAPE
+    fs, session = weakref.ref(store.fs), store.fs.service_client._pipeline._transport.session
+    assert not session.closed
+    del store
+    gc.collect()
+    assert fs() is None
+    wait_until(lambda: session.closed, what="closing the connections")
 
 
 def test_a_shared_access_signature_is_enough_and_one_that_ran_out_is_told(blobs, monkeypatch):

@@ -153,8 +153,21 @@ def open_remote(url: str, options: dict[str, Any], read_only: bool) -> RemoteSto
     assert isinstance(store, RemoteStore)
     if scheme == "s3":
         store.fs.retries = 1
+    _detach_finalizers(store.fs)
     weakref.finalize(store, _close_sessions, store.fs)
     return store
+
+
+def _detach_finalizers(fs: Any) -> None:
+    """Take back what a file system has closed at its end, which `_close_sessions` does.
+
+    adlfs' finalizers hold the file system itself, so that it never ends, and at the exit of Python each prints that
+    its loop does not run.
+    """
+    for finalizer in tuple(weakref.finalize._registry):  # type: ignore[attr-defined]
+        alive = finalizer.peek()
+        if alive is not None and alive[0] is fs:
+            finalizer.detach()
 
 
 async def guarded_client(**options: Any) -> Any:
@@ -188,10 +201,12 @@ def _gcs_class() -> Any:
 
 
 def _close_sessions(fs: Any) -> None:
-    """Close the connections of a file system, of which s3fs keeps its own deep within botocore's client."""
+    """Close the connections of a file system, which s3fs and adlfs keep deep within the clients of others."""
     endpoint = getattr(getattr(fs, "_s3", None), "_endpoint", None)
     sessions = getattr(getattr(endpoint, "http_session", None), "_sessions", None) or {}
-    for session in [getattr(fs, "_session", None), *sessions.values()]:
+    pipeline = getattr(getattr(fs, "service_client", None), "_pipeline", None)
+    of_azure = getattr(getattr(pipeline, "_transport", None), "session", None)
+    for session in [getattr(fs, "_session", None), of_azure, *sessions.values()]:
         _close_session(session)
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -93,6 +94,8 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
     with contextlib.ExitStack() as undo:
         undo.enter_context(_environment(world_size))
+        # Each process group that begins puts one more "[rank0]: " before what uncaught errors print, for good.
+        undo.enter_context(replaced(sys, "excepthook", sys.excepthook))
         # Python objects travel as pickled bytes, which fake tensors do not have: every rank answers as this one does.
         undo.enter_context(replaced(dist, "broadcast_object_list", lambda *_, **__: None))
         undo.enter_context(replaced(dist, "all_gather_object", _all_gather_object))

@@ -1,4 +1,5 @@
 import os
+import sys
 
 import pytest
 import torch
@@ -36,12 +37,13 @@ def test_everything_is_as_it_was_afterwards_also_after_an_error(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     before = {name: os.environ.get(name) for name in VARIABLES}
     owners = (DeviceMesh, dist, _fsdp_param)
-    members = [dict(vars(owner)) for owner in owners]
+    members, print_uncaught = [dict(vars(owner)) for owner in owners], sys.excepthook
     with pytest.raises(ZeroDivisionError), fake_ranks(4):
         assert dict(vars(DeviceMesh)) != members[0]
         1 / 0  # noqa: B018
     assert {name: os.environ.get(name) for name in VARIABLES} == before
     assert [dict(vars(owner)) for owner in owners] == members
+    assert sys.excepthook is print_uncaught
     assert not dist.is_initialized()
 
 
