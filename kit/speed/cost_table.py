@@ -45,6 +45,10 @@ class CostTable:
     """For each byte that a call writes, beside the call itself: memory that the system hands out anew."""
     step_seconds: float = 0.0
     """Of the Trainer for each batch."""
+    checkpoint_call_seconds: float = 0.0
+    """Of the host for each checkpointed call, beside the operators that it repeats."""
+    checkpoint_operator_seconds: float = 0.0
+    """Of the host for each of those, beside the operator: what it saves goes through hooks in Python."""
     doubt: float = 1.15
     asynchronous: bool = False
     link: Link | None = None
@@ -56,6 +60,10 @@ class CostTable:
         """Of the host for each call."""
         return self.call_seconds
 
+    def checkpoint_seconds(self, operators: int) -> float:
+        """Of the host for a checkpointed call that repeats so many operators, beside those."""
+        return self.checkpoint_call_seconds + operators * self.checkpoint_operator_seconds
+
     def with_calls(self, more: Mapping[OperatorCall, float]) -> CostTable:
         """The same with more calls measured."""
         return replace(self, measured={**self.measured, **more})
@@ -64,7 +72,7 @@ class CostTable:
         """The same where all takes so many times as long."""
         if factor == 1:
             return self
-        slower = {name: getattr(self, name) * factor for name in ("call_seconds", "byte_seconds", "step_seconds")}
+        slower = {name: getattr(self, name) * factor for name in _OF_HOST}
         return replace(self, measured={call: factor * seconds for call, seconds in self.measured.items()}, **slower)
 
     def cost(self, call: OperatorCall, work: Work) -> Cost:
@@ -171,7 +179,10 @@ class CostTable:
         return cls(measured=measured, link=link, host_known=known, **{name: value[name] for name in _KEPT})
 
 
-_KEPT = ("name", "call_seconds", "byte_seconds", "step_seconds", "asynchronous")
+_OF_HOST = (
+    "call_seconds", "byte_seconds", "step_seconds", "checkpoint_call_seconds", "checkpoint_operator_seconds",
+)  # fmt: skip
+_KEPT = ("name", *_OF_HOST, "asynchronous")
 
 
 def _base(operator: str) -> str:

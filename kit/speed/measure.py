@@ -274,6 +274,7 @@ def _measured(
         costs: dict[str, Any] = found["host"]
         table = dataclasses.replace(
             table, call_seconds=costs["call"], byte_seconds=costs["byte"], step_seconds=costs["batch"],
+            checkpoint_call_seconds=costs["checkpoint call"], checkpoint_operator_seconds=costs["checkpoint operator"],
             asynchronous=resolved.accelerator == "gpu", host_known=True,
         )  # fmt: skip
     return table, float(found["others"])

@@ -68,6 +68,9 @@ class Costs(Protocol):
     def host_seconds(self, phase: str) -> float:
         """Of the host for each call in a phase: Python, autograd, dispatch."""
 
+    def checkpoint_seconds(self, operators: int) -> float:
+        """Of the host for a checkpointed call that repeats so many operators, beside those."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:

@@ -29,6 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kit.json_text import write_json
 from kit.memory.record.dry_run import DryRun, record
@@ -48,6 +50,7 @@ RESULT = "calls.json"
 _STEPS, _SKIPPED = 14, 4
 _MODULE_SECONDS = 4.0
 _SAMPLES = 4096
+_REPEATED, _CHECKPOINTED_STEPS = (2, 40), 100
 _LINK_BYTES, _LINK_REPEATS = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 25 << 20), 16
 _PARTS = ("transfer", "forward", "backward", "optimizer", "other")
 
@@ -157,7 +160,41 @@ def _host_costs(context: Context, device: torch.device, measured: dict[OperatorC
         weights.append(1 / took)
     table, weight = np.array(rows), np.array(weights)
     found = _not_negative(table * weight[:, None], np.array(gaps) * weight)
-    return {"call": found[0], "byte": found[1], "batch": found[2]}
+    of_call, of_operator = _checkpoint_seconds(device)
+    checkpoints = {"checkpoint call": of_call, "checkpoint operator": of_operator}
+    return {"call": found[0], "byte": found[1], "batch": found[2], **checkpoints}
+
+
+def _checkpoint_seconds(device: torch.device) -> tuple[float, float]:
+    """What a checkpointed call, and each operator that it repeats, takes of the host beside those operators."""
+    extra = [_checkpointed_seconds(device, operators) for operators in _REPEATED]
+    of_operator = max(0.0, extra[1] - extra[0]) / (_REPEATED[1] - _REPEATED[0])
+    return max(0.0, extra[0] - _REPEATED[0] * of_operator), of_operator
+
+
+def _checkpointed_seconds(device: torch.device, operators: int) -> float:
+    """What checkpointing a row of small operators adds to forward and backward, beside repeating them."""
+    little = torch.ones(8, device=device, requires_grad=True)
+
+    def row(value: Tensor) -> Tensor:
+        for _ in range(operators):
+            value = torch.sin(value)
+        return value
+
+    def twice() -> Tensor:
+        with torch.no_grad():
+            row(little)
+        return row(little)
+
+    def seconds_of(forward: Callable[[], Tensor]) -> float:
+        found = []
+        for _ in range(_CHECKPOINTED_STEPS):
+            began = time.perf_counter()
+            forward().sum().backward()  # type: ignore[no-untyped-call]
+            found.append(time.perf_counter() - began)
+        return statistics.median(found)
+
+    return seconds_of(lambda: cast(Tensor, checkpoint(row, little, use_reentrant=False))) - seconds_of(twice)
 
 
 def _written(step: StepOperators) -> int:

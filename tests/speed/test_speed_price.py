@@ -97,6 +97,14 @@ def test_a_table_comes_back_from_json():
     assert CostTable.of(table.to_json()) == table
 
 
+def test_a_checkpointed_call_costs_the_host_by_what_it_repeats():
+    table = CostTable("here", {}, checkpoint_call_seconds=2.0, checkpoint_operator_seconds=0.5)
+    assert CostTable.of(table.to_json()).checkpoint_seconds(6) == 5.0
+    assert table.slowed(2.0).checkpoint_seconds(6) == 10.0
+    by_sheet = CardCosts(card_of(target_of("A100-40GB")))
+    assert 0 < by_sheet.checkpoint_seconds(0) < by_sheet.checkpoint_seconds(10)
+
+
 def test_tensor_cores_are_used_by_formats_that_the_card_has():
     work = work_of(product(4096, 4096, 4096))
     seconds = {

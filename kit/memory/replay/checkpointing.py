@@ -22,7 +22,7 @@ GPT of 64 channels under CUDA's autocast was thought to need 8 % too much.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -103,7 +103,9 @@ class Checkpoints:
         calls = sorted((call for name in names for call in self._of(name)), key=lambda call: call.backward)
         return _rewritten(self.recording, calls, self._life) if calls else self.recording
 
-    def ladder(self, block: str, seconds: NDArray[np.float64], call_seconds: float = 0.0) -> list[Rung]:
+    def ladder(
+        self, block: str, seconds: NDArray[np.float64], call_seconds: Callable[[int], float] = lambda _: 0.0
+    ) -> list[Rung]:
         """What may be checkpointed of a block, from its cheapest part up to all of it: each rung replaces the last.
 
         Each saves more than the one before, and takes longer.
@@ -111,7 +113,7 @@ class Checkpoints:
         Args:
             block: Its name.
             seconds: (operators,) what each takes.
-            call_seconds: Of a checkpointed call, beside its operators.
+            call_seconds: What a checkpointed call that repeats so many operators takes beside them.
         """
         prefix = f"{block}."
         inner = {name for name in self.recording.names if name.startswith(prefix) and ", line " not in name}
@@ -124,15 +126,16 @@ class Checkpoints:
         return self._rungs(block, inside, seconds, call_seconds)
 
     def _rungs(
-        self, name: str, inside: Mapping[str, Sequence[str]], seconds: NDArray[np.float64], call_seconds: float
-    ) -> list[Rung]:
+        self, name: str, inside: Mapping[str, Sequence[str]], seconds: NDArray[np.float64],
+        call_seconds: Callable[[int], float],
+    ) -> list[Rung]:  # fmt: skip
         parts = [self._rungs(part, inside, seconds, call_seconds) for part in inside.get(name, ())]
         found, taken = [], dict[int, Rung]()
         for place, rung in climb(parts):
             taken[place] = rung
             found.append(Rung.of(taken.values()))
         if calls := self._of(name):
-            spent = sum(float(seconds[call.repeated].sum()) for call in calls) + call_seconds
+            spent = sum(float(seconds[call.repeated].sum()) + call_seconds(len(call.repeated)) for call in calls)
             found.append(Rung((name,), self.saved_bytes(name), spent))
         better: list[Rung] = []
         for rung in sorted(found, key=lambda rung: (-rung.saved_bytes, rung.seconds)):

@@ -57,8 +57,6 @@ CONFIRMATIONS = 3
 """Dry runs of chosen points, at most."""
 _DROPS = 32
 """Blocks of which less is tried, at most."""
-CHECKPOINT_SECONDS = 1.5e-4
-"""Of a checkpointed call, beside its operators: saved tensors go through hooks in Python. An assumption."""
 _COLUMNS = ("setting", "needs", "of budget", "step", "samples/s")
 
 
@@ -428,9 +426,13 @@ class Fastest:
         step = step_of(checkpoints.recording)
         priced = self._speed(checkpoints.recording, family.devices)
         seconds = np.zeros(len(checkpoints.recording.operator_name))
-        host = 0.0 if self._costs is None or self._costs.asynchronous else self._costs.host_seconds("backward")
+        assert self._costs is not None  # since the first dry run
+        host = 0.0 if self._costs.asynchronous else self._costs.host_seconds("backward")
         seconds[step.place] = priced.time.operator_seconds + host * step.repeats
-        found = {block: checkpoints.ladder(block, seconds, CHECKPOINT_SECONDS) for block in recorded.blocks.values()}
+        found = {
+            block: checkpoints.ladder(block, seconds, self._costs.checkpoint_seconds)
+            for block in recorded.blocks.values()
+        }
         if self._whole_blocks:
             return [[rung for rung in ladder if rung.names == (block,)] for block, ladder in found.items()]
         return list(found.values())
