@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from publish import publish
+from publish import publish, read_options
 
 from kit.cloud.simulated import simulated_cloud
 
@@ -201,6 +201,7 @@ def measure(folder: str) -> dict[str, dict[str, list[float]]]:
 
 
 def main() -> None:
+    read_options(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         for label, size, _ in LOADS:
             (Path(folder) / label.replace(" ", "")).write_bytes(os.urandom(size))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from publish import publish
+from publish import publish, read_options
 
 REPETITIONS = 7
 
@@ -19,6 +19,7 @@ def seconds(code: str) -> float:
 
 
 def main() -> None:
+    read_options(__doc__)
     codes = {"python alone": "", "import kit": "import kit", "kit.Config()": "import kit; kit.Config()"}
     codes["import lightning"] = "import lightning"
     times: dict[str, list[float]] = {name: [] for name in codes}

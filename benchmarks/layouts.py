@@ -15,7 +15,7 @@ import gc
 import statistics
 from typing import Any
 
-from publish import publish
+from publish import publish, read_options
 from streaming_store import Layout, config_of, write
 
 import kit
@@ -63,6 +63,7 @@ def judgement(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
+    read_options(__doc__)
     gc.freeze()
     with kit.cloud.simulate(SITUATION) as cloud:
         rows = []

@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from publish import publish
+from publish import publish, read_options
 
 import kit
 
@@ -322,6 +322,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def main() -> None:
+    read_options(__doc__)
     estimates = dict(ask_all())
     measured = [child("truth", *case) for case in CASES]
     publish("measured peak / predicted peak", list(ratios(measured, estimates)), steps=STEPS, **versions(estimates))

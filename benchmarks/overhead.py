@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from publish import publish
+from publish import publish, read_options
 from torch.utils.data import DataLoader, TensorDataset
 
 from kit.config import Config
@@ -138,6 +138,7 @@ def inside_kit(folder: str) -> Pace:
 
 
 def main() -> None:
+    read_options(__doc__)
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(1 << 30), MALLOC_TRIM_THRESHOLD_=str(1 << 34))
     command = [sys.executable, __file__, "serve"]
     with (

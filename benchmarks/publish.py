@@ -26,9 +26,7 @@ def publish(benchmark: str, rows: Sequence[dict[str, Any]], *, record: bool | No
     A benchmark with arguments of its own reads the command line itself and says whether to `record`.
     """
     if record is None:
-        parser = argparse.ArgumentParser(description=benchmark)
-        parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results.jsonl")
-        record = parser.parse_args().record
+        record = read_options(benchmark).record
     show(benchmark, rows, facts)
     if record:
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}
@@ -36,6 +34,13 @@ def publish(benchmark: str, rows: Sequence[dict[str, Any]], *, record: bool | No
         line = {"benchmark": benchmark, "time": when, "machine": machine, "rows": list(rows), **facts}
         with RESULTS.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def read_options(about: str | None) -> argparse.Namespace:
+    """The command line of a benchmark without arguments of its own, which reads it before it measures anything."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results.jsonl")
+    return parser.parse_args()
 
 
 def show(benchmark: str, rows: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-from publish import publish
+from publish import publish, read_options
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "data" / "tables"))
 
@@ -36,6 +36,7 @@ EVENTS_OF_AN_ENTITY = 25
 
 
 def main() -> None:
+    read_options(__doc__)
     rows, errors, databases = [], [], []
     with tempfile.TemporaryDirectory(prefix="kit-queries-") as folder, _server() as server:
         for name, events in ((name, _events(name)) for name in ROWS):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from publish import publish
+from publish import publish, read_options
 
 PEERS = Path(__file__).parents[1] / ".peers" / "zarr2"
 SHAPE, CHUNK, TARGET = (256, 512, 512), (1, 512, 512), (256, 32, 32)
@@ -246,6 +246,7 @@ def cache_hits(folder: Path, count: int = 400, size: int = 1 << 16) -> list[dict
 
 
 def main() -> None:
+    read_options(__doc__)
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source.zarr"
         write_source(source)

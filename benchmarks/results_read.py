@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
-from publish import publish
+from publish import publish, read_options
 
 import kit
 from kit.testing import TinyData, TinyModule
@@ -53,6 +53,7 @@ def anew(made: list[Path], runs: Path) -> float:
 
 
 def main() -> None:
+    read_options(__doc__)
     with tempfile.TemporaryDirectory(prefix="kit-results-") as place:
         folder, runs = Path(place), Path(place) / "runs"
         made = copies(folder)

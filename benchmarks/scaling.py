@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from publish import publish
+from publish import publish, read_options
 from speed_models import MODELS, Step, loader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -73,6 +73,7 @@ def middle(trials: list[Trial]) -> Trial:
 
 
 def main() -> None:
+    read_options(__doc__)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name, (module, data) in parts().items():

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from publish import publish
+from publish import publish, read_options
 
 from kit.config import Config
 from kit.memory.alongside import fit
@@ -65,6 +65,7 @@ def torchrun_seconds(ranks: int, folder: str) -> Seconds:
 
 
 def main() -> None:
+    read_options(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         warm_up()
         kit_seconds(1, "warm", folder)

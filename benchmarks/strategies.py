@@ -31,7 +31,7 @@ import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from publish import publish
+from publish import publish, read_options
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -227,6 +227,7 @@ def without_kit(server: subprocess.Popen[str], way: str, case: Case) -> float:
 
 
 def main(strategies: list[str]) -> None:
+    read_options(__doc__)
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(1 << 30), MALLOC_TRIM_THRESHOLD_=str(1 << 34))
     cases = [Case(name, 1 if name == "none" else RANKS) for name in strategies if name == "none" or RANKS > 1]
     command = [sys.executable, __file__, "serve"]

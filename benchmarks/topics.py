@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from publish import publish
+from publish import publish, read_options
 
 PEERS = Path(__file__).parents[1] / ".peers"
 ANSWER = "answer "
@@ -45,6 +45,7 @@ Answer = dict[str, Any]
 
 
 def main() -> None:
+    read_options(__doc__)
     version = _version()
     if not version:
         print(f"tinytopics is left out: it is not installed; {__file__} says how in its first lines")

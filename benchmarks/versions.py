@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from publish import publish
+from publish import publish, read_options
 from streaming import BLOCK_LAYOUTS, LAYOUTS, SITUATION, Child
 from streaming_readers import ANSWER, Question
 from streaming_store import Layout, write
@@ -109,6 +109,7 @@ def main() -> None:
     if len(sys.argv) < 2 or not (Path(sys.argv[1]) / "benchmarks/startup.py").is_file():
         raise SystemExit(f"{__file__} takes the folder of another checkout of kit")
     checkouts = [HERE, Path(sys.argv.pop(1)).resolve()]
+    read_options(__doc__)
     facts = {"rounds": ROUNDS}
     publish("samples per second, two versions", streaming(checkouts), cloud=SITUATION, **facts)
     publish("seconds from click to first step, two versions", startup(checkouts), **facts)
