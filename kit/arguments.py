@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -42,8 +43,36 @@ def config_first(function: Callable[P, R]) -> Callable[P, R]:
             config = others[0]
         config = Config() if config is None else config
         if not isinstance(config, Config):
-            message = f"{name} takes a Config first, got {type(config).__name__}; call {name}(config, module, data)"
-            raise ConfigError(message)
+            raise _no_config(name, config, f"call {name}(config, module, data)")
+        if others and _is_recipe(others[0]):
+            raise _no_config(name, others[0], f"call {name}(config, module, data)")
         return function(config, *others, **named)  # type: ignore[arg-type]
 
     return call
+
+
+def takes_config(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function whose first argument is a Config refuse everything else with a `ConfigError`; None stays None."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def call(*given: P.args, **named: P.kwargs) -> R:
+        first = given[0] if given else named.get("config")
+        if first is not None and not isinstance(first, Config):
+            raise _no_config(name, first, f"call {name}(config)")
+        return function(*given, **named)
+
+    return call
+
+
+def _is_recipe(given: object) -> bool:
+    return isinstance(given, str | os.PathLike) and str(given).endswith((".yaml", ".yml"))
+
+
+def _no_config(name: str, given: object, way_out: str) -> ConfigError:
+    if isinstance(given, str | os.PathLike):
+        text = str(given)
+        return ConfigError(f"{name} takes a Config, got the text {text!r}; kit.Config.load({text!r}) reads one")
+            f"{name} takes a Config, got the text {str(given)!r}; kit.Config.load({str(given)!r}) reads one"
+        )
+    return ConfigError(f"{name} takes a Config first, got {type(given).__name__}; {way_out}")

@@ -16,7 +16,18 @@ import kit.machine.gpus
 from kit.config import Config
 from kit.errors import HardwareError
 from kit.machine.gpus import Gpu, GpuTable, read_joules, read_nvml, visible
-from kit.machine.machine import Machine, Seat, Share, core_quota, hardware, memory_limit, resolve_devices, seat, share
+from kit.machine.machine import (
+    Machine,
+    Seat,
+    Share,
+    core_quota,
+    hardware,
+    memory_limit,
+    resolve_devices,
+    seat,
+    share,
+    waiting_per_core,
+)  # fmt: skip
 
 GIB = 1 << 30
 
@@ -410,3 +421,10 @@ def test_a_process_that_takes_its_seat_keeps_to_its_cores():
     )
     mine = Seat(2, 8).cores(os.sched_getaffinity(0))
     assert done.stdout.strip() == f"{list(mine)} {len(mine)}"
+
+
+@pytest.mark.parametrize(("load", "waiting"), [(0.1, 1.0), (12.0, 3.0), (400.0, 8.0)])
+def test_a_busy_machine_says_how_many_wait_for_each_core(load, waiting, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("kit.machine.machine.hardware", lambda: SimpleNamespace(cores=4))
+    assert waiting_per_core() == waiting

@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from kit.arguments import takes_config
 from kit.committed.job import make_job, write_drafts
 from kit.committed.run import CommittedRun, LaunchLines
 from kit.committed.yaml import Job, committed_yaml
@@ -41,6 +42,7 @@ _GIT_SECONDS = 20
 _MOST_FILES = 200
 
 
+@takes_config
 def commit(
     config: Config, trial: Trial | str | Path | None = None, *, module: Any = None, data: Any = None,
     logger: Any = None, callbacks: Any = None, trainer: Mapping[str, Any] | None = None,

@@ -106,6 +106,15 @@ def people_per_core() -> float:
     return 1.0 if mine is None else max(1.0, mine.of * len(mine.cores(range(installed))) / installed)
 
 
+def waiting_per_core() -> float:
+    """How many processes want each core, at least 1: in a room by its people, else by the load of the last minute."""
+    return max(people_per_core(), min(_MOST_WAITING, os.getloadavg()[0] / hardware().cores))
+
+
+_MOST_WAITING = 8.0
+"""In a container the load is that of the whole machine, whose other cores are none of ours."""
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What this process may use."""

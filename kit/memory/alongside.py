@@ -15,10 +15,10 @@ from typing import Any
 
 from kit.arguments import config_first
 from kit.errors import KitError
-from kit.machine.machine import Machine
-from kit.memory.prediction import TIMEOUT_SECONDS, device_name, estimate_here
+from kit.machine.machine import Machine, waiting_per_core
+from kit.memory.prediction import device_name, estimate_here
 from kit.memory.query import make_query, target_here
-from kit.memory.recordings import cached_recording, start_prediction
+from kit.memory.recordings import TIMEOUT_SECONDS, cached_recording, start_prediction
 from kit.memory.residual_table import residuals_here
 from kit.registry import load
 from kit.trial.directory import RunPaths
@@ -104,8 +104,9 @@ def predict_beside(module: object, data: object, trial: Trial, parts: TrainerPar
                 "target": asdict(target),
                 "residuals": asdict(residuals) if residuals else None,
             }
-            task = {"batch_sizes": [None], "patience_seconds": TIMEOUT_SECONDS, "beside": beside}
-            limit_seconds = trial.config.trial.timeout_seconds + TIMEOUT_SECONDS + _MARGIN_SECONDS
+            patience_seconds = TIMEOUT_SECONDS * waiting_per_core()
+            task = {"batch_sizes": [None], "patience_seconds": patience_seconds, "beside": beside}
+            limit_seconds = trial.config.trial.timeout_seconds + patience_seconds + _MARGIN_SECONDS
             made_by = start_prediction(query, task, limit_seconds, "at end")
             trial.paths.predicting.write_text(str(made_by.run_directory), encoding="utf-8")
             _predicted_beside[query.key] = trial.paths

@@ -27,7 +27,7 @@ from typing import Any
 
 from kit.arguments import config_first
 from kit.config import Config
-from kit.memory.prediction import TIMEOUT_SECONDS, estimate_here
+from kit.memory.prediction import estimate_here
 from kit.memory.query import MemoryQuery, find_target_device, make_query
 from kit.memory.recordings import NEXT, RecordingRequest, recordings_of, with_query_facts
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
@@ -55,7 +55,7 @@ def memory_model(
     *,
     device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    timeout_seconds: float | None = None,
 ) -> MemoryModel:
     """Record a configuration at two batch sizes, so that any other is predicted in milliseconds.
 
@@ -65,7 +65,7 @@ def memory_model(
         data: What it would be trained on, as `kit.fit` takes it.
         device: A GPU model, its memory, or "this machine", as for `kit.predict_memory`.
         world_size: Ranks instead of the config's.
-        timeout_seconds: Limit of each dry run.
+        timeout_seconds: Limit of each dry run, as for `kit.predict_memory`.
 
     Returns:
         A model whose `estimate(batch_size)` is what `kit.predict_memory` would say.
@@ -93,7 +93,7 @@ class MemoryModel:
         self,
         query: MemoryQuery,
         target: DeviceTarget,
-        timeout_seconds: float = TIMEOUT_SECONDS,
+        timeout_seconds: float | None = None,
         *,
         near: int | None = None,
     ) -> None:
@@ -292,7 +292,7 @@ def largest_batch(
     *,
     device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    timeout_seconds: float | None = None,
 ) -> LargestBatch:
     """Predict the largest batch of each device that fits, without the device.
 
@@ -302,7 +302,7 @@ def largest_batch(
         data: What it would be trained on, as `kit.fit` takes it.
         device: A GPU model, its memory, or "this machine", as for `kit.predict_memory`.
         world_size: Ranks instead of the config's.
-        timeout_seconds: Limit of each dry run.
+        timeout_seconds: Limit of each dry run, as for `kit.predict_memory`.
 
     Returns:
         The batch size, its estimate and that of one sample more.

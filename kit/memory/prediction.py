@@ -20,8 +20,6 @@ from kit.memory.replay.replay import Recording
 from kit.memory.residual_table import residuals_here
 from kit.trial.payload import batch_rule
 
-TIMEOUT_SECONDS = 60.0
-
 
 @config_first
 def predict_memory(
@@ -31,7 +29,7 @@ def predict_memory(
     *,
     device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    timeout_seconds: float | None = None,
 ) -> MemoryEstimate:
     """Predict the peak memory of one rank: what it is made of, which module holds it, and whether it fits.
 
@@ -46,7 +44,8 @@ def predict_memory(
         data: What it would be trained on, as `kit.fit` takes it.
         device: A GPU model such as "H100-80GB", its memory in bytes or as "24 GiB", or "this machine".
         world_size: Ranks, from 1 to 1,024, instead of the config's. No such devices need exist.
-        timeout_seconds: After this long the training step is given up, and the activations are unknown.
+        timeout_seconds: The most that the dry run may take. By default a minute, and as many times as long as
+            processes wait for each core. Near its end the training step is given up, and the activations are unknown.
 
     Returns:
         The estimate: allocated and reserved bytes, the parts of the peak, the verdict and its reasons.
@@ -57,6 +56,7 @@ def predict_memory(
         PlanError: for an unknown device.
         StoreError: for a store that cannot be read.
         TrialError: when the module cannot be made, with the user's traceback.
+        UnansweredError: when the dry run does not end in time, nor lets itself be broken off.
 
     Example:
         >>> estimate = kit.predict_memory(config, MyModule, MyData, device="T4-16GB")

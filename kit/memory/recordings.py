@@ -22,7 +22,7 @@ import cloudpickle
 
 import kit.errors
 from kit.errors import ConfigError, KitError, Problem
-from kit.machine.machine import Resolved, people_per_core
+from kit.machine.machine import Resolved, people_per_core, waiting_per_core
 from kit.memory.query import MemoryQuery
 from kit.memory.replay.replay import Recording
 from kit.trial import scratch
@@ -47,6 +47,10 @@ class RecordingRequest:
 
     query: MemoryQuery
     batch_sizes: tuple[int | None, ...] = (None,)
+
+
+TIMEOUT_SECONDS = 60.0
+"""Of a dry run on a machine that others leave alone."""
 
 
 class _Cache:
@@ -83,7 +87,7 @@ def cached_recording(query: MemoryQuery, batch_size: int | None = None) -> Recor
     return None if found is None else with_query_facts(query, found)
 
 
-def recordings_of(request: RecordingRequest, timeout_seconds: float) -> list[Recording]:
+def recordings_of(request: RecordingRequest, timeout_seconds: float | None = None) -> list[Recording]:
     """One recording for each batch size.
 
     Raises:
@@ -95,13 +99,19 @@ def recordings_of(request: RecordingRequest, timeout_seconds: float) -> list[Rec
     return found
 
 
-def record_all(requests: Sequence[RecordingRequest], timeout_seconds: float) -> list[list[Recording] | KitError]:
+def record_all(
+    requests: Sequence[RecordingRequest], timeout_seconds: float | None = None
+) -> list[list[Recording] | KitError]:
     """The recordings of several queries, in their order; a query that fails gives its error and hurts no other.
 
-    Equal queries are asked once. An interrupt ends everything that runs. In a room whose people share cores, the limit
-    is as many times as long.
+    Equal queries are asked once. An interrupt ends everything that runs. Each may take `TIMEOUT_SECONDS` where no limit
+    is given, and as many times as long as processes wait for each core. In a room whose people share cores, a limit
+    that is given is as many times as long.
     """
-    timeout_seconds *= people_per_core()
+    if timeout_seconds is None:
+        timeout_seconds = TIMEOUT_SECONDS * waiting_per_core()
+    else:
+        timeout_seconds *= people_per_core()
     answers: dict[tuple[str, tuple[int | None, ...]], list[Recording] | KitError] = {}
     waiting = {(item.query.key, item.batch_sizes): item for item in requests}
     running: dict[tuple[str, tuple[int | None, ...]], _Running] = {}
@@ -239,7 +249,7 @@ class PredictionJob:
             _, _, place = self._trial.message.partition(": rank 0 was at ")
             where = f", at {place.partition(';')[0]}" if place else ""
             after = format_seconds(self.timeout_seconds)
-            raise UnansweredError(f"the dry run was still going after {after}{where}")
+            raise UnansweredError(f"the dry run was still going after {after}{where}; timeout_seconds= gives it longer")
         raise self._trial.failure()
 
     def _known_before(self) -> list[Recording]:

@@ -18,7 +18,7 @@ from typing import Any, overload
 from kit.arguments import config_first
 from kit.config import Config
 from kit.errors import ConfigError, KitError, Problem
-from kit.memory.prediction import TIMEOUT_SECONDS, estimate_here
+from kit.memory.prediction import estimate_here
 from kit.memory.query import make_query
 from kit.memory.recordings import RecordingRequest, record_all
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
@@ -125,7 +125,7 @@ def what_if(
     variations: Variations,
     device: str | int | DeviceTarget = THIS_MACHINE,
     world_size: int | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    timeout_seconds: float | None = None,
 ) -> WhatIf:
     """Predict the memory of a config as it is and of every variation of it.
 
@@ -138,7 +138,7 @@ def what_if(
             use `kit.memory.model`, which predicts any batch size.
         device: A GPU model, its memory, or "this machine", as for `kit.predict_memory`.
         world_size: Ranks of every variation whose strategy is not `none`.
-        timeout_seconds: Limit of each dry run.
+        timeout_seconds: Limit of each dry run, as for `kit.predict_memory`.
 
     Returns:
         The variations by rising peak; `to_csv()` writes them.

@@ -20,8 +20,9 @@ from kit.charts import style as look
 from kit.config import Config
 from kit.errors import TrialError
 from kit.machine.machine import hardware
-from kit.memory.prediction import TIMEOUT_SECONDS, predict_memory
+from kit.memory.prediction import predict_memory
 from kit.memory.query import find_target_device
+from kit.memory.recordings import TIMEOUT_SECONDS
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate, clock_of
 from kit.memory.replay.replay import replay as play

@@ -20,7 +20,6 @@ from kit.chunks.cost import LayoutCost
 from kit.config import Config
 from kit.errors import KitError
 from kit.json_text import write_json
-from kit.memory.prediction import TIMEOUT_SECONDS
 from kit.memory.query import MemoryQuery, make_query
 from kit.memory.recordings import RecordingRequest, recordings_of
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget, target_of
@@ -53,7 +52,7 @@ def predict_speed(
     link: str | Link | None = None,
     between: str | Link | None = None,
     measure_seconds: float = 10.0,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    timeout_seconds: float | None = None,
 ) -> SpeedEstimate:
     """Predict the seconds of a training step, samples per second, and what binds them, before anything is trained.
 
@@ -70,7 +69,7 @@ def predict_speed(
             was measured between the ranks of this machine.
         between: What joins nodes of eight, by name (`network-3200G`); by default 100 Gbit/s.
         measure_seconds: To spend on calls of this step that were never measured here; 0 spends nothing.
-        timeout_seconds: Limit of the dry run.
+        timeout_seconds: Limit of the dry run, as for `kit.predict_memory`.
 
     Returns:
         The estimate: seconds with a range, samples per second of all devices, MFU, what binds, and `.figure()`.

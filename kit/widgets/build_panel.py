@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from kit.arguments import takes_config
 from kit.config import Config
 from kit.data.build.plan import BuildPlan, plan_build
 from kit.data.build.schedulers import Schedule, advise_schedule
@@ -39,6 +40,7 @@ SHOWN = {
 SCHEDULERS = ("single-threaded", "threads", "distributed")
 
 
+@takes_config
 def build_panel(config: Config | None = None, *, source: Any = None) -> BuildPanel:
     """Show source, target and scheduler of a build as widgets, with the plan before it runs.
 

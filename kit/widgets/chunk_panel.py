@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import ipywidgets
 
+from kit.arguments import takes_config
 from kit.chunks.cost import LayoutCost
 from kit.chunks.search import ChunkPlan
 from kit.config import Config
@@ -48,6 +49,7 @@ _AUTO = "auto"
 Chunk = tuple[int, ...]
 
 
+@takes_config
 def chunk_panel(config: Config | None = None) -> ChunkPanel:
     """Show access pattern, network and constraints as widgets, with the ranked layouts and the reasons of the first.
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import ipywidgets
 
+from kit.arguments import takes_config
 from kit.charts.speed import breakdown_html
 from kit.committed.file import Committed
 from kit.config import Config
@@ -76,6 +77,7 @@ from kit.widgets.trial_view import TrialView
 _TICK_SECONDS = 0.05
 
 
+@takes_config
 def panel(config: Config | None = None, module: Any = None, data: Any = None) -> Panel:
     """Show the whole kit as widgets for one config: a form, the chunk plan, memory, a live trial and its diagnosis.
 

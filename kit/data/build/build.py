@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kit.arguments import takes_config
 from kit.config import Config
 from kit.data.build.grids import ZarrSource
 from kit.data.build.layout import plan_chunks
@@ -63,6 +64,7 @@ _JOURNAL_FRACTION = 0.01
 _NOTEWORTHY_RATIO = 1.1
 
 
+@takes_config
 def build(
     config: Config,
     plan: ChunkPlan | None = None,

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kit.arguments import takes_config
 from kit.chunks.access import Access, Order
 from kit.chunks.cost import LayoutCost, price
 from kit.chunks.reasons import plan_layout
@@ -48,6 +49,7 @@ class _Geometry:
     """Decoded bytes per stored byte, as far as known."""
 
 
+@takes_config
 def plan_chunks(config: Config, *, order: Order | None = None, measure: bool = False, source: Any = None) -> ChunkPlan:
     """Choose the chunk and the shard of a store for what its readers read, with the cost of a batch and the reasons.
 
@@ -206,6 +208,7 @@ class SizeEstimate:
         return html_table(("data", "stored (estimated)", "ratio", "objects", "chunks"), [row])
 
 
+@takes_config
 def expected_bytes(config: Config, plan: ChunkPlan | None = None, *, source: Any = None) -> SizeEstimate:
     """How many bytes a build will write. Nothing is created.
 

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kit.arguments import takes_config
 from kit.config import Build, Config
 from kit.data.build.layout import plan_chunks
 from kit.data.build.open_source import load_source
@@ -146,6 +147,7 @@ class BuildPlan:
         return html_list(self.reasons)
 
 
+@takes_config
 def plan_build(config: Config, plan: ChunkPlan | None = None, *, source: Any = None) -> BuildPlan:
     """Plan a build: its tasks, its memory and what it will read. Nothing is written.
 

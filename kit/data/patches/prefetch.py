@@ -20,6 +20,7 @@ from math import prod
 import numpy as np
 from zarr.core.sync import sync
 
+from kit.arguments import takes_config
 from kit.chunks.requests import Coalescing, runs
 from kit.config import Config
 from kit.data.build.build import Progress, make_progress
@@ -64,6 +65,7 @@ class Prefetched:
         )
 
 
+@takes_config
 def prefetch(config: Config, given: Dataset | None = None, *, progress: bool | Progress = True) -> Prefetched:
     """Fill the cache of a config with all the chunks that it may read, before anything is trained.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kit.arguments import takes_config
 from kit.data.build.build import Progress, make_progress
 from kit.data.build.layout import network_of
 from kit.data.dataset import Dataset, open_dataset
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 16 << 20
 
 
+@takes_config
 def statistics(config: Config, *, progress: bool | Progress = True, again: bool = False) -> TileStatistics:
     """How many valid values each tile of the store has, and their mean and deviation, by one pass over it.
 

@@ -28,9 +28,9 @@ import numpy as np
 from kit.config import Config, Levers
 from kit.errors import KitError, PlanError
 from kit.memory.alongside import fit
-from kit.memory.prediction import TIMEOUT_SECONDS, estimate_here
+from kit.memory.prediction import estimate_here
 from kit.memory.query import MemoryQuery, make_query
-from kit.memory.recordings import NEXT, RecordingRequest, record_all
+from kit.memory.recordings import NEXT, TIMEOUT_SECONDS, RecordingRequest, record_all
 from kit.memory.replay.calls import OperatorCall
 from kit.memory.replay.cards import CARDS, THIS_MACHINE, DeviceTarget
 from kit.memory.replay.checkpointing import Checkpoints, Rung, climb, loss_chunks

@@ -28,9 +28,9 @@ from kit.config import Config
 from kit.data.build.schedulers import advise_schedule
 from kit.errors import ConfigError, KitError, PlanError
 from kit.memory.batch_model import MemoryModel, memory_model
-from kit.memory.prediction import TIMEOUT_SECONDS, estimate_here
+from kit.memory.prediction import estimate_here
 from kit.memory.query import MemoryQuery, make_query
-from kit.memory.recordings import RecordingRequest, UnansweredError, record_all, recordings_of
+from kit.memory.recordings import TIMEOUT_SECONDS, RecordingRequest, UnansweredError, record_all, recordings_of
 from kit.memory.replay.cards import THIS_MACHINE, DeviceTarget
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.studies.diagnosis.evidence import store_layout
