@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,25 @@ def _wider_rows(args: Sequence[Any], _: Any) -> int:
     return int(rows * (args[0].shape[-1] + 2) * args[0].element_size())
 
 
+def _products_of_three(args: Sequence[Any], _: Any) -> int:
+    """What `bilinear` computes of one row after another of the axis that it goes along: the product of two, and that
+    with the third, summed over some axes. (`native/Linear.cpp`.)"""
+    expanded, summed, along = args[3:6], args[6], args[7] if len(args) > 7 else 1
+    shapes = []
+    for operand, axes in zip(args[:3], expanded, strict=True):
+        sizes = iter(operand.shape)
+        shape = [1 if axis in axes else next(sizes) for axis in range(operand.dim() + len(axes))]
+        shapes.append([1 if axis == along else size for axis, size in enumerate(shape)])
+    first, second, third = shapes
+    pair = [1 if axis in summed and axis in expanded[2] else max(sizes) for axis, sizes in _axes(first, second)]
+    whole = [1 if axis in summed and axis not in expanded[2] else max(sizes) for axis, sizes in _axes(pair, third)]
+    return int((math.prod(pair) + math.prod(whole)) * args[0].element_size())
+
+
+def _axes(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    return enumerate(zip(first, second, strict=True))
+
+
 def places_bytes(args: Sequence[Any], out: Any) -> int:
     """A mask becomes the places that it chooses, an integer for each of its axes."""
     indices = list(args[1])
@@ -138,6 +157,7 @@ ON_EVERY_DEVICE: dict[str, Rule] = {
     "_euclidean_dist": _wider_rows,
     "index.Tensor": places_bytes,
     "col2im": _in_order,
+    "_trilinear": _products_of_three,
     **dict.fromkeys(("sum", "sum.dim_IntList", "cumsum", "prod", "prod.dim_int"), _as_counts),
 }
 

@@ -40,6 +40,10 @@ def normed(module, values, layout=torch.contiguous_format):
     return (module.norm(images) * half(images)).sum()
 
 
+def products(rows, weights):
+    return functional.bilinear(rows, half(rows), weights.view(-1, 64, 64)).sum()
+
+
 def resized(values, channels, mode, layout=torch.contiguous_format):
     images = values.reshape(64, channels, -1, 64 if channels == 1 else 32).to(memory_format=layout)
     return functional.interpolate(images, scale_factor=2, mode=mode).sum()
@@ -76,6 +80,8 @@ OTHERS = {
     "median across": lambda _, x: (x.detach() * 2).view(64, 64, 64).median(1).values.sum() + x[0, 0],
     "gather": lambda _, x: x.gather(1, every_other(x)[:, :64].long()).sum(),
     "scatter": lambda _, x: x.detach().scatter(1, every_other(x)[:, :64].long(), half(x)).sum() + x[0, 0],
+    "products, of rows": lambda _, x: products(x.view(-1, 64), half(x).view(-1, 64)[:128]),
+    "products, of weights": lambda _, x: products(half(x).view(-1, 64)[:512], x.view(-1, 64)),
     "bilinear, small": lambda _, x: resized(x, 4, "bilinear"),
     "bilinear, large": lambda _, x: resized(x, 1, "bilinear"),
     "bilinear, coloured": lambda _, x: resized(x[:, :3072], 3, "bilinear"),
