@@ -229,7 +229,7 @@ def _resized(taps: int, colours: int) -> Rule:
         lies = values.is_contiguous(memory_format=layout) and values.shape[1] >= _FEWEST_CHANNELS
         sides = sum(out.shape[-2:])
         if sides > _SMALL_SIDES and not lies and values.shape[1] != colours:
-            return taps * sides * (_INT64 + values.element_size())
+            return int(taps * sides * (_INT64 + values.element_size()))
         turned = (one for one in (values, out) if not one.is_contiguous(memory_format=layout))
         return sum(one.numel() * one.element_size() for one in turned)
 
