@@ -39,7 +39,7 @@ from kit.machine.machine import share
 from kit.machine.processes import memory_limited
 from kit.memory.query import with_numbers, without_memory
 from kit.memory.record.dry_run import JOB, DryRun, NotRunError, record
-from kit.memory.recordings import NEXT
+from kit.memory.recordings import NEXT, UnansweredError
 from kit.memory.replay.cards import DeviceTarget
 from kit.memory.replay.estimate import Residuals, estimate
 from kit.memory.replay.replay import EVALUATIONS, OF_OPTIMIZERS, Recording, is_open, replay, settle, settled_like
@@ -55,6 +55,8 @@ from kit.units import format_bytes, format_seconds
 
 _LOOK_SECONDS = 0.2
 _LOWEST_PRIORITY = 19
+_WITHOUT_OPERATORS_SECONDS = 1.0
+"""After the end of patience, what runs no operator for so long is broken off wherever it is."""
 
 
 def predict(context: Context) -> None:
@@ -117,7 +119,10 @@ def _record(
         # What else runs beside the steps must not hide what is known of these.
         if not recording.facts["unknown"] or patience.message:
             break
-        again = _recorded(less, payload, batch_size, patience, otherwise)
+        try:
+            again = _recorded(less, payload, batch_size, patience, otherwise)
+        except UnansweredError:
+            break
         left_out[what] = recording.facts["unknown"]
         if not again.facts["unknown"]:
             run, recording, without = less, again, {"left_out": left_out}
@@ -129,9 +134,7 @@ def _record(
         def otherwise_answered(guess: str) -> Recording:
             try:
                 return _recorded(run, payload, batch_size, patience, guess)
-            except TimeoutError:
-                if not patience.message:
-                    raise
+            except UnansweredError:
                 return dataclasses.replace(found, facts=found.facts | {"unknown": patience.message, "refused": False})
 
         recording = settle(recording, otherwise_answered)
@@ -164,7 +167,7 @@ def _recorded(
         return record(
             lambda: make_module(cloudpickle.loads(payload["module"]), run.config),
             lambda: make_data(cloudpickle.loads(payload["data"]), run.config),
-            run, batch_size, otherwise,
+            run, batch_size, otherwise, patience.check,
         )  # fmt: skip
 
 
@@ -190,30 +193,52 @@ def _callbacks(sent: bytes) -> list[Callback]:
 
 
 class Patience:
-    """Raises TimeoutError in what it guards, once, when the time of all that it guarded is used up."""
+    """Breaks off what it guards when the time of all that it guarded is used up.
+
+    An alarm may ring anywhere: in a finalizer, which loses errors; while a fake mode is entered, which leaves it half
+    entered; in a call from C++ that no error may leave, which ends the process. So it only says that time is up, and
+    `check` raises before the next operator, and again if that is caught. Where there is none for a while (a wait, a
+    loop of Python alone) the alarm raises after all. What then comes out of the guard is told as `UnansweredError`.
+    """
 
     def __init__(self, seconds: float, cells: dict[str, tuple[str, str]]) -> None:
         self.seconds, self.cells = seconds, cells
         self.message = ""
         """Where it was broken off; empty until then."""
         self._began = time.monotonic()
+        self._rang = self._raised = False
 
     @property
     def left_seconds(self) -> float:
         return self.seconds - (time.monotonic() - self._began)
 
     def __enter__(self) -> None:
-        signal.signal(signal.SIGALRM, self._raise)
+        self._rang = self._raised = False
+        signal.signal(signal.SIGALRM, self._ring)
         signal.setitimer(signal.ITIMER_REAL, max(self.left_seconds, 0.001))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._raised and isinstance(error, Exception):
+            raise UnansweredError(f"the dry run was {self.message}") from error
 
-    def _raise(self, _: int, stack: FrameType | None) -> None:
-        frame = own_frame((item.filename, item.lineno or 0, item.name) for item in traceback.extract_stack(stack))
-        where = f" at {describe(frame, self.cells)}" if frame else ""
-        self.message = f"still running after {format_seconds(self.seconds)}{where}"
-        raise TimeoutError(self.message)
+    def check(self) -> None:
+        """Raise TimeoutError when the time is up."""
+        if self._rang:
+            self._raised = True
+            raise TimeoutError(self.message)
+
+    def _ring(self, _: int, stack: FrameType | None) -> None:
+        if self._rang:
+            if not self._raised:
+                self.check()
+            return
+        if not self.message:
+            frame = own_frame((item.filename, item.lineno or 0, item.name) for item in traceback.extract_stack(stack))
+            where = f" at {describe(frame, self.cells)}" if frame else ""
+            self.message = f"still running after {format_seconds(self.seconds)}{where}"
+        self._rang = True
+        signal.setitimer(signal.ITIMER_REAL, _WITHOUT_OPERATORS_SECONDS)
 
 
 # -- for real

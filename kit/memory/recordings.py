@@ -237,7 +237,12 @@ class PredictionJob:
         if self._trial.state == "COMPLETE":
             paths = self._trial.paths
             return [Recording.load(paths.recording(number)) for number in range(self._count)]
-        if (refused := self._trial.event("refused")) is not None:
+        refused = self._trial.event("refused")
+        if refused is not None and refused["type"] == UnansweredError.__name__:
+            if known := self._known_before():
+                return known
+            raise UnansweredError(refused["message"])
+        if refused is not None:
             kind = getattr(kit.errors, refused["type"], KitError)
             if issubclass(kind, ConfigError):
                 raise kind([Problem(path, message) for path, message in refused["problems"]])

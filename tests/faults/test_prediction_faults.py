@@ -1,5 +1,6 @@
 """What is left of a prediction that goes wrong: an answer or an error in time, no process and no directory."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 
 import psutil
 import pytest
+import torch
 from test_trial_faults import assert_all_gone
 from torch._subclasses.fake_tensor import FakeTensor
 from trial_fixtures import ranks_alive
@@ -19,7 +21,9 @@ from kit.errors import TrialError
 from kit.memory import recordings
 from kit.memory import recordings as job
 from kit.memory.batch_model import memory_model
+from kit.memory.predict_job import Patience
 from kit.memory.prediction import predict_memory
+from kit.memory.record.dry_run import DryRun, record
 from kit.memory.recordings import UnansweredError
 from kit.testing import FaultyModule, TinyData, TinyModule
 
@@ -54,6 +58,50 @@ def test_a_step_that_hangs_is_broken_off_and_the_rest_is_answered(config):
     assert (found.complete, found.verdict) == (False, "unknown")
     assert found.breakdown["parameters"] == 9 * 4
     assert any("running after 48 s at test_prediction_faults.py, line" in reason for reason in found.reasons)
+
+
+class GoingAway:
+    """Time is up while it goes away, where an error is lost."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGALRM)
+        for _ in range(100):
+            pass
+
+
+class Losing(TinyModule):
+    def training_step(self, batch, batch_idx):
+        GoingAway()
+        return super().training_step(batch, batch_idx)
+
+
+class Catching(TinyModule):
+    """Takes another way where the first ends with an error."""
+
+    def training_step(self, batch, batch_idx):
+        with contextlib.suppress(Exception):
+            signal.raise_signal(signal.SIGALRM)
+            batch[0] + 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("made", [Losing, Catching])
+def test_the_end_of_patience_is_neither_lost_nor_caught(config, made):
+    patience = Patience(PATIENCE_SECONDS, {})
+    with patience:
+        found = record(made, lambda: {"datamodule": TinyData()}, DryRun(config(), "32-true"), check=patience.check)
+    assert patience.message
+    assert found.facts["unknown"].startswith(f"TimeoutError: {patience.message}")
+
+
+def test_a_module_that_is_not_made_in_time_is_a_timeout_and_no_crash(config):
+    def made():
+        time_is_up()
+        while True:
+            torch.ones(3)
+
+    with pytest.raises(UnansweredError, match=r"running after 48 s at test_prediction_faults.py, line \d+"):
+        predict_memory(config(), made, DATA, timeout_seconds=60)
 
 
 class HangingDry(TinyModule):
@@ -148,7 +196,9 @@ def test_an_interrupt_ends_the_process_and_gets_through(config, no_predictions_l
 def test_nothing_survives_a_kernel_that_is_killed(config, no_predictions_left):
     code = textwrap.dedent(f"""
         from kit.config import Config
-        from kit.memory.prediction import predict_memory
+        from kit.memory.predict_job import Patience
+from kit.memory.prediction import predict_memory
+from kit.memory.record.dry_run import DryRun, record
         def module():
             from kit.testing import TinyModule
             return TinyModule(seconds=3600)

@@ -117,6 +117,7 @@ def record(
     run: DryRun,
     batch_size: int | None = None,
     otherwise: str = "",
+    check: Callable[[], None] | None = None,
 ) -> Recording:
     """What two optimizer steps allocate on one device.
 
@@ -126,6 +127,7 @@ def record(
         run: What is to be predicted.
         batch_size: Samples per micro-batch on the device; by default the loader's own.
         otherwise: One of `facts["guesses"]` of a recording before, to be answered the other way.
+        check: Called before each operator; what it raises ends the steps.
 
     Raises:
         ConfigError: for what a real fit would refuse too.
@@ -158,7 +160,7 @@ def record(
                 enter(rules_found_once())
                 enter(imports_with_numbers())
                 enter(FakeMode())
-            recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size)
+            recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size, check)
     notes = [str(item.message) for item in warned if issubclass(item.category, KitWarning)]
     notes += [*recording.facts["notes"], *answers.guesses, *answers.notes]
     if run.device_kind == "cuda":
@@ -184,10 +186,11 @@ def _is_distributed(run: DryRun) -> bool:
 def _recorded(
     run: DryRun, answers: FakeValues, hooks: Hooks, kept: Refusals,
     make_module: Callable[[], LightningModule], data: Mapping[str, Any], batch_size: int | None,
+    check: Callable[[], None] | None,
 ) -> Recording:  # fmt: skip
     on_gpu = run.device_kind == "cuda"
     workspaces = Workspaces((run.capability or _CAPABILITY) if on_gpu else None)
-    recorder = BlockRecorder(workspaces, FINITE_CHECKS)
+    recorder = BlockRecorder(workspaces, FINITE_CHECKS, check)
     with recorder:
         answers.progress = recorder.progress
         module = make_module()

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from kit.confinement.stand_ins import overridden, replaced
-from kit.memory.record.temporaries import SHRUNK_LOSSES, shrunk_loss
+from kit.memory.record.temporaries import FOLD, SHRUNK_LOSSES, shrunk
 
 _private: Any = torch._C
 _torch: Any = fake_tensor
@@ -245,8 +245,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         of_constants = self._constants > 0
         if func is _WHERE and args[0].dtype is torch.uint8:  # kernels still take it, torch's rule for shapes does not
             args = (args[0].bool(), *args[1:])
-        if func in SHRUNK_LOSSES and (loss := shrunk_loss(self, func, args, kwargs or {})) is not None:
-            return loss
+        if (func is FOLD or func in SHRUNK_LOSSES) and (part := shrunk(self, func, args, kwargs or {})) is not None:
+            return part
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         self.answered = None  # what torch asked meanwhile
         schema = getattr(func, "_schema", None)

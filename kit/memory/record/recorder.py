@@ -106,11 +106,18 @@ class _Operator:
 
 
 class BlockRecorder(TorchDispatchMode):
-    """Records blocks and operators of what runs inside it; `observers` are called after the operators they name."""
+    """Records blocks and operators of what runs inside it.
 
-    def __init__(self, workspace: Workspace | None = None, observers: Mapping[Any, Observer] | None = None) -> None:
+    `observers` are called after the operators they name, and `check` before each until the end; it may raise.
+    """
+
+    def __init__(
+        self, workspace: Workspace | None = None, observers: Mapping[Any, Observer] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.workspace = workspace
+        self._check = check
         self.failed: tuple[Exception, Any] | None = None
         """The last error that an operator raised, and the operator."""
         self.optimizer_steps: Counter[int] = Counter()
@@ -302,6 +309,8 @@ class BlockRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # asked more often than anything runs
+        if self._check is not None and not self.stopped:
+            self._check()
         if types:
             passes_on = self._passes_on.get(types)
             if passes_on is None:

@@ -1,16 +1,17 @@
 """What an operator holds beside its results because torch computes it in more than one kernel.
 
 A loss writes its terms before it takes their mean, and four of them return a number in the storage of all those terms.
-A mask becomes places, a sum of truths is one of integers. On the CPU no kernel reads operands of several number formats
-and a mean is taken in float32. Rules are those of torch 2.13; what has no source beside it was measured through the
-allocator's events. Each maps arguments and result of an operator, by its name in aten with its overload, to bytes.
+Images added up from columns keep their storage. A mask becomes places, a sum of truths is one of integers. On the CPU
+no kernel reads operands of several number formats and a mean is taken in float32. Rules are those of torch 2.13; what
+has no source beside it was measured through the allocator's events. Each maps arguments and result of an operator, by
+its name in aten with its overload, to bytes.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,19 +31,26 @@ SHRUNK_LOSSES = {
 }  # fmt: skip
 """Losses whose mean or sum has the storage of all terms, on every device and as long as it lives; with the place of
 their reduction."""
+FOLD = aten.col2im.default
+"""Adds columns up to images, forward as `fold` and backward of `unfold`; the images have the storage of the columns, on
+every device. (`native/Col2Im.cpp`, `cuda/Col2Im.cu`.)"""
 
 
-def shrunk_loss(mode: FakeTensorMode, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> FakeTensor | None:
-    """The number that one of them returns; None where it returns all terms."""
-    place = SHRUNK_LOSSES[func]
-    if options.get("reduction", args[place] if len(args) > place else 1) == 0:
-        return None
+def shrunk(mode: FakeTensorMode, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> FakeTensor | None:
+    """The result of such an operator, a part of the storage that it has; None for a loss that returns all terms."""
     values, target = args[:2]
-    shape: Any = (values - target).shape if values.shape != target.shape else values.shape
+    dtype, shape, result = values.dtype, values.shape, ()
+    if func is FOLD:
+        result = (*shape[:-2], shape[-2] // math.prod(args[2]), *target)
+    else:
+        place = SHRUNK_LOSSES[func]
+        if options.get("reduction", args[place] if len(args) > place else 1) == 0:
+            return None
+        shape = (values - target).shape if shape != target.shape else shape
+        dtype = torch.promote_types(dtype, target.dtype)
     with in_kernel_invocation_manager(mode):
-        dtype = torch.promote_types(values.dtype, target.dtype)
-        loss = torch.empty(shape, dtype=dtype, device="meta").resize_(())
-    return FakeTensor(mode, loss, values.device)
+        made = torch.empty(shape, dtype=dtype, device="meta").resize_(result)
+    return FakeTensor(mode, made, values.device)
 
 
 def _terms(args: Sequence[Any], _: Any) -> int:
@@ -95,6 +103,25 @@ def _wider_rows(args: Sequence[Any], _: Any) -> int:
     return int(rows * (args[0].shape[-1] + 2) * args[0].element_size())
 
 
+def _products_of_three(args: Sequence[Any], _: Any) -> int:
+    """What `bilinear` computes of one row after another of the axis that it goes along: the product of two, and that
+    with the third, summed over some axes. (`native/Linear.cpp`.)"""
+    expanded, summed, along = args[3:6], args[6], args[7] if len(args) > 7 else 1
+    shapes = []
+    for operand, axes in zip(args[:3], expanded, strict=True):
+        sizes = iter(operand.shape)
+        shape = [1 if axis in axes else next(sizes) for axis in range(operand.dim() + len(axes))]
+        shapes.append([1 if axis == along else size for axis, size in enumerate(shape)])
+    first, second, third = shapes
+    pair = [1 if axis in summed and axis in expanded[2] else max(sizes) for axis, sizes in _axes(first, second)]
+    whole = [1 if axis in summed and axis not in expanded[2] else max(sizes) for axis, sizes in _axes(pair, third)]
+    return int((math.prod(pair) + math.prod(whole)) * args[0].element_size())
+
+
+def _axes(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    return enumerate(zip(first, second, strict=True))
+
+
 def places_bytes(args: Sequence[Any], out: Any) -> int:
     """A mask becomes the places that it chooses, an integer for each of its axes."""
     indices = list(args[1])
@@ -112,6 +139,14 @@ def _as_counts(args: Sequence[Any], out: Tensor) -> int:
     return 0 if values.dtype == out.dtype or values.dtype.is_floating_point else values.numel() * out.element_size()
 
 
+def _in_order(args: Sequence[Any], _: Any) -> int:
+    """A copy of a gradient that is one number spread out, or turned around."""
+    values = args[0]
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(values.dim(), torch.contiguous_format)
+    lies = values.is_contiguous() or values.is_contiguous(memory_format=layout)
+    return 0 if lies else int(values.numel() * values.element_size())
+
+
 PUTS = ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
 ON_EVERY_DEVICE: dict[str, Rule] = {
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _terms),
@@ -121,6 +156,8 @@ ON_EVERY_DEVICE: dict[str, Rule] = {
     "logsumexp": _exponentials,
     "_euclidean_dist": _wider_rows,
     "index.Tensor": places_bytes,
+    "col2im": _in_order,
+    "_trilinear": _products_of_three,
     **dict.fromkeys(("sum", "sum.dim_IntList", "cumsum", "prod", "prod.dim_int"), _as_counts),
 }
 
@@ -160,11 +197,52 @@ def _batch_norm_backward(args: Sequence[Any], _: Any) -> int:
     return int(args[1].nbytes) if args[0].is_contiguous() and args[1].is_contiguous() else 0
 
 
-def _in_order(args: Sequence[Any], _: Any) -> int:
-    """A copy of a gradient that is one number spread out, or turned around."""
-    return 0 if args[0].is_contiguous() else int(args[0].numel() * args[0].element_size())
+def _chosen(args: Sequence[Any], _: Any) -> int:
+    """A copy of all values, and a place for each. (`native/Sorting.cpp`, as the next two.)"""
+    return int(args[0].numel() * (args[0].element_size() + _INT64))
 
 
+def _copy(args: Sequence[Any], _: Any) -> int:
+    return int(args[0].numel() * args[0].element_size())
+
+
+def _copy_across(args: Sequence[Any], _: Any) -> int:
+    """A copy where the values of a row do not lie side by side."""
+    return 0 if args[0].dim() == 0 or args[0].stride(args[1]) == 1 else _copy(args, _)
+
+
+def _accumulated(args: Sequence[Any], out: Tensor) -> int:
+    """What is scattered to or gathered, in float32, unless an index is the same for a whole row.
+    (`cpu/ScatterGatherKernel.cpp`.)"""
+    index = args[2]
+    by_rows = index.dim() > 1 and index.shape[0] > 1 and not any(index.stride()[1:])
+    return 0 if by_rows or out.element_size() >= _FLOAT32 else _FLOAT32 * out.numel()
+
+
+def _resized(taps: int, colours: int) -> Rule:
+    """Both images channels last, where both sides of the result are at most 128 together or four channels lie so
+    already; else a place and a weight for each tap of each row and column. (`cpu/UpSampleKernel.cpp`; that bilinear
+    turns images of three channels too is measured.)"""
+
+    def rule(args: Sequence[Any], out: Tensor) -> int:
+        values, layout = args[0], torch.channels_last
+        lies = values.is_contiguous(memory_format=layout) and values.shape[1] >= _FEWEST_CHANNELS
+        sides = sum(out.shape[-2:])
+        if sides > _SMALL_SIDES and not lies and values.shape[1] != colours:
+            return int(taps * sides * (_INT64 + values.element_size()))
+        turned = (one for one in (values, out) if not one.is_contiguous(memory_format=layout))
+        return sum(one.numel() * one.element_size() for one in turned)
+
+    return rule
+
+
+_SMALL_SIDES, _FEWEST_CHANNELS = 128, 4
+_RESIZED = (
+    *(f"{name}{axes}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for axes in (1, 2, 3)),
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
+    "_adaptive_avg_pool2d",
+)  # fmt: skip
+_SCATTERED = ("scatter.src", "scatter.value", "scatter.reduce", "scatter_add", "scatter_reduce.two")
 _ELEMENTWISE = [
     f"{name}{suffix}.Tensor"
     for name in (
@@ -183,6 +261,15 @@ ON_THE_CPU: dict[str, Rule] = {
     "soft_margin_loss": _with_mean(_nothing, 2),
     "native_batch_norm_backward": _batch_norm_backward,
     "im2col": lambda args, _: int(args[0].nbytes),
-    "col2im": _in_order,
+    "kthvalue": _chosen,
+    **dict.fromkeys(("median", "nanmedian"), _copy),
+    **dict.fromkeys(("median.dim", "nanmedian.dim"), _copy_across),
+    **dict.fromkeys(
+        ("gather", *_SCATTERED, *(name.replace(".", "_.") if "." in name else f"{name}_" for name in _SCATTERED)),
+        _accumulated,
+    ),
+    **dict.fromkeys(("upsample_nearest2d", "_upsample_nearest_exact2d"), _resized(1, 0)),
+    "upsample_bilinear2d": _resized(2, 3),
+    **dict.fromkeys((f"{name}_backward" for name in _RESIZED), _in_order),
     **dict.fromkeys(PUTS, places_bytes),
 }

@@ -40,6 +40,15 @@ def normed(module, values, layout=torch.contiguous_format):
     return (module.norm(images) * half(images)).sum()
 
 
+def products(rows, weights):
+    return functional.bilinear(rows, half(rows), weights.view(-1, 64, 64)).sum()
+
+
+def resized(values, channels, mode, layout=torch.contiguous_format):
+    images = values.reshape(64, channels, -1, 64 if channels == 1 else 32).to(memory_format=layout)
+    return functional.interpolate(images, scale_factor=2, mode=mode).sum()
+
+
 LOSSES = {
     "mse": lambda _, x: functional.mse_loss(x, half(x)),
     "mse, summed": lambda _, x: functional.mse_loss(x, half(x), reduction="sum"),
@@ -63,6 +72,21 @@ OTHERS = {
     "with integers": lambda _, x: (x.detach() + every_other(x).long()).sum() + x[0, 0],
     "with doubles": lambda _, x: x.clamp(min=half(x).double()).sum(),
     "where": lambda _, x: torch.where(every_other(x), x.detach(), half(x).double()).sum() + x[0, 0],
+    "unfold": lambda _, x: functional.unfold(x.view(-1, 1, 64, 64), 3).sum(),
+    "unfold, weighted": lambda _, x: (functional.unfold(x.view(-1, 1, 64, 64), 3) * 0.5).sum(),
+    "fold": lambda _, x: functional.fold(x.view(-1, 64, 64), (64, 64), 8, stride=8).sum(),
+    "kthvalue": lambda _, x: x.kthvalue(7, 1).values.sum(),
+    "median": lambda _, x: (x.detach() * 2).median() + x[0, 0],
+    "median across": lambda _, x: (x.detach() * 2).view(64, 64, 64).median(1).values.sum() + x[0, 0],
+    "gather": lambda _, x: x.gather(1, every_other(x)[:, :64].long()).sum(),
+    "scatter": lambda _, x: x.detach().scatter(1, every_other(x)[:, :64].long(), half(x)).sum() + x[0, 0],
+    "products, of rows": lambda _, x: products(x.view(-1, 64), half(x).view(-1, 64)[:128]),
+    "products, of weights": lambda _, x: products(half(x).view(-1, 64)[:512], x.view(-1, 64)),
+    "bilinear, small": lambda _, x: resized(x, 4, "bilinear"),
+    "bilinear, large": lambda _, x: resized(x, 1, "bilinear"),
+    "bilinear, coloured": lambda _, x: resized(x[:, :3072], 3, "bilinear"),
+    "nearest, small": lambda _, x: resized(x, 4, "nearest"),
+    "nearest, channels last": lambda _, x: resized(x, 4, "nearest", torch.channels_last),
     "truths counted": lambda _, x: every_other(x).sum() + x[0, 0],
 }
 
