@@ -255,7 +255,9 @@ def test_a_range_grows_with_the_noise_of_what_is_left_of_a_step_and_keeps_its_mi
     assert wide.predicted[1] / wide.predicted[0] > 1.1 * calm.predicted[1] / calm.predicted[0]
 
 
-@pytest.mark.parametrize(("name", "pictures"), [("chunks that do not fit", 1), ("waiting for data", 0)])
+@pytest.mark.parametrize(
+    ("name", "pictures"), [("chunks that do not fit", 1), ("Python in the step", 1), ("waiting for data", 0)]
+)
 def test_the_evidence_is_a_picture_and_the_threshold_is_folded_away(name, pictures):
     """A part of a step has its picture in the bar of all parts."""
     finding = judge(FAULTS[name], source(FAULTS[name]))[name]

@@ -22,7 +22,7 @@ _TENSORS = ("torch", "lightning", "pytorch_lightning", "kit")
 """Packages whose time is arithmetic of the step, or of the trainer."""
 _HOOKS_OF_PARTS = (
     "training_step", "optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad", "transfer_batch_to_device",
-    "lr_scheduler_step", "validation_step", "forward", "on_save_checkpoint", "state_dict",
+    "lr_scheduler_step", "validation_step", "forward", "on_save_checkpoint", "state_dict", "train_dataloader",
 )  # fmt: skip
 """What belongs to a part of the step that has rules of its own."""
 _FULL_COLLECTIONS = 3
@@ -512,7 +512,7 @@ HOST_RULES: tuple[Rule, ...] = (
         setting=lambda _: "reload_dataloaders_every_n_epochs of the Trainer: 0; or read the data once, in setup(), and "
         "make only the loader in train_dataloader()",
         effect=lambda found: without(0.8 * (found.epoch_start_fraction or 0.0), found.epoch_start_fraction),
-        part="other", explains=(*WAITS, "loader start-up", "workers started every epoch", "slow hook"),
+        part="other", explains=(*WAITS, "loader start-up", "workers started every epoch"),
     ),
     Rule(
         name="validation too often", looks_at="share of the time in validation", unit="fraction", threshold=0.2,
