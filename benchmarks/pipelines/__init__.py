@@ -1,8 +1,8 @@
-"""Thirty-one training pipelines with one planted fault each, or none: what a diagnosis is measured on.
+"""Forty training pipelines with one planted fault each, or none: what a diagnosis is measured on.
 
 Each is written as its author would write it without kit: own datasets, loaders, hooks and callbacks, and models of
 torch, Lightning's demos and transformers. `Pipeline.planted` is the name that a finding should have, and `cure` what
-its author would do about it: other parts in place of these. Ten are `held_out`: no rule was tuned on them. All were
+its author would do about it: other parts in place of these. Ten are kept aside: no rule was tuned on them. All were
 planted before the rules were written; where a plant turned out to be none (losses whose graphs are freed, a rank that
 is slow by a millisecond), it was mended after. A rank computes with one thread, so that a busy machine changes little.
 """

@@ -371,6 +371,15 @@ def test_a_loader_of_the_callers_own_is_calibrated_as_the_config_does_not_make_i
     assert "your own DataLoader" in finding.setting
 
 
+def test_an_iterable_data_set_keeps_its_processes_so_nothing_is_there_to_try():
+    found = evidence(
+        given_loader=True, shares=shares(wait=0.45), thread_cores=0.6, hosts={0: host(loader={"iterable": True})}
+    )
+    finding = judge(found, source(found))["waiting for data"]
+    assert not finding.change
+    assert "num_workers" in finding.setting
+
+
 def test_a_store_of_other_chunks_is_built_beside_the_one_there_is():
     found = FAULTS["chunks that do not fit"]
     change = judge(found, source(found))["chunks that do not fit"].change

@@ -28,7 +28,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 from typing_extensions import override
 
@@ -240,6 +240,7 @@ class HostWatch(Callback):
             return {}
         method = getattr(loader.multiprocessing_context, "get_start_method", lambda: None)()
         return {
+            "iterable": isinstance(loader.dataset, IterableDataset),
             "workers": loader.num_workers, "persistent": loader.persistent_workers,
             "start_method": method or ("fork" if sys.platform == "linux" and sys.version_info < (3, 14) else "other"),
             "objects_bytes": objects_bytes(loader.dataset), "arrays_bytes": arrays_bytes(loader.dataset),

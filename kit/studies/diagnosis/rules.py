@@ -49,8 +49,8 @@ def _workers(found: Evidence) -> int:
 
 
 def _worker_change(found: Evidence) -> Change:
-    if found.user_loader:
-        return {"calibration.enabled": True}
+    if found.user_loader:  # calibrating keeps the processes of an iterable data set, as others may repeat its samples
+        return {} if found.host.get("loader", {}).get("iterable") else {"calibration.enabled": True}
     workers = _workers(found)
     return {} if workers <= found.config.loader.num_workers else {"loader.num_workers": workers}
 
