@@ -73,6 +73,4 @@ def _no_config(name: str, given: object, way_out: str) -> ConfigError:
     if isinstance(given, str | os.PathLike):
         text = str(given)
         return ConfigError(f"{name} takes a Config, got the text {text!r}; kit.Config.load({text!r}) reads one")
-            f"{name} takes a Config, got the text {str(given)!r}; kit.Config.load({str(given)!r}) reads one"
-        )
     return ConfigError(f"{name} takes a Config first, got {type(given).__name__}; {way_out}")

@@ -1,8 +1,8 @@
-"""Thirty-one training pipelines with one planted fault each, or none: what a diagnosis is measured on.
+"""Forty training pipelines with one planted fault each, or none: what a diagnosis is measured on.
 
 Each is written as its author would write it without kit: own datasets, loaders, hooks and callbacks, and models of
 torch, Lightning's demos and transformers. `Pipeline.planted` is the name that a finding should have, and `cure` what
-its author would do about it: other parts in place of these. Ten are `held_out`: no rule was tuned on them. All were
+its author would do about it: other parts in place of these. Ten are kept aside: no rule was tuned on them. All were
 planted before the rules were written; where a plant turned out to be none (losses whose graphs are freed, a rank that
 is slow by a millisecond), it was mended after. A rank computes with one thread, so that a busy machine changes little.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 SHORT = {"trial.max_steps": 30, "trial.warmup_steps": 5, "trial.predict_memory": False, "hardware.threads_per_rank": 1}
 
@@ -27,6 +27,7 @@ class Parts:
     """Changes of the default config, and of `SHORT`."""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """More of the Trainer's arguments."""
+    logger: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +43,17 @@ class Pipeline:
     """What is true of it beside the planted fault, so that naming it is no false alarm."""
     speeds_up: bool = True
     """Whether the cure is about time; else it is about memory."""
-    held_out: bool = False
+    kind: Literal["development", "kept aside", "example"] = "development"
+    """Those kept aside were tuned on by no rule; examples came last, from examples of other packages."""
 
 
 def all_pipelines(folder: str) -> dict[str, Pipeline]:
     """By name; files that they read are written into `folder` when they are first made."""
-    from pipelines import files, hosts, models, ranks, workers
+    from pipelines import examples, files, hosts, models, ranks, workers
 
     found = [
         pipeline
-        for part in (models, hosts, files, workers, ranks)
+        for part in (models, hosts, files, workers, ranks, examples)
         for pipeline in part.pipelines(folder)
     ]  # fmt: skip
     return {pipeline.name: pipeline for pipeline in found}

@@ -148,7 +148,7 @@ def pipelines(folder):
         parts=Parts(module=mlp, data=rows_loader(4096, 8)), cure=Parts(module=mlp, data=rows_loader(16, 8)),
     )  # fmt: skip
     yield Pipeline(
-        name="an image of a large Zarr chunk", planted="one row of a large chunk", held_out=True, also=waits,
+        name="an image of a large Zarr chunk", planted="one row of a large chunk", kind="kept aside", also=waits,
         parts=Parts(module=net, data=lambda: DataLoader(ZarrStream(zarr_store(folder, 1024)), batch_size=16)),
         cure=Parts(module=net, data=lambda: DataLoader(ZarrStream(zarr_store(folder, 1)), batch_size=16)),
     )  # fmt: skip

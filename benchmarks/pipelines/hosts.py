@@ -142,7 +142,8 @@ def saved(folder, every):
 
 def pipelines(folder):
     yield Pipeline(
-        name="a figure in every step", planted="drawing in the step", parts=Parts(module=Segmenter, data=masks),
+        name="a figure in every step", planted="drawing or logging in the step",
+        parts=Parts(module=Segmenter, data=masks),
         cure=Parts(module=lambda: Segmenter(50), data=masks),
     )  # fmt: skip
     yield Pipeline(
@@ -151,7 +152,7 @@ def pipelines(folder):
         cure=Parts(module=WordModel, data=words, callbacks=lambda: [WeightWatcher(100)]),
     )  # fmt: skip
     yield Pipeline(
-        name="a busy thread", planted="interpreter held by a thread", held_out=True,
+        name="a busy thread", planted="interpreter held by a thread", kind="kept aside",
         also=("many tiny operations",),
         parts=Parts(module=Forecaster, data=series, callbacks=lambda: [Heartbeat()]),
         cure=Parts(module=Forecaster, data=series),
@@ -161,7 +162,7 @@ def pipelines(folder):
         parts=Parts(module=Tidy, data=pictures), cure=Parts(module=lambda: Tidy(collect=False), data=pictures),
     )  # fmt: skip
     yield Pipeline(
-        name="a checkpoint every step", planted="checkpoints too often", held_out=True,
+        name="a checkpoint every step", planted="checkpoints too often", kind="kept aside",
         parts=Parts(module=large, data=pictures, callbacks=lambda: saved(folder, 1)),
         cure=Parts(module=large, data=pictures, callbacks=lambda: saved(folder, 1000)),
     )  # fmt: skip

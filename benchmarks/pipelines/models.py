@@ -320,11 +320,11 @@ def pipelines(folder):
     text = {"trial.validation_batches": 4, "trial.sanity_batches": 0}
     yield Pipeline(name="BERT, batches of 16", parts=Parts(module=Bert, data=lambda: sentences(16)))
     yield Pipeline(name="ResNet of transformers", parts=Parts(module=resnet, data=pictures))
-    yield Pipeline(name="ViT of transformers", parts=Parts(module=vit, data=pictures), held_out=True)
+    yield Pipeline(name="ViT of transformers", parts=Parts(module=vit, data=pictures), kind="kept aside")
     yield Pipeline(name="Lightning's demo transformer", parts=Parts(module=WordModel, data=words))
     yield Pipeline(name="LSTM", parts=Parts(module=Series, data=series))
     yield Pipeline(name="scikit-learn's perceptron", parts=Parts(module=perceptron, data=digits, config=LONGER))
-    yield Pipeline(name="BoringModel", parts=Parts(module=BoringModel, data=boring), held_out=True)
+    yield Pipeline(name="BoringModel", parts=Parts(module=BoringModel, data=boring), kind="kept aside")
     yield Pipeline(
         name="GPT-2, validated every 2 steps", planted="validation too often",
         parts=Parts(module=Gpt, data=TextModule, config={**text, "trial.validate_every_steps": 2}),
@@ -346,7 +346,7 @@ def pipelines(folder):
         cure=Parts(module=lambda: Bert(4, 64), data=InMemory, config={"loader.batch_size": 32}),
     )  # fmt: skip
     yield Pipeline(
-        name="outputs kept for a plot", planted="memory that grows", speeds_up=False, held_out=True,
+        name="outputs kept for a plot", planted="memory that grows", speeds_up=False, kind="kept aside",
         parts=Parts(module=lambda: Remembering(convolutions()), data=lambda: pictures(64)),
         cure=Parts(module=lambda: Remembering(convolutions(), keep=False), data=lambda: pictures(64)),
     )  # fmt: skip

@@ -23,7 +23,8 @@ def main() -> None:
     validated = {"val_check_interval": every, "limit_val_batches": config["trial.validation_batches"]} if every else {}
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", max_epochs=-1,
-        max_steps=config["trial.max_steps"], logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_steps=config["trial.max_steps"],
+        logger=False if parts.logger is None else parts.logger(), enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=bool(callbacks) and any(isinstance(it, pl.callbacks.Checkpoint) for it in callbacks),
         callbacks=[*callbacks, TraceMLCallback()], num_sanity_val_steps=0,
         **({"limit_val_batches": 0} | validated | ({"check_val_every_n_epoch": None} if every else {})), **parts.flags,

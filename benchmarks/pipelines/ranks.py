@@ -101,7 +101,7 @@ def pipelines(folder):
         cure=Parts(module=Incurious, data=TextModule, config=TWO),
     )  # fmt: skip
     yield Pipeline(
-        name="long texts to rank 1", planted="uneven batches", held_out=True,
+        name="long texts to rank 1", planted="uneven batches", kind="kept aside",
         parts=Parts(module=Gpt, data=Texts, config=TWO, flags=OWN_SAMPLER),
         cure=Parts(module=Gpt, data=MixedTexts, config=TWO, flags=OWN_SAMPLER),
     )  # fmt: skip
@@ -111,6 +111,6 @@ def pipelines(folder):
         cure=Parts(module=Silent, data=TextModule, config=TWO),
     )  # fmt: skip
     yield Pipeline(
-        name="GPT-2 on two ranks", held_out=True,
+        name="GPT-2 on two ranks", kind="kept aside",
         parts=Parts(module=lambda: Gpt(2, 96), data=TextModule, config=TWO),
     )  # fmt: skip

@@ -127,7 +127,7 @@ def pipelines(folder):
         cure=Parts(module=net, data=loader(lambda: Embedded(as_array=True))),
     )  # fmt: skip
     yield Pipeline(
-        name="workers beside a vocabulary", planted="workers copy the parent", speeds_up=False, held_out=True,
+        name="workers beside a vocabulary", planted="workers copy the parent", speeds_up=False, kind="kept aside",
         also=("garbage collection", "waiting for data"),
         parts=Parts(module=with_vocabulary, data=loader(Collecting)),
         cure=Parts(module=with_vocabulary, data=loader(Plain)),
@@ -138,6 +138,6 @@ def pipelines(folder):
         cure=Parts(module=net, data=loader(Plain)),
     )  # fmt: skip
     yield Pipeline(
-        name="epochs of eight batches", planted="workers started every epoch", held_out=True,
+        name="epochs of eight batches", planted="workers started every epoch", kind="kept aside",
         parts=Parts(module=net, data=short(False)), cure=Parts(module=net, data=short(True)),
     )  # fmt: skip

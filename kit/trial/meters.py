@@ -202,7 +202,7 @@ class EnergyUse(AfterWarmup[tuple[float, float]]):
 
 _gpu_memory: Any = torch.cuda.memory
 _note_metadata = getattr(_gpu_memory, "_set_memory_metadata", None)
-_MOST_LINES = 5
+_MOST_LINES, _MOST_PLACES = 5, 200
 _TORCH = f"{torch.__path__[0]}/"
 _MOVE_NOTHING = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
 _READ_A_VALUE = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero"}
@@ -279,6 +279,7 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._collective_bytes = self._rows = self._rows_used = 0
         self._line_calls: Counter[_Line] = Counter()
         self._line_syncs: Counter[_Line] = Counter()
+        self._places: dict[_Line, None] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -291,9 +292,12 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         name, line = func._opname, _own_line()
+        beyond = line or _own_line(beyond_libraries=True)
         self._calls += 1
+        if beyond is not None and len(self._places) < _MOST_PLACES:
+            self._places[beyond] = None
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._collectives[_own_line(beyond_libraries=True) or _UNKNOWN] += 1
+            self._collectives[beyond or _UNKNOWN] += 1
             self._collective_bytes += sum(map(_held_bytes, _tensors(args)))
         if name in ("embedding", "_embedding_bag"):
             self._rows += args[0].shape[0]
@@ -325,7 +329,11 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
     def found(self, cells: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-        """The fields of the event. `lines` are those of the user's code that made most calls, and that had syncs."""
+        """The fields of the event.
+
+        `lines` are those of the user's code that made most calls, and that had syncs; `places` all that called,
+        themselves or through a library.
+        """
         most = [line for counts in (self._line_calls, self._line_syncs) for line, _ in counts.most_common(_MOST_LINES)]
         return {
             "flops": dict(self._flops),
@@ -343,6 +351,7 @@ class WorkMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 {"place": describe(line, cells), "calls": self._line_calls[line], "syncs": self._line_syncs[line]}
                 for line in dict.fromkeys(most)
             ],
+            "places": [describe(line, cells) for line in self._places],
         }
 
 

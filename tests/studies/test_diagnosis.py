@@ -87,7 +87,12 @@ FAULTS = {
     ),
     "validation too often": evidence({"trial.validate_every_steps": 2}, shares=shares(validation=0.4)),
     "checkpoints too often": evidence(shares=shares(checkpoint=0.3)),
-    "drawing in the step": evidence(hosts={0: host(lines=[line(package="matplotlib")])}),
+    "drawing or logging in the step": evidence(hosts={0: host(lines=[line(package="matplotlib")])}),
+    "Python in the step": evidence(
+        work=work(places=("train.py, line 7, in training_step",)),
+        hosts={0: host(lines=[line("train.py, line 9, in training_step", package="sklearn")])},
+    ),
+    "loader made anew every epoch": evidence(hosts={0: host(loaders_remade=3)}, epoch_start_fraction=0.3),
     "slow hook": evidence(
         hosts={0: host(hooks={HOOK: 0.3}, lines=[line("watch.py, line 3, in count", hook=HOOK, part="other")])}
     ),
@@ -250,7 +255,9 @@ def test_a_range_grows_with_the_noise_of_what_is_left_of_a_step_and_keeps_its_mi
     assert wide.predicted[1] / wide.predicted[0] > 1.1 * calm.predicted[1] / calm.predicted[0]
 
 
-@pytest.mark.parametrize(("name", "pictures"), [("chunks that do not fit", 1), ("waiting for data", 0)])
+@pytest.mark.parametrize(
+    ("name", "pictures"), [("chunks that do not fit", 1), ("Python in the step", 1), ("waiting for data", 0)]
+)
 def test_the_evidence_is_a_picture_and_the_threshold_is_folded_away(name, pictures):
     """A part of a step has its picture in the bar of all parts."""
     finding = judge(FAULTS[name], source(FAULTS[name]))[name]
@@ -296,6 +303,33 @@ def test_a_read_of_a_small_chunk_still_costs_its_calls():
     assert dear[0] < free[0]
 
 
+def test_a_read_through_a_library_costs_what_that_takes_for_a_small_chunk():
+    sizes = {"chunk": [1024, 64], "wanted_bytes": 256, "covered_bytes": 262_144}
+    lines = [line(part="wait", package="h5py", fraction=0.7), line(part="wait", package="xarray", fraction=0.1)]
+    base = evidence(shares=shares(wait=0.8, forward=0.05, optimizer=0.05), thread_cores=0.5)
+    found = replace(base, unit_costs={"h5py": 0.001, "xarray": 0.01})
+    direct, through = (
+        judge(one, source(one))["one row of a large chunk"].predicted_gain
+        for one in (
+            replace(found, hosts={0: host(lines=lines, reads={"h5py": sizes | more})})
+            for more in ({}, {"through": "xarray"})
+        )
+    )
+    assert through < direct < 1 / (1 - 0.8)
+
+
+def test_lines_that_call_torch_draw_or_belong_to_another_part_are_no_python_in_the_step():
+    known = "train.py, line 7, in training_step"
+    others = [
+        line(known), line("a", package="torch"), line("b", package="matplotlib", fraction=0.01),
+        line("c", part="backward"), line(""),
+    ]  # fmt: skip
+    found = evidence(work=work(places=(known,)), hosts={0: host(lines=others)})
+    assert judge(found, source(found)).values["Python in the step"] == 0
+    untold = replace(found, work=work())
+    assert "Python in the step" not in judge(untold, source(untold)).values
+
+
 def test_a_gain_that_only_a_trial_tells_is_none_until_it_was_measured():
     slower = evidence({"hardware.precision": "32-true"}, measured_gains={"full precision": (0.2, 0.3)})
     assert names(slower) == ()
@@ -335,6 +369,15 @@ def test_a_loader_of_the_callers_own_is_calibrated_as_the_config_does_not_make_i
     finding = judge(found, source(found))["Python in the data"]
     assert finding.change == {"calibration.enabled": True}
     assert "your own DataLoader" in finding.setting
+
+
+def test_an_iterable_data_set_keeps_its_processes_so_nothing_is_there_to_try():
+    found = evidence(
+        given_loader=True, shares=shares(wait=0.45), thread_cores=0.6, hosts={0: host(loader={"iterable": True})}
+    )
+    finding = judge(found, source(found))["waiting for data"]
+    assert not finding.change
+    assert "num_workers" in finding.setting
 
 
 def test_a_store_of_other_chunks_is_built_beside_the_one_there_is():

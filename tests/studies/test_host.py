@@ -7,9 +7,11 @@ import tracemalloc
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from diagnosis_parts import line
 from lightning.pytorch import Callback
 from pipeline_events import steps
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
@@ -17,7 +19,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 import kit
 from kit.studies.diagnosis import sampler as room
-from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth
+from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, timed_lines
 from kit.studies.diagnosis.host import arrays_bytes, held_bytes, objects_bytes
 from kit.studies.diagnosis.sampler import Sampler, WatchedLoop, copied_bytes, read_of, shared_bytes
 from kit.testing import TinyModule
@@ -190,3 +192,77 @@ def test_a_signal_that_somebody_uses_is_left_to_them(monkeypatch):
     sampler.start()
     assert not any(thread.name == "kit-host" and thread.is_alive() for thread in threading.enumerate())
     assert sampler.seconds == 0
+
+
+def test_a_function_in_c_is_known_by_the_text_of_its_call():
+    values = np.arange(400_000)[::-1]
+
+    def order(sampler):
+        while sampler.samples < 6:
+            values.argsort(kind="stable")
+
+    sampler = Sampler()
+    sampler.start()
+    order(sampler)
+    sampler.stop()
+    (_, _, _, _, function, package), _ = max(sampler.lines.items(), key=lambda item: item[1])
+    assert (function, package) == ("order", "numpy")
+
+
+def test_what_reads_is_named_below_the_library_that_asked_for_it(tmp_path):
+    xarray = pytest.importorskip("xarray")
+    pytest.importorskip("h5netcdf")
+    data = xarray.DataArray(np.random.default_rng(0).normal(size=(2048, 64)), dims=("time", "x"), name="t")
+    encoding = {"t": {"chunksizes": (2048, 64), "zlib": True}}
+    data.to_dataset().to_netcdf(tmp_path / "t.nc", engine="h5netcdf", encoding=encoding)
+    sampler = Sampler()
+    with xarray.open_dataset(tmp_path / "t.nc", engine="h5netcdf") as opened:
+        sampler.start()
+        while "h5py" not in sampler.reads:
+            np.asarray(opened["t"].isel(time=7).values)
+    sampler.stop()
+    assert sampler.reads["h5py"]["covered_bytes"] == 2048 * 64 * 8
+    assert sampler.reads["h5py"]["through"] == "xarray"
+    assert any(package == "h5py" for *_, package in sampler.lines)
+
+
+def test_the_size_of_a_picture_that_opencv_decodes_is_seen(tmp_path):
+    cv2 = pytest.importorskip("cv2")
+    path = str(tmp_path / "photo.jpg")
+    cv2.imwrite(path, np.zeros((900, 1200, 3), np.uint8))
+
+    def read(sampler):
+        while "cv2" not in sampler.reads:
+            image = cv2.imread(path)
+            cv2.GaussianBlur(image, (31, 31), 9)
+
+    sampler = Sampler()
+    sampler.start()
+    read(sampler)
+    sampler.stop()
+    assert sampler.reads["cv2"] == {"pixels": 900 * 1200}
+
+
+class Reloaded(pl.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.rand(16, 8), torch.rand(16, 1)), batch_size=4)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+@pytest.mark.parametrize(("every", "remade"), [(0, False), (1, True)])
+def test_a_loader_that_is_made_anew_every_epoch_is_seen_and_hooks_of_the_data_are_timed(config, every, remade):
+    flags = {"reload_dataloaders_every_n_epochs": every}
+    trial = kit.fit(config(max_steps=14, warmup_steps=2), TinyModule, Reloaded, trainer=flags).wait()
+    host = trial.event("host_watched")
+    assert bool(host["loaders_remade"]) is remade
+    assert "[LightningDataModule]Reloaded.on_after_batch_transfer" in host["hooks"]
+
+
+def test_lines_of_a_part_are_together_as_long_as_the_part():
+    lines = [line(fraction=0.1), line("train.py, line 9, in step", fraction=0.2), line("loop", part="worker")]
+    found = timed_lines({"parts": {"forward": 0.3, "worker": 1.0}, "lines": lines}, {"forward": 0.45, "backward": 0.5})
+    assert [one["fraction"] for one in found["lines"]] == pytest.approx([0.3, 0.2, 0.15])
+    hardly = timed_lines({"parts": {"forward": 0.001}, "lines": [line(fraction=0.001)]}, {"forward": 0.5})
+    assert hardly["lines"][0]["fraction"] < 0.01, "a part that was hardly seen tells nothing of its lines"

@@ -160,6 +160,19 @@ def test_an_empty_trace_says_what_to_do(write):
         read_trace(write())
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
+def test_a_file_that_torch_wrote_after_its_schedule_had_begun_anew_says_so(tmp_path):
+    path, cycle = tmp_path / "late.pt.trace.json", torch.profiler.schedule(wait=1, warmup=1, active=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=cycle) as profiler:
+        for _ in range(5):
+            torch.ones(64, 64).matmul(torch.ones(64, 64))
+            profiler.step()
+    profiler.export_chrome_trace(str(path))
+    trace = read_trace(path)
+    assert trace.operations == ()
+    assert re.search("No operator .*on_trace_ready", trace.sentence)
+
+
 def test_what_torch_itself_has_written_is_read(tmp_path):
     path = tmp_path / "real.pt.trace.json"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:

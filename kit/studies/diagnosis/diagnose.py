@@ -64,6 +64,8 @@ class Finding:
     """Throughput after over before, from and to; None where it is not about time, or not known."""
     limit_next: str
     """The part of the step that is longest after the change, and its share; empty where not known."""
+    is_part: bool
+    """Whether the value is the share of a part of a step, which the bar of the step shows."""
     source: RunSource
 
     @property
@@ -286,12 +288,12 @@ def finding_html(finding: Finding) -> str:
 
 
 def _evidence_html(finding: Finding) -> str:
-    """The value as a bar, with a mark where a finding begins; empty for a part of a step, which has its bar above.
+    """The value as a bar, with a mark where a finding begins; empty for a whole part of a step, whose bar is above.
 
     The sentence has the number.
     """
     rule, value = finding.rule, finding.value
-    if rule.part and rule.unit == "fraction":
+    if finding.is_part:
         return ""
     whole = 1.0 if rule.unit == "fraction" else 1.1 * max(value, rule.threshold)
     bar, mark = (f"{min(1.0, one / whole):.1%}" for one in (value, rule.threshold))
@@ -423,6 +425,7 @@ def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) ->
         change=change, source=source,
         predicted=widened(effect, evidence, rule.part),
         limit_next=_limit_next(rule, middle(effect), evidence),
+        is_part=rule.unit == "fraction" and abs(evidence.shares.get(rule.part, math.inf) - value) < _LEAST_SHOWN,
     )  # fmt: skip
 
 

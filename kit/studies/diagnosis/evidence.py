@@ -75,6 +75,8 @@ class CountedWork:
     """The lines of the user's code, or "Lightning", that made most of them."""
     lines: tuple[Mapping[str, Any], ...]
     """`place`, `calls` and `syncs` of the user's lines that called most, of one rank."""
+    places: tuple[str, ...] | None = None
+    """All lines of the user's code that called an operation, themselves or through a library; None where not told."""
 
     def most(self, name: str) -> Mapping[str, Any] | None:
         """The line with most `calls` or `syncs`, if any has some."""
@@ -256,10 +258,15 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
     if profile is not None:
         functions = tuple(profile.functions) if "advanced" in profile.passes else None
         profiled = {"trace": profile.trace, "functions": functions}
-    hosts = {int(event["rank"]): event for event in trial.events if event["kind"] == "host_watched"}
+    accelerator = str(started.get("accelerator", "cpu"))
+    watched = (event for event in trial.events if event["kind"] == "host_watched")
+    hosts: dict[int, Mapping[str, Any]] = {int(event["rank"]): event for event in watched}
+    if accelerator == "cpu":  # elsewhere the parts are those of the device
+        by_rank = {rank: [step for step in steps if int(step["rank"]) == rank] for rank in hosts}
+        hosts = {rank: timed_lines(host, shares_of(by_rank[rank])) for rank, host in hosts.items()}
     work = _work(trial)
     return Evidence(
-        config=config, accelerator=str(started.get("accelerator", "cpu")), world_size=int(started.get("world_size", 1)),
+        config=config, accelerator=accelerator, world_size=int(started.get("world_size", 1)),
         own_loader=own, given_loader=given, cores=hardware().cores if here else None, batches=len(steps),
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
         hosts=hosts, unit_costs=unit_costs(_acts(hosts, work)) if here else {},
@@ -270,11 +277,39 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
     )  # fmt: skip
 
 
+_MOST_SCALED = 3.0
+"""A part that was seen so much less than it took was hardly seen."""
+
+
+def timed_lines(host: Mapping[str, Any], shares: Mapping[str, float]) -> Mapping[str, Any]:
+    """What was watched, with the lines of each part as long together as the clock says that the part took.
+
+    A thread is asked now and then and answers when it next runs Python, so a part that is one long call, as backward
+    is, gets some of the time of those before it.
+    """
+    seen = host.get("parts", {})
+    scales = {
+        part: min(_MOST_SCALED, max(1 / _MOST_SCALED, shares[part] / seen[part]))
+        for part in seen if seen[part] > 0 and shares.get(part, 0.0) > 0
+    }  # fmt: skip
+    lines = [{**line, "fraction": line["fraction"] * scales.get(line["part"], 1.0)} for line in host.get("lines", ())]
+    return {**host, "lines": sorted(lines, key=lambda line: -line["fraction"])}
+
+
+def shares_of(steps: Sequence[Event]) -> dict[str, float]:
+    """The fraction of the time of these steps in each part."""
+    names = {name for step in steps for name in step if name.endswith(_SUFFIX) and name not in _NO_PART}
+    seconds = {name.removesuffix(_SUFFIX): sum(_finite(step.get(name)) for step in steps) for name in sorted(names)}
+    total = sum(seconds.values()) or math.nan
+    return {part: value / total for part, value in seconds.items()}
+
+
 def _acts(hosts: Mapping[int, Mapping[str, Any]], work: CountedWork | None) -> list[str]:
     """The small acts of a trial whose cost is worth knowing."""
     watched = [one for host in hosts.values() for one in (host, *host.get("workers", ()))]
     values = [VALUE, LOOP] if work is not None and work.own_syncs else []
-    return [*values, *sorted({package for one in watched for package in one.get("reads", ())})]
+    reads = [one.get("reads", {}) for one in watched]
+    return [*values, *sorted({read.get("through", package) for found in reads for package, read in found.items()})]
 
 
 def _computing(trial: Trial) -> dict[int, float]:
@@ -286,8 +321,6 @@ def _computing(trial: Trial) -> dict[int, float]:
 
 def _times(steps: Sequence[Event], computing: Mapping[int, float]) -> dict[str, Any]:
     parts = sorted({name for step in steps for name in step if name.endswith(_SUFFIX) and name not in _NO_PART})
-    seconds = {name.removesuffix(_SUFFIX): sum(_finite(step.get(name)) for step in steps) for name in parts}
-    total = sum(seconds.values()) or math.nan
     alone = [name for name in parts if name.split("_")[0] not in _SHARED]
     ranks: defaultdict[int, list[Event]] = defaultdict(list)
     for step in steps:
@@ -300,12 +333,13 @@ def _times(steps: Sequence[Event], computing: Mapping[int, float]) -> dict[str, 
         }
         for rank, own in sorted(ranks.items())
     }
-    errors = {name: _relative_error(_spent(steps, name)) for name in seconds}
+    shares = shares_of(steps)
+    errors = {name: _relative_error(_spent(steps, name)) for name in shares}
     return {
         "errors": errors,
         "rank_parts": parts_of,
         "step_seconds": sum(_finite(step["step_seconds"]) for step in steps) / len(steps),
-        "shares": {part: value / total for part, value in seconds.items()},
+        "shares": shares,
         "rank_seconds": {rank: math.fsum(own.values()) for rank, own in parts_of.items()},
     }
 
@@ -491,6 +525,7 @@ def _work(trial: Trial) -> CountedWork | None:
         bytes=sum(event["bytes"] for event in found), calls=first["calls"], own_syncs=first["own_syncs"],
         batch_norms_again=max(event["batch_norms_again"] for event in found), lines=tuple(first["lines"]),
         collective_places=tuple((str(place), int(count)) for place, count in first.get("collective_places", ())),
+        places=tuple(first["places"]) if "places" in first else None,
         **{name: int(first.get(name, 0)) for name in ("rows", "rows_used", "collectives", "collective_bytes")},
     )  # fmt: skip
 

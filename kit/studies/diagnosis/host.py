@@ -18,7 +18,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 from typing_extensions import override
 
@@ -45,6 +46,7 @@ from kit.trial.recorder import StepClock
 from kit.trial.verdict import describe
 
 _POINTS = 12
+_HOOKS = ("[Callback]", "[LightningModule]", "[LightningDataModule]")
 _LEAST_ENTRIES, _MOST_WRAPPED = 10_000, 4
 
 
@@ -118,6 +120,16 @@ class HostWatch(Callback):
         self._written = False
         self._held: list[tuple[int, int]] = []
         self._copied: dict[int, tuple[int, int]] = {}
+        self._trained_on: Callable[[], Any] | None = None
+        self._remade = 0
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader = trainer.train_dataloader
+        if self._trained_on is not None and self._trained_on() is not loader:
+            self._remade += 1
+        with contextlib.suppress(TypeError):  # what has no weak references is not watched
+            self._trained_on = weakref.ref(loader)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -196,7 +208,7 @@ class HostWatch(Callback):
             hooks={
                 name: seconds / wall
                 for name, seconds in self._clock.actions.items()
-                if name.startswith(("[Callback]", "[LightningModule]")) and name[10:].rpartition(".")[0] not in mine
+                if name.startswith(_HOOKS) and name.partition("]")[2].rpartition(".")[0] not in mine
             },
             garbage_fraction=self._garbage.seconds / wall,
             collections=self._garbage.collections,
@@ -209,6 +221,7 @@ class HostWatch(Callback):
             pixels=begun["pixels"],
             held=self._held,
             loader=self._loader(trainer),
+            loaders_remade=self._remade,
             workers=[{**worker, "copied": self._copies(worker, trainer.global_step)} for worker in self._workers()],
             embeddings=embeddings(module),
         )  # fmt: skip
@@ -227,6 +240,7 @@ class HostWatch(Callback):
             return {}
         method = getattr(loader.multiprocessing_context, "get_start_method", lambda: None)()
         return {
+            "iterable": isinstance(loader.dataset, IterableDataset),
             "workers": loader.num_workers, "persistent": loader.persistent_workers,
             "start_method": method or ("fork" if sys.platform == "linux" and sys.version_info < (3, 14) else "other"),
             "objects_bytes": objects_bytes(loader.dataset), "arrays_bytes": arrays_bytes(loader.dataset),

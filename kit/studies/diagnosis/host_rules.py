@@ -12,16 +12,17 @@ from typing import Any
 
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import SLIVER, WAITS, Change, Range, Rule, without, without_part
+from kit.studies.diagnosis.sampler import DECODERS, DRAWERS
 from kit.units import format_bytes, format_count, format_seconds
 
 _TWENTIETH = 0.05
 _FEW_SAMPLES = 16
 """A batch of at most that many samples may be too small for a device."""
-_DRAWERS = ("matplotlib", "seaborn", "plotly", "bokeh", "PIL", "tensorboard", "wandb", "mlflow", "comet_ml", "neptune")
+_TENSORS = ("torch", "lightning", "pytorch_lightning", "kit")
+"""Packages whose time is arithmetic of the step, or of the trainer."""
 _HOOKS_OF_PARTS = (
     "training_step", "optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad", "transfer_batch_to_device",
-    "on_before_batch_transfer", "on_after_batch_transfer", "lr_scheduler_step", "validation_step", "forward",
-    "on_save_checkpoint", "state_dict",
+    "lr_scheduler_step", "validation_step", "forward", "on_save_checkpoint", "state_dict", "train_dataloader",
 )  # fmt: skip
 """What belongs to a part of the step that has rules of its own."""
 _FULL_COLLECTIONS = 3
@@ -60,17 +61,46 @@ def _validation_change(found: Evidence) -> Change:
 # -- hooks and drawing
 
 
+def _drawn(found: Evidence) -> list[Mapping[str, Any]]:
+    return [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+
+
 def _drawing(found: Evidence) -> float | None:
     if not found.host:
         return None
-    drawn = [line for line in _lines(found) if line["package"] in _DRAWERS and line["part"] not in ("wait", "worker")]
-    return math.fsum(line["fraction"] for line in drawn) + found.shares.get("logging", 0.0)
+    beside = (line["fraction"] for line in _drawn(found) if line["part"] != "logging")  # that is a share of its own
+    return math.fsum(beside) + found.shares.get("logging", 0.0)
 
 
 def _drawing_sentence(found: Evidence, value: float) -> str:
-    drawn = [line for line in _lines(found) if line["package"] in _DRAWERS and line["part"] not in ("wait", "worker")]
-    at = f" at {drawn[0]['place']}, in {drawn[0]['package']}" if drawn else ""
-    return f"Drawing and logging take {value:.0%} of the time{at}: a step need not wait for a picture."
+    drawn = _drawn(found)
+    at = f" at {drawn[0]['place']}, in {drawn[0]['package']}" if drawn and drawn[0]["place"] else ""
+    return f"Drawing and logging take {value:.0%} of the time{at}: a step need not wait for a picture or a log."
+
+
+def _no_tensors(found: Evidence) -> list[Mapping[str, Any]]:
+    """Lines of the forward part that call no operation of torch, themselves or through a library."""
+    known = found.work.places if found.work is not None else None
+    return [
+        line for line in _lines(found)
+        if line["part"] == "forward" and line["place"] and line["package"] not in (*_TENSORS, *DRAWERS)
+        and line["place"] not in (known or ())
+    ]  # fmt: skip
+
+
+def _python(found: Evidence) -> float | None:
+    if not found.host or found.work is None or found.work.places is None:
+        return None
+    return math.fsum(line["fraction"] for line in _no_tensors(found))
+
+
+def _python_sentence(found: Evidence, value: float) -> str:
+    most = _no_tensors(found)[0]
+    by = f", in {most['package']}" if most["package"] else ""
+    return (
+        f"Code of the step that calls no operation of torch takes {value:.0%} of the time, most of it at "
+        f"{most['place']}{by}."
+    )
 
 
 def _hook(found: Evidence) -> tuple[str, float]:
@@ -239,34 +269,44 @@ def _one_row_sentence(found: Evidence, _: float) -> str:
 
 
 def _one_row_effect(found: Evidence) -> Range | None:
-    """Without the bytes that nobody asked for; each sample's calls remain, one read or, with its label, two."""
+    """Without the bytes that nobody asked for; each sample's calls remain, one read or, with its label, two.
+
+    What goes and what remains is that of the lines that read, with all that their libraries do about it.
+    """
     read = _one_read(found, "h5py", "zarr")
     if read is None:
         return None
-    package, sizes, share, is_worker = read
+    package, sizes, of_package, is_worker = read
+    share = max(of_package, _at_its_lines(found, package, is_worker))
     samples = (found.samples_per_second or 0.0) * found.step_seconds / max(1, found.world_size)
     making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
-    calls = samples * found.unit_costs.get(package, 0.0) / making / share
+    calls = samples * found.unit_costs.get(sizes.get("through", package), 0.0) / making / share
     gone = 1 - sizes["wanted_bytes"] / sizes["covered_bytes"]
     low, high = max(0.0, gone - 2 * calls), max(0.0, gone - calls)
-    if is_worker:
-        return _gone_from_reading(found, share, True, 0.9 * low, high)
-    return without(share * low, max(share, found.shares.get("wait", 0.0)) * high)
+    return _gone_from_reading(found, share, is_worker, 0.9 * low if is_worker else low, high)
+
+
+def _at_its_lines(found: Evidence, package: str, is_worker: bool) -> float:
+    """The share of the user's lines at which a package reads."""
+    hosts = found.host.get("workers", ()) if is_worker else [found.host]
+    host = next((one for one in hosts if package in one.get("reads", {})), {})
+    places = {line["place"] for line in host.get("lines", ()) if line["package"] == package and line["place"]}
+    return math.fsum(line["fraction"] for line in host.get("lines", ()) if line["place"] in places)
 
 
 def _full_size(found: Evidence) -> float | None:
     if not found.host or found.wait_fraction is None:
         return None
-    read, pixels = _one_read(found, "PIL"), found.host.get("pixels", 0)
+    read, pixels = _one_read(found, *DECODERS), found.host.get("pixels", 0)
     if read is None or not pixels or found.wait_fraction < SLIVER or read[2] < 3 * SLIVER:
         return 1.0
     return float(read[1]["pixels"] / pixels)
 
 
 def _full_size_sentence(found: Evidence, value: float) -> str:
-    read = _one_read(found, "PIL")
+    read = _one_read(found, *DECODERS)
     host = found.host if read is None or not read[3] else found.host["workers"][0]
-    place = next((line["place"] for line in host["lines"] if line["package"] == "PIL"), "")
+    place = next((line["place"] for line in host["lines"] if read is not None and line["package"] == read[0]), "")
     return (
         f"Pictures are decoded at {value:.0f} times the pixels that the model gets"
         f"{f', at {place}' if place else ''}: {read[2] if read else 0:.0%} of the time of who reads."
@@ -274,7 +314,7 @@ def _full_size_sentence(found: Evidence, value: float) -> str:
 
 
 def _full_size_effect(found: Evidence) -> Range | None:
-    read = _one_read(found, "PIL")
+    read = _one_read(found, *DECODERS)
     low, high = (1 - 1 / factor for factor in _DECODED_AGAIN)
     return None if read is None else _gone_from_reading(found, read[2], read[3], low, high)
 
@@ -367,6 +407,12 @@ def _slow_start(found: Evidence) -> float | None:
     return found.start_up_seconds if fresh and _workers(found) else 0.0
 
 
+def _remade(found: Evidence) -> float | None:
+    if not found.host or "loaders_remade" not in found.host:
+        return None
+    return found.epoch_start_fraction or 0.0 if found.host["loaders_remade"] else 0.0
+
+
 def _restarts(found: Evidence) -> float | None:
     if not found.host:
         return None
@@ -408,9 +454,11 @@ HOST_RULES: tuple[Rule, ...] = (
     Rule(
         name="images decoded at full size", looks_at="pixels decoded over pixels that the model gets, where decoding "
         "holds the training up", unit="ratio", threshold=4.0, source="kit: a JPEG decodes at a half, a quarter or an "
-        "eighth of its size for less", needs="watched processes that read with Pillow", measure=_full_size,
+        "eighth of its size for less", needs="watched processes that read with Pillow, OpenCV or torchvision",
+        measure=_full_size,
         sentence=_full_size_sentence, part="wait",
-        setting=lambda _: "your dataset: image.draft('RGB', size) before it is loaded, or smaller files",
+        setting=lambda _: "your dataset: a reduced decode (Pillow's image.draft('RGB', size) before it is loaded, "
+        "OpenCV's IMREAD_REDUCED_COLOR_8), or smaller files",
         effect=_full_size_effect, explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy"),
     ),
     Rule(
@@ -456,6 +504,17 @@ HOST_RULES: tuple[Rule, ...] = (
         part="wait", explains=(*WAITS, "loader start-up"),
     ),
     Rule(
+        name="loader made anew every epoch", looks_at="share of the time that first steps of epochs take longer, where "
+        "each has a loader of its own", unit="fraction", threshold=SLIVER, source="kit", needs="watched steps",
+        measure=_remade,
+        sentence=lambda _, value: "Each epoch has a loader of its own, and to make it, with its data and its "
+        f"workers, takes {value:.0%} of the time.",
+        setting=lambda _: "reload_dataloaders_every_n_epochs of the Trainer: 0; or read the data once, in setup(), and "
+        "make only the loader in train_dataloader()",
+        effect=lambda found: without(0.8 * (found.epoch_start_fraction or 0.0), found.epoch_start_fraction),
+        part="other", explains=(*WAITS, "loader start-up", "workers started every epoch"),
+    ),
+    Rule(
         name="validation too often", looks_at="share of the time in validation", unit="fraction", threshold=0.2,
         source="kit: a twentieth tells as much", needs="timed steps", part="validation",
         measure=lambda found: _share(found, "validation"),
@@ -473,11 +532,18 @@ HOST_RULES: tuple[Rule, ...] = (
         effect=lambda found: without_part(found, "checkpoint"),
     ),
     Rule(
-        name="drawing in the step", looks_at="share of the time in drawing and logging", unit="fraction",
+        name="drawing or logging in the step", looks_at="share of the time in drawing and logging", unit="fraction",
         threshold=_TWENTIETH, source="kit", needs="watched steps", measure=_drawing, sentence=_drawing_sentence,
         setting=lambda _: "that line: every hundredth step, or after the training",
         effect=lambda found: _sampled(found, _drawing(found) or 0.0), part="forward",
         explains=("slow hook", "sync in the step"),
+    ),
+    Rule(
+        name="Python in the step", looks_at="share of the time at lines of training_step that call no operation of "
+        "torch", unit="fraction", threshold=SLIVER, source="kit", needs="watched steps and counted work",
+        measure=_python, sentence=_python_sentence, part="forward",
+        setting=lambda _: "that line: every so many steps, after the epoch, or by operations of torch on the batch",
+        effect=lambda found: _sampled(found, _python(found) or 0.0),
     ),
     Rule(
         name="slow hook", looks_at="share of the time in one hook of a callback or the module", unit="fraction",
@@ -495,14 +561,14 @@ HOST_RULES: tuple[Rule, ...] = (
         f"({found.host.get('collections', 0)} full collections).",
         setting=lambda _: "no gc.collect() in a step; gc.freeze() after everything is loaded",
         effect=lambda found: without(0.95 * found.host["garbage_fraction"], found.host["garbage_fraction"]),
-        explains=("slow hook",),
+        explains=("slow hook", "Python in the step"),
     ),
     Rule(
         name="interpreter held by a thread", looks_at="share of the time in which the training thread stands still "
         "while another computes in Python", unit="fraction", threshold=SLIVER, source="kit", needs="watched steps",
         measure=_held, sentence=_held_sentence,  # no effect: changing hands slows what computes, too, nobody knows how
         setting=lambda _: "that thread: a process of its own, or pauses (time.sleep) in its loop",
-        explains=("many tiny operations", "slow hook"),
+        explains=("many tiny operations", "slow hook", "Python in the step"),
     ),
     Rule(
         name="batch too small", looks_at="gain of four times the batch, measured, at its lower end", unit="ratio",

@@ -49,8 +49,8 @@ def _workers(found: Evidence) -> int:
 
 
 def _worker_change(found: Evidence) -> Change:
-    if found.user_loader:
-        return {"calibration.enabled": True}
+    if found.user_loader:  # calibrating keeps the processes of an iterable data set, as others may repeat its samples
+        return {} if found.host.get("loader", {}).get("iterable") else {"calibration.enabled": True}
     workers = _workers(found)
     return {} if workers <= found.config.loader.num_workers else {"loader.num_workers": workers}
 
@@ -505,7 +505,8 @@ RULES: tuple[Rule, ...] = (
         threshold=1.2, source="kit: every step lasts as long as its slowest rank; a twentieth of the step at least",
         needs="several ranks", measure=_straggler, sentence=_straggler_sentence,
         setting=lambda _: "what differs between the ranks: their share of the data, other work on their device, or "
-        "their cores (hardware.threads_per_rank)", effect=_straggler_effect, explains=("communication",),
+        "their cores (hardware.threads_per_rank)", effect=_straggler_effect,
+        explains=("communication", "Python in the step"),
     ),
     Rule(
         name="communication", looks_at="share of the time in communication between ranks", unit="fraction",

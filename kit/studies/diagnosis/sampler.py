@@ -7,7 +7,10 @@ which it does. So a long call counts as long as it is. No thread looks at the fr
 not always survive. What an answer costs is timed, and it is asked for less often where that exceeds `MOST_OVERHEAD` of
 the time; the cost is told (`own_fraction`).
 
-Frames of readers and decoders (h5py, Zarr, Pillow) also tell what they read: the chunk, or the size of the picture.
+A package is one that rules ask for (readers, decoders, loggers) wherever it stands, else what the user's line called:
+by its frame, or, where that is a function in C, by the call in the text of the line. Frames of readers and decoders
+(h5py, Zarr, Pillow) also tell what they read: the chunk, or the size of the picture. The decoders of OpenCV and of
+torchvision have no such frames; there the largest picture among the variables of the user's function tells.
 
 Loader processes are watched in the same way when they are forked, by a loop put around torch's own; they tell by a page
 of memory that they share with the rank. Spawned ones are left alone: they would have to import kit.
@@ -18,10 +21,13 @@ Kept are counts, at most `MOST_LINES` lines, whatever the length of a training.
 from __future__ import annotations
 
 import _thread
+import ast
 import contextlib
 import functools
 import inspect
+import itertools
 import json
+import linecache
 import mmap
 import os
 import signal
@@ -31,7 +37,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -55,6 +61,17 @@ _MOST_PICKED = 10_000
 _TOLD = 12
 _READERS = {"h5py": "__getitem__", "zarr": "__getitem__", "PIL": "load"}
 """Packages that read, and the function in which their arguments can be seen."""
+DECODERS = ("PIL", "cv2", "torchvision")
+_LOGGERS = (
+    "matplotlib", "seaborn", "plotly", "bokeh", "tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune",
+    "loggers",
+)  # fmt: skip
+DRAWERS = (*_LOGGERS, "PIL")
+_NAMED = {*_READERS, *DECODERS, *_LOGGERS}
+"""Packages that rules ask for. A stack has the name of the innermost, or of the outermost that draws or logs."""
+_FETCH = "torch/utils/data/_utils/fetch.py"
+"""Where a loader makes a batch; a dataset of a library has no line of the user's."""
+_LEAST_SIDE = 16
 _KIT = f"{Path(kit.__file__).parent}/"
 _MODELS_OF_KIT = (f"{_KIT}models/", f"{_KIT}testing.py")
 
@@ -124,32 +141,45 @@ class Sampler:
     def _count(self, frame: FrameType | None, seconds: float) -> None:
         self.samples += 1
         part, hook = ("worker", "") if self._clock is None else (self._clock.part, self._clock.action)
-        line = self._line(frame)
-        if not line[0] and not line[3].startswith(tuple(_READERS)):
+        line, is_fetching = self._line(frame)
+        if not line[0] and not is_fetching and line[3] not in _READERS:
             self.idle_seconds += seconds
         key = (part, hook, *line)
         if len(self.lines) < MOST_LINES or key in self.lines:
             self.lines[key] = self.lines.get(key, 0.0) + seconds
 
-    def _line(self, frame: FrameType | None) -> tuple[str, int, str, str]:
-        """The innermost line of the user's code, and the package that it called."""
-        package, depth = "", 0
+    def _line(self, frame: FrameType | None) -> tuple[tuple[str, int, str, str], bool]:
+        """The innermost line of the user's code with the package that it called, and whether a batch was being made."""
+        package, named, depth, is_fetching = "", "", 0, False
         while frame is not None and depth < _MOST_DEPTH:
             file = frame.f_code.co_filename
             own, found = kind_of(file)
             if own:
-                return file, frame.f_lineno, frame.f_code.co_name, package
+                if named in self.reads and package != named:
+                    self.reads[named]["through"] = package
+                package = named or package or called_package(frame)
+                if package in DECODERS[1:]:
+                    self._note_picture(package, frame)
+                return (file, frame.f_lineno, frame.f_code.co_name, package), is_fetching
             if found:
                 package = found
-                if frame.f_code.co_name == _READERS.get(package):
-                    self._note_read(package, frame)
+                named = found if found in _LOGGERS or (found in _NAMED and not named) else named
+                if frame.f_code.co_name == _READERS.get(found):
+                    self._note_read(found, frame)
+            is_fetching = is_fetching or file.endswith(_FETCH)
             frame, depth = frame.f_back, depth + 1
-        return "", 0, "", package
+        return ("", 0, "", named or package), is_fetching
 
     def _note_read(self, package: str, frame: FrameType) -> None:
         found = read_of(package, frame)
         if found is not None:
             self.reads[package] = found
+
+    def _note_picture(self, package: str, frame: FrameType) -> None:
+        seen = max((_picture_pixels(value) for value in frame.f_locals.values()), default=0)
+        if seen:
+            before = self.reads.get(package, {"pixels": 0})["pixels"]
+            self.reads[package] = {"pixels": max(seen, before)}
 
 
 @functools.lru_cache(4096)
@@ -157,8 +187,58 @@ def kind_of(file: str) -> tuple[bool, str]:
     """Whether a file is the user's, and else the package that it belongs to; empty for Python's own."""
     if file.startswith(_KIT) and not file.startswith(_MODELS_OF_KIT):
         return False, "kit"
-    package = file.rpartition("site-packages/")[2].partition("/")[0] if "site-packages/" in file else ""
-    return not is_library(file), package
+    path = file.rpartition("site-packages/")[2] if "site-packages/" in file else ""
+    if path.startswith(("torch/utils/tensorboard/", "lightning/pytorch/loggers/", "lightning/fabric/loggers/")):
+        return False, path.split("/")[2]
+    return not is_library(file), path.partition("/")[0]
+
+
+def called_package(frame: FrameType) -> str:
+    """The package of the function in C that a frame has just called; empty for Python's own and what is not told."""
+    names = _call_at(frame.f_code, frame.f_lasti)
+    if not names:
+        return ""
+    base = names[0]
+    value = frame.f_locals.get(base, frame.f_globals.get(base))
+    for name in names[1:-1]:
+        value = getattr(value, "__dict__", {}).get(name)
+    if isinstance(value, ModuleType):
+        module = value.__name__
+    else:  # a function by its own name, or a method of an object
+        module = getattr(value if len(names) == 1 else type(value), "__module__", None) or ""
+    package = str(module).partition(".")[0]
+    return "" if package in sys.stdlib_module_names or package == "__main__" else package
+
+
+@functools.lru_cache(4096)
+def _call_at(code: CodeType, offset: int) -> tuple[str, ...]:
+    """The names in the call at a place of a function, as `("cv2", "imread")`, from its text; empty where it is none."""
+    first, last, begin, end = next(itertools.islice(code.co_positions(), offset // 2, None), (None,) * 4)
+    if first is None or last is None or begin is None or end is None:
+        return ()
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    try:
+        found = ast.parse(b"".join(lines), mode="eval").body
+    except (SyntaxError, ValueError):
+        return ()
+    if not isinstance(found, ast.Call):
+        return ()
+    names, target = list[str](), found.func
+    while isinstance(target, ast.Attribute):
+        names.append(target.attr)
+        target = target.value
+    return (target.id, *reversed(names)) if isinstance(target, ast.Name) else ()
+
+
+def _picture_pixels(value: Any) -> int:
+    """Of an array of bytes that is a picture; 0 for anything else."""
+    shape = getattr(value, "shape", None)
+    if not isinstance(shape, tuple) or len(shape) not in (2, 3) or "uint8" not in str(getattr(value, "dtype", "")):
+        return 0
+    sides = sorted(shape)[-2:]
+    return int(sides[0] * sides[1]) if sides[0] >= _LEAST_SIDE else 0
 
 
 def read_of(package: str, frame: FrameType) -> dict[str, Any] | None:
@@ -273,4 +353,7 @@ def summary(sampler: Sampler, cells: dict[str, tuple[str, str]]) -> dict[str, An
          "package": package, "fraction": seconds / total}
         for (part, hook, file, number, function, package), seconds in most
     ]  # fmt: skip
-    return {"samples": sampler.samples, "lines": lines, "reads": dict(sampler.reads)}
+    parts: dict[str, float] = {}
+    for (part, *_), seconds in dict(sampler.lines).items():
+        parts[part] = parts.get(part, 0.0) + seconds / total
+    return {"samples": sampler.samples, "lines": lines, "parts": parts, "reads": dict(sampler.reads)}

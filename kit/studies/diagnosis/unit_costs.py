@@ -11,6 +11,7 @@ import contextlib
 import functools
 import io
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Collection
 
@@ -23,7 +24,8 @@ VALUE, LOOP = "value of a tensor", "element of a loop"
 
 
 def unit_costs(kinds: Collection[str]) -> dict[str, float]:
-    """Seconds of one act, by kind: `VALUE`, `LOOP`, or the package that reads one row of a small chunk.
+    """Seconds of one act, by kind: `VALUE`, `LOOP`, or the package that reads one row of a small chunk,
+            itself or with what it reads by.
 
     A kind that is not known, or whose package is not installed, is left out.
     """
@@ -74,4 +76,17 @@ def _zarr_row() -> float:
     return _seconds(lambda: [array[row] for row in range(16)], 16)
 
 
-_ACTS = {VALUE: _value, LOOP: _loop, "h5py": _hdf5_row, "zarr": _zarr_row}
+@functools.cache
+def _xarray_row() -> float:
+    import xarray
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/x.nc"
+        values = xarray.DataArray(np.zeros((64, 64), "float32"), dims=("row", "x"), name="x").to_dataset()
+        values.to_netcdf(path, engine="h5netcdf", encoding={"x": {"chunksizes": (1, 64), "zlib": True}})
+        with xarray.open_dataset(path, engine="h5netcdf") as opened:
+            array = opened["x"]
+            return _seconds(lambda: [array.isel(row=row).values for row in range(8)], 8)
+
+
+_ACTS = {VALUE: _value, LOOP: _loop, "h5py": _hdf5_row, "zarr": _zarr_row, "xarray": _xarray_row}

@@ -198,6 +198,11 @@ class TraceInfo:
     @property
     def finding(self) -> str:
         """In one sentence, whether the device worked."""
+        if not self.operations and not self.busy_seconds:
+            return (
+                "No operator was recorded: the file was written while the profiler was not recording (write it in "
+                "on_trace_ready, or end the schedule with repeat=1)"
+            )
         text = f"The {self.device.upper()} works {self.busy_fraction:.0%} of the time"
         cause = max(self.gap_seconds, key=self.gap_seconds.__getitem__, default="")
         if cause and self.gap_fraction(cause) >= 0.02:
@@ -207,7 +212,7 @@ class TraceInfo:
     @property
     def sentence(self) -> str:
         """The finding, with what it rests on."""
-        text = f"{self.finding} ({self.steps} steps, {format_seconds(self.window_seconds)})"
+        text = f"{self.finding} ({self.steps} step{'s' * (self.steps != 1)}, {format_seconds(self.window_seconds)})"
         if self.memory:
             peak = max(max(values) for _, values in self.memory.values())
             text += f"; {format_bytes(peak)} allocated at most"
