@@ -74,6 +74,13 @@ def test_a_window_is_requested_before_its_batches_ask_for_parts_of_it(tmp_path, 
     assert counted(config, 8)["requests_per_sample"] == pytest.approx(predicted, rel=0.15)
 
 
+def test_neighbours_share_a_request_however_large_a_window_is(tmp_path, tiny_config, monkeypatch):
+    config = config_of(tiny_config, tmp_path / "t.zarr", None, "shards", "block", trial__max_steps=8)
+    predicted = predict_reading(config, build(config, progress=False))["requests_per_sample"]
+    monkeypatch.setattr("kit.data.stream.reader._SAMPLES_AT_ONCE", 8)  # a window has more
+    assert counted(config, 8)["requests_per_sample"] == pytest.approx(predicted, rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("order", "shard", "steps", "filled"),
     crossed(["random", "grid", "block"], ["shards", "chunks"], [8, 50], [0.0, 0.5]),

@@ -35,6 +35,8 @@ from kit.data.stream.scatter import chunk_uses, touched
 from kit.errors import StoreError
 
 _LEAST_FOLDER_THREADS = 4
+_SAMPLES_AT_ONCE = 2048
+"""Whose chunks are looked up together; more would need memory that nobody counts."""
 _CLOSE_SECONDS = 5.0
 _AMPLE_BYTES = 256 << 20
 """From this much memory on, batches are planned before waiting chunks are decoded, so that the network never idles.
@@ -133,16 +135,17 @@ class Reader:
             begin()
         return batch.future
 
-    def pin(self, offsets: NDArray[np.int64], patch: Sequence[int], window: int) -> None:
+    def pin(self, batches: Sequence[NDArray[np.int64]], patch: Sequence[int], window: int) -> None:
         """Read the chunks that these patches touch, and keep them until `window` is released.
 
         Raises:
             IndexError: for a patch that reaches outside the arrays.
         """
-        self._refuse_outside(offsets, patch)
+        for offsets in batches:
+            self._refuse_outside(offsets, patch)
         with self._lock:
             self._pins_unplanned += 1
-        self._plan_soon(JobGroup[None](), self._pin, offsets, tuple(patch), window)
+        self._plan_soon(JobGroup[None](), self._pin, batches, tuple(patch), window)
 
     @property
     def can_read_ahead(self) -> bool:
@@ -207,19 +210,26 @@ class Reader:
             self._fetch(stored, new)
             self._queue.scatter_soon(part, decoded)
 
-    def _pin(self, offsets: NDArray[np.int64], patch: tuple[int, ...], window: int) -> None:
+    def _pin(self, batches: Sequence[NDArray[np.int64]], patch: tuple[int, ...], window: int) -> None:
         try:
-            self._plan_window(offsets, patch, window)
+            self._plan_window(np.concatenate(batches), patch, window)
         finally:
             self._end_pinning()
 
     def _plan_window(self, offsets: NDArray[np.int64], patch: tuple[int, ...], window: int) -> None:
+        """Request what a window needs once all of it is known: neighbours that were asked for in turn come apart."""
         cuts = [(stored.chunk, stored.matched) for stored in self._stored]
-        chunks = {cut: touched(offsets, patch, *cut) for cut in {*cuts}}
-        for variable, stored in enumerate(self._stored):
-            new = self._queue.cache.pin(stored, variable, chunks[cuts[variable]], window)
-            self._counters.add(cache_misses=len(new))
-            self._fetch(stored, new)
+        new: list[list[Chunk]] = [[] for _ in self._stored]
+        try:
+            for first in range(0, len(offsets), _SAMPLES_AT_ONCE):
+                some = offsets[first : first + _SAMPLES_AT_ONCE]
+                chunks = {cut: touched(some, patch, *cut) for cut in {*cuts}}
+                for variable, stored in enumerate(self._stored):
+                    new[variable] += self._queue.cache.pin(stored, variable, chunks[cuts[variable]], window)
+        finally:  # whoever joins a chunk relies on its request
+            for stored, found in zip(self._stored, new, strict=True):
+                self._counters.add(cache_misses=len(found))
+                self._fetch(stored, found)
 
     def _end_pinning(self) -> None:
         waiting: list[Callable[[], None]] = []
