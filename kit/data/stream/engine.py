@@ -107,7 +107,10 @@ class Engine:
     @property
     def counters(self) -> dict[str, int]:
         """What this process has read; names as in `kit.data.stores.transfer`."""
-        return self._counters.values()
+        counts = self._counters.values()
+        if self._reader is not None:
+            counts["samples_read"] += self._reader.samples_under_way
+        return counts
 
     @property
     def strict(self) -> bool:

@@ -54,7 +54,8 @@ class Reader:
         self._counters = counters
         self._where = redact(plan.url)
         self._lock = threading.RLock()
-        self._active: dict[Future[Arrays], JobGroup[Arrays]] = {}
+        self._active: dict[Future[Arrays], tuple[JobGroup[Arrays], int]] = {}
+        """Batches that are not complete, with their samples."""
         self._whole: dict[Future[Arrays], JobGroup[Arrays]] = {}
         """Batches of a stream that are not handed over."""
         self._unplanned: set[JobGroup[Arrays]] = set()
@@ -105,6 +106,12 @@ class Reader:
         """Memory of what is kept and on its way, beside batches."""
         return self._queue.held_bytes
 
+    @property
+    def samples_under_way(self) -> int:
+        """Of batches that are not complete, as many samples as the part of their chunks that is there."""
+        with self._lock:
+            return round(sum(size * batch.done_fraction for batch, size in self._active.values()))
+
     def start(self, offsets: NDArray[np.int64], patch: Sequence[int], *, until_handed: bool = False) -> Future[Arrays]:
         """Begin reading the patches at `offsets` `(sample, dim)`; cancelling the future ends the work.
 
@@ -121,7 +128,7 @@ class Reader:
         with self._lock:
             if self.closed:
                 raise StoreError(f"{self._where}: its reader is closed")
-            self._active[batch.future] = batch
+            self._active[batch.future] = batch, len(offsets)
             if until_handed:
                 self._whole[batch.future] = batch
                 self._unplanned.add(batch)
@@ -165,7 +172,7 @@ class Reader:
             if self.closed:
                 return
             self.closed = True
-        for batch in [*self._active.values()]:
+        for batch, _ in [*self._active.values()]:
             batch.fail(StoreError(f"{self._where}: closed while a batch was being read"))
         self._queue.close()
         self._requests.close()
@@ -290,7 +297,9 @@ class Reader:
     def _end_batch(self, future: Future[Arrays]) -> None:
         failed = future.cancelled() or future.exception() is not None
         with self._lock:
-            batch = self._active.pop(future, None)
+            batch, size = self._active.pop(future, (None, 0))
+            if batch is not None:
+                self._counters.add(samples_read=round(size * batch.done_fraction))
             over = batch is not None and (failed or future not in self._whole)
             if failed:
                 self._whole.pop(future, None)
