@@ -167,6 +167,12 @@ def morton_numbers(per_shard: Place, limits: Place) -> dict[Place, int]:
     return {place: rank for rank, place in enumerate(places)}
 
 
+@lru_cache(maxsize=64)
+def c_numbers(limits: Place) -> dict[Place, int]:
+    """The same where chunks lie in C order, the last dimension fastest."""
+    return {place: rank for rank, place in enumerate(product(*map(range, limits)))}
+
+
 def _code(place: Place, per_shard: Place) -> int:
     """Morton's number of a place: the bits of its coordinates in turn, as many as each dimension has."""
     bits = [(count - 1).bit_length() for count in per_shard]

@@ -160,6 +160,7 @@ def _measured(trial: Trial) -> Row:
     counts = [event.get("counters") or {} for event in trial.events if event["kind"] == "fit_ended"]
     read = {name: sum(count.get(name, 0) for count in counts) for name in {name for count in counts for name in count}}
     predicted, samples = trial.environment.get("predicted") or {}, read.get("samples")
+    asked_for = read.get("samples_read") or samples  # an older trial has not counted parts of batches
     row = {
         "steps": trace.last_step,
         "epochs": 1 + max((int(event.get("epoch") or 0) for event in trial.steps), default=0) if trial.steps else None,
@@ -177,7 +178,7 @@ def _measured(trial: Trial) -> Row:
     }
     row |= _speed_of_operators(trial)
     for quantity, name in (("requests_per_sample", "requests"), ("bytes_per_sample", "bytes_read")):
-        row |= _triple(quantity, predicted.get(quantity), read.get(name, 0) / samples if samples else None)
+        row |= _triple(quantity, predicted.get(quantity), read.get(name, 0) / asked_for if samples else None)
         if doubt(row, quantity):
             row[f"{quantity}_ratio"] = None
     if run := compared(trial.paths):  # its ratios are None for a prediction without activations, a lower bound

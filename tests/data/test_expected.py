@@ -7,11 +7,14 @@ import pytest
 from properties import crossed
 from test_cache_requests import GAP, config_of
 from waiting import wait_until
+from zarr.core.sync import sync
 
 import kit
 from kit.data.build.build import build
 from kit.data.build.layout import predict_reading
 from kit.data.patches.module import PatchData
+from kit.data.stores.manifest import FOLDER
+from kit.data.stores.url import open_store
 from kit.data.stream.scatter import touched
 
 NAMES = {"requests": "requests", "bytes": "bytes_read"}
@@ -74,6 +77,13 @@ def test_a_window_is_requested_before_its_batches_ask_for_parts_of_it(tmp_path, 
     assert counted(config, 8)["requests_per_sample"] == pytest.approx(predicted, rel=0.15)
 
 
+def test_neighbours_share_a_request_however_large_a_window_is(tmp_path, tiny_config, monkeypatch):
+    config = config_of(tiny_config, tmp_path / "t.zarr", None, "shards", "block", trial__max_steps=8)
+    predicted = predict_reading(config, build(config, progress=False))["requests_per_sample"]
+    monkeypatch.setattr("kit.data.stream.reader._SAMPLES_AT_ONCE", 8)  # a window has more
+    assert counted(config, 8)["requests_per_sample"] == pytest.approx(predicted, rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("order", "shard", "steps", "filled"),
     crossed(["random", "grid", "block"], ["shards", "chunks"], [8, 50], [0.0, 0.5]),
@@ -122,6 +132,25 @@ def test_two_ranks_and_decoded_chunks_kept_are_counted(tmp_path, tiny_config):
     assert counted(config, 16)["requests_per_sample"] == pytest.approx(kept, rel=0.3)
     two = predict_reading(config.replace({"loader.cache_bytes": 0}), dataset, 2)["requests_per_sample"]
     assert two == pytest.approx(plain, rel=0.15)
+
+
+@pytest.mark.parametrize(("order", "filled"), crossed(["random", "grid", "block"], [None, 0.0, 0.5]))
+def test_a_store_that_kit_did_not_build_is_looked_at(cloud, tmp_path, tiny_config, order, filled):
+    """Sizes decide which neighbours share a request, and tags what a cache holds."""
+    url = cloud.url(f"foreign-{order}-{filled}/t.zarr")
+    folder = None if filled is None else tmp_path / "c"
+    config = config_of(tiny_config, url, folder, "shards", order, trial__max_steps=8).replace(GAP)
+    if filled is None:
+        config = config.replace({"cache.size_bytes": 0})
+    build(config, progress=False)
+    sync(open_store(url, read_only=False).delete_dir(FOLDER))
+    dataset = kit.open_dataset(config)
+    assert dataset.manifest is None
+    if filled:
+        fill(config, filled)
+    predicted = predict_reading(config, dataset)
+    few = 4 / (8 * config.loader.batch_size)  # requests, as above
+    assert counted(config, 8) == pytest.approx(predicted, rel=0.15, abs=few)
 
 
 def test_a_cache_of_stores_that_are_joined_is_known_store_by_store(cloud, tmp_path, tiny_config):

@@ -39,7 +39,7 @@ def test_a_window_before_its_turn_is_read_and_not_decoded(reader):
     queue = reader._queue
     reader.release(-1)
     for window in range(3):
-        reader.pin(row(window), PATCH, window)
+        reader.pin([row(window)], PATCH, window)
     wait_until(lambda: queue._read_ahead.nbytes > 0 and queue.cache.pinned_bytes == 8 * CHUNK_BYTES)
     wait_until(lambda: queue.budget.taken_bytes == 0)  # what waits takes no room of requests
     reader.release(0)
@@ -49,7 +49,7 @@ def test_a_window_before_its_turn_is_read_and_not_decoded(reader):
 
 def test_what_a_batch_waits_for_is_decoded_before_its_turn(reader):
     reader.release(-1)
-    reader.pin(row(4), PATCH, 4)
+    reader.pin([row(4)], PATCH, 4)
     wait_until(lambda: reader._queue._read_ahead.nbytes > 0)
     values, _ = reader.start(row(4), PATCH).result(PATIENCE_SECONDS)
     assert values.shape == (4, 1, SIDE, SIDE)
@@ -58,7 +58,7 @@ def test_what_a_batch_waits_for_is_decoded_before_its_turn(reader):
 
 def test_an_answer_whose_window_was_given_up_is_dropped(reader):
     reader.release(-1)
-    reader.pin(row(2), PATCH, 2)
+    reader.pin([row(2)], PATCH, 2)
     wait_until(lambda: reader._queue._read_ahead.nbytes > 0)
     reader.release(2)
     wait_until(lambda: reader._queue._read_ahead.nbytes == reader._queue.cache.pinned_bytes == 0)

@@ -310,6 +310,7 @@ def _played(config: Config, dataset: Dataset, world_size: int, batches: int) -> 
         requests_in_flight=max(1, loader.requests_in_flight // processes),
         entries=None if in_folder or cache is None else _as_it_is(cache),
         shared=cache is not None and bool(cache.folder),
+        compression_ratio=config.chunking.compression_ratio or 1.0,
     )  # fmt: skip
     return expect(dataset, dataset.select(config.data.variables), plan, reading)
 

@@ -21,6 +21,7 @@ NAMES = (
     "chunks_decoded",
     "chunks_filled",
     "samples",
+    "samples_read",
     "cache_hits",
     "cache_misses",
     "read_cache_hits",
@@ -32,10 +33,10 @@ NAMES = (
     "pairs_of_one_visit",
 )
 """Requests sent, and those of them that failed and were sent again; bytes the store gave; chunks decoded, or filled for
-want of an object; samples delivered; chunks a batch wanted that were there or on their way, or had to be read; reads
-that the read cache answered, or passed on to the store, and the bytes it gave; requests saved by reading neighbours in
-one, and the bytes between them; pairs of samples that shared a batch, and those of them drawn from one visit to a
-block."""
+want of an object; samples delivered, and with the parts read of those under way; chunks a batch wanted that were there
+or on their way, or had to be read; reads that the read cache answered, or passed on to the store, and the bytes it
+gave; requests saved by reading neighbours in one, and the bytes between them; pairs of samples that shared a batch, and
+those of them drawn from one visit to a block."""
 
 CHUNKS = ("chunks_decoded", "chunks_filled")
 

@@ -32,8 +32,6 @@ from kit.data.stream.scatter import Packing
 
 REQUEST_SECONDS = 60.0
 """How long one request may take before the store counts as out of reach; below a trial's stall limit."""
-_SAMPLES_AT_ONCE = 2048
-"""Whose chunks are looked up together; more would need memory that nobody counts."""
 _OPENING = threading.RLock()
 _inherited: list[Reader] = []
 """Readers of a parent process: never collected, as closing their sockets would disturb the parent's event loop."""
@@ -109,7 +107,10 @@ class Engine:
     @property
     def counters(self) -> dict[str, int]:
         """What this process has read; names as in `kit.data.stores.transfer`."""
-        return self._counters.values()
+        counts = self._counters.values()
+        if self._reader is not None:
+            counts["samples_read"] += self._reader.samples_under_way
+        return counts
 
     @property
     def strict(self) -> bool:
@@ -274,13 +275,14 @@ class _Windows:
     def _pin(self) -> None:
         """Request all that the window being served and the next need, and the one after it where memory allows.
 
-        Batches of one window are pinned together: a chunk that many of them share is looked up once.
+        Batches of one window are pinned together: a chunk that many of them share is looked up once, and neighbours
+        that different ones want share a request.
         """
         together: list[NDArray[np.int64]] = []
 
         def pin_together() -> None:
             if together:
-                self._reader.pin(np.concatenate(together), self._patch, self._last)
+                self._reader.pin(together[:], self._patch, self._last)
                 together.clear()
 
         while True:
@@ -289,7 +291,7 @@ class _Windows:
             if self._drawn is None or (not self._may_request(self._drawn[1]) and (self._pinned or self._begun)):
                 break
             offsets, window = self._drawn
-            if together and (window > self._last or len(together) * len(offsets) >= _SAMPLES_AT_ONCE):
+            if together and window > self._last:
                 pin_together()
             together.append(offsets)
             self._pinned.append(self._drawn)

@@ -5,6 +5,11 @@ the decoded chunks that are kept, with the read cache as it is filled now and as
 within a window. As the engine does, the batches read ahead count, and whole windows. Objects have the sizes that a
 manifest tells; the chunks of one are taken to be of one size, in the order in which zarr writes them.
 
+Of a store that kit did not build, a few of the objects that the first batches touch are looked at: how large chunks
+are, and in which order they lie in a shard, decides which neighbours share a request; and under its tag a read cache
+keeps each object. The others are taken to be like those. Where nothing can be looked at, chunks are taken to be as
+large as `compression_ratio` says.
+
 A chunk is there for as many batches as are read ahead (`kit.data.stream.chunk_cache`), where memory is spare, whether
 reading or training is the slower. Known error, measured on a store of 144 chunks: requests 0 to 5 % where a step takes
 10 ms, up to 13 % where none takes any time, as batches then wait for each other; up to 20 % too few where decoded
@@ -14,26 +19,48 @@ chunks that were wanted counts as kept at once, so a read cache that fills may b
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
+import statistics
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
-from kit.chunks.requests import Coalescing, Place, morton_numbers, runs
+import numpy as np
+from numpy.typing import NDArray
+
+from kit.chunks.requests import Coalescing, Place, c_numbers, morton_numbers, runs
 from kit.chunks.resources import HOLES_SHARE, READY_TOO
-from kit.data.dataset import ArrayInfo, Dataset
+from kit.data.dataset import ArrayInfo, Dataset, XarrayStore
 from kit.data.sampling import SamplePlan
 from kit.data.stores.disk_cache import WHOLE, Entries
-from kit.data.stream.cached import KnownObjects
-from kit.data.stream.codec import ABSENT, INDEX_CHECKSUM_BYTES, INDEX_ENTRY_BYTES
+from kit.data.stores.transfer import Counters
+from kit.data.stores.url import run_sync, sizes_of_objects
+from kit.data.stream.cached import KnownObjects, ObjectNames
+from kit.data.stream.codec import (
+    ABSENT,
+    INDEX_CHECKSUM_BYTES,
+    INDEX_ENTRY_BYTES,
+    FetchOnceCache,
+    Index,
+    StoredArray,
+)
+from kit.data.stream.fetch import is_remote, leaves, open_client, read_index
 from kit.data.stream.memory import batch_bytes, largest_chunk_bytes
 from kit.data.stream.receive import WINDOWS_DECODED
 from kit.data.stream.scatter import touched
+from kit.errors import KitError
 
 _MOST_TOUCHED = 200_000
 """Chunks of batches; more are not played through."""
+_LOOKED_AT = 64
+"""Objects of an array: those of a short epoch mostly, so that what a read cache holds of each is known."""
+_AT_ONCE = 16
+_LOOK_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +87,7 @@ class Reading:
         requests_in_flight: Of each process.
         entries: The read cache as it is; None for none.
         shared: Whether all processes have one read cache.
+        compression_ratio: Decoded bytes per stored byte, of chunks whose size nothing else tells.
     """
 
     batches: int
@@ -72,16 +100,16 @@ class Reading:
     requests_in_flight: int = 32
     entries: Entries | None = None
     shared: bool = True
+    compression_ratio: float = 1.0
 
 
 def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, reading: Reading) -> Expected | None:
     """What a run will ask of the store; None where it is too long to be played through."""
     readers: list[_Reader] = []
-    objects: list[_Objects] = []
-    known = KnownObjects(dataset)
+    objects = _objects_of(dataset, arrays, plan, reading)
     for rank, process in product(range(plan.world_size), range(reading.processes)):
-        if not objects or not reading.shared:
-            objects = [_Objects(known, info, reading.entries) for info in arrays]
+        if readers and not reading.shared:
+            objects = [one.again() for one in objects]
         readers.append(_Reader(objects, plan, reading, rank, process))
     touched_chunks = 0
     steps = math.ceil(reading.batches / reading.processes)
@@ -98,22 +126,106 @@ def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, read
     )
 
 
+def _objects_of(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, reading: Reading) -> list[_Objects]:
+    """Those of each array; where no manifest lists what the first batches touch, some have been looked at."""
+    known = KnownObjects(dataset)
+    found = [_Objects(known, info, reading.entries, reading.compression_ratio) for info in arrays]
+    first = _Reader(found, plan, reading, 0, 0).touched_first()
+    unlisted = {one: [place for place in first[number] if not one.lists(place)] for number, one in enumerate(found)}
+    if any(unlisted.values()):
+        with contextlib.suppress(KitError, OSError):  # then it is not known, and the run will say why
+            _look_at(dataset, unlisted)
+    return found
+
+
+def _look_at(dataset: Dataset, unlisted: Mapping[_Objects, Sequence[Place]]) -> None:
+    """Look at some of these objects of each array: for size or index and, where a cache may keep them, for their tags.
+
+    Raises:
+        StoreError: for a store that cannot be read.
+        CorruptChunkError: for a damaged index.
+    """
+    store = dataset.open_store()
+    if any(isinstance(one, XarrayStore) for one, _ in leaves(store, dataset.url)):
+        return  # whose chunks are cut from what xarray has read
+    client = open_client(store, dataset.url, _LOOK_SECONDS, Counters(), _AT_ONCE)
+    names = ObjectNames(client, dataset, FetchOnceCache(), partial(is_remote, store))
+    try:
+        with ThreadPoolExecutor(_AT_ONCE, "kit-look") as threads:
+            for objects, places in unlisted.items():
+                stored = run_sync(partial(StoredArray.open, store, objects.info), dataset.url, _LOOK_SECONDS)
+                some = places[:: max(1, -(-len(places) // _LOOKED_AT))]
+                keys = [stored.object_key(place) for place in some]
+                if objects.keeps:
+                    found = threads.map(lambda key: names.claim(key).result(), keys)
+                    objects.names = dict(zip(some, found, strict=True))
+                if stored.per_shard is None:
+                    sizes = sizes_of_objects(store, keys, dataset.url).values()
+                    objects.typical_bytes = statistics.fmean(sizes) if sizes else None
+                else:
+                    read = partial(read_index, client, stored, url=dataset.url)
+                    objects.learn(dict(zip(some, threads.map(read, keys), strict=True)))
+    finally:
+        client.close()
+        store.close()
+
+
 class _Objects:
     """The objects of one array; what a read cache holds of them, shared by all readers."""
 
-    def __init__(self, known: KnownObjects, info: ArrayInfo, entries: Entries | None) -> None:
+    def __init__(self, known: KnownObjects, info: ArrayInfo, entries: Entries | None, compression_ratio: float) -> None:
         self.info, self._entries = info, entries
-        self._known = known
+        self._known, self._compression_ratio = known, compression_ratio
         self.tells_sizes = True
-        """Whether manifests tell the size of every object met."""
+        """Whether manifests tell the size of every object met, or some have been looked at."""
         self.keeps = entries is not None
+        self.names: dict[Place, str | None] = {}
+        """Under which a read cache keeps the objects that have been looked at."""
+        self.typical_bytes: float | None = None
+        """Of a stored chunk, in those."""
+        self._indexes: dict[Place, tuple[Index, NDArray[np.int64]]] = {}
+        """Of shards that have been looked at, with the number of each chunk in the order of the bytes."""
+        self._in_c_order = False
+        """Whether chunks lie in shards so, instead of in the order in which zarr-python writes them."""
         self.per_shard = info.shard and tuple(info.shard[axis] // info.chunk[axis] for axis in info.stored_axes)
         self._held: dict[Place, set[int]] = {}
         """Of each object, the chunks that the read cache holds, by their numbers; -1 for the index."""
 
+    def again(self) -> _Objects:
+        """The same for a reader with a read cache of its own."""
+        other = copy.copy(self)
+        other._held = {}
+        return other
+
     @cached_property
     def index_bytes(self) -> int:
         return math.prod(self.per_shard or ()) * INDEX_ENTRY_BYTES + INDEX_CHECKSUM_BYTES
+
+    def lists(self, outer: Place) -> bool:
+        """Whether a manifest tells the objects beside this one."""
+        return self._known.find(self._key(outer))[2] is not None
+
+    def learn(self, indexes: Mapping[Place, Index | None]) -> None:
+        """Take what these shards say of how chunks lie in all of them."""
+        assert self.per_shard is not None
+        by_code = np.ravel_multi_index(np.array([*morton_numbers(self.per_shard, self.per_shard)]).T, self.per_shard)
+        sizes, more_in_c_order = list[int](), 0
+        for outer, index in indexes.items():
+            if index is None:
+                continue
+            self._know(outer, index)
+            firsts, counts = index.reshape(-1, 2).astype(np.int64).T
+            there = counts >= 0  # what is absent is -1 with a sign
+            sizes += counts[there].tolist()
+            coded = firsts[by_code][there[by_code]]
+            more_in_c_order += int((np.diff(firsts[there]) > 0).sum() - (np.diff(coded) > 0).sum())
+        self._in_c_order = more_in_c_order > 0
+        self.typical_bytes = statistics.fmean(sizes) if sizes else None
+
+    def _know(self, outer: Place, index: Index) -> None:
+        ranks = np.empty(index[..., 0].size, np.int64)
+        ranks[np.argsort(index[..., 0], axis=None)] = np.arange(len(ranks))  # the absent ones last
+        self._indexes[outer] = index, ranks.reshape(index.shape[:-1])
 
     def place(self, coords: Place) -> tuple[Place, Place]:
         """The object that a chunk lies in, and its place in it."""
@@ -123,7 +235,18 @@ class _Objects:
         pairs = [divmod(place, count) for place, count in zip(stored, self.per_shard, strict=True)]
         return tuple(outer for outer, _ in pairs), tuple(inner for _, inner in pairs)
 
-    def numbers(self, outer: Place) -> dict[Place, int]:
+    def spans(self, outer: Place, places: Iterable[Place]) -> list[tuple[int, int, int]]:
+        """First and last byte of chunks in a shard, and their numbers in the order of the bytes; not of absent ones."""
+        if outer in self._indexes:
+            index, ranks = self._indexes[outer]
+            found = [(*index[place].tolist(), int(ranks[place])) for place in places]
+            return [(first, first + count, number) for first, count, number in found if first != ABSENT]
+        numbers, size = self._numbers(outer), self.chunk_bytes(outer)
+        return [
+            (round(number * size), round((number + 1) * size), number) for number in map(numbers.__getitem__, places)
+        ]
+
+    def _numbers(self, outer: Place) -> dict[Place, int]:
         """Where the chunks of a shard lie, in turn; those outside the array are not stored."""
         assert self.per_shard is not None
         limits = tuple(
@@ -132,16 +255,16 @@ class _Objects:
                 self.info.stored_axes, self.info.stored_shape, outer, self.per_shard, strict=True
             )
         )
-        return morton_numbers(self.per_shard, limits)
+        return c_numbers(limits) if self._in_c_order else morton_numbers(self.per_shard, limits)
 
     def chunk_bytes(self, outer: Place) -> float:
         """Stored bytes of a chunk of this object."""
         _, key, listed = self._known.find(self._key(outer))
-        self.tells_sizes &= listed is not None
         if listed is None or key not in listed:
-            return float(self.info.chunk_bytes)
+            self.tells_sizes &= listed is not None or self.typical_bytes is not None
+            return self.typical_bytes or self.info.chunk_bytes / self._compression_ratio
         size = listed[key].bytes
-        return (size - self.index_bytes) / len(self.numbers(outer)) if self.per_shard else float(size)
+        return (size - self.index_bytes) / len(self._numbers(outer)) if self.per_shard else float(size)
 
     def held(self, outer: Place) -> set[int]:
         """What the read cache holds of an object now."""
@@ -149,8 +272,16 @@ class _Objects:
             self._held[outer] = {*self._held_at_first(outer)}
         return self._held[outer]
 
+    def is_tagged(self, outer: Place) -> bool:
+        """Whether a reader asks for the tag of this object, to find it in a read cache."""
+        return self.keeps and bool(self.names) and not self.lists(outer)
+
     def _held_at_first(self, outer: Place) -> Iterable[int]:
-        name = self._known.name(self._key(outer))
+        if not self.is_tagged(outer):
+            name = self._known.name(self._key(outer))
+        else:  # what was not looked at is taken to be as an object that was
+            outer = outer if outer in self.names else [*self.names][hash(outer) % len(self.names)]
+            name = self.names[outer]
         if name is None or self._entries is None:
             return
         if not self.per_shard:
@@ -161,10 +292,9 @@ class _Objects:
         if data is None:
             return
         yield -1
-        index = data[:-INDEX_CHECKSUM_BYTES].view("<u8").reshape(*self.per_shard, 2)
-        for inside, number in self.numbers(outer).items():
-            first, count = index[inside].tolist()
-            if first != ABSENT and self._entries.holds(name, (first, first + count)):
+        self._know(outer, data[:-INDEX_CHECKSUM_BYTES].view("<u8").reshape(*self.per_shard, 2))
+        for first, last, number in self.spans(outer, np.ndindex(*self.per_shard)):
+            if self._entries.holds(name, (first, last)):
                 yield number
 
     def _key(self, outer: Place) -> str:
@@ -182,7 +312,7 @@ class _Reader:
         self.samples = self.requests = 0
         self.stored_bytes = 0.0
         self._epoch, self._served, self._begun = 0, 0, 0
-        self._indexes: set[tuple[int, Place]] = set()
+        self._met: set[tuple[int, Place]] = set()
         self._joined: deque[set[tuple[int, Place]]] = deque(maxlen=reading.joins or None)
         self._kept: OrderedDict[tuple[int, Place], int] = OrderedDict()
         self._kept_bytes = 0
@@ -211,6 +341,13 @@ class _Reader:
             chunks += self._begin(self._steps[number])
         self._begun = most
         return chunks
+
+    def touched_first(self) -> list[list[Place]]:
+        """The objects of each array that the first batches touch."""
+        found: list[dict[Place, None]] = [{} for _ in self._objects]
+        for number, coords in self._touched(self._steps[: self._reading.ahead + 1]):
+            found[number].setdefault(self._objects[number].place(coords)[0])
+        return [[*places] for places in found]
 
     def _begin(self, step: int) -> int:
         wanted = self._touched([step])
@@ -277,18 +414,17 @@ class _Reader:
             by_object[number, outer].add(inside)
         for (number, outer), places in by_object.items():
             array = self._objects[number]
-            held, size = array.held(outer) if array.keeps else set(), array.chunk_bytes(outer)
+            held, first = array.held(outer) if array.keeps else set(), (number, outer) not in self._met
+            self._met.add((number, outer))
+            self._count(first and array.is_tagged(outer), 0)
             if not array.per_shard:
-                self._count(0 not in held, size)
+                self._count(0 not in held, array.chunk_bytes(outer))
                 held.add(0)
                 continue
-            if (number, outer) not in self._indexes:
-                self._indexes.add((number, outer))
+            if first:
                 self._count(-1 not in held, array.index_bytes)
                 held.add(-1)
-            numbers = array.numbers(outer)
-            missing = {numbers[place] for place in places} - held
-            spans = [(round(place * size), round((place + 1) * size), place) for place in missing]
+            spans = [span for span in array.spans(outer, places) if span[2] not in held]
             for run in runs(spans, self._reading.coalescing):
                 self._count(True, run.last - run.first)
                 held.update(range(run.items[0][2], run.items[-1][2] + 1))

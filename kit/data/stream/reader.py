@@ -35,6 +35,8 @@ from kit.data.stream.scatter import chunk_uses, touched
 from kit.errors import StoreError
 
 _LEAST_FOLDER_THREADS = 4
+_SAMPLES_AT_ONCE = 2048
+"""Whose chunks are looked up together; more would need memory that nobody counts."""
 _CLOSE_SECONDS = 5.0
 _AMPLE_BYTES = 256 << 20
 """From this much memory on, batches are planned before waiting chunks are decoded, so that the network never idles.
@@ -52,7 +54,8 @@ class Reader:
         self._counters = counters
         self._where = redact(plan.url)
         self._lock = threading.RLock()
-        self._active: dict[Future[Arrays], JobGroup[Arrays]] = {}
+        self._active: dict[Future[Arrays], tuple[JobGroup[Arrays], int]] = {}
+        """Batches that are not complete, with their samples."""
         self._whole: dict[Future[Arrays], JobGroup[Arrays]] = {}
         """Batches of a stream that are not handed over."""
         self._unplanned: set[JobGroup[Arrays]] = set()
@@ -103,6 +106,12 @@ class Reader:
         """Memory of what is kept and on its way, beside batches."""
         return self._queue.held_bytes
 
+    @property
+    def samples_under_way(self) -> int:
+        """Of batches that are not complete, as many samples as the part of their chunks that is there."""
+        with self._lock:
+            return round(sum(size * batch.done_fraction for batch, size in self._active.values()))
+
     def start(self, offsets: NDArray[np.int64], patch: Sequence[int], *, until_handed: bool = False) -> Future[Arrays]:
         """Begin reading the patches at `offsets` `(sample, dim)`; cancelling the future ends the work.
 
@@ -119,7 +128,7 @@ class Reader:
         with self._lock:
             if self.closed:
                 raise StoreError(f"{self._where}: its reader is closed")
-            self._active[batch.future] = batch
+            self._active[batch.future] = batch, len(offsets)
             if until_handed:
                 self._whole[batch.future] = batch
                 self._unplanned.add(batch)
@@ -133,16 +142,17 @@ class Reader:
             begin()
         return batch.future
 
-    def pin(self, offsets: NDArray[np.int64], patch: Sequence[int], window: int) -> None:
+    def pin(self, batches: Sequence[NDArray[np.int64]], patch: Sequence[int], window: int) -> None:
         """Read the chunks that these patches touch, and keep them until `window` is released.
 
         Raises:
             IndexError: for a patch that reaches outside the arrays.
         """
-        self._refuse_outside(offsets, patch)
+        for offsets in batches:
+            self._refuse_outside(offsets, patch)
         with self._lock:
             self._pins_unplanned += 1
-        self._plan_soon(JobGroup[None](), self._pin, offsets, tuple(patch), window)
+        self._plan_soon(JobGroup[None](), self._pin, batches, tuple(patch), window)
 
     @property
     def can_read_ahead(self) -> bool:
@@ -162,7 +172,7 @@ class Reader:
             if self.closed:
                 return
             self.closed = True
-        for batch in [*self._active.values()]:
+        for batch, _ in [*self._active.values()]:
             batch.fail(StoreError(f"{self._where}: closed while a batch was being read"))
         self._queue.close()
         self._requests.close()
@@ -207,19 +217,26 @@ class Reader:
             self._fetch(stored, new)
             self._queue.scatter_soon(part, decoded)
 
-    def _pin(self, offsets: NDArray[np.int64], patch: tuple[int, ...], window: int) -> None:
+    def _pin(self, batches: Sequence[NDArray[np.int64]], patch: tuple[int, ...], window: int) -> None:
         try:
-            self._plan_window(offsets, patch, window)
+            self._plan_window(np.concatenate(batches), patch, window)
         finally:
             self._end_pinning()
 
     def _plan_window(self, offsets: NDArray[np.int64], patch: tuple[int, ...], window: int) -> None:
+        """Request what a window needs once all of it is known: neighbours that were asked for in turn come apart."""
         cuts = [(stored.chunk, stored.matched) for stored in self._stored]
-        chunks = {cut: touched(offsets, patch, *cut) for cut in {*cuts}}
-        for variable, stored in enumerate(self._stored):
-            new = self._queue.cache.pin(stored, variable, chunks[cuts[variable]], window)
-            self._counters.add(cache_misses=len(new))
-            self._fetch(stored, new)
+        new: list[list[Chunk]] = [[] for _ in self._stored]
+        try:
+            for first in range(0, len(offsets), _SAMPLES_AT_ONCE):
+                some = offsets[first : first + _SAMPLES_AT_ONCE]
+                chunks = {cut: touched(some, patch, *cut) for cut in {*cuts}}
+                for variable, stored in enumerate(self._stored):
+                    new[variable] += self._queue.cache.pin(stored, variable, chunks[cuts[variable]], window)
+        finally:  # whoever joins a chunk relies on its request
+            for stored, found in zip(self._stored, new, strict=True):
+                self._counters.add(cache_misses=len(found))
+                self._fetch(stored, found)
 
     def _end_pinning(self) -> None:
         waiting: list[Callable[[], None]] = []
@@ -280,7 +297,9 @@ class Reader:
     def _end_batch(self, future: Future[Arrays]) -> None:
         failed = future.cancelled() or future.exception() is not None
         with self._lock:
-            batch = self._active.pop(future, None)
+            batch, size = self._active.pop(future, (None, 0))
+            if batch is not None:
+                self._counters.add(samples_read=round(size * batch.done_fraction))
             over = batch is not None and (failed or future not in self._whole)
             if failed:
                 self._whole.pop(future, None)
