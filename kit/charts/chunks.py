@@ -115,9 +115,9 @@ def plan_info(plan: ChunkPlan, measured: Iterable[MeasuredLayout] = ()) -> PlanI
         points.append(MeasuredPoint(size, speed, predicted))
     ratio = plan.chosen.bytes_per_batch / plan.chosen.stored_bytes_per_batch
     return PlanInfo(
-        chunk_bytes=column("chunk_bytes"), requests_per_sample=column("requests_per_batch", 1 / samples),
+        chunk_bytes=column("chunk_bytes"), requests_per_sample=column("requests_made_per_batch", 1 / samples),
         least_requests=column("least_requests_per_sample"), most_requests=column("most_requests_per_sample"),
-        bytes_per_sample=column("stored_bytes_per_batch", 1 / samples),
+        bytes_per_sample=column("bytes_made_per_batch", 1 / samples),
         samples_per_second=column("samples_per_second"),
         bounds=tuple(cost.bound if cost.fits else "does not fit" for cost in costs),
         best=tuple(costs.index(cost) for cost in plan.best_by_size), chosen=costs.index(plan.chosen),

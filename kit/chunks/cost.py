@@ -122,7 +122,7 @@ class LayoutCost:
     stored_bytes: float
     """Of all objects, the array's edges padded as Zarr pads them."""
     requests_per_epoch: float
-    """All ranks, indexes included."""
+    """All ranks, as they are made: what batches in flight share is counted once, indexes are included."""
     stored_bytes_per_epoch: float
     """All ranks."""
     price_per_epoch: float | None
@@ -205,8 +205,8 @@ def price(
         memory_bytes=(load.fixed_bytes + in_flight * chunk_bytes / access.compression_ratio) / _IN_USE,
         object_count=access.objects(shard or chunk),
         stored_bytes=access.objects(chunk) * chunk_bytes / access.compression_ratio,
-        requests_per_epoch=(union + indexes) * epoch, stored_bytes_per_epoch=stored * epoch,
-        price_per_epoch=(prices or Prices()).of((union + indexes) * epoch, stored * epoch), window=window,
+        requests_per_epoch=load.requests * epoch, stored_bytes_per_epoch=load.stored_bytes * epoch,
+        price_per_epoch=(prices or Prices()).of(load.requests * epoch, load.stored_bytes * epoch), window=window,
     )  # fmt: skip
 
 

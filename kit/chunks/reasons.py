@@ -73,10 +73,23 @@ class Case:
 def explain(case: Case) -> tuple[str, ...]:
     """The reasons of a plan, the most important first."""
     parts = (
-        _trade, _choice, _rules, _time, _fit, _chunk_as_patch, _readers, _block, _idle, _sharing, _cache, _together,
-        _padding, _shards, _epoch, _load,
+        _unlikely, _trade, _choice, _rules, _time, _fit, _chunk_as_patch, _readers, _block, _idle, _sharing, _cache,
+        _together, _padding, _shards, _epoch, _load,
     )  # fmt: skip
     return tuple(reason for part in parts for reason in part(case))
+
+
+def _unlikely(case: Case) -> Iterator[str]:
+    """What was probably forgotten or mistaken."""
+    access = case.access
+    if math.prod(access.patch) == 1 and math.prod(access.shape) > 1:
+        sides = ", ".join(f"{name}: 64" for name in case.dims[-2:])
+        yield f"a sample is a single value, since data.patch names no side above 1; such as {{{sides}}}"
+    if access.batch_size > access.rank_samples > 0:
+        yield (
+            f"a batch of {access.batch_size} (loader.batch_size) is more than a rank has in an epoch, "
+            f"{plural(access.rank_samples, 'sample')} (data.samples_per_epoch): what is told of one is never read"
+        )
 
 
 def _trade(case: Case) -> Iterator[str]:
@@ -142,9 +155,13 @@ def _time(case: Case) -> Iterator[str]:
     name, seconds = chosen.seconds_by_resource[1]
     share = seconds / chosen.seconds_per_batch
     runner_up = f", {name} next with {share:.0%} of that time" if share > 0.5 else ""
+    shared = ""
+    if chosen.requests_made_per_batch < 0.95 * chosen.requests_per_batch:
+        made = plural(chosen.requests_made_per_batch, "request")
+        shared = f" in {made}, since batches in flight share them"
     yield (
-        f"a batch of {case.access.batch_size}: {plural(chosen.requests_per_batch, 'request')} of "
-        f"{format_bytes(chosen.chunk_bytes)}, predicted {format_seconds(chosen.seconds_per_batch)} with "
+        f"a batch of {case.access.batch_size}: {plural(chosen.requests_per_batch, 'chunk')} of "
+        f"{format_bytes(chosen.chunk_bytes)}{shared}, predicted {format_seconds(chosen.seconds_per_batch)} with "
         f"{network}: {binds}{runner_up}"
     )
 

@@ -123,6 +123,11 @@ def chunk_table(
         >>> len(table)
         3
     """
+    if isinstance(sample, int) or isinstance(chunk_sides, int):
+        raise PlanError(
+            f"chunk_table({sample}, {chunk_sides}): give all sides of the sample and several sizes of chunk, such as "
+            "chunk_table((64, 64), [32, 64])"
+        )
     chunks = [(side,) * len(sample) if isinstance(side, int) else tuple(side) for side in chunk_sides]
     if not chunks or not sample:
         raise PlanError(

@@ -507,8 +507,8 @@ def _layout_row(plan: ChunkPlan, cost: LayoutCost, measured: Measurements) -> li
     """One candidate; with measurements also what was predicted of the store as built, what it gave, and their ratio."""
     cells = [
         "×".join(map(str, cost.chunk)), str(plan.candidates.index(cost) + 1), format_bytes(cost.chunk_bytes),
-        f"{cost.requests_per_batch / plan.batch_size:.3g}",
-        format_bytes(cost.stored_bytes_per_batch / plan.batch_size), format_count(cost.samples_per_second),
+        f"{cost.requests_made_per_batch / plan.batch_size:.3g}",
+        format_bytes(cost.bytes_made_per_batch / plan.batch_size), format_count(cost.samples_per_second),
         cost.bound if cost.fits else "does not fit",
     ]  # fmt: skip
     if one := measured.get(cost.chunk):

@@ -69,9 +69,11 @@ def test_plan_info_reads_as_a_batch_reads_and_knows_what_binds():
     answer = plan(total_bandwidth_bytes_per_second=50e6, pattern={"compression_ratio": 2.0})
     info = plan_info(answer)
     place = info.chosen
-    assert info.requests_per_sample[place] == pytest.approx(answer.requests_per_batch / 16)
+    assert info.requests_per_sample[place] == pytest.approx(answer.chosen.requests_made_per_batch / 16)
     assert info.least_requests[place] <= answer.requests_per_sample <= info.most_requests[place]
-    assert info.bytes_per_sample[place] == pytest.approx(answer.requests_per_batch / 16 * answer.chunk_bytes / 2)
+    made = answer.chosen.bytes_made_per_batch / 16
+    assert info.bytes_per_sample[place] == pytest.approx(made)
+    assert made <= answer.chosen.requests_made_per_batch / 16 * answer.chunk_bytes / 2
     assert info.sample_bytes == pytest.approx(3 * 64 * 64 * 2 * 3 / 2)
     assert info.bounds == tuple(cost.bound for cost in answer.candidates)
 

@@ -122,6 +122,15 @@ def test_more_epochs_spread_the_indexes_of_shards_and_let_a_cache_pay():
     assert price(access(epochs=50), network(), CHUNK) == price(access(), network(), CHUNK)
 
 
+@pytest.mark.parametrize("ahead", [1, 4, 16])
+def test_what_is_said_to_travel_fits_through_the_wire_in_the_time_that_is_said(ahead):
+    wire = network(total_bandwidth_bytes_per_second=5e7, batches_ahead=ahead)
+    cost = price(access(samples_per_epoch=32_000), wire, CHUNK)
+    epoch_seconds = cost.seconds_per_batch * 32_000 / access().batch_size
+    assert cost.stored_bytes_per_epoch / epoch_seconds <= 5e7 * 1.0001
+    assert cost.requests_per_epoch <= cost.requests_per_batch * 32_000 / access().batch_size
+
+
 def test_an_epoch_is_priced_for_all_ranks_and_only_with_prices():
     asked = access(samples_per_epoch=64_000, ranks=4, compression_ratio=2.0)
     cost = price(asked, network(), CHUNK, prices=Prices(per_thousand_reads=0.5, per_gigabyte=2.0))
