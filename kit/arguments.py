@@ -44,6 +44,8 @@ def config_first(function: Callable[P, R]) -> Callable[P, R]:
         config = Config() if config is None else config
         if not isinstance(config, Config):
             raise _no_config(name, config, f"call {name}(config, module, data)")
+        if any(isinstance(one, Config) for one in others):
+            raise ConfigError(f"{name} takes the Config first; call {name}(config, module, data)")
         if others and _is_recipe(others[0]):
             raise _no_config(name, others[0], f"call {name}(config, module, data)")
         return function(config, *others, **named)  # type: ignore[arg-type]
@@ -72,5 +74,5 @@ def _is_recipe(given: object) -> bool:
 def _no_config(name: str, given: object, way_out: str) -> ConfigError:
     if isinstance(given, str | os.PathLike):
         text = str(given)
-        return ConfigError(f"{name} takes a Config, got the text {text!r}; kit.Config.load({text!r}) reads one")
+        return ConfigError(f"{name} takes a Config first, got {text!r}; kit.Config.load({text!r}) reads one")
     return ConfigError(f"{name} takes a Config first, got {type(given).__name__}; {way_out}")

@@ -844,6 +844,9 @@ class Config(Drawable, Section):
         if not isinstance(source, Mapping) and str(source).split()[:1] != [COMMAND]:
             source = _load_yaml(_read_text(source), str(source))
         tool, changes, settings = changes_of(source if isinstance(source, Mapping) else str(source))
+        steps = changes.get("trial.max_steps")
+        if isinstance(steps, int) and 0 < steps <= cls().trial.warmup_steps:
+            changes["trial.warmup_steps"] = steps - 1  # of so few, the last is measured
         return Translation(tool, cls().replace(changes), settings)
 
     @classmethod
@@ -1143,7 +1146,9 @@ def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any]) -> st
     if isinstance(value, str) and (path, value) in _REFUSED:
         return f"{value} is refused: {_REFUSED[path, value]}"
     if info.kind in ("choice", "devices", "layout") or kind == "string_pattern_mismatch":
-        close = difflib.get_close_matches(value, info.choices, n=1) if isinstance(value, str) else []
+        near = difflib.get_close_matches(value, info.choices, n=1) if isinstance(value, str) else []
+        meant = _MEANT.get((path, str(value).lower()))
+        close = [meant] if meant else near
         return f"{shown} is not accepted" + (f"; did you mean {close[0]!r}?" if close else f". {info.help}")
     return f"{text}, got {shown}. {info.help}"
 
@@ -1164,6 +1169,18 @@ _REFUSED = {
     "computed many times slower besides, and end in nan; use 16-mixed on a GPU, bf16-mixed or bf16-true anywhere"
 }
 """Values that others know and kit does not take, and why."""
+
+
+_MEANT = {
+    ("hardware.precision", name): meant
+    for meant, names in {
+        "32-true": ("32", "fp32", "float32", "full"),
+        "bf16-mixed": ("bf16", "bfloat16", "mixed"),
+        "16-mixed": ("16", "fp16", "float16", "half", "amp"),
+    }.items()
+    for name in names
+}
+"""What others call a value."""
 
 
 def _did_you_mean(path: str) -> str:

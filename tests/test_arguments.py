@@ -52,6 +52,23 @@ def test_what_is_no_config_is_refused(given, named):
         run(*given, **named)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [kit.plan_chunks, kit.build, kit.commit, kit.panel, kit.predict_memory, kit.data.statistics, kit.data.plan_build],
+)
+def test_a_path_in_place_of_a_config_is_told_how_it_is_read(asked):
+    with pytest.raises(ConfigError, match=r"Config.load\('recipe.yaml'\)"):
+        asked("recipe.yaml")
+
+
+@pytest.mark.parametrize("given", [(object(), CONFIG), (CONFIG, object()), (CONFIG, int)])
+def test_what_is_no_module_is_refused_before_a_process_starts(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="Config first|no LightningModule"):
+        kit.fit(*given)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_fit_without_a_config_takes_the_defaults(tmp_path, monkeypatch):
     from kit.testing import TinyData, TinyModule
 

@@ -143,3 +143,9 @@ def test_loading_one_leads_to_its_translation(basemodel):
 def test_a_setting_shows_no_text_that_went_nowhere():
     assert Setting("a", "secret", "", None, "").shown == "…"
     assert Setting("a", 3, "", None, "").shown == "3"
+
+
+def test_a_short_command_leaves_a_step_to_measure():
+    command = "aios hrm-hf train-actv1 --model gpt2 --dataset-file a.txt --steps 5"
+    trial = Config.translate(command).config.trial
+    assert (trial.max_steps, trial.warmup_steps) == (5, 4)

@@ -383,7 +383,7 @@ def open_dataset(
     try:
         if "://" in url or (repository := find_repository(url, credentials)) is None:
             return _of_group(url, credentials, variables, strict)
-    except _NoGroupError:
+    except NoGroupError:
         repository = find_repository(url, credentials)
         if repository is None:
             raise
@@ -400,7 +400,7 @@ def _itself(store: Store) -> Store:
     return store
 
 
-class _NoGroupError(StoreError):
+class NoGroupError(StoreError):
     """There is no Zarr group, and no array either."""
 
 
@@ -520,8 +520,8 @@ def _open_group(store: Store, url: str) -> zarr.Group | None:
     except FileNotFoundError:
         if read_object(store, ".zarray", url) is not None:  # of version 2, which zarr does not look for here
             return None
-        raise _NoGroupError(
-            f"{redact(url)}: no Zarr group there; build it with kit.build(config), or correct data.url"
+        raise NoGroupError(
+            f"{redact(url)}: no Zarr group there; correct the address, or build it with kit.build(config)"
         ) from None
     except Exception as error:
         raise store_error(url, error) from None

@@ -294,8 +294,13 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
     """Refuse what could not be made in a rank, before there is one.
 
     Raises:
-        ConfigError: for arguments that do not fit the class, and factories that need arguments.
+        ConfigError: for a module that is none, arguments that do not fit the class, factories that need arguments.
     """
+    if module.kind in ("class", "instance"):
+        kind = module.value if module.kind == "class" else type(module.value)
+        if all(base.__name__ != "LightningModule" for base in kind.__mro__):
+            message = f"{kind.__name__} is no LightningModule, whose training_step(batch, batch_idx) returns a loss"
+            raise ConfigError([Problem("module", message)])
     if data.kind == "instance" and isinstance(data.value, tuple):
         _check_pair(data.value)
     calls: list[tuple[Part, str, Mapping[str, Any]]] = []

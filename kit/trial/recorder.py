@@ -50,6 +50,7 @@ from typing_extensions import override
 
 from kit.config import Config
 from kit.data.patches.module import EpochData
+from kit.errors import ConfigError, Problem
 from kit.machine.processes import peak_rss_bytes
 from kit.memory.record.batches import own_batch_size, samples_in
 from kit.train.callbacks import batch_loss
@@ -241,8 +242,14 @@ class StepRecorder(Callback):
             self.context.writer.write("span", name=name, started=started, ended=ended)
 
     def end(self, trainer: Trainer) -> None:
-        """Write that the fit has ended, and which callback asked for it."""
+        """Write that the fit has ended, and which callback asked for it.
+
+        Raises:
+            ConfigError: when it has ended without a batch, which nobody asked for.
+        """
         self.flush()
+        if self._batches == 0 and not self.stopped and trainer.limit_train_batches:
+            raise ConfigError([Problem("data", f"nothing was trained: {_why_no_batch(trainer)}")])
         callbacks = getattr(trainer, "callbacks")  # noqa: B009
         reasons = (getattr(callback, "stopping_reason_message", None) for callback in callbacks)
         after = self.clock.take()
@@ -255,6 +262,17 @@ class StepRecorder(Callback):
             counters=self._counters(),
             peak_host_rss_bytes=peak_rss_bytes(),
         )
+
+
+def _why_no_batch(trainer: Trainer) -> str:
+    loader: Any = trainer.train_dataloader
+    with contextlib.suppress(Exception):  # a loader of the user's own may have neither
+        samples, size = len(loader.sampler), loader.batch_size  # of this rank
+        if samples == 0:
+            return "the dataset is empty"
+        if size and loader.drop_last:
+            return f"{samples} samples are less than a batch of {size}, and drop_last leaves that out"
+    return "the loader gave no batch"
 
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> list[float]:

@@ -87,6 +87,12 @@ def test_item_size_multiplies_bytes_and_leaves_chunks_alone():
     assert (large.minimal_chunks, large.maximal_bytes) == (small.minimal_chunks, 8 * small.maximal_bytes)
 
 
+@pytest.mark.parametrize("sides", [(64, [64]), ((64, 64), 64)])
+def test_a_table_of_numbers_alone_is_refused(sides):
+    with pytest.raises(PlanError, match="several sizes"):
+        chunk_table(*sides)
+
+
 def test_a_shape_counts_only_offsets_that_exist():
     free, fixed = chunk_table((8, 8), [8])[0], chunk_table((8, 8), [8], shape=(8, 16))[0]
     assert (free.maximal_chunks, fixed.maximal_chunks) == (4, 2)

@@ -10,7 +10,7 @@ from own_training import Logging, Seen
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from waiting import PATIENCE_SECONDS
 
-from kit.errors import ConfigError
+from kit.errors import ConfigError, TrialError
 from kit.memory.alongside import fit
 from kit.memory.prediction import predict_memory
 from kit.testing import TinyData, TinyModule
@@ -151,3 +151,15 @@ def test_a_name_of_pytorch_lightning_is_that_of_lightning():
     assert real_name("pytorch_lightning.callbacks.EarlyStopping") == "lightning.pytorch.callbacks.EarlyStopping"
     assert real_name("pytorch_lightning_bolts.x") == "pytorch_lightning_bolts.x"
     assert TinyData.__module__ == real_name(TinyData.__module__)
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (DataLoader(pairs(0), batch_size=4), "empty"),
+        (DataLoader(pairs(8), batch_size=9, drop_last=True), "8 samples .* batch of 9"),
+    ],
+)
+def test_a_loader_without_a_batch_trains_nothing_and_fails(config, loader, reason):
+    with pytest.raises(TrialError, match=reason):
+        fit(config(), TinyModule, loader).wait(PATIENCE_SECONDS)
