@@ -24,8 +24,9 @@ VALUE, LOOP = "value of a tensor", "element of a loop"
 
 
 def unit_costs(kinds: Collection[str]) -> dict[str, float]:
-    """Seconds of one act, by kind: `VALUE`, `LOOP`, or the package that reads one row of a small chunk,
-            itself or with what it reads by.
+    """Seconds of one act, by kind: `VALUE`, `LOOP`, or the package that reads one row of a small chunk.
+
+    A package that reads by another, as xarray does, has the time of both.
 
     A kind that is not known, or whose package is not installed, is left out.
     """
