@@ -8,6 +8,7 @@ and defaults are those of BaseModel's documentation 1.7 and of `aios hrm-hf trai
 
 from __future__ import annotations
 
+import difflib
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -246,11 +247,13 @@ def _aios_table(given: Mapping[str, Any]) -> dict[str, _Rule]:
 
 def _rule(table: Mapping[str, _Rule], name: str) -> _Rule:
     """Of this setting, or of what it is a part of."""
+    asked = name
     while name:
         if name in table:
             return table[name]
         name = name.rpartition(".")[0]
-    return _none("not known to kit")
+    close = difflib.get_close_matches(asked, table, n=1, cutoff=0.9)
+    return _none(f"not known to kit; did you mean {close[0]}?" if close else "not known to kit")
 
 
 def _put(changes: dict[str, Any], path: str, value: Any) -> None:

@@ -102,7 +102,11 @@ def lazy(package: str, *inner: str) -> tuple[Callable[[str], Any], Callable[[], 
         if name in inner:
             return importlib.import_module(f"{package}.{name}")
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
+            import difflib  # only for a slip: kit itself is imported in milliseconds
+
+            close = difflib.get_close_matches(name, names, n=1)
+            it_has = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; {it_has}")
         module, attribute = homes[name]
         return getattr(importlib.import_module(module), attribute)
 

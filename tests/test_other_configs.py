@@ -149,3 +149,9 @@ def test_a_short_command_leaves_a_step_to_measure():
     command = "aios hrm-hf train-actv1 --model gpt2 --dataset-file a.txt --steps 5"
     trial = Config.translate(command).config.trial
     assert (trial.max_steps, trial.warmup_steps) == (5, 4)
+
+
+def test_a_slip_of_another_tool_is_told_what_it_is_near_to():
+    found = Config.translate("aios hrm-hf train-actv1 --model gpt2 --batchsize 4")
+    (row,) = (setting for setting in found.settings if setting.name == "--batchsize")
+    assert "--batch-size" in row.note

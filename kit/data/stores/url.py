@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import errno
 import os
 import re
 import socket
@@ -371,6 +372,9 @@ def store_error(url: str, error: BaseException) -> StoreError:
     )
 
 
+_NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
 def _way_out(error: BaseException, url: str) -> str:
     status = str(getattr(error, "status", "") or getattr(error, "code", ""))
     text = f"{status} {error}".lower()
@@ -378,6 +382,10 @@ def _way_out(error: BaseException, url: str) -> str:
         return "; name the account in AZURE_STORAGE_ACCOUNT_NAME, or give a connection string as credentials env:NAME"
     if isinstance(error, ImportError):
         return f"; the package that reads {url.partition('://')[0]}:// is not installed"
+    if isinstance(error, OSError) and "://" not in url and error.errno in _NO_PLACE:
+        return (
+            "; there is no such folder, or it cannot be made or written; choose another data.url or change its rights"
+        )
     if isinstance(error, PermissionError) or re.search(r"\b(401|403)\b|forbidden|unauthorized|anonymous caller", text):
         return "; check data.credentials (default, anonymous or env:NAME) and the rights on the bucket"
     if "virtual chunk" in text:

@@ -170,7 +170,8 @@ class Packing:
         if standardize:
             if info.mean is None or info.deviation is None:
                 message = (
-                    f"{info.name} has no known mean and deviation, since kit did not build its store; set it to false"
+                    f"{info.name} has no known mean and deviation, since kit did not build its store; "
+                    "kit.data.statistics(config) reads them once, or set it to false"
                 )
                 raise ConfigError([Problem("data.standardize", message)])
             mean, deviation = info.mean, info.deviation or 1.0
