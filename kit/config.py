@@ -1146,9 +1146,9 @@ def _message(path: str, info: FieldInfo | None, detail: Mapping[str, Any]) -> st
     if isinstance(value, str) and (path, value) in _REFUSED:
         return f"{value} is refused: {_REFUSED[path, value]}"
     if info.kind in ("choice", "devices", "layout") or kind == "string_pattern_mismatch":
-        near = difflib.get_close_matches(value, info.choices, n=1) if isinstance(value, str) else []
-        meant = _MEANT.get((path, str(value).lower()))
-        close = [meant] if meant else near
+        given = value if isinstance(value, str) else ""
+        meant = _MEANT.get((path, given.lower()))
+        close = [meant] if meant else difflib.get_close_matches(given, info.choices, n=1)
         return f"{shown} is not accepted" + (f"; did you mean {close[0]!r}?" if close else f". {info.help}")
     return f"{text}, got {shown}. {info.help}"
 

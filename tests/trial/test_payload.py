@@ -2,6 +2,7 @@ import functools
 import threading
 
 import pytest
+from lightning.pytorch import LightningModule
 
 from kit.config import Config
 from kit.errors import ConfigError
@@ -25,6 +26,11 @@ class Model:
         self.width = width
 
 
+class Trained(LightningModule):
+    def __init__(self, width, depth=2):
+        super().__init__()
+
+
 def made(width):
     return Model(width)
 
@@ -46,9 +52,15 @@ def test_what_was_given_is_recognised(value, kind):
 
 
 def test_arguments_that_do_not_fit_the_class_are_refused_with_what_it_takes():
-    with pytest.raises(ConfigError, match=r"model\.arguments: class Model .*'hidth'; .*takes \(width"):
-        check_parts(Part.of(Model), Part.of(None), made_with(model={"width": 3, "hidth": 3}))
-    check_parts(Part.of(Model), Part.of(None), made_with(model={"width": 3}))
+    with pytest.raises(ConfigError, match=r"model\.arguments: class Trained .*'hidth'; .*takes \(width"):
+        check_parts(Part.of(Trained), Part.of(None), made_with(model={"width": 3, "hidth": 3}))
+    check_parts(Part.of(Trained), Part.of(None), made_with(model={"width": 3}))
+
+
+@pytest.mark.parametrize("value", [Model, Model(3), 3.0])
+def test_what_is_no_module_is_refused(value):
+    with pytest.raises(ConfigError, match="module: .*no LightningModule"):
+        check_parts(Part.of(value), Part.of(None), made_with(model={"width": 3}))
 
 
 def test_arguments_of_own_data_are_checked_unless_a_source_takes_them():
