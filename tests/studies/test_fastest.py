@@ -120,7 +120,7 @@ def test_where_a_module_cannot_run_twice_on_its_own_whole_blocks_are_taken(given
 
 
 def test_sequence_chunks_are_looked_at_for_a_module_that_has_them(given, ends):
-    plan = planned(given, 0.85 * ends[1])
+    plan = planned(given, 0.85 * ends[1], keep=KEEP)
     cut = [point for point in plan.points if "levers.sequence_chunk" in point.changes]
     lengths = {point.changes["levers.sequence_chunk"] for point in cut}
     assert lengths == {129, 65}, "halves and quarters of the 257 tokens that a sample has"
@@ -130,7 +130,7 @@ def test_sequence_chunks_are_looked_at_for_a_module_that_has_them(given, ends):
     ]
 
     assert any(point.needs_bytes < other.needs_bytes for point, other in pairs)
-    plan = planned(given, 0.85 * ends[1], keep=["levers.sequence_chunk"])
+    plan = planned(given, 0.85 * ends[1], keep=[*KEEP, "levers.sequence_chunk"])
     assert not any("levers.sequence_chunk" in point.changes for point in plan.points)
 
 
