@@ -15,6 +15,7 @@ READER = Path(__file__).with_name("memory_reader.py")
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read from /proc")
 def test_memory_does_not_grow_with_what_has_been_streamed(cloud):
     url, allowed = cloud.url("growth/t.zarr"), 32 * MIB

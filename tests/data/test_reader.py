@@ -173,6 +173,7 @@ print(peak_rss_bytes() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", at_night([None, (4, 1024, 1024)], [(4, 1024, 1024)]))
 def test_a_process_grows_by_no_more_than_it_was_given_and_opening_takes_however_much_it_streams(
     tmp_path, cloud, shards

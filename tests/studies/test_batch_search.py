@@ -91,6 +91,7 @@ def small(config, limit, ranks=1, strategy=None, **changes):
     )
 
 
+@pytest.mark.slow
 def test_a_search_finds_what_fits_and_says_how(config):
     asked = small(config, 96 * MIB)
     found = kit.studies.find_batch_size(asked, Wide, loader()).wait(PATIENCE_SECONDS)

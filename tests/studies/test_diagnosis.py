@@ -459,6 +459,7 @@ def test_a_slow_transform_is_found_in_a_real_trial_and_can_be_tried(config):
     assert tried.predicted == diagnosis["Python in the data"].predicted
 
 
+@pytest.mark.slow
 def test_a_config_is_run_and_then_diagnosed(own):
     diagnosis = diagnose(own().replace({"trial.max_steps": 6}), peaks=False)
     assert diagnosis.evidence.own_loader

@@ -90,6 +90,7 @@ def test_a_plan_keeps_the_global_batch_and_beats_what_it_leaves_out(given, ends)
     assert "<table" in plan._repr_html_()
 
 
+@pytest.mark.slow
 def test_a_budget_between_two_blocks_is_filled_with_modules_inside_one(given, ends):
     none, everything = ends
     # Half a block less than five of ten equal ones leave.
@@ -99,6 +100,7 @@ def test_a_budget_between_two_blocks_is_filled_with_modules_inside_one(given, en
     assert 0.96 * plan.budget_bytes <= plan.chosen.needs_bytes <= plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_where_a_module_cannot_run_twice_on_its_own_whole_blocks_are_taken(given, ends, monkeypatch):
     none, everything = ends
     tried = []

@@ -203,6 +203,7 @@ def test_a_shown_panel_stays_though_nobody_holds_it(notebook):
     assert int(notebook("print(count())", "b")) >= 2 * shown - 1
 
 
+@pytest.mark.slow
 def test_running_its_cell_again_gives_back_the_panel_it_showed(notebook):
     """Many times: one panel is left, whatever IPython keeps of results."""
     counts = set()

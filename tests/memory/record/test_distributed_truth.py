@@ -94,6 +94,7 @@ def test_a_dry_run_holds_what_real_ranks_hold_within_64_kib_in_every_category(re
     assert max(abs(dry_held[category] - held[category]) for category in CATEGORIES) < KIB_64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "ddp, running statistics"])
 def test_under_data_parallelism_gloo_holds_at_most_one_late_copy_of_the_gradients_more_than_predicted(real, name):
     predicted, _ = peak(dry(TWO_RANKS[name], 2))
@@ -103,6 +104,7 @@ def test_under_data_parallelism_gloo_holds_at_most_one_late_copy_of_the_gradient
     assert 0.99 * predicted <= real(name, 2)[1] <= 1.01 * predicted + gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [("fsdp", 2), ("fsdp, 8 bits", 2), ("fsdp, sequence chunks", 2), ("fsdp of 4", 4), ("ddp, sequence chunks", 2)],
