@@ -196,9 +196,7 @@ def test_an_interrupt_ends_the_process_and_gets_through(config, no_predictions_l
 def test_nothing_survives_a_kernel_that_is_killed(config, no_predictions_left):
     code = textwrap.dedent(f"""
         from kit.config import Config
-        from kit.memory.predict_job import Patience
-from kit.memory.prediction import predict_memory
-from kit.memory.record.dry_run import DryRun, record
+        from kit.memory.prediction import predict_memory
         def module():
             from kit.testing import TinyModule
             return TinyModule(seconds=3600)
