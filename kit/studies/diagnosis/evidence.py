@@ -320,20 +320,19 @@ def _computing(trial: Trial) -> dict[int, float]:
 
 
 def _times(steps: Sequence[Event], computing: Mapping[int, float]) -> dict[str, Any]:
-    parts = sorted({name for step in steps for name in step if name.endswith(_SUFFIX) and name not in _NO_PART})
-    alone = [name for name in parts if name.split("_")[0] not in _SHARED]
+    shares = shares_of(steps)
+    alone = [part for part in shares if part.split("_")[0] not in _SHARED]
     ranks: defaultdict[int, list[Event]] = defaultdict(list)
     for step in steps:
         ranks[int(step["rank"])].append(step)
     parts_of = {
         rank: {
-            part.removesuffix(_SUFFIX): statistics.fmean(_finite(step.get(part)) for step in own)
+            part: statistics.fmean(_finite(step.get(part + _SUFFIX)) for step in own)
             * computing.get(rank, 1.0)  # a rank that had no core is not slow
             for part in alone
         }
         for rank, own in sorted(ranks.items())
     }
-    shares = shares_of(steps)
     errors = {name: _relative_error(_spent(steps, name)) for name in shares}
     return {
         "errors": errors,
