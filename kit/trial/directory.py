@@ -150,6 +150,11 @@ class RunPaths:
         """
         try:
             found = read_json(self.environment.read_bytes())
+        except FileNotFoundError:
+            raise TrialError(
+                f"{self.environment.name} is missing, so the run was broken off before its processes began; run the "
+                "trial anew, and remove the folder"
+            ) from None
         except (OSError, ValueError) as error:
             raise TrialError(f"{self.environment} cannot be read: {error}") from error
         wrong = "no mapping" if not isinstance(found, dict) else next(_wrong(found), "")

@@ -129,7 +129,7 @@ class Trial(Drawable):
         try:
             trial = cls(paths)
         except (OSError, ValueError, TrialError) as error:
-            raise TrialError(f"{paths.directory} is an incomplete run: {error}") from error
+            raise TrialError(f"{paths.directory} is an incomplete run: {error}") from None
         try:
             trial.poll()
         except KitError:
