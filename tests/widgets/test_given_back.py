@@ -96,6 +96,7 @@ def test_a_panel_in_which_all_failed_is_forgotten_like_any_other():
     assert widgets() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", at_night(["close", "forget"], ["forget"]))
 def test_many_panels_leave_a_flat_slope(end):
     def measure():
@@ -150,14 +151,19 @@ def count():
 """
 
 
-@pytest.fixture
-def notebook(tmp_path):
+FORGOTTEN = "Out.clear(); _ = __ = ___ = None; globals().pop('mine', None); widget.Widget.close_all(); print(count())"
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
     """`run(code, cell)` in a real kernel: what the cell printed; a cell is known by its id, as front ends send it."""
     from jupyter_client.manager import KernelManager
     from jupyter_core.utils import ensure_event_loop
 
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "pyproject.toml").touch()
     manager = KernelManager(kernel_name="python3")
-    manager.start_kernel()
+    manager.start_kernel(cwd=str(folder))
     client = manager.blocking_client()
     client.context.setsockopt(zmq.RCVHWM, 0)  # on a busy machine this process may read nothing for seconds
     client.start_channels()
@@ -180,7 +186,7 @@ def notebook(tmp_path):
             if idle and message["parent_header"].get("msg_type") == "execute_request":
                 return printed.strip()
 
-    stacks = tmp_path / "stacks"
+    stacks = folder / "stacks"
     run(
         f"{SETUP}\nimport faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, open({str(stacks)!r}, 'w'))",
         "setup",
@@ -191,6 +197,13 @@ def notebook(tmp_path):
     manager.cleanup_resources()
     ensure_event_loop().close()
     asyncio.set_event_loop(None)
+
+
+@pytest.fixture
+def notebook(kernel, request):
+    """`run(code, cell)` in the kernel of this file, with cells of the test's own; what is left is closed after it."""
+    yield lambda code, cell: kernel(code, f"{request.node.name} {cell}")
+    assert kernel(FORGOTTEN, "forgotten") == "0"
 
 
 def test_a_shown_panel_stays_though_nobody_holds_it(notebook):
