@@ -289,6 +289,7 @@ def said(running_cloud, tmp_path_factory):
     os.environ.pop(VARIABLE, None)
 
 
+@pytest.mark.slow
 def test_only_rank_0_copies(said):
     first, second = said[0]["ddp"]
     assert first["uploads"][-1] == "step=4.ckpt"
@@ -296,6 +297,7 @@ def test_only_rank_0_copies(said):
     assert (second["uploads"], second["threads"]) == ([], False)
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_goes_there_and_back_and_training_goes_on_as_if_uninterrupted(said):
     answers, _, folder = said
     assert answers["sharded"][0]["uploads"][-1] == "step=8.ckpt"
@@ -308,10 +310,12 @@ def test_a_sharded_checkpoint_goes_there_and_back_and_training_goes_on_as_if_uni
         assert [*first["losses"], *then["losses"]] == pytest.approx(whole["losses"])
 
 
+@pytest.mark.slow
 def test_ranks_fail_together_before_training_when_one_may_not_write(said):
     assert all("cannot be copied" in answer["error"] for answer in said[0]["denied"])
 
 
+@pytest.mark.slow
 def test_ranks_share_a_download_and_fail_together(said):
     answers, _, folder = said
     assert [answer["path"] for answer in answers["shared"]] == [str(folder / "shared")] * 2
@@ -320,6 +324,7 @@ def test_ranks_share_a_download_and_fail_together(said):
     assert "blocked" in second["error"]
 
 
+@pytest.mark.slow
 def test_a_data_module_brings_its_files_once(said):
     answers, _, folder = said
     assert [answer["text"] for answer in answers["prepared"]] == ["1 2 3"] * 2

@@ -72,6 +72,7 @@ def test_two_ranks_train_in_chunks_as_one_process_does(two_ranks, name):
     np.testing.assert_allclose(found, expected, rtol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "units"), COUNTED.items())
 def test_gradients_are_synchronized_once_a_step_however_many_chunks_there_are(two_ranks, name, units):
     for answer in two_ranks[f"{name}, counted"]:

@@ -54,6 +54,7 @@ def test_two_ranks_train_as_32_bits_do_and_as_bitsandbytes_does_on_one_device(tw
     assert losses(two_ranks[name])[-1] != losses(two_ranks["32 bits"])[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_optimizer_is_torchaos_on_the_modules_own_groups_and_schedule(two_ranks, name):
     for answer in two_ranks[name]:
@@ -61,6 +62,7 @@ def test_the_optimizer_is_torchaos_on_the_modules_own_groups_and_schedule(two_ra
         assert answer["rates"] == [1e-3 * 0.5 ** answer["steps"], 2e-3 * 0.5 ** answer["steps"]]
 
 
+@pytest.mark.slow
 def test_each_rank_holds_about_a_quarter_of_the_state(two_ranks):
     wide = 2 * 1024 * train_parts.SIDE // 2  # elements of both large weights on one rank
     for narrow, full in zip(two_ranks["8 bits"], two_ranks["32 bits"], strict=True):
@@ -68,6 +70,7 @@ def test_each_rank_holds_about_a_quarter_of_the_state(two_ranks):
         assert full["state_bytes"] - narrow["state_bytes"] == pytest.approx(saved, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [True, False])
 def test_it_goes_on_from_a_checkpoint_of_either_kind(tmp_path, sharded):
     one = case(sharded=sharded)

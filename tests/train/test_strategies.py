@@ -83,11 +83,13 @@ def test_two_ranks_train_as_one_process_with_the_same_global_batch(two_ranks, na
     assert [answer["steps"] for answer in answers] == [expected["steps"]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_trainer_never_launches_ranks_of_its_own_even_inside_slurm(two_ranks, name):
     assert [answer["children"] for answer in two_ranks[1][name]] == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp", "fsdp, checkpointed", "fsdp, manual", "fsdp, UNet", "fsdp, GPT"])
 def test_sharding_halves_what_each_of_two_ranks_holds(two_ranks, name):
     whole = alone(PAIRS[name])["held"]
@@ -96,6 +98,7 @@ def test_sharding_halves_what_each_of_two_ranks_holds(two_ranks, name):
     assert max(held) < 0.6 * whole
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_hold_whole_models(two_ranks):
     whole = alone(PAIRS["ddp"])["held"]
     for name in ("ddp", "fsdp, one replica each"):
@@ -142,6 +145,7 @@ def resumed(tmp_path_factory):
     return folder, train_ranks.run_ranks(cases, 2, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_ranks_go_on_from_their_checkpoint_exactly_as_one_process_does(resumed, tmp_path, name):
     folder, answers = resumed
@@ -154,6 +158,7 @@ def test_ranks_go_on_from_their_checkpoint_exactly_as_one_process_does(resumed, 
     assert [answer["steps"] for answer in answers[name]] == [16, 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_sharded_bfloat16_trains_close_to_float32(two_ranks, precision):
     answers = two_ranks[1][precision]
@@ -161,18 +166,21 @@ def test_sharded_bfloat16_trains_close_to_float32(two_ranks, precision):
     np.testing.assert_allclose(mean_losses(answers), alone(PAIRS["fsdp"])["losses"], rtol=0.05)
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_saved_whole_and_loads_into_a_plain_module(two_ranks):
     folder, _ = two_ranks
     checkpoint = torch.load(folder / "whole.ckpt", weights_only=True)
     train_parts.Net().load_state_dict(checkpoint["state_dict"], strict=True)
 
 
+@pytest.mark.slow
 def test_a_module_that_promises_to_shard_itself_and_does_not_is_refused(two_ranks):
     for answer in two_ranks[1]["nothing sharded"]:
         assert "ConfigError" in answer["error"]
         assert "sharded nothing" in answer["error"]
 
 
+@pytest.mark.slow
 def test_a_loader_that_knows_nothing_of_ranks_is_shared_among_them(two_ranks):
     assert [answer["batches_per_epoch"] for answer in two_ranks[1]["plain loader"]] == [8, 8]
     assert alone(OTHERS["plain loader"])["batches_per_epoch"] == 8
