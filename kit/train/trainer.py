@@ -18,11 +18,15 @@ not add up is refused with its arithmetic.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import os
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoints, distributions
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +35,7 @@ from lightning.fabric.loggers.tensorboard import _TENSORBOARD_AVAILABLE, _TENSOR
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -63,7 +68,8 @@ class TrialTrainer(Trainer):
     """
 
     def __init__(self, *, trial_steps: int, callbacks: Sequence[Callback], **arguments: Any) -> None:
-        super().__init__(callbacks=[*callbacks, _TrialEnd()], **arguments)
+        with _packages_read_once():
+            super().__init__(callbacks=[*callbacks, _TrialEnd()], **arguments)
         self.trial_steps = trial_steps
 
     @property
@@ -85,6 +91,39 @@ class TrialTrainer(Trainer):
         steps = max(1, math.ceil(batches / self.accumulate_grad_batches))
         left = math.ceil((self.trial_steps - self.global_step) / steps) + (self.global_step > 0)
         self.fit_loop.max_epochs = max(self.max_epochs or 1, self.current_epoch + left)
+
+
+@contextlib.contextmanager
+def _packages_read_once() -> Iterator[None]:
+    """Let Lightning look for callbacks of installed packages without reading all of them for each Trainer."""
+    names = vars(registry)
+    asked, names["entry_points"] = names["entry_points"], callback_factories
+    try:
+        yield
+    finally:
+        names["entry_points"] = asked
+
+
+def callback_factories(*, group: str) -> EntryPoints:
+    """Entry points of a group. A folder of packages is read again only when it changed.
+
+    That is a small file of each of some hundred packages, which took most of a Trainer's start.
+    """
+    found: dict[str, EntryPoints] = {}
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            changed = Path(folder).stat().st_mtime_ns
+            found = {**dict(_factories_in(folder, changed, group)), **found}  # the first on the path counts
+    return EntryPoints(point for points in found.values() for point in points)
+
+
+@functools.lru_cache(maxsize=64)
+def _factories_in(folder: str, _changed: int, group: str) -> list[tuple[str, EntryPoints]]:
+    each = ((package, package.entry_points.select(group=group)) for package in distributions(path=[folder]))
+    return [(package.name, points) for package, points in each if points]
+
+
+callback_factories(group="lightning.pytorch.callbacks_factory")  # forks of a warm process have them
 
 
 class _TrialEnd(Callback):

@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 import warnings
@@ -105,6 +106,32 @@ def test_callbacks_run_after_those_of_the_levers():
     trainer = trainer_for(config(levers={"gradient_checkpointing": True}), callbacks=[losses])
     names = [type(callback).__name__ for callback in trainer.callbacks]
     assert names.index("GradientCheckpointing") < names.index("Losses")
+
+
+def test_callbacks_of_installed_packages_are_found_also_when_one_is_installed_later(tmp_path, monkeypatch):
+    def theirs():
+        made = trainer_for(config()).callbacks
+        return [type(one).__name__ for one in made if type(one).__module__ == "watching"]
+
+    def install(folder, factory):
+        about = folder / "watching-1.0.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: watching\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text(f"[lightning.pytorch.callbacks_factory]\nw = watching:{factory}\n")
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    for folder in (second, first):
+        monkeypatch.syspath_prepend(str(folder))
+    callbacks = "class Watch(Callback): pass\nclass Other(Callback): pass\n"
+    (first / "watching.py").write_text(f"from lightning.pytorch import Callback\n{callbacks}")
+    assert theirs() == []
+    install(second, "Other")
+    assert theirs() == ["Other"]
+    install(first, "Watch")  # the first on the path is the one that is installed
+    assert theirs() == ["Watch"]
+    shutil.rmtree(first / "watching-1.0.dist-info")
+    assert theirs() == ["Other"]
 
 
 def test_a_process_that_is_no_rank_is_refused_before_it_waits_for_others(monkeypatch):
