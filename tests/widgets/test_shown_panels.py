@@ -2,6 +2,7 @@
 
 import linecache
 import operator
+import subprocess
 import sys
 import types
 
@@ -94,3 +95,21 @@ def test_the_page_is_told_the_tooltip_of_every_checkbox_and_choice(project, note
         (name,) = set(box._dom_classes) & set(guard.tooltips)
         assert guard.tooltips[name] == box.tooltip
     settle(panel)
+
+
+def test_panels_and_names_of_kit_load_no_torch_into_the_kernel(tmp_path):
+    """A kernel that only asks begins four seconds sooner: what trains is in other processes."""
+    (tmp_path / "pyproject.toml").touch()
+    code = f"""
+import operator, sys, kit
+for panel in {PANELS!r}:
+    operator.attrgetter(panel)(kit)(kit.Config())
+for room in (kit, kit.memory, kit.studies):
+    for name in dir(room):
+        if name not in ("models", "checkpoints"):  # whose names are modules and callbacks of Lightning
+            getattr(room, name)
+print([name for name in ("torch", "lightning") if name in sys.modules])
+"""
+    asked = [sys.executable, "-c", code]
+    told = subprocess.run(asked, capture_output=True, text=True, timeout=WAIT, cwd=tmp_path, check=True)
+    assert told.stdout.strip() == "[]"

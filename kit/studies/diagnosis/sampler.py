@@ -38,13 +38,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import kit
-from kit.trial.recorder import StepClock
 from kit.trial.verdict import describe, is_library
+
+if TYPE_CHECKING:  # it loads torch, and rules read their names from here
+    from kit.trial.recorder import StepClock
 
 INTERVAL_SECONDS = 0.02
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None

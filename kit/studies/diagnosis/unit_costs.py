@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection
 
 import numpy as np
-import torch
 
 TURNS, ELEMENTS = 15, 256
 VALUE, LOOP = "value of a tensor", "element of a loop"
@@ -49,12 +48,16 @@ def _seconds(act: Callable[[], object], count: int = 1) -> float:
 
 @functools.cache
 def _value() -> float:
+    import torch
+
     values = list(torch.zeros(ELEMENTS))
     return _seconds(lambda: [value.item() > 1 for value in values], ELEMENTS)
 
 
 @functools.cache
 def _loop() -> float:
+    import torch
+
     values = torch.zeros(ELEMENTS, requires_grad=True) * 1
     return _seconds(lambda: [value.item() > 1 for value in values], ELEMENTS)
 
