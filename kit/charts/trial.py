@@ -19,6 +19,7 @@ apart are averaged in groups.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ import numpy as np
 from kit.charts import style as look
 from kit.committed.run import CommittedRun
 from kit.config import Config
+from kit.config import Trial as TrialSettings
 from kit.errors import ConfigError, Problem, TrialError
 from kit.events import Event
 from kit.memory.replay.estimate import MemoryEstimate
@@ -159,6 +161,12 @@ class TrialChart:
             self._speed.show(throughput)
             self._bands.show(throughput)
         return memory, throughput
+
+
+@functools.lru_cache(maxsize=16)
+def empty_chart(settings: TrialSettings) -> str:
+    """The chart of a trial that has not begun, as inline SVG; every panel begins with one."""
+    return TrialChart(Config(trial=settings)).svg()
 
 
 def memory_band(estimate: MemoryEstimate) -> tuple[float, float] | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.charts import style as look
 from kit.charts.compare import logged_chart
-from kit.charts.trial import TrialChart
+from kit.charts.trial import TrialChart, empty_chart
 from kit.config import Config
 from kit.errors import TrialError
 from kit.memory.alongside import is_predicting
@@ -53,6 +53,7 @@ class TrialView(AnswerView):
         self.progress, self.chart, self.logged, self.notes = line(), line(margin="4px 0 0"), line(), line()
         self.progress.add_class("kit-trial")
         self._drawing = threading.RLock()
+        self._chart: TrialChart | None = None
         self.reset(config)
 
     def reset(self, config: Config, words: str = "ready") -> None:
@@ -60,12 +61,12 @@ class TrialView(AnswerView):
         with self._drawing:
             self.limits = config.trial
             """What the empty chart depends on."""
-            self._chart, self._seen, self._next_draw, self._next_logged = TrialChart(config), (0, 0), 0.0, 0.0
+            self.trial, self._chart, self._seen, self._next_draw, self._next_logged = None, None, (0, 0), 0.0, 0.0
             self.logged.value = ""
             self.say(words, 0.0)
             self.show_error("")
             self.notes.value = ""
-            self.chart.value = self._chart.svg()
+            self.chart.value = empty_chart(config.trial)
 
     def watch(self, trial: Trial) -> None:
         """Show this trial from now on, until it has ended."""
@@ -82,9 +83,9 @@ class TrialView(AnswerView):
         """Take in what is new and draw it if a drawing is due; the end is always drawn."""
         with self._drawing:
             now = time.monotonic()
-            if trial is not self.trial or not (trial.ended or now >= self._next_draw):
+            if trial is not self.trial or self._chart is None or not (trial.ended or now >= self._next_draw):
                 return
-            self._take(trial)
+            self._take(trial, self._chart)
             self.chart.value = self._chart.svg()
             took = time.monotonic() - now
             self._next_draw = now + min(max(1 / _DRAWS_PER_SECOND, 4 * took), _LONGEST_PAUSE_SECONDS)
@@ -103,16 +104,16 @@ class TrialView(AnswerView):
             self.logged.value = look.svg(drawn, f"What {trial.name} logged")
         self._next_logged = time.monotonic() + _LOGGED_SECONDS
 
-    def _take(self, trial: Trial) -> None:
+    def _take(self, trial: Trial, chart: TrialChart) -> None:
         if self._estimate is None:
             with contextlib.suppress(TrialError):  # there is none, or not yet
                 self._estimate = predicted_of(trial)
             soon = is_predicting(trial.paths) if trial.ended else trial.paths.predicting.is_file()
-            self._chart.expect(self._estimate, self._speed, soon=soon)
+            chart.expect(self._estimate, self._speed, soon=soon)
         events, steps = self._seen
         self._seen = (len(trial.events), len(trial.steps))
-        self._chart.add(trial.events[events : self._seen[0]])
-        self._chart.add(trial.steps[steps : self._seen[1]])
+        chart.add(trial.events[events : self._seen[0]])
+        chart.add(trial.steps[steps : self._seen[1]])
 
     def say(self, words: str, fraction: float | None = None, *, spoken: bool = True) -> None:
         """Put words above the bar; no fraction is a bar that only shows that something goes on."""
@@ -122,9 +123,9 @@ class TrialView(AnswerView):
     def still(self) -> tuple[str, bytes | None]:
         """A sentence and a picture that stand without a browser."""
         with self._drawing:
-            if self.trial is None:
+            if self.trial is None or self._chart is None:
                 return "no trial yet", None
-            self._take(self.trial)
+            self._take(self.trial, self._chart)
             done, of = self._chart.trace.last_step, self._chart.trace.max_steps
             return f"{self.trial.name}: {in_words(self.trial, done, of)}", self._chart.still()
 
