@@ -1293,6 +1293,24 @@ def _parser_without_bombs(where: str) -> type[Any]:
 
 
 def _dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    """Top-level keys are written one by one: most are as they were in the last text, and 25 ms write a whole config."""
+    texts = []
+    for key, value in values.items():
+        known = key, repr(value), bool(comments)  # of equal values 1, 1.0 and True are written differently
+        text = _written.get(known)
+        if text is None:
+            if len(_written) >= _MOST_WRITTEN:
+                _written.clear()
+            text = _written[known] = _dump_part({key: value}, comments)
+        texts.append(text)
+    return "".join(texts) or "{}\n"
+
+
+_MOST_WRITTEN = 512
+_written: dict[tuple[str, str, bool], str] = {}
+
+
+def _dump_part(values: Mapping[str, Any], comments: Mapping[str, str]) -> str:
     import io
 
     from ruamel.yaml import YAML

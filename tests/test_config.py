@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kit.config import Config, project_folder, resolve_path
+from kit.config import Config, project_folder, read_yaml, resolve_path, write_yaml
 from kit.errors import ConfigError
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
@@ -131,6 +131,13 @@ def test_broken_yaml_is_refused_with_its_place(text, words):
     with pytest.raises(ConfigError, match=r"config\.yaml") as caught:
         Config.from_yaml(text, where="config.yaml")
     assert words in str(caught.value)
+
+
+def test_equal_values_of_other_types_are_written_each_as_it_is():
+    for value in (1, 1.0, True, "1", [1], [True], {"b": 1}, {"b": 1.0}, "true", None, "null"):
+        for _ in range(2):  # the second time from what was kept
+            assert repr(read_yaml(write_yaml({"a": value, "c": 0}))) == repr({"a": value, "c": 0})
+    assert read_yaml(write_yaml({})) == {}
 
 
 def test_yaml_1_2_reads_numbers_and_words_as_written():
