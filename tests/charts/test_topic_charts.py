@@ -47,7 +47,7 @@ def test_terms_without_a_name_or_none_at_all_are_refused(count, names):
         terms_info(np.ones((2, 3)) / 3, count, names)
 
 
-@pytest.mark.parametrize("count", [1, 8, 33])
+@pytest.mark.parametrize("count", [1, 8, pytest.param(33, marks=pytest.mark.slow)])
 def test_figures_of_any_number_of_topics_are_drawn_and_none_is_left_open(count):
     found = topics(documents=100, count=count)
     for figure in (found.figure("structure"), found.figure("terms")):

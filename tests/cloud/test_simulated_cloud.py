@@ -192,6 +192,7 @@ def test_it_ends_when_its_kernel_is_killed(before):
         started.stdout.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["sys.exit()", "os._exit(1)", "del cloud; time.sleep(600)"])
 def test_it_ends_with_its_kernel_and_with_its_last_name(then):
     started, _, identity = _start_elsewhere(then)

@@ -88,7 +88,7 @@ def test_batches_are_those_of_the_plan(config):
     assert equal(passes(loader, 2), expected)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 9])
+@pytest.mark.parametrize("num_workers", [1, 2, pytest.param(9, marks=pytest.mark.slow)])
 def test_any_number_of_processes_yields_the_same_batches_in_the_same_order(config, num_workers):
     alone = loader_of(config)
     spread = loader_of(config, num_workers=num_workers)

@@ -142,6 +142,7 @@ with Engine(dataset, memory_bytes=budget, cache_bytes=budget // 8, requests_in_f
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", at_night([None, (32, 256, 256)], [None]))
 def test_the_memory_of_a_process_grows_by_no_more_than_what_it_was_given(tmp_path, shards):
     values = np.random.default_rng(0).normal(size=(256, 256, 256)).astype(np.float32)  # 64 MiB

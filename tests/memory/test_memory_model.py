@@ -137,6 +137,7 @@ class Stairs(Deep):
         return self.layer(torch.zeros(8 * parts, 256)).square().mean() + batch[0].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("made", "why"), [(OneByOne, "number of operators"), (Stairs, "parabola|whole bytes|faster")])
 def test_what_follows_no_curve_is_recorded_anew_at_every_size(config, made, why):
     model = memory_model(config(), made, data, device=CARD, timeout_seconds=PATIENCE_SECONDS)

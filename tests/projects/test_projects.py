@@ -173,6 +173,7 @@ def test_a_project_trains_alone_as_with_a_plain_trainer(config, project, tmp_pat
         np.testing.assert_allclose(found, plain(one, project, 1, tmp_path), rtol=EQUAL)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_project_trains_on_two_ranks_alike_under_ddp_and_fsdp(config, project, tmp_path):
     found = {}

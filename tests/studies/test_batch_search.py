@@ -113,6 +113,7 @@ def test_a_search_finds_what_fits_and_says_how(config):
     assert "out of memory" in found._repr_html_()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_search_runs_under_any_strategy(config, strategy):
     found = kit.studies.find_batch_size(small(config, 96 * MIB, 2, strategy), Wide, loader(), resolution=0.2).wait(240)
@@ -186,6 +187,7 @@ def test_the_global_batch_can_be_kept(config):
     assert done.config.levers.accumulate_grad_batches == 512 // done.batch_size
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_not_started_from_where_gradients_must_stay_beside_it(config):
     asked = small(config, 20 * MIB)
     found = kit.studies.find_batch_size(asked, Wide, loader()).wait(PATIENCE_SECONDS)

@@ -30,6 +30,7 @@ def one(config):
     return tried(config)
 
 
+@pytest.mark.slow
 def test_a_run_is_foretold_with_time_money_energy_and_what_holds_it_up(one):
     run = predict_run(
         one, devices=[4, 1, 2], epochs=3, prices={"per_device_hour": 2, "currency": "EUR"}, memory=False,

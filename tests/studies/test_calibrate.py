@@ -38,6 +38,7 @@ def result(trial):
     return Calibration.load(trial.paths.calibration)
 
 
+@pytest.mark.slow
 def test_a_fit_is_calibrated_before_it_trains_and_says_what_it_chose(config):
     trial = fit(config().replace(QUICK), TinyModule, WaitingData).wait()
     found = result(trial)

@@ -121,6 +121,7 @@ def test_where_a_module_cannot_run_twice_on_its_own_whole_blocks_are_taken(given
     assert "CheckpointError" in str(plan)
 
 
+@pytest.mark.slow
 def test_sequence_chunks_are_looked_at_for_a_module_that_has_them(given, ends):
     plan = planned(given, 0.85 * ends[1], keep=KEEP)
     cut = [point for point in plan.points if "levers.sequence_chunk" in point.changes]

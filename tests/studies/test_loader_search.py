@@ -27,6 +27,7 @@ def judged():
     return found
 
 
+@pytest.mark.slow
 def test_the_choice_is_within_a_tenth_of_the_best_on_nineteen_of_twenty_noisy_machines(judged):
     assert sum(speed >= ENOUGH for speed, _ in judged) >= 0.95 * LOADERS
 

@@ -52,6 +52,7 @@ def test_as_memory_shrinks_ever_dearer_steps_are_taken_until_none_fits(config):
     assert taken[0].config == given
 
 
+@pytest.mark.slow
 def test_every_step_of_a_hopeless_model_is_answered_with_single_samples(config):
     refused = advised(config(), 1000)
     assert not refused.fits

@@ -192,6 +192,7 @@ def test_the_command_says_one_line(committed, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_option_that_is_none_is_one_line(committed, tmp_path):
     done = run_cli(tmp_path, "--config", str(committed.file), "--trainer.no_such=3")
     assert done.returncode == 1

@@ -38,6 +38,7 @@ def test_a_cold_start_gives_the_same_result(config):
     assert [e["loss"] for e in cold.steps if e["rank"] == 1] == [e["loss"] for e in warm.steps if e["rank"] == 1]
 
 
+@pytest.mark.slow
 def test_a_variable_that_is_read_when_libraries_load_makes_the_start_cold(config, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     trial = fit(config(), lambda: Telling("OMP_NUM_THREADS"), DATA).wait(SECONDS)
@@ -121,6 +122,7 @@ def test_two_trials_run_at_the_same_time_and_end_apart(config):
     assert slow.wait(SECONDS).state == "STOPPED"
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_dies_before_it_starts_a_trial_is_replaced_by_a_cold_one(config):
     client.supervisor("warm").close()
     newcomer = client.supervisor("warm")
@@ -139,6 +141,7 @@ def test_a_supervisor_ends_when_its_parent_is_not_who_it_was_told(tmp_path):
     process.communicate()
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_be_started_are_a_failure_and_not_the_end_of_the_supervisor(config, monkeypatch):
     fit(config(), MODULE, DATA).wait(SECONDS)
     before = supervisor().pid

@@ -17,7 +17,10 @@ from kit.trial.directory import find_runs
 SECONDS = PATIENCE_SECONDS
 
 
-@pytest.mark.parametrize(("ranks", "strategy", "workers"), [(1, None, 0), (1, None, 2), (2, "ddp", 0), (2, "fsdp", 1)])
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "workers"),
+    [(1, None, 0), (1, None, 2), (2, "ddp", 0), pytest.param(2, "fsdp", 1, marks=pytest.mark.slow)],
+)
 def test_a_config_alone_makes_a_trial_of_its_own_model_and_data(own, ranks, strategy, workers):
     trial = fit(own(ranks, strategy, **{"loader.num_workers": workers})).wait(SECONDS)
     assert trial.state == "COMPLETE"

@@ -38,7 +38,7 @@ def told(trial, rank):
     return json.loads(next(line for line in trial.paths.log(rank).read_text().splitlines() if line.startswith("{")))
 
 
-@pytest.mark.parametrize("start", ["warm", "cold"])
+@pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)])
 def test_a_rank_finds_the_kernels_folder_and_its_own_number(config, tmp_path, monkeypatch, start):
     monkeypatch.chdir(tmp_path)
     trial = fit(config(2, start=start), Telling, TinyData).wait(SECONDS)

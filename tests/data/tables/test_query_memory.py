@@ -55,6 +55,7 @@ def test_numbers_that_are_none_are_refused(tmp_path, counts):
         measure_queries(event_tables.shop(tmp_path), counts=counts)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_server_falls_where_it_sorts_within_its_limit_and_not_beyond(postgres, tmp_path):
     place = Place("postgresql", tmp_path, postgres).write(event_tables.events(2000, 120_000), "shop")
     query = {"query": "SELECT * FROM shop ORDER BY what, time", "type": "event", "main_entity_column": "customer"}

@@ -142,6 +142,7 @@ def test_parameters_and_optimizer_state_of_1024_ranks_are_the_sum_of_padded_shar
     assert most_of(recording, "optimizer_state") == moments + counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
 def test_sharded_8_bit_state_is_two_bytes_an_element_and_its_scales_and_tables(device_kind):
     recording = dry(case("Decoder", "fsdp", {"levers": {"optimizer": "adamw-8bit"}}), 4, device_kind=device_kind)
