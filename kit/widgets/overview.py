@@ -249,8 +249,13 @@ def _energy(watt_hours: float) -> str:
     return f"{watt_hours:.3g} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:.3g} kWh"
 
 
+_TWO_LINES = (
+    "display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:2;overflow:hidden;line-height:1.3;height:2.6em"
+)
+
+
 def card_html(card: OverviewCard) -> str:
-    """A card of one height, whatever it says; what does not fit its line is in its tooltip."""
+    """A card of one height, whatever it says: two lines say why, and all of it is in the tooltip."""
     quiet = f"color:{QUIET};font-size:.85em;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
     parts = "".join(
         f"<i style='display:block;width:{fraction:.2%};background:{colour}'></i>" for fraction, colour in card.bar
@@ -268,7 +273,7 @@ def card_html(card: OverviewCard) -> str:
         "<div style='overflow:hidden;text-overflow:ellipsis;white-space:nowrap'>"
         f"<b style='font-size:1.25em;{colour}'>{html.escape(card.value)}</b> "
         f"<span style='color:{QUIET}'>{html.escape(card.unit)}</span></div>"
-        f"{bar}<div style='{quiet}'>{html.escape(card.why) or '&nbsp;'}</div></section>"
+        f"{bar}<div style='{_TWO_LINES};color:{QUIET};font-size:.85em'>{html.escape(card.why)}</div></section>"
     )
 
 
