@@ -94,8 +94,6 @@ class _StorageRef(weakref.ref[UntypedStorage]):
 class _Operator:
     """What is the same each time an operator runs."""
 
-    function: Any
-    """Kept, so that no other gets its id."""
     name: int
     label: str
     full_name: str
@@ -126,8 +124,9 @@ class BlockRecorder(TorchDispatchMode):
         """Whether the recording has ended."""
         self._observers = dict(observers or {})
         self._ledger = Ledger()
-        self._operators: dict[int, _Operator] = {}
-        self._calls: dict[Any, int] = {}
+        self._operators: dict[str, _Operator] = {}
+        self._known: dict[Any, tuple[int, int]] = {}
+        """Number of the call and bytes of workspace, by what in the fake mode answered it."""
         self._alive: dict[int, _StorageRef] = {}
         self._label = UNNAMED
         self._paused = self._depth = self._backwards = 0
@@ -331,7 +330,7 @@ class BlockRecorder(TorchDispatchMode):
             raise
         if self._paused or fake is not self._fake:
             return out
-        operator = self._operators.get(id(func)) or self._operator(func)
+        operator = self._operators.get(func._name) or self._operator(func)
         if not operator.skipped:
             with self._plainly:
                 self._record(operator, args, kwargs, out)
@@ -340,8 +339,8 @@ class BlockRecorder(TorchDispatchMode):
     def _operator(self, func: Any) -> _Operator:
         overload = func._overloadname
         label = func._schema.name.partition("::")[2] + ("" if overload == "default" else f".{overload}")
-        operator = self._operators[id(func)] = _Operator(
-            func, self._ledger.name(label), label, f"{func.namespace}::{label}", self._observers.get(func),
+        operator = self._operators[func._name] = _Operator(
+            self._ledger.name(label), label, f"{func.namespace}::{label}", self._observers.get(func),
             communicates=func.namespace in ("c10d", "_c10d_functional"),
             casts=func is torch.ops.aten._to_copy.default,
             skipped=func.namespace == "prim",  # a fake tensor is asked for its device; nothing runs
@@ -349,7 +348,15 @@ class BlockRecorder(TorchDispatchMode):
         return operator
 
     def _record(self, operator: _Operator, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        call = self._call(operator, args, kwargs, out) if self._ledger.begun else NO_CALL
+        answer = self._fake.answered if type(self._fake) is FakeMode and self._ledger.begun else None
+        known = self._known.get(answer) if answer is not None else None
+        if known is not None:
+            call, size = known
+        else:
+            call = self._ledger.calls.number(operator.full_name, args, kwargs, out) if self._ledger.begun else NO_CALL
+            size = self.workspace(operator.label, args, out) if self.workspace is not None else 0
+            if answer is not None:  # equal calls take equal workspaces
+                self._known[answer] = call, size
         self._ledger.ran(operator.name, self.modules.current(self._backwards), call)
         category = self._label
         if category == UNNAMED and operator.communicates:
@@ -361,19 +368,10 @@ class BlockRecorder(TorchDispatchMode):
         elif out is not None:
             for tensor in tensors_in(out):
                 self._made(tensor, category, operator.name)
-        if self.workspace is not None and (size := self.workspace(operator.label, args, out)):
+        if size:
             self._ledger.end(self._ledger.begin(size, CATEGORY["workspace"], operator.name))
         if operator.observer is not None:
             operator.observer(args, out)
-
-    def _call(self, operator: _Operator, args: tuple[Any, ...], kwargs: Any, out: Any) -> int:
-        """The number of this call; of one that the fake mode answered, known from its answer."""
-        answer = self._fake.answered if type(self._fake) is FakeMode else None
-        number = self._calls.get(answer)
-        if answer is None or number is None:
-            number = self._ledger.calls.number(operator.full_name, args, kwargs, out)
-            self._calls[answer] = number
-        return number
 
     def _casts_parameter(self, source: Any, out: Tensor) -> bool:
         if self._ledger.phase not in _FORWARD or out.dtype not in _LOW_PRECISION or not isinstance(source, Tensor):
@@ -391,7 +389,7 @@ class BlockRecorder(TorchDispatchMode):
             return
         ref = self._alive.get(storage._cdata)
         if ref is None:
-            on_device = tensor.device.type != "meta"
+            on_device = (tensor.fake_device if type(tensor) is FakeTensor else tensor.device).type != "meta"
             self._watch(storage, self._ledger.begin(storage.nbytes(), category, operator) if on_device else _ELSEWHERE)
         elif ref.block != _ELSEWHERE and self._ledger.bytes[ref.block] != storage.nbytes():
             self._resized(ref, storage.nbytes())
