@@ -54,6 +54,15 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DEVICE_OF = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _HOST = torch.device("cpu")
+_WRITTEN = {
+    "aten::scatter.src": torch.ops.aten.scatter_.src, "aten::scatter.value": torch.ops.aten.scatter_.value,
+    "aten::scatter_add": torch.ops.aten.scatter_add_.default,
+    "aten::sub.Tensor": torch.ops.aten.sub_.Tensor, "aten::mul.Tensor": torch.ops.aten.mul_.Tensor,
+}  # fmt: skip
+"""What autograd runs instead of an operator where it may write to what it has made (`BlockRecorder._writes`)."""
+_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+_RECENT = 8
+"""Blocks, of which what such an operator writes to is one."""
 _private: Any = torch._C
 _FAKE = _private._TorchDispatchModeKey.FAKE
 
@@ -316,6 +325,8 @@ class BlockRecorder(TorchDispatchMode):
                 passes_on = self._passes_on[types] = any(hasattr(kind, "__tensor_flatten__") for kind in types)
             if passes_on:
                 return NotImplemented  # tensors made of others, such as DTensor, first run on the tensors inside them
+        if self._backwards and func._name in _WRITTEN and self._writes(func._name, args):
+            func = _WRITTEN[func._name]
         if self._fake is not None and kwargs and getattr(kwargs.get("device"), "type", None) == "cuda":
             kwargs = {**kwargs, "device": _HOST}  # a dry run has fake tensors of one device only
         if func is _WAIT and self._fake is not None:
@@ -335,6 +346,21 @@ class BlockRecorder(TorchDispatchMode):
             with self._plainly:
                 self._record(operator, args, kwargs, out)
         return out
+
+    def _writes(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether autograd writes to the first argument where no mode looks on: it made that for nothing else.
+        (`FunctionsManual.cpp`, where it asks `areAnyTensorSubclassLike`.)"""
+        node, first = _private._current_autograd_node(), args[0]
+        scatters = name.startswith("aten::scatter")
+        if node is None or not (scatters or (node.name() == _LOGITS and not torch.is_grad_enabled())):
+            return False
+        block = self._block_of(first) if type(first) in (FakeTensor, Tensor) and first.layout is torch.strided else None
+        if block is None or block < len(self._ledger.bytes) - _RECENT:
+            return False
+        if self._ledger.made_in(block) != PHASE["backward"]:
+            return False
+        makers = ("zeros", "new_zeros") if scatters else ("add.Scalar", "sigmoid")
+        return self._ledger.maker(block) in makers and owner_here() == "gradients"
 
     def _operator(self, func: Any) -> _Operator:
         overload = func._overloadname
@@ -511,6 +537,11 @@ class Ledger:
     def made_in(self, block: int) -> int:
         """The phase in which a block was made."""
         return self._columns[block][2]
+
+    def maker(self, block: int) -> str:
+        """The operator that made a block, by its name in aten."""
+        number = self._columns[block][0]
+        return next(name for name, place in self._names.items() if place == number)
 
     def begin_batch(self, phase: str) -> None:
         """A micro-batch begins with the next operator, or a batch of one of EVALUATIONS, which starts no step."""
