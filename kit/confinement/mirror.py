@@ -28,6 +28,7 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 """Flags of `os.open` that change a file, or may."""
 _ALWAYS_WRITABLE = ("/dev", "/proc")
 _PATHS = (str, bytes, os.PathLike)
+_READS = ("r", "rb", "rt")
 Act = Callable[..., Any]
 """What is done instead of a function: it takes that function, the absolute path, and the function's own arguments."""
 
@@ -196,12 +197,13 @@ class Mirror:
     def _through(self, call: Callable[..., Any], act: Act) -> Callable[..., Any]:
         """`call`, with `act` instead of it for each path that the mirror has a say in; `act` sees the true files."""
         follow = act not in (self._drop, self._clear) and call is not os.lstat
-        only_reads = act in (self._read, self._list)
+        only_reads, opens = act in (self._read, self._list), act == self._open
 
         def through(path: Any = ".", *rest: Any, **options: Any) -> Any:
             for name in ("file", "database"):  # as `open` and `sqlite3.connect` call it
                 path = options.pop(name, path)
-            if only_reads and not self.used:
+            reads = only_reads or (opens and (rest[0] if rest else options.get("mode", "r")) in _READS)
+            if reads and not self.used:
                 return call(path, *rest, **options)
             place = self._place(path, options, follow and options.get("follow_symlinks", True))
             if place is None:

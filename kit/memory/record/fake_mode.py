@@ -37,6 +37,8 @@ from kit.memory.record.temporaries import FOLD, SHRUNK_LOSSES, shrunk
 
 _private: Any = torch._C
 _torch: Any = fake_tensor
+_default_dtype, _is_inference = torch.get_default_dtype, torch.is_inference_mode_enabled
+_default_device: Callable[[], Any] = _private._get_default_device
 _meta = torch.device("meta")
 _HOST = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
@@ -160,16 +162,15 @@ def forget_look(value: Any) -> None:
 def rules_found_once() -> Iterator[None]:
     """Inside, torch looks up only once whether a mode has a rule for an operator, not each time one runs."""
     find = simple_registry.find_torch_dispatch_rule
-    found: dict[tuple[int, type], tuple[Any, Any]] = {}
+    found: dict[tuple[str, type], Any] = {}
 
     def find_once(operator: Any, kind: type) -> Any:
         if operator is _DEVICE_OF:
             return None  # asked for twice as often as anything runs
-        key = id(operator), kind
-        known = found.get(key)
-        if known is None:
-            known = found[key] = (find(operator, kind), operator)
-        return known[0]
+        key = operator._name, kind
+        if key not in found:
+            found[key] = find(operator, kind)
+        return found[key]
 
     with replaced(simple_registry, "find_torch_dispatch_rule", find_once):
         yield
@@ -204,8 +205,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._answers: dict[tuple[Any, ...] | None, Answer | None] = {}
         self._constants = self._unknowns = 0
         """Tensors with and without values that `_describe` saw."""
-        self._operators: dict[int, tuple[Any, bool]] = {}
-        """Each operator by its id, and whether its result or an argument may share a storage."""
+        self._sharing: dict[str, bool] = {}
+        """Whether the result or an argument of an operator may share a storage, by its name."""
         self._shares = False
         self._attributes: dict[torch.device, tuple[dict[str, Any], torch.device]] = {}
         """Those that all fake tensors of a device have in common, and the device."""
@@ -230,6 +231,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if constants < len(fakes):
                 if constants:  # as torch does: of what is written, nothing is known any more
                     self.invalidate_written_to_constants(func, fakes, args, kwargs or {})
+                elif (key := self._key(func, args, kwargs)) is not None:
+                    self.answered = self._answers.setdefault(key, lambda _: None)
                 return None
         if func in self.lift_fns and _is_ordinary(args[0]) and self.may_turn_const(args[0]):
             with _private._DisableTorchDispatch():
@@ -243,6 +246,12 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.answered = answer
             return answer(args)
         of_constants = self._constants > 0
+        of_lists = known is not None and func.__name__.startswith("_foreach_")
+        if of_lists and self._found_of_alike(known, func, args, kwargs):
+            answer = self.answered = self._answers[known]
+            assert answer is not None
+            with _private._DisableTorchDispatch():
+                return answer(args)
         if func is _WHERE and args[0].dtype is torch.uint8:  # kernels still take it, torch's rule for shapes does not
             args = (args[0].bool(), *args[1:])
         if (func is FOLD or func in SHRUNK_LOSSES) and (part := shrunk(self, func, args, kwargs or {})) is not None:
@@ -254,12 +263,41 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             for value in tree_leaves((args, kwargs)):
                 forget_look(value)
         if known is not None and known not in self._answers:
-            of_numbers = (not of_constants or func in _OF_SHAPES) and not self._operators[id(func)][1]
+            of_numbers = (not of_constants or func in _OF_SHAPES) and not self._sharing[func._name]
             if of_numbers and isinstance(out, FakeTensor) and out.constant is not None:
                 self._answers[known] = self._constant(out)
             else:
                 self._answers[known] = self._answer(func, args, kwargs or {}, out)
         return out
+
+    def _found_of_alike(self, known: Any, func: Any, args: Sequence[Any], options: Any) -> bool:
+        """Keep how to give what an operator makes of each item of long lists, run on items of which none look alike."""
+        lists = [value for value in args if type(value) is list]
+        if not lists or len(lists) != len(_lists_of(args)) or len({len(values) for values in lists}) > 1:
+            return False
+        looks = [tuple((vars(one)[_LOOK], one.requires_grad) for one in items) for items in zip(*lists, strict=True)]
+        first: dict[Any, int] = {}
+        for index, look in enumerate(looks):
+            first.setdefault(look, index)
+        if len(first) == len(looks):
+            return False
+        few = [[value[index] for index in first.values()] if type(value) is list else value for value in args]
+        out = super().__torch_dispatch__(func, (), few, options or {})
+        if not isinstance(out, list) or not all(type(one) is FakeTensor for one in out):
+            return False
+        whole: Any = self
+        try:
+            entry = whole._make_cache_entry(_torch._CacheKeyState(None), None, func, few, options or {}, tuple(out))
+        except _torch._BypassDispatchCache:
+            return False
+        if any(info.inplace_idx is not None or info.view_idx is not None for info in entry.output_infos):
+            return False
+        makers = dict(zip(first, (self._maker(func, info, few) for info in entry.output_infos), strict=True))
+        ordered = [makers[look] for look in looks]
+        if None in ordered:
+            return False
+        self._answers[known] = lambda args: [make(args) for make in ordered if make is not None]
+        return True
 
     def _constant(self, out: FakeTensor) -> Answer | None:
         """How to give a constant again that came of numbers alone; None where a copy would be of other strides."""
@@ -306,14 +344,13 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         """What an operator can tell of its arguments, and of what torch is set to; None where one is not plain."""
-        number = id(func)  # its own hash takes longer
-        if number not in self._operators:
+        name = func._name  # its own hash takes longer, and `id` is an event that an audit hook is told of
+        shares = self._sharing.get(name)
+        if shares is None:
             schema = getattr(func, "_schema", None)  # an operator of higher order has none
-            self._operators[number] = (func, schema is None or any(value.alias_info for value in schema.arguments))
-        self._shares = self._operators[number][1]
-        key = [
-            number, torch.get_default_dtype(), _private._get_default_device(), torch.is_inference_mode_enabled(),
-        ]  # fmt: skip
+            shares = self._sharing[name] = schema is None or any(value.alias_info for value in schema.arguments)
+        self._shares = shares
+        key = [name, _default_dtype(), _default_device(), _is_inference()]
         self._constants = self._unknowns = 0
         if not self._describe(key, args) or (kwargs and not self._describe_options(key, kwargs)):
             return None
@@ -330,14 +367,19 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                if value.fake_mode is not self or value.layout is not torch.strided:
+                known = value.__dict__
+                if known["fake_mode"] is not self:
                     return False
-                if value.constant is None:
+                look = known.get(_LOOK)
+                if look is None:
+                    if value.layout is not torch.strided:
+                        return False
+                    look = self._look_at(value)
+                if known["constant"] is None:
                     self._unknowns += 1
                 else:
                     self._constants += 1
-                look = value.__dict__.get(_LOOK)
-                key += (self._look_at(value) if look is None else look, value.requires_grad)
+                key += (look, value.requires_grad)
                 if self._shares:  # what makes a tensor of its own looks at no bytes beyond the shape
                     key.append(value.untyped_storage().nbytes())
             elif kind in _PLAIN:

@@ -54,6 +54,15 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DEVICE_OF = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _HOST = torch.device("cpu")
+_WRITTEN = {
+    "aten::scatter.src": torch.ops.aten.scatter_.src, "aten::scatter.value": torch.ops.aten.scatter_.value,
+    "aten::scatter_add": torch.ops.aten.scatter_add_.default,
+    "aten::sub.Tensor": torch.ops.aten.sub_.Tensor, "aten::mul.Tensor": torch.ops.aten.mul_.Tensor,
+}  # fmt: skip
+"""What autograd runs instead of an operator where it may write to what it has made (`BlockRecorder._writes`)."""
+_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+_RECENT = 8
+"""Blocks, of which what such an operator writes to is one."""
 _private: Any = torch._C
 _FAKE = _private._TorchDispatchModeKey.FAKE
 
@@ -94,8 +103,6 @@ class _StorageRef(weakref.ref[UntypedStorage]):
 class _Operator:
     """What is the same each time an operator runs."""
 
-    function: Any
-    """Kept, so that no other gets its id."""
     name: int
     label: str
     full_name: str
@@ -126,8 +133,9 @@ class BlockRecorder(TorchDispatchMode):
         """Whether the recording has ended."""
         self._observers = dict(observers or {})
         self._ledger = Ledger()
-        self._operators: dict[int, _Operator] = {}
-        self._calls: dict[Any, int] = {}
+        self._operators: dict[str, _Operator] = {}
+        self._known: dict[Any, tuple[int, int]] = {}
+        """Number of the call and bytes of workspace, by what in the fake mode answered it."""
         self._alive: dict[int, _StorageRef] = {}
         self._label = UNNAMED
         self._paused = self._depth = self._backwards = 0
@@ -317,6 +325,8 @@ class BlockRecorder(TorchDispatchMode):
                 passes_on = self._passes_on[types] = any(hasattr(kind, "__tensor_flatten__") for kind in types)
             if passes_on:
                 return NotImplemented  # tensors made of others, such as DTensor, first run on the tensors inside them
+        if self._backwards and func._name in _WRITTEN and self._writes(func._name, args):
+            func = _WRITTEN[func._name]
         if self._fake is not None and kwargs and getattr(kwargs.get("device"), "type", None) == "cuda":
             kwargs = {**kwargs, "device": _HOST}  # a dry run has fake tensors of one device only
         if func is _WAIT and self._fake is not None:
@@ -331,17 +341,32 @@ class BlockRecorder(TorchDispatchMode):
             raise
         if self._paused or fake is not self._fake:
             return out
-        operator = self._operators.get(id(func)) or self._operator(func)
+        operator = self._operators.get(func._name) or self._operator(func)
         if not operator.skipped:
             with self._plainly:
                 self._record(operator, args, kwargs, out)
         return out
 
+    def _writes(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether autograd writes to the first argument where no mode looks on: it made that for nothing else.
+        (`FunctionsManual.cpp`, where it asks `areAnyTensorSubclassLike`.)"""
+        node, first = _private._current_autograd_node(), args[0]
+        scatters = name.startswith("aten::scatter")
+        if node is None or not (scatters or (node.name() == _LOGITS and not torch.is_grad_enabled())):
+            return False
+        block = self._block_of(first) if type(first) in (FakeTensor, Tensor) and first.layout is torch.strided else None
+        if block is None or block < len(self._ledger.bytes) - _RECENT:
+            return False
+        if self._ledger.made_in(block) != PHASE["backward"]:
+            return False
+        makers = ("zeros", "new_zeros") if scatters else ("add.Scalar", "sigmoid")
+        return self._ledger.maker(block) in makers and owner_here() == "gradients"
+
     def _operator(self, func: Any) -> _Operator:
         overload = func._overloadname
         label = func._schema.name.partition("::")[2] + ("" if overload == "default" else f".{overload}")
-        operator = self._operators[id(func)] = _Operator(
-            func, self._ledger.name(label), label, f"{func.namespace}::{label}", self._observers.get(func),
+        operator = self._operators[func._name] = _Operator(
+            self._ledger.name(label), label, f"{func.namespace}::{label}", self._observers.get(func),
             communicates=func.namespace in ("c10d", "_c10d_functional"),
             casts=func is torch.ops.aten._to_copy.default,
             skipped=func.namespace == "prim",  # a fake tensor is asked for its device; nothing runs
@@ -349,7 +374,15 @@ class BlockRecorder(TorchDispatchMode):
         return operator
 
     def _record(self, operator: _Operator, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        call = self._call(operator, args, kwargs, out) if self._ledger.begun else NO_CALL
+        answer = self._fake.answered if type(self._fake) is FakeMode and self._ledger.begun else None
+        known = self._known.get(answer) if answer is not None else None
+        if known is not None:
+            call, size = known
+        else:
+            call = self._ledger.calls.number(operator.full_name, args, kwargs, out) if self._ledger.begun else NO_CALL
+            size = self.workspace(operator.label, args, out) if self.workspace is not None else 0
+            if answer is not None:  # equal calls take equal workspaces
+                self._known[answer] = call, size
         self._ledger.ran(operator.name, self.modules.current(self._backwards), call)
         category = self._label
         if category == UNNAMED and operator.communicates:
@@ -361,19 +394,10 @@ class BlockRecorder(TorchDispatchMode):
         elif out is not None:
             for tensor in tensors_in(out):
                 self._made(tensor, category, operator.name)
-        if self.workspace is not None and (size := self.workspace(operator.label, args, out)):
+        if size:
             self._ledger.end(self._ledger.begin(size, CATEGORY["workspace"], operator.name))
         if operator.observer is not None:
             operator.observer(args, out)
-
-    def _call(self, operator: _Operator, args: tuple[Any, ...], kwargs: Any, out: Any) -> int:
-        """The number of this call; of one that the fake mode answered, known from its answer."""
-        answer = self._fake.answered if type(self._fake) is FakeMode else None
-        number = self._calls.get(answer)
-        if answer is None or number is None:
-            number = self._ledger.calls.number(operator.full_name, args, kwargs, out)
-            self._calls[answer] = number
-        return number
 
     def _casts_parameter(self, source: Any, out: Tensor) -> bool:
         if self._ledger.phase not in _FORWARD or out.dtype not in _LOW_PRECISION or not isinstance(source, Tensor):
@@ -391,7 +415,7 @@ class BlockRecorder(TorchDispatchMode):
             return
         ref = self._alive.get(storage._cdata)
         if ref is None:
-            on_device = tensor.device.type != "meta"
+            on_device = (tensor.fake_device if type(tensor) is FakeTensor else tensor.device).type != "meta"
             self._watch(storage, self._ledger.begin(storage.nbytes(), category, operator) if on_device else _ELSEWHERE)
         elif ref.block != _ELSEWHERE and self._ledger.bytes[ref.block] != storage.nbytes():
             self._resized(ref, storage.nbytes())
@@ -513,6 +537,11 @@ class Ledger:
     def made_in(self, block: int) -> int:
         """The phase in which a block was made."""
         return self._columns[block][2]
+
+    def maker(self, block: int) -> str:
+        """The operator that made a block, by its name in aten."""
+        number = self._columns[block][0]
+        return next(name for name, place in self._names.items() if place == number)
 
     def begin_batch(self, phase: str) -> None:
         """A micro-batch begins with the next operator, or a batch of one of EVALUATIONS, which starts no step."""

@@ -10,6 +10,7 @@ its name in aten with its overload, to bytes.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -65,8 +66,11 @@ def _is_reduced(args: Sequence[Any], place: int) -> bool:
 
 def _terms_of_logits(args: Sequence[Any], _: Any) -> int:
     """The logarithm of the sigmoid, the terms before their mean or sum, and the weight of each class."""
-    weights = int(args[3].nbytes) if len(args) > 3 and args[3] is not None else 0
-    return int(args[0].nbytes) * (2 if _is_reduced(args, 4) else 1) + weights
+    return _sigmoids(args, _) + (int(args[3].nbytes) if len(args) > 3 and args[3] is not None else 0)
+
+
+def _sigmoids(args: Sequence[Any], _: Any) -> int:
+    return int(args[0].nbytes) * (2 if _is_reduced(args, 4) else 1)
 
 
 def _nothing(_args: Sequence[Any], _out: Any) -> int:
@@ -183,6 +187,31 @@ def _mean(args: Sequence[Any], out: Tensor) -> int:
     return _FLOAT32 * int(args[0].numel() + out.numel()) if args[0].element_size() < _FLOAT32 else 0
 
 
+def _summed(args: Sequence[Any], out: Tensor) -> int:
+    """Small integers as their sum; values and result in float32 where half precision is summed over axes that do not
+    lie as one. (`should_use_acc_buffer` in `native/ReduceOps.cpp`; the order of axes is that of `TensorIterator.cpp`.)
+    """
+    values = args[0]
+    if values.dtype not in (torch.bfloat16, torch.float16):
+        return _as_counts(args, out)
+    among = range(values.dim()) if len(args) < 2 or not args[1] else [axis % values.dim() for axis in args[1]]
+    axes: list[tuple[int, int]] = []  # stride and size, the fastest first
+    for axis in sorted(among, reverse=True):
+        stride, size = values.stride(axis), values.shape[axis]
+        place = len(axes)
+        for before in range(len(axes) - 1, -1, -1):
+            one, other = axes[before], (stride, size)
+            if 0 in (one[0], stride):
+                continue
+            if one <= other:
+                break
+            place = before
+        if size > 1:
+            axes.insert(place, (stride, size))
+    lie_as_one = all(size * stride == following for (stride, size), (following, _) in itertools.pairwise(axes))
+    return 0 if lie_as_one else _FLOAT32 * int(values.numel() + out.numel())
+
+
 def _with_mean(terms: Rule, place: int) -> Rule:
     """A loss whose mean is taken last; `place` is that of its reduction."""
 
@@ -236,6 +265,35 @@ def _resized(taps: int, colours: int) -> Rule:
     return rule
 
 
+def _resized_smoothly(taps: int) -> Rule:
+    """Images that have the new width and the old height, and for each row or column of the result four places and the
+    weights of all that it is made of, on either side. (`cpu/UpSampleKernel.cpp`.)"""
+
+    def rule(args: Sequence[Any], out: Tensor) -> int:
+        values, size = args[0], args[0].element_size()
+        between = values.numel() // values.shape[-1] * out.shape[-1]
+        weights = 0
+        for axis in (-2, -1):
+            scale = max(1.0, values.shape[axis] / out.shape[axis])
+            reached = 2 * math.ceil(taps / 2 * scale) + 1
+            weights = max(weights, out.shape[axis] * (4 * _INT64 + reached * size))
+        return int(between * size + weights)
+
+    return rule
+
+
+def _numbered(args: Sequence[Any], out: Sequence[Tensor]) -> int:
+    """The places of one row. (`native/Sorting.cpp`.)"""
+    shape = out[0].shape or (1,)
+    axis = args[1] if len(args) > 1 and type(args[1]) is int else -1
+    return _INT64 * int(shape[axis])
+
+
+def _numbered_longest(_: Sequence[Any], out: Sequence[Tensor]) -> int:
+    """The same where the axis is an option, which no rule is given: an upper bound."""
+    return _INT64 * max(out[0].shape, default=1)
+
+
 _SMALL_SIDES, _FEWEST_CHANNELS = 128, 4
 _RESIZED = (
     *(f"{name}{axes}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for axes in (1, 2, 3)),
@@ -256,7 +314,10 @@ ON_THE_CPU: dict[str, Rule] = {
     **dict.fromkeys((*_ELEMENTWISE, "pow.Tensor_Tensor", "maximum", "minimum", "atan2"), _elementwise),
     **dict.fromkeys(("mean", "mean.dim"), _mean),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _with_mean(_terms, 2)),
-    "binary_cross_entropy_with_logits": _with_mean(_terms_of_logits, 4),
+    "binary_cross_entropy_with_logits": lambda args, out: max(  # weights are gone when the mean is taken
+        _terms_of_logits(args, out), _with_mean(_sigmoids, 4)(args, out)
+    ),
+    **dict.fromkeys(("sum", "sum.dim_IntList"), _summed),
     "binary_cross_entropy": _with_mean(_nothing, 3),
     "soft_margin_loss": _with_mean(_nothing, 2),
     "native_batch_norm_backward": _batch_norm_backward,
@@ -268,6 +329,10 @@ ON_THE_CPU: dict[str, Rule] = {
         ("gather", *_SCATTERED, *(name.replace(".", "_.") if "." in name else f"{name}_" for name in _SCATTERED)),
         _accumulated,
     ),
+    "sort": _numbered,
+    "sort.stable": _numbered_longest,
+    "_upsample_bilinear2d_aa": _resized_smoothly(2),
+    "_upsample_bicubic2d_aa": _resized_smoothly(4),
     **dict.fromkeys(("upsample_nearest2d", "_upsample_nearest_exact2d"), _resized(1, 0)),
     "upsample_bilinear2d": _resized(2, 3),
     **dict.fromkeys((f"{name}_backward" for name in _RESIZED), _in_order),

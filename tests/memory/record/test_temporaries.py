@@ -49,6 +49,21 @@ def resized(values, channels, mode, layout=torch.contiguous_format):
     return functional.interpolate(images, scale_factor=2, mode=mode).sum()
 
 
+def smoothly_resized(values, channels, scale, mode):
+    images = values.float().reshape(64, channels, -1, 64 if channels == 1 else 32)
+    return functional.interpolate(images, scale_factor=scale, mode=mode, antialias=True).sum()
+
+
+def weighed_logits(values, shape=(64, 4096), weights=(4096,), **options):
+    values = values.view(shape)
+    options["pos_weight"] = torch.full(weights, 2.0)
+    return functional.binary_cross_entropy_with_logits(values, half(values), **options).sum()
+
+
+def halved(values):
+    return values.detach() * 0.5
+
+
 LOSSES = {
     "mse": lambda _, x: functional.mse_loss(x, half(x)),
     "mse, summed": lambda _, x: functional.mse_loss(x, half(x), reduction="sum"),
@@ -59,6 +74,13 @@ LOSSES = {
     "huber": lambda _, x: functional.huber_loss(x, half(x)),
     "bce": lambda _, x: functional.binary_cross_entropy(x.sigmoid(), half(x)),
     "bce of logits": lambda _, x: functional.binary_cross_entropy_with_logits(x, half(x)),
+    "bce, weighed": lambda _, x: weighed_logits(x),
+    "bce, weighed and summed": lambda _, x: weighed_logits(x, reduction="sum"),
+    "bce, weighed, each": lambda _, x: weighed_logits(x, reduction="none"),
+    "bce, weighed as one": lambda _, x: weighed_logits(x, weights=()),
+    "bce, weighed twice": lambda _, x: weighed_logits(x, weight=half(x)),
+    "bce, of three axes": lambda _, x: weighed_logits(x, (64, 64, 64), (64,)),
+    "bce, weighed one by one": lambda _, x: weighed_logits(x, weights=(64, 4096)),
     "soft margin": lambda _, x: functional.soft_margin_loss(x, half(x)),
     "mean": lambda _, x: x.mean(),
     "mean of rows": lambda _, x: x.mean(1).sum(),
@@ -78,6 +100,27 @@ OTHERS = {
     "kthvalue": lambda _, x: x.kthvalue(7, 1).values.sum(),
     "median": lambda _, x: (x.detach() * 2).median() + x[0, 0],
     "median across": lambda _, x: (x.detach() * 2).view(64, 64, 64).median(1).values.sum() + x[0, 0],
+    "median, gradient": lambda _, x: x.median(1).values.sum(),
+    "mode, gradient": lambda _, x: x.mode(1).values.sum(),
+    "nanmedian, gradient": lambda _, x: x.nanmedian(1).values.sum(),
+    "largest, gradient": lambda _, x: x.max(1).values.sum(),
+    "few largest, gradient": lambda _, x: x.topk(8, 1).values.sum(),
+    "half of them, gradient": lambda _, x: x.topk(2048, 1).values.sum(),
+    "largest so far, gradient": lambda _, x: x.cummax(1).values.sum(),
+    "sorted": lambda _, x: x.sort(1).values.sum(),
+    "sorted, from the largest": lambda _, x: halved(x).sort(1, descending=True).values.sum() + x[0, 0],
+    "sorted across": lambda _, x: halved(x).sort(0).values.sum() + x[0, 0],
+    "sorted in the middle": lambda _, x: halved(x).view(64, 64, 64).sort(1).values.sum() + x[0, 0],
+    "sorted whole": lambda _, x: halved(x).flatten().sort().values.sum() + x[0, 0],
+    "sorted places": lambda _, x: halved(x).argsort(1).float().sum() + x[0, 0],
+    "sorted, stable": lambda _, x: torch.sort(halved(x), dim=1, stable=True).values.sum() + x[0, 0],
+    "sum, spread out": lambda _, x: half(x[:1]).expand(640, 4096).sum() + x[0, 0],
+    "sum, spread out, gradient": lambda _, x: x[:, None].expand(64, 10, 4096).sum(),
+    "sum, spread out twice": lambda _, x: half(x[0, :16])[:, None, None].expand(16, 300, 100).sum() + x[0, 0],
+    "sum, cut": lambda _, x: halved(x)[:, :4000].sum() + x[0, 0],
+    "sum, turned": lambda _, x: halved(x).view(64, 64, 64).permute(2, 0, 1).sum() + x[0, 0],
+    "sum of outer axes": lambda _, x: halved(x).view(64, 64, 64).sum((0, 2)).sum() + x[0, 0],
+    "sum of inner axes": lambda _, x: halved(x).view(64, 64, 64).sum((1, 2)).sum() + x[0, 0],
     "gather": lambda _, x: x.gather(1, every_other(x)[:, :64].long()).sum(),
     "scatter": lambda _, x: x.detach().scatter(1, every_other(x)[:, :64].long(), half(x)).sum() + x[0, 0],
     "products, of rows": lambda _, x: products(x.view(-1, 64), half(x).view(-1, 64)[:128]),
@@ -85,6 +128,12 @@ OTHERS = {
     "bilinear, small": lambda _, x: resized(x, 4, "bilinear"),
     "bilinear, large": lambda _, x: resized(x, 1, "bilinear"),
     "bilinear, coloured": lambda _, x: resized(x[:, :3072], 3, "bilinear"),
+    "smoothly larger": lambda _, x: smoothly_resized(x, 4, 2, "bilinear"),
+    "smoothly smaller": lambda _, x: smoothly_resized(x, 4, 0.5, "bilinear"),
+    "smoothly larger, gray": lambda _, x: smoothly_resized(x, 1, 2, "bilinear"),
+    "smoothly smaller, coloured": lambda _, x: smoothly_resized(x[:, :3072], 3, 0.5, "bilinear"),
+    "cubically larger": lambda _, x: smoothly_resized(x, 2, 2, "bicubic"),
+    "cubically smaller": lambda _, x: smoothly_resized(x, 1, 0.25, "bicubic"),
     "nearest, small": lambda _, x: resized(x, 4, "nearest"),
     "nearest, channels last": lambda _, x: resized(x, 4, "nearest", torch.channels_last),
     "truths counted": lambda _, x: every_other(x).sum() + x[0, 0],
