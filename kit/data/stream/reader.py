@@ -96,10 +96,8 @@ class Reader:
     @property
     def open_requests(self) -> tuple[int, str]:
         """How many requests may be open now, and the reason where they are fewer than allowed."""
-        limit = self._client.limit if isinstance(self._client, HttpClient | EachItsOwn) else None
-        if limit is not None:
-            return limit.now, limit.reason
-        return self._plan.requests_in_flight, ""
+        found = self._client.open_requests if isinstance(self._client, HttpClient | EachItsOwn) else None
+        return (self._plan.requests_in_flight, "") if found is None else found
 
     @property
     def held_bytes(self) -> int:
