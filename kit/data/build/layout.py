@@ -284,7 +284,7 @@ def predict_reading(config: Config, dataset: Dataset, world_size: int = 1) -> di
     return answer
 
 
-def _played(config: Config, dataset: Dataset, world_size: int, batches: int | None = None) -> Expected:
+def _played(config: Config, dataset: Dataset, world_size: int, batches: int | None = None, **how: int) -> Expected:
     """What is asked for a sample in the first batches of a run on each rank, or in all of its epochs."""
     loader, in_folder = config.loader, _in_folders(config)
     plan, cache = sample_plan(config, dataset, world_size), ReadCache.of(config.cache)
@@ -299,7 +299,7 @@ def _played(config: Config, dataset: Dataset, world_size: int, batches: int | No
         requests_in_flight=max(1, loader.requests_in_flight // processes),
         entries=None if in_folder or cache is None else _as_it_is(cache),
         shared=cache is not None and bool(cache.folder),
-        compression_ratio=config.chunking.compression_ratio or 1.0,
+        compression_ratio=config.chunking.compression_ratio or 1.0, **how,
     )  # fmt: skip
     return expect(dataset, dataset.select(config.data.variables), plan, reading)
 
@@ -314,6 +314,10 @@ def _as_it_is(cache: ReadCache) -> Entries:
     return cache.open() if cache.folder else MemoryCache(cache.size_bytes, cache.eviction)
 
 
+_MOST_TOUCHED = 20_000
+"""Chunks of batches: played in a fraction of a second, as a slider wants it."""
+
+
 def price_store(config: Config, dataset: Dataset) -> tuple[LayoutCost, ...]:
     """The store as it is cut, priced with the config's network and host: one cost for all variables cut alike.
 
@@ -325,7 +329,7 @@ def price_store(config: Config, dataset: Dataset) -> tuple[LayoutCost, ...]:
         ConfigError: for variables that do not exist.
     """
     arrays, pattern = dataset.select(config.data.variables), pattern_of(config)
-    played = _played(config, dataset, pattern["ranks"])
+    played = _played(config, dataset, pattern["ranks"], most_touched=_MOST_TOUCHED)
     alike: dict[Any, list[tuple[ArrayInfo, ArrayRequests]]] = {}
     for chosen, asked in zip(arrays, played.arrays, strict=True):
         info = dataset.arrays[chosen.name]  # one that is repeated along a dimension is read as it is stored

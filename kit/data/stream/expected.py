@@ -10,8 +10,8 @@ are, and in which order they lie in a shard, decides which neighbours share a re
 keeps each object. The others are taken to be like those. Where nothing can be looked at, chunks are taken to be as
 large as `compression_ratio` says.
 
-A run is played to its end, or up to `_MOST_TOUCHED` chunks. Of a longer one the second half of what was played stands
-for all of it, but for the indexes of shards, each of which is fetched once.
+A run is played to its end, or as far as `most_touched` allows. A longer one goes on as the second half of what was
+played, or in block order as the windows after the first, but for indexes of shards, each of which is fetched once.
 
 A chunk is there for as many batches as are read ahead (`kit.data.stream.chunk_cache`), where memory is spare, whether
 reading or training is the slower. Known error, measured on a store of 144 chunks: requests 0 to 5 % where a step takes
@@ -59,8 +59,8 @@ from kit.data.stream.receive import WINDOWS_DECODED
 from kit.data.stream.scatter import touched
 from kit.errors import KitError
 
-_MOST_TOUCHED = 200_000
-"""Chunks of batches that are played through, at most."""
+_TOUCHED_AT_LEAST = 64
+"""Chunks that a batch of fewer counts for: its offsets take as long to find."""
 _LOOKED_AT = 64
 """Objects of an array: those of a short epoch mostly, so that what a read cache holds of each is known."""
 _AT_ONCE = 16
@@ -90,6 +90,7 @@ class Reading:
         requests_in_flight: Of each process.
         entries: The read cache as it is; None for none.
         shared: Whether all processes have one read cache.
+        most_touched: Chunks of batches that are played through.
         compression_ratio: Decoded bytes per stored byte, of chunks whose size nothing else tells.
     """
 
@@ -104,6 +105,7 @@ class Reading:
     entries: Entries | None = None
     shared: bool = True
     compression_ratio: float = 1.0
+    most_touched: int = 200_000
 
 
 def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, reading: Reading) -> Expected:
@@ -115,27 +117,28 @@ def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, read
             objects = [one.again() for one in objects]
         readers.append(_Reader(objects, plan, reading, rank, process))
     steps = math.ceil(reading.batches / reading.processes)
-    half, touched_chunks, played = _Mark.of(readers), 0, 0
-    while played < steps and touched_chunks <= _MOST_TOUCHED:
-        touched_chunks += sum(reader.serve_one() for reader in readers)
+    marks, played = [_Mark.of(readers)], 0
+    while played < steps and (done := sum(reader.touched for reader in readers)) <= reading.most_touched:
+        for reader in readers:
+            reader.serve_one()
         played += 1
-        if touched_chunks <= _MOST_TOUCHED // 2:
-            half = _Mark.of(readers)
+        if done <= reading.most_touched // 2:
+            marks[1:] = [_Mark.of(readers)]
     end = _Mark.of(readers)
-    if played < steps and end.samples > half.samples:
-        steady = (now - before for now, before in zip(end.asked, half.asked, strict=True))
-        per_sample = [one.times(1 / (end.samples - half.samples)) for one in steady]
-        samples = end.samples * steps / played
-        for one, array, all_of_it in zip(per_sample, objects, end.asked, strict=True):
-            one.requests -= one.indexes
-            one.stored_bytes -= one.index_bytes
-            met = array.shards_met(all_of_it.indexes, len(readers), steps / played) / samples
-            one.indexes, one.index_bytes = met, met * array.index_bytes
-            one.requests += one.indexes
-            one.stored_bytes += one.index_bytes
-    else:
+    if played == steps:
         per_sample = [one.times(1 / end.samples) for one in end.asked]
-    return Expected(tuple(per_sample), all(one.tells_sizes for one in objects))
+        return Expected(tuple(per_sample), all(one.tells_sizes for one in objects))
+    if all(reader.first_window for reader in readers):
+        marks.insert(1, _Mark.of([reader.first_window for reader in readers if reader.first_window]))
+    begin = next(mark for mark in reversed(marks) if mark.read_samples < end.read_samples)
+    samples = max(end.read_samples, reading.batches * plan.global_batch_size)
+    times, found = (samples - end.read_samples) / (end.read_samples - begin.read_samples), list[ArrayRequests]()
+    for now, before, array in zip(end.asked, begin.asked, objects, strict=True):
+        one = now + (now - before).times(times)
+        indexes = array.shards_met(now.indexes, len(readers), samples / end.read_samples)
+        more = (indexes - one.indexes, indexes * array.index_bytes - one.index_bytes)
+        found.append((one + ArrayRequests(0, more[0], more[0], more[1], more[1])).times(1 / samples))
+    return Expected(tuple(found), all(one.tells_sizes for one in objects))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +146,17 @@ class _Mark:
     """How far readers have come, all together."""
 
     samples: int
+    """Begun."""
+    read_samples: int
+    """Those whose chunks have been asked for: in block order, of whole windows."""
     asked: list[ArrayRequests]
     """Of each array."""
 
     @classmethod
-    def of(cls, readers: Sequence[_Reader]) -> _Mark:
+    def of(cls, readers: Sequence[_Reader | _Mark]) -> _Mark:
         return cls(
             sum(reader.samples for reader in readers),
+            sum(reader.read_samples for reader in readers),
             [sum(each, ArrayRequests()) for each in zip(*(reader.asked for reader in readers), strict=True)],
         )
 
@@ -350,9 +357,11 @@ class _Reader:
     ) -> None:
         self._objects, self._plan, self._reading, self._rank = objects, plan, reading, rank
         self._steps = range(process, plan.batches_per_epoch, reading.processes)
-        self.samples = 0
+        self.samples = self.read_samples = self.touched = 0
         self.asked = [ArrayRequests() for _ in objects]
         """Of each array."""
+        self.first_window: _Mark | None = None
+        """Where the first window ended, which shares its chunks with none before."""
         self._epoch, self._served, self._begun = 0, 0, 0
         self._met: set[tuple[int, Place]] = set()
         self._joined: deque[set[tuple[int, Place]]] = deque(maxlen=reading.joins or None)
@@ -366,10 +375,10 @@ class _Reader:
         self._most_pinned = (reading.memory_bytes * (1 - 1 / HOLES_SHARE) - others) / chunk * 2 / 3
         """Chunks of two windows, up to which a third is requested too."""
 
-    def serve_one(self) -> int:
-        """Hand over the next batch, and begin those that the engine begins then; returns the chunks touched."""
+    def serve_one(self) -> None:
+        """Hand over the next batch, and begin those that the engine begins then."""
         if not self._steps:
-            return 0
+            return
         if self._served == len(self._steps):
             self._epoch, self._served, self._begun = self._epoch + 1, 0, 0
             self._window, self._pinned_steps = -1, 0
@@ -377,12 +386,11 @@ class _Reader:
         self._served += 1
         most = min(len(self._steps), self._served + self._reading.ahead)
         if self._plan.windows is not None:
-            return self._begin_windows(most)
-        chunks = 0
+            self._begin_windows(most)
+            return
         for number in range(self._begun, most):
-            chunks += self._begin(self._steps[number])
+            self._begin(self._steps[number])
         self._begun = most
-        return chunks
 
     def touched_first(self) -> list[list[Place]]:
         """The objects of each array that the first batches touch."""
@@ -391,15 +399,15 @@ class _Reader:
             found[number].setdefault(self._objects[number].place(coords)[0])
         return [[*places] for places in found]
 
-    def _begin(self, step: int) -> int:
+    def _begin(self, step: int) -> None:
         wanted = self._touched([step])
         self.samples += len(self._plan.positions(step, self._rank))
+        self.read_samples = self.samples
         missing = [chunk for chunk in wanted if not self._is_here(chunk)]
         self._request(missing)
         if self._reading.joins:
             self._joined.append({*wanted})
         self._keep(wanted)
-        return len(wanted)
 
     def _is_here(self, chunk: tuple[int, Place]) -> bool:
         return chunk in self._kept or any(chunk in batch for batch in self._joined)
@@ -417,11 +425,11 @@ class _Reader:
             (array, _), _ = self._kept.popitem(last=False)
             self._kept_bytes -= self._objects[array].info.chunk_bytes
 
-    def _begin_windows(self, most: int) -> int:
+    def _begin_windows(self, most: int) -> None:
         """Whole windows are read: that being served, the next, and the one after it where memory allows."""
         for number in range(self._begun, most):
             self.samples += len(self._plan.positions(self._steps[number], self._rank))
-        self._begun, last, chunks = most, len(self._steps), 0
+        self._begun, last = most, len(self._steps)
         until = self._window_of(self._served - 1) + WINDOWS_DECODED
         while self._pinned_steps < last and (
             self._window + 1 < until or (self._window < until and sum(map(len, self._pinned)) <= self._most_pinned)
@@ -430,11 +438,13 @@ class _Reader:
             first = self._pinned_steps
             while self._pinned_steps < last and self._window_of(self._pinned_steps) <= self._window:
                 self._pinned_steps += 1
-            wanted = {*self._touched(self._steps[first : self._pinned_steps])}
+            steps = self._steps[first : self._pinned_steps]
+            wanted = {*self._touched(steps)}
+            self.read_samples += sum(len(self._plan.positions(step, self._rank)) for step in steps)
             self._request(sorted(wanted.difference(*self._pinned)))
             self._pinned.append(wanted)
-            chunks += len(wanted)
-        return chunks
+            if self.first_window is None:
+                self.first_window = _Mark(self.samples, self.read_samples, [*map(copy.copy, self.asked)])
 
     def _window_of(self, number: int) -> int:
         return self._plan.window(self._epoch, self._steps[number], self._rank)
@@ -445,6 +455,7 @@ class _Reader:
             offsets = self._plan.batch(self._epoch, step, self._rank)
             for number, array in enumerate(self._objects):
                 places = touched(offsets, self._plan.patch, array.info.chunk, array.info.matched)
+                self.touched += max(_TOUCHED_AT_LEAST, len(places))
                 found.update(dict.fromkeys((number, place) for place in places))
         return [*found]
 
