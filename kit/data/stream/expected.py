@@ -383,6 +383,7 @@ class _Reader:
             self._epoch, self._served, self._begun = self._epoch + 1, 0, 0
             self._window, self._pinned_steps = -1, 0
             self._pinned.clear()
+            self._joined.clear()  # all of them are handed over when an epoch ends
         self._served += 1
         most = min(len(self._steps), self._served + self._reading.ahead)
         if self._plan.windows is not None:
