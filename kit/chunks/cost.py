@@ -15,15 +15,16 @@ The first line is Little's law. What is counted:
 
 - chunks: the expected number of different ones that a batch fetches (`kit.chunks.sharing`, `kit.chunks.access`), times
   the arrays, less those already on their way for the batches ahead, of which the oldest counts as read;
-- requests: one a chunk, or in shards one a run of neighbours (`kit.chunks.requests`), and the indexes of shards;
-- stored bytes: whole chunks over the compression ratio, and what lies between neighbours; decoded bytes: whole chunks;
+- requests: one a chunk, and the indexes of shards; shards can only be faster, as neighbours share requests there;
+- stored bytes: whole chunks over the compression ratio; decoded bytes: whole chunks;
 - CPU seconds of a request: for each chunk, whether it shares its request or not, in one thread; decoding has its own.
 
 Known error: resources are taken to overlap perfectly, which is optimistic near a tie, the host's cores to be free, and
 every request to take its mean. Retries are not counted. `benchmarks/layouts.py` sets predictions beside measurements.
 
-A store that exists is priced `closely`: where batches have few requests, a pipeline is played out request by request,
-because batches are handed over in order and one slow request delays its batch and the start of a later one:
+A store that exists is priced by what its batches ask of it, played through with their offsets
+(`kit.data.stream.expected`). Where batches have few requests, a pipeline is played out request by request, because
+batches are handed over in order and one slow request delays its batch and the start of a later one:
 
     a request begins when a slot is free, its batch was allowed to begin, and the store's rate admits it
     it ends after a latency of its own and its transfer, not before the line and the decoder have kept up
@@ -43,12 +44,11 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from kit.chunks.access import Access, Window, fit_window
 from kit.chunks.geometry import Axis
-from kit.chunks.requests import ALONE, Runs, expected_runs
 from kit.chunks.resources import HOLES_SHARE, READY_TOO, TRANSIENT_SHARE, Host, Network, Prices
 from kit.chunks.sharing import Fetches, ReadingOrder, fetches, reading_of
 
@@ -56,14 +56,34 @@ _AS_GOOD_AS_READ = 1
 """Of the batches ahead: the oldest waits for its last answers; those after it are joined."""
 _KEPT_AT_ONCE = 0.5
 """Of the chunks of the batches ahead: decoded, and kept for batches that are not whole."""
-_MOST_CHUNKS_DRAWN = 2048
-"""Of a batch: so many that the CPU binds, however they share requests; drawing them would take long."""
 _IN_USE = 1 - 1 / HOLES_SHARE
 """Of the memory allowed."""
 _WAITED_FOR = 1.25
 """So many times the slowest resource's seconds that a pipeline played out takes: then slow requests bind."""
 
 Bound = Literal["latency", "bandwidth", "total bandwidth", "request rate", "CPU", "memory", "slow requests"]
+
+
+@dataclass(slots=True)
+class ArrayRequests:
+    """What is asked of an array that exists, in some batches, or on average for one or for a sample."""
+
+    chunks: float = 0
+    """Fetched, whoever shares their request, from the store or a read cache; without indexes of shards."""
+    requests: float = 0
+    indexes: float = 0
+    """Of the requests, those of indexes."""
+    stored_bytes: float = 0
+    index_bytes: float = 0
+
+    def __sub__(self, other: ArrayRequests) -> ArrayRequests:
+        return ArrayRequests(*(one - before for one, before in zip(astuple(self), astuple(other), strict=True)))
+
+    def __add__(self, other: ArrayRequests) -> ArrayRequests:
+        return ArrayRequests(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+
+    def times(self, factor: float) -> ArrayRequests:
+        return ArrayRequests(*(count * factor for count in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +108,11 @@ class LayoutCost:
     """A lower bound on the true expectation; `requests_per_batch` is exact where they are equal."""
     most_requests_per_batch: float
     """An upper bound on the true expectation."""
-    sent_per_batch: float
-    """Requests that bring those chunks: fewer where neighbours in a shard share one."""
-    sent_bytes_per_batch: float
-    """Stored bytes they ask for, those between neighbours included."""
     requests_made_per_batch: float
-    """Of those, and of indexes: without what is on its way for a batch before, or kept for one that is not whole."""
+    """Of those, and of indexes: without what is on its way for a batch before, or kept for one that is not whole; of a
+    store, as many as were played through, where neighbours in a shard share one."""
     bytes_made_per_batch: float
-    """Stored bytes that those requests ask for, those between neighbours included, without indexes."""
+    """Stored bytes that those requests ask for; of a store, those of indexes and between neighbours included."""
     index_requests_per_batch: float
     """Indexes of shards, each fetched once a run, on average over its batches."""
     bytes_per_batch: float
@@ -153,13 +170,13 @@ def price(
     *,
     shard: Sequence[int] | None = None,
     prices: Prices | None = None,
-    closely: bool = False,
+    asked: ArrayRequests | None = None,
 ) -> LayoutCost:
     """The cost of reading batches with chunks of this size.
 
     Args:
-        closely: Count that neighbours in a shard share requests, and play the pipeline out. A store is priced so; a
-            plan ranks sizes without, since it prices hundreds, and shards can only be faster.
+        asked: What a batch asks of a store that exists, all variables together; then the pipeline is played out too. A
+            plan ranks sizes without, since it prices hundreds.
 
     Raises:
         PlanError: for sides below 1 or a patch larger than its array.
@@ -167,22 +184,24 @@ def price(
     host, axes = host or Host(), access.axes(chunk)
     chunk_bytes = math.prod(chunk) * access.element_bytes
     each, window, kept = _fetched(access, host, axes, chunk_bytes)
-    union, indexes = each.per_batch * access.arrays, 0.0
-    if shard is not None:  # a rank fetches the index of each shard once in its whole run
-        met = _reading(access, access.axes(shard)).distinct(access.batch_size * access.batches)
-        indexes = met * access.arrays / access.batches
+    if asked is not None and window:  # which windows share chunks depends on where their blocks lie
+        each = Fetches(*[asked.chunks / access.arrays] * 3)
+    union = each.per_batch * access.arrays
     stored = union * chunk_bytes / access.compression_ratio
-    at_once = window or network.in_folder  # a folder answers before another batch asks for the same chunk
-    joined = union if at_once else min(union, _joined(access, network, host, axes, chunk_bytes) * access.arrays)
-    together = thinned = ALONE
-    if shard and closely:
-        together, thinned = (_runs(access, network, axes, shard, chunk_bytes, part) for part in (1.0, joined / union))
+    closely = asked is not None
+    if asked is None:
+        at_once = window or network.in_folder  # a folder answers before another batch asks for the same chunk
+        joined = union if at_once else min(union, _joined(access, network, host, axes, chunk_bytes) * access.arrays)
+        indexes = 0.0
+        if shard is not None:  # a rank fetches the index of each shard once in its whole run
+            met = _reading(access, access.axes(shard)).distinct(access.batch_size * access.batches)
+            indexes = met * access.arrays / access.batches
+        asked = ArrayRequests(joined, joined + indexes, indexes, joined * chunk_bytes / access.compression_ratio)
     load = _Load(
-        requests=joined * thinned.requests_per_chunk + indexes,
-        stored_bytes=joined * chunk_bytes / access.compression_ratio * thinned.bytes_per_chunk,
-        chunks=joined + indexes, decoded_bytes=joined * chunk_bytes, chunk_bytes=chunk_bytes,
+        requests=asked.requests, stored_bytes=asked.stored_bytes, chunks=asked.chunks + asked.indexes,
+        decoded_bytes=asked.chunks * chunk_bytes, chunk_bytes=chunk_bytes,
         fixed_bytes=_fixed_bytes(access, network, host, chunk_bytes, kept),
-        at_once=union * window.samples / access.batch_size if window else 0.0,
+        at_once=asked.chunks * window.samples / access.batch_size if window else 0.0,
     )  # fmt: skip
     by_resource, in_flight, most_in_flight = _time(access, network, host, load, closely)
     bound, seconds = by_resource[0]
@@ -196,8 +215,7 @@ def price(
         most_requests_per_sample=math.prod(axis.most for axis in axes) * access.arrays,
         bytes_per_sample=per_sample * chunk_bytes, amplification=per_sample * chunk_bytes / access.sample_bytes,
         requests_per_batch=union, least_requests_per_batch=each.least * access.arrays,
-        most_requests_per_batch=each.most * access.arrays, index_requests_per_batch=indexes,
-        sent_per_batch=union * together.requests_per_chunk, sent_bytes_per_batch=stored * together.bytes_per_chunk,
+        most_requests_per_batch=each.most * access.arrays, index_requests_per_batch=asked.indexes,
         requests_made_per_batch=load.requests, bytes_made_per_batch=load.stored_bytes,
         bytes_per_batch=union * chunk_bytes, stored_bytes_per_batch=stored,
         seconds_by_resource=by_resource, seconds_per_batch=seconds, samples_per_second=access.batch_size / seconds,
@@ -246,19 +264,6 @@ def _joined(access: Access, network: Network, host: Host, axes: tuple[Axis, ...]
     spare_bytes = (host.memory_bytes * _IN_USE - fixed - coming_bytes) / TRANSIENT_SHARE
     kept = min(1.0, max(0.0, spare_bytes / kept_bytes)) if kept_bytes else 1.0
     return kept * least + (1 - kept) * reading.joining(access.batch_size, coming)
-
-
-def _runs(
-    access: Access, network: Network, axes: tuple[Axis, ...], shard: Sequence[int], chunk_bytes: int, fetched: float
-) -> Runs:
-    """How the chunks of a batch share requests, where this part of them is fetched for it."""
-    if access.order == "block" or math.prod(axis.mean for axis in axes) * access.batch_size > _MOST_CHUNKS_DRAWN:
-        return ALONE
-    stored = max(1, round(chunk_bytes / access.compression_ratio))
-    return expected_runs(
-        axes, tuple(shard), access.batch_size, stored, network.coalescing, access.order, access.shuffle,
-        round(fetched, 2),
-    )  # fmt: skip
 
 
 def _fixed_bytes(access: Access, network: Network, host: Host, chunk_bytes: int, kept_bytes: float) -> float:

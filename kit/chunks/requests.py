@@ -8,26 +8,18 @@ With all requests in flight a connection carries only its share of the total, so
 larger reads far too much. One request carries no more than `LATENCIES` such amounts, so that neighbours still travel at
 once; a longer run is cut between chunks.
 
-Which chunks of a shard a batch reads is drawn, not derived: some batches of offsets from a generator with a fixed seed,
-so that the same arguments give the same answer. Inner chunks lie in the order in which zarr-python writes them
-(Morton's: the bits of their coordinates take turns, the first dimension's lowest first), so that neighbours along every
-dimension are near each other, and are taken to be of one size. Known error: some per cent by chance; a shard that
-another library wrote may lie in C order, which takes up to half as many requests again. In block order nothing is taken
-to be shared, which is an upper bound; chunks outside shards have no neighbours.
+Inner chunks lie in the order in which zarr-python writes them (Morton's: the bits of their coordinates take turns, the
+first dimension's lowest first), so that neighbours along every dimension are near each other; other libraries write
+them in C order.
 """
 
 from __future__ import annotations
 
-import math
-import random
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Generic, Literal, TypeVar
-
-from kit.chunks.geometry import Axis, place_of
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
@@ -85,79 +77,7 @@ def runs(spans: Iterable[tuple[int, int, Item]], how: Coalescing) -> list[Run[It
     return found
 
 
-_CHUNKS_DRAWN = 512
-_MOST_BATCHES = 64
-_MOST_RANKED = 1 << 16
-"""Inner chunks of a shard; of more, those that a shape of powers of two would have between them count as there."""
 Place = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Of the chunks of one array, on average."""
-
-    requests_per_chunk: float
-    bytes_per_chunk: float
-    """Bytes asked for, those between neighbours included, over the bytes of the chunks."""
-
-
-ALONE = Runs(1.0, 1.0)
-"""Each chunk by a request of its own."""
-
-
-@lru_cache(maxsize=512)
-def expected_runs(
-    axes: tuple[Axis, ...],
-    shard: Place,
-    batch_size: int,
-    stored_chunk_bytes: int,
-    coalescing: Coalescing,
-    order: Literal["random", "grid"],
-    shuffle: bool,
-    fetched: float = 1.0,
-) -> Runs:
-    """What a batch asks of shards with these sides.
-
-    Args:
-        fetched: Fraction of its chunks that are fetched for it; the others, any of them, are there or on their way.
-    """
-    per_shard = tuple(max(1, side // axis.chunk) for side, axis in zip(shard, axes, strict=True))
-    counts = [axis.positions for axis in axes]
-    everything = math.prod(counts)
-    chunks = asked = requests = 0
-    generator, chance = random.Random(0), random.Random(1)
-    for _ in range(_MOST_BATCHES):
-        if order == "random" or shuffle:
-            batch = [tuple(generator.randrange(count) for count in counts) for _ in range(batch_size)]
-        else:
-            first = generator.randrange(everything)
-            batch = [place_of((first + k) % everything, counts) for k in range(min(batch_size, everything))]
-        for numbers in _chunks_of_shards(axes, per_shard, batch):
-            left = [number for number in numbers if fetched == 1 or chance.random() < fetched]
-            spans = [(number * stored_chunk_bytes, (number + 1) * stored_chunk_bytes, None) for number in left]
-            found = runs(spans, coalescing)
-            chunks, requests = chunks + len(spans), requests + len(found)
-            asked += sum(run.last - run.first for run in found)
-        if chunks >= _CHUNKS_DRAWN:
-            break
-    return Runs(requests / chunks, asked / (chunks * stored_chunk_bytes)) if chunks else ALONE
-
-
-def _chunks_of_shards(axes: Sequence[Axis], per_shard: Place, positions: Sequence[Place]) -> Iterable[set[int]]:
-    """Numbers of the inner chunks of each shard that patches at these positions, counted in strides, touch."""
-    shards: defaultdict[Place, set[int]] = defaultdict(set)
-    ranks = morton_numbers(per_shard, per_shard) if math.prod(per_shard) <= _MOST_RANKED else None
-    for position in positions:
-        offsets = [place * axis.stride for place, axis in zip(position, axes, strict=True)]
-        touched = (
-            range(first // axis.chunk, (first + axis.size - 1) // axis.chunk + 1)
-            for first, axis in zip(offsets, axes, strict=True)
-        )
-        for chunk in product(*touched):
-            inside = tuple(place % count for place, count in zip(chunk, per_shard, strict=True))
-            number = ranks[inside] if ranks else _code(inside, per_shard)
-            shards[tuple(place // count for place, count in zip(chunk, per_shard, strict=True))].add(number)
-    return shards.values()
 
 
 @lru_cache(maxsize=64)

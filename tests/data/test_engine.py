@@ -28,6 +28,7 @@ from kit.data.build.build import build
 from kit.data.dataset import open_dataset
 from kit.data.stream.codec import StoredArray
 from kit.data.stream.engine import Engine
+from kit.data.stream.receive import ReceiveQueue
 from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, StoreError
 
 SHAPE, PATCH = (6, 10, 12), (2, 4, 5)
@@ -558,6 +559,24 @@ def test_closing_ends_a_stream_that_is_waiting(tmp_path):
     engine.close()
     consumer.join(PATIENCE_SECONDS)
     assert "closed while" in caught[0]
+
+
+def test_samples_count_as_read_when_their_chunks_have_come_and_are_not_decoded(tmp_path, monkeypatch):
+    """A trial that ends meanwhile has counted their requests."""
+    gate, decode = threading.Event(), ReceiveQueue._decode
+
+    def late(*arguments):
+        gate.wait(PATIENCE_SECONDS)
+        decode(*arguments)
+
+    monkeypatch.setattr(ReceiveQueue, "_decode", late)
+    with Engine(write_folder(tmp_path, shards=None, chunks=(6, 10, 6))) as engine:  # two, each in a thread of its own
+        batch = engine._open().start(some_offsets(), PATCH)
+        wait_until(lambda: engine.counters["samples_read"] == 5)
+        assert (engine.counters["samples"], engine.counters["requests"]) == (0, 2)
+        gate.set()
+        batch.result(PATIENCE_SECONDS)
+        assert engine.counters["samples_read"] == engine.counters["samples"] == 5
 
 
 def test_a_closed_engine_opens_again_and_goes_on_counting(tmp_path):

@@ -3,7 +3,9 @@
 import time
 from itertools import chain, islice, repeat
 
+import numpy as np
 import pytest
+import zarr
 from properties import crossed
 from test_cache_requests import GAP, config_of
 from waiting import wait_until
@@ -63,6 +65,21 @@ def test_in_a_folder(tmp_path_factory, tiny_config, order, shard, steps):
     config = config.replace({"training.max_epochs": 20})
     dataset = build(config, progress=False)
     assert counted(config, steps) == pytest.approx(predict_reading(config, dataset), rel=0.15)
+
+
+def test_an_epoch_finds_nothing_of_the_one_before_on_its_way(tmp_path):
+    """Two batches an epoch, each of which touches nearly every chunk: joined over the turn, half as many were told."""
+    store = zarr.open_group(tmp_path / "s.zarr", mode="w")
+    store.create_array("u", data=np.ones((64, 64), "f4"), chunks=(8, 8), dimension_names=("y", "x"))
+    config = kit.Config.make({
+        "data": {"url": str(tmp_path / "s.zarr"), "patch": {"y": 12, "x": 12}, "samples_per_epoch": 64,
+                 "standardize": False},
+        "loader": {"batch_size": 32, "batches_ahead": 1}, "training": {"max_epochs": 20},
+        "trial": {"max_steps": 11, "warmup_steps": 0},
+    })  # fmt: skip
+    predicted = predict_reading(config, kit.open_dataset(config))["requests_per_sample"]
+    assert predicted == pytest.approx(counted(config, 11)["requests_per_sample"], rel=0.05)
+    assert predicted > 0.8 * 64 / 64  # all 64 chunks for the 64 samples of each epoch
 
 
 def test_a_window_is_requested_before_its_batches_ask_for_parts_of_it(tmp_path, tiny_config, monkeypatch):

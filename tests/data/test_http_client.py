@@ -10,6 +10,7 @@ import shutil
 import threading
 import tracemalloc
 from concurrent.futures import Future
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -150,9 +151,9 @@ def test_no_more_requests_are_open_than_the_limit_allows_and_it_is_told_how_each
     source, counted = ask_all(cloud, folder, 40)
     seen = cloud.counts()
     assert seen.most_in_flight <= 7
-    assert len(source.limit.seconds) == 40
-    assert min(source.limit.seconds) >= 0.05
-    assert seen.refused == source.limit.refusals == counted["retries"] > 0
+    assert len(source._hosts[""].limit.seconds) == 40
+    assert min(source._hosts[""].limit.seconds) >= 0.05
+    assert seen.refused == source._hosts[""].limit.refusals == counted["retries"] > 0
 
 
 def test_where_only_latency_binds_all_that_are_allowed_are_soon_open(cloud, folder, monkeypatch):
@@ -161,7 +162,7 @@ def test_where_only_latency_binds_all_that_are_allowed_are_soon_open(cloud, fold
     monkeypatch.setattr(ConcurrencyLimit, "answered", lambda limit, sent_in, _: answered(limit, sent_in, 0.3))
     cloud.turn(latency_seconds=0.3)
     source, counted = ask_all(cloud, folder, 800)
-    assert (source.limit.now, source.limit.reason) == (256, "")
+    assert (source._hosts[""].limit.now, source._hosts[""].limit.reason) == (256, "")
     assert FEWEST < cloud.counts().most_in_flight <= 256
     assert counted["retries"] == 0
 
@@ -383,3 +384,29 @@ def test_whoever_waits_when_it_is_closed_is_told_so(cloud):
     with pytest.raises(StoreError, match="is closed"):
         wire.read("a/zarr.json")
     wire.close()
+
+
+def test_a_host_that_takes_few_requests_holds_up_no_other(cloud, folder, monkeypatch):
+    """Stores of two hosts, joined: the limit of one says nothing of the other, and its queue is passed by."""
+    monkeypatch.setattr("kit.data.stores.http.FEWEST", 4)
+    (folder / "b" / "x").mkdir()
+    (folder / "b" / "x" / "k").write_bytes(b"1")
+    url = url_of(cloud, "http", "x")
+    fast = address_of(open_store(url), url)
+    with simulated_cloud("no limits", folder=folder) as other:
+        slow_url = url_of(other, "http", "x")
+        slow = address_of(open_store(slow_url), slow_url)
+        other.turn(latency_seconds=0.5)
+        source = HttpClient(
+            lambda key: (slow if key.startswith("slow") else fast, "k"), url, 64, PATIENCE_SECONDS, Counters()
+        )
+        waiting, asked = ([Told(f"{name}/{n}") for n in range(40)] for name in ("slow", "fast"))
+        source.submit(waiting)
+        source.submit(asked)
+        assert all(bytes(one.future.result(PATIENCE_SECONDS)) == b"1" for one in asked)
+        assert not all(one.future.done() for one in waiting)  # 4 of 40 are open at first
+        assert all(bytes(one.future.result(PATIENCE_SECONDS)) == b"1" for one in waiting)
+        first, second = (source._hosts[urlsplit(one.base).netloc].limit for one in (slow, fast))
+        assert first is not second
+        assert source.open_requests[0] == min(64, first.now + second.now)
+        source.close()

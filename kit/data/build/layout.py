@@ -5,10 +5,8 @@
 - `expected_bytes`: exact counts, and compressed bytes estimated from chunks spread evenly over each variable, encoded
   as they will be stored. Known error: that of a small sample, a few per cent for fields alike everywhere, more when a
   few regions differ from the rest.
-- `predict_reading`: requests and stored bytes of one sample (`kit.chunks.cost`), as a trial counts them: each chunk of
-  a batch is fetched once, unless it is on its way for a batch before; neighbours in a shard share a request where that
-  pays, which in a folder is seldom; the index of each shard is one request. Bytes are known only for a store that kit
-  built, by its own ratio of stored to uncompressed bytes; chunks of smooth fields compress better than those of rough.
+- `predict_reading` and `price_store`: requests and stored bytes of a sample, as a trial counts them, and their cost.
+  Both play the run through (`kit.data.stream.expected`): what is predicted before a trial is what the trial expects.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import numpy as np
 
 from kit.arguments import takes_config
 from kit.chunks.access import Access, Order
-from kit.chunks.cost import LayoutCost, price
+from kit.chunks.cost import ArrayRequests, LayoutCost, price
 from kit.chunks.reasons import plan_layout
 from kit.chunks.resources import Host, Network, Prices
 from kit.chunks.search import ChunkPlan
@@ -273,35 +271,26 @@ def _sample_chunks(writer: ArrayWriter) -> list[Region]:
 def predict_reading(config: Config, dataset: Dataset, world_size: int = 1) -> dict[str, float]:
     """`requests_per_sample` and, where the store tells, `bytes_per_sample`, of a trial of `trial.max_steps`.
 
-    A short one is played through with the offsets that it will read (`kit.data.stream.expected`); of a long one the
-    average is expected.
-
     Raises:
         PlanError: for a patch that does not fit the data.
         ConfigError: for variables that do not exist.
     """
     batches = config.trial.max_steps * config.levers.accumulate_grad_batches
     held = 1  # by the loop of a Trainer, which asks for a batch before it knows that the last was the last
-    if played := _played(config, dataset, world_size, batches + held):
-        answer = {"requests_per_sample": played.requests / played.samples}
-        return (
-            answer
-            if played.stored_bytes is None
-            else answer | {"bytes_per_sample": played.stored_bytes / played.samples}
-        )
-    costs, samples = price_store(config, dataset, batches), config.loader.batch_size
-    answer = {"requests_per_sample": sum(cost.requests_made_per_batch for cost in costs) / samples}
-    if stored_fraction(dataset) is not None:
-        answer["bytes_per_sample"] = sum(cost.bytes_made_per_batch for cost in costs) / samples
+    played = _played(config, dataset, world_size, batches + held)
+    answer = {"requests_per_sample": sum(one.requests for one in played.arrays)}
+    if played.tells_sizes:
+        answer["bytes_per_sample"] = sum(one.stored_bytes for one in played.arrays)
     return answer
 
 
-def _played(config: Config, dataset: Dataset, world_size: int, batches: int) -> Expected | None:
+def _played(config: Config, dataset: Dataset, world_size: int, batches: int | None = None, **how: int) -> Expected:
+    """What is asked for a sample in the first batches of a run on each rank, or in all of its epochs."""
     loader, in_folder = config.loader, _in_folders(config)
     plan, cache = sample_plan(config, dataset, world_size), ReadCache.of(config.cache)
-    processes = max(1, loader.num_workers)
+    processes, most = max(1, loader.num_workers), plan.batches_per_epoch * config.training.max_epochs
     reading = Reading(
-        batches=min(batches, plan.batches_per_epoch * config.training.max_epochs),
+        batches=most if batches is None else min(batches, most),
         ahead=loader.batches_ahead + (loader.prefetch_factor if loader.num_workers else 0), processes=processes,
         coalescing=replace(network_of(config), in_folder=in_folder).coalescing,
         joins=loader.batches_ahead,
@@ -310,7 +299,7 @@ def _played(config: Config, dataset: Dataset, world_size: int, batches: int) -> 
         requests_in_flight=max(1, loader.requests_in_flight // processes),
         entries=None if in_folder or cache is None else _as_it_is(cache),
         shared=cache is not None and bool(cache.folder),
-        compression_ratio=config.chunking.compression_ratio or 1.0,
+        compression_ratio=config.chunking.compression_ratio or 1.0, **how,
     )  # fmt: skip
     return expect(dataset, dataset.select(config.data.variables), plan, reading)
 
@@ -325,40 +314,44 @@ def _as_it_is(cache: ReadCache) -> Entries:
     return cache.open() if cache.folder else MemoryCache(cache.size_bytes, cache.eviction)
 
 
-def price_store(config: Config, dataset: Dataset, batches: int | None = None) -> tuple[LayoutCost, ...]:
+_MOST_TOUCHED = 20_000
+"""Chunks of batches: played in a fraction of a second, as a slider wants it."""
+
+
+def price_store(config: Config, dataset: Dataset) -> tuple[LayoutCost, ...]:
     """The store as it is cut, priced with the config's network and host: one cost for all variables cut alike.
 
-    `batches` is how many a rank reads, where that is fewer than its epochs have; their indexes of shards weigh more.
-    Most stores give one. Of several, requests, bytes and seconds add up: each is priced as if it had the host alone.
+    What a batch asks of it is what a trial of all epochs expects (`kit.data.stream.expected`). Most stores give one
+    cost. Of several, requests, bytes and seconds add up: each is priced as if it had the host alone.
 
     Raises:
         PlanError: for a patch that does not fit the data.
         ConfigError: for variables that do not exist.
     """
-    alike: dict[Any, list[ArrayInfo]] = {}
-    for chosen in dataset.select(config.data.variables):
+    arrays, pattern = dataset.select(config.data.variables), pattern_of(config)
+    played = _played(config, dataset, pattern["ranks"], most_touched=_MOST_TOUCHED)
+    alike: dict[Any, list[tuple[ArrayInfo, ArrayRequests]]] = {}
+    for chosen, asked in zip(arrays, played.arrays, strict=True):
         info = dataset.arrays[chosen.name]  # one that is repeated along a dimension is read as it is stored
-        alike.setdefault((info.chunk, info.shard or (), info.dtype.itemsize, info.stored_shape), []).append(info)
+        cut = (info.chunk, info.shard or (), info.dtype.itemsize, info.stored_shape)
+        alike.setdefault(cut, []).append((info, asked))
     stored = stored_fraction(dataset)
     ratio = 1 / stored if stored else config.chunking.compression_ratio or 1.0
-    return tuple(_price(config, alike[cut][0], len(alike[cut]), ratio, batches) for cut in sorted(alike))
+    return tuple(_price(config, alike[cut], pattern | {"compression_ratio": ratio}) for cut in sorted(alike))
 
 
-def _price(
-    config: Config, info: ArrayInfo, variables: int, compression_ratio: float, batches: int | None
-) -> LayoutCost:
-    data = config.data
+def _price(config: Config, found: list[tuple[ArrayInfo, ArrayRequests]], pattern: dict[str, Any]) -> LayoutCost:
+    """Of variables cut alike, with what is asked of each for a sample."""
+    data, info, batch_size = config.data, found[0][0], config.loader.batch_size
     sizes = zip(info.dims, info.stored_shape, info.shape, strict=True)
     # Of a coarser store as many elements as the patch reaches over there.
     patch = tuple(-(-data.patch.get(name, 1) * stored // size) for name, stored, size in sizes)
     default = patch if data.order == "grid" else (1,) * len(patch)
     access = Access(
-        shape=info.stored_shape, itemsize=info.dtype.itemsize, patch=patch, order=data.order, variables=variables,
+        shape=info.stored_shape, itemsize=info.dtype.itemsize, patch=patch, order=data.order, variables=len(found),
         stride=tuple(data.stride.get(name, side) for name, side in zip(info.dims, default, strict=True)),
-        batch_size=config.loader.batch_size, compression_ratio=compression_ratio, **pattern_of(config),
+        batch_size=batch_size, **pattern,
     )  # fmt: skip
-    if batches is not None and batches < access.batches and data.order == "random":
-        samples = min(access.epoch_samples, batches * access.batch_size * access.ranks)
-        access = replace(access, samples_per_epoch=samples, epochs=1)
+    asked = sum((one for _, one in found), ArrayRequests()).times(batch_size)
     network = replace(network_of(config), in_folder=_in_folders(config))
-    return price(access, network, info.chunk, host_of(config), shard=info.shard, closely=True)
+    return price(access, network, info.chunk, host_of(config), shard=info.shard, asked=asked)

@@ -416,7 +416,8 @@ class _Stream(EpochStream[PatchBatch, SamplePlan]):
             yield arrays
 
     def _own_counts(self) -> Tensor:
-        return torch.tensor([self.engine.counters[name] for name in NAMES])
+        counts = self.engine.counters
+        return torch.tensor([counts[name] for name in NAMES])
 
     def counters(self) -> dict[str, int]:
         rows = (dict(zip(NAMES, row, strict=True)) for row in self._counts.tolist())

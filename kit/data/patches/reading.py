@@ -49,6 +49,8 @@ _DROPPED = 2
 """Batches left out at the start of a pass, beside those read ahead."""
 _MOST_TIMES = 3
 """Whole time over the time asked for, at most."""
+_SETTLING_SECONDS = 1.0
+"""At most, and ten times what a request may take to be answered without being missed."""
 _ALONE = {"hardware.devices": "auto", "hardware.strategy": "none"}
 
 
@@ -251,7 +253,8 @@ def _pace(loader: PatchLoader, left_out: int | None, seconds: float) -> _Pace:
     next(iter(loader))
     pace.first_seconds = time.perf_counter() - began
     deadline = began + _MOST_TIMES * seconds
-    passes, under_way = 0, loader.counters()
+    passes = 0
+    first = under_way = _settled(loader)  # the batches that were read for the first one alone do not count
     while pace.batches < 2 or (pace.seconds < seconds and time.perf_counter() < deadline):
         before, passes = time.perf_counter(), passes + 1
         for place, batch in enumerate(loader):
@@ -265,10 +268,19 @@ def _pace(loader: PatchLoader, left_out: int | None, seconds: float) -> _Pace:
             before = now
             if left_out is not None and pace.seconds >= seconds and pace.batches > 1:
                 break
-    pace.counts = loader.counters()
-    if passes == 1 and left_out is not None:
-        pace.counts = {name: count - under_way[name] for name, count in pace.counts.items()}
+    before_them = under_way if passes == 1 else first
+    pace.counts = {name: count - before_them[name] for name, count in loader.counters().items()}
     return pace
+
+
+def _settled(loader: PatchLoader) -> dict[str, int]:
+    """What is counted once nothing that was read ahead in vain is on its way any more."""
+    before: dict[str, int] = {}
+    now, deadline = loader.counters(), time.perf_counter() + _SETTLING_SECONDS
+    while now != before and time.perf_counter() < deadline:
+        time.sleep(_SETTLING_SECONDS / 10)
+        before, now = now, loader.counters()
+    return now
 
 
 NETWORKS = ("same region", "across the ocean", "home WiFi")

@@ -28,8 +28,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import pycurl
 
@@ -163,12 +164,30 @@ class Client:
             get.fail(error)
 
 
+class _Host:
+    """What is sent to one host; others may be faster, slower or refuse what it takes."""
+
+    def __init__(self, in_flight: int) -> None:
+        self.limit = ConcurrencyLimit(in_flight)
+        self.waiting: deque[Get] = deque()
+        self.open = 0
+        """Requests sent and not answered."""
+        self.knows_head = True
+        """Else tags are those of a GET of one byte."""
+
+
+@lru_cache(maxsize=1024)
+def _netloc(base: str) -> str:
+    return urlsplit(base).netloc
+
+
 @dataclass(slots=True)
 class _Sent:
     """A request on its way."""
 
     get: Get
     address: Address
+    host: _Host
     span: str | None
     """In the words of an HTTP range; None for a whole object."""
     parts: list[bytes]
@@ -183,7 +202,7 @@ class HttpClient(Client):
 
     Args:
         address: Below which all objects lie; or what gives the address of one, by its key, and its key there.
-        in_flight: Requests sent and not answered, at most; fewer where more do not help (`ConcurrencyLimit`).
+        in_flight: Requests sent and not answered, at most; fewer to a host where more do not help (`ConcurrencyLimit`).
         seconds: How long one request may take, and how long attempts may begin.
         counters: Count every request.
     """
@@ -197,7 +216,9 @@ class HttpClient(Client):
         counters: Counters,
     ) -> None:
         self._address, self._url, self._shown = address, url, redact(url)
-        self.limit, self._seconds = ConcurrencyLimit(in_flight), seconds
+        self._in_flight, self._seconds = in_flight, seconds
+        self._hosts = {"": _Host(in_flight)}
+        """By their names; one without a name where all objects lie below one address."""
         self._counters = counters
         self.retries = Retries(seconds, lambda: counters.add(requests=1, retries=1))
         self._lock = threading.Lock()
@@ -217,26 +238,46 @@ class HttpClient(Client):
         self._closed = False
         self._due: float | None = None
         """When libcurl wants to be called, whatever the sockets say."""
-        self._waiting: deque[Get] = deque()
         self._to_retry: list[tuple[float, int, Get]] = []
         """A heap by when each is due."""
         self._numbers = itertools.count()
         self._idle: list[tuple[Any, Address, list[bytes]]] = []
         """Handles, with the address that each was prepared for, and what it fills."""
         self._sent: dict[Any, _Sent] = {}
-        self._knows_head = True
-        """Else tags are those of a GET of one byte."""
 
     def submit(self, gets: Iterable[Get], urgent: bool = False) -> None:
         with self._lock:
             if self._closed:
                 raise StoreError(f"{self._shown}: its reader is closed")
-            (self._waiting.extendleft if urgent else self._waiting.extend)(gets)
+            for get in gets:
+                waiting = self._host_of(get).waiting
+                (waiting.appendleft if urgent else waiting.append)(get)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kit-http", daemon=True)
                 self._thread.start()
             if self._asleep:
                 self._wake()
+
+    @property
+    def open_requests(self) -> tuple[int, str]:
+        """How many requests may be open now, to all hosts together, and why no more may to one that has fewer."""
+        limits = [host.limit for name, host in [*self._hosts.items()] if name or len(self._hosts) == 1]
+        reasons = [limit.reason for limit in limits if limit.reason]
+        return min(self._in_flight, sum(limit.now for limit in limits)), reasons[0] if reasons else ""
+
+    @property
+    def _waits(self) -> bool:
+        return any(host.waiting for host in [*self._hosts.values()])
+
+    def _host_of(self, get: Get) -> _Host:
+        """Where the object lies, by the name of the host."""
+        if isinstance(self._address, Address):
+            return self._hosts[""]
+        try:
+            name = _netloc(self._address(get.key)[0].base)
+        except Exception:  # as it will be again, when it is to be sent, and then it fails
+            name = ""
+        return self._hosts.get(name) or self._hosts.setdefault(name, _Host(self._in_flight))
 
     def close(self) -> None:
         if self._pid != os.getpid():
@@ -264,12 +305,12 @@ class HttpClient(Client):
         quiet_since = time.monotonic()
         while True:
             held_up = self._start()
-            if self._sent or self._waiting or self._to_retry:
+            if self._sent or self._waits or self._to_retry:
                 quiet_since = time.monotonic()
             if self._closed or time.monotonic() - quiet_since > _LINGER_SECONDS:
                 left: list[Get] = []
                 with self._lock:
-                    over = self._closed or not self._waiting
+                    over = self._closed or not self._waits
                     if over:
                         self._thread = None
                     if self._closed:
@@ -285,7 +326,7 @@ class HttpClient(Client):
 
     def _serve(self, seconds: float) -> None:
         self._asleep = True
-        if self._waiting and seconds > _MEMORY_PAUSE_SECONDS and len(self._sent) < self.limit.now:
+        if seconds > _MEMORY_PAUSE_SECONDS and any(self._may_send(host) for host in [*self._hosts.values()]):
             seconds = 0.0  # submitted after the last look, by a thread that saw this one awake
         ready = self._sockets.ready(seconds)
         self._asleep = False
@@ -303,24 +344,31 @@ class HttpClient(Client):
     def _start(self) -> bool:
         """Send what may be sent; whether something waits for memory."""
         while self._to_retry and self._to_retry[0][0] <= time.monotonic():
-            self._waiting.appendleft(heapq.heappop(self._to_retry)[2])
-        while self._waiting and len(self._sent) < self.limit.now:
-            get = self._waiting.popleft()
+            get = heapq.heappop(self._to_retry)[2]
+            self._host_of(get).waiting.appendleft(get)
+        hosts = [*self._hosts.values()]
+        while able := [host for host in hosts if self._may_send(host)]:
+            host = min(able, key=attrgetter("open")) if len(able) > 1 else able[0]
+            get = host.waiting.popleft()
             try:
                 begun = get.begin()
                 if begun:
-                    self._send(get)
+                    self._send(get, host)
             except BaseException as error:
                 self._fail(get, error)
                 continue
             if begun is None:
-                self._waiting.appendleft(get)
+                host.waiting.appendleft(get)
                 return True
-        if self._waiting:
-            self.limit.held_back()
+        for host in hosts:
+            if host.waiting and host.open >= host.limit.now:
+                host.limit.held_back()
         return False
 
-    def _send(self, get: Get) -> None:
+    def _may_send(self, host: _Host) -> bool:
+        return bool(host.waiting) and host.open < host.limit.now and len(self._sent) < self._in_flight
+
+    def _send(self, get: Get, host: _Host) -> None:
         address, key = self._find(get)
         easy, parts = self._handle(address)
         span, most_bytes = None, 0
@@ -328,7 +376,7 @@ class HttpClient(Client):
             span, most_bytes = f"{get.first}-{get.last - 1}", get.last - get.first
         elif get.first is not None:
             span, most_bytes = str(get.first), -get.first
-        elif get.head and not self._knows_head:
+        elif get.head and not host.knows_head:
             span, most_bytes = _ANY_BYTE, 1
         easy.setopt(pycurl.URL, f"{address.base}/{_quoted(key)}{address.signature()}")
         if get.head:  # after which the handle is closed
@@ -342,7 +390,8 @@ class HttpClient(Client):
         easy.setopt(pycurl.MAXFILESIZE_LARGE, most_bytes)  # a store that knows no ranges would send whole objects
         for option, value in address.login():
             easy.setopt(option, value)
-        self._sent[easy] = _Sent(get, address, span, parts, self.limit.round, time.monotonic())
+        self._sent[easy] = _Sent(get, address, host, span, parts, host.limit.round, time.monotonic())
+        host.open += 1
         self._multi.add_handle(easy)
 
     def _find(self, get: Get) -> tuple[Address, str]:
@@ -381,9 +430,9 @@ class HttpClient(Client):
             for easy in good:
                 sent, status = self._take(easy), easy.getinfo(pycurl.RESPONSE_CODE)
                 if status in TOO_MANY:
-                    self.limit.refused(sent.round)
+                    sent.host.limit.refused(sent.round)
                 else:
-                    self.limit.answered(sent.round, time.monotonic() - sent.sent_at)
+                    sent.host.limit.answered(sent.round, time.monotonic() - sent.sent_at)
                 self._on_status(sent, status)
                 sent.parts.clear()  # the handle fills them again
                 if sent.get.head:
@@ -408,7 +457,9 @@ class HttpClient(Client):
 
     def _take(self, easy: Any) -> _Sent:
         self._multi.remove_handle(easy)
-        return self._sent.pop(easy)
+        sent = self._sent.pop(easy)
+        sent.host.open -= 1
+        return sent
 
     def _on_status(self, sent: _Sent, status: int) -> None:
         get, parts = sent.get, sent.parts
@@ -421,8 +472,8 @@ class HttpClient(Client):
             self._pass_on(get, None)
         elif get.head and sent.span is None and status in _NO_HEAD:
             self._counters.add(requests=1)
-            self._knows_head = False
-            self._waiting.appendleft(get)
+            sent.host.knows_head = False
+            sent.host.waiting.appendleft(get)
         else:
             words = http.client.responses.get(status, "")
             whole = "; a range was requested" if status == 200 else ""
@@ -443,10 +494,12 @@ class HttpClient(Client):
 
     def _end(self) -> list[Get]:
         """Close everything, under the lock; returns the requests without a response."""
-        left = [*self._waiting, *(get for _, _, get in self._to_retry), *(sent.get for sent in self._sent.values())]
+        waiting = [get for host in self._hosts.values() for get in host.waiting]
+        left = [*waiting, *(get for _, _, get in self._to_retry), *(sent.get for sent in self._sent.values())]
         for easy in self._sent:
             self._multi.remove_handle(easy)
-        self._waiting.clear()
+        for host in self._hosts.values():
+            host.waiting.clear()
         self._to_retry.clear()
         self._sent.clear()
         self._multi.close()

@@ -88,6 +88,7 @@ class CachedRequests(Requests):
             held = self.entries.holds(name, WHOLE)
             self.counters.add(read_cache_misses=not held)
             if held:
+                request.chunks[0].arrived = True
                 self._kept.submit([_GetKept(self, name, request, None, None)])
             else:
                 self.request(name, request, None, None)
@@ -119,6 +120,8 @@ class CachedRequests(Requests):
         places = self._queue.places(wanted, index)
         held = [place for place in places if self.entries.holds(name, (place[0], place[1]))]
         there = {id(place[2]) for place in held}
+        for _, _, chunk in held:
+            chunk.arrived = True
         missing = [place for place in places if id(place[2]) not in there]
         self.counters.add(read_cache_misses=len(missing))
         for run in self._queue.runs(missing):

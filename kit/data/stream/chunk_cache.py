@@ -15,7 +15,7 @@ waits for a chunk that nobody reads: one no longer wanted is forgotten before it
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -65,11 +65,15 @@ class BatchPart:
 class Chunk:
     """One chunk of one variable: requested, or decoded."""
 
-    __slots__ = ("coords", "decoded", "first_window", "key", "parts", "stored", "transient_batches", "window")
+    __slots__ = (
+        "arrived", "coords", "decoded", "first_window", "key", "parts", "stored", "transient_batches", "window",
+    )  # fmt: skip
 
     def __init__(self, stored: StoredArray, key: Key) -> None:
         self.stored, self.key, self.coords = stored, key, key[1]
         self.decoded: NDArray[Any] | None = None
+        self.arrived = False
+        """Whether its stored bytes are here; whoever takes them says so."""
         self.parts: list[BatchPart] = []
         """Of the batches that wait for it."""
         self.transient_batches = 0
@@ -174,6 +178,12 @@ class ChunkCache:
                     self._uncount(chunk, chunk.decoded)
                     self._forget(chunk)
                     chunk.decoded = None
+
+    def still_to_come(self) -> Counter[JobGroup[Any]]:
+        """Chunks that each batch waits for and whose stored bytes are not here."""
+        with self._lock:
+            coming = [chunk for chunk in self._chunks.values() if not chunk.arrived and chunk.decoded is None]
+            return Counter(part.batch for chunk in coming for part in chunk.parts)
 
     def still_wanted(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Those that a batch or window waits for; the others are forgotten, so that who wants them next reads them."""

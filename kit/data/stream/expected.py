@@ -1,4 +1,4 @@
-"""Expected reading: what the first batches of a run will ask of a store, played through before a request is sent.
+"""Expected reading: what the batches of a run will ask of a store, played through before a request is sent.
 
 The offsets of a plan are known, so the chunks of every batch are, and with them what is shared: within a batch, with
 the decoded chunks that are kept, with the read cache as it is filled now and as the run fills it, and in block order
@@ -9,6 +9,9 @@ Of a store that kit did not build, a few of the objects that the first batches t
 are, and in which order they lie in a shard, decides which neighbours share a request; and under its tag a read cache
 keeps each object. The others are taken to be like those. Where nothing can be looked at, chunks are taken to be as
 large as `compression_ratio` says.
+
+A run is played to its end, or as far as `most_touched` allows. A longer one goes on as the second half of what was
+played, or in block order as the windows after the first, but for indexes of shards, each of which is fetched once.
 
 A chunk is there for as many batches as are read ahead (`kit.data.stream.chunk_cache`), where memory is spare, whether
 reading or training is the slower. Known error, measured on a store of 144 chunks: requests 0 to 5 % where a step takes
@@ -33,6 +36,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from kit.chunks.cost import ArrayRequests
 from kit.chunks.requests import Coalescing, Place, c_numbers, morton_numbers, runs
 from kit.chunks.resources import HOLES_SHARE, READY_TOO
 from kit.data.dataset import ArrayInfo, Dataset, XarrayStore
@@ -55,22 +59,21 @@ from kit.data.stream.receive import WINDOWS_DECODED
 from kit.data.stream.scatter import touched
 from kit.errors import KitError
 
-_MOST_TOUCHED = 200_000
-"""Chunks of batches; more are not played through."""
+_TOUCHED_AT_LEAST = 64
+"""Chunks that a batch of fewer counts for: its offsets take as long to find."""
 _LOOKED_AT = 64
 """Objects of an array: those of a short epoch mostly, so that what a read cache holds of each is known."""
 _AT_ONCE = 16
 _LOOK_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Expected:
-    """Of all ranks, in the batches begun."""
+    """On average for a sample, of each array in the order given."""
 
-    samples: int
-    requests: int
-    stored_bytes: float | None
-    """None where the store does not tell the sizes of its objects."""
+    arrays: tuple[ArrayRequests, ...]
+    tells_sizes: bool
+    """Whether the store tells how large its objects are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,7 @@ class Reading:
         requests_in_flight: Of each process.
         entries: The read cache as it is; None for none.
         shared: Whether all processes have one read cache.
+        most_touched: Chunks of batches that are played through.
         compression_ratio: Decoded bytes per stored byte, of chunks whose size nothing else tells.
     """
 
@@ -101,29 +105,60 @@ class Reading:
     entries: Entries | None = None
     shared: bool = True
     compression_ratio: float = 1.0
+    most_touched: int = 200_000
 
 
-def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, reading: Reading) -> Expected | None:
-    """What a run will ask of the store; None where it is too long to be played through."""
+def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, reading: Reading) -> Expected:
+    """What a run will ask of the store."""
     readers: list[_Reader] = []
     objects = _objects_of(dataset, arrays, plan, reading)
     for rank, process in product(range(plan.world_size), range(reading.processes)):
         if readers and not reading.shared:
             objects = [one.again() for one in objects]
         readers.append(_Reader(objects, plan, reading, rank, process))
-    touched_chunks = 0
     steps = math.ceil(reading.batches / reading.processes)
-    for _ in range(steps):
+    marks, played = [_Mark.of(readers)], 0
+    while played < steps and (done := sum(reader.touched for reader in readers)) <= reading.most_touched:
         for reader in readers:
-            touched_chunks += reader.serve_one()
-        if touched_chunks > _MOST_TOUCHED:
-            return None
-    sizes = [reader.stored_bytes for reader in readers]
-    return Expected(
-        samples=sum(reader.samples for reader in readers),
-        requests=sum(reader.requests for reader in readers),
-        stored_bytes=sum(sizes) if all(one.tells_sizes for one in objects) else None,
-    )
+            reader.serve_one()
+        played += 1
+        if done <= reading.most_touched // 2:
+            marks[1:] = [_Mark.of(readers)]
+    end = _Mark.of(readers)
+    if played == steps:
+        per_sample = [one.times(1 / end.samples) for one in end.asked]
+        return Expected(tuple(per_sample), all(one.tells_sizes for one in objects))
+    if all(reader.first_window for reader in readers):
+        marks.insert(1, _Mark.of([reader.first_window for reader in readers if reader.first_window]))
+    begin = next(mark for mark in reversed(marks) if mark.read_samples < end.read_samples)
+    samples = max(end.read_samples, reading.batches * plan.global_batch_size)
+    times, found = (samples - end.read_samples) / (end.read_samples - begin.read_samples), list[ArrayRequests]()
+    for now, before, array in zip(end.asked, begin.asked, objects, strict=True):
+        one = now + (now - before).times(times)
+        indexes = array.shards_met(now.indexes, len(readers), samples / end.read_samples)
+        more = (indexes - one.indexes, indexes * array.index_bytes - one.index_bytes)
+        found.append((one + ArrayRequests(0, more[0], more[0], more[1], more[1])).times(1 / samples))
+    return Expected(tuple(found), all(one.tells_sizes for one in objects))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """How far readers have come, all together."""
+
+    samples: int
+    """Begun."""
+    read_samples: int
+    """Those whose chunks have been asked for: in block order, of whole windows."""
+    asked: list[ArrayRequests]
+    """Of each array."""
+
+    @classmethod
+    def of(cls, readers: Sequence[_Reader | _Mark]) -> _Mark:
+        return cls(
+            sum(reader.samples for reader in readers),
+            sum(reader.read_samples for reader in readers),
+            [sum(each, ArrayRequests()) for each in zip(*(reader.asked for reader in readers), strict=True)],
+        )
 
 
 def _objects_of(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, reading: Reading) -> list[_Objects]:
@@ -196,6 +231,19 @@ class _Objects:
         other = copy.copy(self)
         other._held = {}
         return other
+
+    def shards_met(self, met: float, readers: int, times: float) -> float:
+        """Indexes that readers fetch in a run, of which they have met some in one that was so many times shorter."""
+        if not self.info.shard:
+            return 0.0
+        all_of_them = readers * math.prod(-(-n // side) for n, side in zip(*self._outer_sides, strict=True))
+        return all_of_them * float(1 - max(0.0, 1 - met / all_of_them) ** times)
+
+    @property
+    def _outer_sides(self) -> tuple[Place, Place]:
+        """Of the array as it is stored, and of a shard."""
+        assert self.info.shard is not None
+        return self.info.stored_shape, tuple(self.info.shard[axis] for axis in self.info.stored_axes)
 
     @cached_property
     def index_bytes(self) -> int:
@@ -309,8 +357,11 @@ class _Reader:
     ) -> None:
         self._objects, self._plan, self._reading, self._rank = objects, plan, reading, rank
         self._steps = range(process, plan.batches_per_epoch, reading.processes)
-        self.samples = self.requests = 0
-        self.stored_bytes = 0.0
+        self.samples = self.read_samples = self.touched = 0
+        self.asked = [ArrayRequests() for _ in objects]
+        """Of each array."""
+        self.first_window: _Mark | None = None
+        """Where the first window ended, which shares its chunks with none before."""
         self._epoch, self._served, self._begun = 0, 0, 0
         self._met: set[tuple[int, Place]] = set()
         self._joined: deque[set[tuple[int, Place]]] = deque(maxlen=reading.joins or None)
@@ -324,23 +375,23 @@ class _Reader:
         self._most_pinned = (reading.memory_bytes * (1 - 1 / HOLES_SHARE) - others) / chunk * 2 / 3
         """Chunks of two windows, up to which a third is requested too."""
 
-    def serve_one(self) -> int:
-        """Hand over the next batch, and begin those that the engine begins then; returns the chunks touched."""
+    def serve_one(self) -> None:
+        """Hand over the next batch, and begin those that the engine begins then."""
         if not self._steps:
-            return 0
+            return
         if self._served == len(self._steps):
             self._epoch, self._served, self._begun = self._epoch + 1, 0, 0
             self._window, self._pinned_steps = -1, 0
             self._pinned.clear()
+            self._joined.clear()  # all of them are handed over when an epoch ends
         self._served += 1
         most = min(len(self._steps), self._served + self._reading.ahead)
         if self._plan.windows is not None:
-            return self._begin_windows(most)
-        chunks = 0
+            self._begin_windows(most)
+            return
         for number in range(self._begun, most):
-            chunks += self._begin(self._steps[number])
+            self._begin(self._steps[number])
         self._begun = most
-        return chunks
 
     def touched_first(self) -> list[list[Place]]:
         """The objects of each array that the first batches touch."""
@@ -349,15 +400,15 @@ class _Reader:
             found[number].setdefault(self._objects[number].place(coords)[0])
         return [[*places] for places in found]
 
-    def _begin(self, step: int) -> int:
+    def _begin(self, step: int) -> None:
         wanted = self._touched([step])
         self.samples += len(self._plan.positions(step, self._rank))
+        self.read_samples = self.samples
         missing = [chunk for chunk in wanted if not self._is_here(chunk)]
         self._request(missing)
         if self._reading.joins:
             self._joined.append({*wanted})
         self._keep(wanted)
-        return len(wanted)
 
     def _is_here(self, chunk: tuple[int, Place]) -> bool:
         return chunk in self._kept or any(chunk in batch for batch in self._joined)
@@ -375,11 +426,11 @@ class _Reader:
             (array, _), _ = self._kept.popitem(last=False)
             self._kept_bytes -= self._objects[array].info.chunk_bytes
 
-    def _begin_windows(self, most: int) -> int:
+    def _begin_windows(self, most: int) -> None:
         """Whole windows are read: that being served, the next, and the one after it where memory allows."""
         for number in range(self._begun, most):
             self.samples += len(self._plan.positions(self._steps[number], self._rank))
-        self._begun, last, chunks = most, len(self._steps), 0
+        self._begun, last = most, len(self._steps)
         until = self._window_of(self._served - 1) + WINDOWS_DECODED
         while self._pinned_steps < last and (
             self._window + 1 < until or (self._window < until and sum(map(len, self._pinned)) <= self._most_pinned)
@@ -388,11 +439,13 @@ class _Reader:
             first = self._pinned_steps
             while self._pinned_steps < last and self._window_of(self._pinned_steps) <= self._window:
                 self._pinned_steps += 1
-            wanted = {*self._touched(self._steps[first : self._pinned_steps])}
+            steps = self._steps[first : self._pinned_steps]
+            wanted = {*self._touched(steps)}
+            self.read_samples += sum(len(self._plan.positions(step, self._rank)) for step in steps)
             self._request(sorted(wanted.difference(*self._pinned)))
             self._pinned.append(wanted)
-            chunks += len(wanted)
-        return chunks
+            if self.first_window is None:
+                self.first_window = _Mark(self.samples, self.read_samples, [*map(copy.copy, self.asked)])
 
     def _window_of(self, number: int) -> int:
         return self._plan.window(self._epoch, self._steps[number], self._rank)
@@ -403,6 +456,7 @@ class _Reader:
             offsets = self._plan.batch(self._epoch, step, self._rank)
             for number, array in enumerate(self._objects):
                 places = touched(offsets, self._plan.patch, array.info.chunk, array.info.matched)
+                self.touched += max(_TOUCHED_AT_LEAST, len(places))
                 found.update(dict.fromkeys((number, place) for place in places))
         return [*found]
 
@@ -410,26 +464,29 @@ class _Reader:
         """Send what the read cache does not hold; neighbours in a shard together."""
         by_object: defaultdict[tuple[int, Place], set[Place]] = defaultdict(set)
         for number, coords in chunks:
+            self.asked[number].chunks += 1
             outer, inside = self._objects[number].place(coords)
             by_object[number, outer].add(inside)
         for (number, outer), places in by_object.items():
             array = self._objects[number]
             held, first = array.held(outer) if array.keeps else set(), (number, outer) not in self._met
             self._met.add((number, outer))
-            self._count(first and array.is_tagged(outer), 0)
+            asked = self.asked[number]
+            asked.requests += first and array.is_tagged(outer)
             if not array.per_shard:
-                self._count(0 not in held, array.chunk_bytes(outer))
+                if 0 not in held:
+                    asked.requests += 1
+                    asked.stored_bytes += array.chunk_bytes(outer)
                 held.add(0)
                 continue
-            if first:
-                self._count(-1 not in held, array.index_bytes)
-                held.add(-1)
+            if first and -1 not in held:
+                asked.requests += 1
+                asked.indexes += 1
+                asked.stored_bytes += array.index_bytes
+                asked.index_bytes += array.index_bytes
+            held.add(-1)
             spans = [span for span in array.spans(outer, places) if span[2] not in held]
             for run in runs(spans, self._reading.coalescing):
-                self._count(True, run.last - run.first)
+                asked.requests += 1
+                asked.stored_bytes += run.last - run.first
                 held.update(range(run.items[0][2], run.items[-1][2] + 1))
-
-    def _count(self, requested: bool, size_bytes: float) -> None:
-        if requested:
-            self.requests += 1
-            self.stored_bytes += size_bytes

@@ -2,9 +2,9 @@
 
 An object store at a known address is read by libcurl (`HttpClient`); a local folder by threads that each wait for a
 response (`ThreadClient`); any other store on its event loop (`AsyncClient`). Of stores that are joined, all those of a
-kind have one client, and so one queue and one limit. All give bytes, or None where there is no such object, or a
-StoreError without secrets; all retry by one policy (`kit.data.stores.retry`), count every request, and give up one that
-has no response in time.
+kind have one client, and so one queue; that over HTTP has a queue and a limit for each host. All give bytes, or None
+where there is no such object, or a StoreError without secrets; all retry by one policy (`kit.data.stores.retry`), count
+every request, and give up one that has no response in time.
 
 A shard's index is fetched once, whoever needs it, and before the chunks that wait already; then each run of neighbours
 is one request. A request whose chunks nobody wants any more is dropped when its turn comes; one that finds no memory
@@ -34,7 +34,7 @@ from kit.data.joined import JoinedStore
 from kit.data.stores.auth import Address, address_of
 from kit.data.stores.foreign import At
 from kit.data.stores.fsspec import RemoteStore
-from kit.data.stores.http import Client, ConcurrencyLimit, Get, HttpClient
+from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.local import Folder
 from kit.data.stores.retry import Retries
 from kit.data.stores.transfer import Counters, Octets, octets
@@ -205,9 +205,9 @@ class EachItsOwn(Client):
         return self._of(key).read(key, first, last)
 
     @property
-    def limit(self) -> ConcurrencyLimit | None:
+    def open_requests(self) -> tuple[int, str] | None:
         """Of the client over HTTP, where there is one."""
-        return next((client.limit for client in self._clients if isinstance(client, HttpClient)), None)
+        return next((client.open_requests for client in self._clients if isinstance(client, HttpClient)), None)
 
     def _of(self, key: str) -> Client:
         return self._of_store.get(id(leaf(self._store, key)[0]), self._clients[-1])

@@ -44,7 +44,7 @@ class JobGroup(Generic[Result]):
         self.future: _Droppable[Result] = _Droppable()
         self._lock = threading.Lock()
         self._settled = False
-        self._left = self._parts = 0
+        self._left = self.parts = 0
         self._finish: Callable[[], Result] | None = None
 
     @property
@@ -54,12 +54,7 @@ class JobGroup(Generic[Result]):
 
     def expect(self, parts: int, finish: Callable[[], Result]) -> None:
         """Say how many parts there are, before the first of them can end."""
-        self._left, self._parts, self._finish = parts, parts, finish
-
-    @property
-    def done_fraction(self) -> float:
-        """Of its parts."""
-        return 1 - self._left / self._parts if self._parts else 0.0
+        self._left, self.parts, self._finish = parts, parts, finish
 
     def part_done(self, count: int = 1) -> None:
         """So many parts have ended well; the thread that ends the last one calls `finish`."""

@@ -96,10 +96,8 @@ class Reader:
     @property
     def open_requests(self) -> tuple[int, str]:
         """How many requests may be open now, and the reason where they are fewer than allowed."""
-        limit = self._client.limit if isinstance(self._client, HttpClient | EachItsOwn) else None
-        if limit is not None:
-            return limit.now, limit.reason
-        return self._plan.requests_in_flight, ""
+        found = self._client.open_requests if isinstance(self._client, HttpClient | EachItsOwn) else None
+        return (self._plan.requests_in_flight, "") if found is None else found
 
     @property
     def held_bytes(self) -> int:
@@ -108,9 +106,14 @@ class Reader:
 
     @property
     def samples_under_way(self) -> int:
-        """Of batches that are not complete, as many samples as the part of their chunks that is there."""
+        """Of batches that are not complete, as many samples as the part of their chunks whose bytes are there.
+
+        Their requests are counted by then, while decoding may take long: a trial that ends meanwhile would divide the
+        requests of several batches by the samples of fewer.
+        """
         with self._lock:
-            return round(sum(size * batch.done_fraction for batch, size in self._active.values()))
+            coming = self._queue.cache.still_to_come()
+            return round(sum(size * _part_read(batch, coming[batch]) for batch, size in self._active.values()))
 
     def start(self, offsets: NDArray[np.int64], patch: Sequence[int], *, until_handed: bool = False) -> Future[Arrays]:
         """Begin reading the patches at `offsets` `(sample, dim)`; cancelling the future ends the work.
@@ -299,7 +302,8 @@ class Reader:
         with self._lock:
             batch, size = self._active.pop(future, (None, 0))
             if batch is not None:
-                self._counters.add(samples_read=round(size * batch.done_fraction))
+                coming = self._queue.cache.still_to_come()[batch] if failed else 0
+                self._counters.add(samples_read=round(size * _part_read(batch, coming)))
             over = batch is not None and (failed or future not in self._whole)
             if failed:
                 self._whole.pop(future, None)
@@ -314,6 +318,11 @@ class Reader:
         with self._lock:
             if not self.closed:
                 self._requests.cancel_unwanted()
+
+
+def _part_read(batch: JobGroup[Arrays], coming: int) -> float:
+    """Of a batch that waits for so many of its chunks; one that is not planned yet has asked for nothing."""
+    return 1 - coming / batch.parts if batch.parts else 0.0
 
 
 def _forget_unmatched(

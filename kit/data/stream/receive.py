@@ -194,6 +194,8 @@ class ReceiveQueue:
         else:
             reservation.share(len(run.items))
             spans = [(first - run.first, last - run.first, chunk) for first, last, chunk in run.items]
+        for _, _, chunk in spans:
+            chunk.arrived = True
         several = len(spans) > 1
         responses = [
             ChunkResponse(self.cache, stored, chunk, data[first:last], last - first, several, reservation)
