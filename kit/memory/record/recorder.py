@@ -34,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -70,6 +71,8 @@ _FAKE = _private._TorchDispatchModeKey.FAKE
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold the bytes of `tensor`: itself, or those inside a subclass such as DTensor."""
     whole: Any = tensor
+    if is_lazy(whole):
+        return  # it holds nothing before it gets its shape
     if not is_traceable_wrapper_subclass(whole):
         yield tensor
         return

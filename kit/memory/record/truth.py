@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.autograd.profiler import record_function
+from torch.nn.parameter import is_lazy
 
 from kit.memory.replay.estimate import MeasuredMemory
 
@@ -181,6 +182,8 @@ def storages_of(held: Any) -> Blocks:
 
 def _tensors(objects: Iterable[Any]) -> Iterator[torch.Tensor]:
     for item in objects:
+        if is_lazy(item):
+            continue  # it holds nothing before it gets its shape
         if isinstance(item, torch.Tensor):
             # The tensors that really hold a subclass's bytes, such as the shard of a DTensor.
             flatten = getattr(item, "__tensor_flatten__", None)
