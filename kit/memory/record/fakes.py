@@ -55,8 +55,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from kit.confinement.stand_ins import overridden, replaced
 from kit.memory.record.batches import Batches, TensorShape, Writer
 from kit.memory.record.fake_mode import forget_look
-from kit.memory.record.lazy_modules import lazy_parameters
-from kit.memory.record.value_sizes import composite_kernels, shape_kernels
+from kit.memory.record.value_sizes import composite_kernels, lazy_parameters, shape_kernels
 from kit.memory.replay.replay import GUESSED_CONDITION, UPPER_BOUND
 
 KNOWN_NUMEL = 4096

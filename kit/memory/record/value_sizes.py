@@ -8,22 +8,30 @@ one, each element is repeated once, rows are all different.
 of others and for which it reads lengths from memory: packed sequences, which recurrent layers take as the CPU does (on
 a GPU as `kit.memory.record.cuda` says), and the CTC loss.
 
-Private parts of torch used here, all tested on its upgrade: `_meta_registrations._create_grouped_mm_output_tensor` and
-`Library._destroy`.
+`lazy_parameters` are those that get their shape with the first batch, of torch.nn.LazyLinear and the like. One without
+a shape is a real tensor without elements: torch cannot make it of a fake one. When it gets its shape a fake one takes
+its place wherever it is kept: in its module and, where it had none before the optimizer was made, in that.
+
+Private parts of torch used here, all tested on its upgrade: `_meta_registrations._create_grouped_mm_output_tensor`,
+`Library._destroy`, `_DisableTorchDispatch` and `UninitializedTensorMixin`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, _meta_registrations
+from torch import Tensor, _meta_registrations, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from kit.confinement.stand_ins import replaced
 
 aten = torch.ops.aten
 
@@ -31,6 +39,7 @@ Assume = Callable[[str], None]
 """Takes what was assumed of values that are not known, such as "that each element is repeated once"."""
 
 _private: Any = _meta_registrations
+_torch: Any = torch
 
 
 def known_values(values: Tensor | Sequence[int]) -> list[int] | None:
@@ -236,3 +245,41 @@ class _PackedLayer(Function):
         made = [torch.empty_like(weight) for weight in weights[1:]]
         gates.pop()
         return None, None, torch.empty_like(data), torch.empty_like(weights[0]), *made
+
+
+# -- parameters whose shape comes with the first batch
+
+
+@contextlib.contextmanager
+def lazy_parameters() -> Iterator[None]:
+    """Inside, lazy modules can be made and run in a fake mode."""
+    with contextlib.ExitStack() as undo:
+        for kind in (UninitializedParameter, UninitializedBuffer):
+            undo.enter_context(replaced(kind, "__new__", _of_real_tensors(kind.__new__)))
+        undo.enter_context(replaced(_torch.nn.parameter.UninitializedTensorMixin, "materialize", _materialize))
+        yield
+
+
+def _of_real_tensors(make: Callable[..., Any]) -> Callable[..., Any]:
+    def new(*args: Any, **options: Any) -> Any:
+        with _torch._C._DisableTorchDispatch():
+            return make(*args, **options)
+
+    return new
+
+
+def _materialize(
+    lazy: Any, shape: Any, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> None:  # fmt: skip
+    with _torch._C._DisableTorchDispatch():
+        data = lazy.data
+    made: Tensor = torch.empty(shape, device=device or data.device, dtype=dtype or data.dtype)
+    if isinstance(lazy, UninitializedParameter):
+        made = nn.Parameter(made, lazy.requires_grad)
+    else:
+        made.persistent = getattr(lazy, "persistent", True)  # type: ignore[attr-defined]
+    for holder in gc.get_referrers(lazy):
+        if type(holder) is dict:
+            holder.update({name: made for name, value in holder.items() if value is lazy})
+        elif type(holder) is list:
+            holder[:] = [made if value is lazy else value for value in holder]
