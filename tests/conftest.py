@@ -32,6 +32,8 @@ _FOREIGN_NAMES = (
 )  # fmt: skip
 _KEPT = ("KIT_REQUIRE_BROWSER", "KIT_REQUIRE_POSTGRES")
 
+# By which nbformat would check addresses: five seconds of a core to compile its grammar, in every worker.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 sys.dont_write_bytecode = False  # hundreds of interpreters are started, and what they import is compiled once
 register_profiles()
 

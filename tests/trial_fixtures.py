@@ -82,9 +82,10 @@ def no_predictions_left(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_survivors():
-    """Every rank, and all that it forked, is gone soon after the test."""
+    """Every rank that the test began, and all that it forked, is gone soon after it."""
+    before = {*ranks_alive()}
     yield
-    wait_until(lambda: not ranks_alive())
+    wait_until(lambda: not {*ranks_alive()} - before)
 
 
 def ranks_alive():

@@ -1,5 +1,6 @@
 """The synthetic ocean: cut-independent, packed as it says, and like an ocean."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,20 @@ from kit.targets import load_target
 RECIPE = Path(__file__).parents[2] / "datasets" / "ocean" / "recipe.yaml"
 Ocean = load_target(f"{RECIPE.with_name('source.py')}:Ocean")
 MISSING = -32768
-SMALL = Ocean(time=6, lat=45, lon=90)
-EVERYTHING = tuple(slice(0, size) for size in SMALL.shape)
-WHOLE = {name: SMALL.read(name, EVERYTHING) for name in SMALL.variables}
+
+
+@functools.cache
+def small():
+    return Ocean(time=6, lat=45, lon=90)
+
+
+def everything():
+    return tuple(slice(0, size) for size in small().shape)
+
+
+@functools.cache
+def whole():
+    return {name: small().read(name, everything()) for name in small().variables}
 
 
 def decoded(ocean, name, region):
@@ -28,29 +40,31 @@ def decoded(ocean, name, region):
 
 @st.composite
 def regions(draw):
-    bounds = [sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True))) for size in SMALL.shape]
+    bounds = [
+        sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True))) for size in small().shape
+    ]
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
 @examples(60)
 @given(region=regions(), name=st.sampled_from(["sst", "u", "v"]))
 def test_a_piece_read_alone_equals_the_same_piece_of_the_whole(region, name):
-    block = SMALL.read(name, region)
+    block = small().read(name, region)
     assert block.dtype == np.int16
-    np.testing.assert_array_equal(block, WHOLE[name][region])
+    np.testing.assert_array_equal(block, whole()[name][region])
 
 
 def test_a_new_instance_gives_the_same_values_and_another_seed_another_planet():
     again, other = Ocean(time=6, lat=45, lon=90), Ocean(time=6, lat=45, lon=90, seed=3)
-    np.testing.assert_array_equal(again.read("sst", EVERYTHING), WHOLE["sst"])
-    assert (other.read("sst", EVERYTHING) != WHOLE["sst"]).mean() > 0.2
+    np.testing.assert_array_equal(again.read("sst", everything()), whole()["sst"])
+    assert (other.read("sst", everything()) != whole()["sst"]).mean() > 0.2
 
 
 def test_a_finer_grid_is_the_same_planet():
     fine = Ocean(time=6, lat=135, lon=270)
     centres = fine.read("sst", (slice(0, 6), slice(0, 135), slice(0, 270)))[:, 1::3, 1::3]
-    np.testing.assert_array_equal(centres == MISSING, WHOLE["sst"] == MISSING)
-    assert np.abs(centres.astype(int) - WHOLE["sst"]).max() <= 1
+    np.testing.assert_array_equal(centres == MISSING, whole()["sst"] == MISSING)
+    assert np.abs(centres.astype(int) - whole()["sst"]).max() <= 1
 
 
 def test_a_block_of_a_terabyte_is_read_alone():
@@ -61,10 +75,10 @@ def test_a_block_of_a_terabyte_is_read_alone():
 
 
 def test_three_tenths_are_land_the_same_for_every_variable_and_time():
-    land = WHOLE["sst"] == MISSING
-    weight = np.cos(np.radians(SMALL.coordinates["lat"]))[:, None] * np.ones(land.shape[1:])
+    land = whole()["sst"] == MISSING
+    weight = np.cos(np.radians(small().coordinates["lat"]))[:, None] * np.ones(land.shape[1:])
     assert 0.26 < (land[0] * weight).sum() / weight.sum() < 0.34
-    for values in WHOLE.values():
+    for values in whole().values():
         np.testing.assert_array_equal(values == MISSING, np.broadcast_to(land[0], land.shape))
 
 
