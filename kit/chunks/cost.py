@@ -77,7 +77,7 @@ class ArrayRequests:
     index_bytes: float = 0
 
     def __sub__(self, other: ArrayRequests) -> ArrayRequests:
-        return ArrayRequests(*(one - before for one, before in zip(astuple(self), astuple(other), strict=True)))
+        return self + other.times(-1)
 
     def __add__(self, other: ArrayRequests) -> ArrayRequests:
         return ArrayRequests(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))

@@ -268,9 +268,8 @@ def _of_real_tensors(make: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
-def _materialize(
-    lazy: Any, shape: Any, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> None:  # fmt: skip
+def _materialize(lazy: Any, shape: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    """Give a parameter or buffer its shape: a fake one takes its place wherever it is kept."""
     with _torch._C._DisableTorchDispatch():
         data = lazy.data
     made: Tensor = torch.empty(shape, device=device or data.device, dtype=dtype or data.dtype)
