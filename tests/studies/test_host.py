@@ -20,7 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 import kit
 from kit.studies.diagnosis import sampler as room
 from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, timed_lines
-from kit.studies.diagnosis.host import arrays_bytes, held_bytes, objects_bytes
+from kit.studies.diagnosis.host import arrays_bytes, embeddings, held_bytes, objects_bytes
 from kit.studies.diagnosis.sampler import Sampler, WatchedLoop, copied_bytes, read_of, shared_bytes
 from kit.testing import TinyModule
 
@@ -266,3 +266,8 @@ def test_lines_of_a_part_are_together_as_long_as_the_part():
     assert [one["fraction"] for one in found["lines"]] == pytest.approx([0.3, 0.2, 0.15])
     hardly = timed_lines({"parts": {"forward": 0.001}, "lines": [line(fraction=0.001)]}, {"forward": 0.5})
     assert hardly["lines"][0]["fraction"] < 0.01, "a part that was hardly seen tells nothing of its lines"
+
+
+def test_parameters_that_never_got_a_shape_are_not_counted():
+    module = torch.nn.ModuleList([torch.nn.Embedding(10, 4), torch.nn.Linear(4, 2), torch.nn.LazyLinear(3)])
+    assert embeddings(module) == {"name": "0", "elements": 40, "parameters": 40 + 10}

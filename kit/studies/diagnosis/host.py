@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
@@ -301,7 +302,7 @@ def embeddings(module: nn.Module) -> dict[str, Any]:
         (part.weight.numel(), name) for name, part in module.named_modules()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and not part.sparse and part.weight.requires_grad
     ]  # fmt: skip
-    total = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    total = sum(one.numel() for one in module.parameters() if one.requires_grad and not is_lazy(one))
     size, name = max(tables, default=(0, ""))
     return {"name": name, "elements": size, "parameters": total}
 
