@@ -228,6 +228,7 @@ def test_a_module_that_brings_a_checkpoint_callback_keeps_its_own_and_a_restart_
     assert (again.state, again.losses) == ("COMPLETE", [])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Lightning, on what is small
 def test_what_the_trial_did_after_its_fit_is_a_command_that_wants_a_trained_run(small):
     tested = small.replace({"trial.test_batches": 2})

@@ -85,6 +85,7 @@ def test_a_prediction_has_more_time_where_people_share_cores(text, cores, people
     assert asked == [60 * people]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_servers_open_with_their_share_and_end_with_the_room(tmp_path):
     command = [

@@ -98,6 +98,7 @@ def test_other_servers_are_asked_once_for_each_chunk(server, kit_built, request,
         assert counts["requests"] <= (0 if kit_built else objects)  # others are asked which object it is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tagged", [True, False])
 def test_a_web_server_without_head_is_read_and_cached_by_what_a_get_tells(
     tagged, folder_server, monkeypatch, tmp_path, tiny_config

@@ -65,6 +65,7 @@ def test_what_passes_is_tried_again(cloud, folder, tmp_path, fault):
     assert cloud.counts().faults[fault] >= 2
 
 
+@pytest.mark.slow
 def test_of_three_processes_one_reads_and_all_have_it(cloud, folder, tmp_path):
     url = cloud.upload(folder, "three/x")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -166,6 +166,7 @@ def ask(processes, line):
     return [process.stdout.readline().split(maxsplit=1) for process in processes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "lost_before"), crossed(["gs", "s3"], [False, True]))
 def test_of_two_processes_that_race_for_a_store_exactly_one_wins_every_time(cloud, scheme, lost_before):
     held = {"host": "elsewhere", "pid": 7, "token": "x", "beat": time.time() - lock.STALE_SECONDS - 1}

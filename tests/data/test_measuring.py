@@ -39,6 +39,7 @@ def test_each_config_is_a_row_with_prediction_measurement_and_ratio(stores):
     assert "mixing" not in repr(readings)
 
 
+@pytest.mark.slow
 def test_requests_that_are_not_opened_are_told_with_the_reason(tiny_config, tmp_path, monkeypatch):
     answered = ConcurrencyLimit.answered
     # As long as the store takes: how long this machine takes is no crowd.

@@ -34,6 +34,7 @@ def test_each_variable_is_priced_with_its_own_chunks(tmp_path):
     assert predict_reading(config, open_dataset(config)) == pytest.approx({"requests_per_sample": 1 + 4})
 
 
+@pytest.mark.slow
 def test_random_patches_cost_on_average_what_the_engine_counts(tmp_path, tiny_config):
     config = tiny_config(tmp_path / "tiny.zarr", data__arguments={"time": 24, "lat": 20})
     changes = {"data.patch": {"time": 2, "lat": 5}, "data.samples_per_epoch": 1200, "loader.batch_size": 6}

@@ -92,6 +92,7 @@ def recut(source, target, chunk, **changes):
 # -- the same bytes
 
 
+@pytest.mark.slow
 def test_all_schedulers_write_the_same_bytes(tmp_path, new_threads):
     values = write_slices(tmp_path / "source.zarr")
     chunk = {"time": 40, "lat": 16, "lon": 16}
@@ -406,6 +407,7 @@ def test_a_source_that_fails_on_a_worker_is_named_as_in_this_process(tmp_path, t
         build(config.replace({"build.workers": 1}), progress=False)
 
 
+@pytest.mark.slow
 def test_a_failure_ends_a_build_whatever_else_ends_at_that_moment(tmp_path, tiny_config):
     from distributed import LocalCluster
 

@@ -119,6 +119,7 @@ def _rebuild(config, started):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_reader_beside_a_rebuild_gets_a_published_version_or_a_named_error(tmp_path, tiny_config):
     config = tiny_config(tmp_path / "t.zarr")
     versions = [load_source(config.replace({"data.arguments": {"seed": seed}})).decoded("sst") for seed in SEEDS]

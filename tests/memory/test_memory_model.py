@@ -104,6 +104,7 @@ def test_the_batch_size_is_that_of_the_data_when_none_is_given(config):
     assert memory_model(config(), Deep, data, device=CARD).estimate().batch_size == 8
 
 
+@pytest.mark.slow
 def test_what_grows_faster_than_the_batch_is_recorded_anew_once_and_then_foretold(config, no_process):
     model = memory_model(config(), Pairs, data, device=CARD, timeout_seconds=PATIENCE_SECONDS)
     assert "grows faster" in model.reason or "whole bytes" in model.reason
@@ -225,6 +226,7 @@ def table(config):
     )
 
 
+@pytest.mark.slow
 def test_variations_are_sorted_by_peak_and_measured_against_the_configuration_as_given(table):
     assert len(table) == 9
     peaks = [row.estimate.device_allocated_bytes for row in table]

@@ -153,6 +153,7 @@ def test_the_loss_of_kept_documents_is_that_of_their_best_shares_under_the_terms
     assert logged["val_loss"] == pytest.approx(by_rounds[-1].mean().item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_topics_are_recovered_from_a_corpus_that_was_made_of_them(corpus, tmp_path):
     corpus = Corpus(documents=400, terms=120, topics=4, length=150, seed=2)
     place = tmp_path / "deep" / "topics.npz"

@@ -25,6 +25,7 @@ def test_peaks_are_calls_of_the_table_of_costs_timed_once_and_remembered(config,
     assert kit.studies.device_peaks(config()) == found
 
 
+@pytest.mark.slow
 def test_what_was_measured_before_peaks_stays_in_the_table(config, busy_machine_counts):
     path = measure._path(config(), measure.take_devices(config()).resolved)
     one = peaks._product("float32", 8)

@@ -121,6 +121,7 @@ def test_a_search_runs_under_any_strategy(config, strategy):
     assert outcomes == {"fits", "out of memory"}
 
 
+@pytest.mark.slow
 def test_a_search_ends_where_the_data_does(config):
     found = kit.studies.find_batch_size(small(config, 96 * MIB), Wide, loader(samples=20), start=16).wait(
         PATIENCE_SECONDS
@@ -162,6 +163,7 @@ def test_bounds_that_leave_nothing_are_refused(config, bounds):
         kit.studies.find_batch_size(small(config, 96 * MIB), Wide, loader(), **bounds)
 
 
+@pytest.mark.slow
 def test_a_trial_backs_off_until_it_fits_and_starts_there_the_next_time(config):
     asked = small(config, 48 * MIB, **{"loader.batch_size": 512})
     done = kit.studies.back_off(asked, Wide, loader()).wait(PATIENCE_SECONDS)

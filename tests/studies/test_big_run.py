@@ -53,6 +53,7 @@ def test_a_run_is_foretold_with_time_money_energy_and_what_holds_it_up(one):
     assert not run.checks
 
 
+@pytest.mark.slow
 def test_what_was_measured_on_more_devices_stands_beside_what_fewer_foretold(config, one):
     two = tried(config, 2)
     run = predict_run([two, one], devices=[1, 2, 8], memory=False)

@@ -168,6 +168,7 @@ class Own(DataLoader):
         super().__init__(Waiting(0), batch_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loader", [Own(), DataLoader(Waiting(0), batch_sampler=BatchSampler(SequentialSampler(range(9)), 3, False))]
 )

@@ -468,6 +468,7 @@ def test_a_config_is_run_and_then_diagnosed(own):
     assert diagnosis.roofline is None
 
 
+@pytest.mark.slow
 def test_a_run_directory_is_as_good_as_its_trial(config):
     trial = kit.fit(config(max_steps=6, warmup_steps=3), TinyModule, TinyData).wait()
     first, second = diagnose(trial, peaks=False), diagnose(trial.run_directory, peaks=False)
@@ -483,6 +484,7 @@ def test_two_ranks_are_judged_together(config):
     assert "communication" in found.values
 
 
+@pytest.mark.slow
 def test_a_profile_answers_the_rules_that_ask_for_one(config, tmp_path):
     settings = config(max_steps=8, warmup_steps=2).replace({"profiler.folder": str(tmp_path / "profiles")})
     profile = kit.studies.profile(settings, TinyModule, Slow()).wait()

@@ -175,6 +175,7 @@ def test_what_chunks_of_a_loss_would_save_is_what_they_save(given):
     assert found.saved_bytes > 10 << 20
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_not_changed(given, ends):
     with pytest.raises(ConfigError, match="levers"):
         planned(given, ends[0], keep=["levers.no_such_field"])

@@ -32,6 +32,7 @@ def test_the_choice_is_within_a_tenth_of_the_best_on_nineteen_of_twenty_noisy_ma
     assert sum(speed >= ENOUGH for speed, _ in judged) >= 0.95 * LOADERS
 
 
+@pytest.mark.slow
 def test_a_third_of_the_time_of_exhaustive_search_is_enough_on_nineteen_of_twenty(judged):
     assert sum(time <= 1 / 3 for _, time in judged) >= 0.95 * LOADERS
 

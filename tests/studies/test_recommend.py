@@ -66,6 +66,7 @@ def test_every_step_of_a_hopeless_model_is_answered_with_single_samples(config):
     assert all(tried.estimate.batch_size in (1, 512) for tried in refused.tried)
 
 
+@pytest.mark.slow
 def test_what_leaves_too_little_free_is_not_advised(config):
     given = config()
     enough = needs(advised(given, 1 << 30).chosen)
@@ -122,6 +123,7 @@ class ByHand(Blocks):
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [ByHand, ByHand()], ids=["class", "instance"])
 def test_a_module_that_steps_itself_is_offered_no_accumulation(config, module):
     refused = recommend(config().replace(HELD), cpu_of(100_000), module, blocks_data)

@@ -184,6 +184,7 @@ def test_writing_is_tried_by_one_rank_and_leaves_nothing(committed, tmp_path):
 # -- the command
 
 
+@pytest.mark.slow
 def test_the_command_says_one_line(committed, tmp_path):
     changed(committed, "kit.models.UNet", "kit.models.UNett")
     done = run_cli(tmp_path, "--config", str(committed.file))

@@ -112,6 +112,7 @@ def test_a_calibrated_trial_shows_the_processes_that_it_ran_with(calibrated):
         assert settings == {"batch size": "2", "loader processes": "2 × 3 ahead"}
 
 
+@pytest.mark.slow
 def test_comparison_and_page_show_the_processes_that_ran(calibrated, config, tmp_path):
     plain = fit(config(), TinyModule, DataLoader(Waiting(0), batch_size=2)).wait(PATIENCE_SECONDS)
     assert kit.studies.compare(calibrated, plain).differences["loader.num_workers"] == (2, 0)

@@ -333,6 +333,7 @@ class Adversaries(LightningModule):
         return loss.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("toggled", [True, False])
 def test_a_gan_trains_alike_under_ddp_and_fsdp(config, toggled):
     def losses(strategy, **settings):

@@ -48,6 +48,7 @@ def shop_config(config, tmp_path):
     return made.replace({"model.arguments": sizes})
 
 
+@pytest.mark.slow
 def test_it_learns_and_measures_what_was_predicted(shop_config):
     turned = shop_config.replace(kit.memory.sizes(shop_config, data=kit.data.EventData).changes(sketch_quality=0.5))
     estimate = kit.predict_memory(turned, None, kit.data.EventData)

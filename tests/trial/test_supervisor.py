@@ -73,6 +73,7 @@ def test_a_variable_set_after_the_supervisor_started_reaches_the_ranks(config, m
     assert "SET_LATER=yes" in trial.paths.log(0).read_text()
 
 
+@pytest.mark.slow
 def test_an_allocation_of_slurm_around_the_notebook_does_not_confuse_the_ranks(config, monkeypatch):
     variables = {
         "SLURM_JOB_ID": "7",

@@ -31,6 +31,7 @@ def test_a_config_alone_makes_a_trial_of_its_own_model_and_data(own, ranks, stra
     assert counters["bytes_read"] > 0
 
 
+@pytest.mark.slow
 def test_absent_chunks_of_another_writer_are_counted_over_ranks_and_processes_up_to_the_row(own, tmp_path):
     changes = {
         "loader.num_workers": 1, "loader.batch_size": 1, "data.patch": {"time": 8, "lat": 16, "lon": 16},

@@ -103,6 +103,7 @@ def test_a_stopped_build_goes_on_where_it_was(panel):
     assert panel.build().wait(WAIT).dataset is not None
 
 
+@pytest.mark.slow
 def test_a_build_on_a_local_cluster_shows_its_dashboard_while_it_runs(panel):
     links = []
     panel.control.link.observe(lambda change: links.append(change["new"]), "value")

@@ -79,6 +79,7 @@ def test_a_class_of_ones_own_has_them_and_a_name_may_be_added():
     assert DialsView(ConfigForm(), lambda: Mine()).ui.children == ()
 
 
+@pytest.mark.slow
 def test_turning_returns_at_once_and_the_parameters_of_before_stand_beside_the_new_ones():
     config = Config().replace({"model.target": "kit.models:GPT", "model.arguments": TOKENS, "loader.batch_size": 2})
     panel = kit.memory.panel(config, data=tokens, device="T4-16GB", cards=())

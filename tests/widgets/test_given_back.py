@@ -119,6 +119,7 @@ def test_many_panels_leave_a_flat_slope(end):
     assert statistics.median(grown) < SLOPE_BYTES  # what a library loads once is no slope
 
 
+@pytest.mark.slow
 def test_a_panel_is_kept_while_its_trial_runs_and_no_longer():
     config = Config().replace({
         "model.target": "kit.testing:TinyModule", "trial.max_steps": 6, "trial.warmup_steps": 1,
@@ -206,6 +207,7 @@ def notebook(kernel, request):
     assert kernel(FORGOTTEN, "forgotten") == "0"
 
 
+@pytest.mark.slow
 def test_a_shown_panel_stays_though_nobody_holds_it(notebook):
     notebook("kit.panel(Config())", "a")
     shown = int(notebook("print(count())", "b"))

@@ -159,6 +159,7 @@ def test_cards_are_escaped_and_replaced_one_by_one(trial):
     assert "<section" in card_html(speed_card(None, trial.asked))
 
 
+@pytest.mark.slow
 def test_a_panel_fills_its_cards_as_it_goes(tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").touch()
     monkeypatch.chdir(tmp_path)

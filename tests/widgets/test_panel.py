@@ -188,6 +188,7 @@ def test_a_failed_trial_shows_its_root_cause_and_folds_the_traceback(config):
     assert failing.button.description == "Fit"
 
 
+@pytest.mark.slow
 def test_fit_after_a_failure_clears_the_error(config):
     again = Panel(config.replace({"model.arguments": {"width": 3}}), data="kit.testing:TinyData")
     again.fit()
@@ -401,6 +402,7 @@ def test_more_devices_show_the_global_batch_and_linear_scaling_against_the_confi
     assert re.search("2 times .*learning rate", made.form.hints["loader.batch_size"])
 
 
+@pytest.mark.slow
 def test_settings_change_while_the_store_is_looked_at(config):
     made, sizes = panels.panel(config), range(1, 60, 1 if nightly() else 2)
 

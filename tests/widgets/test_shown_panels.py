@@ -97,6 +97,7 @@ def test_the_page_is_told_the_tooltip_of_every_checkbox_and_choice(project, note
     settle(panel)
 
 
+@pytest.mark.slow
 def test_panels_and_names_of_kit_load_no_torch_into_the_kernel(tmp_path):
     """A kernel that only asks begins four seconds sooner: what trains is in other processes."""
     (tmp_path / "pyproject.toml").touch()

@@ -326,6 +326,7 @@ def test_a_server_gives_the_same_batches_and_is_asked_once_with_a_cache(postgres
     assert by_entity([*loader(cached, 3)])[1000][-1][1:] == ("tea", 1.0)
 
 
+@pytest.mark.slow
 def test_memory_of_a_server_is_measured_in_loading_and_fitting(postgres, tmp_path):
     source = served(postgres, tmp_path)
     for phase in ("load", "fit"):

@@ -270,6 +270,7 @@ def is_right(process):
     return process.returncode == 0 and output == "right\n"
 
 
+@pytest.mark.slow
 def test_processes_that_fill_the_same_results_all_get_them_right(tmp_path):
     event_tables.shop(tmp_path)
     processes = [filler(tmp_path, 1), filler(tmp_path, 2)]

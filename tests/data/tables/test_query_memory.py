@@ -20,6 +20,7 @@ from kit.errors import ConfigError, QueryError
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 def test_each_number_of_query_chunks_is_read_whole_in_a_process_of_its_own(tmp_path):
     draw = np.random.default_rng(0)
     prices = {"customer": draw.integers(5_000, size=200_000), "price": draw.random(200_000)}
@@ -41,6 +42,7 @@ def test_each_number_of_query_chunks_is_read_whole_in_a_process_of_its_own(tmp_p
     assert [*(tmp_path / "cache").iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_number_that_fails_keeps_its_row_and_all_that_fail_are_an_error(tmp_path):
     source = event_tables.shop(tmp_path)
     check = measure_queries(source, counts=(1, 2), where="customer > 0", timeout_seconds=300)
