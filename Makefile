@@ -46,11 +46,11 @@ book: $(READY)
 room: $(READY)
 	@$(BIN)/python -m kit.course.room $(PEOPLE) --names "$(NAMES)" $(ROOM)
 
-# All tests but those that take more than three seconds of a core, drive a browser or break things on purpose.
+# All tests but those that take more than two seconds of a core, drive a browser or break things on purpose.
 test: $(READY)
 	$(TESTS) --ignore=tests/browser --ignore=tests/faults -m "not fault and not slow"
 
-# Those of more than three seconds of a core: whole trainings beside their predictions, searches, committed runs, notebooks.
+# Those of more than two seconds of a core: whole trainings beside their predictions, searches, committed runs, notebooks.
 slow: $(READY)
 	$(TESTS) --ignore=tests/browser --ignore=tests/faults -m "slow and not fault"
 

@@ -40,6 +40,7 @@ CHANGES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(CHANGES)
 def test_a_config_survives_yaml_unchanged_with_and_without_comments(changes):
     config = Config().replace(changes)

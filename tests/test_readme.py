@@ -147,6 +147,7 @@ def named():
             for name in re.findall(r"(?<![\w/.@-])kit\.[A-Za-z_]\w*(?:\.\w+)*(?![\w-]*[:/])", text)}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:kit\..* (is|are) .*:DeprecationWarning")  # names of before, which files hold
 def test_every_name_of_kit_that_a_message_advises_is_there():
     found = named()
@@ -162,6 +163,7 @@ def test_every_name_of_kit_that_a_message_advises_is_there():
     assert lost == []
 
 
+@pytest.mark.slow
 def test_every_call_of_kit_that_a_message_advises_takes_what_it_is_given():
     found = {call for _, text in texts() for call in re.findall(r"(?<![\w.])kit\.\w+\([^()\n]*\)", text)}
     assert len(found) > 15

@@ -226,6 +226,7 @@ def notebook(monkeypatch):
     del linecache.cache[file]
 
 
+@pytest.mark.slow
 def test_a_class_of_a_notebook_gets_a_draft_of_its_module_and_a_way_on(small, notebook, tmp_path):
     with pytest.raises(ConfigError, match=r"notebook only.*sea_net\.py.*\"sea_net:SeaNet\""):
         kit.commit(small, module=notebook.SeaNet)

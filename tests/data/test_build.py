@@ -270,6 +270,7 @@ def test_a_store_in_chunks_chosen_for_another_config_is_opened_unless_they_were_
 # -- refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finished", [True, False])
 def test_another_build_in_the_same_place_is_refused_with_the_difference(place, tiny_config, finished):
     config = tiny_config(f"{place}/t.zarr")

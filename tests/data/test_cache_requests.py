@@ -46,6 +46,7 @@ def one_pass(loader):
     return total, {name: count - before[name] for name, count in loader.counters().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "shard", "merged"), crossed(["random", "grid", "block"], ["shards", "chunks"], [True, False])
 )

@@ -126,6 +126,7 @@ def on_chunks(tiny_config, cloud):
     return config
 
 
+@pytest.mark.slow
 def test_networks_serve_the_same_and_cost_other_time_and_money(tiny_config, cloud):
     config = on_chunks(tiny_config, cloud)
     prices = {"same region": 0.0, "home WiFi": 5e4}

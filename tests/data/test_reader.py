@@ -39,6 +39,7 @@ def everywhere(samples=512, seed=0):
     return np.stack([random.integers(0, size - side + 1, samples) for size, side in zip(SHAPE, PATCH, strict=True)], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrap", "cache_bytes"), crossed([None, AsyncStore], [0, MEMORY_BYTES // 4]))
 def test_what_is_read_and_kept_stays_within_the_memory_given(stored, wrap, cache_bytes):
     dataset, values = stored

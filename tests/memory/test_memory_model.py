@@ -194,6 +194,7 @@ def test_no_batch_is_said_to_fit_when_activations_are_unknown(config):
     assert str(found).startswith("activations are unknown")
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_found_by_recordings_where_replays_cannot_tell(config):
     found = largest_batch(config(), Pairs, data, device="760 MiB")
     assert found.estimate.fits

@@ -133,6 +133,7 @@ def acting(folder, url=""):
     return lambda: Acting(["torch.save", "open", "rmtree", "subprocess", *calls], "on_train_end", folder, url)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_repeats_of_a_change_leave_files_and_servers_alone(config, user, devices):
     before = contents(user)

@@ -341,6 +341,7 @@ class Looping(Wide):
         return values.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["this machine", "T4-16GB"])
 def test_a_loop_that_numbers_decide_is_also_run_for_real_and_the_larger_counts(config, device):
     event = fit(config(), Looping, many).wait(SECONDS).event("memory_measured")

@@ -106,6 +106,7 @@ def test_kits_own_data_is_read_at_the_setting_that_was_found(own):
     assert "loader.requests_in_flight" in trial.event("calibrated", "changes")
 
 
+@pytest.mark.slow
 def test_where_the_step_sets_the_pace_the_loader_is_left_as_it_is_and_that_is_said(config):
     # A step is long beside what a busy machine adds to a batch that takes no time.
     changes = {

@@ -35,6 +35,7 @@ def config(tmp_path):
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_place_is_measured_beside_what_was_foreseen(tmp_path, config):
     values = np.random.default_rng(0).random((512, 512), "float32")
     file = tmp_path / "x.npy"

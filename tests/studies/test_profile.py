@@ -32,6 +32,7 @@ def small(config, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_one_call_makes_the_files_of_all_three_and_reads_them(small, tmp_path):
     found = profile(small(), Chatty, TinyData, memory=True).wait()
     folder = tmp_path / "profiler" / "mine" / "profiler_logs"
@@ -53,6 +54,7 @@ def test_one_call_makes_the_files_of_all_three_and_reads_them(small, tmp_path):
     assert {"training_step", "nothing"} <= {text.get_text() for axes in figure.axes for text in axes.texts}
 
 
+@pytest.mark.slow
 def test_every_rank_has_files_of_its_own(small):
     found = profile(small(ranks=2), TinyModule, TinyData).wait()
     assert set(found.traces) == set(found.trace_files) == {0, 1}

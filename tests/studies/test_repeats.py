@@ -71,6 +71,7 @@ def slower():
     return TinyModule(seconds=0.3)
 
 
+@pytest.mark.slow
 def test_a_faster_module_is_seen_to_help_and_its_runs_are_kept(config):
     found = kit.studies.try_change(config(max_steps=5), slower, TinyData, new_module=slow, repeats=2)
     assert found.verdict == "helps"
@@ -81,6 +82,7 @@ def test_a_faster_module_is_seen_to_help_and_its_runs_are_kept(config):
     assert "before" in found._repr_html_()
 
 
+@pytest.mark.slow
 def test_a_trial_is_run_again_with_what_it_was_given(config):
     trial = kit.fit(config(max_steps=4), slow, TinyData).wait()
     found = kit.studies.try_change(trial, change={"trial.max_steps": 6}, repeats=2)

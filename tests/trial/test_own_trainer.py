@@ -39,6 +39,7 @@ def complete(trial):
     return trial
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "none"), (2, "ddp"), (2, "fsdp")])
 def test_loggers_and_callbacks_of_lightning_do_in_a_trial_what_they_do(config, tmp_path, ranks, strategy):
     best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", filename="best")
@@ -215,6 +216,7 @@ def test_tensorboard_has_the_curves_of_a_trial(config, tmp_path):
 # -- validation, of kit's own data too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kits_own_model_validates_on_the_part_that_is_kept_and_the_row_has_it(own, ranks):
     split = {"data.patch": {"time": 2, "lat": 8, "lon": 8}, "data.validation_fraction": 0.4, "trial.max_steps": 6}

@@ -106,6 +106,7 @@ def test_measuring_sets_a_diamond_and_a_ratio_beside_the_prediction_until_the_pa
     assert "measured" in text(panel.view.table)
 
 
+@pytest.mark.slow
 def test_probing_fills_the_network_with_figures_that_say_how_they_were_found(panel, config):
     kit.build(config, progress=False)
     found = panel.probe()
@@ -118,6 +119,7 @@ def test_probing_fills_the_network_with_figures_that_say_how_they_were_found(pan
     assert text(note).strip() == ""
 
 
+@pytest.mark.slow
 def test_what_a_button_found_is_said_until_the_next_edit(panel, config):
     kit.build(config, progress=False)
     panel.buttons["measure"].click()
@@ -137,6 +139,7 @@ def test_a_click_on_a_store_that_is_not_there_returns_at_once_and_says_so(panel,
         getattr(panel, name)()
 
 
+@pytest.mark.slow
 def test_the_still_is_the_chart_with_a_sentence(panel, tmp_path):
     sentence, picture = panel._still()
     assert sentence.startswith("chunks of time ")

@@ -34,6 +34,7 @@ def seen(widget):
     return html.unescape(re.sub("<[^>]+>", "", widget.value))
 
 
+@pytest.mark.slow
 def test_the_trials_shown_go_into_a_file_by_the_line_that_stands_there(small, tmp_path):
     view = ExportView(small)
     view.look(small)

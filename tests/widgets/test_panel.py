@@ -107,6 +107,7 @@ def test_a_click_on_fit_runs_a_trial_and_shows_its_result(quick):
     assert "Throughput over 6 steps after warm-up" in quick.view.chart.value
 
 
+@pytest.mark.slow
 def test_a_second_click_stops_and_keeps_what_was_measured(endless):
     endless.button.click()
     wait_for_step(endless)
@@ -117,6 +118,7 @@ def test_a_second_click_stops_and_keeps_what_was_measured(endless):
     assert endless.button.description == "Fit"
 
 
+@pytest.mark.slow
 def test_a_step_says_how_much_time_is_left(endless):
     endless.fit()
     left = threading.Event()
@@ -127,6 +129,7 @@ def test_a_step_says_how_much_time_is_left(endless):
     endless.wait(WAIT)
 
 
+@pytest.mark.slow
 def test_methods_mirror_the_controls(endless):
     trial = endless.fit()
     assert endless.fit() is trial
@@ -201,6 +204,7 @@ def test_fit_after_a_failure_clears_the_error(config):
     assert again.trial.state == "COMPLETE"
 
 
+@pytest.mark.slow
 def test_the_still_is_a_sentence_and_a_picture(quick):
     assert quick.view.still == ("no trial yet", None)
     quick.fit()

@@ -24,6 +24,7 @@ def shown(tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_the_panel_runs_all_passes_and_shows_what_they_found(shown):
     mine = shown()
     found = mine.profile()
@@ -48,6 +49,7 @@ def test_what_is_refused_stands_beside_the_button(shown):
     wait_until(lambda: not mine.profiling.busy)
 
 
+@pytest.mark.slow
 def test_a_trial_and_a_profile_never_run_at_once(shown):
     mine = shown(lambda: TinyModule(seconds=0.05), max_steps=200)
     mine.fit()

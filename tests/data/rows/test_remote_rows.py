@@ -122,6 +122,7 @@ def test_rows_are_written_to_a_bucket_and_a_chunk_that_is_gone_is_named(cloud, s
     rows.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*were absent from the store")
 def test_an_array_of_two_gigabytes_is_read_in_a_fraction_of_its_size(cloud, tmp_path):
     # Chunks that were never written hold the fill value, so the array takes no room here.

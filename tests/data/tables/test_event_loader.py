@@ -30,6 +30,7 @@ def tables(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "duckdb"])
 @given(
     query_chunks=st.integers(1, 7), way=st.sampled_from(["hash_mod", "exact_group"]), batch_size=st.integers(1, 50),
@@ -64,6 +65,7 @@ def served(server, folder, **fields):
     return place.open("shop", type="event", main_entity_column="customer", date_column="time", **fields)
 
 
+@pytest.mark.slow
 def test_epochs_differ_in_their_order_and_seeds_repeat_it(tables):
     def order(epoch, query_chunks=3, **changes):
         loaded = loader(tables["duckdb", "hash_mod"], query_chunks, **changes)

@@ -116,6 +116,7 @@ def test_an_embedded_database_is_counted_and_what_each_thread_unpacks_beside_it(
     assert model(database=memory).client_bytes(4) == model().client_bytes(4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "exponent"), crossed(["hash_mod", "exact_group"], [1, 3]))
 def test_the_rows_of_the_largest_query_chunk_are_foretold(tmp_path, way, exponent):
     owners = (2000 * np.random.default_rng(4).random(60_000) ** exponent).astype(np.int64)

@@ -75,6 +75,7 @@ def test_a_checkpointed_recording_is_whole(case):
     assert len(alive) == len(plain.event_block[plain.event_allocates]) - len(plain.event_block[~plain.event_allocates])
 
 
+@pytest.mark.slow
 def test_modules_inside_blocks_need_what_a_dry_run_of_them_needs(case):
     kind, precision, more = case
     plain = dry(kind, precision, **more)

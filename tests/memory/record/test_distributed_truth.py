@@ -172,6 +172,7 @@ def test_data_parallelism_of_1024_ranks_adds_one_bucket_of_gradients_to_one_devi
     assert peak(many)[0] - peak(alone)[0] == pytest.approx(weights, abs=4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "strategy", "precision"),
     [
@@ -204,6 +205,7 @@ def test_a_module_that_shards_itself_on_the_meta_device_is_recorded_at_1024_rank
     assert most_of(recording, "parameters") == sum(padded(shape, 1024) for shape in 4 * [(512, 512), (512,)])
 
 
+@pytest.mark.slow
 def test_more_ranks_record_the_same_operators_and_hold_less():
     few, more = (dry(case("Decoder", "fsdp"), world_size) for world_size in (2, 64))
     assert few.operator_name.shape == more.operator_name.shape

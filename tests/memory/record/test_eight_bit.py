@@ -36,6 +36,7 @@ def batch():
     return [torch.randn(8, 512)]
 
 
+@pytest.mark.slow
 def test_fake_steps_hold_what_real_ones_do():
     with fakes(), eight_bit_on_fakes():
         recording = record(*_with_batch(made()))
