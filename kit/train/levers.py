@@ -16,13 +16,13 @@ import difflib
 import importlib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -87,9 +87,28 @@ class GradientCheckpointing(Callback):
         if message:
             warnings.warn(message, KitWarning, stacklevel=2)
         for block in able:
-            if getattr(block.__dict__.get("forward"), "func", None) is not checkpoint:
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            if getattr(block.__dict__.get("forward"), "func", None) is not _checkpointed:
+                layer: Any = next((part.layer_idx for part in block.modules() if hasattr(part, "layer_idx")), 0)
+                block.forward = partial(_checkpointed, block.forward, layer)
                 self._replaced.append(block)
+
+
+def _checkpointed(forward: Callable[..., Any], layer: int, *args: Any, **options: Any) -> Any:
+    """The forward of a block, which is the cache's layer of that number, to be run again by the backward pass.
+
+    Models of transformers hand their blocks a cache of keys and values unless told `use_cache=False`. The second run
+    would add to it once more, and no training reads it, so blocks run without, as under transformers' own
+    checkpointing. A cache that holds something before, such as a prefix, stays.
+    """
+    values = [None if _is_empty_cache(value, layer) else value for value in args]
+    named: Any = {name: None if _is_empty_cache(value, layer) else value for name, value in options.items()}
+    return checkpoint(forward, *values, use_reentrant=False, **named)
+
+
+def _is_empty_cache(value: Any, layer: int) -> bool:
+    if isinstance(value, Tensor) or not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+        return False
+    return not value.get_seq_length(layer)
 
 
 class ZeroGradAfterStep(Callback):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import train_parts
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from kit.config import Config
 from kit.errors import ConfigError, KitWarning
@@ -67,6 +68,55 @@ def test_checkpointing_keeps_fewer_bytes_and_gives_equal_gradients():
     checkpointed, checkpointed_bytes = gradients_and_saved_bytes(module, GradientCheckpointing())
     assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
     assert checkpointed_bytes < 0.5 * plain_bytes
+
+
+class Remembering(train_parts.Net):
+    """Hands its layers a cache of what they saw, as models of transformers do; each adds to it and looks at all."""
+
+    class Cache:
+        def __init__(self, seen):
+            self.seen = dict(seen)
+
+        def get_seq_length(self, layer):
+            return len(self.seen.get(layer, ()))
+
+        def update(self, values, layer):
+            self.seen[layer] = torch.cat([*([self.seen[layer]] if layer in self.seen else []), values])
+            return self.seen[layer]
+
+    class Layer(train_parts.Layer):
+        def __init__(self, layer_idx):
+            super().__init__()
+            self.layer_idx = layer_idx
+
+        def forward(self, values, cache):
+            all_values = values if cache is None else cache.update(values, self.layer_idx)
+            return super().forward(values) + all_values.tanh().square().mean()
+
+    def __init__(self, seen=()):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(number) for number in range(3))
+        self.seen = seen
+
+    def training_step(self, batch, batch_idx):
+        cache, values = self.Cache(self.seen), batch[0]
+        for layer in self.layers:
+            values = layer(values, cache=cache) if layer.layer_idx else layer(values, cache)
+        return nn.functional.mse_loss(values, batch[1])
+
+
+def test_a_cache_that_is_empty_is_not_filled_twice():
+    losses = []
+    for levers in ([], [GradientCheckpointing()], [GradientCheckpointing(["1-2"])]):
+        torch.manual_seed(0)
+        losses.append(fit(Remembering(), *levers))
+    assert losses[1:] == [pytest.approx(losses[0])] * 2
+
+
+def test_a_cache_that_holds_something_is_not_taken_away():
+    prefix = {number: torch.ones(2, train_parts.SIDE) for number in range(3)}
+    with pytest.raises(CheckpointError):
+        fit(Remembering(prefix), GradientCheckpointing())
 
 
 def test_a_fit_with_the_lever_learns_exactly_as_without():
