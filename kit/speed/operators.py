@@ -45,6 +45,8 @@ class StepOperators:
     """Those of the recording: precision, strategy, world_size, parameters and the like."""
     place: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Index among the operators of the recording."""
+    recomputes: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """Number of the checkpointed call that runs again with it, 0 for none; empty where that was not recorded."""
 
     @cached_property
     def call_work(self) -> tuple[Work, ...]:
@@ -103,6 +105,7 @@ def step_of(recording: Recording) -> StepOperators:
         phase=phase, module=module,
         line=_lines(recording, chosen), repeats=repeats, names=recording.names, batch_size=recording.batch_size,
         accumulate=max(accumulate, 1), facts=recording.facts, place=chosen,
+        recomputes=recording.operator_recomputes[chosen[: len(recording.operator_recomputes)]],
     )  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def price(
     seconds = np.asarray(np.array([cost.seconds for cost in each])[step.call] * step.repeats, dtype=np.float64)
     per_phase = np.array([costs.host_seconds(phase) for phase in PHASES])
     # A view costs the host nearly what a kernel costs it, but puts nothing into the queue.
-    host = per_phase[step.phase] * step.repeats
+    host = (per_phase[step.phase] + _checkpointing(step, costs)) * step.repeats
     loop = costs.step_seconds * step.accumulate
     if costs.asynchronous:
         called = np.cumsum(host) + loop
@@ -206,6 +206,18 @@ def price(
             bound="loader",
         )  # fmt: skip
     return found
+
+
+def _checkpointing(step: StepOperators, costs: Costs) -> NDArray[np.float64]:
+    """(operators,) or (1,): seconds of the host for what is run again, beside running it."""
+    again = np.asarray(step.recomputes > 0, dtype=np.float64)
+    if not again.any():
+        return np.zeros(1)
+    of_call = costs.checkpoint_seconds(0)
+    again *= costs.checkpoint_seconds(1) - of_call
+    _, begins = np.unique(step.recomputes, return_index=True)
+    again[begins[step.recomputes[begins] > 0]] += of_call
+    return again
 
 
 def _bound(each: list[Cost], step: StepOperators, seconds: NDArray[np.float64], done: float, exchange: float) -> Bound:

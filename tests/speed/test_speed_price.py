@@ -1,5 +1,7 @@
 """Prices by hand: the two clocks of host and device, exchange, loader, ranges; tables and cards."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -44,6 +46,9 @@ class Known:
     def host_seconds(self, phase):
         return self.host
 
+    def checkpoint_seconds(self, operators):
+        return 2.0 + 0.5 * operators
+
 
 CALLS = product(8), product(16), product(32)
 
@@ -74,6 +79,18 @@ def test_what_the_backward_pass_does_not_hide_is_waited_for():
     assert several.exchange_seconds == pytest.approx(several.seconds - alone.seconds)
     assert several.bound == "communication"
     assert several.high_seconds - several.seconds > alone.high_seconds - alone.seconds
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "expected"), [([1, 1, 0], 3.0), ([2, 0, 2], 3.0), ([1, 0, 2], 5.0), ([0] * 3, 0.0), ([], 0.0)]
+)
+def test_what_is_run_again_costs_the_host_for_each_checkpointed_call_and_operator(recomputes, expected):
+    costs = Known(dict.fromkeys(CALLS, 1.0), asynchronous=False)
+    plain = step(*CALLS, phase="backward")
+    found = price(
+        replace(plain, recomputes=np.array(recomputes, np.int32), repeats=np.full(3, 4, dtype=np.int32)), costs
+    )
+    assert found.seconds == pytest.approx(4 * (3.0 + expected))
 
 
 def test_a_loader_that_is_slower_decides():

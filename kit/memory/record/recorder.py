@@ -143,6 +143,7 @@ class BlockRecorder(TorchDispatchMode):
         self._label = UNNAMED
         self._paused = self._depth = self._backwards = 0
         self._resumed_phase: int | None = None
+        self._recomputed, self._lacking = 0, None  # checkpointed calls that ran again, and for which node the last did
         self._fake: Any = None
         self._undo = contextlib.ExitStack()
         self._passes_on: dict[Any, bool] = {}
@@ -387,6 +388,12 @@ class BlockRecorder(TorchDispatchMode):
             if answer is not None:  # equal calls take equal workspaces
                 self._known[answer] = call, size
         self._ledger.ran(operator.name, self.modules.current(self._backwards), call)
+        if self._backwards and torch.is_grad_enabled():
+            node = _private._current_autograd_node()  # the first that lacks an activation has its whole block run again
+            if node is not None:
+                self._recomputed += node is not self._lacking
+                self._lacking = node
+                self._ledger.recomputes[self._ledger.operators - 1] = self._recomputed
         category = self._label
         if category == UNNAMED and operator.communicates:
             category = CATEGORY["communication"]
@@ -497,6 +504,8 @@ class Ledger:
         self._events: list[tuple[int, bool, int]] = []  # block, allocates, time
         self.calls = CallLog()
         self._log = [(self.name("setup"), 0, self.phase, NO_CALL)]  # operator, module, phase, call of each operator
+        self.recomputes: dict[int, int] = {}
+        """Operators that a backward pass ran with gradients enabled, for activations that were not kept."""
 
     def name(self, text: str) -> int:
         """The number of a name."""
@@ -560,6 +569,7 @@ class Ledger:
         self.category = [self.category[block] for block in alive]
         self._events = [(block, True, 0) for block, size in enumerate(self.bytes) if size]
         del self._log[1:]
+        self.recomputes.clear()
 
     def recording(self, batch_size: int, rounding_bytes: int, facts: Mapping[str, Any]) -> Recording:
         """What was written so far; blocks that nobody has named are temporaries."""
@@ -569,6 +579,8 @@ class Ledger:
         operator, module, phase, stream, line = _columns_of(self._columns, 5)
         block, allocates, when = _columns_of(self._events, 3)
         name, part, ran_in, call = _columns_of(self._log, 4)
+        recomputes = np.zeros(len(self._log), dtype=np.int32)
+        recomputes[[*self.recomputes]] = [*self.recomputes.values()]
         return Recording(
             block_bytes=np.array(self.bytes, dtype=np.int64),
             block_category=np.where(category == UNNAMED, CATEGORY["temporaries"], category).astype(np.uint8),
@@ -578,6 +590,7 @@ class Ledger:
             operator_module=part.copy(), operator_phase=ran_in.astype(np.uint8), names=tuple(self._names),
             batch_starts=tuple(self.batch_starts), batch_size=batch_size, rounding_bytes=rounding_bytes,
             facts=dict(facts), block_line=line.copy(), operator_call=call.copy(), calls=tuple(self.calls.calls),
+            operator_recomputes=recomputes,
         )  # fmt: skip
 
 

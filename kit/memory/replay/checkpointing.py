@@ -304,6 +304,10 @@ def _rewritten(recording: Recording, calls: list[BlockCall], life: _Life) -> Rec
         )
     } | {name: longer(getattr(recording, name)) for name in _OPERATORS if hasattr(recording, name)}  # fmt: skip
     changed["operator_phase"] = np.insert(recording.operator_phase, places, np.full(len(places), _BACKWARD))
+    if len(recording.operator_recomputes):
+        first = int(recording.operator_recomputes.max()) + 1
+        calls_again = np.repeat(np.arange(first, first + len(lengths)), lengths)
+        changed["operator_recomputes"] = np.insert(recording.operator_recomputes, places, calls_again)
     return replace(
         recording, block_phase=phase, block_line=recording.block_line[source] if len(recording.block_line) else
         recording.block_line, event_block=block[sorted_by].astype(np.int32), event_allocates=allocates[sorted_by],

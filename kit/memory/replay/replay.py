@@ -103,6 +103,9 @@ class Recording:
     """(operators,) index into calls, or `NO_CALL`; empty in recordings of before 0.2."""
     calls: tuple[Any, ...] = ()
     """Distinct calls of operators as JSON values (`kit.memory.replay.calls`)."""
+    operator_recomputes: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """(operators,) number of the checkpointed call, from 1 on, that a backward pass runs again with it; 0 for all
+    others. Empty where an earlier kit recorded."""
 
     @property
     def blocks(self) -> int:

@@ -7,6 +7,7 @@ from dry_parts import at_peak, peak, series
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as optimizers
+from torch.utils.checkpoint import checkpoint
 
 from kit.memory.record.recorder import BlockRecorder, tensors_in
 from kit.memory.replay.replay import CATEGORIES, PHASES
@@ -276,3 +277,25 @@ def test_an_operator_that_fails_is_remembered():
 def test_tensors_are_found_in_nested_results():
     first, second = torch.zeros(1), torch.zeros(2)
     assert [len(tensor) for tensor in tensors_in({"a": [first, (second, None)], "b": 3})] == [1, 2]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_backward_pass_runs_again_is_told_apart(reentrant):
+    recorder = BlockRecorder()
+    with FakeTensorMode(), recorder:
+        parts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+        recorder.track(parts)
+        for _ in range(2):
+            recorder.begin_batch()
+            x = torch.ones(4, 8, requires_grad=True)
+            for number, part in enumerate(parts):
+                x = part(x) if number == 1 else checkpoint(part, x, use_reentrant=reentrant)
+            (slope,) = torch.autograd.grad(parts[1](x).sum(), x, create_graph=True)
+            (x.square().mean() + slope.square().sum()).backward()
+    recording = recorder.recording(4, 1)
+    again = recording.operator_recomputes > 0
+    assert (recording.operator_phase[again] == PHASES.index("backward")).all()
+    assert names(recording, recording.operator_name, again) >= {"addmm", "tanh"}
+    assert set(recording.operator_recomputes.tolist()) == {0, 1, 2, 3, 4}  # two parts in each of two batches
+    tanh = recording.operator_name == recording.names.index("tanh")
+    assert (tanh & again).sum() == 2 * 2
