@@ -73,6 +73,10 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     whole: Any = tensor
     if is_lazy(whole):
         return  # it holds nothing before it gets its shape
+    if tensor.layout is torch.sparse_coo:
+        yield tensor._indices()
+        yield tensor._values()
+        return
     if not is_traceable_wrapper_subclass(whole):
         yield tensor
         return
