@@ -1,4 +1,4 @@
-"""Rules about what the host does beside the arithmetic: hooks, files, workers, garbage, threads, uneven ranks.
+"""Rules about what the host does beside the arithmetic: hooks, drawing, garbage, threads, uneven ranks.
 
 They read what `kit.studies.diagnosis.host` watched. Where a share was sampled, its effect is a range by the number of
 samples. The thresholds are kit's: a tenth of the time is worth advice, a twentieth where the cure costs nothing.
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.rule import SLIVER, WAITS, Change, Range, Rule, without, without_part
-from kit.studies.diagnosis.sampler import DECODERS, DRAWERS
+from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, without, without_part
+from kit.studies.diagnosis.sampler import DRAWERS
 from kit.units import format_bytes, format_count, format_seconds
 
 _TWENTIETH = 0.05
@@ -26,10 +26,7 @@ _HOOKS_OF_PARTS = (
 )  # fmt: skip
 """What belongs to a part of the step that has rules of its own."""
 _FULL_COLLECTIONS = 3
-_MANY_STEPS = 10_000
 _SMALL_BYTES = 1 << 16
-_DECODED_AGAIN = (4.0, 12.0)
-"""How many times as fast a JPEG is decoded at an eighth of its size: Huffman decoding remains."""
 
 
 def _sampled(found: Evidence, fraction: float, samples: int | None = None) -> Range:
@@ -225,208 +222,13 @@ def _collectives_effect(found: Evidence) -> Range | None:
     return without(0.75 * share, share) if share else None
 
 
-# -- files
-
-
-def _one_read(found: Evidence, *packages: str) -> tuple[str, Mapping[str, Any], float, bool] | None:
-    """Package, what it read, its share of its process's time, and whether that is a worker."""
-    places = [(found.host, False), *((worker, True) for worker in found.host.get("workers", ()))]
-    for host, is_worker in places:
-        for package in packages:
-            read = host.get("reads", {}).get(package)
-            if read is not None:
-                lines = (line for line in host["lines"] if line["package"] == package)
-                return package, read, math.fsum(line["fraction"] for line in lines), is_worker
-    return None
-
-
-def _gone_from_reading(found: Evidence, share: float, is_worker: bool, low: float, high: float) -> Range:
-    """The gain where of what reads, in the training thread or in workers, between `low` and `high` is gone."""
-    if not is_worker:
-        return without(share * low, share * high)
-    train, wait = found.train_seconds, found.wait_seconds
-    making = train + wait  # the workers are what sets the pace
-    after = [max(train, making * (1 - share * gone)) for gone in (low, high)]
-    return making / after[0], making / after[1]
-
-
-def _one_row(found: Evidence) -> float | None:
-    if not found.host or found.wait_fraction is None:
-        return None
-    read = _one_read(found, "h5py", "zarr")
-    if read is None or found.wait_fraction < SLIVER or read[2] < SLIVER:
-        return 1.0
-    return float(read[1].get("covered_bytes", 1) / max(1, read[1].get("wanted_bytes", 1)))
-
-
-def _one_row_sentence(found: Evidence, _: float) -> str:
-    package, read, share, __ = _one_read(found, "h5py", "zarr") or ("", {}, 0.0, False)
-    chunk, name = "×".join(map(str, read["chunk"])), {"h5py": "HDF5", "zarr": "Zarr"}[package]
-    return (
-        f"{format_bytes(read['wanted_bytes'])} are read at a time out of {name} chunks of {chunk}, which are "
-        f"{format_bytes(read['covered_bytes'])} each and are decompressed whole: {share:.0%} of the time of who reads."
-    )
-
-
-def _one_row_effect(found: Evidence) -> Range | None:
-    """Without the bytes that nobody asked for; each sample's calls remain, one read or, with its label, two.
-
-    What goes and what remains is that of the lines that read, with all that their libraries do about it.
-    """
-    read = _one_read(found, "h5py", "zarr")
-    if read is None:
-        return None
-    package, sizes, of_package, is_worker = read
-    share = max(of_package, _at_its_lines(found, package, is_worker))
-    samples = (found.samples_per_second or 0.0) * found.step_seconds / max(1, found.world_size)
-    making = found.step_seconds * (max(1, _workers(found)) if is_worker else 1)
-    calls = samples * found.unit_costs.get(sizes.get("through", package), 0.0) / making / share
-    gone = 1 - sizes["wanted_bytes"] / sizes["covered_bytes"]
-    low, high = max(0.0, gone - 2 * calls), max(0.0, gone - calls)
-    return _gone_from_reading(found, share, is_worker, 0.9 * low if is_worker else low, high)
-
-
-def _at_its_lines(found: Evidence, package: str, is_worker: bool) -> float:
-    """The share of the user's lines at which a package reads."""
-    hosts = found.host.get("workers", ()) if is_worker else [found.host]
-    host = next((one for one in hosts if package in one.get("reads", {})), {})
-    places = {line["place"] for line in host.get("lines", ()) if line["package"] == package and line["place"]}
-    return math.fsum(line["fraction"] for line in host.get("lines", ()) if line["place"] in places)
-
-
-def _full_size(found: Evidence) -> float | None:
-    if not found.host or found.wait_fraction is None:
-        return None
-    read, pixels = _one_read(found, *DECODERS), found.host.get("pixels", 0)
-    if read is None or not pixels or found.wait_fraction < SLIVER or read[2] < 3 * SLIVER:
-        return 1.0
-    return float(read[1]["pixels"] / pixels)
-
-
-def _full_size_sentence(found: Evidence, value: float) -> str:
-    read = _one_read(found, *DECODERS)
-    host = found.host if read is None or not read[3] else found.host["workers"][0]
-    place = next((line["place"] for line in host["lines"] if read is not None and line["package"] == read[0]), "")
-    return (
-        f"Pictures are decoded at {value:.0f} times the pixels that the model gets"
-        f"{f', at {place}' if place else ''}: {read[2] if read else 0:.0%} of the time of who reads."
-    )
-
-
-def _full_size_effect(found: Evidence) -> Range | None:
-    read = _one_read(found, *DECODERS)
-    low, high = (1 - 1 / factor for factor in _DECODED_AGAIN)
-    return None if read is None else _gone_from_reading(found, read[2], read[3], low, high)
-
-
-# -- workers
-
-
-def _workers(found: Evidence) -> int:
-    return int(found.host.get("loader", {}).get("workers", 0))
-
-
-def _forked(found: Evidence) -> bool:
-    return bool(found.host.get("loader", {}).get("start_method") == "fork")
-
-
-def _dataset_bytes(found: Evidence) -> float:
-    """What each worker will hold of the dataset: objects once they are read; pickled to it, also NumPy's arrays."""
-    loader = found.host["loader"]
-    return float(loader.get("objects_bytes", 0) + (0 if _forked(found) else loader.get("arrays_bytes", 0)))
-
-
-def _copied(found: Evidence) -> float | None:
-    """What all workers will hold of a dataset, over the host's memory."""
-    if not found.host or not found.host_limit_bytes:
-        return None
-    copies = _workers(found) * found.world_size
-    return copies * (_dataset_bytes(found) if copies else 0.0) / found.host_limit_bytes
-
-
-def _copied_sentence(found: Evidence, value: float) -> str:
-    size, count = format_bytes(_dataset_bytes(found)), _workers(found)
-    if _forked(found):
-        held = f"The dataset holds {size} of Python objects, and each of {count} workers copies what it reads of them"
-    else:
-        held = f"The dataset is pickled, {size}, to each of {count} workers, which are new interpreters"
-    return f"{held}: {value:.0%} of the machine's memory{' in time' if _forked(found) else ''}."
-
-
-def _copies(found: Evidence) -> tuple[float, float, float]:
-    """Of the forked worker that copies most of its parent: bytes so far, bytes a step adds, what they will come to.
-
-    Counting references and collecting garbage write to Python's objects only, so these are all that can be copied.
-    """
-    if not found.host or not _forked(found):
-        return 0.0, 0.0, 0.0
-    each = [_copies_of(worker) for worker in found.host.get("workers", ()) if worker.get("copied")]
-    return max(each, key=lambda one: one[2], default=(0.0, 0.0, 0.0))
-
-
-def _copies_of(worker: Mapping[str, Any]) -> tuple[float, float, float]:
-    (before, at_first), (after, so_far) = worker["copied"][0], worker["copied"][-1]
-    rate = (so_far - at_first) / (after - before) if so_far - at_first >= _OWN_BYTES else 0.0
-    most = min(worker["inherited_bytes"], worker["objects"] * _OBJECT_BYTES)
-    return so_far, rate, max(so_far, min(most, so_far + rate * _MANY_STEPS))
-
-
-_OWN_BYTES = 1 << 20
-"""Below that it is the interpreter's own."""
-_OBJECT_BYTES = 64
-"""Of a block of Python's allocator, about: a number takes 32, a list of three 120 in two of them."""
-
-
-def _parent_copied(found: Evidence) -> float | None:
-    """What all workers will hold a second time beyond the dataset, over the host's memory."""
-    if not found.host or not found.host_limit_bytes:
-        return None
-    beyond = _copies(found)[2] - float(found.host["loader"].get("objects_bytes", 0))
-    copies = _workers(found) * found.world_size
-    return copies * beyond / found.host_limit_bytes if beyond >= _LEAST_COPIED_BYTES else 0.0
-
-
-_LEAST_COPIED_BYTES = 1 << 28
-"""Twice what torch and Lightning alone leave to be copied."""
-
-
-def _parent_copied_sentence(found: Evidence, value: float) -> str:
-    so_far, rate, most = _copies(found)
-    more = f", copies {format_bytes(rate)} more at every step" if most > so_far else ""
-    return (
-        f"A forked worker holds {format_bytes(so_far)} of its parent's memory a second time{more}, since to count a "
-        f"reference to an object or to collect garbage copies its page: of {_workers(found)} workers that is "
-        f"{value:.0%} of the machine's memory{' in time' if most > so_far else ''}."
-    )
-
-
-def _slow_start(found: Evidence) -> float | None:
-    if not found.host or found.start_up_seconds is None:
-        return None
-    fresh = found.host.get("loader", {}).get("start_method") in ("spawn", "forkserver")
-    return found.start_up_seconds if fresh and _workers(found) else 0.0
-
-
-def _remade(found: Evidence) -> float | None:
-    if not found.host or "loaders_remade" not in found.host:
-        return None
-    return found.epoch_start_fraction or 0.0 if found.host["loaders_remade"] else 0.0
-
-
-def _restarts(found: Evidence) -> float | None:
-    if not found.host:
-        return None
-    again = _workers(found) and not found.host["loader"].get("persistent")
-    return found.epoch_start_fraction if again and found.epoch_start_fraction is not None else 0.0
-
-
 # -- memory
 
 
 def _grows(found: Evidence) -> float | None:
     if found.growth_bytes is None or not found.host_limit_bytes:
         return None
-    return found.growth_bytes * _MANY_STEPS / found.host_limit_bytes
+    return found.growth_bytes * MANY_STEPS / found.host_limit_bytes
 
 
 def _grows_sentence(found: Evidence, _: float) -> str:
@@ -451,69 +253,6 @@ def _uneven_effect(found: Evidence) -> Range | None:
 
 
 HOST_RULES: tuple[Rule, ...] = (
-    Rule(
-        name="images decoded at full size", looks_at="pixels decoded over pixels that the model gets, where decoding "
-        "holds the training up", unit="ratio", threshold=4.0, source="kit: a JPEG decodes at a half, a quarter or an "
-        "eighth of its size for less", needs="watched processes that read with Pillow, OpenCV or torchvision",
-        measure=_full_size,
-        sentence=_full_size_sentence, part="wait",
-        setting=lambda _: "your dataset: a reduced decode (Pillow's image.draft('RGB', size) before it is loaded, "
-        "OpenCV's IMREAD_REDUCED_COLOR_8), or smaller files",
-        effect=_full_size_effect, explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy"),
-    ),
-    Rule(
-        name="one row of a large chunk", looks_at="bytes decompressed over bytes asked for, where reading holds the "
-        "training up", unit="ratio", threshold=8.0, source="kit: a chunk is decompressed whole",
-        needs="watched processes that read with h5py or zarr", measure=_one_row, sentence=_one_row_sentence,
-        setting=lambda _: "the file: chunks of about what is read at once; or read the rows of a chunk together",
-        effect=_one_row_effect, part="wait", explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy"),
-    ),
-    Rule(
-        name="dataset copied into workers", looks_at="Python objects of the dataset, in all workers, over the "
-        "machine's memory", unit="fraction", threshold=0.03, source="kit: reading an object counts its references, "
-        "which copies its page", needs="a trial of this machine", measure=_copied,
-        explains=("workers copy the parent",), sentence=_copied_sentence,
-        setting=lambda found: "your dataset: arrays or tensors (or Arrow) in place of lists and dictionaries"
-        if _forked(found) else "your dataset: tensors, whose memory all workers share, or files opened by each worker",
-    ),
-    Rule(
-        name="workers copy the parent", looks_at="memory of the parent, beyond the dataset, that all forked workers "
-        "will hold a second time, over the machine's memory", unit="fraction", threshold=0.02, source="kit: from 256 "
-        "MiB a worker on; counting a reference in a forked process writes to, and so copies, a page of objects",
-        needs="a trial of this machine", measure=_parent_copied, sentence=_parent_copied_sentence,
-        setting=lambda _: "the large tables that workers read: NumPy, Arrow or tensors in place of lists and "
-        "dictionaries, loaded after the workers start where these need none of them; gc.freeze() before the loader "
-        "starts, and no gc.collect() in a worker",
-    ),
-    Rule(
-        name="workers start slowly", looks_at="seconds until the first batch, where workers are new interpreters",
-        unit="count", threshold=3.0, source="kit: each imports all that the dataset needs", needs="loader processes",
-        measure=_slow_start, explains=("loader start-up",),
-        sentence=lambda found, value: f"{_workers(found)} workers are started as new interpreters, which import "
-        f"everything again: the first batch came after {format_seconds(value)}.",
-        setting=lambda _: "multiprocessing_context='fork', fewer workers, or imports within the functions that need "
-        "them",
-    ),
-    Rule(
-        name="workers started every epoch", looks_at="share of the time that first steps of epochs take longer",
-        unit="fraction", threshold=SLIVER, source="kit", needs="watched steps", measure=_restarts,
-        sentence=lambda found, value: f"{_workers(found)} workers are started anew at every epoch: that takes "
-        f"{value:.0%} of the time.",
-        setting=lambda _: "persistent_workers=True of your DataLoader",
-        effect=lambda found: without(0.8 * (found.epoch_start_fraction or 0.0), found.epoch_start_fraction),
-        part="wait", explains=(*WAITS, "loader start-up"),
-    ),
-    Rule(
-        name="loader made anew every epoch", looks_at="share of the time that first steps of epochs take longer, where "
-        "each has a loader of its own", unit="fraction", threshold=SLIVER, source="kit", needs="watched steps",
-        measure=_remade,
-        sentence=lambda _, value: "Each epoch has a loader of its own, and to make it, with its data and its "
-        f"workers, takes {value:.0%} of the time.",
-        setting=lambda _: "reload_dataloaders_every_n_epochs of the Trainer: 0; or read the data once, in setup(), and "
-        "make only the loader in train_dataloader()",
-        effect=lambda found: without(0.8 * (found.epoch_start_fraction or 0.0), found.epoch_start_fraction),
-        part="other", explains=(*WAITS, "loader start-up", "workers started every epoch"),
-    ),
     Rule(
         name="validation too often", looks_at="share of the time in validation", unit="fraction", threshold=0.2,
         source="kit: a twentieth tells as much", needs="timed steps", part="validation",
@@ -588,7 +327,7 @@ HOST_RULES: tuple[Rule, ...] = (
         effect=_idle_optimizer_effect,
     ),
     Rule(
-        name="memory that grows", looks_at=f"memory that {_MANY_STEPS:,} steps would add, over the machine's",
+        name="memory that grows", looks_at=f"memory that {MANY_STEPS:,} steps would add, over the machine's",
         unit="fraction", threshold=SLIVER, source="kit: growth in both halves of the trial", needs="a trial of this "
         "machine, and six steps or more", measure=_grows, sentence=_grows_sentence,
         setting=lambda _: "what keeps tensors from step to step: loss.detach() or loss.item() in a list of losses",

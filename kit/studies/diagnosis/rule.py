@@ -25,6 +25,8 @@ TRAINING_AT_SCALE = "Training at Larger Scale, ch. 7"
 BASEMODEL = "BaseModel, Scaling & Memory"
 SLIVER = 0.1
 """A wait below a tenth of the time is not worth advice."""
+MANY_STEPS = 10_000
+"""Of a training, after which what every step adds has added up."""
 WAITS = ("waiting for data", "training shorter than preprocessing")
 """Complaints that another finding about data explains."""
 _MOST_REMOVED = 0.98

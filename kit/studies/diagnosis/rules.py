@@ -3,13 +3,15 @@
 A rule measures one number of the evidence; None means that the trial does not tell, and `needs` says what it would
 take. A finding is a value at or above the threshold. Sources are published guides by title; *kit* marks thresholds of
 our own, each with its reason. `RULES` has all of them, in the order of the table of a diagnosis: about data, about the
-step itself, about devices and ranks, and about what the host does beside (`kit.studies.diagnosis.host_rules`).
+step itself, about devices and ranks, about how data is read and made (`kit.studies.diagnosis.loader_rules`), and about
+what the host does beside (`kit.studies.diagnosis.host_rules`).
 """
 
 from __future__ import annotations
 
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.host_rules import HOST_RULES
+from kit.studies.diagnosis.loader_rules import LOADER_RULES
 from kit.studies.diagnosis.rule import (
     BASEMODEL,
     SLIVER,
@@ -532,5 +534,6 @@ RULES: tuple[Rule, ...] = (
         change=lambda found: {"levers.gradient_checkpointing": False}
         if found.config.levers.gradient_checkpointing else {},
     ),
+    *LOADER_RULES,
     *HOST_RULES,
 )  # fmt: skip
