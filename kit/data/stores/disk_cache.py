@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import struct
 import threading
@@ -79,6 +80,11 @@ class Entries(Protocol):
     def get(self, name: str, first: int | None = None, last: int | None = None) -> Octets | None: ...
 
     def put(self, name: str, parts: Sequence[Part]) -> None: ...
+
+
+def name_of(url: str, key: str, identity: str) -> str:
+    """Under which an object is kept."""
+    return hashlib.sha256(repr((url, key, identity)).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
