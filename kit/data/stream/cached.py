@@ -238,7 +238,7 @@ class KnownObjects:
         url, there, records = self.find(key)
         if records is None or there not in records:
             return None
-        return name_of(url, there, f"{records[there].bytes}-{records[there].crc32c}")
+        return name_of(url, there, records[there].identity)
 
 
 class ObjectNames:
