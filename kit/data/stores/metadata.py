@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Self
 
@@ -116,13 +117,16 @@ class KeptMetadata:
 
     def find(self, item: ObjectRecord) -> bytes | None:
         """A document as the manifest tells it."""
-        data = self._entries.get(name_of(self._url, item.key, item.identity))
-        return None if data is None else data.tobytes()
+        data = self._entries.get(self._name(item))
+        return None if data is None else zlib.decompress(data)
 
     def keep(self, item: ObjectRecord, data: bytes) -> None:
         """Find it from now on."""
-        self._entries.put(name_of(self._url, item.key, item.identity), [(WHOLE, octets(data))])
+        self._entries.put(self._name(item), [(WHOLE, octets(zlib.compress(data)))])  # text, of a few kilobytes
         self._entries.put(self._mark, [(WHOLE, octets(b"kit"))])
+
+    def _name(self, item: ObjectRecord) -> str:
+        return name_of(self._url, item.key, f"{item.identity}-zlib")
 
 
 class DescribedStore(At):
