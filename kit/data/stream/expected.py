@@ -26,6 +26,7 @@ import contextlib
 import copy
 import math
 import statistics
+from bisect import bisect
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -189,7 +190,7 @@ def _look_at(dataset: Dataset, unlisted: Mapping[_Objects, Sequence[Place]]) -> 
         with ThreadPoolExecutor(_AT_ONCE, "kit-look") as threads:
             for objects, places in unlisted.items():
                 stored = run_sync(partial(StoredArray.open, store, objects.info), dataset.url, _LOOK_SECONDS)
-                some = places[:: max(1, -(-len(places) // _LOOKED_AT))]
+                some = sorted(places)[:: max(1, -(-len(places) // _LOOKED_AT))]
                 keys = [stored.object_key(place) for place in some]
                 if objects.keeps:
                     found = threads.map(lambda key: names.claim(key).result(), keys)
@@ -215,7 +216,7 @@ class _Objects:
         """Whether manifests tell the size of every object met, or some have been looked at."""
         self.keeps = entries is not None
         self.names: dict[Place, str | None] = {}
-        """Under which a read cache keeps the objects that have been looked at."""
+        """Under which a read cache keeps the objects that have been looked at, in their order."""
         self.typical_bytes: float | None = None
         """Of a stored chunk, in those."""
         self._indexes: dict[Place, tuple[Index, NDArray[np.int64]]] = {}
@@ -324,11 +325,20 @@ class _Objects:
         """Whether a reader asks for the tag of this object, to find it in a read cache."""
         return self.keeps and bool(self.names) and not self.lists(outer)
 
+    def _looked_at_beside(self, outer: Place) -> Place:
+        """The object itself, or one before or behind it: a cache is filled in order, and as far as somewhere."""
+        if outer in self.names:
+            return outer
+        known = [*self.names]
+        place = bisect(known, outer)
+        beside = known[max(0, place - 1) : place + 1]
+        return beside[hash(outer) % len(beside)]
+
     def _held_at_first(self, outer: Place) -> Iterable[int]:
         if not self.is_tagged(outer):
             name = self._known.name(self._key(outer))
-        else:  # what was not looked at is taken to be as an object that was
-            outer = outer if outer in self.names else [*self.names][hash(outer) % len(self.names)]
+        else:
+            outer = self._looked_at_beside(outer)
             name = self.names[outer]
         if name is None or self._entries is None:
             return
