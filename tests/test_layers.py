@@ -95,8 +95,7 @@ def test_a_circle_is_found_also_where_it_is_closed_by_a_string(monkeypatch, tmp_
 
 def test_folders_are_small_and_files_are_few():
     assert max(house.files_of_rooms().values()) <= MOST_FILES_OF_A_FOLDER
-    files = [path for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert len(files) <= MOST_FILES
+    assert len([*ROOT.rglob("*.py")]) <= MOST_FILES
 
 
 def test_tests_lie_in_the_folder_of_the_room_that_they_test():

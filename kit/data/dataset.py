@@ -41,6 +41,7 @@ from kit.config import Config
 from kit.data.files import open_file, split_group
 from kit.data.places import Matched
 from kit.data.stores import manifest as records
+from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.foreign import (
     REFERENCES,
     At,
@@ -49,7 +50,17 @@ from kit.data.stores.foreign import (
     open_repository,
     references_as_store,
 )
+from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.manifest import BuildRecord, Manifest
+from kit.data.stores.metadata import (
+    NAMES,
+    DescribedStore,
+    Documents,
+    KeptMetadata,
+    consolidated,
+    published,
+    read_objects,
+)
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import list_objects, open_store, read_object, redact, resolve_url, store_error
 from kit.data.variables import asides
@@ -195,6 +206,8 @@ class Dataset:
     """Paths of the resolutions of a pyramid, the one that is read first."""
     strict: bool = False
     """Whether a missing chunk is an error here too; in a store that kit built it always is."""
+    metadata: Documents = field(default_factory=dict, compare=False, repr=False)
+    """Of the arrays, as they were when this was opened: its readers ask for them no more."""
 
     def locate(self, key: str) -> tuple[Dataset, str]:
         """The dataset in whose store an object lies, and its key there: this one, unless it is joined of several."""
@@ -202,7 +215,10 @@ class Dataset:
 
     def open_store(self) -> Store:
         """A fresh read-only handle, bound to no event loop until its first read."""
-        return open_store(self.url, self.credentials)
+        return self._described(open_store(self.url, self.credentials))
+
+    def _described(self, store: Store) -> Store:
+        return DescribedStore(store, self.metadata) if self.metadata else store
 
     def open_array(self, name: str) -> zarr.Array[Any]:
         """A variable or coordinate as zarr sees it: packed values, missing objects read as fill values."""
@@ -313,7 +329,7 @@ class StoreDataset(Dataset):
     opener: Callable[[], Store] = field(compare=False, repr=False)
 
     def open_store(self) -> Store:
-        return self.opener()
+        return self._described(self.opener())
 
     def _headline(self) -> str:
         return (
@@ -371,10 +387,26 @@ def open_dataset(
         joined: Dataset = load("dataset.join")(given)
         return joined
     if isinstance(given, Config):
-        return open_dataset(given.data.url, given.data.credentials, given.data.variables, strict=given.data.strict)
+        return open_url(given, given.data.url)
     if not isinstance(given, str | PathLike):
         return _of_object(given, credentials, strict)
-    text = fspath(given)
+    return _of_url(fspath(given), credentials, variables, strict)
+
+
+def open_url(config: Config, url: str) -> Dataset:
+    """The store at one of the URLs of a config, whose cache may keep its metadata.
+
+    Raises:
+        As `open_dataset`.
+    """
+    data = config.data
+    variables = data.variables if url == data.url else ()
+    return _of_url(url, data.credentials, variables, data.strict, ReadCache.of(config.cache))
+
+
+def _of_url(
+    text: str, credentials: str, variables: Sequence[str], strict: bool, cache: ReadCache | None = None
+) -> Dataset:
     if (place := split_group(text)) is not None:
         return replace(open_xarray(open_file(*place, credentials)), url=text, reopened=(*place, credentials))
     if text.rstrip("/").lower().endswith(REFERENCES):
@@ -382,7 +414,7 @@ def open_dataset(
     url = resolve_url(text)
     try:
         if "://" in url or (repository := find_repository(url, credentials)) is None:
-            return _of_group(url, credentials, variables, strict)
+            return _of_group(url, credentials, variables, strict, cache=cache)
     except NoGroupError:
         repository = find_repository(url, credentials)
         if repository is None:
@@ -431,17 +463,25 @@ def _is_virtual(given: Any) -> bool:
 
 
 def _of_group(
-    url: str, credentials: str, variables: Sequence[str], strict: bool, opener: Callable[[], Store] | None = None
+    url: str,
+    credentials: str,
+    variables: Sequence[str],
+    strict: bool,
+    opener: Callable[[], Store] | None = None,
+    cache: ReadCache | None = None,
 ) -> Dataset:
     """The group, array or pyramid at a URL, or in the store that `opener` opens."""
-    store = open_store(url, credentials) if opener is None else opener()
+    bare = open_store(url, credentials) if opener is None else opener()
     make: Callable[..., Dataset] = Dataset if opener is None else partial(StoreDataset, opener=opener)
-    found = _published(store, url, of_others=opener is not None)
+    kept = None
+    if cache is not None and opener is None and isinstance(bare, RemoteStore):
+        kept = KeptMetadata(cache.open(warns=False), url)
+    found, store = _described(bare, url, kept, of_others=opener is not None)
     group = _open_group(store, url)
     if group is None:
         return _of_array(store, url, credentials, strict, opener)
     if found is None and (levels := pyramid_levels(group)):
-        return _of_pyramid(group, levels, url, credentials, strict, opener)
+        return _of_pyramid(group, levels, store, url, credentials, strict, opener)
     arrays = _open_arrays(group, url, found, variables)
     infos = {name: array_info(name, array, found) for name, array in sorted(arrays.items())}
     # Coordinates along several dimensions are named by variables or the group, as CF and xarray do.
@@ -453,27 +493,37 @@ def _of_group(
         url=url, credentials=credentials, coordinates=coordinates,
         arrays={name: infos[name] for name in (found.arrays if found else infos) if name not in coordinates},
         attributes=dict(group.attrs), manifest=found, strict=strict, asides={} if found else asides(described),
+        metadata=store.documents_of(infos),
     )  # fmt: skip
 
 
-def _published(store: Store, url: str, *, of_others: bool) -> Manifest | None:
-    """The manifest of a store that kit built; another library's may refuse to look for it.
+def _described(
+    store: Store, url: str, kept: KeptMetadata | None, *, of_others: bool
+) -> tuple[Manifest | None, DescribedStore]:
+    """The manifest of a store that kit built, and the store with what metadata are known after a round trip or two.
+
+    Another library's store may refuse to look for a manifest, and is asked for nothing else.
 
     Raises:
         UnfinishedStoreError: when its build has not finished.
-        CorruptChunkError: when metadata differs from what was published.
+        MissingChunkError, CorruptChunkError: when metadata are not what was published.
     """
+    key, found = records.MANIFEST_KEY, dict[str, bytes]()
     try:
-        found = read_manifest(store, url)
-        if found is None:
+        if kept is not None and kept.built_by_kit:
+            found = read_objects(store, [key], url)
+        if key not in found:
+            found = read_objects(store, [key, records.BUILD_KEY, *(() if of_others else NAMES)], url)
+        if key in found:
+            manifest = Manifest.load(found.pop(key), redact(url))
+            return manifest, DescribedStore(store, published(store, url, manifest, found, kept))
+        if found.pop(records.BUILD_KEY, None) is not None:
             refuse_unfinished(store, url)
-        else:
-            _check_metadata(store, url, found)
     except StoreError as error:
         if not of_others or type(error) is not StoreError:
             raise
-        return None
-    return found
+        return None, DescribedStore(store, {})
+    return None, DescribedStore(store, consolidated(found) | found, () if of_others else ("",))
 
 
 def read_manifest(store: Store, url: str) -> Manifest | None:
@@ -573,6 +623,7 @@ def _multiscales(group: zarr.Group) -> Mapping[str, Any]:
 def _of_pyramid(
     group: zarr.Group,
     levels: list[str],
+    store: DescribedStore,
     url: str,
     credentials: str,
     strict: bool,
@@ -595,7 +646,7 @@ def _of_pyramid(
     attributes = {name: value for name, value in group.attrs.items() if name not in ("ome", "multiscales")}
     return make(
         url=url, credentials=credentials, arrays={info.name: info}, attributes=attributes, strict=strict,
-        levels=tuple(levels),
+        levels=tuple(levels), metadata=store.documents_of([info.name]),
     )  # fmt: skip
 
 
@@ -637,17 +688,6 @@ def _refuse_groups(group: zarr.Group, url: str) -> None:
     if paths:
         shown = ", ".join([*paths][:_MOST_GROUPS]) + (", ..." if len(paths) > _MOST_GROUPS else "")
         raise StoreError(f"{redact(url)}: its variables are in groups; add one of them to the path: {shown}")
-
-
-def _check_metadata(store: Store, url: str, found: Manifest) -> None:
-    """A flipped bit in metadata can change shape or fill value and still parse, so it is compared with the manifest."""
-    for item in found.objects:
-        if item.key.endswith("zarr.json"):
-            data = read_object(store, item.key, url)
-            if data is None:
-                raise MissingChunkError(f"{redact(url)}: {item.key} is gone; verify, then rebuild")
-            if records.crc32c(data) != item.crc32c:
-                raise CorruptChunkError(f"{redact(url)}: {item.key} is not what was published; verify, then rebuild")
 
 
 def array_info(name: str, array: zarr.Array[Any], found: Manifest | None) -> ArrayInfo:

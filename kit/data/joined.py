@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -39,13 +40,17 @@ from kit.data.dataset import (
     XarrayStore,
     is_time_unit,
     open_dataset,
+    open_url,
 )
+from kit.data.files import split_group
 from kit.data.places import Match, Matched, match_values, usual_step
 from kit.data.stores.url import read_object, redact
 from kit.errors import ConfigError, Problem
 
 _ALIKE = ("dims", "dtype", "chunk", "shard", "scale_factor", "add_offset", "missing", "also_missing")
 _DOCUMENTS = ("zarr.json", ".zarray")
+_AT_ONCE = 16
+"""Stores that are opened."""
 Unmatched = Literal["refuse", "leave-out", "missing"]
 
 
@@ -110,7 +115,7 @@ def join(
         >>> both.select(["sst", "sst_2"])[1].matched[0].index[:3].tolist()
         [0, 1, 2]
     """
-    parts = tuple(one if isinstance(one, Dataset) else open_dataset(one, credentials) for one in stores)
+    parts = _open_all(partial(open_dataset, credentials=credentials), stores)
     if len(parts) < 2:
         raise _error(f"{len(parts)} store is nothing to join; give at least two")
     arrays: dict[str, ArrayInfo] = {}
@@ -150,8 +155,22 @@ def join(
 def join_config(config: Config) -> JoinedDataset:
     """The dataset of a config that names several stores."""
     data = config.data
-    first, *others = (open_dataset(url, data.credentials, strict=data.strict) for url in (data.url, *data.more))
-    return join([first, *others], data.join, data.credentials, match=data.match, unmatched=data.unmatched)
+    parts = _open_all(partial(open_url, config), (data.url, *data.more))
+    return join(parts, data.join, data.credentials, match=data.match, unmatched=data.unmatched)
+
+
+def _open_all(
+    open_one: Callable[[Any], Dataset], stores: Sequence[Dataset | str | PathLike[str]]
+) -> tuple[Dataset, ...]:
+    """All of them; those far away at once, as each waits for answers. Libraries of files want one thread."""
+
+    def is_far(one: Any) -> bool:
+        return isinstance(one, str) and "://" in one and split_group(one) is None
+
+    with ThreadPoolExecutor(_AT_ONCE, "kit-open-stores") as threads:
+        found = [threads.submit(open_one, one) if is_far(one) else one for one in stores]
+        near = [one if isinstance(one, Dataset | Future) else open_one(one) for one in found]
+        return tuple(one.result() if isinstance(one, Future) else one for one in near)
 
 
 def _beside(
@@ -481,6 +500,10 @@ class JoinedStore(WrapperStore[MemoryStore]):
     async def exists(self, key: str) -> bool:
         found = self.behind(key)
         return await self._store.exists(key) if found is None else await found[0].exists(found[2])
+
+    async def getsize(self, key: str) -> int:
+        found = self.behind(key)
+        return await self._store.getsize(key) if found is None else await found[0].getsize(found[2])
 
     def close(self) -> None:
         for store, _ in self.held:

@@ -13,7 +13,7 @@ from zarr.core.sync import sync
 
 import kit
 from kit.data.build.build import build
-from kit.data.build.layout import predict_reading
+from kit.data.build.layout import predict_reading, requests_after
 from kit.data.patches.module import PatchData
 from kit.data.stores.manifest import FOLDER
 from kit.data.stores.url import open_store
@@ -194,3 +194,40 @@ def test_a_cache_of_stores_that_are_joined_is_known_store_by_store(cloud, tmp_pa
     predicted = predict_reading(joined, kit.open_dataset(joined))
     assert predicted["bytes_per_sample"] == pytest.approx(cold["bytes_per_sample"] / 2, rel=0.2)
     assert counted(joined, 8) == pytest.approx(predicted, rel=0.15)
+
+
+def test_a_cache_that_was_filled_in_part_is_known_from_a_few_of_its_objects(cloud, tmp_path, tiny_config, monkeypatch):
+    """It is filled in the order of the store: what lies beside objects that are held is held, mostly."""
+    url = cloud.url("in-part/t.zarr")
+    config = config_of(tiny_config, url, tmp_path / "c", "chunks", trial__max_steps=8)
+    build(config, progress=False)
+    sync(open_store(url, read_only=False).delete_dir(FOLDER))
+    dataset = kit.open_dataset(config)
+    cold = predict_reading(config, dataset)["bytes_per_sample"]
+    fill(config, 0.4)
+    told = []
+    for looked_at in (1000, 12):
+        monkeypatch.setattr("kit.data.stream.expected._LOOKED_AT", looked_at)
+        told.append(predict_reading(config, dataset)["bytes_per_sample"])
+    assert 0.2 * cold < told[0] < 0.8 * cold
+    assert told[1] == pytest.approx(told[0], rel=0.1)
+
+
+def test_what_a_run_asks_for_after_its_beginning_is_told_apart(tmp_path, tiny_config):
+    """Nothing is there at first: of a large chunk, the first batches ask for most that a short epoch does."""
+    config = config_of(tiny_config, tmp_path / "t.zarr", None, "chunks", "grid").replace({
+        "data.patch": {"time": 1, "lat": 8, "lon": 8}, "loader.batch_size": 16, "loader.batches_ahead": 8,
+        "chunking.chunk": {"time": 4, "lat": 16, "lon": 16}, "training.max_epochs": 1,
+    })  # fmt: skip
+    dataset, left_out = build(config, progress=False), 10
+    data = PatchData(config)
+    loader = data.train_dataloader()
+    for place, _ in enumerate(loader, 1):
+        wait_until(lambda: not coming(loader))
+        if place == left_out:
+            before = settled(loader)["requests"]
+    found = settled(loader)["requests"] - before
+    data.teardown()
+    samples = 16 * (len(loader) - left_out - 8)  # of batches that were begun after
+    assert requests_after(config, dataset, left_out) * samples == pytest.approx(found, abs=2)
+    assert requests_after(config, dataset, left_out) < 0.6 * requests_after(config, dataset, 0)

@@ -340,6 +340,17 @@ def price_store(config: Config, dataset: Dataset) -> tuple[LayoutCost, ...]:
     return tuple(_price(config, alike[cut], pattern | {"compression_ratio": ratio}) for cut in sorted(alike))
 
 
+def requests_after(config: Config, dataset: Dataset, left_out: int) -> float:
+    """Requests of a sample in a trial of all epochs but for the batches at its beginning, when nothing is there yet.
+
+    Raises:
+        As `price_store`.
+    """
+    ranks = pattern_of(config)["ranks"]
+    played = _played(config, dataset, ranks, most_touched=_MOST_TOUCHED, left_out=left_out)
+    return sum(one.requests for one in played.arrays)
+
+
 def _price(config: Config, found: list[tuple[ArrayInfo, ArrayRequests]], pattern: dict[str, Any]) -> LayoutCost:
     """Of variables cut alike, with what is asked of each for a sample."""
     data, info, batch_size = config.data, found[0][0], config.loader.batch_size

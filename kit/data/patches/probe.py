@@ -38,7 +38,7 @@ from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact, sizes_of_objects
 from kit.data.stream.codec import StoredArray
-from kit.data.stream.fetch import open_client, read_index
+from kit.data.stream.fetch import leaves, open_client, read_index
 from kit.errors import StoreError
 from kit.tables import html_table, text_table
 from kit.units import format_bytes, format_count, format_seconds, parse_bytes
@@ -341,7 +341,7 @@ def _open_source(dataset: Dataset, counters: Counters) -> Iterator[Client]:
     """
     store = dataset.open_store()
     source = open_client(store, dataset.url, _REQUEST_SECONDS, counters, _MOST_AT_ONCE)
-    for one in (store, source):
+    for one in (source, *(one for one, _ in leaves(store, dataset.url))):
         if isinstance(one, RemoteStore | HttpClient):
             one.retries = replace(one.retries, most_pause_seconds=_REFUSED_PAUSE_SECONDS)
     try:

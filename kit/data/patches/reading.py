@@ -2,8 +2,9 @@
 
 `kit.data.measure_reading(config)` streams for a few seconds the batches that a fit of that config would read, through
 the same loader and on one rank, and trains nothing. The first batch, which opens the store, is measured apart. In
-random and grid order the batches read ahead at the start of each pass are left out. In block order whole passes count,
-because a window is read at once and serves many batches; how well they are mixed stands beside its prediction too.
+random and grid order the batches read ahead at the start of each pass are left out, and where there is one pass the
+requests of its beginning, predicted and measured. In block order whole passes count, because a window is read at once
+and serves many batches; how well they are mixed stands beside its prediction too.
 
 The prediction is that of `kit.chunks.cost` for the store as it is cut, with the network that `config.chunking`
 describes, so put the figures of `kit.data.probe` there first.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from kit.chunks.cost import slowest
 from kit.cloud.dials import preset
 from kit.config import Config
-from kit.data.build.layout import price_store
+from kit.data.build.layout import price_store, requests_after
 from kit.data.dataset import open_dataset
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.url import redact
@@ -212,12 +213,15 @@ def _measure(config: Config, seconds: float) -> MeasuredReading:
         )
     ahead = min(config.loader.batches_ahead + _DROPPED, len(loader) - 2)
     left_out = None if config.data.order == "block" else ahead
+    size = config.loader.batch_size
+    asked = sum(cost.requests_made_per_batch for cost in costs) / size
+    asked_later = asked if left_out is None else requests_after(config, dataset, left_out + 1)
     try:
         pace = _pace(loader, left_out, seconds)
         mixing, (opened, reason) = loader.mixing, loader.open_requests
     finally:
         data.teardown()
-    info, size = dataset.select(config.data.variables)[0], config.loader.batch_size
+    info = dataset.select(config.data.variables)[0]
     predicted = None  # of the variable that mixes worst; what has no window is read as random order
     if config.data.order != "grid":
         predicted = min(1.0 if cost.window is None else cost.window.mixing(size) for cost in costs)
@@ -226,7 +230,7 @@ def _measure(config: Config, seconds: float) -> MeasuredReading:
         predicted_samples_per_second=size / sum(cost.seconds_per_batch for cost in costs),
         samples_per_second=pace.samples / pace.seconds,
         bound=slowest(costs).bound,
-        predicted_requests_per_sample=sum(cost.requests_made_per_batch for cost in costs) / size,
+        predicted_requests_per_sample=asked_later if pace.passes == 1 else asked,  # of what was counted
         requests_per_sample=pace.per_sample("requests"), bytes_per_sample=pace.per_sample("bytes_read"),
         mixing=None if predicted is None else mixing, predicted_mixing=predicted,
         first_batch_seconds=pace.first_seconds, batches=pace.batches, seconds=pace.seconds,
@@ -240,6 +244,7 @@ class _Pace:
     samples: int = 0
     seconds: float = 0.0
     batches: int = 0
+    passes: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
     """Of the samples that count where one pass was long enough, else of all."""
 
@@ -253,10 +258,9 @@ def _pace(loader: PatchLoader, left_out: int | None, seconds: float) -> _Pace:
     next(iter(loader))
     pace.first_seconds = time.perf_counter() - began
     deadline = began + _MOST_TIMES * seconds
-    passes = 0
     first = under_way = _settled(loader)  # the batches that were read for the first one alone do not count
     while pace.batches < 2 or (pace.seconds < seconds and time.perf_counter() < deadline):
-        before, passes = time.perf_counter(), passes + 1
+        before, pace.passes = time.perf_counter(), pace.passes + 1
         for place, batch in enumerate(loader):
             now = time.perf_counter()
             if left_out is None or place > left_out:
@@ -268,7 +272,7 @@ def _pace(loader: PatchLoader, left_out: int | None, seconds: float) -> _Pace:
             before = now
             if left_out is not None and pace.seconds >= seconds and pace.batches > 1:
                 break
-    before_them = under_way if passes == 1 else first
+    before_them = under_way if pace.passes == 1 else first
     pace.counts = {name: count - before_them[name] for name, count in loader.counters().items()}
     return pace
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import struct
 import threading
@@ -81,6 +82,11 @@ class Entries(Protocol):
     def put(self, name: str, parts: Sequence[Part]) -> None: ...
 
 
+def name_of(url: str, key: str, identity: str) -> str:
+    """Under which an object is kept."""
+    return hashlib.sha256(repr((url, key, identity)).encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCache:
     """What one reader caches with; holds no handle, so it pickles."""
@@ -96,11 +102,11 @@ class ReadCache:
             return None
         return cls(size_bytes=settings.size_bytes, folder=settings.folder, eviction=settings.eviction)
 
-    def open(self) -> Entries:
+    def open(self, *, warns: bool = True) -> Entries:
         """The cache in the folder, or this process's in memory; a folder that cannot be written is warned of."""
         if not self.folder:
             return _in_memory(self.size_bytes, self.eviction)
-        return SharedFolder(resolve_path(self.folder), self.size_bytes, self.eviction)
+        return SharedFolder(resolve_path(self.folder), self.size_bytes, self.eviction, warns=warns)
 
     def forget(self) -> None:
         """Empty what this process keeps in memory; a folder, which others may use, stays as it is."""
@@ -164,8 +170,8 @@ def _in_memory(size_bytes: int, eviction: Eviction) -> MemoryCache:
 class SharedFolder:
     """Parts in the files of a folder; call from any thread of any process."""
 
-    def __init__(self, folder: Path, size_bytes: int, eviction: Eviction) -> None:
-        self._folder, self._size_bytes, self._eviction = folder, size_bytes, eviction
+    def __init__(self, folder: Path, size_bytes: int, eviction: Eviction, *, warns: bool = True) -> None:
+        self._folder, self._size_bytes, self._eviction, self._warns = folder, size_bytes, eviction, warns
         self._lock = threading.Lock()
         self._files: OrderedDict[str, _PartsFile] = OrderedDict()
         self._places_bytes = 0
@@ -273,7 +279,7 @@ class SharedFolder:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         why = "is full: make room" if full else f"cannot be written ({error.strerror}): choose another cache.folder"
         with self._lock:
-            first, self.refused = not self.refused, why
+            first, self.refused = self._warns and not self.refused, why
         if first:
             message = f"cache.folder: what is not in {self._folder} is read from the store, and not kept, as it {why}"
             warnings.warn(message, KitWarning, stacklevel=2)

@@ -58,6 +58,13 @@ class At(WrapperStore[Store]):
     async def exists(self, key: str) -> bool:
         return key.startswith(self._shown) and await self._store.exists(self._there + key.removeprefix(self._shown))
 
+    async def getsize(self, key: str) -> int:
+        return await self._store.getsize(self._there + key.removeprefix(self._shown))
+
+    @property
+    def supports_consolidated_metadata(self) -> bool:
+        return self._store.supports_consolidated_metadata
+
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         async for key in self._store.list_dir(self._there + prefix):
             yield key

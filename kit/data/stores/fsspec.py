@@ -153,6 +153,8 @@ def open_remote(url: str, options: dict[str, Any], read_only: bool) -> RemoteSto
     assert isinstance(store, RemoteStore)
     if scheme == "s3":
         store.fs.retries = 1
+        if read_only:
+            store.fs.max_concurrency = 1  # with more, an object is asked for its size before it is read whole
     _detach_finalizers(store.fs)
     weakref.finalize(store, _close_sessions, store.fs)
     return store

@@ -49,6 +49,11 @@ class ObjectRecord:
     squares: float = 0.0
     """Sum of their squares."""
 
+    @property
+    def identity(self) -> str:
+        """What tells it from another object under the same key."""
+        return f"{self.bytes}-{self.crc32c}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayRecord:

@@ -11,7 +11,6 @@ waits for ever.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,7 @@ import numpy as np
 
 from kit.chunks.requests import Run
 from kit.data.dataset import Dataset
-from kit.data.stores.disk_cache import WHOLE, Entries, Part
+from kit.data.stores.disk_cache import WHOLE, Entries, Part, name_of
 from kit.data.stores.http import Client, Get
 from kit.data.stores.manifest import ObjectRecord
 from kit.data.stores.transfer import Counters, Octets
@@ -217,11 +216,6 @@ class _GetAndKeepIndex(GetIndex):
         super().done(data)
 
 
-def name_of(url: str, key: str, identity: str) -> str:
-    """Under which an object is kept."""
-    return hashlib.sha256(repr((url, key, identity)).encode()).hexdigest()
-
-
 class KnownObjects:
     """What the manifests of a dataset, or of those that it joins, tell of its objects."""
 
@@ -244,7 +238,7 @@ class KnownObjects:
         url, there, records = self.find(key)
         if records is None or there not in records:
             return None
-        return name_of(url, there, f"{records[there].bytes}-{records[there].crc32c}")
+        return name_of(url, there, records[there].identity)
 
 
 class ObjectNames:

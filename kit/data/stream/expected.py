@@ -26,6 +26,7 @@ import contextlib
 import copy
 import math
 import statistics
+from bisect import bisect
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,7 @@ class Reading:
         shared: Whether all processes have one read cache.
         most_touched: Chunks of batches that are played through.
         compression_ratio: Decoded bytes per stored byte, of chunks whose size nothing else tells.
+        left_out: Batches handed over first, on each rank, of which nothing counts.
     """
 
     batches: int
@@ -106,6 +108,7 @@ class Reading:
     shared: bool = True
     compression_ratio: float = 1.0
     most_touched: int = 200_000
+    left_out: int = 0
 
 
 def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, reading: Reading) -> Expected:
@@ -117,27 +120,34 @@ def expect(dataset: Dataset, arrays: Sequence[ArrayInfo], plan: SamplePlan, read
             objects = [one.again() for one in objects]
         readers.append(_Reader(objects, plan, reading, rank, process))
     steps = math.ceil(reading.batches / reading.processes)
-    marks, played = [_Mark.of(readers)], 0
+    start = _Mark.of(readers)
+    marks, played = [start], 0
     while played < steps and (done := sum(reader.touched for reader in readers)) <= reading.most_touched:
         for reader in readers:
             reader.serve_one()
         played += 1
+        if played * reading.processes <= reading.left_out and played < steps:
+            start = _Mark.of(readers)
         if done <= reading.most_touched // 2:
             marks[1:] = [_Mark.of(readers)]
     end = _Mark.of(readers)
+    if start.samples == end.samples:  # what counts has been read ahead
+        start = marks[0]
     if played == steps:
-        per_sample = [one.times(1 / end.samples) for one in end.asked]
+        counted = zip(end.asked, start.asked, strict=True)
+        per_sample = [(one - before).times(1 / (end.samples - start.samples)) for one, before in counted]
         return Expected(tuple(per_sample), all(one.tells_sizes for one in objects))
     if all(reader.first_window for reader in readers):
         marks.insert(1, _Mark.of([reader.first_window for reader in readers if reader.first_window]))
     begin = next(mark for mark in reversed(marks) if mark.read_samples < end.read_samples)
     samples = max(end.read_samples, reading.batches * plan.global_batch_size)
     times, found = (samples - end.read_samples) / (end.read_samples - begin.read_samples), list[ArrayRequests]()
-    for now, before, array in zip(end.asked, begin.asked, objects, strict=True):
+    for now, before, left_out, array in zip(end.asked, begin.asked, start.asked, objects, strict=True):
         one = now + (now - before).times(times)
         indexes = array.shards_met(now.indexes, len(readers), samples / end.read_samples)
         more = (indexes - one.indexes, indexes * array.index_bytes - one.index_bytes)
-        found.append((one + ArrayRequests(0, more[0], more[0], more[1], more[1])).times(1 / samples))
+        one += ArrayRequests(0, more[0], more[0], more[1], more[1])
+        found.append((one - left_out).times(1 / (samples - start.read_samples)))
     return Expected(tuple(found), all(one.tells_sizes for one in objects))
 
 
@@ -189,7 +199,7 @@ def _look_at(dataset: Dataset, unlisted: Mapping[_Objects, Sequence[Place]]) -> 
         with ThreadPoolExecutor(_AT_ONCE, "kit-look") as threads:
             for objects, places in unlisted.items():
                 stored = run_sync(partial(StoredArray.open, store, objects.info), dataset.url, _LOOK_SECONDS)
-                some = places[:: max(1, -(-len(places) // _LOOKED_AT))]
+                some = sorted(places)[:: max(1, -(-len(places) // _LOOKED_AT))]
                 keys = [stored.object_key(place) for place in some]
                 if objects.keeps:
                     found = threads.map(lambda key: names.claim(key).result(), keys)
@@ -215,7 +225,7 @@ class _Objects:
         """Whether manifests tell the size of every object met, or some have been looked at."""
         self.keeps = entries is not None
         self.names: dict[Place, str | None] = {}
-        """Under which a read cache keeps the objects that have been looked at."""
+        """Under which a read cache keeps the objects that have been looked at, in their order."""
         self.typical_bytes: float | None = None
         """Of a stored chunk, in those."""
         self._indexes: dict[Place, tuple[Index, NDArray[np.int64]]] = {}
@@ -324,11 +334,20 @@ class _Objects:
         """Whether a reader asks for the tag of this object, to find it in a read cache."""
         return self.keeps and bool(self.names) and not self.lists(outer)
 
+    def _looked_at_beside(self, outer: Place) -> Place:
+        """The object itself, or one before or behind it: a cache is filled in order, and as far as somewhere."""
+        if outer in self.names:
+            return outer
+        known = [*self.names]
+        place = bisect(known, outer)
+        beside = known[max(0, place - 1) : place + 1]
+        return beside[hash(outer) % len(beside)]
+
     def _held_at_first(self, outer: Place) -> Iterable[int]:
         if not self.is_tagged(outer):
             name = self._known.name(self._key(outer))
-        else:  # what was not looked at is taken to be as an object that was
-            outer = outer if outer in self.names else [*self.names][hash(outer) % len(self.names)]
+        else:
+            outer = self._looked_at_beside(outer)
             name = self.names[outer]
         if name is None or self._entries is None:
             return

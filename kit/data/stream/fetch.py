@@ -36,6 +36,7 @@ from kit.data.stores.foreign import At
 from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.local import Folder
+from kit.data.stores.metadata import DescribedStore
 from kit.data.stores.retry import Retries
 from kit.data.stores.transfer import Counters, Octets, octets
 from kit.data.stores.url import redact, store_error
@@ -74,6 +75,8 @@ def open_client(
         seconds: How long one request may take.
         in_flight: Requests sent and not answered, at most.
     """
+    while type(store) is DescribedStore:  # whose chunks have the same keys
+        store = store.behind("")[0]
     reads: dict[int, Read] = {}
     addresses: dict[int, Address] = {}
     others = False
