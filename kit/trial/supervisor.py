@@ -34,6 +34,7 @@ from kit.machine.machine import take_seat
 from kit.machine.processes import adopt_orphans, identify, members_of
 from kit.registry import load
 from kit.train import rendezvous
+from kit.train.one_lightning import drawn_later
 from kit.trial import scratch
 from kit.trial.directory import KILL, Control, RunPaths
 from kit.trial.launch import Launch, differing_variables, fork_rank, launch_variables, spawn_rank, touched_device
@@ -51,6 +52,8 @@ REAP_SECONDS = 10.0
 LOG_BYTES = 10_000_000
 LOG_KEPT_BYTES = 1_000_000
 _PRELOADED = ("torch.distributed.fsdp", "torch.utils.data", "lightning.pytorch", "ruamel.yaml", "kit.trial.launch")
+_LOADED_IDLE = ("matplotlib.pyplot",)
+"""What many modules import and no first answer waits for: loaded when nothing has run for a while."""
 Removed = Literal["never", "when lost", "at end"]
 
 
@@ -61,6 +64,7 @@ class Supervisor:
         self.parent = parent
         self.cold_reason = cold_reason
         self.groups: list[RankGroup] = []
+        self._to_load = [] if cold_reason else [*_LOADED_IDLE]
         self._variables = dict(os.environ)
         self._buffer = b""
         self._woken, self._wake = os.pipe()
@@ -86,6 +90,8 @@ class Supervisor:
                 with contextlib.suppress(OSError):  # judged and written by the group
                     self.groups.append(RankGroup(order, self._why_cold(order)))
             self.groups = [group for group in self.groups if not group.look()]
+            if self._to_load and not ready and not self.groups:
+                _import_for_forks([self._to_load.pop()])
         for group in self.groups:
             group.kill("kernel")
         for group in self.groups:
@@ -344,17 +350,25 @@ class RankGroup:
 
 def preload() -> str | None:
     """Import what every rank needs; why that failed, or None."""
+    with drawn_later():
+        error = _import_for_forks(_PRELOADED, ("job.fit", "job.predict"))
+    return f"the warm process could not import torch and lightning: {error}" if error else None
+
+
+def _import_for_forks(names: Sequence[str], jobs: Sequence[str] = ()) -> str:
+    """Import modules and jobs before the next fork; why that failed, or nothing."""
     gc.disable()  # so that no collection moves pages that forks share
     try:
-        for name in _PRELOADED:
+        for name in names:
             importlib.import_module(name)
-        for job in ("job.fit", "job.predict"):
+        for job in jobs:
             load(job)
     except Exception as error:
-        return f"the warm process could not import torch and lightning: {type(error).__name__}: {error}"
-    gc.freeze()
-    gc.enable()
-    return None
+        return f"{type(error).__name__}: {error}"
+    finally:
+        gc.freeze()
+        gc.enable()
+    return ""
 
 
 def main() -> None:
