@@ -15,6 +15,7 @@ elsewhere all of them are compared with the manifest.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
@@ -116,9 +117,14 @@ class KeptMetadata:
         return self._entries.holds(self._mark, WHOLE)
 
     def find(self, item: ObjectRecord) -> bytes | None:
-        """A document as the manifest tells it."""
-        data = self._entries.get(self._name(item))
-        return None if data is None else zlib.decompress(data)
+        """A document as the manifest tells it; None where it is not kept, or is damaged."""
+        kept = self._entries.get(self._name(item))
+        if kept is None:
+            return None
+        with contextlib.suppress(zlib.error):
+            data = zlib.decompress(kept.tobytes())
+            return data if _is(item, data) else None
+        return None
 
     def keep(self, item: ObjectRecord, data: bytes) -> None:
         """Find it from now on."""
