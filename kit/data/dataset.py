@@ -218,7 +218,8 @@ class Dataset:
         return self._described(open_store(self.url, self.credentials))
 
     def _described(self, store: Store) -> Store:
-        return DescribedStore(store, self.metadata) if self.metadata else store
+        """Metadata in a folder are read anew: that costs nothing, and what is gone meanwhile is noticed."""
+        return DescribedStore(store, self.metadata) if self.metadata and "://" in self.url else store
 
     def open_array(self, name: str) -> zarr.Array[Any]:
         """A variable or coordinate as zarr sees it: packed values, missing objects read as fill values."""

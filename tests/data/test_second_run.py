@@ -119,6 +119,7 @@ def test_of_stores_that_are_joined_each_is_asked_for_its_manifest(cloud, tmp_pat
     assert cloud.counts(since=mark).requests == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("server", "ours"), crossed(["gcs", "s3", "http", "memory"], [True, False]))
 def test_what_was_rebuilt_between_two_runs_is_read_anew(server, ours, request, cloud, tmp_path, tiny_config):
     name = f"anew-{ours}/t.zarr"
@@ -170,12 +171,14 @@ def test_metadata_that_were_damaged_are_refused_unless_the_cache_has_those_that_
     assert run(config)[0] == expected
 
 
-def test_an_open_dataset_is_read_as_it_was_described(tmp_path):
+def test_an_open_dataset_in_a_bucket_is_read_as_it_was_described(cloud):
     """Its shape, its chunks and their encoding belong together, whatever was written since."""
-    dataset = open_dataset(foreign(tmp_path / "t.zarr"))
+    url = cloud.url("described/t.zarr")
+    foreign(open_store(url, read_only=False))
+    dataset = open_dataset(url)
     values = dataset.open_array("wind")[...]
-    foreign(tmp_path / "t.zarr", chunks=(16, 48, 48))
+    foreign(open_store(url, read_only=False), chunks=(16, 48, 48))
     assert dataset.open_array("wind").chunks == (1, 16, 16)
-    again = open_dataset(tmp_path / "t.zarr")
+    again = open_dataset(url)
     assert again.open_array("wind").chunks == (16, 48, 48)
     assert np.array_equal(again.open_array("wind")[...], values, equal_nan=True)
