@@ -207,7 +207,6 @@ def notebook(kernel, request):
     assert kernel(FORGOTTEN, "forgotten") == "0"
 
 
-@pytest.mark.slow
 def test_a_shown_panel_stays_though_nobody_holds_it(notebook):
     notebook("kit.panel(Config())", "a")
     shown = int(notebook("print(count())", "b"))
