@@ -147,7 +147,7 @@ class BlockRecorder(TorchDispatchMode):
         self._label = UNNAMED
         self._paused = self._depth = self._backwards = 0
         self._resumed_phase: int | None = None
-        self._recomputed, self._lacking = 0, None  # checkpointed calls that ran again, and for which node the last did
+        self._recomputed, self._lacking = 0, -1  # checkpointed calls that ran again, and for which node the last did
         self._fake: Any = None
         self._undo = contextlib.ExitStack()
         self._passes_on: dict[Any, bool] = {}
@@ -395,8 +395,9 @@ class BlockRecorder(TorchDispatchMode):
         if self._backwards and torch.is_grad_enabled():
             node = _private._current_autograd_node()  # the first that lacks an activation has its whole block run again
             if node is not None:
-                self._recomputed += node is not self._lacking
-                self._lacking = node
+                number = node._sequence_nr()  # the node itself would keep its graph alive
+                self._recomputed += number != self._lacking
+                self._lacking = number
                 self._ledger.recomputes[self._ledger.operators - 1] = self._recomputed
         category = self._label
         if category == UNNAMED and operator.communicates:

@@ -299,3 +299,18 @@ def test_what_a_backward_pass_runs_again_is_told_apart(reentrant):
     assert set(recording.operator_recomputes.tolist()) == {0, 1, 2, 3, 4}  # two parts in each of two batches
     tanh = recording.operator_name == recording.names.index("tanh")
     assert (tanh & again).sum() == 2 * 2
+
+
+def test_a_graph_that_ran_again_is_not_held_by_the_recorder():
+    recorder = BlockRecorder()
+    with FakeTensorMode(), recorder:
+        part = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        recorder.track(part)
+        recorder.begin_batch()
+        loss = checkpoint(part, torch.ones(4, 8), use_reentrant=False).square().mean()
+        loss.backward(retain_graph=True)
+        del loss
+        part.zero_grad()
+    recording = recorder.recording(4, 1)
+    freed = recording.event_block[~recording.event_allocates]
+    assert np.isin(np.flatnonzero(of(recording, "activations")), freed).all()
