@@ -52,8 +52,11 @@ REAP_SECONDS = 10.0
 LOG_BYTES = 10_000_000
 LOG_KEPT_BYTES = 1_000_000
 _PRELOADED = ("torch.distributed.fsdp", "torch.utils.data", "lightning.pytorch", "ruamel.yaml", "kit.trial.launch")
-_LOADED_IDLE = ("matplotlib.pyplot",)
-"""What many modules import and no first answer waits for: loaded when nothing has run for a while."""
+_LOADED_LATER = ("matplotlib.pyplot",)
+"""What no prediction waits for: loaded when nothing has run for a while, and before the first fork that trains.
+
+All forks that train hold it (24 MiB), so that their host memory can be compared.
+"""
 Removed = Literal["never", "when lost", "at end"]
 
 
@@ -64,7 +67,7 @@ class Supervisor:
         self.parent = parent
         self.cold_reason = cold_reason
         self.groups: list[RankGroup] = []
-        self._to_load = [] if cold_reason else [*_LOADED_IDLE]
+        self._to_load = [] if cold_reason else [*_LOADED_LATER]
         self._variables = dict(os.environ)
         self._buffer = b""
         self._woken, self._wake = os.pipe()
@@ -87,11 +90,13 @@ class Supervisor:
             if orders is None:
                 break
             for order in orders:
+                if order.job != "predict":
+                    self._load_all()
                 with contextlib.suppress(OSError):  # judged and written by the group
                     self.groups.append(RankGroup(order, self._why_cold(order)))
             self.groups = [group for group in self.groups if not group.look()]
-            if self._to_load and not ready and not self.groups:
-                _import_for_forks([self._to_load.pop()])
+            if not ready and not self.groups:
+                self._load_all()
         for group in self.groups:
             group.kill("kernel")
         for group in self.groups:
@@ -102,6 +107,11 @@ class Supervisor:
             while (orders := self._read_orders()) is not None:
                 for order in orders:
                     order.give_back()
+
+    def _load_all(self) -> None:
+        if self._to_load:
+            _import_for_forks(self._to_load)
+            self._to_load = []
 
     def _read_orders(self) -> list[Order] | None:
         """The trials to start; None at the end of stdin."""
@@ -126,6 +136,8 @@ class Order:
     """A trial to start, as the kernel's command describes it."""
 
     run_directory: str
+    job: str
+    """What its ranks do, by the name it is registered under."""
     world_size: int
     devices: list[str]
     claims: list[str]

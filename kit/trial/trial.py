@@ -280,6 +280,7 @@ class Trial(Drawable):
         return {
             "start": {
                 "run_directory": str(self.run_directory),
+                "job": environment.get("job", "fit"),
                 "world_size": environment["world_size"],
                 "devices": environment["devices"],
                 "claims": environment.get("claims", []),

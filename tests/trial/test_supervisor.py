@@ -30,6 +30,27 @@ def test_a_warm_start_forks_its_ranks_and_says_so(config):
     assert trial.event("trial_started", "processes")[0]["pid"] == supervisor().pid
 
 
+AT_ONCE = """
+import sys
+from kit.config import Config
+from kit.memory.alongside import fit
+from kit.testing import TinyModule
+
+class Telling(TinyModule):
+    def on_train_start(self):
+        print("loaded:", "matplotlib.pyplot" in sys.modules)
+
+config = Config().replace({"trial.max_steps": 1, "trial.warmup_steps": 0, "trial.predict_memory": False})
+print(fit(config, Telling, "kit.testing:TinyData").wait().paths.log(0).read_text())
+"""
+
+
+@pytest.mark.slow
+def test_a_training_that_is_the_first_of_its_kernel_holds_what_later_ones_hold(tmp_path):
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, cwd=tmp_path)
+    assert "loaded: True" in done.stdout, done.stderr
+
+
 @pytest.mark.slow
 def test_a_cold_start_gives_the_same_result(config):
     warm = fit(config(2), MODULE, DATA).wait(SECONDS)
@@ -40,6 +61,7 @@ def test_a_cold_start_gives_the_same_result(config):
 
 @pytest.mark.slow
 def test_a_variable_that_is_read_when_libraries_load_makes_the_start_cold(config, monkeypatch):
+    assert supervisor().is_running()  # it was started without the variable
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     trial = fit(config(), lambda: Telling("OMP_NUM_THREADS"), DATA).wait(SECONDS)
     assert trial.event("trial_started", "start") == "cold"
