@@ -34,7 +34,7 @@ FILE = "guesses.json"
 BOUNDS = {3: 1.1, 2: 1.5, 1: 3.0}
 """Points for a guess that is within this factor of the truth."""
 MOST_POINTS = 3
-COLUMNS = ("question", "your guess", "predicted", "measured", "guess / truth", "points")
+COLUMNS = ("question", "your guess", "predicted", "measured", "measured / predicted", "guess / truth", "points")
 _NONE_YET = "–"
 Value = float | str
 
@@ -105,10 +105,10 @@ class Guess:
 
     def cells(self) -> list[str]:
         """The row of a table."""
-        ratio = "" if self.ratio is None or math.isinf(self.ratio) else f"{self.ratio:.2f}"
         counts = self.first if self.first is not None else self.guess
         shown = [_shown(value, self.unit) for value in (counts, self.predicted, self.measured)]
-        return [self.question, *shown, ratio or _NONE_YET, _NONE_YET if self.points is None else f"{self.points}"]
+        ratios = [_shown_ratio(ratio(self.measured, self.predicted)), _shown_ratio(self.ratio)]
+        return [self.question, *shown, *ratios, _NONE_YET if self.points is None else f"{self.points}"]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -167,6 +167,10 @@ def ratio(value: Value | None, truth: Value | None) -> float | None:
     if truth == 0:
         return 1.0 if value == 0 else math.inf
     return value / truth
+
+
+def _shown_ratio(value: float | None) -> str:
+    return _NONE_YET if value is None or math.isinf(value) else f"{value:.2f}"
 
 
 def _checked(asked: Guess, name: str, value: Value | None) -> Value | None:
