@@ -44,7 +44,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedRange:
-    """What earlier measurements say about samples per second, of all devices together."""
+    """What is expected of samples per second, of all devices together."""
 
     samples_per_second: float
     low: float

@@ -34,7 +34,7 @@ from kit.config import Config
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.memory.alongside import is_predicting
 from kit.records.ratios import COUNTED, SPEED, SpeedRange, doubt, doubt_note, speed_key, speed_range, with_speeds
-from kit.records.row import COLUMNS, MAPPINGS, UNREADABLE, Row, flat, row_of, write
+from kit.records.row import COLUMNS, MAPPINGS, UNREADABLE, Row, flat, row_of, speed_of_operators, write
 from kit.tables import FRAME, html_groups, text_table
 from kit.trial.directory import CALIBRATIONS, RunPaths, find_runs, runs_folder
 from kit.trial.submit import notebook_here
@@ -146,14 +146,12 @@ class Asked:
 
 
 def speed_before(trial: Trial) -> SpeedRange | None:
-    """What the trials just before this one in the same folder say about its speed; None where none was of the same."""
+    """What the trials just before this one in the same folder say about its speed, else its operators; else None."""
     key = speed_key(trial.asked, trial.environment)
     found = [paths.directory for paths in find_runs(trial.run_directory.parent)]
-    if trial.run_directory not in found:
-        return None
-    place = found.index(trial.run_directory)
+    place = found.index(trial.run_directory) if trial.run_directory in found else 0
     earlier = (row_of(RunPaths(path)) for path in found[max(0, place - _MOST_BEFORE) : place])
-    return speed_range(row for row in earlier if row["speed_key"] == key)
+    return speed_range(row for row in earlier if row["speed_key"] == key) or speed_of_operators(trial.paths)
 
 
 def _with_state(row: Row) -> Row:

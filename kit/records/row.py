@@ -41,7 +41,7 @@ from kit.errors import TrialError
 from kit.json_text import read_json
 from kit.memory.replay.estimate import MeasuredMemory, MemoryEstimate
 from kit.memory.residual_table import compared, ratio
-from kit.records.ratios import SPEED, doubt, speed_key
+from kit.records.ratios import SPEED, SpeedRange, doubt, speed_key
 from kit.records.trace import BESIDE_TRAINING, metrics_of, trace_of
 from kit.trial.directory import RunPaths
 from kit.trial.submit import RunKind, versions
@@ -176,7 +176,9 @@ def _measured(trial: Trial) -> Row:
         "device_reserved_peak_bytes": memory.peak("device_reserved_bytes"),
         **{name: read.get(name) for name in READ},
     }
-    row |= _speed_of_operators(trial)
+    if speed := speed_of_operators(trial.paths):
+        found = {"predicted": speed.samples_per_second, "low": speed.low, "high": speed.high}
+        row |= {f"{SPEED}_{name}": value for name, value in found.items()}
     for quantity, name in (("requests_per_sample", "requests"), ("bytes_per_sample", "bytes_read")):
         row |= _triple(quantity, predicted.get(quantity), read.get(name, 0) / asked_for if samples else None)
         if doubt(row, quantity):
@@ -188,14 +190,14 @@ def _measured(trial: Trial) -> Row:
     return row
 
 
-def _speed_of_operators(trial: Trial) -> Row:
-    """What the operators of the step said about its speed; nothing where they were never measured here."""
+def speed_of_operators(paths: RunPaths) -> SpeedRange | None:
+    """What the operators of the step said about its speed; None where they were never measured here."""
     try:
-        found = read_json(trial.paths.predicted_speed.read_bytes())
-        names = {"samples_per_second": "predicted", "low": "low", "high": "high"}
-        return {f"{SPEED}_{name}": float(found[field]) for field, name in names.items()}
+        found = read_json(paths.predicted_speed.read_bytes())
+        speed, low, high = (float(found[field]) for field in ("samples_per_second", "low", "high"))
+        return SpeedRange(samples_per_second=speed, low=low, high=high, source="the operators of the step")
     except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        return None
 
 
 def _metrics(trial: Trial) -> Row:

@@ -8,7 +8,8 @@ Ranks that train together slow each other, so for several of them the calls are 
 more than it has cores for, and slowed in proportion), in a table of their own. It starts as that of one rank, slowed as
 some heavy calls were, and has what joins the ranks.
 
-What was taken while other programs used the cores is not kept, and says so (`busy_cores`).
+What was taken while other programs used the cores is not written, and says so (`busy_cores`). Until something better is
+known it is what this kernel sets beside its trials, which share the cores with the same programs.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ HOST_LIMIT_SECONDS, TICK_SECONDS = 240.0, 0.02
 _LEAST_SHARE = 0.002
 _HEAVY_CALLS, _HEAVY_SECONDS = 40, 4.0
 _PREFIX = "kit-calls-"
+_busy_tables: dict[Path, CostTable] = {}
+"""What this kernel measured beside other programs, by the file that it was not written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,7 @@ def calls_here(config: Config, calls: Sequence[OperatorCall], *, seconds: float,
             refused = [call.operator for call in missing if call not in found.measured]
             if refused:
                 raise TrialError(f"{', '.join(refused)} could not be timed on {found.name}")
-            if busy <= BUSY_CORES:
-                _write(path, found)
+            _keep(path, found, busy)
     finally:
         release(taken.claims)
     return MeasuredTable(found, time.monotonic() - began, busy)
@@ -122,7 +124,8 @@ def table_known(config: Config, ranks: int = 1) -> CostTable | None:
         most, turns = _at_once(config, ranks)
         for together in dict.fromkeys((most, 1)):
             with contextlib.suppress(KitError):  # fewer GPUs are here than are asked about
-                known = _read(_path(config, resolve_devices(_of(config, together, ranks), hardware())))
+                path = _path(config, resolve_devices(_of(config, together, ranks), hardware()))
+                known = _busy_tables.get(path) or _read(path)
                 if known is not None and known.host_known:
                     return known.slowed(turns)
     return None
@@ -147,12 +150,10 @@ def _grown(
             known, busy = _beside(config, resolved, alone)
         missing = [] if step is None or seconds <= 0 else _missing(step, known)
         if missing:
-            if busy <= BUSY_CORES:
-                _write(path, known)
+            _keep(path, known, busy)
             known, others = _measured(config, resolved, known, missing, seconds, host=False)
             busy = max(busy, others)
-        if busy <= BUSY_CORES:
-            _write(path, known)
+        _keep(path, known, busy)
     finally:
         release(taken.claims)
     return known, busy
@@ -231,7 +232,12 @@ def _parsed(path: Path, changed: int) -> CostTable:  # noqa: ARG001
     return CostTable.of(read_json(path.read_bytes()))
 
 
-def _write(path: Path, table: CostTable) -> None:
+def _keep(path: Path, table: CostTable, busy_cores: float) -> None:
+    """In the file; in this kernel alone where other programs may have made it too high."""
+    if busy_cores > BUSY_CORES:
+        _busy_tables[path] = table
+        return
+    _busy_tables.pop(path, None)
     with contextlib.suppress(OSError):
         write_json(path, table.to_json())
 

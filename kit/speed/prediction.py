@@ -101,7 +101,7 @@ def predict_speed(
         if not taken.quiet:
             reasons.append(
                 f"other programs used {taken.busy_cores:.1f} cores while operators were measured: the costs may be too "
-                "high, and are not kept"
+                "high, and serve this kernel alone"
             )
     else:
         costs = CardCosts(card_of(target))

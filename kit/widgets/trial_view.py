@@ -25,7 +25,7 @@ from kit.memory.alongside import is_predicting
 from kit.memory.replay.estimate import MemoryEstimate
 from kit.records.ratios import SpeedRange
 from kit.records.results import speed_before
-from kit.records.row import predicted_of
+from kit.records.row import predicted_of, speed_of_operators
 from kit.tables import html_warnings
 from kit.trial.settings_used import settings_used
 from kit.trial.trial import Trial
@@ -105,9 +105,10 @@ class TrialView(AnswerView):
         self._next_logged = time.monotonic() + _LOGGED_SECONDS
 
     def _take(self, trial: Trial, chart: TrialChart) -> None:
-        if self._estimate is None:
+        if self._estimate is None or self._speed is None:
+            self._speed = self._speed or speed_of_operators(trial.paths)
             with contextlib.suppress(TrialError):  # there is none, or not yet
-                self._estimate = predicted_of(trial)
+                self._estimate = self._estimate or predicted_of(trial)
             soon = is_predicting(trial.paths) if trial.ended else trial.paths.predicting.is_file()
             chart.expect(self._estimate, self._speed, soon=soon)
         events, steps = self._seen

@@ -8,6 +8,7 @@ from kit.records.ratios import with_speeds
 from kit.records.row import row_of_trial
 from kit.speed.prediction import SPEED_FIELDS
 from kit.testing import TinyData, TinyModule
+from kit.widgets.trial_view import TrialView
 
 OTHERS = ("requests_per_sample", "bytes_per_sample", "device_allocated_bytes", "device_reserved_bytes")
 
@@ -49,6 +50,9 @@ def test_an_earlier_trial_of_the_same_says_more_than_operators():
 def test_a_row_reads_it_from_the_run_directory(config):
     trial = kit.fit(config(), TinyModule, TinyData).wait()
     write_json(trial.paths.predicted_speed, dict(zip(SPEED_FIELDS, (100.0, 80.0, 125.0), strict=True)))
+    chart = TrialView(trial.config)
+    chart.watch(trial)
+    assert "predicted 80 to 125" in chart.chart.value
     found = row_of_trial(trial)
     assert [found[f"samples_per_second_{name}"] for name in ("predicted", "low", "high")] == [100.0, 80.0, 125.0]
     trial.paths.predicted_speed.unlink()

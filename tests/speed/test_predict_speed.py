@@ -87,7 +87,7 @@ def test_calls_are_timed_in_a_process_once_and_remembered(config, monkeypatch):
     settings = config().replace({"hardware.threads_per_rank": 1})
     step = step_of(predict_memory(settings, TinyModule, TinyData).recording)
     path = measure._path(settings, measure.take_devices(settings).resolved)
-    measure._write(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3))  # the host's costs take a minute
+    measure._keep(path, CostTable("this CPU", {}, 1e-5, 0.0, 1e-3), 0.0)  # the host's costs take a minute
     taken = measure.table_here(settings, step, seconds=2.0)
     timed = [call for call in step.calls if call in taken.table.measured]
     assert timed
@@ -106,7 +106,7 @@ def test_two_ranks_time_calls_beside_each_other_and_what_joins_them(config, monk
     step = step_of(predict_memory(alone, TinyModule, TinyData).recording)
     path = measure._path(alone, measure.take_devices(alone).resolved)
     first = dict.fromkeys(step.calls[:3], 1e-6)
-    measure._write(path, CostTable("this CPU", first, 1e-5, 0.0, 1e-3))  # the host's costs take a minute
+    measure._keep(path, CostTable("this CPU", first, 1e-5, 0.0, 1e-3), 0.0)  # the host's costs take a minute
     speed = predict_speed(two, TinyModule, TinyData, measure_seconds=1.0)
     assert "measured" in " ".join(speed.reasons)
     assert speed.time.exchange_seconds > 0
@@ -118,6 +118,16 @@ def test_two_ranks_time_calls_beside_each_other_and_what_joins_them(config, monk
     assert measure.table_known(alone).link is None
     monkeypatch.setattr(measure, "_measured", functools.partial(pytest.fail, "measured again"))
     assert predict_speed(two, TinyModule, TinyData, measure_seconds=0.0).step_seconds > 0
+
+
+def test_what_was_measured_beside_other_programs_serves_this_kernel_alone(config):
+    path = measure._path(config(), measure.take_devices(config()).resolved)
+    table = CostTable("this CPU", {}, 1e-5, 0.0, 1e-3)
+    measure._keep(path, table, 1.5)
+    assert not path.exists()
+    assert measure.table_known(config()) == table
+    measure._keep(path, slower := table.slowed(2.0), 0.0)
+    assert measure.table_known(config()) == slower == measure._read(path)
 
 
 def test_ranks_beyond_the_cores_take_turns(config, monkeypatch):
