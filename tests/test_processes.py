@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 from waiting import wait_until
 
-from kit.machine.processes import members_of, peak_rss_bytes, rss_bytes
+from kit.machine.processes import members_of, peak_rss_bytes, rss_bytes, scheduled_seconds
 
 TALK = """
 import tempfile
@@ -32,6 +34,18 @@ def test_the_peak_of_a_program_is_its_own_and_not_that_of_the_one_that_started_i
     assert peak_rss_bytes() > len(held)
     answer = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
     assert 0 < int(answer.stdout) < len(held) // 2
+
+
+def test_a_process_knows_how_long_its_threads_had_a_core_and_waited_for_one():
+    (before, queued), used = scheduled_seconds(), time.thread_time()
+    while time.thread_time() < used + 0.1:
+        pass
+    after, waited = scheduled_seconds()
+    assert after - before > 0.09
+    assert waited >= queued > 0
+    alone, _ = scheduled_seconds(threading.get_native_id())
+    assert 0.1 < alone <= after
+    assert scheduled_seconds(-1) == (0.0, 0.0)
 
 
 def test_the_peak_stays_when_the_memory_is_given_back():

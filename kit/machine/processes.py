@@ -103,6 +103,21 @@ def cpu_name() -> str:
     return next(named, "") or platform.processor() or platform.machine()
 
 
+def scheduled_seconds(*threads: int) -> tuple[float, float]:
+    """How long threads of this process have had a core, and have waited for one; zeros where the system does not tell.
+
+    Without any it is the sum of all threads that are alive.
+    """
+    on_core = waiting = 0.0
+    with contextlib.suppress(OSError):
+        tasks = Path("/proc/self/task")
+        for task in [tasks / str(thread) for thread in threads] or tasks.iterdir():
+            with contextlib.suppress(OSError, ValueError):  # it ended meanwhile
+                had, waited, *_ = (task / "schedstat").read_text().split()
+                on_core, waiting = on_core + int(had) / 1e9, waiting + int(waited) / 1e9
+    return on_core, waiting
+
+
 def rss_bytes() -> int:
     """Host memory that this process holds."""
     held_bytes = _status_bytes("VmRSS:")

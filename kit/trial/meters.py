@@ -32,11 +32,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -49,6 +49,7 @@ from typing_extensions import override
 
 from kit.errors import KitWarning
 from kit.machine.gpus import read_joules
+from kit.machine.processes import scheduled_seconds
 from kit.memory.record.truth import AllocatorTrace
 from kit.memory.replay.snapshot import MOST_BYTES, batch_words, read_snapshot, save_snapshot
 from kit.train.callbacks import DeviceLimit
@@ -154,9 +155,7 @@ class CpuUse(AfterWarmup[_CpuSeconds]):
             with contextlib.suppress(psutil.Error):
                 used = process.cpu_times()
                 workers[process.pid] = used.user + used.system
-        queued = 0.0
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            queued = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        _, queued = scheduled_seconds(threading.get_native_id())
         return _CpuSeconds(time.perf_counter(), time.process_time(), time.thread_time(), queued, workers)
 
     @override

@@ -1,6 +1,7 @@
 """Measuring a store: rows that hold together, beside their predictions; times themselves are not asserted."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,10 @@ def test_each_config_is_a_row_with_prediction_measurement_and_ratio(stores):
     assert f"median ratio {readings.median_ratio:.2f}" in repr(readings)
     assert readings._repr_html_().count("<tr") == 4
     assert "mixing" not in repr(readings)
+    busy, quiet = (Readings([replace(readings[0], queued_fraction=share)]) for share in (0.9, 0.2))
+    assert "busy" in repr(busy)
+    assert "90%" in repr(busy)
+    assert "busy" not in repr(quiet)
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.url import redact
 from kit.errors import ConfigError, PlanError, Problem
 from kit.machine.endpoints import endpoint_of
+from kit.machine.processes import scheduled_seconds
 from kit.tables import html_list, html_table, text_table
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -52,6 +53,8 @@ _MOST_TIMES = 3
 """Whole time over the time asked for, at most."""
 _SETTLING_SECONDS = 1.0
 """At most, and ten times what a request may take to be answered without being missed."""
+_BUSY_FRACTION = 0.5
+"""Of the time of all threads that read."""
 _ALONE = {"hardware.devices": "auto", "hardware.strategy": "none"}
 
 
@@ -87,6 +90,8 @@ class MeasuredReading:
     """Of those, open at most in the end, on an object store read without loader processes."""
     open_reason: str
     """Why no more; empty where all that are allowed may be open."""
+    queued_fraction: float
+    """Of the time that its threads could have computed, how much they waited for a core."""
 
     @property
     def ratio(self) -> float:
@@ -104,8 +109,13 @@ class MeasuredReading:
 
     @property
     def notes(self) -> list[str]:
-        """Why fewer requests were open than allowed, and how well block order mixed, where there is such a thing."""
+        """A busy machine, fewer open requests than are allowed, and how well block order mixed, where there is such."""
         chunk, found = "×".join(map(str, self.chunk)), []
+        if self.queued_fraction > _BUSY_FRACTION:
+            found.append(
+                f"{chunk}: the machine was busy: what reads waited {self.queued_fraction:.0%} of its time for a core, "
+                "so samples/s say little about the store; measure again when other programs rest"
+            )
         if self.open_reason:
             allowed = f"{self.open_requests} of the {self.requests_in_flight} requests allowed"
             found.append(f"{chunk}: {allowed} are open: {self.open_reason}")
@@ -235,6 +245,7 @@ def _measure(config: Config, seconds: float) -> MeasuredReading:
         mixing=None if predicted is None else mixing, predicted_mixing=predicted,
         first_batch_seconds=pace.first_seconds, batches=pace.batches, seconds=pace.seconds,
         requests_in_flight=config.loader.requests_in_flight, open_requests=opened, open_reason=reason,
+        queued_fraction=pace.queued_fraction,
     )  # fmt: skip
 
 
@@ -245,6 +256,7 @@ class _Pace:
     seconds: float = 0.0
     batches: int = 0
     passes: int = 0
+    queued_fraction: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
     """Of the samples that count where one pass was long enough, else of all."""
 
@@ -254,7 +266,7 @@ class _Pace:
 
 def _pace(loader: PatchLoader, left_out: int | None, seconds: float) -> _Pace:
     """Pass after pass until there is enough; of each, only what comes after the batches left out; None: all of it."""
-    pace, began = _Pace(), time.perf_counter()
+    pace, began, (computed, queued) = _Pace(), time.perf_counter(), scheduled_seconds()
     next(iter(loader))
     pace.first_seconds = time.perf_counter() - began
     deadline = began + _MOST_TIMES * seconds
@@ -272,6 +284,8 @@ def _pace(loader: PatchLoader, left_out: int | None, seconds: float) -> _Pace:
             before = now
             if left_out is not None and pace.seconds >= seconds and pace.batches > 1:
                 break
+    computed, queued = (now - then for now, then in zip(scheduled_seconds(), (computed, queued), strict=True))
+    pace.queued_fraction = max(0.0, queued) / max(1e-9, computed + queued)
     before_them = under_way if pace.passes == 1 else first
     pace.counts = {name: count - before_them[name] for name, count in loader.counters().items()}
     return pace

@@ -20,7 +20,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 from typing_extensions import override
 
+from kit.machine.processes import scheduled_seconds
 from kit.studies.diagnosis.sampler import (
     MOST_WORKERS,
     PAGE_BYTES,
@@ -266,14 +266,12 @@ class HostWatch(Callback):
 
 
 def thread_seconds() -> dict[str, float]:
-    """CPU seconds of the other threads of Python, by name; empty where the system does not tell."""
+    """CPU seconds of the other threads of Python, by name; zeros where the system does not tell."""
     found: dict[str, float] = {}
     for thread in threading.enumerate():
         if thread is threading.current_thread():
             continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            text = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
-            found[thread.name] = found.get(thread.name, 0.0) + int(text.split()[0]) / 1e9
+        found[thread.name] = found.get(thread.name, 0.0) + scheduled_seconds(thread.native_id or 0)[0]
     return found
 
 

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import kit
+from kit.machine.processes import scheduled_seconds
 from kit.trial.verdict import describe, is_library
 
 if TYPE_CHECKING:  # it loads torch, and rules read their names from here
@@ -299,7 +300,7 @@ class WatchedLoop:
             time.sleep(pause)
             pause = min(60.0, max(_TELL_SECONDS, 1.5 * pause))
             with contextlib.suppress(Exception):
-                queued, watched = queued_seconds(os.getpid()), max(1e-9, sampler.seconds)
+                queued, watched = scheduled_seconds(os.getpid())[1], max(1e-9, sampler.seconds)
                 found = {
                     **summary(sampler, {}), **asdict(forked), "queued_fraction": queued / watched,
                     "idle_fraction": sampler.idle_seconds / watched,
@@ -318,13 +319,6 @@ class Forked:
     """Memory that it shared with its parent: 0 where the system does not tell."""
     objects: int
     """Blocks of Python's allocator."""
-
-
-def queued_seconds(thread: int) -> float:
-    """How long a thread of this process has waited for a core; 0 where the system does not tell."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
 
 
 def shared_bytes(process: int) -> tuple[int, int] | None:
