@@ -17,6 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run in two workers more than cores; files stay whole, the long ones begin first.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 TESTS  := $(BIN)/python $(PYTEST)
+TESTED := --ignore=tests/browser --ignore=tests/faults -m "not fault and not slow"
 
 # What kernel and server say to each other is encrypted; each kernel warns of it here where it is not.
 ENCRYPTED := --KernelManager.transport_encryption=auto
@@ -48,7 +49,7 @@ room: $(READY)
 
 # All tests but those that take more than two seconds of a core, drive a browser or break things on purpose.
 test: $(READY)
-	$(TESTS) --ignore=tests/browser --ignore=tests/faults -m "not fault and not slow"
+	$(TESTS) $(TESTED)
 
 # Those of more than two seconds of a core: whole trainings beside their predictions, searches, committed runs, notebooks.
 slow: $(READY)
@@ -70,10 +71,10 @@ quick: $(READY)
 nightly: $(READY)
 	KIT_REQUIRE_BROWSER=1 KIT_REQUIRE_POSTGRES=1 $(TESTS) --hypothesis-profile=nightly
 
-# Lines and branches of kit that tests reach, in their own process and in those that they start.
+# Lines and branches of kit that make test reaches, in its own processes and in those that they start: about twice as long.
 coverage: $(READY)
 	$(BIN)/coverage erase
-	$(BIN)/coverage run $(PYTEST)
+	$(BIN)/coverage run $(PYTEST) $(TESTED)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --sort=cover
 
