@@ -9,10 +9,13 @@ with an arrow, in the HTML also for readers who hear the page.
 from __future__ import annotations
 
 import math
+import sys
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
+from typing import Any
 
 from kit.units import format_bytes, format_count, format_seconds
 
@@ -209,3 +212,28 @@ def _shown(name: str, value: object) -> str:
     if _unit(name):
         return _UNITS[_unit(name)](value)
     return format_count(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def find_display() -> Callable[[str, bool], None] | None:
+    """Shows a text in place of the one before, in the output of a cell or in a terminal; None where nobody looks."""
+    shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if getattr(shell, "kernel", None) is not None:
+        from IPython.display import display
+
+        display_id, shown = uuid.uuid4().hex, False
+
+        def show_in_cell(text: str, last: bool) -> None:  # noqa: ARG001 - a cell needs no new line at the end
+            nonlocal shown
+            bundle = {"text/plain": text}
+            display(bundle, raw=True, display_id=display_id, update=shown)  # type: ignore[no-untyped-call]
+            shown = True
+
+        return show_in_cell
+    if not sys.stderr or not sys.stderr.isatty():
+        return None
+
+    def show_in_terminal(text: str, last: bool) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}" + ("\n" if last else ""))
+        sys.stderr.flush()
+
+    return show_in_terminal

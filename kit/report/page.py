@@ -159,7 +159,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def _short(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
-    """The fastest config, the errors of the predictions of memory, and the number of failures."""
+    """The fastest config, the errors of the predictions of memory, and how many have failed or not ended yet."""
     speeds = {group.name: group.figure("samples_per_second").mean for group in comparison.groups}
     known = {name: speed for name, speed in speeds.items() if not math.isnan(speed)}
     best, first = max(known, key=known.__getitem__, default=""), comparison.groups[0].name
@@ -179,8 +179,13 @@ def _short(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
         low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
         found = low if low == high else f"{low} to {high}"
         memory = f"Peak device memory was {found} of what was predicted, in {counted(len(ratios), 'trial')}."
-    failed = f"{counted(len(comparison.troubles), 'trial')} did not end well; the notes at the end say why."
-    return [speed, memory, *([failed] if comparison.troubles else [])]
+    found = [speed, memory]
+    if unfinished := len(comparison.unfinished):
+        have = "has" if unfinished == 1 else "have"
+        found.append(f"{counted(unfinished, 'trial')} {have} not ended yet; a report written later has the rest.")
+    if troubles := len(comparison.troubles):
+        found.append(f"{counted(troubles, 'trial')} did not end well; the notes at the end say why.")
+    return found
 
 
 def _configs(comparison: Comparison) -> str:
@@ -292,7 +297,7 @@ def _machine(row: Row) -> dict[str, str]:
 
 
 def _notes(comparison: Comparison, rows: Results, close: int) -> list[str]:
-    notes = [*comparison.troubles]
+    notes = [*comparison.unfinished, *comparison.troubles]
     left = len(comparison.groups) - MOST_CONFIGS
     if left > 0:
         notes.append(f"{left} more configs are in the tables of trials only: the first {MOST_CONFIGS} are compared")

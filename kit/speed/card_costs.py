@@ -3,6 +3,8 @@
     seconds = max(FLOPs / (reached × peak), bytes / (reached × bandwidth)) + the least that a kernel takes
 
 and, for a convolution on tensor cores whose images are not channels last, the copies that turn them and turn them back.
+A group of filters fills a tile of `_GROUP_TILE` channels as far as it has some; filters of a single channel (depthwise)
+have kernels of their own, which memory bounds.
 
 What kernels reach is fitted to published speeds of eager torch on one GPU (V100, A100, RTX 3090, 4090 and A6000: 32
 rows of `benchmarks/published.py --measure speed`, none of them held out), where the table says so. Products of small
@@ -37,10 +39,12 @@ class Achieved:
 
 
 _FITTED = "fitted to 32 published speeds (benchmarks/published.py)"
+_FITTED_GROUPS = "fitted to speeds of ResNeXt and RegNet that timm published for an RTX 3090 (torch 1.12)"
 ACHIEVED: Mapping[str, Achieved] = {
     "matmul": Achieved(0.88, 0.8, 1.3, _FITTED),
     "convolution": Achieved(1.0, 0.36, 1.6, _FITTED),
-    "grouped convolution": Achieved(0.1, 0.21, 1.8, _FITTED),
+    "grouped convolution": Achieved(0.35, 0.21, 1.8, _FITTED_GROUPS),
+    "depthwise convolution": Achieved(0.1, 0.21, 1.8, _FITTED),
     "attention": Achieved(0.8, 0.7, 1.5, _FITTED),
     "recurrent": Achieved(0.15, 0.5, 2.0, "cuDNN's recurrent kernels wait for each step of a sequence; assumed"),
     "normalization": Achieved(0.5, 0.52, 1.4, _FITTED),
@@ -59,6 +63,8 @@ busier. Fitted to the 19 of those speeds that are of such cards."""
 KERNEL_SECONDS = 2.5e-6
 """The least that a kernel keeps a GPU busy, launch gap included."""
 _TILE, _INNER = 128, 32
+_GROUP_TILE = 64
+"""Channels of a tile of a grouped convolution, which belong to one group."""
 _HOST_SECONDS = {"forward": 9e-6, "backward": 6e-6, "optimizer": 8e-6}
 """Of one call: Python, dispatcher and autograd of torch 2 on a server's core; torch's own overhead benchmarks show 4 to
 10 µs for a call with autograd."""
@@ -98,7 +104,9 @@ class CardCosts:
         """Of one call."""
         if work.kind in ("view", "communication"):
             return Cost(0.0, 1.0, "datasheet", "memory bandwidth")
-        reached = self.achieved["grouped convolution" if _is_grouped(call, work.kind) else work.kind]
+        width = _group_width(call, work.kind)
+        grouped = f"{'depthwise' if width == 1 else 'grouped'} convolution"
+        reached = self.achieved[grouped if width else work.kind]
         peak = self.card.peak_flops_per_second(self._format_of(call, work.kind))
         of_peak = reached.of_peak * (HOPPER if self.card.capability >= (9, 0) else 1.0)
         compute = work.flops * _padding(call, work.kind) / (of_peak * peak)
@@ -110,10 +118,10 @@ class CardCosts:
     def _layout_seconds(self, call: OperatorCall, kind: Kind) -> float:
         """What cuDNN takes to turn images into the layout of tensor cores, channels last, and back.
 
-        Its kernels for full filters know no other; those for filters of one channel or a few take images as they are.
+        Its kernels know no other; those for filters of one channel take images as they are.
         """
         plain = self.card.capability < (7, 0) or self._format_of(call, kind) in ("float32", "float64")
-        if kind != "convolution" or plain or _is_grouped(call, kind):
+        if kind != "convolution" or plain or _group_width(call, kind) == 1:
             return 0.0
         wide = [spec for spec in call.inputs if len(spec.shape) >= 4]
         if len(wide) < 2 or any(spec.strides is not None and spec.strides[1] == 1 for spec in wide):
@@ -134,23 +142,31 @@ class CardCosts:
         return "tf32" if may and dtype == "float32" and self.card.capability >= (8, 0) else dtype
 
 
-def _is_grouped(call: OperatorCall, kind: Kind) -> bool:
-    """Whether a convolution's filters see only some of the channels: its weight has fewer than its input."""
-    wide = [spec.shape for spec in call.inputs if len(spec.shape) >= 3]
-    return kind == "convolution" and len(wide) >= 2 and wide[-1][1] < min(wide[-1][0], wide[-2][1])
+def _group_width(call: OperatorCall, kind: Kind) -> int:
+    """Channels that a filter of a grouped convolution sees; 0 for full filters and for whatever is no convolution."""
+    place = 9 if call.name == "convolution_backward" else 8
+    weight = [spec.shape for spec in call.inputs if len(spec.shape) >= 3][-1:]
+    if kind != "convolution" or len(call.arguments) <= place or not weight:
+        return 0
+    groups, transposed = int(call.arguments[place]), bool(call.arguments[place - 2])
+    seen = weight[0][0] // groups if transposed else weight[0][1]
+    return seen if groups > 1 else 0
 
 
 def _padding(call: OperatorCall, kind: Kind) -> float:
     """How much more a product computes than it is asked for, because its tiles are not full."""
+    if (width := _group_width(call, kind)) > 1:
+        return _unfilled(width, _GROUP_TILE)
     if kind != "matmul" or len(call.inputs) < 2 or not call.outputs or min(len(x.shape) for x in call.inputs[-2:]) < 2:
         return 1.0
     rows, columns = call.inputs[-2].shape[-2], call.outputs[0].shape[-1]
     inner = call.inputs[-2].shape[-1]
-    padded = 1.0
-    for size, unit in ((rows, _TILE), (columns, _TILE), (inner, _INNER)):
-        # Kernels with smaller tiles exist, and reach less: half the waste counts.
-        padded *= 0.5 + 0.5 * (-(-size // unit) * unit) / max(size, 1)
-    return padded
+    return _unfilled(rows, _TILE) * _unfilled(columns, _TILE) * _unfilled(inner, _INNER)
+
+
+def _unfilled(size: int, tile: int) -> float:
+    """Kernels with smaller tiles exist, and reach less: half the waste counts."""
+    return 0.5 + 0.5 * -(-size // tile) * tile / max(size, 1)
 
 
 def card_of(target: DeviceTarget) -> Card:

@@ -27,11 +27,12 @@ from kit.registry import Drawable
 from kit.studies.repeats import Tried
 from kit.tables import cell, html_list, html_table, text_table
 from kit.trial.directory import RunPaths, find_runs, runs_folder
-from kit.trial.trial import Trial
+from kit.trial.trial import ENDED, Trial
 from kit.units import format_bytes
 
 _MISSING = "–"
 _FEW = 4
+_ENDED_WELL = ("COMPLETE", "STOPPED")
 NO_DIFFERENCE = (
     "name", "trial.folder", "trial.predict_memory", "trial.measure_memory", "trial.start", "trial.codecarbon",
 )  # fmt: skip
@@ -184,12 +185,18 @@ class Comparison(Drawable):
     def troubles(self) -> list[str]:
         """Every run that did not end well, and why."""
         rows = [*(row for group in self.groups for row in group.rows), *self.unreadable]
-        failed = (row for row in rows if row["state"] not in ("COMPLETE", "STOPPED"))
-        return [f"{row['run']}: {row['state'].lower()}, {row['message'] or ''}" for row in failed]
+        failed = [row for row in rows if row["state"] in (UNREADABLE, *ENDED) and row["state"] not in _ENDED_WELL]
+        return [": ".join(filter(None, (f"{row['run']}: {row['state'].lower()}", row["message"]))) for row in failed]
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Every run that has not ended yet, and how far it is."""
+        rows = [row for group in self.groups for row in group.rows if row["state"] not in ENDED]
+        return [f"{row['run']}: {row['state'].lower()}, {row['steps'] or 0} steps so far" for row in rows]
 
     @property
     def sentences(self) -> list[str]:
-        return [*self.remarks, *self.troubles]
+        return [*self.remarks, *self.unfinished, *self.troubles]
 
     def __repr__(self) -> str:
         changed = self.changed
@@ -238,9 +245,13 @@ def compare(*runs: Trial | Tried | Results | Row | str | Path | Iterable[Any], n
     unreadable = tuple(row for _, row in pairs if row["state"] == UNREADABLE)
     groups = _grouped([(label, row) for label, row in pairs if row["state"] != UNREADABLE])
     if not groups and unreadable:
-        raise TrialError(f"none of these runs can be read; {unreadable[0]['run']}: {unreadable[0]['message']}")
+        why = "; ".join(f"{row['run']}: {row['message']}" for row in unreadable[:_FEW])
+        raise TrialError(f"none of these runs can be read ({len(unreadable)}); {why}")
     if not groups:
-        raise ConfigError([Problem("runs", "no runs to compare; give trials, run directories or a folder of runs")])
+        empty = " and ".join(str(item) for item in runs if isinstance(item, str | Path))
+        where = f": {empty} holds none yet; kit.fit(config) makes one, or" if empty else ";"
+        message = f"no runs to compare{where} give trials, run directories or a folder of runs"
+        raise ConfigError([Problem("runs", message)])
     if len(names) > len(groups):
         raise ConfigError([Problem("names", f"{len(names)} names for {len(groups)} configs")])
     found: list[RunGroup] = []

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -415,3 +417,34 @@ def test_memory_is_limited_and_the_limit_goes():
     with memory_limited(64 << 20), pytest.raises(RuntimeError, match="allocate"):
         torch.empty(256 << 20, dtype=torch.uint8)
     assert torch.empty(256 << 20, dtype=torch.uint8).nbytes == 256 << 20
+
+
+def test_whoever_waits_for_dry_runs_is_told_how_many_are_done_and_how_long_they_may_take(monkeypatch, capsys):
+    class Slow:
+        answer = ()
+
+        def __init__(self, request, timeout_seconds):
+            self.looks = 0
+
+        def look(self):
+            self.looks += 1
+            return self.looks > 3
+
+        def close(self):
+            pass
+
+    def ask():
+        queries = [SimpleNamespace(key=name, facts={}) for name in ("one", "two", "three")]
+        recordings.record_all([recordings.RecordingRequest(query) for query in queries], 60.0)
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(recordings, "_Running", Slow)
+    monkeypatch.setattr(recordings, "_SHOWN_SECONDS", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert ask() == "", "quick ones are not talked about"
+    monkeypatch.setattr(recordings, "_SILENT_SECONDS", 0.0)
+    said = ask()
+    assert re.search("0 of 3 dry runs done: .* so far, each may take 1 min", said)
+    assert re.search(r"3 of 3 dry runs done: \d+ \S+\n$", said)
+    with ThreadPoolExecutor() as others:
+        assert others.submit(ask).result() == "", "a panel says it itself"

@@ -108,7 +108,7 @@ def test_a_folder_is_no_file_and_no_trial_no_report(tmp_path):
     with pytest.raises(ConfigError, match="folder; .*name the file"):
         kit.html_report(tmp_path, tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="no runs"):
+    with pytest.raises(ConfigError, match="no runs .*empty holds none yet; kit.fit"):
         kit.html_report(tmp_path / "empty", tmp_path / "report.html")
     make_run(tmp_path / "runs", end=COMPLETE)
     (tmp_path / "file").write_text("")
@@ -123,10 +123,22 @@ def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(tmp_path):
     broken.config.write_text("name: [")
     text = kit.html_report(tmp_path / "runs", tmp_path / "report.html").read_text()
     name = re.escape(broken.directory.name)
-    assert re.search(f"{name}: unreadable, TrialError: …/{name} .*incomplete", text)
+    assert re.search(f"{name}: unreadable: TrialError: …/{name} .*incomplete", text)
     assert "2 trials of 1 config" in text
     with pytest.raises(TrialError, match="none .*runs"):
         kit.html_report(broken.directory, tmp_path / "other.html")
+
+
+def test_a_folder_in_which_no_run_has_ended_says_what_is_there_and_what_is_missing(tmp_path):
+    begun = [make_run(tmp_path / "runs", {"name": "begun"}, steps=steps) for steps in (0, 1)]
+    make_run(tmp_path / "runs", {"name": "failed"}, steps=0, end={"state": "FAILED", "message": "no such file"})
+    text = kit.html_report(tmp_path / "runs", tmp_path / "report.html").read_text()
+    assert "No trial has measured a step after warm-up." in text
+    assert "2 trials have not ended yet" in text
+    assert "1 trial did not end well" in text
+    for steps, paths in enumerate(begun):
+        assert f"{paths.directory.name}: running, {steps} steps so far" in text
+    assert "failed: no such file" in text
 
 
 def test_a_report_of_very_many_configs_says_what_it_leaves_out(tmp_path, monkeypatch):

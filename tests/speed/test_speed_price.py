@@ -133,9 +133,9 @@ def test_tensor_cores_are_used_by_formats_that_the_card_has():
     assert seconds["H100-80GB", "bfloat16"] < seconds["A100-40GB", "bfloat16"]
 
 
-def convolution(dtype, last=False, groups=1):
-    images, weight = (8, 64, 32, 32), (64, 64 // groups, 3, 3)
-    strides = (64 * 32 * 32, 1, 64 * 32, 64) if last else None
+def convolution(dtype, last=False, groups=1, channels=64, batch=8):
+    images, weight = (batch, channels, 32, 32), (channels, channels // groups, 3, 3)
+    strides = (channels * 32 * 32, 1, channels * 32, channels) if last else None
     seen, weights = TensorSpec(images, dtype, strides), TensorSpec(weight, dtype)
     arguments = (seen, weights, None, (1, 1), (1, 1), (1, 1), False, (0, 0), groups)
     return OperatorCall("aten::convolution", arguments, (), (seen,))
@@ -145,7 +145,7 @@ def convolution(dtype, last=False, groups=1):
     ("card", "dtype", "groups", "turned"),
     [
         ("A100-40GB", "float16", 1, True), ("A100-40GB", "float32", 1, True), ("V100-16GB", "float16", 1, True),
-        ("V100-16GB", "float32", 1, False), ("A100-40GB", "float16", 64, False),
+        ("V100-16GB", "float32", 1, False), ("A100-40GB", "float16", 64, False), ("A100-40GB", "float16", 2, True),
     ],
 )  # fmt: skip
 def test_tensor_cores_take_images_channels_last_and_what_is_not_is_turned(card, dtype, groups, turned):
@@ -154,6 +154,28 @@ def test_tensor_cores_take_images_channels_last_and_what_is_not_is_turned(card, 
     more = costs.cost(first, work_of(first)).seconds - costs.cost(last, work_of(last)).seconds
     moved = 4 * first.inputs[0].bytes  # input and output, each read and written
     assert more == pytest.approx(moved / (0.75 * costs.card.bytes_per_second) if turned else 0.0)
+
+
+def test_groups_narrower_than_a_tile_leave_the_rest_of_it_empty():
+    costs = CardCosts(find_card("RTX-3090-24GB"))
+    calls = {width: convolution("float16", True, 512 // width, 512, 64) for width in (1, 16, 32, 64, 128)}
+    flops = {width: work_of(call).flops for width, call in calls.items()}
+    seconds = {width: costs.cost(call, work_of(call)).seconds for width, call in calls.items()}
+    assert flops[64] == 4 * flops[16]
+    assert seconds[128] == pytest.approx(2 * seconds[64], rel=0.01)
+    assert seconds[32] > 0.7 * seconds[64], "half the products, in tiles that are half empty"
+    assert seconds[16] > 0.6 * seconds[64]
+    assert seconds[1] < seconds[16], "filters of one channel have kernels of their own"
+
+
+def test_a_transposed_convolution_to_fewer_channels_is_no_grouped_one():
+    deep, wide = TensorSpec((8, 256, 16, 16), "float16"), TensorSpec((8, 128, 32, 32), "float16")
+    weight, rest = TensorSpec((256, 128, 2, 2), "float16"), (None, (2, 2), (0, 0), (1, 1))
+    down = OperatorCall("aten::convolution", (wide, weight, *rest, False, (0, 0), 1), (), (deep,))
+    up = OperatorCall("aten::convolution", (deep, weight, *rest, True, (0, 0), 1), (), (wide,))
+    costs = CardCosts(find_card("A100-40GB"))
+    assert work_of(up).flops == work_of(down).flops
+    assert costs.cost(up, work_of(up)) == costs.cost(down, work_of(down))
 
 
 def test_cards_with_graphics_memory_keep_it_busier():

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +52,7 @@ from kit.data.stores.lock import write_lock
 from kit.data.stores.manifest import ArrayRecord, Manifest, ObjectRecord
 from kit.data.stores.url import is_shared, local_folder, open_store, redact, resolve_url, write_object
 from kit.errors import BuildError, StoreError
+from kit.tables import find_display
 from kit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ class ProgressLine:
 
     def __init__(self, verb: str, noun: str) -> None:
         self.verb, self.noun = verb, noun
-        self._display = _find_display()
+        self._display = find_display()
         self._first: tuple[float, int] | None = None
         self._shown_seconds = float("-inf")
 
@@ -351,30 +351,5 @@ class ProgressLine:
 
 def say(text: str, progress: bool | Progress) -> None:
     """One line where a progress line would have been."""
-    if progress is True and (display := _find_display()):
+    if progress is True and (display := find_display()):
         display(text, True)
-
-
-def _find_display() -> Callable[[str, bool], None] | None:
-    """Shows a text in place of the one before, in the output of a cell or in a terminal; None where nobody looks."""
-    shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if getattr(shell, "kernel", None) is not None:
-        from IPython.display import display
-
-        display_id, shown = uuid.uuid4().hex, False
-
-        def show_in_cell(text: str, last: bool) -> None:  # noqa: ARG001 - a cell needs no new line at the end
-            nonlocal shown
-            bundle = {"text/plain": text}
-            display(bundle, raw=True, display_id=display_id, update=shown)  # type: ignore[no-untyped-call]
-            shown = True
-
-        return show_in_cell
-    if not sys.stderr or not sys.stderr.isatty():
-        return None
-
-    def show_in_terminal(text: str, last: bool) -> None:
-        sys.stderr.write(f"\r\x1b[K{text}" + ("\n" if last else ""))
-        sys.stderr.flush()
-
-    return show_in_terminal
