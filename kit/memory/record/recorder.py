@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from kit.confinement.stand_ins import overridden
 from kit.memory.record.calls import CallLog
 from kit.memory.record.fake_mode import FakeMode, plainly
+from kit.memory.record.workspace import OF_NODES
 from kit.memory.replay.replay import CATEGORIES, EVALUATIONS, NO_CALL, PHASES, Recording
 from kit.memory.replay.snapshot import owner_here
 
@@ -58,6 +59,7 @@ _HOST = torch.device("cpu")
 _WRITTEN = {
     "aten::scatter.src": torch.ops.aten.scatter_.src, "aten::scatter.value": torch.ops.aten.scatter_.value,
     "aten::scatter_add": torch.ops.aten.scatter_add_.default,
+    "aten::index_put": torch.ops.aten.index_put_.default, "aten::put": torch.ops.aten.put_.default,
     "aten::sub.Tensor": torch.ops.aten.sub_.Tensor, "aten::mul.Tensor": torch.ops.aten.mul_.Tensor,
 }  # fmt: skip
 """What autograd runs instead of an operator where it may write to what it has made (`BlockRecorder._writes`)."""
@@ -359,7 +361,7 @@ class BlockRecorder(TorchDispatchMode):
         """Whether autograd writes to the first argument where no mode looks on: it made that for nothing else.
         (`FunctionsManual.cpp`, where it asks `areAnyTensorSubclassLike`.)"""
         node, first = _private._current_autograd_node(), args[0]
-        scatters = name.startswith("aten::scatter")
+        scatters = name.startswith(("aten::scatter", "aten::index_put", "aten::put"))
         if node is None or not (scatters or (node.name() == _LOGITS and not torch.is_grad_enabled())):
             return False
         block = self._block_of(first) if type(first) in (FakeTensor, Tensor) and first.layout is torch.strided else None
@@ -367,7 +369,7 @@ class BlockRecorder(TorchDispatchMode):
             return False
         if self._ledger.made_in(block) != PHASE["backward"]:
             return False
-        makers = ("zeros", "new_zeros") if scatters else ("add.Scalar", "sigmoid")
+        makers = ("zeros", "new_zeros", "zeros_like") if scatters else ("add.Scalar", "sigmoid")
         return self._ledger.maker(block) in makers and owner_here() == "gradients"
 
     def _operator(self, func: Any) -> _Operator:
@@ -383,6 +385,8 @@ class BlockRecorder(TorchDispatchMode):
 
     def _record(self, operator: _Operator, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
         answer = self._fake.answered if type(self._fake) is FakeMode and self._ledger.begun else None
+        if operator.label == OF_NODES and self._backwards:
+            answer = None
         known = self._known.get(answer) if answer is not None else None
         if known is not None:
             call, size = known

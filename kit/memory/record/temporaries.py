@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 Rule = Callable[[Sequence[Any], Any], int]
 aten = torch.ops.aten
-_INT64, _FLOAT32 = 8, 4
+_INT64, _INT32, _FLOAT32 = 8, 4, 4
 
 
 # -- losses. (`native/Loss.cpp`)
@@ -143,12 +143,86 @@ def _as_counts(args: Sequence[Any], out: Tensor) -> int:
     return 0 if values.dtype == out.dtype or values.dtype.is_floating_point else values.numel() * out.element_size()
 
 
+def _complex(args: Sequence[Any], _: Any) -> int:
+    """Size and angle of complex numbers are computed as such. (`native/UnaryOps.cpp`.)"""
+    return int(args[0].nbytes) if args[0].is_complex() else 0
+
+
+def _rolled(args: Sequence[Any], out: Tensor) -> int:
+    """Several axes are rolled one after another. (`native/TensorTransformations.cpp`.)"""
+    return int(out.nbytes) if len(args) > 2 and len(args[2]) > 1 else 0
+
+
+def _drawn(args: Sequence[Any], out: Tensor) -> int:
+    """A number for each chance, of which the largest are taken, and those. (`native/Distributions.cpp`.)"""
+    return int(args[0].nbytes + out.numel() * args[0].element_size())
+
+
+def _base_grid(_: Sequence[Any], out: Tensor) -> int:
+    """The places of a grid with a one beside each. (`native/AffineGridGenerator.cpp`.)"""
+    axes = out.shape[-1]
+    return int(out.nbytes) // axes * (axes + 1)
+
+
+# -- linear algebra: LAPACK writes over its operands. (`native/BatchLinearAlgebra.cpp`, `native/LinearAlgebra.cpp`)
+
+
+def _matrix(args: Sequence[Any], _: Any) -> int:
+    """A copy of the matrices, and a status for each."""
+    return int(args[0].numel() * args[0].element_size() + _INT32 * math.prod(args[0].shape[:-2]))
+
+
+def _least_squares(args: Sequence[Any], out: Any) -> int:
+    """The same, and what `gelsy` asks for: at most 52 n numbers, measured up to n = 512."""
+    return int(_matrix(args, out) + 52 * args[0].shape[-1] * args[0].element_size())
+
+
+def _factors(args: Sequence[Any], out: Any) -> int:
+    """The same, and the order of each one's rows."""
+    return _matrix(args, out) + _INT32 * math.prod(args[0].shape[:-1])
+
+
+def _reflections(args: Sequence[Any], out: Sequence[Tensor]) -> int:
+    """Of tall matrices the second factor before it is cut, and a number for each reflection."""
+    *batch, rows, columns = args[0].shape
+    numbers = math.prod(batch) * min(rows, columns) * args[0].element_size()
+    return int(numbers + (out[1].nbytes if rows > columns else 0))
+
+
+def _eigenvalues(args: Sequence[Any], out: Sequence[Tensor]) -> int:
+    """The matrices and their vectors in real numbers, values twice, and what `geev` asks for: 386 n numbers."""
+    size, numbers = args[0].shape[-1], args[0].numel()
+    return int((2 * numbers + 2 * out[0].numel() + 386 * size) * args[0].element_size())
+
+
+def _pseudoinverse(args: Sequence[Any], _: Any) -> int:
+    """The singular vectors, those of one side divided by the values, and the values."""
+    *batch, rows, columns = args[0].shape
+    least = min(rows, columns)
+    numbers = rows * least + 2 * least * columns + 2 * least
+    return int(math.prod(batch) * numbers * args[0].element_size())
+
+
+def _exponential(args: Sequence[Any], _: Any) -> int:
+    """The most that a series of powers takes: how many there are depends on values."""
+    powers = _POWERS if args[0].dim() > len(args[0].shape[-2:]) else _POWERS_OF_ONE
+    return int(powers * args[0].numel() * args[0].element_size())
+
+
+_POWERS, _POWERS_OF_ONE = 10, 12
+
+
 def _in_order(args: Sequence[Any], _: Any) -> int:
     """A copy of a gradient that is one number spread out, or turned around."""
     values = args[0]
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(values.dim(), torch.contiguous_format)
     lies = values.is_contiguous() or values.is_contiguous(memory_format=layout)
     return 0 if lies else int(values.numel() * values.element_size())
+
+
+def _spread(args: Sequence[Any], _: Any) -> int:
+    """A copy of a first argument that does not lie in order, as a gradient that is one number spread out."""
+    return 0 if args[0].is_contiguous() else int(args[0].numel() * args[0].element_size())
 
 
 PUTS = ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
@@ -162,6 +236,17 @@ ON_EVERY_DEVICE: dict[str, Rule] = {
     "index.Tensor": places_bytes,
     "col2im": _in_order,
     "_trilinear": _products_of_three,
+    **dict.fromkeys(("abs", "angle"), _complex),
+    "roll": _rolled,
+    "affine_grid_generator": _base_grid,
+    "multinomial": _drawn,
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _spread),
+    "_linalg_svd": _matrix,
+    "linalg_lstsq": _least_squares,
+    **dict.fromkeys(("linalg_inv_ex", "linalg_lu"), _factors),
+    "linalg_qr": _reflections,
+    "linalg_pinv.atol_rtol_tensor": _pseudoinverse,
+    "linalg_matrix_exp": _exponential,
     **dict.fromkeys(("sum", "sum.dim_IntList", "cumsum", "prod", "prod.dim_int"), _as_counts),
 }
 
@@ -184,16 +269,20 @@ def _elementwise(args: Sequence[Any], out: Tensor) -> int:
 
 def _mean(args: Sequence[Any], out: Tensor) -> int:
     """Values and result in float32. (`native/ReduceOps.cpp`.)"""
+    if out.dtype != args[0].dtype:
+        return int(args[0].numel() * out.element_size())
     return _FLOAT32 * int(args[0].numel() + out.numel()) if args[0].element_size() < _FLOAT32 else 0
 
 
 def _summed(args: Sequence[Any], out: Tensor) -> int:
-    """Small integers as their sum; values and result in float32 where half precision is summed over axes that do not
-    lie as one. (`should_use_acc_buffer` in `native/ReduceOps.cpp`; the order of axes is that of `TensorIterator.cpp`.)
-    """
+    """Values in the number format of their sum; values and result in float32 where half precision is summed over axes
+    that do not lie as one. (`should_use_acc_buffer` in `native/ReduceOps.cpp`; the order of axes is that of
+    `TensorIterator.cpp`.)"""
     values = args[0]
+    if out.dtype != values.dtype:
+        return int(values.numel() * out.element_size())
     if values.dtype not in (torch.bfloat16, torch.float16):
-        return _as_counts(args, out)
+        return 0
     among = range(values.dim()) if len(args) < 2 or not args[1] else [axis % values.dim() for axis in args[1]]
     axes: list[tuple[int, int]] = []  # stride and size, the fastest first
     for axis in sorted(among, reverse=True):
@@ -245,7 +334,61 @@ def _accumulated(args: Sequence[Any], out: Tensor) -> int:
     (`cpu/ScatterGatherKernel.cpp`.)"""
     index = args[2]
     by_rows = index.dim() > 1 and index.shape[0] > 1 and not any(index.stride()[1:])
-    return 0 if by_rows or out.element_size() >= _FLOAT32 else _FLOAT32 * out.numel()
+    return 0 if by_rows or not out.is_floating_point() or out.element_size() >= _FLOAT32 else _FLOAT32 * out.numel()
+
+
+def _as_sum(args: Sequence[Any], out: Tensor) -> int:
+    """Values in the number format of their norm or sum."""
+    return 0 if out.dtype == args[0].dtype else int(args[0].numel() * out.element_size())
+
+
+def _one_layout(*places: int) -> Rule:
+    """A kernel for one layout, which is that of the gradient: a copy of what lies otherwise, be it the gradient (one
+    number spread out), another argument or the result. (`cpu/MaxPoolKernel.cpp`, `cpu/AvgPoolKernel.cpp`, and others.)
+    """
+
+    def rule(args: Sequence[Any], out: Tensor) -> int:
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(args[0].dim(), torch.contiguous_format)
+        layout = last if args[0].is_contiguous(memory_format=last) else torch.contiguous_format
+        parts = (args[0], *(args[place] for place in places), out)
+        return sum(one.numel() * one.element_size() for one in parts if not one.is_contiguous(memory_format=layout))
+
+    return rule
+
+
+def is_spread_out(values: Tensor) -> bool:
+    """Whether values are one number spread out, along some axis."""
+    return any(size > 1 and not stride for size, stride in zip(values.shape, values.stride(), strict=True))
+
+
+def _one_number(args: Sequence[Any], _: Any) -> int:
+    """A copy of a gradient that is one number spread out."""
+    return _spread(args, _) if is_spread_out(args[0]) else 0
+
+
+def _counted(args: Sequence[Any], out: Tensor) -> int:
+    """How many are chosen is counted before there is room for them. (`native/TensorAdvancedIndexing.cpp`.)"""
+    return max(0, _INT64 * (int(args[1].numel()) + 1) - int(out.nbytes))
+
+
+def _several_axes(args: Sequence[Any], _: Any) -> int:
+    """Spectra of several axes become numbers axis by axis. (`mkl/SpectralOps.cpp`.)"""
+    return 2 * int(args[0].nbytes) if len(args[1]) > 1 else 0
+
+
+def _bag(args: Sequence[Any], _: Any) -> int:
+    """The bag of each index, but for sums. (`native/EmbeddingBag.cpp`.)"""
+    return int(args[1].numel() * _INT64) if len(args) > 4 and args[4] else 0
+
+
+def _bag_backward(args: Sequence[Any], _: Any) -> int:
+    """The gradient in order, and indices, bags and both sorted."""
+    return _spread(args, _) + (0 if args[9] else 3 * int(args[1].numel() * _INT64))
+
+
+def _places_along(_: Sequence[Any], out: Tensor) -> int:
+    """A place and a weight for each of two taps. (`cpu/UpSampleKernel.cpp`.)"""
+    return int(2 * out.shape[-1] * (_INT64 + out.element_size()))
 
 
 def _resized(taps: int, colours: int) -> Rule:
@@ -300,6 +443,11 @@ _RESIZED = (
     "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
     "_adaptive_avg_pool2d",
 )  # fmt: skip
+_ORDERED = (
+    "grid_sampler_2d", "native_layer_norm", "embedding_dense",
+    *(f"{kind}_pad{axes}d" for kind in ("reflection", "replication") for axes in (1, 2, 3)),
+)  # fmt: skip
+_POOLED = ("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool3d")
 _SCATTERED = ("scatter.src", "scatter.value", "scatter.reduce", "scatter_add", "scatter_reduce.two")
 _ELEMENTWISE = [
     f"{name}{suffix}.Tensor"
@@ -322,6 +470,12 @@ ON_THE_CPU: dict[str, Rule] = {
     "soft_margin_loss": _with_mean(_nothing, 2),
     "native_batch_norm_backward": _batch_norm_backward,
     "im2col": lambda args, _: int(args[0].nbytes),
+    "linalg_eig": _eigenvalues,
+    **dict.fromkeys(("masked_select", "masked_scatter_backward"), _counted),
+    "masked_scatter": lambda args, _: _spread(args[2:], _),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args, _: (
+        _spread(args, _) if is_spread_out(args[0]) else 0
+    ),
     "kthvalue": _chosen,
     **dict.fromkeys(("median", "nanmedian"), _copy),
     **dict.fromkeys(("median.dim", "nanmedian.dim"), _copy_across),
@@ -336,5 +490,16 @@ ON_THE_CPU: dict[str, Rule] = {
     **dict.fromkeys(("upsample_nearest2d", "_upsample_nearest_exact2d"), _resized(1, 0)),
     "upsample_bilinear2d": _resized(2, 3),
     **dict.fromkeys((f"{name}_backward" for name in _RESIZED), _in_order),
+    **dict.fromkeys((f"{name}_backward" for name in _ORDERED), _spread),
+    **dict.fromkeys((f"{name}_backward" for name in _POOLED), _one_layout()),
+    **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"), _one_layout(7)),
+    **dict.fromkeys(("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"), _one_layout(2)),
+    **dict.fromkeys(("gelu_backward", "pixel_shuffle", "pixel_unshuffle", "_fft_r2c"), _spread),
+    "_fft_c2r": _several_axes,
+    "unfold_backward": lambda args, _: _INT64 * int(args[1][args[2]]),
+    "_embedding_bag": _bag,
+    "_embedding_bag_backward": _bag_backward,
+    "upsample_linear1d": _places_along,
+    **dict.fromkeys(("linalg_vector_norm", "cumsum", "prod", "prod.dim_int"), _as_sum),
     **dict.fromkeys(PUTS, places_bytes),
 }

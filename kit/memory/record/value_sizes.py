@@ -95,7 +95,16 @@ def shape_kernels(assume: Assume) -> dict[Any, Callable[..., Any]]:
         with mode:
             return cast("Tensor", _private._create_grouped_mm_output_tensor(first, second, ends, dtype or first.dtype))
 
+    def least_squares(
+        _mode: Any, _func: Any, values: Tensor, target: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        *batch, rows, columns = values.shape
+        wide = target.shape[-1:] if target.dim() == values.dim() else ()
+        solution = target.new_empty((*batch, max(rows, columns), *wide)).narrow(len(batch), 0, columns)
+        return solution, target.new_empty((0,)), target.new_empty(batch, dtype=torch.int64), target.new_empty((0,))
+
     return {
+        aten.linalg_lstsq.default: least_squares,
         aten.repeat_interleave.Tensor: repeat_interleave,
         aten.unique_dim.default: unique_rows,
         aten.unique_consecutive.default: unique_runs,

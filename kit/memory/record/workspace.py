@@ -31,7 +31,7 @@ from torch._subclasses import fake_tensor
 
 from kit.confinement.stand_ins import replaced
 from kit.memory.record.fakes import ONEDNN_HALF, backward_scratch_bytes, forward_scratch_bytes, is_emulated
-from kit.memory.record.temporaries import ON_EVERY_DEVICE, ON_THE_CPU, PUTS, Rule, places_bytes
+from kit.memory.record.temporaries import ON_EVERY_DEVICE, ON_THE_CPU, PUTS, Rule, is_spread_out, places_bytes
 from kit.train.optimizers import is_installed, make_tables, quiet_import
 
 Capability = tuple[int, int] | None
@@ -103,12 +103,13 @@ def _embedding_backward(args: Sequence[Any], _: Any) -> int:
     (`cuda/Embedding.cu`, `EmbeddingBackwardKernel.cu`.)"""
     gradient, indices, rows = args[0], args[1], args[2]
     count = indices.numel()
+    copied = 0 if gradient.is_contiguous() else gradient.numel() * gradient.element_size()
     if count <= _SORTED_EMBEDDING:
-        return 0
+        return int(copied)
     segments = min(count, rows)
     parts = count // _ROWS_PER_PART + segments
     sums = parts * gradient.shape[-1] * max(gradient.element_size(), _FLOAT32)
-    return int(sums + indices.element_size() * (3 * count + 2 * segments + parts))
+    return int(copied + sums + indices.element_size() * (3 * count + 2 * segments + parts))
 
 
 def _index_put(args: Sequence[Any], _: Any) -> int:
@@ -137,6 +138,25 @@ def _eigenvectors(args: Sequence[Any], _: Any) -> int:
     return int(args[0].element_size()) * numbers + _INT32 * integers
 
 
+_MATRIX_AXES = 2
+
+
+def _for_blas(operand: Tensor) -> int:
+    """Bytes of the copy of a matrix, or of each of a batch, in which neither rows nor columns lie side by side, such as
+    the gradient of a sum, which is one number spread out. The CPU copies one of a batch after another.
+    (`native/LinearAlgebra.cpp`, `cuda/Blas.cpp`.)"""
+    if operand.layout is not torch.strided:
+        return 0
+    rows, columns = operand.shape[-2:]
+    down, along = operand.stride()[-2:]
+    lies = (along == 1 and down >= columns) or (down == 1 and along >= rows)
+    return 0 if lies or min(rows, columns) <= 1 else int(operand.numel() * operand.element_size())
+
+
+def _cuda_product_of(place: int) -> Rule:
+    return lambda args, _: sum(map(_for_blas, args[place : place + 2]))
+
+
 _BOTH: dict[str, Rule] = {
     **ON_EVERY_DEVICE,
     "_safe_softmax": _safe_softmax,
@@ -150,6 +170,8 @@ _CUDA: dict[str, Rule] = {
     "_scaled_dot_product_cudnn_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "embedding_dense_backward": _embedding_backward,
+    **dict.fromkeys(("mm", "bmm"), _cuda_product_of(0)),
+    **dict.fromkeys(("addmm", "baddbmm"), _cuda_product_of(1)),
     **dict.fromkeys(PUTS, lambda args, out: _index_put(args, out) + places_bytes(args, out)),
 }
 
@@ -180,6 +202,8 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
         return 0
     results = sum(int(tensor.nbytes) for tensor in _tensors(out))
     inner = int(values.nbytes) if args[10][0] else 0
+    # One that is one number spread out is written out first.
+    spread = int(gradient.numel() * gradient.element_size()) if is_spread_out(gradient) else 0
     first = _blocked(gradient) + _blocked(weight, 2) + _blocked(values) if inner else 0
     weights = _blocked(weight, 2)
     # Without AVX-512 few channels are copied too.
@@ -189,7 +213,7 @@ def _convolution_backward(args: Sequence[Any], out: Any) -> int:
         turned = math.prod(weight.shape[2:]) > 1 and weight.shape[1] > 1
         sample = (gradient.nbytes + values.nbytes) // max(1, values.shape[0]) if turned else 0
         second += int(_FLOAT32 * weight.numel() + sample * torch.get_num_threads())
-    return max(first - results, second - results, weights)
+    return spread + max(first - results, second - results, weights)
 
 
 def _needs_no_copy(values: Tensor, weight: Tensor, steps: Sequence[int]) -> bool:
@@ -259,7 +283,7 @@ def _product_of(place: int) -> Rule:
         first, second = operands = args[place : place + 2]
         supported = ONEDNN_HALF.get(first.dtype)
         if supported is None or not supported() or math.prod(first.shape) * second.shape[-1] <= _FEWEST_PRODUCTS:
-            return 0
+            return sum(_for_blas(part) // (part.shape[0] if part.dim() > _MATRIX_AXES else 1) for part in operands)
         return sum(math.prod(part.shape) * part.element_size() for part in operands if not _lies_in_order(part))
 
     return copies
@@ -323,7 +347,24 @@ class Workspaces:
             self.unsure_bytes = max(self.unsure_bytes, unsure_workspace_bytes(operator, args, out, self.capability))
         if self.capability is None and operator in _CONVOLUTIONS:
             self.half_convolutions |= args[0].element_size() < _FLOAT32 and not is_emulated(args[0].dtype)
-        return workspace_bytes(operator, args, out, self.capability)
+        size = workspace_bytes(operator, args, out, self.capability)
+        return size + _evenly(args[0]) if operator == OF_NODES and self.capability is None else size
+
+
+OF_NODES = "sum"
+"""The operator whose workspace depends on what autograd computes with it."""
+_SPREAD_EVENLY = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
+
+
+def _evenly(mask: Tensor) -> int:
+    """The gradient of the largest of all numbers, and the like, goes to all that are as large. The CPU counts them
+    beside the gradient that it has made; under a recorder autograd makes two more masks, and no gradient yet.
+    (`evenly_distribute_backward` in `FunctionsManual.cpp`.)"""
+    private: Any = torch._C
+    node = private._current_autograd_node()
+    if mask.dtype is not torch.bool or node is None or node.name() not in _SPREAD_EVENLY:
+        return 0
+    return int(mask.numel() * (node._input_metadata[0].dtype.itemsize - 2))
 
 
 @contextlib.contextmanager

@@ -54,6 +54,14 @@ def smoothly_resized(values, channels, scale, mode):
     return functional.interpolate(images, scale_factor=scale, mode=mode, antialias=True).sum()
 
 
+def images(values, layout=torch.contiguous_format):
+    return values.reshape(64, 4, 32, 32).to(memory_format=layout)
+
+
+def sampled(values):
+    return functional.grid_sample(images(values), half(values)[:, :512].view(64, 16, 16, 2), align_corners=False).sum()
+
+
 def weighed_logits(values, shape=(64, 4096), weights=(4096,), **options):
     values = values.view(shape)
     options["pos_weight"] = torch.full(weights, 2.0)
@@ -136,6 +144,23 @@ OTHERS = {
     "cubically smaller": lambda _, x: smoothly_resized(x, 1, 0.25, "bicubic"),
     "nearest, small": lambda _, x: resized(x, 4, "nearest"),
     "nearest, channels last": lambda _, x: resized(x, 4, "nearest", torch.channels_last),
+    "median of all, gradient": lambda _, x: x.median(),
+    "largest of all, gradient": lambda _, x: x.max(),
+    "rows picked, gradient": lambda _, x: x.view(-1, 64)[torch.arange(2048) % 100].sum(),
+    "numbers taken, gradient": lambda _, x: x.take(torch.arange(100_000)).sum(),
+    "summed in doubles": lambda _, x: (x.detach() * 2).sum(1, dtype=torch.float64).sum() + x[0, 0],
+    "norm in doubles": lambda _, x: torch.linalg.vector_norm(halved(x), dim=1, dtype=torch.float64).sum() + x[0, 0],
+    "spectra": lambda _, x: torch.fft.rfft(halved(x).float()).abs().sum() + x[0, 0],
+    "rolled": lambda _, x: halved(x).view(64, 64, 64).roll((3, 5), (1, 2)).sum() + x[0, 0],
+    "drawn": lambda _, x: halved(x).softmax(1).multinomial(100).float().sum() + x[0, 0],
+    "chosen": lambda _, x: halved(x).masked_select(torch.ones(x.shape, dtype=torch.bool)).sum() + x[0, 0],
+    "sampled": lambda _, x: sampled(x),
+    "largest of windows, channels last": lambda _, x: functional.max_pool2d(
+        images(x, torch.channels_last), 3, 1, 1
+    ).sum(),
+    "mean of windows": lambda _, x: functional.avg_pool2d(images(x), 2).sum(),
+    "mirrored": lambda _, x: functional.pad(images(x), (3, 3, 3, 3), "reflect").sum(),
+    "gelu": lambda _, x: functional.gelu(x).sum(),
     "truths counted": lambda _, x: every_other(x).sum() + x[0, 0],
 }
 

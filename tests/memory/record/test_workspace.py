@@ -4,6 +4,8 @@ import pytest
 import torch
 from emulation_parts import fakes
 
+from kit.memory.record.fake_mode import FakeMode
+from kit.memory.record.fakes import fake_values
 from kit.memory.record.truth import AllocatorTrace
 from kit.memory.record.workspace import Workspaces, unsure_workspace_bytes, workspace_bytes
 
@@ -168,6 +170,58 @@ def test_a_masked_softmax_on_the_cpu_takes_what_is_said():
     scores = torch.randn(8, 64, 64)
     peak, out = held(lambda: aten._safe_softmax(scores, -1))
     assert workspace_bytes("_safe_softmax", (scores, -1), out, None) == pytest.approx(peak - out.nbytes, rel=0.02)
+
+
+ALGEBRA = {
+    "_linalg_svd": lambda values: aten._linalg_svd(values),
+    "linalg_inv_ex": lambda values: aten.linalg_inv_ex(values),
+    "linalg_lu": lambda values: aten.linalg_lu(values),
+    "linalg_eig": lambda values: aten.linalg_eig(values),
+    "linalg_pinv.atol_rtol_tensor": lambda values: aten.linalg_pinv.atol_rtol_tensor(values),
+    "linalg_lstsq": lambda values: aten.linalg_lstsq(values, values[..., :4]),
+}
+
+
+@pytest.mark.parametrize("name", ALGEBRA)
+@pytest.mark.parametrize("shape", [(64, 64, 64), (256, 256)])
+def test_linear_algebra_on_the_cpu_takes_what_is_said(name, shape):
+    """Truth: the allocator's events; within 8 % of the matrices."""
+    values = torch.randn(shape) + shape[-1] * torch.eye(shape[-1])
+    peak, out = held(lambda: ALGEBRA[name](values))
+    results = [out] if isinstance(out, torch.Tensor) else out
+    made = sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in results}.values())
+    said = workspace_bytes(name, (values,), out, None)
+    assert said == pytest.approx(peak - made, abs=0.08 * values.nbytes)
+
+
+@pytest.mark.parametrize("largest", [0.01, 100.0])
+def test_a_matrix_exponential_takes_no_more_than_is_said(largest):
+    values = largest * torch.randn(64, 64, 64)
+    peak, out = held(lambda: torch.linalg.matrix_exp(values))
+    assert peak - out.nbytes <= workspace_bytes("linalg_matrix_exp", (values,), out, None) + 4096
+
+
+def test_products_copy_what_lies_neither_by_rows_nor_by_columns():
+    values = torch.randn(256, 512)
+    spread = torch.ones(()).expand(512, 256)
+    for first, second, copied in (
+        (values, spread, 1),
+        (values[:, ::2], values[:, :256].t(), 0.5),
+        (values, values.t(), 0),
+    ):
+        peak, out = held(lambda first=first, second=second: first @ second)
+        assert peak - out.nbytes == copied * values.nbytes
+        for capability in (None, A100):
+            assert workspace_bytes("mm", (first, second), out, capability) == copied * values.nbytes
+    assert workspace_bytes("mm", (torch.eye(512).to_sparse(), spread), spread, None) == spread.numel() * 4
+
+
+def test_least_squares_have_the_shape_of_real_ones():
+    values, target = torch.randn(3, 8, 4), torch.randn(3, 8, 2)
+    real = torch.linalg.lstsq(values, target).solution
+    with fake_values(), FakeMode():
+        made = torch.linalg.lstsq(torch.randn(3, 8, 4), torch.randn(3, 8, 2)).solution
+        assert (made.shape, made.untyped_storage().nbytes()) == (real.shape, real.untyped_storage().nbytes())
 
 
 def test_channels_last_needs_no_copies():
