@@ -179,13 +179,13 @@ def _short(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
         low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
         found = low if low == high else f"{low} to {high}"
         memory = f"Peak device memory was {found} of what was predicted, in {counted(len(ratios), 'trial')}."
-    found = [speed, memory]
+    sentences = [speed, memory]
     if unfinished := len(comparison.unfinished):
         have = "has" if unfinished == 1 else "have"
-        found.append(f"{counted(unfinished, 'trial')} {have} not ended yet; a report written later has the rest.")
+        sentences.append(f"{counted(unfinished, 'trial')} {have} not ended yet; a report written later has the rest.")
     if troubles := len(comparison.troubles):
-        found.append(f"{counted(troubles, 'trial')} did not end well; the notes at the end say why.")
-    return found
+        sentences.append(f"{counted(troubles, 'trial')} did not end well; the notes at the end say why.")
+    return sentences
 
 
 def _configs(comparison: Comparison) -> str:

@@ -225,6 +225,11 @@ def _spread(args: Sequence[Any], _: Any) -> int:
     return 0 if args[0].is_contiguous() else int(args[0].numel() * args[0].element_size())
 
 
+def _spread_in_floats(args: Sequence[Any], options: Any) -> int:
+    """The same of oneDNN's kernel, which takes float32; those of other types read such a gradient where it lies."""
+    return _spread(args, options) if args[0].dtype == torch.float32 else 0
+
+
 PUTS = ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
 ON_EVERY_DEVICE: dict[str, Rule] = {
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _terms),
@@ -494,7 +499,8 @@ ON_THE_CPU: dict[str, Rule] = {
     **dict.fromkeys((f"{name}_backward" for name in _POOLED), _one_layout()),
     **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"), _one_layout(7)),
     **dict.fromkeys(("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"), _one_layout(2)),
-    **dict.fromkeys(("gelu_backward", "pixel_shuffle", "pixel_unshuffle", "_fft_r2c"), _spread),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "_fft_r2c"), _spread),
+    "gelu_backward": _spread_in_floats,
     "_fft_c2r": _several_axes,
     "unfold_backward": lambda args, _: _INT64 * int(args[1][args[2]]),
     "_embedding_bag": _bag,
