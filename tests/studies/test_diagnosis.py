@@ -276,6 +276,28 @@ def test_nothing_is_said_twice_of_a_finding():
     assert diagnosis.headline.startswith("One thing")
 
 
+@pytest.mark.parametrize(
+    ("whose", "where"),
+    [
+        ("your DataLoader", "batch_size=40 of your DataLoader"),
+        ("your Photos", "of the DataLoader made by your Photos"),
+        ("the data of factory make", "of the DataLoader made by factory make"),
+        ("", "loader.batch_size: 64"),
+    ],
+)
+def test_a_small_batch_is_made_larger_by_whom_it_is_made(whose, where):
+    found = replace(FAULTS["batch too small"], whose_batches=whose)
+    finding = judge(found, source(found))["batch too small"]
+    assert where in finding.setting
+    assert (finding.change, finding.batch_size) == (({}, 40) if whose else ({"loader.batch_size": 64}, None))
+    assert finding.can_try
+
+
+def test_what_takes_time_at_every_batch_explains_why_a_larger_one_pays():
+    found = replace(FAULTS["batch too small"], hosts=FAULTS["slow hook"].hosts)
+    assert names(found) == ("slow hook",)
+
+
 def test_the_headline_counts_what_is_wrong_and_names_what_comes_first():
     grown = replace(FAULTS["memory that grows"], shares=shares(checkpoint=0.3))
     headline = judge(grown, source(grown)).headline

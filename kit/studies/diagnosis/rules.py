@@ -450,9 +450,10 @@ RULES: tuple[Rule, ...] = (
         "less on average", unit="count", threshold=1000, source=f"{TRAINING_AT_SCALE}: high call counts of little "
         "time can be batched; the numbers are kit's", needs="counted work", measure=_calls,
         sentence=_calls_sentence,
-        setting=lambda _: "your model: fewer, larger operations; a larger loader.batch_size spreads the calls over "
+        setting=lambda found: "your model: fewer, larger operations; a larger "
+        f"{f'batch of {found.whose_batches}' if found.whose_batches else 'loader.batch_size'} spreads the calls over "
         "more samples",
-        change=lambda found: {} if found.given_loader else {"loader.batch_size": 2 * found.config.loader.batch_size},
+        change=lambda found: {} if found.whose_batches else {"loader.batch_size": 2 * found.config.loader.batch_size},
     ),
     Rule(
         name="many tiny calls", looks_at="share of the time in one function of a thousand calls and more, 20 µs or "
