@@ -12,7 +12,7 @@ from typing import Any
 
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, without, without_part
-from kit.studies.diagnosis.sampler import DRAWERS
+from kit.studies.diagnosis.sampler import DRAWERS, LIGHTNINGS_LOG
 from kit.units import format_bytes, format_count, format_seconds
 
 _TWENTIETH = 0.05
@@ -59,7 +59,10 @@ def _validation_change(found: Evidence) -> Change:
 
 
 def _drawn(found: Evidence) -> list[Mapping[str, Any]]:
-    return [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+    """Lines that draw or log; Lightning's own bookkeeping where it is a tenth: any training that logs has some."""
+    lines = [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+    kept = math.fsum(line["fraction"] for line in lines if line["package"] == LIGHTNINGS_LOG)
+    return lines if kept >= SLIVER else [line for line in lines if line["package"] != LIGHTNINGS_LOG]
 
 
 def _drawing(found: Evidence) -> float | None:
@@ -297,7 +300,7 @@ HOST_RULES: tuple[Rule, ...] = (
     Rule(
         name="drawing or logging in the step", looks_at="share of the time in drawing and logging", unit="fraction",
         threshold=_TWENTIETH, source="kit", needs="watched steps", measure=_drawing, sentence=_drawing_sentence,
-        setting=lambda _: "that line: every hundredth step, or after the training",
+        setting=lambda _: "that line: every hundredth step, fewer values, or after the training",
         effect=lambda found: _sampled(found, _drawing(found) or 0.0), part="forward",
         explains=("slow hook", "sync in the step", "batch too small"),
     ),
