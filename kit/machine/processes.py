@@ -284,6 +284,17 @@ def garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+def disk_read_bytes() -> int:
+    """What this process has had read from disks so far, read-ahead too; 0 where the system does not tell."""
+    if not LINUX:
+        return 0
+    try:
+        lines = Path(f"/proc/{os.getpid()}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), 0)
+
+
 def main() -> None:
     parent, file, *command = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
     # A handler, as what is ignored would be ignored by the command too.

@@ -52,6 +52,8 @@ class RunSource:
     earlier: Trial | None = None
     trust: bool = False
     """Whether an earlier trial is run again also when this user did not write it here."""
+    batch_size: int | None = None
+    """Samples per batch on each device, instead of what data of the caller's own makes."""
 
     @classmethod
     def of(cls, given: Sequence[Any], **named: Any) -> RunSource:
@@ -79,9 +81,9 @@ class RunSource:
     def start(self, config: Config) -> Trial:
         """A trial that tries it out with another config: what it writes is kept from everybody."""
         if self.earlier is not None:
-            trial = Trial(again(self.earlier.paths, config, self.trust), config)
+            trial = Trial(again(self.earlier.paths, config, self.trust, self.batch_size), config)
         else:
-            return try_out(self.module, self.data, config)
+            return try_out(self.module, self.data, config, batch_size=self.batch_size)
         trial.submit()
         return trial
 
@@ -97,6 +99,8 @@ class Side:
     run_directories: tuple[str, ...]
     note: str = ""
     """Why it did not run."""
+    batch_size: int | None = None
+    """Samples per batch on each device, where the data was told so."""
 
     @property
     def mean(self) -> float:
@@ -179,7 +183,9 @@ class Tried:
     @property
     def sentences(self) -> list[str]:
         changes = self.before.config.diff(self.after.config)
-        return [self.sentence, *(f"{path}: {mine} → {theirs}" for path, (mine, theirs) in changes.items())]
+        told = [f"{path}: {mine} → {theirs}" for path, (mine, theirs) in changes.items()]
+        size = self.after.batch_size
+        return [self.sentence, *told, *([] if size is None else [f"batches of your data: {size} samples each"])]
 
     def __repr__(self) -> str:
         return "\n".join([text_table(_COLUMNS, self.rows), *(f"- {text}" for text in self.sentences)])
@@ -191,7 +197,7 @@ class Tried:
 
 def try_change(
     *given: Any, module: Any = None, data: Any = None, change: Change | None = None, new_module: Any = None,
-    new_data: Any = None, repeats: int = MOST, seconds: float = MOST_SECONDS,
+    new_data: Any = None, new_batch_size: int | None = None, repeats: int = MOST, seconds: float = MOST_SECONDS,
     predicted: tuple[float, float] | None = None, on_run: Callable[[Trial], object] | None = None, trust: bool = False,
 ) -> Tried:  # fmt: skip
     """Measure what a change brings: run before and after in turn until it is decided, and wait for all of it.
@@ -203,6 +209,8 @@ def try_change(
         change: `{"section.field": value}`. A store that a change names and that is not there is built first.
         new_module: Trained afterwards instead of the module.
         new_data: Trained on afterwards instead of the data.
+        new_batch_size: Samples per batch on each device afterwards, where a DataLoader of your own makes them. Batches
+            that kit makes follow `loader.batch_size`, which is a change.
         repeats: Runs of each at most, two at least: a single run says nothing about noise. Fewer where the answer is
             decided before.
         seconds: No further pair of runs begins after so long.
@@ -225,9 +233,11 @@ def try_change(
     source = replace(RunSource.of(given, module=module, data=data), trust=trust)
     if source.earlier is not None:
         contents_to_run(source.earlier.paths, trust)
-    changed = _afterwards(source, change, new_module, new_data, repeats)
+    changed = _afterwards(source, change, new_module, new_data, new_batch_size, repeats)
     before = Side(name="before", config=source.config, samples_per_second=(), run_directories=())
-    after = Side(name="after", config=changed.config, samples_per_second=(), run_directories=())
+    after = Side(
+        name="after", config=changed.config, samples_per_second=(), run_directories=(), batch_size=new_batch_size
+    )  # fmt: skip
     began = time.monotonic()
     for number in range(repeats):
         tried = Tried(before=before, after=after, predicted=predicted)
@@ -265,10 +275,15 @@ def _with_run(side: Side, source: RunSource, on_run: Callable[[Trial], object] |
     )  # fmt: skip
 
 
-def _afterwards(source: RunSource, change: Change | None, new_module: Any, new_data: Any, repeats: int) -> RunSource:
+def _afterwards(
+    source: RunSource, change: Change | None, new_module: Any, new_data: Any, new_batch_size: int | None, repeats: int
+) -> RunSource:  # fmt: skip
     if repeats < 2:
         raise ConfigError([Problem("repeats", f"{repeats} is too few to know the noise; give 2 or more")])
-    if not change and new_module is None and new_data is None:
+    if new_batch_size is not None and new_batch_size < 1:
+        raise ConfigError([Problem("new_batch_size", f"a batch of {new_batch_size} is empty; give 1 or more")])
+    source = replace(source, batch_size=source.batch_size if new_batch_size is None else new_batch_size)
+    if not change and new_module is None and new_data is None and new_batch_size is None:
         raise ConfigError([Problem("change", "nothing is changed; give {'section.field': value}, or a new module")])
     if source.earlier is not None and (new_module is not None or new_data is not None):
         message = "an earlier trial keeps its module and data; give module, data and config in its place"
@@ -285,4 +300,5 @@ def _afterwards(source: RunSource, change: Change | None, new_module: Any, new_d
     if source.earlier is not None:
         return replace(source, config=config)
     module = source.module if new_module is None else new_module
-    return RunSource(module, source.data if new_data is None else new_data, config)
+    data = source.data if new_data is None else new_data
+    return RunSource(module, data, config, batch_size=source.batch_size)

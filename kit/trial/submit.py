@@ -163,13 +163,14 @@ def _fill(payload: bytes, given: Mapping[str, str], config: Config, taken: Taken
     return paths
 
 
-def again(earlier: RunPaths, config: Config, trust: bool = False) -> RunPaths:
+def again(earlier: RunPaths, config: Config, trust: bool = False, batch_size: int | None = None) -> RunPaths:
     """A run directory to try out what `earlier` ran with another config: module and data are taken as they were sent.
 
     Args:
         earlier: What is run again.
         config: What to run it with.
         trust: Run it also when this user did not write it here.
+        batch_size: As `prepare` takes it; None leaves it as it was.
 
     Raises:
         ConfigError, HardwareError, StoreError: see the module's first lines.
@@ -181,7 +182,8 @@ def again(earlier: RunPaths, config: Config, trust: bool = False) -> RunPaths:
     given = before.get("given", {"module": "path", "data": "path"})
     options: dict[str, Any] = {name: before[name] for name in ("batch_size", "trainer") if name in before}
     options |= {"confined": REHEARSAL, "kind": "repeat"}
-    rule = BatchRule.of_environment(before)
+    options |= {} if batch_size is None else {"batch_size": batch_size}
+    rule = BatchRule.of_environment(before) if batch_size is None else None
     if rule is not None:
         size = config.loader.batch_size
         options["batch"] = asdict(replace(rule, asked=size, size=size if rule.by_config else rule.size))

@@ -54,13 +54,17 @@ _LIFE_CHECK_SECONDS = 1.0
 _INTERRUPT_SECONDS = 10.0
 
 
-def try_out(module: Any, data: Any, config: Config, kind: RunKind = "repeat") -> Trial:
+def try_out(
+    module: Any, data: Any, config: Config, kind: RunKind = "repeat", batch_size: int | None = None
+) -> Trial:  # fmt: skip
     """Start a trial for its measurements alone: what its hooks write reaches nobody.
+
+    `batch_size` as `kit.trial.submit.prepare` takes it.
 
     Raises:
         ConfigError, HardwareError, StoreError: as `fit`.
     """
-    trial = Trial(prepare(module, data, config, confined=REHEARSAL, kind=kind), config)
+    trial = Trial(prepare(module, data, config, batch_size, confined=REHEARSAL, kind=kind), config)
     trial.submit()
     return trial
 

@@ -90,7 +90,7 @@ class _FindingView:
         self.button.on_click(lambda _: on_click(self))
         self.answer = line()
         text = line(finding_html(finding))
-        self.ui = ipywidgets.VBox([text, *([self.button] if finding.change else []), self.answer])
+        self.ui = ipywidgets.VBox([text, *([self.button] if finding.can_try else []), self.answer])
 
     def say(self, text: str) -> None:
         self.answer.value = f"<i>{html.escape(text)}</i>"

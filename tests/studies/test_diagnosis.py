@@ -43,6 +43,10 @@ def function(calls, seconds):
 
 LOADER = {"workers": 2, "persistent": True, "start_method": "fork", "objects_bytes": 0}
 COPYING = {"inherited_bytes": 2**30, "objects": 2**23, "copied": [(5, 2**25), (30, 2**26)]}
+ON_DISK = {
+    "lines": [line("data.py, line 5, in __getitem__", part="worker", fraction=0.9)], "idle_fraction": 0.05,
+    "disk": {"worker": 0.8}, "disk_read_bytes": 300 << 20, "seconds": 10.0,
+}  # fmt: skip
 HOOK = "[Callback]Watcher.on_train_batch_end"
 
 
@@ -77,6 +81,8 @@ FAULTS = {
     "communication": evidence(world_size=2, rank_seconds={0: 0.4, 1: 0.4}, shares=shares(communication=0.4)),
     "images decoded at full size": reading(PIL={"pixels": 2_000_000}),
     "one row of a large chunk": reading(h5py={"chunk": [4096, 256], "wanted_bytes": 1024, "covered_bytes": 4_194_304}),
+    "slow disk": evidence(shares=shares(wait=0.5), hosts={0: host(workers=[ON_DISK] * 2)}, thread_cores=0.5),
+    "checkpoints on a slow disk": evidence(shares=shares(checkpoint=0.3), hosts={0: host(disk={"checkpoint": 0.25})}),
     "dataset copied into workers": evidence(hosts={0: host(loader={**LOADER, "objects_bytes": 4e9})}),
     "workers copy the parent": evidence(hosts={0: host(workers=[COPYING] * 2)}, host_limit_bytes=2**35),
     "workers start slowly": evidence(
@@ -274,6 +280,72 @@ def test_nothing_is_said_twice_of_a_finding():
     assert text.count("times as fast") + text.count("× as fast") == 1
     assert diagnosis.headline.count("batch too small") == 1
     assert diagnosis.headline.startswith("One thing")
+
+
+@pytest.mark.parametrize(
+    ("whose", "where"),
+    [
+        ("your DataLoader", "batch_size=40 of your DataLoader"),
+        ("your Photos", "made by your Photos"),
+        ("the data of factory make", "made by factory make"),
+        ("", "loader.batch_size: 64"),
+    ],
+)
+def test_a_small_batch_is_made_larger_by_whom_it_is_made(whose, where):
+    found = replace(FAULTS["batch too small"], whose_batches=whose)
+    finding = judge(found, source(found))["batch too small"]
+    assert where in finding.setting
+    assert (finding.change, finding.batch_size) == (({}, 40) if whose else ({"loader.batch_size": 64}, None))
+    assert finding.can_try
+
+
+def test_what_takes_time_at_every_batch_explains_why_a_larger_one_pays():
+    found = replace(FAULTS["batch too small"], hosts=FAULTS["slow hook"].hosts)
+    assert names(found) == ("slow hook",)
+
+
+def test_a_slow_disk_is_told_from_slow_decoding_and_from_other_waits():
+    """In loader processes and without them; of 0.475 × 2 of making, 0.8 × 2 wait for the disk."""
+    finding = judge(FAULTS["slow disk"], source(evidence()))["slow disk"]
+    assert "84% of its time, which gives 60 MiB/s, at data.py, line 5" in finding.sentence
+    decoding = {**ON_DISK, "disk": {"worker": 0.2}}
+    found = evidence(shares=shares(wait=0.5), hosts={0: host(workers=[decoding] * 2)}, thread_cores=0.5)
+    assert names(found) == ("waiting for data",)
+    alone = {"loader": {**LOADER, "workers": 0}, "disk_read_bytes": 0, "seconds": 10.0}
+    found = evidence(shares=shares(wait=0.5), hosts={0: host(disk={"wait": 0.4}, **alone)}, thread_cores=0.5)
+    finding = judge(found, source(found))["slow disk"]
+    assert "80% of its time:" in finding.sentence, "a disk whose bytes are not counted"
+    assert finding.predicted_gain == pytest.approx(math.sqrt(1 / (1 - 0.36) / (1 - 0.4)))
+    asleep = replace(found, hosts={0: host(disk={"wait": 0.01}, **alone)})
+    assert "slow disk" not in names(asleep)
+    busy = replace(found, queued_fraction=0.8, hosts={0: host(disk={"wait": 0.06}, **alone)}, thread_cores=0.99)
+    assert names(busy) == ("slow disk",), "whoever queues for a core computes nothing in Python"
+    assert judge(busy, source(busy))["slow disk"].predicted_gain < 1.1, "what goes is what was seen"
+    hidden = replace(FAULTS["slow disk"], shares=shares(wait=0.05))
+    assert names(hidden) == (), "processes that wait for a disk hold nobody up"
+
+
+@pytest.mark.parametrize("name", ["waiting for data", "no prefetch", "Python in the data"])
+def test_the_line_at_which_a_batch_is_made_is_named_without_loader_processes_too(name):
+    """Of a wait of 0.5, 0.2 at one line, 0.1 at another."""
+    lines = [
+        line("rows.py, line 9, in __getitem__", part="wait", package="pandas", fraction=0.2),
+        line("rows.py, line 8, in __getitem__", part="wait", fraction=0.1), line(fraction=0.3),
+    ]  # fmt: skip
+    found = replace(FAULTS[name], shares=shares(wait=0.5), hosts={0: host(lines=lines)})
+    assert "40% of the time at rows.py, line 9, in __getitem__, in pandas" in judge(found, source(found))[name].sentence
+
+
+@pytest.mark.parametrize(("share", "named"), [(0.08, 0), (0.3, 1)])
+def test_what_lightning_does_for_a_log_is_named_from_a_tenth_on(share, named):
+    """Five in a hundred are had by any small step that logs its loss."""
+    found = evidence(hosts={0: host(lines=[line(package="self.log", fraction=share)])})
+    assert [name.startswith("drawing") for name in names(found)] == [True] * named
+
+
+def test_checkpoints_that_are_slow_to_make_are_not_blamed_on_the_disk():
+    found = replace(FAULTS["checkpoints on a slow disk"], hosts={0: host(disk={"checkpoint": 0.1})})
+    assert names(found) == ("checkpoints too often",)
 
 
 def test_the_headline_counts_what_is_wrong_and_names_what_comes_first():

@@ -4,8 +4,10 @@ import math
 import random
 
 import pytest
+from diagnosis_parts import evidence, source, work
 
-from kit.studies.diagnosis.gains import LEAST_PAIRS, PAIRS, decided, difference
+from kit.studies.diagnosis import gains as room
+from kit.studies.diagnosis.gains import LEAST_PAIRS, PAIRS, decided, difference, measured_gains, worth_measuring
 
 THRESHOLD = 1.15
 
@@ -63,3 +65,37 @@ def test_of_a_hundred_drifting_machines_few_are_told_a_gain_that_is_none_or_miss
         found = pairs_until_decided(lambda turn: pair(gain, draw.gauss(0, 0.1), 0.1, 1000 * seed + turn))  # noqa: B023
         named += difference(found)[0] >= THRESHOLD
     assert named <= 3 if gain < THRESHOLD else named >= 95
+
+
+OWN = evidence(whose_batches="your DataLoader", given_loader=True, work=work(samples=4))
+
+
+def measured_with(monkeypatch, samples_of):
+    """Gains where a step takes as long whatever its batch, of `samples_of` what is asked for."""
+
+    def few_steps(source, _):
+        return [{"samples": samples_of(source.batch_size or 4), "step_seconds": 0.1}] * 8
+
+    monkeypatch.setattr(room, "few_steps", few_steps)
+    return measured_gains(OWN, source(OWN))
+
+
+def test_a_larger_batch_of_the_callers_own_data_is_tried(monkeypatch):
+    gains, notes = measured_with(monkeypatch, lambda asked: asked)
+    assert gains["batch too small"] == pytest.approx((4, 4))
+    assert notes == []
+
+
+def test_data_that_makes_the_same_batches_whatever_is_asked_gets_no_gain_but_a_way_out(monkeypatch):
+    gains, (note,) = measured_with(monkeypatch, lambda _: 4)
+    assert "batch too small" not in gains
+    assert "a batch of 16 from your DataLoader" in note
+    assert "new_data" in note
+
+
+@pytest.mark.parametrize("part", ["wait", "validation", "checkpoint"])
+def test_no_larger_batch_is_tried_where_most_of_a_step_is_no_training(part):
+    few = {"forward": 0.1, "optimizer": 0.05, part: 0.6, "other": 0.0}
+    found = evidence(work=work(samples=4), shares={**few, "backward": 1 - sum(few.values())})
+    assert "batch too small" not in worth_measuring(found)
+    assert "batch too small" in worth_measuring(evidence(work=work(samples=4)))

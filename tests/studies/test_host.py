@@ -21,7 +21,7 @@ import kit
 from kit.studies.diagnosis import sampler as room
 from kit.studies.diagnosis.evidence import _epoch_starts, _uneven, growth, timed_lines
 from kit.studies.diagnosis.host import arrays_bytes, embeddings, held_bytes, objects_bytes
-from kit.studies.diagnosis.sampler import Sampler, WatchedLoop, copied_bytes, read_of, shared_bytes
+from kit.studies.diagnosis.sampler import DiskWatch, Sampler, WatchedLoop, copied_bytes, read_of, shared_bytes
 from kit.testing import TinyModule
 
 
@@ -266,6 +266,47 @@ def test_lines_of_a_part_are_together_as_long_as_the_part():
     assert [one["fraction"] for one in found["lines"]] == pytest.approx([0.3, 0.2, 0.15])
     hardly = timed_lines({"parts": {"forward": 0.001}, "lines": [line(fraction=0.001)]}, {"forward": 0.5})
     assert hardly["lines"][0]["fraction"] < 0.01, "a part that was hardly seen tells nothing of its lines"
+
+
+@pytest.mark.parametrize("package", ["lightning/pytorch", "pytorch_lightning"])
+def test_lightnings_bookkeeping_of_logs_is_told_from_its_loop(package):
+    where = f"/env/site-packages/{package}"
+    assert room.kind_of(f"{where}/trainer/connectors/logger_connector/result.py") == (False, "self.log")
+    assert room.kind_of(f"{where}/loops/fit_loop.py") == (False, package.partition("/")[0])
+
+
+def test_what_waits_for_a_disk_is_charged_to_the_part_and_no_other_wait_is(tmp_path, monkeypatch):
+    """Looked at each second by a clock of our own: a disk, a lock, a mapped file that holds the interpreter."""
+    stat, schedule, now = tmp_path / "stat", tmp_path / "schedstat", 0.0
+    stat.touch()
+    schedule.touch()
+    watch = DiskWatch(_files=tuple(os.open(file, os.O_RDONLY) for file in (stat, schedule)))
+    monkeypatch.setattr(room.time, "perf_counter", lambda: now)
+
+    def look(part, state, pages=0, active=0.0):
+        nonlocal now
+        now += 1
+        stat.write_text(f"7 (py (thon)) {state} 1 7 7 0 -1 4194304 900 0 {pages} 0 5 5 0 0")
+        schedule.write_text(f"{int(active * 1e9)} 0 9")
+        watch.look(part, 1.0)
+
+    look("wait", "D")
+    look("wait", "S")
+    look("forward", "R", active=1.0)
+    look("wait", "R", pages=40, active=1.25)
+    look("checkpoint", "D", pages=40, active=1.25)
+    watch.end()
+    assert watch.seconds == pytest.approx({"wait": 1.75, "forward": 0, "checkpoint": 1})
+
+
+def test_a_thread_of_this_system_is_looked_at():
+    watch = DiskWatch()
+    watch.begin(threading.get_native_id())
+    sum(range(10**6))
+    watch.look("wait", 0.02)
+    assert 0 <= watch.seconds["wait"] < 60
+    assert watch._last[2] > 0
+    watch.end()
 
 
 def test_parameters_that_never_got_a_shape_are_not_counted():

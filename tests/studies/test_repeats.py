@@ -2,13 +2,15 @@ import math
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
 import kit
 from kit.config import Config
 from kit.errors import ConfigError, TrialError
-from kit.studies.repeats import Side, Tried
+from kit.studies.repeats import RunSource, Side, Tried
 from kit.testing import FaultyModule, TinyData, TinyModule
 
 
@@ -92,6 +94,13 @@ def test_a_trial_is_run_again_with_what_it_was_given(config):
     assert "trial.max_steps: 4 → 6" in found.sentences
 
 
+def test_batches_of_the_callers_own_data_are_made_larger_at_once_and_for_an_earlier_trial(config):
+    data = DataLoader(TensorDataset(torch.rand(64, 8), torch.rand(64, 1)), batch_size=2)
+    first = RunSource(TinyModule, data, config(max_steps=3), batch_size=6).start(config(max_steps=3)).wait()
+    second = RunSource(None, None, first.config, first, batch_size=5).start(first.config).wait()
+    assert [{step["samples"] for step in trial.steps} for trial in (first, second)] == [{6}, {5}]
+
+
 def broken():
     return FaultyModule({(0, 2): "raise"})
 
@@ -114,6 +123,7 @@ def test_what_fails_before_the_change_is_raised(config):
         ({"change": {"loader.batch_size": 2}, "repeats": 1}, "too few"),
         ({}, "nothing is changed"),
         ({"change": {"loader.batchsize": 2}}, "mean loader.batch_size"),
+        ({"new_batch_size": 0}, "a batch of 0 is empty"),
     ],
 )
 def test_what_says_nothing_is_refused_before_anything_runs(config, options, words):

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kit.errors import ConfigError, Problem, RowsError, did_you_mean
-from kit.machine.processes import LINUX
+from kit.machine.processes import LINUX, disk_read_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 _MADV_WILLNEED = 3
@@ -61,17 +61,6 @@ def drop_cached(file: Path) -> None:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())  # what is not yet on disk cannot be dropped
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def disk_read_bytes() -> int:
-    """What this process has had read from disks so far, read-ahead too; 0 where the system does not tell."""
-    if not LINUX:
-        return 0
-    try:
-        lines = Path(f"/proc/{os.getpid()}/io").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), 0)
 
 
 class MappedTable:

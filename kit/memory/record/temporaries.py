@@ -179,7 +179,7 @@ def _least_squares(args: Sequence[Any], out: Any) -> int:
 
 def _factors(args: Sequence[Any], out: Any) -> int:
     """The same, and the order of each one's rows."""
-    return _matrix(args, out) + _INT32 * math.prod(args[0].shape[:-1])
+    return int(_matrix(args, out) + _INT32 * math.prod(args[0].shape[:-1]))
 
 
 def _reflections(args: Sequence[Any], out: Sequence[Tensor]) -> int:

@@ -60,6 +60,8 @@ class Finding:
     """What to change, in words."""
     change: Change
     """Fields of the config that do it; empty where none does."""
+    batch_size: int | None = None
+    """Samples per batch that do it, where the caller's own data makes the batches."""
     predicted: Range | None
     """Throughput after over before, from and to; None where it is not about time, or not known."""
     limit_next: str
@@ -101,10 +103,15 @@ class Finding:
     def reasons(self) -> dict[str, str]:
         """What to change, what that should bring, and why one may believe it."""
         code = {"in code": self.code} if self.code else {}
-        effect = {"predicted": self.effect} if self.change or self.predicted is not None else {}
+        effect = {"predicted": self.effect} if self.can_try or self.predicted is not None else {}
         return {
             "change": self.setting, **code, **effect, "evidence": self.evidence, "threshold": self.threshold,
         }  # fmt: skip
+
+    @property
+    def can_try(self) -> bool:
+        """Whether `try_it` can make the change."""
+        return bool(self.change) or self.batch_size is not None
 
     @property
     def code(self) -> str:
@@ -126,14 +133,15 @@ class Finding:
         """
         given = (self.source.earlier,) if self.source.earlier else (
             self.source.config, self.source.module, self.source.data)  # fmt: skip
-        if not self.change:
+        if not self.can_try:
             message = (
                 f"no setting does it ({self.setting}); try kit.studies.try_change(..., new_module=...) or new_data"
             )
             raise ConfigError([Problem(self.name, message)])
         return try_change(
-            *given, change=self.change, repeats=repeats, predicted=self.predicted, on_run=on_run, trust=trust
-        )
+            *given, change=self.change, new_batch_size=self.batch_size, repeats=repeats, predicted=self.predicted,
+            on_run=on_run, trust=trust,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -422,7 +430,7 @@ def _finding(rule: Rule, value: float, evidence: Evidence, source: RunSource) ->
         change = {}
     return Finding(
         rule=rule, value=value, sentence=rule.sentence(evidence, value), setting=rule.setting(evidence),
-        change=change, source=source,
+        change=change, batch_size=rule.batch_size(evidence), source=source,
         predicted=widened(effect, evidence, rule.part),
         limit_next=_limit_next(rule, middle(effect), evidence),
         is_part=rule.unit == "fraction" and abs(evidence.shares.get(rule.part, math.inf) - value) < _LEAST_SHOWN,

@@ -26,6 +26,7 @@ from kit.studies.diagnosis.unit_costs import LOOP, VALUE, unit_costs
 from kit.studies.profiling.profile import Profile
 from kit.studies.profiling.trace import TraceInfo
 from kit.studies.series import measured_bytes, samples_per_second
+from kit.trial.payload import BatchRule
 from kit.trial.trial import Trial
 
 _SUFFIX = "_seconds"
@@ -95,6 +96,8 @@ class Evidence:
     """Whether kit's streaming engine read the data, so that its settings apply."""
     given_loader: bool
     """Whether the caller's own data made the loader, so that the config's `loader` section may not reach it."""
+    whose_batches: str = ""
+    """Who says how many samples a batch has, as "your DataLoader"; empty where `loader.batch_size` does."""
     cores: int | None
     """Of the machine, when the trial ran on this one."""
     batches: int
@@ -267,7 +270,8 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
     work = _work(trial)
     return Evidence(
         config=config, accelerator=accelerator, world_size=int(started.get("world_size", 1)),
-        own_loader=own, given_loader=given, cores=hardware().cores if here else None, batches=len(steps),
+        own_loader=own, given_loader=given, whose_batches="" if own else _whose_batches(trial, given),
+        cores=hardware().cores if here else None, batches=len(steps),
         samples_per_second=samples_per_second(trial), warnings=tuple(trial.warnings), peaks=peaks, layout=layout,
         hosts=hosts, unit_costs=unit_costs(_acts(hosts, work)) if here else {},
         uneven=_uneven(steps), epoch_start_fraction=_epoch_starts(steps), growth_bytes=_growth(trial),
@@ -275,6 +279,11 @@ def evidence_of(trial: Trial, peaks: Peaks | None = None, profile: Profile | Non
         **_times(steps, _computing(trial)), **_start_up(trial),
         **_reading(trial), **_cpu(trial), **_memory(trial, here), **profiled,
     )  # fmt: skip
+
+
+def _whose_batches(trial: Trial, given: bool) -> str:
+    rule = BatchRule.of_environment(trial.environment)
+    return rule.whose if rule is not None else "your own loader" if given else ""
 
 
 _MOST_SCALED = 3.0

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
-from kit.config import Config
-from kit.errors import KitError
+from kit.errors import KitError, TrialError
+from kit.events import Event
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.host_rules import larger_batch, may_be_small
+from kit.studies.diagnosis.host_rules import larger_batch, larger_batch_of_own, may_be_small
 from kit.studies.diagnosis.rule import Change, Range
 from kit.studies.diagnosis.rules import RULES, mixed
 from kit.studies.repeats import RunSource
@@ -36,7 +37,7 @@ _LEAST_FLOPS_OF_A_BYTE = 2.0
 
 
 def worth_measuring(found: Evidence) -> dict[str, Change]:
-    """The changes whose gain only a trial can tell, by the rule that asks."""
+    """The changes whose gain only a trial can tell, by the rule that asks; empty where no field of the config does."""
     changes: dict[str, Change] = {}
     work, passes = found.work, found.shares.get("forward", 0.0) + found.shares.get("backward", 0.0)
     if work is not None and found.config.hardware.precision in ("auto", "32-true") and passes >= _LEAST_PASSES:
@@ -53,18 +54,29 @@ def measured_gains(found: Evidence, source: RunSource) -> tuple[dict[str, Range]
     gains, notes = dict[str, Range](), list[str]()
     for name, change in worth_measuring(found).items():
         pairs = list[Pair]()
-        sides = {"before": source.config, "after": source.config.replace(change)}
+        after = replace(source, config=source.config.replace(change))
+        if name == "batch too small":
+            after = replace(after, batch_size=larger_batch_of_own(found))
+        sides = {"before": source, "after": after}
         try:
             while not decided(pairs, THRESHOLDS[name]):
                 runs = {
-                    side: step_logarithms(source, sides[side], found)
+                    side: few_steps(sides[side], found)
                     for side in (("before", "after") if len(pairs) % 2 == 0 else ("after", "before"))
                 }
-                pairs.append((runs["before"], runs["after"]))
+                if name == "batch too small" and _largest(runs["after"]) <= _largest(runs["before"]):
+                    raise TrialError(f"batches are of {_largest(runs['after'])} samples, whatever is asked for")
+                pairs.append((step_logarithms(runs["before"]), step_logarithms(runs["after"])))
             gains[name] = difference(pairs)
         except KitError as error:
-            notes.append(f"whether {', '.join(change)} would help was not measured: {error}")
+            asked = ", ".join(change) or f"a batch of {after.batch_size} from {found.whose_batches}"
+            way_out = "" if change else "; make it so and compare with kit.studies.try_change(..., new_data=...)"
+            notes.append(f"whether {asked} would help was not measured: {error}{way_out}")
     return gains, notes
+
+
+def _largest(steps: list[Event]) -> int:
+    return max((int(step["samples"]) for step in steps), default=0)
 
 
 Pair = tuple[list[float], list[float]]
@@ -79,25 +91,30 @@ def decided(pairs: list[Pair], threshold: float) -> bool:
     return high < threshold or (low >= threshold and len(pairs) >= LEAST_PAIRS)
 
 
-def step_logarithms(source: RunSource, config: Config, found: Evidence) -> list[float]:
-    """Logarithms of samples per second of a few steps.
+def few_steps(source: RunSource, found: Evidence) -> list[Event]:
+    """The steps of a short trial, after its warm-up.
 
     Raises:
         KitError: when the trial cannot start, or fails.
     """
     most = max(2, int(MOST_SECONDS / found.step_seconds))
-    steps = min(most, MOST_STEPS, max(STEPS, int(SECONDS / found.step_seconds)))
+    count = min(most, MOST_STEPS, max(STEPS, int(SECONDS / found.step_seconds)))
     warm = WARMUP_STEPS + min(most, READY_BATCHES * (found.workers or 0))
-    short = config.replace({
-        "trial.max_steps": warm + steps, "trial.warmup_steps": warm, "trial.predict_memory": False,
+    short = source.config.replace({
+        "trial.max_steps": warm + count, "trial.warmup_steps": warm, "trial.predict_memory": False,
         "trial.measure_memory": False, "trial.count_work": False, "trial.validate_every_steps": 0,
         "calibration.enabled": False,
     })  # fmt: skip
     trial = source.start(short).wait()
-    return [
-        math.log(float(step["samples"]) / float(step["step_seconds"]))
-        for step in trial.steps if int(step["step"]) > warm and step["step_seconds"] > 0
-    ]  # fmt: skip
+    steps = [step for step in trial.steps if int(step["step"]) > warm and step["step_seconds"] > 0]
+    if not steps:
+        raise TrialError(f"{trial.name} measured no step after its {warm} warm-up steps")
+    return steps
+
+
+def step_logarithms(steps: list[Event]) -> list[float]:
+    """Logarithms of samples per second."""
+    return [math.log(float(step["samples"]) / float(step["step_seconds"])) for step in steps]
 
 
 def difference(pairs: list[Pair]) -> Range:

@@ -202,8 +202,7 @@ class HostWatch(Callback):
         places = {thread.name: self._place(thread) for thread in threading.enumerate()}
         self._context.writer.write(
             "host_watched",
-            seconds=wall,
-            own_fraction=sampler.cost_seconds / wall,
+            own_fraction=(sampler.cost_seconds + sampler.disk.cost_seconds) / wall,
             interval_seconds=sampler.interval_seconds,
             **summary(sampler, self._context.cells),
             hooks={

@@ -12,7 +12,7 @@ from typing import Any
 
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, without, without_part
-from kit.studies.diagnosis.sampler import DRAWERS
+from kit.studies.diagnosis.sampler import DRAWERS, LIGHTNINGS_LOG
 from kit.units import format_bytes, format_count, format_seconds
 
 _TWENTIETH = 0.05
@@ -59,7 +59,10 @@ def _validation_change(found: Evidence) -> Change:
 
 
 def _drawn(found: Evidence) -> list[Mapping[str, Any]]:
-    return [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+    """Lines that draw or log; Lightning's own bookkeeping where it is a tenth: any training that logs has some."""
+    lines = [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
+    kept = math.fsum(line["fraction"] for line in lines if line["package"] == LIGHTNINGS_LOG)
+    return lines if kept >= SLIVER else [line for line in lines if line["package"] != LIGHTNINGS_LOG]
 
 
 def _drawing(found: Evidence) -> float | None:
@@ -160,9 +163,12 @@ def _small_batch(found: Evidence) -> float | None:
 
 
 def may_be_small(found: Evidence) -> bool:
-    """Whether a larger batch is worth a short trial: few samples, which kit can change, and room for more."""
+    """Whether a larger batch is worth a short trial: few samples, a step that trains most of its time, room for more.
+
+    A wait, a validation or a checkpoint is no shorter for a device that has more to do at once.
+    """
     work = found.work
-    if work is None or found.given_loader or not work.calls or not found.step_seconds > 0:
+    if work is None or not work.calls or not found.train_seconds >= found.step_seconds / 2 > 0:
         return False
     limit, held = found.device_limit_bytes, found.device_allocated_bytes
     room = not limit or not held or held < limit / 4
@@ -170,7 +176,28 @@ def may_be_small(found: Evidence) -> bool:
 
 
 def larger_batch(found: Evidence) -> Change:
-    return {"loader.batch_size": 4 * found.config.loader.batch_size}
+    return {} if found.whose_batches else {"loader.batch_size": 4 * found.config.loader.batch_size}
+
+
+def larger_batch_of_own(found: Evidence) -> int | None:
+    """Of data of the caller's own, which the config does not reach."""
+    return 4 * _batch(found) if found.whose_batches else None
+
+
+def _batch(found: Evidence) -> int:
+    """Samples in a batch of one rank."""
+    return found.work.samples // found.world_size if found.work is not None else 0
+
+
+def _small_batch_setting(found: Evidence) -> str:
+    larger = larger_batch_of_own(found)
+    if larger is None:
+        where = f"loader.batch_size: {4 * found.config.loader.batch_size}"
+    elif found.whose_batches.endswith(("Loader", "loader")):
+        where = f"batch_size={larger} of {found.whose_batches}"
+    else:
+        where = f"batch_size={larger} of the DataLoader made by {found.whose_batches.removeprefix('the data of ')}"
+    return f"{where}, and the learning rate with it"
 
 
 def _idle_optimizer(found: Evidence) -> float | None:
@@ -273,16 +300,16 @@ HOST_RULES: tuple[Rule, ...] = (
     Rule(
         name="drawing or logging in the step", looks_at="share of the time in drawing and logging", unit="fraction",
         threshold=_TWENTIETH, source="kit", needs="watched steps", measure=_drawing, sentence=_drawing_sentence,
-        setting=lambda _: "that line: every hundredth step, or after the training",
+        setting=lambda _: "that line: every hundredth step, fewer values, or after the training",
         effect=lambda found: _sampled(found, _drawing(found) or 0.0), part="forward",
-        explains=("slow hook", "sync in the step"),
+        explains=("slow hook", "sync in the step", "batch too small"),
     ),
     Rule(
         name="Python in the step", looks_at="share of the time at lines of training_step that call no operation of "
         "torch", unit="fraction", threshold=SLIVER, source="kit", needs="watched steps and counted work",
         measure=_python, sentence=_python_sentence, part="forward",
         setting=lambda _: "that line: every so many steps, after the epoch, or by operations of torch on the batch",
-        effect=lambda found: _sampled(found, _python(found) or 0.0),
+        effect=lambda found: _sampled(found, _python(found) or 0.0), explains=("batch too small",),
     ),
     Rule(
         name="slow hook", looks_at="share of the time in one hook of a callback or the module", unit="fraction",
@@ -290,7 +317,7 @@ HOST_RULES: tuple[Rule, ...] = (
         measure=lambda found: _hook(found)[1] if found.host else None, sentence=_hook_sentence,
         setting=lambda _: "that hook: less of it, or every so many steps",
         effect=lambda found: without(0.95 * _hook(found)[1], _hook(found)[1]),
-        explains=("many tiny operations", "sync in the step"),
+        explains=("many tiny operations", "sync in the step", "batch too small"),
     ),
     Rule(
         name="garbage collection", looks_at="share of the time in Python's garbage collection, of three full ones and "
@@ -300,31 +327,30 @@ HOST_RULES: tuple[Rule, ...] = (
         f"({found.host.get('collections', 0)} full collections).",
         setting=lambda _: "no gc.collect() in a step; gc.freeze() after everything is loaded",
         effect=lambda found: without(0.95 * found.host["garbage_fraction"], found.host["garbage_fraction"]),
-        explains=("slow hook", "Python in the step"),
+        explains=("slow hook", "Python in the step", "batch too small"),
     ),
     Rule(
         name="interpreter held by a thread", looks_at="share of the time in which the training thread stands still "
         "while another computes in Python", unit="fraction", threshold=SLIVER, source="kit", needs="watched steps",
         measure=_held, sentence=_held_sentence,  # no effect: changing hands slows what computes, too, nobody knows how
         setting=lambda _: "that thread: a process of its own, or pauses (time.sleep) in its loop",
-        explains=("many tiny operations", "slow hook", "Python in the step"),
+        explains=("many tiny operations", "slow hook", "Python in the step", "batch too small"),
     ),
     Rule(
         name="batch too small", looks_at="gain of four times the batch, measured, at its lower end", unit="ratio",
         threshold=1.5, source=f"kit: asked for batches of {_FEW_SAMPLES} and fewer", needs="two short trials of the "
         "module (short_trials)", measure=_small_batch,
-        sentence=lambda found, _: f"A batch of {found.work.samples // found.world_size if found.work else 0} is too "
-        "small for the device: with four times the batch more samples a second were trained on.",
-        setting=lambda found: f"loader.batch_size: {4 * found.config.loader.batch_size}, and the learning rate with it",
-        change=larger_batch, effect=lambda found: found.measured_gains.get("batch too small"),
-        explains=("many tiny operations",),
+        sentence=lambda found, _: f"A batch of {_batch(found)} is too small for the device: with four times the "
+        "batch more samples a second were trained on.",
+        setting=_small_batch_setting, change=larger_batch, batch_size=larger_batch_of_own,
+        effect=lambda found: found.measured_gains.get("batch too small"), explains=("many tiny operations",),
     ),
     Rule(
         name="optimizer larger than the work", looks_at="share of the time in the optimizer, where a batch uses few "
         "rows of a large table", unit="fraction", threshold=0.3, source="kit", needs="watched steps and counted work",
         measure=_idle_optimizer, sentence=_idle_optimizer_sentence, part="optimizer",
         setting=lambda _: "sparse=True of that embedding, with SparseAdam or SGD for it",
-        effect=_idle_optimizer_effect,
+        effect=_idle_optimizer_effect, explains=("batch too small",),
     ),
     Rule(
         name="memory that grows", looks_at=f"memory that {MANY_STEPS:,} steps would add, over the machine's",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Range, Rule, without
+from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, WAITS, Range, Rule, without, without_part
 from kit.studies.diagnosis.sampler import DECODERS
 from kit.units import format_bytes, format_seconds
 
@@ -110,6 +110,78 @@ def _full_size_effect(found: Evidence) -> Range | None:
     read = _one_read(found, *DECODERS)
     low, high = (1 - 1 / factor for factor in _DECODED_AGAIN)
     return None if read is None else _gone_from_reading(found, read[2], read[3], low, high)
+
+
+# -- disks
+
+
+class _OnDisk(NamedTuple):
+    """The wait for disks of who makes batches."""
+
+    share: float = 0.0
+    """Of the time that making takes."""
+    of_ready: float = 0.0
+    """The same, of the time in which it did not queue for a core: on a quiet machine the two are one."""
+    bytes_per_second: float = 0.0
+    place: str = ""
+    """The line seen most."""
+
+
+def _on_disk(found: Evidence) -> _OnDisk | None:
+    host, wait = found.host, found.shares.get("wait", 0.0)
+    workers = [worker for worker in host.get("workers", ()) if "disk" in worker]
+    if not workers and ("disk" not in host or _workers(found)):
+        return None
+    if workers:
+        making = math.fsum(1 - worker["idle_fraction"] for worker in workers)
+        queued = math.fsum(worker.get("queued_fraction", 0.0) for worker in workers) / (making or 1.0)
+        waited = math.fsum(worker["disk"].get("worker", 0.0) for worker in workers)
+        lines = [line for worker in workers for line in worker["lines"]]
+    else:
+        making, waited, queued = wait, host["disk"].get("wait", 0.0), found.queued_fraction or 0.0
+        lines = [line for line in host["lines"] if line["part"] == "wait"]
+    rate = math.fsum(one["disk_read_bytes"] / one["seconds"] for one in workers or [host])
+    most = max((line for line in lines if line["place"]), key=lambda line: float(line["fraction"]), default=None)
+    share = min(1.0, waited / making) if making > 0 else 0.0
+    return _OnDisk(share, min(1.0, share / max(_LEAST_READY, 1 - queued)), rate, most["place"] if most else "")
+
+
+_LEAST_READY = 0.1
+
+
+def _slow_disk(found: Evidence) -> float | None:
+    read = _on_disk(found)
+    if read is None or found.wait_fraction is None:
+        return None
+    return read.of_ready if found.wait_fraction >= SLIVER else 0.0
+
+
+def _slow_disk_sentence(found: Evidence, value: float) -> str:
+    _, __, rate, place = _on_disk(found) or _OnDisk()
+    gives = f", which gives {format_bytes(rate)}/s" if rate >= _TOLD_BYTES else ""
+    return (
+        f"Who makes batches waits for the disk {value:.0%} of its time{gives}{f', at {place}' if place else ''}: "
+        "reading holds it up, and not decoding."
+    )
+
+
+_TOLD_BYTES = 1 << 16
+"""A second: less is a program's own files, or a disk whose reads the system does not count."""
+
+
+def _slow_disk_effect(found: Evidence) -> Range:
+    """From files in memory: the wait goes; the calls that read remain, which take less than a tenth of it."""
+    share = (_on_disk(found) or _OnDisk()).share
+    in_workers = bool(_workers(found))
+    return _gone_from_reading(found, share if in_workers else share * found.shares.get("wait", 0.0), in_workers, 0.9, 1)
+
+
+def _slow_checkpoints(found: Evidence) -> float | None:
+    """Of the time, the wait for a disk while a checkpoint is written, where that is most of what it takes."""
+    if "disk" not in found.host or "checkpoint" not in found.shares:
+        return None
+    waited, whole = found.host["disk"].get("checkpoint", 0.0), found.shares["checkpoint"]
+    return min(waited, whole) if waited >= whole / 2 else 0.0
 
 
 # -- workers
@@ -229,7 +301,30 @@ LOADER_RULES: tuple[Rule, ...] = (
         "training up", unit="ratio", threshold=8.0, source="kit: a chunk is decompressed whole",
         needs="watched processes that read with h5py or zarr", measure=_one_row, sentence=_one_row_sentence,
         setting=lambda _: "the file: chunks of about what is read at once; or read the rows of a chunk together",
-        effect=_one_row_effect, part="wait", explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy"),
+        effect=_one_row_effect, part="wait",
+        explains=(*WAITS, "no prefetch", "Python in the data", "all cores busy", "slow disk"),
+    ),
+    Rule(
+        name="slow disk", looks_at="part of the time of who makes batches in which it waits for a disk",
+        unit="fraction", threshold=0.5, source="kit: the system tells a wait for a disk from computing and from other "
+        "waits", needs="watched processes on Linux", measure=_slow_disk, sentence=_slow_disk_sentence, part="wait",
+        setting=lambda _: "where your files are: a local disk, or memory where they fit; else larger files, read in "
+        "order, or more loader processes, which wait at the same time",
+        effect=_slow_disk_effect, explains=(*WAITS, "Python in the data"),
+    ),
+    Rule(
+        name="checkpoints on a slow disk", looks_at="share of the time in which writing a checkpoint waits for a disk",
+        unit="fraction", threshold=SLIVER, source="kit: where that is half of what checkpoints take and more",
+        needs="watched steps on Linux", measure=_slow_checkpoints, part="checkpoint",
+        sentence=lambda found, value: f"Writing checkpoints waits for the disk {value:.0%} of the time, "
+        f"{format_seconds(value * found.step_seconds)} a step; to make them takes "
+        f"{max(0.0, found.shares['checkpoint'] - value):.0%}.",
+        setting=lambda _: "dirpath of your ModelCheckpoint: a faster disk, from which they are copied afterwards; or "
+        "write less, by every_n_train_steps and save_weights_only",
+        effect=lambda found: without_part(
+            found, "checkpoint", 1 - (_slow_checkpoints(found) or 0.0) / found.shares["checkpoint"]
+        ),
+        explains=("checkpoints too often",),
     ),
     Rule(
         name="dataset copied into workers", looks_at="Python objects of the dataset, in all workers, over the "

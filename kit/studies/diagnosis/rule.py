@@ -54,6 +54,8 @@ class Rule:
     """What to change, in words."""
     change: Callable[[Evidence], Change] = lambda _: {}
     """Fields of the config that do it; empty where none does."""
+    batch_size: Callable[[Evidence], int | None] = lambda _: None
+    """Samples per batch that do it, where the caller's own data makes the batches."""
     effect: Callable[[Evidence], Range | None] = lambda _: None
     """Throughput after the change over throughput before, from and to."""
     part: str = ""

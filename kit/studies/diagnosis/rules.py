@@ -79,16 +79,22 @@ def _wait_change(found: Evidence) -> Change:
     return _worker_change(found)
 
 
-def _worker_line(found: Evidence) -> str:
-    """The line of the user's code at which loader processes are most, where they are there half of their time."""
-    lines = [line for worker in found.host.get("workers", ()) for line in worker.get("lines", ()) if line["place"]]
+def _data_line(found: Evidence) -> str:
+    """The line of the user's code at which who makes batches is most, where that is much of their time."""
+    workers, wait = found.host.get("workers", ()), found.shares.get("wait", 0.0)
+    lines = [line for worker in workers for line in worker.get("lines", ()) if line["place"]]
+    if not workers:
+        lines = [line for line in found.host.get("lines", ()) if line["part"] == "wait" and line["place"]]
     most = max(lines, key=lambda line: float(line["fraction"]), default=None)
-    if most is None or most["fraction"] < _MOST_OF_A_WORKER:
+    share = 0.0 if most is None else most["fraction"] if workers else min(1.0, most["fraction"] / wait) if wait else 0.0
+    if most is None or share < _MUCH_OF_MAKING:
         return ""
-    return f"; a loader process is {most['fraction']:.0%} of its time at {most['place']}"
+    by = f", in {most['package']}" if most["package"] else ""
+    whose = "a loader process is" if workers else "to make a batch it is"
+    return f"; {whose} {share:.0%} of the time at {most['place']}{by}"
 
 
-_MOST_OF_A_WORKER = 0.5
+_MUCH_OF_MAKING = 0.3
 
 
 def _no_prefetch(found: Evidence) -> float | None:
@@ -342,7 +348,7 @@ RULES: tuple[Rule, ...] = (
         source=f"{TRAINING_AT_SCALE}: above 40 % a pipeline is I/O-bound", needs="timed steps",
         measure=lambda found: found.wait_fraction,
         sentence=lambda found, value: f"Training waits for data {value:.0%} of the time: reading sets the pace, not "
-        f"the model{_worker_line(found)}.",
+        f"the model{_data_line(found)}.",
         setting=_wait_setting, change=_wait_change, effect=_without_wait,
     ),
     Rule(
@@ -350,8 +356,8 @@ RULES: tuple[Rule, ...] = (
         looks_at="share of the time spent waiting, with nothing read ahead", unit="fraction",
         threshold=SLIVER, source=f"{BASEMODEL}: a GPU idle between batches asks for a higher prefetch; a tenth is "
         "kit's", needs="cpu_used and timed steps", measure=_no_prefetch,
-        sentence=lambda _, value: "Each batch is read only once the one before is trained on, so the model waits "
-        f"{value:.0%} of the time.",
+        sentence=lambda found, value: "Each batch is read only once the one before is trained on, so the model waits "
+        f"{value:.0%} of the time{_data_line(found)}.",
         setting=lambda found: "loader.batches_ahead: read the next batches while the model trains"
         if found.own_loader else f"{_workers_words(found)}: let other processes prepare the next batches",
         change=lambda found: {"loader.batches_ahead": 4} if found.own_loader else _worker_change(found),
@@ -372,7 +378,7 @@ RULES: tuple[Rule, ...] = (
         unit="fraction", threshold=0.5, source="one core at 100 % (kit): a thread that waits for a disk or a network "
         "uses no CPU", needs="cpu_used, and a wait of a fifth of the time", measure=_one_core,
         sentence=lambda found, _: "One core is at 100 % making batches in Python while everything else waits for it: "
-        f"{format_seconds(found.wait_seconds)} a batch.",
+        f"{format_seconds(found.wait_seconds)} a batch{_data_line(found)}.",
         setting=lambda found: f"{_workers_words(found)}: make batches in several processes, or do the "
         "transform for a whole batch at once",
         change=_worker_change, effect=_with_workers,
@@ -450,9 +456,10 @@ RULES: tuple[Rule, ...] = (
         "less on average", unit="count", threshold=1000, source=f"{TRAINING_AT_SCALE}: high call counts of little "
         "time can be batched; the numbers are kit's", needs="counted work", measure=_calls,
         sentence=_calls_sentence,
-        setting=lambda _: "your model: fewer, larger operations; a larger loader.batch_size spreads the calls over "
+        setting=lambda found: "your model: fewer, larger operations; a larger "
+        f"{f'batch of {found.whose_batches}' if found.whose_batches else 'loader.batch_size'} spreads the calls over "
         "more samples",
-        change=lambda found: {} if found.given_loader else {"loader.batch_size": 2 * found.config.loader.batch_size},
+        change=lambda found: {} if found.whose_batches else {"loader.batch_size": 2 * found.config.loader.batch_size},
     ),
     Rule(
         name="many tiny calls", looks_at="share of the time in one function of a thousand calls and more, 20 µs or "

@@ -15,6 +15,8 @@ torchvision have no such frames; there the largest picture among the variables o
 Loader processes are watched in the same way when they are forked, by a loop put around torch's own; they tell by a page
 of memory that they share with the rank. Spawned ones are left alone: they would have to import kit.
 
+The thread that asks also looks at whether the one it asks waits for a disk (`DiskWatch`).
+
 Kept are counts, at most `MOST_LINES` lines, whatever the length of a training.
 """
 
@@ -35,7 +37,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -43,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import kit
-from kit.machine.processes import scheduled_seconds
+from kit.machine.processes import disk_read_bytes, scheduled_seconds
 from kit.trial.verdict import describe, is_library
 
 if TYPE_CHECKING:  # it loads torch, and rules read their names from here
@@ -65,9 +67,11 @@ _TOLD = 12
 _READERS = {"h5py": "__getitem__", "zarr": "__getitem__", "PIL": "load"}
 """Packages that read, and the function in which their arguments can be seen."""
 DECODERS = ("PIL", "cv2", "torchvision")
+LIGHTNINGS_LOG = "self.log"
+"""What Lightning does with the values that a step logs, before any logger gets them."""
 _LOGGERS = (
     "matplotlib", "seaborn", "plotly", "bokeh", "tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune",
-    "loggers",
+    "loggers", LIGHTNINGS_LOG,
 )  # fmt: skip
 DRAWERS = (*_LOGGERS, "PIL")
 _NAMED = {*_READERS, *DECODERS, *_LOGGERS}
@@ -89,6 +93,7 @@ class Sampler:
         self.reads: dict[str, dict[str, Any]] = {}
         """The last read of a kind that was seen."""
         self.samples = 0
+        self.disk = DiskWatch()
         self.idle_seconds = self.cost_seconds = 0.0
         """`idle_seconds`: where no line of the user's code was on the stack."""
         self.interval_seconds = INTERVAL_SECONDS
@@ -108,6 +113,7 @@ class Sampler:
             return
         signal.signal(SIGNAL, self._on_asked)
         self.started = self._last = time.perf_counter()
+        self.disk.begin(threading.get_native_id())
         threading.Thread(target=self._ask, name="kit-host", daemon=True).start()
 
     def stop(self) -> None:
@@ -122,9 +128,12 @@ class Sampler:
 
     def _ask(self) -> None:
         while not self._stop.wait(self.interval_seconds):
+            with contextlib.suppress(Exception):  # the clock may turn meanwhile
+                self.disk.look(self._clock.part if self._clock is not None else "worker", self.interval_seconds)
             if not self._asked:
                 self._asked = True
                 _thread.interrupt_main(SIGNAL)  # type: ignore[arg-type]  # any number will do
+        self.disk.end()
 
     def _on_asked(self, _: int, frame: FrameType | None) -> None:
         self._asked = False
@@ -185,6 +194,65 @@ class Sampler:
             self.reads[package] = {"pixels": max(seen, before)}
 
 
+@dataclass(slots=True)
+class DiskWatch:
+    """How long a thread waits for disks, by part of the step: as the system says, looked at now and then.
+
+    Until the next look a thread counts as it was found: waiting for a disk, which no lock, network or sleep is. Reading
+    a mapped file holds the interpreter, so nobody can look meanwhile: where pages were fetched from a disk since the
+    last look, the time in which the thread neither ran nor queued for a core counts.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    cost_seconds: float = 0.0
+    bytes_before: int = 0
+    _files: tuple[int, ...] = ()
+    """Open ones, which are read anew from their beginning."""
+    _last: tuple[float, int, float] = (0.0, 0, 0.0)
+    """When it was looked at, pages fetched, and seconds on a core or queued for one."""
+
+    def begin(self, thread: int) -> None:
+        """Look at this thread of this process from now on; without effect where the system does not tell."""
+        self.bytes_before = disk_read_bytes()
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for name in ("stat", "schedstat"):
+                self._files += (os.open(f"/proc/self/task/{thread}/{name}", os.O_RDONLY),)
+            self._last = (time.perf_counter(), *self._now()[1:])
+
+    def look(self, part: str, interval_seconds: float) -> None:
+        """Charge the time since the last look to a part.
+
+        Raises:
+            ValueError: where the system does not tell.
+        """
+        (before, pages_before, active_before), now = self._last, time.perf_counter()
+        is_waiting, pages, active = self._now()
+        if pages > pages_before:
+            waited = max(0.0, now - before - (active - active_before))
+        else:
+            waited = min(now - before, 1.5 * interval_seconds) if is_waiting else 0.0
+        self.seconds[part] = self.seconds.get(part, 0.0) + waited
+        self._last = (now, pages, active)
+        self.cost_seconds += time.perf_counter() - now
+
+    def end(self) -> None:
+        """Look no more."""
+        files, self._files = self._files, ()
+        for file in files:
+            os.close(file)
+
+    def _now(self) -> tuple[bool, int, float]:
+        stat, schedule = (os.pread(file, 1024, 0).decode() for file in self._files)
+        state, *fields = stat.rpartition(")")[2].split()
+        running, queued, *_ = map(int, schedule.split())
+        return state == "D", int(fields[8]), (running + queued) / 1e9
+
+    @property
+    def read_bytes(self) -> int:
+        """What this process has had read from disks since `begin`; not what was in memory already."""
+        return max(0, disk_read_bytes() - self.bytes_before)
+
+
 @functools.lru_cache(4096)
 def kind_of(file: str) -> tuple[bool, str]:
     """Whether a file is the user's, and else the package that it belongs to; empty for Python's own."""
@@ -193,6 +261,8 @@ def kind_of(file: str) -> tuple[bool, str]:
     path = file.rpartition("site-packages/")[2] if "site-packages/" in file else ""
     if path.startswith(("torch/utils/tensorboard/", "lightning/pytorch/loggers/", "lightning/fabric/loggers/")):
         return False, path.split("/")[2]
+    if "/trainer/connectors/logger_connector/" in path:
+        return False, LIGHTNINGS_LOG
     return not is_library(file), path.partition("/")[0]
 
 
@@ -352,4 +422,8 @@ def summary(sampler: Sampler, cells: dict[str, tuple[str, str]]) -> dict[str, An
     parts: dict[str, float] = {}
     for (part, *_), seconds in dict(sampler.lines).items():
         parts[part] = parts.get(part, 0.0) + seconds / total
-    return {"samples": sampler.samples, "lines": lines, "parts": parts, "reads": dict(sampler.reads)}
+    return {
+        "samples": sampler.samples, "lines": lines, "parts": parts, "reads": dict(sampler.reads), "seconds": total,
+        "disk": {part: seconds / total for part, seconds in dict(sampler.disk.seconds).items()},
+        "disk_read_bytes": sampler.disk.read_bytes,
+    }  # fmt: skip
