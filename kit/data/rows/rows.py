@@ -105,6 +105,17 @@ class Rows:
         stored = positions if self.indices is None else self.indices[positions]
         return self.source.read(stored).to(self.dtype)
 
+    def __getitem__(self, rows: int | Which) -> Tensor:
+        """One row for a number, `(*columns)`; for several, what `take` gives. So a DataLoader takes rows as a Dataset.
+
+        Raises:
+            IndexError: for a row that there is not, and for columns.
+            StoreError: as `take`.
+        """
+        if isinstance(rows, tuple):
+            raise IndexError(f"{self.place}: whole rows are read; take rows{list(rows[:1])} first, then its columns")
+        return self.take([rows])[0] if np.ndim(rows) == 0 and not isinstance(rows, slice) else self.take(rows)
+
     def subset(self, indices: Which) -> Rows:
         """Some of these rows, counted anew.
 
