@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from html import escape
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -114,7 +114,8 @@ class Rows:
         """
         if isinstance(rows, tuple):
             raise IndexError(f"{self.place}: whole rows are read; take rows{list(rows[:1])} first, then its columns")
-        return self.take([rows])[0] if np.ndim(rows) == 0 and not isinstance(rows, slice) else self.take(rows)
+        several = isinstance(rows, slice) or np.ndim(rows) > 0
+        return self.take(cast("Which", rows)) if several else self.take(np.asarray(rows).reshape(1))[0]
 
     def subset(self, indices: Which) -> Rows:
         """Some of these rows, counted anew.
