@@ -9,6 +9,7 @@ and defaults are those of BaseModel's documentation 1.7 and of `aios hrm-hf trai
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -277,7 +278,7 @@ def _leaves(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, 
 def _flags(command: str) -> Iterator[tuple[str, Any]]:
     """(flag, value) of a command line; a flag without a value is True, and False with `no-` before its name."""
     try:
-        words = shlex.split(command.replace("\\\n", " "))
+        words = _words(command)
     except ValueError as error:
         raise ConfigError(f"the command line of AI-OS cannot be read: {error}") from None
     flags = [place for place, word in enumerate(words) if word.startswith("--")]
@@ -288,6 +289,16 @@ def _flags(command: str) -> Iterator[tuple[str, Any]]:
         if name.startswith("--no-"):
             name, value = f"--{name.removeprefix('--no-')}", False
         yield name, _number(value)
+
+
+def _words(command: str) -> list[str]:
+    """A line goes on after a backslash at its end, in PowerShell after a backtick."""
+    joined = re.sub(r"[\\`][ \t]*\r?\n", " ", command)
+    lexer = shlex.shlex(joined, posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    if re.search(r"\\[\w.]", joined):
+        lexer.escape = ""  # a backslash between names is a path of Windows
+    return list(lexer)
 
 
 def _number(value: Any) -> Any:

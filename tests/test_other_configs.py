@@ -103,6 +103,23 @@ def test_flags_and_defaults_of_ai_os(flags, path, value):
     assert Config.translate(f"aios hrm-hf train-actv1 {flags}").config.get(path) == value
 
 
+@pytest.mark.parametrize("end", ["\\\n", "`\n", "`\r\n", "` \r\n"])
+def test_a_command_of_several_lines_is_one(end):
+    command = f"aios hrm-hf train-actv1 --batch-size 2 {end}  --steps 50 {end}--no-amp"
+    assert Config.translate(command).config == Config.translate(command.replace(end, " ")).config
+    assert Config.translate(command).config.loader.batch_size == 2
+
+
+@pytest.mark.parametrize(("written", "meant"), [
+    (r"data\curated\sample.txt", r"data\curated\sample.txt"), (r'"C:\my data\sample.txt"', r"C:\my data\sample.txt"),
+    (r"'C:\my data\sample.txt'", r"C:\my data\sample.txt"), (r"my\ data/sample.txt", "my data/sample.txt"),
+    ('"my data/sample.txt"', "my data/sample.txt"), ("data/#1.txt", "data/#1.txt"),
+])  # fmt: skip
+def test_the_path_of_a_file_is_kept_as_it_was_written(written, meant):
+    found = Config.translate(f"aios hrm-hf train-actv1 --dataset-file {written} --steps 50")
+    assert found.config.data.arguments["files"] == meant
+
+
 @pytest.mark.parametrize(
     "flags",
     ["", "--model llama", "--model llama --window-size 64", "--dataset-file a.txt --model llama", "--window-size 64"],

@@ -13,8 +13,10 @@ bytes. That puts the chunk near the sample's own size; which of the two counts m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
+from numbers import Integral
 from typing import Any
 
 from kit.chunks.geometry import axes_of, fewest_chunks, mean_chunks, most_chunks
@@ -128,7 +130,10 @@ def chunk_table(
             f"chunk_table({sample}, {chunk_sides}): give all sides of the sample and several sizes of chunk, such as "
             "chunk_table((64, 64), [32, 64])"
         )
-    chunks = [(side,) * len(sample) if isinstance(side, int) else tuple(side) for side in chunk_sides]
+    for side in (*sample, *chain.from_iterable(one if isinstance(one, Iterable) else [one] for one in chunk_sides)):
+        if not isinstance(side, Integral):
+            raise PlanError(f"{side!r} is no side of a sample or chunk; give whole numbers of elements, such as 64")
+    chunks = [(int(side),) * len(sample) if isinstance(side, Integral) else tuple(side) for side in chunk_sides]
     if not chunks or not sample:
         raise PlanError(
             "a chunk table needs at least one dimension and one size of chunk, such as chunk_sides=[32, 64]"

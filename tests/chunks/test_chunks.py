@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,6 +92,16 @@ def test_item_size_multiplies_bytes_and_leaves_chunks_alone():
 def test_a_table_of_numbers_alone_is_refused(sides):
     with pytest.raises(PlanError, match="several sizes"):
         chunk_table(*sides)
+
+
+@pytest.mark.parametrize("sides", [((64, 64), [8.5]), ((64, 64), [(8, 8.0)]), ((64, 6.4), [8]), ((64, 64), ["8x8"])])
+def test_a_side_that_is_no_whole_number_is_refused(sides):
+    with pytest.raises(PlanError, match="is no side of a sample or chunk; give whole numbers"):
+        chunk_table(*sides)
+
+
+def test_a_side_may_be_a_whole_number_of_numpy():
+    assert chunk_table((64, 64), np.array([32, 64])).rows() == chunk_table((64, 64), [32, 64]).rows()
 
 
 def test_a_shape_counts_only_offsets_that_exist():

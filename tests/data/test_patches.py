@@ -53,6 +53,14 @@ def config(tiny_config, tmp_path):
     return config
 
 
+def test_it_is_shown_in_one_line_and_nothing_is_opened(config):
+    data = PatchData(config.replace({"data.url": "data/none.zarr"}))
+    assert str(data) == "PatchData: random patches lat 3, lon 4 of data/none.zarr, 4 in a batch"
+    given = PatchData(config, open_dataset(config))
+    assert str(given) == "PatchData: random patches lat 3, lon 4 of a Dataset that was given, 4 in a batch"
+    assert (data.dataset, data.loader) == (None, None)
+
+
 def loader_of(config, *, rank=0, world_size=1, **changes):
     dataset = open_dataset(config)
     settings = Loader(**(config.loader.model_dump() | changes))

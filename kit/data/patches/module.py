@@ -28,6 +28,7 @@ from kit.data.patches.tiles import standardized_by
 from kit.data.sampling import sample_plan
 from kit.data.splits import Part
 from kit.data.stores.disk_cache import ReadCache
+from kit.data.stores.url import redact
 
 if TYPE_CHECKING:
     from kit.data.dataset import XarrayObject
@@ -56,6 +57,19 @@ class EpochData(LightningDataModule):
 
     def _validation_batches(self) -> Any:
         raise NotImplementedError
+
+    @property
+    def _contents(self) -> str:
+        """What it reads, in a few words; empty where only the class is known."""
+        return ""
+
+    @override
+    def __str__(self) -> str:
+        """In one line, without a loader: Lightning would read an epoch to count it, and fail at its batches."""
+        return f"{type(self).__name__}: {self._contents}" if self._contents else type(self).__name__
+
+    def __repr__(self) -> str:
+        return str(self)
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -165,6 +179,14 @@ class PatchData(EpochData):
     @override
     def setup(self, stage: str | None = None) -> None:
         self.dataset = self._open()
+
+    @property
+    @override
+    def _contents(self) -> str:
+        data = self.config.data
+        patch = ", ".join(f"{name} {size}" for name, size in data.patch.items()) or "of size 1"
+        place = redact(data.url) if self.given is None else f"a {type(self.given).__name__} that was given"
+        return f"{data.order} patches {patch} of {place}, {self.config.loader.batch_size} in a batch"
 
     def _open(self) -> Dataset:
         if isinstance(self.given, Dataset):

@@ -369,6 +369,11 @@ class RowData(ConfiguredData):
         limit = getattr(self.rows.source, "page_cache_bytes", 0)
         return f"{chosen}{name}{where}" + f", page cache {format_bytes(limit)}" * bool(limit)
 
+    @property
+    @override
+    def _contents(self) -> str:
+        return f"{self.rows}, {self.config.loader.batch_size} in a batch"
+
     def order(self, world_size: int = 1) -> RowOrder:
         """Which rows are in which batch, for so many ranks.
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from html import escape
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -104,6 +104,18 @@ class Rows:
         positions = positions_of(rows, len(self), self.place, IndexError)
         stored = positions if self.indices is None else self.indices[positions]
         return self.source.read(stored).to(self.dtype)
+
+    def __getitem__(self, rows: int | Which) -> Tensor:
+        """One row for a number, `(*columns)`; for several, what `take` gives. So a DataLoader takes rows as a Dataset.
+
+        Raises:
+            IndexError: for a row that there is not, and for columns.
+            StoreError: as `take`.
+        """
+        if isinstance(rows, tuple):
+            raise IndexError(f"{self.place}: whole rows are read; take rows{list(rows[:1])} first, then its columns")
+        several = isinstance(rows, slice) or np.ndim(rows) > 0
+        return self.take(cast("Which", rows)) if several else self.take(np.asarray(rows).reshape(1))[0]
 
     def subset(self, indices: Which) -> Rows:
         """Some of these rows, counted anew.

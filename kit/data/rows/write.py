@@ -99,7 +99,8 @@ def write_rows(
         The rows of the new array.
 
     Raises:
-        ConfigError: for a missing shape, a block that does not fit `memory_bytes`, and rows of another shape.
+        ConfigError: for a missing shape, a block that does not fit `memory_bytes`, rows of another shape, and numbers
+            that `dtype` cannot hold.
         RowsError: when something is at the path.
         BuildError: when the disk is full, and for other rows than those of the interrupted write.
         StoreError: when the place cannot be written; `StoreLockedError` when another process writes it.
@@ -151,20 +152,40 @@ class _Table:
         """Rows `(stop - start, *columns)`.
 
         Raises:
-            ConfigError: when the function gives others.
+            ConfigError: when the function gives others, or numbers that the type to store cannot hold.
         """
         made = self._make(start, stop)
         given = made.numpy() if isinstance(made, Tensor) else np.asarray(made)
         expected = (stop - start, *self.shape[1:])
         if given.shape != expected:
             raise ConfigError([Problem("source", f"rows {start} to {stop} have shape {given.shape}, not {expected}")])
-        return given.astype(self.dtype, copy=False)
+        return _as_type(given, self.dtype, start)
 
     def read(self, name: str, region: Region) -> NDArray[Any]:
         """A block of kit's builder."""
         del name
         first, *rest = region
         return self.rows(first.start, first.stop)[(slice(None), *rest)]
+
+
+def _as_type(given: NDArray[Any], dtype: np.dtype[Any], first_row: int) -> NDArray[Any]:
+    """Numbers as the type to store, which may round them and must not make others of them."""
+    if np.can_cast(given.dtype, dtype):
+        return given.astype(dtype, copy=False)
+    if given.dtype.kind not in "biuf":
+        raise ConfigError([Problem("source", f"row {first_row:,} is {given.dtype}, which is no real number")])
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = given.astype(dtype)
+    if dtype.kind == "f" and np.isfinite([np.fmin.reduce(stored, axis=None), np.fmax.reduce(stored, axis=None)]).all():
+        return stored  # without a mask, which would be memory that no budget counts
+    lost = np.isinf(stored) & (given != stored) if dtype.kind == "f" else stored != given
+    if lost.any():
+        row, *column = map(int, np.argwhere(lost)[0])
+        number, count = given[(row, *column)], int(lost.sum())
+        others = f", one of {count:,} such numbers in its block" if count > 1 else ""
+        message = f"{dtype} cannot hold the {number} of row {first_row + row:,}{others}; choose a type that does"
+        raise ConfigError([Problem("dtype", message)])
+    return stored
 
 
 def _table(source: Any, shape: Sequence[int] | int | None, dtype: str | None, seed: int) -> _Table:

@@ -302,7 +302,7 @@ class FeatureRows:
         if ids.null_count:
             raise PartitionError(
                 f"{ids.null_count:,} of {len(ids):,} events have no {entity_column}, so they are nobody's; "
-                f"leave them out: where: {entity_column} IS NOT NULL"
+                f"leave them out with where: '\"{entity_column}\" IS NOT NULL'"
             )
         encoded = ids.dictionary_encode()
         distinct, entities = encoded.dictionary, encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)

@@ -227,6 +227,11 @@ class EventData(ConfiguredData):
             self._to_fit["target_fraction"] = target_fraction
         self._fitted = features
 
+    @property
+    @override
+    def _contents(self) -> str:
+        return f"entities of {self.source}, {self.config.loader.batch_size} in a batch"
+
     @override
     def use_config(self, config: Config) -> None:
         super().use_config(config)

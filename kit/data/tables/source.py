@@ -235,7 +235,7 @@ def plan_partitions(source: TableSource, count: int) -> tuple[Partition, ...]:
     if nulls := source.null_count(column):
         raise PartitionError(
             f"{source.name}: {nulls:,} rows have no {column}, so they belong to no query chunk; leave them out with "
-            f"where: '{column} IS NOT NULL', or name another partition_column"
+            f"where: '\"{column}\" IS NOT NULL', or name another partition_column"
         )
     transformation: Transformation = "exact_group" if source.partition_transformation == "exact_group" else "hash_mod"
     groups: list[list[Any]] = [[] for _ in range(count)]

@@ -54,6 +54,15 @@ def flat(batches):
     return [row for step in batches for batch in step for row in batch.tolist()]
 
 
+def test_it_is_shown_in_one_line_and_nothing_is_read():
+    data = kit.data.RowData(numbers(), batch_size=8)
+    shown = str(data)
+    assert shown.startswith("RowData: Rows 53 × 7 float32, 1.45 KiB, ")
+    assert shown.endswith(", 8 in a batch")
+    assert repr(data) == shown
+    assert data.loader is None
+
+
 @examples(150)
 @given(orders(), st.integers(0, 3))
 def test_each_row_comes_once_an_epoch_over_all_ranks(order, epoch):

@@ -34,6 +34,26 @@ def test_rows_come_as_asked_from_any_place(rows, chosen):
     assert np.array_equal(taken.numpy(), numbers()[places])
 
 
+def test_rows_are_indexed_like_a_dataset(rows):
+    assert np.array_equal(rows[3], numbers()[3])
+    assert np.array_equal(rows[np.int64(52)], numbers()[52])
+    assert np.array_equal(rows[50:60], numbers()[50:])
+    assert np.array_equal(rows[[4, 4, 0]], numbers()[[4, 4, 0]])
+    assert np.array_equal(torch.stack([*rows]), numbers())
+    batches = [*torch.utils.data.DataLoader(rows, batch_size=20)]
+    assert [len(batch) for batch in batches] == [20, 20, 13]
+    assert np.array_equal(torch.cat(batches), numbers())
+
+
+@pytest.mark.parametrize(("asked", "why"), [
+    (53, "no row 53"), (-1, "no row -1"), (1.0, "whole numbers"), (None, "whole numbers"), (True, "whole numbers"),
+    ((1, 2), r"take rows\[1\] first"),
+])  # fmt: skip
+def test_what_is_no_row_is_an_error_of_indexing(asked, why):
+    with pytest.raises(IndexError, match=why):
+        kit.data.open_rows(numbers())[asked]
+
+
 def test_a_block_is_memory_of_its_own(rows):
     rows.take([3]).fill_(-1)
     rows.take(slice(2, 5)).fill_(-1)

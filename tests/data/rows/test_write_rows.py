@@ -120,6 +120,45 @@ def test_what_is_there_is_not_lost(tmp_path):
         kit.data.write_rows(tmp_path / "x.zarr", square, (9, 3), progress=False)
 
 
+HELD = {  # what a type can hold, though another than the function's
+    "whole numbers as floats": ([0.0, 1.0, -128.0], "int8"), "true and false": ([0, 1, 1], "bool"),
+    "rounded": ([0.1, 1e-60, 3e38], "float32"), "infinite before": ([float("inf"), float("nan"), 1.0], "float16"),
+    "large whole numbers": ([2**62, 1, -1], "float32"), "unsigned": (np.array([1, 2, 3], "uint64"), "int64"),
+}  # fmt: skip
+NOT_HELD = {
+    "nan": ([1.0, float("nan"), 2.0], "int16", "int16 cannot hold the nan of row 1;"),
+    "too large": ([1.0, 70000.0, 70000.0], "int16", "70000.0 of row 1, one of 2 such numbers in its block"),
+    "wraps": ([1, 2, -1], "uint8", "uint8 cannot hold the -1 of row 2"),
+    "a fraction": ([0.5, 1.0, 2.0], "int32", "int32 cannot hold the 0.5 of row 0"),
+    "neither true nor false": ([0, 1, 2], "bool", "bool cannot hold the 2 of row 2|bool; kit stores"),
+    "becomes infinite": ([1.0, 2.0, 1e39], "float32", "float32 cannot hold the 1e\\+39 of row 2"),
+    "becomes infinite as half": (np.array([1, 2, 70000]), "float16", "float16 cannot hold the 70000 of row 2"),
+    "imaginary": ([1j, 2.0, 3.0], "float32", "no real number"),
+    "text": (["1", "2", "3"], "float32", "no real number"),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_numbers_that_a_type_can_hold_are_stored(tmp_path, case):
+    values, dtype = HELD[case]
+    column = np.asarray(values).reshape(3, 1)
+    stored = kit.data.write_rows(tmp_path / "x.npy", lambda a, b: column[a:b], 3, dtype=dtype, progress=False)
+    assert stored.stored_dtype == dtype
+    stored.close()
+    found = np.load(tmp_path / "x.npy").astype("float64")
+    np.testing.assert_allclose(found, column.astype("float64"), rtol=1e-6, atol=1e-38)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", NOT_HELD)
+def test_numbers_that_a_type_cannot_hold_are_no_other_numbers(tmp_path, case, place):
+    values, dtype, why = NOT_HELD[case]
+    column = np.asarray(values).reshape(3, 1)
+    with pytest.raises((ConfigError, BuildError), match=why):
+        kit.data.write_rows(tmp_path / place, lambda a, b: column[a:b], 3, dtype=dtype, progress=False)
+    assert not (tmp_path / "x.npy").exists()
+
+
 REFUSED = {
     "no shape": ({"source": square}, "say how many"),
     "no rows": ({"source": square, "shape": (0, 3)}, "whole numbers of 1 or more"),

@@ -112,6 +112,13 @@ def test_a_fit_goes_on_in_the_middle_of_an_epoch_with_several_query_chunks(tmp_p
     assert later.entities == whole.entities[7:]
 
 
+def test_it_is_shown_in_one_line_and_nothing_is_read(tmp_path):
+    table = event_tables.shop(tmp_path)
+    data = EventData(table, batch_size=8)
+    assert str(data) == f"EventData: entities of {table}, 8 in a batch"
+    assert data.loader is None
+
+
 def test_a_yaml_file_and_a_mapping_name_the_table(tmp_path):
     event_tables.shop(tmp_path)
     declared = f"""

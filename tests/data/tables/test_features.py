@@ -259,7 +259,7 @@ def test_rows_without_an_entity_are_refused_when_fitted_and_when_encoded():
     rows = [*some_rows(), {"customer": None, "kind": "a"}]
     with pytest.raises(PartitionError):
         fitted(rows)
-    with pytest.raises(PartitionError, match="1 of 201 events .*no customer.*customer IS NOT NULL"):
+    with pytest.raises(PartitionError, match="1 of 201 events .*no customer.*where: '\"customer\" IS NOT NULL'"):
         fitted(some_rows()).encode(table_of(rows))
 
 
