@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from numbers import Integral
 from typing import Any
 
 from kit.chunks.geometry import axes_of, fewest_chunks, mean_chunks, most_chunks
@@ -131,9 +130,9 @@ def chunk_table(
             "chunk_table((64, 64), [32, 64])"
         )
     for side in (*sample, *chain.from_iterable(one if isinstance(one, Iterable) else [one] for one in chunk_sides)):
-        if not isinstance(side, Integral):
+        if not hasattr(side, "__index__"):
             raise PlanError(f"{side!r} is no side of a sample or chunk; give whole numbers of elements, such as 64")
-    chunks = [(int(side),) * len(sample) if isinstance(side, Integral) else tuple(side) for side in chunk_sides]
+    chunks = [tuple(side) if isinstance(side, Iterable) else (int(side),) * len(sample) for side in chunk_sides]
     if not chunks or not sample:
         raise PlanError(
             "a chunk table needs at least one dimension and one size of chunk, such as chunk_sides=[32, 64]"
