@@ -68,6 +68,10 @@ class StoreError(KitError, OSError):
     """A store that cannot be reached, opened or understood."""
 
 
+class UnreachableStoreError(StoreError):
+    """A store to which there is no connection, or that does not answer in time."""
+
+
 class UnfinishedStoreError(StoreError):
     """A store whose build has not finished: opening it would read zeros for data."""
 

@@ -23,6 +23,7 @@ import base64
 import binascii
 import re
 import struct
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,27 +51,30 @@ from kit.data.stores.foreign import (
     open_repository,
     references_as_store,
 )
-from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.manifest import BuildRecord, Manifest
 from kit.data.stores.metadata import (
     NAMES,
     DescribedStore,
     Documents,
     KeptMetadata,
+    UnreachableStore,
     consolidated,
     published,
     read_objects,
+    without_store,
 )
 from kit.data.stores.transfer import Counters, Octets
-from kit.data.stores.url import list_objects, open_store, read_object, redact, resolve_url, store_error
+from kit.data.stores.url import list_objects, local_folder, open_store, read_object, redact, resolve_url, store_error
 from kit.data.variables import asides
 from kit.errors import (
     ConfigError,
     CorruptChunkError,
+    KitWarning,
     MissingChunkError,
     Problem,
     StoreError,
     UnfinishedStoreError,
+    UnreachableStoreError,
     did_you_mean,
 )
 from kit.registry import load
@@ -208,6 +212,10 @@ class Dataset:
     """Whether a missing chunk is an error here too; in a store that kit built it always is."""
     metadata: Documents = field(default_factory=dict, compare=False, repr=False)
     """Of the arrays, as they were when this was opened: its readers ask for them no more."""
+    read_cache: ReadCache | None = field(default=None, compare=False, repr=False)
+    """Where coordinates are kept, of a store that kit built."""
+    unreachable: str = field(default="", compare=False)
+    """Why there was no way to the store when this was opened, so that only what a cache holds is read."""
 
     def locate(self, key: str) -> tuple[Dataset, str]:
         """The dataset in whose store an object lies, and its key there: this one, unless it is joined of several."""
@@ -215,11 +223,25 @@ class Dataset:
 
     def open_store(self) -> Store:
         """A fresh read-only handle, bound to no event loop until its first read."""
-        return self._described(open_store(self.url, self.credentials))
+        if self.unreachable:
+            return self._described(UnreachableStore(self.url, self.unreachable))
+        try:
+            return self._described(open_store(self.url, self.credentials))
+        except UnreachableStoreError as error:
+            if self.read_cache is None or self.manifest is None:
+                raise
+            _warn_unreachable(self.read_cache, error)
+            return self._described(UnreachableStore(self.url, str(error)))
 
     def _described(self, store: Store) -> Store:
         """Metadata in a folder are read anew: that costs nothing, and what is gone meanwhile is noticed."""
-        return DescribedStore(store, self.metadata) if self.metadata and "://" in self.url else store
+        if not self.metadata or "://" not in self.url:
+            return store
+        if self.read_cache is None or self.manifest is None:
+            return DescribedStore(store, self.metadata)
+        listed = {item.key: item for item in self.manifest.objects if item.array in self.coordinates}
+        kept = KeptMetadata(self.read_cache.open(warns=False), self.url)
+        return DescribedStore(store, self.metadata, kept=kept, listed=listed)
 
     def open_array(self, name: str) -> zarr.Array[Any]:
         """A variable or coordinate as zarr sees it: packed values, missing objects read as fill values."""
@@ -320,7 +342,8 @@ class Dataset:
             level = (
                 f", resolution {self.levels[0]}, the finest; the others by their paths: {', '.join(self.levels[1:])}"
             )
-        return f"Dataset {redact(self.url)}: {len(self.arrays)} variables, {size}{stored}{level}"
+        cached = ", from the cache alone, as there was no way to it" if self.unreachable else ""
+        return f"Dataset {redact(self.url)}: {len(self.arrays)} variables, {size}{stored}{level}{cached}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,12 +495,19 @@ def _of_group(
     cache: ReadCache | None = None,
 ) -> Dataset:
     """The group, array or pyramid at a URL, or in the store that `opener` opens."""
-    bare = open_store(url, credentials) if opener is None else opener()
     make: Callable[..., Dataset] = Dataset if opener is None else partial(StoreDataset, opener=opener)
-    kept = None
-    if cache is not None and opener is None and isinstance(bare, RemoteStore):
+    kept, unreachable = None, ""
+    if cache is not None and opener is None and local_folder(url) is None:
         kept = KeptMetadata(cache.open(warns=False), url)
-    found, store = _described(bare, url, kept, of_others=opener is not None)
+    try:
+        bare = open_store(url, credentials) if opener is None else opener()
+        found, store = _described(bare, url, kept, of_others=opener is not None)
+    except UnreachableStoreError as error:
+        known = None if kept is None else without_store(url, kept, str(error))
+        if known is None or cache is None:
+            raise
+        (found, store), unreachable = known, str(error)
+        _warn_unreachable(cache, error)
     group = _open_group(store, url)
     if group is None:
         return _of_array(store, url, credentials, strict, opener)
@@ -494,8 +524,13 @@ def _of_group(
         url=url, credentials=credentials, coordinates=coordinates,
         arrays={name: infos[name] for name in (found.arrays if found else infos) if name not in coordinates},
         attributes=dict(group.attrs), manifest=found, strict=strict, asides={} if found else asides(described),
-        metadata=store.documents_of(infos),
+        metadata=store.documents_of(infos), read_cache=cache, unreachable=unreachable,
     )  # fmt: skip
+
+
+def _warn_unreachable(cache: ReadCache, error: UnreachableStoreError) -> None:
+    message = f"{error}. It is read from {cache.where} instead, as it was when kit last opened it; what is not there "
+    warnings.warn(f"{message}cannot be read", KitWarning, stacklevel=4)
 
 
 def _described(
@@ -516,12 +551,18 @@ def _described(
         if key not in found:
             found = read_objects(store, [key, records.BUILD_KEY, *(() if of_others else NAMES)], url)
         if key in found:
-            manifest = Manifest.load(found.pop(key), redact(url))
-            return manifest, DescribedStore(store, published(store, url, manifest, found, kept))
+            data = found.pop(key)
+            manifest = Manifest.load(data, redact(url))
+            documents = published(store, url, manifest, found, kept)
+            if kept is not None:
+                kept.keep_manifest(data)
+            return manifest, DescribedStore(store, documents)
+        if kept is not None:
+            kept.forget_manifest()
         if found.pop(records.BUILD_KEY, None) is not None:
             refuse_unfinished(store, url)
     except StoreError as error:
-        if not of_others or type(error) is not StoreError:
+        if not of_others or type(error) not in (StoreError, UnreachableStoreError):
             raise
         return None, DescribedStore(store, {})
     return None, DescribedStore(store, consolidated(found) | found, () if of_others else ("",))

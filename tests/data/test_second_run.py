@@ -1,5 +1,7 @@
 """A run that finds a full cache: what it asks before its first batch, and that it never gets what was there before."""
 
+import json
+
 import numpy as np
 import pytest
 import xarray
@@ -16,7 +18,7 @@ from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.manifest import BUILD_KEY, FOLDER, MANIFEST_KEY
 from kit.data.stores.metadata import NAMES
 from kit.data.stores.url import delete_object, open_store
-from kit.errors import CorruptChunkError, UnfinishedStoreError
+from kit.errors import CorruptChunkError, KitWarning, UnfinishedStoreError, UnreachableStoreError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(Consolidated|consolidated)")
 SIDES = {"time": 16, "lat": 48, "lon": 48}
@@ -53,6 +55,17 @@ def run(config):
         return one_pass(data.train_dataloader())
     finally:
         data.teardown()
+
+
+@pytest.fixture
+def disconnect(monkeypatch):
+    """A function after which nothing answers where a bucket was."""
+
+    def away(url):
+        bucket = "/".join(url.split("/")[:3])
+        monkeypatch.setenv("KIT_ENDPOINTS", json.dumps({bucket: "http://127.0.0.1:9"}))
+
+    return away
 
 
 def foreign(place, seed=1, zarr_format=3, **encoding):
@@ -182,3 +195,68 @@ def test_an_open_dataset_in_a_bucket_is_read_as_it_was_described(cloud):
     again = open_dataset(url)
     assert again.open_array("wind").chunks == (16, 48, 48)
     assert np.array_equal(again.open_array("wind")[...], values, equal_nan=True)
+
+
+# -- without a network
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_without_a_network_a_full_cache_is_enough(cloud, tmp_path, tiny_config, disconnect, scheme):
+    name = f"away-{scheme}/t.zarr"
+    build(grid_of(tiny_config, cloud.url(name), None), progress=False)
+    config = grid_of(tiny_config, cloud.url(name, scheme), tmp_path / "c")
+    kit.data.prefetch(config, progress=False)
+    truth, opened = run(config)[0], open_dataset(config)
+    times = opened.coordinate("time")
+    disconnect(config.data.url)
+    with pytest.warns(KitWarning, match=r"no connection to 127\.0\.0\.1:9.* read from cache\.folder .*/c instead"):
+        values, counts = run(config)
+    assert (values, counts["requests"], counts["read_cache_misses"]) == (truth, 0, 0)
+    with pytest.warns(KitWarning, match="instead, as it was"):
+        dataset = open_dataset(config)
+    assert "from the cache alone" in str(dataset)
+    assert np.array_equal(dataset.coordinate("time"), times)
+    assert kit.data.prefetch(config, dataset, progress=False).requests == 0
+    with pytest.warns(KitWarning, match="instead, as it was"):  # also of one that was opened before
+        assert kit.data.prefetch(config, opened, progress=False).requests == 0
+    for nowhere in ({"cache.size_bytes": 0}, {"cache.folder": str(tmp_path / "other")}):
+        with pytest.raises(UnreachableStoreError, match="check the network"):
+            open_dataset(config.replace(nowhere))
+
+
+def test_without_a_network_what_the_cache_lacks_is_an_error_that_names_the_way_out(
+    cloud, tmp_path, tiny_config, disconnect
+):
+    config = grid_of(tiny_config, cloud.url("half/t.zarr"), tmp_path / "c", loader__batches_ahead=1)
+    build(config, progress=False)
+    data = PatchData(config)
+    next(iter(data.train_dataloader()))
+    data.teardown()
+    disconnect(config.data.url)
+    missing = r"wind/c/.* is not in the cache, and the store could not be reached .*kit\.data\.prefetch"
+    with pytest.warns(KitWarning, match="what is not there cannot be read"):
+        dataset = open_dataset(config)
+    with pytest.raises(UnreachableStoreError, match=missing):
+        kit.data.prefetch(config, dataset, progress=False)
+    with pytest.warns(KitWarning), pytest.raises(UnreachableStoreError, match=missing):
+        run(config)
+
+
+def test_without_a_network_the_store_is_read_as_it_was_last_opened(cloud, tmp_path, tiny_config, disconnect):
+    config = grid_of(tiny_config, cloud.url("last/t.zarr"), tmp_path / "c")
+    seen = []
+    for seed in (1, 2, 1):
+        build(config.replace({"data.arguments": SIDES | {"seed": seed}}), overwrite=True, progress=False)
+        kit.data.prefetch(config, progress=False)
+        seen.append(run(config)[0])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KIT_ENDPOINTS", json.dumps({"gs://last": "http://127.0.0.1:9"}))
+            with pytest.warns(KitWarning, match="as it was"):
+                assert run(config)[0] == seen[-1]
+    assert seen[0] == seen[2] != seen[1]
+    delete_object(open_store(config.data.url, read_only=False), MANIFEST_KEY, config.data.url)
+    with pytest.raises(UnfinishedStoreError):
+        open_dataset(config)
+    disconnect(config.data.url)
+    with pytest.raises(UnreachableStoreError, match="check the network"):
+        open_dataset(config)

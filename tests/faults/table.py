@@ -271,10 +271,12 @@ DATA = (
     ),
     Fault(
         28, "no name server, no network, no bucket", "a resolver that knows nothing, a closed port",
-        "an error after one short attempt that names host and network",
+        "an error after one short attempt that names host and network; with a full cache the run goes on with a word",
         of(STORE, "a_host_that_no_name_server_knows_is_refused_at_once")
         + of("data/test_stores.py", "a_host_that_does_not_answer_is_refused_after_one_short_attempt")
-        + of("data/test_servers.py", "a_bucket_that_is_not_there_is_an_error_within_seconds"),
+        + of("data/test_servers.py", "a_bucket_that_is_not_there_is_an_error_within_seconds")
+        + of("data/test_second_run.py", "without_a_network_a_full_cache_is_enough",
+             "without_a_network_what_the_cache_lacks_is_an_error_that_names_the_way_out"),
         "No other dataset is suggested: which one would do is not known.",
     ),
     Fault(

@@ -116,6 +116,7 @@ def prefetch(config: Config, given: Dataset | None = None, *, progress: bool | P
             began = time.perf_counter()
             objects, held = filler.fill(stored, arrays, in_flight, make_progress(progress, "Reading", "objects"))
             _say_what_was_evicted(cache, held)
+            _keep_coordinates(dataset)
         finally:
             client.close()
     finally:
@@ -150,6 +151,14 @@ def _say_what_was_evicted(cache: ReadCache, held_bytes: int) -> None:
             "some of it is not in the cache"
         )
         warnings.warn(message, KitWarning, stacklevel=3)
+
+
+def _keep_coordinates(dataset: Dataset) -> None:
+    """Those along one dimension, which splits and joins go by; reading keeps them, of stores that kit built."""
+    for part in getattr(dataset, "parts", (dataset,)):
+        for name, info in part.coordinates.items():
+            if info.dims == (name,) and part.manifest is not None:
+                part.coordinate(name)
 
 
 def _open_folder(cache: ReadCache) -> SharedFolder:

@@ -81,6 +81,9 @@ class Entries(Protocol):
 
     def put(self, name: str, parts: Sequence[Part]) -> None: ...
 
+    def drop(self, name: str) -> None:
+        """Hold nothing of a short object any more."""
+
 
 def name_of(url: str, key: str, identity: str) -> str:
     """Under which an object is kept."""
@@ -107,6 +110,11 @@ class ReadCache:
         if not self.folder:
             return _in_memory(self.size_bytes, self.eviction)
         return SharedFolder(resolve_path(self.folder), self.size_bytes, self.eviction, warns=warns)
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        return f"cache.folder {resolve_path(self.folder)}" if self.folder else "the cache of this process"
 
     def forget(self) -> None:
         """Empty what this process keeps in memory; a folder, which others may use, stays as it is."""
@@ -140,6 +148,11 @@ class MemoryCache:
     def put(self, name: str, parts: Sequence[Part]) -> None:
         for span, data in parts:
             self._put((name, span), data)
+
+    def drop(self, name: str) -> None:
+        with self._lock:
+            for key in [key for key in self._parts if key[0] == name]:
+                self.held_bytes -= len(self._parts.pop(key))
 
     def _put(self, key: tuple[str, Span], data: Octets) -> None:
         size = len(data)
@@ -218,6 +231,19 @@ class SharedFolder:
                         self._append(total, file, some)
         except OSError as error:
             self._refuse(error)
+
+    def drop(self, name: str) -> None:
+        file = self._file(name, WHOLE)
+        if self.refused:
+            return
+        try:
+            with self._total() as total, contextlib.suppress(FileNotFoundError):
+                size = os.stat(file.path).st_size  # noqa: PTH116
+                os.unlink(file.path)  # noqa: PTH108
+                total.save(max(0, total.value - size))
+        except OSError as error:
+            self._refuse(error)
+        file.forget()
 
     def _append(self, total: _Total, file: _PartsFile, parts: Sequence[Part]) -> None:
         """Append what the file does not hold; under the folder's lock and the file's."""
@@ -434,7 +460,7 @@ class _PartsFile:
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
         except OSError:
-            self._forget()
+            self.forget()
             return None
         try:
             data = octets(os.pread(descriptor, count, position))
@@ -444,16 +470,16 @@ class _PartsFile:
             os.close(descriptor)
         if len(data) == count and google_crc32c.value(data) == int(place["crc32c"]):
             return data
-        self._forget()
+        self.forget()
         with self.lock:
             again = self.look_up(span)
         if again is not None and again == place:  # nobody has replaced the file meanwhile: it is damaged
             with contextlib.suppress(OSError):
                 os.unlink(self.path)  # noqa: PTH108
-            self._forget()
+            self.forget()
         return None
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         with self.lock:
             self.places, self.end, self.inode = np.empty(0, _PLACE), 0, 0
 

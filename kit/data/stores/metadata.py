@@ -10,6 +10,9 @@ one request tells whether anything has changed, and the group's document may com
 both: of a store that was rebuilt nothing old is found. The cache remembers too that kit built the store, so that the
 manifest alone is asked for. Where the group's document is kept, those of the arrays, which it repeats, are not read;
 elsewhere all of them are compared with the manifest.
+
+The cache keeps the last manifest too, and the coordinates. They are for when there is no way to the store: then it is
+read as it was, as far as the cache holds it (`without_store`).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Self
 
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
+from zarr.storage import MemoryStore
 
 from kit.data.stores import manifest as records
 from kit.data.stores.disk_cache import WHOLE, Entries, name_of
@@ -30,7 +34,7 @@ from kit.data.stores.foreign import At
 from kit.data.stores.manifest import Manifest, ObjectRecord
 from kit.data.stores.transfer import octets
 from kit.data.stores.url import ANSWER_SECONDS, redact, run_sync
-from kit.errors import CorruptChunkError, MissingChunkError
+from kit.errors import CorruptChunkError, MissingChunkError, UnreachableStoreError
 from kit.json_text import read_json
 
 Documents = Mapping[str, bytes]
@@ -104,20 +108,85 @@ def _is(item: ObjectRecord, data: bytes) -> bool:
     return records.crc32c(data) == item.crc32c
 
 
+def without_store(url: str, kept: KeptMetadata, why: str) -> tuple[Manifest, DescribedStore] | None:
+    """The manifest and metadata of a store that cannot be reached, as they were last read; None where none are kept.
+
+    Raises:
+        UnreachableStoreError: when some of them are not kept any more.
+    """
+    data = kept.manifest
+    if data is None:
+        return None
+    manifest, store = Manifest.load(data, redact(url)), UnreachableStore(url, why)
+    return manifest, DescribedStore(store, published(store, url, manifest, {}, kept))
+
+
+class UnreachableStore(MemoryStore):
+    """In place of a store that cannot be reached: nothing is read of it, only what a cache holds.
+
+    Args:
+        url: Where it would be.
+        why: What went wrong when it was opened.
+    """
+
+    def __init__(self, url: str, why: str) -> None:
+        super().__init__(read_only=True)
+        self._url, self._why = url, why
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        del prototype, byte_range
+        raise self._error(key)
+
+    async def exists(self, key: str) -> bool:
+        raise self._error(key)
+
+    async def getsize(self, key: str) -> int:
+        raise self._error(key)
+
+    def _error(self, key: str) -> UnreachableStoreError:
+        return UnreachableStoreError(
+            f"{redact(self._url)}: {key} is not in the cache, and the store could not be reached ({self._why}); "
+            "connect, or fill the cache with kit.data.prefetch(config) while there is a connection"
+        )
+
+
 class KeptMetadata:
     """What a read cache holds of the metadata of one store, if kit built it."""
 
     def __init__(self, entries: Entries, url: str) -> None:
         self._entries, self._url = entries, redact(url)
         self._mark = name_of(self._url, records.MANIFEST_KEY, "kit")
+        self._last = name_of(self._url, records.MANIFEST_KEY, "last")
 
     @property
     def built_by_kit(self) -> bool:
         """Whether kit had built the store when its metadata were last read."""
         return self._entries.holds(self._mark, WHOLE)
 
+    @property
+    def manifest(self) -> bytes | None:
+        """The last that was read; None where it is not kept, or is damaged."""
+        kept = self._entries.get(self._last)
+        with contextlib.suppress(zlib.error):
+            return None if kept is None else zlib.decompress(kept.tobytes())
+        return None
+
+    def keep_manifest(self, data: bytes) -> None:
+        """Find it from now on, in place of the one before."""
+        this = (0, records.crc32c(data))
+        if not self._entries.holds(self._last, this):
+            self._entries.drop(self._last)
+            self._entries.put(self._last, [(WHOLE, octets(zlib.compress(data, 1))), (this, octets(b""))])
+
+    def forget_manifest(self) -> None:
+        """Of a store that has none any more."""
+        if self._entries.holds(self._last, WHOLE):
+            self._entries.drop(self._last)
+
     def find(self, item: ObjectRecord) -> bytes | None:
-        """A document as the manifest tells it; None where it is not kept, or is damaged."""
+        """An object as the manifest tells it; None where it is not kept, or is damaged."""
         kept = self._entries.get(self._name(item))
         if kept is None:
             return None
@@ -142,16 +211,25 @@ class DescribedStore(At):
         store: Where everything else lies.
         documents: What is known.
         folders: Groups of whose metadata all is known, beside those that documents are of.
+        kept: Where objects are looked for before they are read, and kept then.
+        listed: Those objects.
     """
 
-    def __init__(self, store: Store, documents: Documents, folders: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        documents: Documents,
+        folders: Iterable[str] = (),
+        kept: KeptMetadata | None = None,
+        listed: Mapping[str, ObjectRecord] | None = None,
+    ) -> None:
         super().__init__(store, "")
-        self._documents = documents
+        self._documents, self._kept, self._listed = documents, kept, listed or {}
         self._folders = {*folders, *map(_folder, documents)}
         self._met: dict[str, bytes] = {}
 
     def _with_store(self, store: Store) -> Self:
-        other = type(self)(store, self._documents, self._folders)
+        other = type(self)(store, self._documents, self._folders, self._kept, self._listed)
         other._met = self._met
         return other
 
@@ -162,6 +240,8 @@ class DescribedStore(At):
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         if key.rpartition("/")[2] not in NAMES or byte_range is not None:
+            if key in self._listed and self._kept is not None and byte_range is None:
+                return await self._get_listed(self._listed[key], self._kept, prototype)
             return await super().get(key, prototype, byte_range)
         if _folder(key) in self._folders:
             known = self._documents.get(key)
@@ -169,6 +249,15 @@ class DescribedStore(At):
         found = await super().get(key, prototype)
         if found is not None:
             self._met[key] = found.to_bytes()
+        return found
+
+    async def _get_listed(self, item: ObjectRecord, kept: KeptMetadata, prototype: BufferPrototype) -> Buffer | None:
+        data = await asyncio.to_thread(kept.find, item)
+        if data is not None:
+            return prototype.buffer.from_bytes(data)
+        found = await super().get(item.key, prototype)
+        if found is not None and _is(item, data := found.to_bytes()):
+            await asyncio.to_thread(kept.keep, item, data)
         return found
 
 

@@ -32,7 +32,8 @@ from zarr.storage import LocalStore
 
 from kit.config import project_folder
 from kit.data.stores.fsspec import RemoteStore, open_remote, refuse_metadata, refuse_resolved
-from kit.errors import StoreError
+from kit.data.stores.retry import passing, status_of
+from kit.errors import StoreError, UnreachableStoreError
 from kit.json_text import read_json
 from kit.machine.endpoints import endpoint_of, takes_no_key
 
@@ -196,7 +197,7 @@ def open_store(url: str, credentials: str = "default", *, read_only: bool = True
     # In a thread, given up in time: logging in can hang without a deadline.
     threading.Thread(target=open_it, name="kit-open-store", daemon=True).start()
     if not wait([opened], ANSWER_SECONDS).done:
-        raise StoreError(
+        raise UnreachableStoreError(
             f"{redact(url)}: not open after {ANSWER_SECONDS:g} s; check the network and the credentials "
             "(credentials: anonymous reads a public store)"
         )
@@ -266,7 +267,7 @@ def _check_reachable(url: str) -> None:
     try:
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
-        raise StoreError(
+        raise UnreachableStoreError(
             f"{redact(url)}: no connection to {host}:{port} ({error}); check the network, or use a local path"
         ) from None
 
@@ -354,7 +355,7 @@ def run_sync(work: Callable[[], Coroutine[Any, Any, Result]], url: str, seconds:
     except TimeoutError as error:
         if seconds is None:
             raise store_error(url, error) from None
-        raise StoreError(f"{redact(url)}: no answer within {seconds:g} s; check the network") from None
+        raise UnreachableStoreError(f"{redact(url)}: no answer within {seconds:g} s; check the network") from None
     except StoreError:
         raise
     except Exception as error:
@@ -367,7 +368,8 @@ def store_error(url: str, error: BaseException) -> StoreError:
         return error
     first = next(iter(str(error).splitlines()), "")
     tried = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    return StoreError(
+    broken = passing(error) is not None and not status_of(error)
+    return (UnreachableStoreError if broken else StoreError)(
         f"{redact(url)}: {type(error).__name__}: {_scrub(first)[:300]}{_scrub(tried)}{_way_out(error, url)}"
     )
 

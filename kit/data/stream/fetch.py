@@ -36,7 +36,7 @@ from kit.data.stores.foreign import At
 from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.local import Folder
-from kit.data.stores.metadata import DescribedStore
+from kit.data.stores.metadata import DescribedStore, UnreachableStore
 from kit.data.stores.retry import Retries
 from kit.data.stores.transfer import Counters, Octets, octets
 from kit.data.stores.url import redact, store_error
@@ -137,7 +137,7 @@ def is_local(store: Store) -> bool:
 def is_remote(store: Store, key: str | None = None) -> bool:
     """Whether an object, or any, lies where fsspec reads it, so that it can be cached here."""
     held = [one for one, _ in leaves(store, "")] if key is None else [leaf(store, key)[0]]
-    return any(isinstance(one, RemoteStore) for one in held)
+    return any(isinstance(one, RemoteStore | UnreachableStore) for one in held)
 
 
 def read_index(client: Client, stored: StoredArray, key: str, url: str) -> Index | None:
