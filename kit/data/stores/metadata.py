@@ -256,8 +256,8 @@ class DescribedStore(At):
         if data is not None:
             return prototype.buffer.from_bytes(data)
         found = await super().get(item.key, prototype)
-        if found is not None and _is(item, data := found.to_bytes()):
-            await asyncio.to_thread(kept.keep, item, data)
+        if found is not None and _is(item, raw := found.to_bytes()):
+            await asyncio.to_thread(kept.keep, item, raw)
         return found
 
 
