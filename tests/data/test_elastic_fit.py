@@ -12,10 +12,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from test_cache_requests import config_of
 from waiting import PATIENCE_SECONDS
 
 import kit
 from kit.data.build.build import build
+from kit.data.build.layout import predict_reading
+from kit.data.dataset import open_dataset
 from kit.errors import KitWarning
 
 QUIET = {
@@ -117,3 +120,29 @@ def test_a_fit_on_one_two_and_one_ranks_takes_every_sample_of_the_epoch_once(tin
         assert last[0] == expected[0][25:]
         assert last[1] == expected[1]
     assert len(last[1]) == 46
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["random", "block"])
+def test_ten_ranks_of_one_cloud_share_an_epoch_and_ask_for_what_was_predicted(cloud, tiny_config, order):
+    few = {"loader.batch_size": 2, "loader.window_blocks": 2, "cache.size_bytes": 0, "trial.max_steps": 26}
+    config = config_of(tiny_config, cloud.url(f"ten-{order}/t.zarr"), None, order=order).replace(few)
+    builder = multiprocessing.get_context("fork").Process(target=build, args=(config,), kwargs={"progress": False})
+    builder.start()  # so that this process has opened no store when it is forked
+    builder.join(PATIENCE_SECONDS)
+    mark = cloud.counts()
+    ranks = fit(config, ranks=10)
+    requests = cloud.counts(since=mark).requests
+    mark = cloud.counts()
+    dataset = open_dataset(config)
+    opening = 10 * cloud.counts(since=mark).requests
+    predicted = 2 * 256 * predict_reading(config, dataset, 10)["requests_per_sample"]
+    # In block order ten ranks ask for 0.83 of it: some of their windows touch the same objects.
+    assert requests - opening == pytest.approx(predicted, rel=0.15 if order == "random" else 0.25)
+    data = kit.data.PatchData(config)
+    loader = data.train_dataloader()
+    for epoch in range(2):
+        alone = Counter(sample.numpy().tobytes() for batch in loader for sample in batch["values"])
+        assert alone.total() == 256
+        assert Counter(sample for rank in ranks for sample in rank[0][epoch]) == alone
+    data.teardown()

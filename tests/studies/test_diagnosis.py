@@ -336,13 +336,6 @@ def test_the_line_at_which_a_batch_is_made_is_named_without_loader_processes_too
     assert "40% of the time at rows.py, line 9, in __getitem__, in pandas" in judge(found, source(found))[name].sentence
 
 
-@pytest.mark.parametrize(("share", "named"), [(0.08, 0), (0.3, 1)])
-def test_what_lightning_does_for_a_log_is_named_from_a_tenth_on(share, named):
-    """Five in a hundred are had by any small step that logs its loss."""
-    found = evidence(hosts={0: host(lines=[line(package="self.log", fraction=share)])})
-    assert [name.startswith("drawing") for name in names(found)] == [True] * named
-
-
 def test_checkpoints_that_are_slow_to_make_are_not_blamed_on_the_disk():
     found = replace(FAULTS["checkpoints on a slow disk"], hosts={0: host(disk={"checkpoint": 0.1})})
     assert names(found) == ("checkpoints too often",)

@@ -268,13 +268,6 @@ def test_lines_of_a_part_are_together_as_long_as_the_part():
     assert hardly["lines"][0]["fraction"] < 0.01, "a part that was hardly seen tells nothing of its lines"
 
 
-@pytest.mark.parametrize("package", ["lightning/pytorch", "pytorch_lightning"])
-def test_lightnings_bookkeeping_of_logs_is_told_from_its_loop(package):
-    where = f"/env/site-packages/{package}"
-    assert room.kind_of(f"{where}/trainer/connectors/logger_connector/result.py") == (False, "self.log")
-    assert room.kind_of(f"{where}/loops/fit_loop.py") == (False, package.partition("/")[0])
-
-
 def test_what_waits_for_a_disk_is_charged_to_the_part_and_no_other_wait_is(tmp_path, monkeypatch):
     """Looked at each second by a clock of our own: a disk, a lock, a mapped file that holds the interpreter."""
     stat, schedule, now = tmp_path / "stat", tmp_path / "schedstat", 0.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from kit.studies.diagnosis.evidence import Evidence
 from kit.studies.diagnosis.rule import MANY_STEPS, SLIVER, Change, Range, Rule, without, without_part
-from kit.studies.diagnosis.sampler import DRAWERS, LIGHTNINGS_LOG
+from kit.studies.diagnosis.sampler import DRAWERS
 from kit.units import format_bytes, format_count, format_seconds
 
 _TWENTIETH = 0.05
@@ -59,10 +59,8 @@ def _validation_change(found: Evidence) -> Change:
 
 
 def _drawn(found: Evidence) -> list[Mapping[str, Any]]:
-    """Lines that draw or log; Lightning's own bookkeeping where it is a tenth: any training that logs has some."""
-    lines = [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
-    kept = math.fsum(line["fraction"] for line in lines if line["package"] == LIGHTNINGS_LOG)
-    return lines if kept >= SLIVER else [line for line in lines if line["package"] != LIGHTNINGS_LOG]
+    """Lines that draw or log."""
+    return [line for line in _lines(found) if line["package"] in DRAWERS and line["part"] not in ("wait", "worker")]
 
 
 def _drawing(found: Evidence) -> float | None:

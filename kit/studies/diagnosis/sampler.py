@@ -67,11 +67,9 @@ _TOLD = 12
 _READERS = {"h5py": "__getitem__", "zarr": "__getitem__", "PIL": "load"}
 """Packages that read, and the function in which their arguments can be seen."""
 DECODERS = ("PIL", "cv2", "torchvision")
-LIGHTNINGS_LOG = "self.log"
-"""What Lightning does with the values that a step logs, before any logger gets them."""
 _LOGGERS = (
     "matplotlib", "seaborn", "plotly", "bokeh", "tensorboard", "tensorboardX", "wandb", "mlflow", "comet_ml", "neptune",
-    "loggers", LIGHTNINGS_LOG,
+    "loggers",
 )  # fmt: skip
 DRAWERS = (*_LOGGERS, "PIL")
 _NAMED = {*_READERS, *DECODERS, *_LOGGERS}
@@ -261,8 +259,6 @@ def kind_of(file: str) -> tuple[bool, str]:
     path = file.rpartition("site-packages/")[2] if "site-packages/" in file else ""
     if path.startswith(("torch/utils/tensorboard/", "lightning/pytorch/loggers/", "lightning/fabric/loggers/")):
         return False, path.split("/")[2]
-    if "/trainer/connectors/logger_connector/" in path:
-        return False, LIGHTNINGS_LOG
     return not is_library(file), path.partition("/")[0]
 
 
