@@ -96,7 +96,7 @@ def test_a_table_of_numbers_alone_is_refused(sides):
 
 @pytest.mark.parametrize("sides", [((64, 64), [8.5]), ((64, 64), [(8, 8.0)]), ((64, 6.4), [8]), ((64, 64), ["8x8"])])
 def test_a_side_that_is_no_whole_number_is_refused(sides):
-    with pytest.raises(PlanError, match="is no side of a sample or chunk; give whole numbers"):
+    with pytest.raises(PlanError, match="no side of .* whole numbers"):
         chunk_table(*sides)
 
 

@@ -234,7 +234,7 @@ def test_without_a_network_what_the_cache_lacks_is_an_error_that_names_the_way_o
     data.teardown()
     disconnect(config.data.url)
     missing = r"wind/c/.* is not in the cache, and the store could not be reached .*kit\.data\.prefetch"
-    with pytest.warns(KitWarning, match="what is not there cannot be read"):
+    with pytest.warns(KitWarning, match="cache.* not there cannot be read"):
         dataset = open_dataset(config)
     with pytest.raises(UnreachableStoreError, match=missing):
         kit.data.prefetch(config, dataset, progress=False)
