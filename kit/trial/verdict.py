@@ -212,6 +212,7 @@ _HOST = re.compile(r"can't allocate memory|Cannot allocate memory|not enough mem
 _LOST_PEER = re.compile(r"gloo|Connection (closed|reset) by (remote )?peer|Broken pipe|NCCL|TCPStore|rank \d+ .*exited")
 _LOADER_WORKER = re.compile(r"DataLoader worker")
 _LOADER_KILLED = re.compile(r"DataLoader worker \(pid[^)]*\)?[^)]*\) (is killed by signal|exited unexpectedly)")
+_ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 _DYING_SECONDS = 1.0
 _MESSAGE_LENGTH = 2_000
 _TRACEBACK_LENGTH = 20_000
@@ -232,11 +233,12 @@ def describe_failure(error: BaseException, context: Context | None) -> dict[str,
     action = failed[1] if known and failed is not None else ""  # such as [_TrainingEpochLoop].train_dataloader_next
     cause = _cause(root, error, action)
     snapshot = _snapshot(context) if cause == "device_oom" else ""
+    log = None if context is None else context.paths.log(context.rank)
     report = f"; trial.memory_report() shows what held it (from {snapshot})" if snapshot else ""
     return {
         "cause": cause,
         "type": type(root).__name__,
-        "message": _message(root, error, cells, action)[: _MESSAGE_LENGTH - len(report)] + report,
+        "message": _message(root, error, cells, action, log)[: _MESSAGE_LENGTH - len(report)] + report,
         "traceback": _own_traceback(root),
         "lost_peer": _is_lost_peer(root),
         "advice": _advice(context) if context is not None and cause == "device_oom" else [],
@@ -333,7 +335,9 @@ def _own_traceback(error: BaseException) -> str:
     return "".join(report.format(chain=error.__cause__ is not None))[-_TRACEBACK_LENGTH:]
 
 
-def _message(root: BaseException, error: BaseException, cells: Mapping[str, tuple[str, str]], action: str) -> str:
+def _message(
+    root: BaseException, error: BaseException, cells: Mapping[str, tuple[str, str]], action: str, log: Path | None
+) -> str:
     """`KeyError: 'x' (model.py, line 34, in training_step)`, then what it was raised again as."""
     text = _text(root)
     if isinstance(root, DivergedError):
@@ -341,6 +345,9 @@ def _message(root: BaseException, error: BaseException, cells: Mapping[str, tupl
     if isinstance(root, KitError):  # says itself what is wrong and where
         return text
     if _LOADER_KILLED.search(str(root)):  # wherever this process was when it heard of it
+        own = last_error(log) if log is not None and "exit code" in text else ""
+        if own:  # a signal ends a process without a word
+            return f"{own} (the last error of the log, which has its traceback: a loader process ended with one)"
         return f"{text.rstrip('.')}; look whether host memory or shared memory ran out"
     frames = _frames(root)
     if _LOADER_WORKER.search(str(root)):  # torch quotes the traceback of the loader process
@@ -429,15 +436,27 @@ def describe(frame: Frame, cells: Mapping[str, tuple[str, str]] | None = None) -
 
 def last_stack(log: Path) -> Frame | None:
     """The user's frame in the last stack of a log that has one, else where its rank was; None without a stack."""
+    stacks = [frames_in(stack) for stack in _end_of(log).split("Current thread 0x")[1:]]
+    own = [found for stack in reversed(stacks) if (found := own_frame(reversed(stack)))]
+    return next(iter(own), stacks[0][0] if stacks and stacks[0] else None)
+
+
+def last_error(log: Path) -> str:
+    """The error of the last traceback in a log that is no rank's word on a loader process; empty without one."""
+    for report in reversed(_end_of(log).split("Traceback (most recent call last):")[1:]):
+        line = next((line for line in report.splitlines()[1:] if _ERROR_LINE.match(line)), "")
+        if line and not _LOADER_WORKER.search(line):
+            return line
+    return ""
+
+
+def _end_of(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _STACK_BYTES))
-            text = file.read().decode(errors="replace")
+            return file.read().decode(errors="replace")
     except OSError:
-        return None
-    stacks = [frames_in(stack) for stack in text.split("Current thread 0x")[1:]]
-    own = [found for stack in reversed(stacks) if (found := own_frame(reversed(stack)))]
-    return next(iter(own), stacks[0][0] if stacks and stacks[0] else None)
+        return ""
 
 
 def frames_in(text: str) -> list[Frame]:

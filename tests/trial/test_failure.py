@@ -3,6 +3,7 @@ import queue
 import re
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +146,23 @@ def test_a_killed_loader_process_is_told_though_the_read_from_it_failed_first(fi
     assert (told["cause"], told["lost_peer"]) == ("data", False)
     assert told["message"].startswith("RuntimeError: DataLoader worker (pid")
     assert "memory" in told["message"]
+
+
+def test_a_loader_process_that_ended_with_an_error_is_told_by_that_error(tmp_path):
+    log = tmp_path / "log.0.txt"
+    log.write_text(
+        'a line\nTraceback (most recent call last):\n  File "spawn.py", line 1, in main\n    import scipy\n'
+        "ModuleNotFoundError: No module named 'scipy'\nanother line\n"
+    )
+    context = SimpleNamespace(
+        cells={}, clock=None, rank=0, paths=SimpleNamespace(log=lambda rank: log, memory_snapshot=lambda rank: log)
+    )
+    words = "(pid(s) 12) exited unexpectedly with exit code 1. Details are lost due to multiprocessing"
+    told = describe_failure(RuntimeError(f"DataLoader worker {words}"), context)
+    assert told["message"].startswith("ModuleNotFoundError: No module named 'scipy'")
+    assert "loader process" in told["message"]
+    log.unlink()
+    assert "memory" in describe_failure(RuntimeError(f"DataLoader worker {words}"), context)["message"]
 
 
 def test_a_chain_that_loops_ends():
