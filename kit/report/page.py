@@ -396,4 +396,4 @@ def _draw_memory(trial: Trial) -> str:
 def _diagnosis(trial: Trial) -> str:
     from kit.studies.diagnosis.diagnose import diagnose
 
-    return f"<h3>Diagnosis</h3>{diagnose(trial, peaks=False)._repr_html_()}"
+    return f"<h3>Diagnosis</h3>{diagnose(trial, peaks=False, short_trials=False)._repr_html_()}"

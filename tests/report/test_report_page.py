@@ -76,7 +76,7 @@ def test_a_report_says_what_was_asked_measured_and_missing(trials, config, tmp_p
         "4 trials of 3 configs", "kit.testing:TinyModule (9 parameters) on kit.testing:TinyData", "faults",
         "levers.accumulate_grad_batches", "mean ± standard deviation", "torch", "ratio",
         "1 trial did not end well", "Not shown:", "has no prediction of its memory",
-        kit.studies.diagnose(trials[-1], peaks=False).headline,
+        kit.studies.diagnose(trials[-1], peaks=False, short_trials=False).headline,
     ):  # fmt: skip
         assert found in text, found
     assert str(tmp_path) not in text
