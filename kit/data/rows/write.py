@@ -64,6 +64,11 @@ _LINE_BYTES = 9
 """Of a checksum in the list."""
 _GIB = 1 << 30
 _HEADER_BYTES = 128
+_OTHER_FILES = (
+    ".pt", ".pth", ".npz", ".csv", ".tsv", ".txt", ".json", ".parquet", ".feather", ".arrow", ".h5", ".hdf5", ".nc",
+    ".pkl",
+)  # fmt: skip
+"""Endings under which nobody looks for a folder."""
 _COLUMNS = ("", "needs", "free", "")
 
 
@@ -118,10 +123,11 @@ def write_rows(
         message = f"{format_bytes(memory_bytes)} does not hold {what} while it is made and written; allow {needed}"
         raise ConfigError([Problem("memory_bytes", message + (", or write fewer at a time" if row_block else ""))])
     block = min(row_block or most, table.shape[0])
-    if file is None or file.suffix not in (".npy", ".pt", ".pth"):
+    if file is not None and file.suffix in _OTHER_FILES:
+        message = f"{file.name}: rows are written to a .npy file or to a Zarr store, a folder; {file.stem}.npy is one"
+        raise ConfigError([Problem("path", message)])
+    if file is None or file.suffix != ".npy":
         return _write_store(url, table, block, max(_LEAST_BUILD_BYTES, memory_bytes), progress, overwrite)
-    if file.suffix != ".npy":
-        raise ConfigError([Problem("path", f"{file.name}: a .pt file is written at once by torch; use .npy or Zarr")])
     if file.exists() and not overwrite:
         raise RowsError(f"{file} is there already; choose another path, or overwrite=True to replace it")
     with turn_at(file.with_name(f".{file.name}.lock"), _WAIT_SECONDS):

@@ -168,7 +168,8 @@ REFUSED = {
     "no type of numpy": ({"source": square, "shape": (5, 3), "dtype": "bfloat16"}, "cannot be stored"),
     "large block": ({"source": square, "shape": (5, 3), "row_block": 5, "memory_bytes": 100}, "allow 180 B"),
     "large row": ({"source": square, "shape": (5, 3), "memory_bytes": 10}, "does not hold a row"),
-    "torch": ({"path": "x.pt", "source": square, "shape": (5, 3)}, "use .npy or Zarr"),
+    "torch": ({"path": "x.pt", "source": square, "shape": (5, 3)}, "x.npy"),
+    "text": ({"path": "x.csv", "source": square, "shape": (5, 3)}, "x.npy"),
 }
 
 
