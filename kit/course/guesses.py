@@ -34,7 +34,7 @@ FILE = "guesses.json"
 BOUNDS = {3: 1.1, 2: 1.5, 1: 3.0}
 """Points for a guess that is within this factor of the truth."""
 MOST_POINTS = 3
-COLUMNS = ("question", "your guess", "predicted", "measured", "measured / predicted", "guess / truth", "points")
+COLUMNS = ("question", "your guess", "predicted", "measured", "ratio", "guess / truth", "points")
 _NONE_YET = "–"
 Value = float | str
 
