@@ -478,9 +478,7 @@ ON_THE_CPU: dict[str, Rule] = {
     "linalg_eig": _eigenvalues,
     **dict.fromkeys(("masked_select", "masked_scatter_backward"), _counted),
     "masked_scatter": lambda args, _: _spread(args[2:], _),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args, _: (
-        _spread(args, _) if is_spread_out(args[0]) else 0
-    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _one_number,
     "kthvalue": _chosen,
     **dict.fromkeys(("median", "nanmedian"), _copy),
     **dict.fromkeys(("median.dim", "nanmedian.dim"), _copy_across),
