@@ -89,14 +89,14 @@ def predict_beside(module: object, data: object, trial: Trial, parts: TrainerPar
         earlier = _predicted_beside.get(query.key)
         if (recording := cached_recording(query)) is not None:
             found = estimate_here(query, recording, target)
-            trial.paths.write_prediction(found.to_dict())
             load("trial.speed")(found, trial.config, trial.paths)
+            trial.paths.write_prediction(found.to_dict())  # last: whoever finds it finds the speed too
         elif earlier is not None and earlier.prediction.is_file():
+            with contextlib.suppress(FileNotFoundError):  # its operators were never measured here
+                shutil.copyfile(earlier.predicted_speed, trial.paths.predicted_speed)
             draft = trial.paths.prediction.with_suffix(".tmp")
             shutil.copyfile(earlier.prediction, draft)
             draft.replace(trial.paths.prediction)
-            with contextlib.suppress(FileNotFoundError):  # its operators were never measured here
-                shutil.copyfile(earlier.predicted_speed, trial.paths.predicted_speed)
         else:
             residuals = residuals_here(query.config.trial.folder, device_name(target))
             beside = {

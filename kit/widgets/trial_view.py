@@ -105,10 +105,10 @@ class TrialView(AnswerView):
         self._next_logged = time.monotonic() + _LOGGED_SECONDS
 
     def _take(self, trial: Trial, chart: TrialChart) -> None:
-        if self._estimate is None or self._speed is None:
-            self._speed = self._speed or speed_of_operators(trial.paths)
+        if self._estimate is None:
             with contextlib.suppress(TrialError):  # there is none, or not yet
-                self._estimate = self._estimate or predicted_of(trial)
+                self._estimate = predicted_of(trial)
+                self._speed = self._speed or speed_of_operators(trial.paths)
             soon = is_predicting(trial.paths) if trial.ended else trial.paths.predicting.is_file()
             chart.expect(self._estimate, self._speed, soon=soon)
         events, steps = self._seen
