@@ -20,46 +20,45 @@ from dataclasses import replace
 from kit.errors import KitError, TrialError
 from kit.events import Event
 from kit.studies.diagnosis.evidence import Evidence
-from kit.studies.diagnosis.host_rules import larger_batch, larger_batch_of_own, may_be_small
-from kit.studies.diagnosis.rule import Change, Range
-from kit.studies.diagnosis.rules import RULES, mixed
+from kit.studies.diagnosis.host_rules import may_be_small
+from kit.studies.diagnosis.rule import Range, Rule
+from kit.studies.diagnosis.rules import RULES
 from kit.studies.repeats import RunSource
 
 LEAST_PAIRS, PAIRS = 2, 4
 STEPS, MOST_STEPS, SECONDS, MOST_SECONDS = 8, 60, 1.0, 4.0
 WARMUP_STEPS, READY_BATCHES = 2, 2
 """`READY_BATCHES`: of each loader process, by torch's default."""
-THRESHOLDS = {rule.name: rule.threshold for rule in RULES}
 _LEAST_PASSES = 0.5
 """Of the time in forward and backward, so that another number format is worth trying."""
 _LEAST_FLOPS_OF_A_BYTE = 2.0
 """Below it a step is all traffic and calls."""
 
 
-def worth_measuring(found: Evidence) -> dict[str, Change]:
-    """The changes whose gain only a trial can tell, by the rule that asks; empty where no field of the config does."""
-    changes: dict[str, Change] = {}
+def worth_measuring(found: Evidence) -> dict[str, Rule]:
+    """The rules whose gain only a trial can tell, by name."""
+    names: list[str] = []
     work, passes = found.work, found.shares.get("forward", 0.0) + found.shares.get("backward", 0.0)
     if work is not None and found.config.hardware.precision in ("auto", "32-true") and passes >= _LEAST_PASSES:
         full = work.flops.get("float32", 0.0)
         if full > 0.5 * sum(work.flops.values()) and full >= _LEAST_FLOPS_OF_A_BYTE * work.bytes:
-            changes["full precision"] = {"hardware.precision": mixed(found)}
+            names.append("full precision")
     if may_be_small(found):
-        changes["batch too small"] = larger_batch(found)
-    return changes
+        names.append("batch too small")
+    return {rule.name: rule for rule in RULES if rule.name in names}
 
 
 def measured_gains(found: Evidence, source: RunSource) -> tuple[dict[str, Range], list[str]]:
     """The gain of each change that is worth measuring, and notes on those that could not be measured."""
     gains, notes = dict[str, Range](), list[str]()
-    for name, change in worth_measuring(found).items():
-        pairs = list[Pair]()
-        after = replace(source, config=source.config.replace(change))
-        if name == "batch too small":
-            after = replace(after, batch_size=larger_batch_of_own(found))
+    for name, rule in worth_measuring(found).items():
+        pairs, change = list[Pair](), rule.change(found)
+        after = replace(
+            source, config=source.config.replace(change), batch_size=rule.batch_size(found) or source.batch_size
+        )
         sides = {"before": source, "after": after}
         try:
-            while not decided(pairs, THRESHOLDS[name]):
+            while not decided(pairs, rule.threshold):
                 runs = {
                     side: few_steps(sides[side], found)
                     for side in (("before", "after") if len(pairs) % 2 == 0 else ("after", "before"))
