@@ -19,6 +19,11 @@ def wait_until(condition, seconds=PATIENCE_SECONDS, what="it"):
     return result
 
 
+def wait_for_prediction(trial):
+    """Until the prediction beside a trial is written: made at the lowest priority, it is last on a busy machine."""
+    wait_until(trial.paths.prediction.is_file, 8 * PATIENCE_SECONDS, "the prediction")
+
+
 def remove(folder):
     """Remove a folder into which others still write, as a user's second try does."""
     wait_until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists())

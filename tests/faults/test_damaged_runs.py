@@ -15,7 +15,7 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples, nightly
-from waiting import PATIENCE_SECONDS, wait_until
+from waiting import PATIENCE_SECONDS, wait_for_prediction
 
 import kit
 from kit.errors import KitError
@@ -44,7 +44,7 @@ def whole(tmp_path_factory):
         "calibration.max_measure_batches": 4,
     })  # fmt: skip
     trial = kit.fit(config).wait(PATIENCE_SECONDS)
-    wait_until(trial.paths.prediction.exists)
+    wait_for_prediction(trial)
     assert kit.results(folder / "runs")[0]["state"] == "COMPLETE"
     return trial.run_directory
 

@@ -16,7 +16,7 @@ from hook_acts import (
     counting_server,
     filled,
 )
-from waiting import PATIENCE_SECONDS, wait_until
+from waiting import PATIENCE_SECONDS, wait_for_prediction
 
 import kit
 from kit.memory import alongside, recordings
@@ -120,7 +120,7 @@ def test_a_file_that_a_fit_writes_is_whole_after_it_and_after_its_prediction(con
     trial = fit(asked, lambda: Acting(["torch.save"], "on_train_end", user), TinyData).wait(SECONDS)
     whole = (user / "model.pt").read_bytes()
     assert torch.load(user / "model.pt").keys() == TinyModule().state_dict().keys()
-    wait_until(trial.paths.prediction.is_file)
+    wait_for_prediction(trial)
     assert (user / "model.pt").read_bytes() == whole
     assert json.loads(trial.paths.prediction.read_text())["verdict"] == "fits"
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, TensorDataset
 from trial_fixtures import ranks_alive
-from waiting import PATIENCE_SECONDS, remove, wait_until
+from waiting import PATIENCE_SECONDS, remove, wait_for_prediction, wait_until
 
 from kit.memory import alongside, recordings
 from kit.memory.alongside import fit
@@ -35,7 +35,7 @@ def wide_data():
 
 
 def predicted(trial):
-    wait_until(trial.paths.prediction.is_file)
+    wait_for_prediction(trial)
     return predicted_of(trial)
 
 

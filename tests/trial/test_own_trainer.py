@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from own_training import Direct, Logging, Parted, Seen, Staged, Validated
-from waiting import PATIENCE_SECONDS, wait_until
+from waiting import PATIENCE_SECONDS, wait_for_prediction
 
 from kit.errors import ConfigError, TrialError
 from kit.memory.alongside import fit
@@ -372,7 +372,7 @@ class Appending(Seen):
 def test_callbacks_act_in_the_trial_and_not_in_the_prediction_beside_it(config, tmp_path):
     asked = config().replace({"trial.predict_memory": True})
     trial = complete(fit(asked, Direct, Validated, callbacks=Appending(tmp_path / "lines")))
-    wait_until(trial.paths.prediction.is_file)
+    wait_for_prediction(trial)
     assert (tmp_path / "lines").read_text() == "once\n"
 
 
