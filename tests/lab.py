@@ -41,6 +41,11 @@ _CONNECTED = """() => {
 _NOTHING_RUNS = """() => [...document.querySelectorAll('.jp-InputPrompt')]
   .every((prompt) => !prompt.textContent.includes('*'))"""
 
+_ERRORS = """() => window.jupyterapp.shell.currentWidget.content.widgets
+  .flatMap((cell) => cell.model.outputs?.toJSON() ?? [])
+  .filter((output) => output.output_type === 'error')
+  .map((output) => `${output.ename}: ${output.evalue}`)"""
+
 SCROLLED = """(box) => [box, ...box.querySelectorAll('*')].filter((part) => {
   const style = getComputedStyle(part), scrolls = /auto|scroll/;
   return part.clientWidth && part.clientHeight && !part.matches('pre, textarea')
@@ -182,8 +187,8 @@ class Notebook:
                 wait_until(lambda place=place: place.evaluate(_BEYOND) <= 1, 30, what)
 
     def errors(self):
-        output = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
-        return self.page.locator(output).all_inner_texts()
+        """What cells raised. On the page it looks like any other text on stderr, so Lab's model is asked."""
+        return self.page.evaluate(_ERRORS)
 
 
 def end_kernels(url, files):

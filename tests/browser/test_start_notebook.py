@@ -67,6 +67,14 @@ def test_run_all_then_change_fit_watch_and_stop(notebook, artifacts):
     assert start.errors() == []
 
 
+def test_a_cell_that_raises_is_an_error(notebook, lab):
+    write(lab, "raises.ipynb", "import sys\nprint('beside the point', file=sys.stderr)", "raise ValueError('planted')")
+    opened = notebook("raises.ipynb")
+    opened.run_all()
+    opened.saved()
+    assert opened.errors() == ["ValueError: planted"]
+
+
 @pytest.fixture(scope="module")
 def panels(notebook_of_file, lab):
     """A notebook of three panels: one whose trial has ended, one that is ready, one with a loader to be calibrated."""
