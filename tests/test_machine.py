@@ -426,5 +426,5 @@ def test_a_process_that_takes_its_seat_keeps_to_its_cores():
 @pytest.mark.parametrize(("load", "waiting"), [(0.1, 1.0), (12.0, 3.0), (400.0, 8.0)])
 def test_a_busy_machine_says_how_many_wait_for_each_core(load, waiting, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("kit.machine.machine.hardware", lambda: SimpleNamespace(cores=4))
+    monkeypatch.setattr("kit.machine.machine.share", lambda: SimpleNamespace(cores=4))
     assert waiting_per_core() == waiting

@@ -108,7 +108,7 @@ def people_per_core() -> float:
 
 def waiting_per_core() -> float:
     """How many processes want each core, at least 1: in a room by its people, else by the load of the last minute."""
-    return max(people_per_core(), min(_MOST_WAITING, os.getloadavg()[0] / hardware().cores))
+    return max(people_per_core(), min(_MOST_WAITING, os.getloadavg()[0] / share().cores))
 
 
 _MOST_WAITING = 8.0

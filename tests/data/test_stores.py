@@ -1,14 +1,17 @@
 """URLs, credentials and errors of stores."""
 
+import os
 import pickle
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from zarr.storage import FsspecStore, LocalStore
 
 from kit.data.dataset import open_dataset
 from kit.data.stores.url import (
+    answer_seconds,
     delete_object,
     is_shared,
     list_objects,
@@ -166,3 +169,11 @@ def test_a_store_url_may_hold_spaces_and_letters_of_any_language(tmp_path):
     folder = str(tmp_path / "Größe und Zahl.zarr")
     write_object(open_store(folder, read_only=False), "a", b"1", folder)
     assert (Path(folder) / "a").read_bytes() == b"1"
+
+
+def test_a_store_may_take_longer_to_answer_where_programs_wait_for_the_cores(monkeypatch):
+    monkeypatch.setattr("kit.machine.machine.share", lambda: SimpleNamespace(cores=2))
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.0, 0.0, 0.0))
+    alone = answer_seconds()
+    monkeypatch.setattr(os, "getloadavg", lambda: (6.0, 0.0, 0.0))
+    assert answer_seconds() == 3 * alone

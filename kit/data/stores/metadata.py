@@ -33,7 +33,7 @@ from kit.data.stores.disk_cache import WHOLE, Entries, name_of
 from kit.data.stores.foreign import At
 from kit.data.stores.manifest import Manifest, ObjectRecord
 from kit.data.stores.transfer import octets
-from kit.data.stores.url import ANSWER_SECONDS, redact, run_sync
+from kit.data.stores.url import answer_seconds, redact, run_sync
 from kit.errors import CorruptChunkError, MissingChunkError, UnreachableStoreError
 from kit.json_text import read_json
 
@@ -58,7 +58,7 @@ def read_objects(store: Store, keys: Iterable[str], url: str) -> dict[str, bytes
 
     if not wanted:
         return {}
-    found = zip(wanted, run_sync(read_all, url, ANSWER_SECONDS), strict=True)
+    found = zip(wanted, run_sync(read_all, url, answer_seconds()), strict=True)
     return {key: one.to_bytes() for key, one in found if one is not None}
 
 

@@ -36,9 +36,9 @@ from kit.data.stores.retry import passing, status_of
 from kit.errors import StoreError, UnreachableStoreError
 from kit.json_text import read_json
 from kit.machine.endpoints import endpoint_of, takes_no_key
+from kit.machine.machine import waiting_per_core
 
-ANSWER_SECONDS = 20.0
-"""How long opening, listing and one small object may take before the store counts as out of reach."""
+_ANSWER_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
 _LONGEST_URL = 4096
 _LONGEST_NAME_BYTES = 255
@@ -52,6 +52,14 @@ _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
 _named: set[str] = set()
 """Environment variables that credentials named, so that their values can be kept out of messages."""
 Result = TypeVar("Result")
+
+
+def answer_seconds() -> float:
+    """How long opening, listing and one small object may take before the store counts as out of reach.
+
+    Longer where other programs want the cores, as importing a cloud's library and answering take them too.
+    """
+    return _ANSWER_SECONDS * waiting_per_core()
 
 
 # -- URLs
@@ -196,9 +204,10 @@ def open_store(url: str, credentials: str = "default", *, read_only: bool = True
 
     # In a thread, given up in time: logging in can hang without a deadline.
     threading.Thread(target=open_it, name="kit-open-store", daemon=True).start()
-    if not wait([opened], ANSWER_SECONDS).done:
+    seconds = answer_seconds()
+    if not wait([opened], seconds).done:
         raise UnreachableStoreError(
-            f"{redact(url)}: not open after {ANSWER_SECONDS:g} s; check the network and the credentials "
+            f"{redact(url)}: not open after {seconds:.3g} s; check the network and the credentials "
             "(credentials: anonymous reads a public store)"
         )
     try:
@@ -275,13 +284,13 @@ def _check_reachable(url: str) -> None:
 # -- single objects
 
 
-def read_object(store: Store, key: str, url: str, seconds: float = ANSWER_SECONDS) -> bytes | None:
-    """The bytes under `key`, or None when there is no such object.
+def read_object(store: Store, key: str, url: str, seconds: float | None = None) -> bytes | None:
+    """The bytes under `key`, or None when there is no such object; in no more than `answer_seconds` by default.
 
     Raises:
         StoreError: when the store does not answer or refuses.
     """
-    buffer = run_sync(lambda: store.get(key, default_buffer_prototype()), url, seconds)
+    buffer = run_sync(lambda: store.get(key, default_buffer_prototype()), url, seconds or answer_seconds())
     return None if buffer is None else buffer.to_bytes()
 
 
@@ -306,7 +315,7 @@ def create_object(store: Store, key: str, data: bytes, url: str) -> bool:
 
 def delete_object(store: Store, key: str, url: str) -> None:
     """Remove the object under `key`, if it is there."""
-    run_sync(lambda: store.delete(key), url, ANSWER_SECONDS)
+    run_sync(lambda: store.delete(key), url, answer_seconds())
 
 
 def list_objects(store: Store, prefix: str, url: str, most: int | None = None) -> list[str]:
@@ -355,7 +364,7 @@ def run_sync(work: Callable[[], Coroutine[Any, Any, Result]], url: str, seconds:
     except TimeoutError as error:
         if seconds is None:
             raise store_error(url, error) from None
-        raise UnreachableStoreError(f"{redact(url)}: no answer within {seconds:g} s; check the network") from None
+        raise UnreachableStoreError(f"{redact(url)}: no answer within {seconds:.3g} s; check the network") from None
     except StoreError:
         raise
     except Exception as error:
