@@ -6,7 +6,7 @@ target has is no part of it. Whatever can be refused is refused here, before any
 except for devices, which need not exist.
 
 Equal `key` means an equal recording, as long as the source files of module and data are unchanged; a module that those
-import from another folder may change unseen.
+import from another folder may change unseen. One of equal `any_card_key` serves too, where it says so of the card.
 
 A prediction needs shapes only. So each tensor of the module travels as its shape, strides and type, and tensors that
 share memory still share it. Data is sent whole up to `WHOLE_BYTES`, because its numbers may decide the shape of a
@@ -97,9 +97,13 @@ class MemoryQuery:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What goes with its recording, where fewer ranks or micro-batches are recorded than were asked for."""
+        """What goes with its recording, where another card, or fewer ranks or micro-batches, are recorded than asked
+        for."""
         levers = self.config.levers
-        return {"world_size": self.world_size, "accumulate_grad_batches": levers.accumulate_grad_batches}
+        return {
+            "world_size": self.world_size, "accumulate_grad_batches": levers.accumulate_grad_batches,
+            "capability": self.capability,
+        }  # fmt: skip
 
     @property
     def threads(self) -> int:
@@ -110,14 +114,19 @@ class MemoryQuery:
 
     @functools.cached_property
     def key(self) -> str:
-        """Hexadecimal digits, the same for queries of the same answer; files count as they were when first asked."""
+        """Hexadecimal digits, the same for queries of the same answer."""
+        return hashlib.sha256(f"{self.any_card_key} {self.capability}".encode()).hexdigest()
+
+    @functools.cached_property
+    def any_card_key(self) -> str:
+        """The same for queries that differ in the card alone; files count as they were when first asked."""
         config = self.config.values()
         for path in _IMMATERIAL:
             section, _, field = path.partition(".")
             config.pop(section) if not field else config[section].pop(field)
         config["levers"]["accumulate_grad_batches"] = self.accumulation
         recorded = [
-            config, self.payload.digest, self.precision, self.ranks, self.device_kind, self.capability, self.threads,
+            config, self.payload.digest, self.precision, self.ranks, self.device_kind, self.threads,
             versions(), list(_files(self)), *([self.evaluations] if self.evaluations else ()),
         ]  # fmt: skip
         canonical = json.dumps(recorded, sort_keys=True)

@@ -1,7 +1,8 @@
 """Recordings of queries: from the cache at once, else made in processes, two at a time.
 
 The cache lives in this process and keeps the recordings used last, except those of dry runs that were broken off
-because they took too long: the next attempt may find a quieter machine.
+because they took too long: the next attempt may find a quieter machine. A recording says of which cards it is, so that
+many cards are asked about and few recorded.
 
 Each process is a rank of the same supervisor that runs trials, in a temporary directory that is removed whatever
 happens: by the kernel when it has the answer, an error or an interrupt, and by the supervisor when the kernel is lost.
@@ -57,22 +58,24 @@ TIMEOUT_SECONDS = 60.0
 
 
 class _Cache:
-    """The recordings used last, by query and batch size."""
+    """The recordings used last, by what was asked of any card, batch size and the capability that was recorded."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, int | None], Recording] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int | None, tuple[int, int] | None], Recording] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: str, batch_size: int | None) -> Recording | None:
+    def get(self, query: MemoryQuery, batch_size: int | None) -> Recording | None:
+        asked = query.any_card_key, batch_size
         with self._lock:
-            found = self._kept.get((key, batch_size))
-            if found is not None:
-                self._kept.move_to_end((key, batch_size))
-            return found
+            for name, recording in self._kept.items():
+                if name[:2] == asked and (name[2] == query.capability or _serves(recording, query.capability)):
+                    self._kept.move_to_end(name)
+                    return recording
+        return None
 
-    def put(self, key: str, batch_size: int | None, recording: Recording) -> None:
+    def put(self, query: MemoryQuery, batch_size: int | None, recording: Recording) -> None:
         with self._lock:
-            self._kept[key, batch_size] = recording
+            self._kept[query.any_card_key, batch_size, query.capability] = recording
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
 
@@ -81,12 +84,17 @@ class _Cache:
             self._kept.clear()
 
 
+def _serves(recording: Recording, capability: tuple[int, int] | None) -> bool:
+    """Whether it says that a card of this capability records the same."""
+    return any(tuple(one) == capability for one in recording.facts["capabilities"])
+
+
 cache = _Cache()
 
 
 def cached_recording(query: MemoryQuery, batch_size: int | None = None) -> Recording | None:
     """What was recorded before, or None."""
-    found = cache.get(query.key, batch_size)
+    found = cache.get(query, batch_size)
     return None if found is None else with_query_facts(query, found)
 
 
@@ -180,14 +188,14 @@ class _Running:
 
     def __init__(self, request: RecordingRequest, timeout_seconds: float) -> None:
         self.answer: list[Recording] | KitError = []
-        self._sizes, self._key = request.batch_sizes, request.query.key
-        self._missing = [size for size in self._sizes if cache.get(self._key, size) is None]
+        self._sizes, self._query = request.batch_sizes, request.query
+        self._missing = [size for size in self._sizes if cache.get(self._query, size) is None]
         self._job: PredictionJob | None = None
         if not self._missing:
             self._take([])
             return
         # `NEXT` as a number where the recording before it is known and not made again.
-        before = cache.get(self._key, None)
+        before = cache.get(self._query, None)
         sizes = [before.batch_size + 1 if size == NEXT and before else size for size in self._missing]
         try:
             self._job = PredictionJob(request.query, sizes, timeout_seconds)
@@ -214,13 +222,13 @@ class _Running:
         made = dict(zip(self._missing, found, strict=True))
         for size, recording in made.items():
             if not recording.facts.get("late"):
-                cache.put(self._key, size, recording)
-        answers = [made.get(size) or cache.get(self._key, size) for size in self._sizes]
+                cache.put(self._query, size, recording)
+        answers = [made.get(size) or cache.get(self._query, size) for size in self._sizes]
         self.answer = [recording for recording in answers if recording is not None]
 
 
 def with_query_facts(query: MemoryQuery, recording: Recording) -> Recording:
-    """The recording with the number of ranks and micro-batches that were asked for, where fewer were recorded."""
+    """The recording with the card and the number of ranks and micro-batches that were asked for."""
     return dataclasses.replace(recording, facts={**recording.facts, **query.facts})
 
 

@@ -107,13 +107,16 @@ class CardCosts:
         width = _group_width(call, work.kind)
         grouped = f"{'depthwise' if width == 1 else 'grouped'} convolution"
         reached = self.achieved[grouped if width else work.kind]
-        peak = self.card.peak_flops_per_second(self._format_of(call, work.kind))
         of_peak = reached.of_peak * (HOPPER if self.card.capability >= (9, 0) else 1.0)
-        compute = work.flops * _padding(call, work.kind) / (of_peak * peak)
+        compute = self.peak_seconds(call, work) * _padding(call, work.kind) / of_peak
         memory = self._seconds_of_bytes(work.bytes, reached)
         bound: Literal["compute", "memory bandwidth"] = "compute" if compute > memory else "memory bandwidth"
         seconds = max(compute, memory) + self._layout_seconds(call, work.kind) + KERNEL_SECONDS
         return Cost(seconds, reached.doubt, "datasheet", bound)
+
+    def peak_seconds(self, call: OperatorCall, work: Work) -> float:
+        """Of its products at the stated peak of the units that they use."""
+        return work.flops / self.card.peak_flops_per_second(self._format_of(call, work.kind))
 
     def _layout_seconds(self, call: OperatorCall, kind: Kind) -> float:
         """What cuDNN takes to turn images into the layout of tensor cores, channels last, and back.

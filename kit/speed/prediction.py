@@ -15,6 +15,8 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kit.arguments import config_first
 from kit.chunks.cost import LayoutCost
 from kit.config import Config
@@ -201,14 +203,12 @@ def _traffic(step: StepOperators) -> Traffic:
 
 
 def _mfu(step: StepOperators, time: StepTime, costs: Costs) -> float | None:
-    """FLOPs of the step over those that the device's stated peak would give in its time; None without a peak."""
+    """Seconds of its products at the stated peak of the units that each uses, over those of the step; None without a
+    peak."""
     if not isinstance(costs, CardCosts) or not time.seconds:
         return None
-    precision = str(step.facts.get("precision"))
-    dtype = "float16" if precision.startswith("16") else "bfloat16"
-    if precision in ("32-true", "64-true"):
-        dtype = "tf32" if costs.tf32 else "float32"
-    return step.flops / time.seconds / costs.card.peak_flops_per_second(dtype)
+    each = [costs.peak_seconds(call, work) for call, work in zip(step.calls, step.call_work, strict=True)]
+    return float((np.array(each)[step.call] * step.repeats).sum() / time.seconds)
 
 
 def _sources(time: StepTime, costs: Costs, devices: int, within: Link) -> list[str]:
@@ -256,7 +256,7 @@ def _edges(recording: Recording, step: StepOperators) -> tuple[list[str], float]
 
 _ROUTED = {"_grouped_mm", "_scaled_grouped_mm", "nonzero", "masked_select", "_unique2"}
 """Operators whose numbers decide how large their results or their parts are."""
-_KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor"}
+_KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "inductor"}
 
 
 def loader_seconds(query: MemoryQuery) -> float | None:

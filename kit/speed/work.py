@@ -84,7 +84,7 @@ _KIND_OF: tuple[tuple[Kind, tuple[str, ...]], ...] = (
         "copy", "_to_copy", "clone", "cat", "stack", "zero", "zeros", "ones", "full", "fill", "constant_pad",
         "new_zeros", "new_full", "new_ones", "zeros_like", "ones_like", "full_like", "repeat", "contiguous",
         "_foreach_copy", "_foreach_zero", "arange", "scalar_tensor", "_pack_padded", "_pad_packed",
-        "pixel_shuffle", "im2col", "col2im",
+        "pixel_shuffle", "im2col", "col2im", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat",
     )),
     ("reduction", (
         "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "norm", "linalg_vector_norm",

@@ -148,6 +148,7 @@ def test_what_matters_counts(changes):
 def test_the_size_of_a_device_does_not_count_but_its_generation_does():
     assert query(device="A100-40GB").key == query(device="A100-80GB").key
     assert query(device="H100-80GB").key != query(device="A100-80GB").key
+    assert query(device="H100-80GB").any_card_key == query(device="A100-80GB").any_card_key
 
 
 def test_the_threads_of_a_rank_count_where_the_cpu_computes():
@@ -164,7 +165,8 @@ def test_micro_batches_beyond_the_second_and_ranks_of_ddp_are_alike():
     assert query(two).key == query(five).key
     assert query(ddp).key == query(ddp, world_size=64).key
     assert query(fsdp).key != query(fsdp, world_size=64).key
-    assert query(five, device="A100-80GB").facts == {"world_size": 1, "accumulate_grad_batches": 5}
+    facts = {"world_size": 1, "accumulate_grad_batches": 5, "capability": (8, 0)}
+    assert query(five, device="A100-80GB").facts == facts
 
 
 def test_an_edited_source_file_makes_another_question(tmp_path):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from kit.config import Config
+from kit.memory.replay.cards import find_card
 from kit.models import Field, RandomData
 from kit.speed.prediction import predict_speed
 from kit.testing import TinyData, TinyModule
@@ -68,3 +70,39 @@ def test_what_is_not_modelled_widens_the_range_and_says_so(config, module, data,
     assert said not in " ".join(plain.reasons)
     spread, usual = (speed.high_seconds / speed.low_seconds for speed in (found, plain))
     assert spread > 1.5 * usual
+
+
+def test_copies_of_fsdp_are_known_and_widen_nothing():
+    config = Config.make({"hardware": {"devices": 8, "strategy": "fsdp", "precision": "bf16-mixed"}})
+    speed = predict_speed(config, TinyModule, TinyData, device="A100-40GB")
+    step = speed.time.step
+    kinds = {
+        work.kind
+        for call, work in zip(step.calls, step.call_work, strict=True)
+        if call.operator.startswith("fsdp::")
+    }  # fmt: skip
+    assert kinds == {"copy"}
+    assert not any("kernels of" in reason for reason in speed.reasons)
+    assert speed.mfu < 1
+
+
+class Images(TinyModule):
+    """Convolutions of float32, which torch lets use the units for TF32."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(*(torch.nn.Conv2d(256, 256, 3, padding=1) for _ in range(3)))
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+
+def images():
+    return RandomData(Field(shape=(256, 56, 56)), 32)
+
+
+def test_a_step_reaches_less_than_the_peak_of_the_units_it_uses():
+    config = Config.make({"hardware": {"precision": "32-true"}})
+    speed = predict_speed(config, Images, images, device="A100-40GB")
+    ordinary = speed.time.step.flops / speed.step_seconds / find_card("A100-40GB").float32_flops_per_second
+    assert 0.1 < speed.mfu < 1 < ordinary

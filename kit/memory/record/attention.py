@@ -18,8 +18,8 @@ Private parts of torch used here, all tested on its upgrade: `_get_sdp_priority_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,16 @@ def choose_kernel(call: Call) -> tuple[str, dict[str, str]]:
         refused[name] = reason
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     raise RuntimeError(f"no attention kernel takes this call ({reasons}); allow the math kernel")
+
+
+def chooses_alike(capability: tuple[int, int], call: Call, name: str, refused: Mapping[str, str]) -> bool:
+    """Whether a card of another capability takes the same kernel for `call`, and refuses those before it alike."""
+    if name == "flex":
+        return capability >= _TRITON
+    try:
+        return choose_kernel(replace(call, capability=capability)) == (name, refused)
+    except RuntimeError:
+        return False
 
 
 def refusal(name: str, call: Call) -> str:

@@ -46,7 +46,8 @@ from torch.utils import _foreach_utils as foreach
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kit.confinement.stand_ins import replaced
-from kit.memory.record.attention import Call, attention_kernel, flex_kernel
+from kit.memory.record.attention import Call, attention_kernel, chooses_alike, flex_kernel
+from kit.memory.replay.cards import CARDS
 from kit.train.sequences import preferred_kernels
 
 _installed: list[Emulation] = []
@@ -54,10 +55,14 @@ _library: Any = torch.library.Library
 
 
 class Emulation:
-    """What one emulated run chose: `attention` counts calls by kernel; `notes` holds sentences."""
+    """What one emulated run chose: `attention` counts calls by kernel; `notes` holds sentences.
+
+    `capabilities` are those of all known cards, of which every call so far has chosen alike.
+    """
 
     def __init__(self) -> None:
         self.attention: Counter[str] = Counter()
+        self.capabilities = {card.capability for card in CARDS}
         self._reasons: dict[str, dict[str, str]] = {}
         self._estimates: dict[str, None] = {}
 
@@ -70,9 +75,10 @@ class Emulation:
             ran.append(f"attention: {name} × {count}" + (f" (not {reasons})" if reasons else ""))
         return [*ran, *self._estimates]
 
-    def ran(self, name: str, refused: dict[str, str], _: Call) -> None:
+    def ran(self, name: str, refused: dict[str, str], call: Call) -> None:
         """Count a call of attention."""
         self.attention[name] += 1
+        self.capabilities = {one for one in self.capabilities if chooses_alike(one, call, name, refused)}
         self._reasons.setdefault(name, refused)
 
     def estimated(self, sentence: str) -> None:

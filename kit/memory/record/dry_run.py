@@ -162,6 +162,9 @@ def record(
                 enter(imports_with_numbers())
                 enter(FakeMode())
             recording = _recorded(run, answers, hooks, kept, make_module, data, batch_size, check)
+    capabilities = {run.capability}
+    if run.device_kind == "cuda" and not recording.facts["unknown"]:  # else a card may have refused a call
+        capabilities |= emulation.capabilities
     notes = [str(item.message) for item in warned if issubclass(item.category, KitWarning)]
     notes += [*recording.facts["notes"], *answers.guesses, *answers.notes]
     if run.device_kind == "cuda":
@@ -175,6 +178,7 @@ def record(
         conditions=[*(guess for guess in answers.guesses if not guess.endswith(UPPER_BOUND)), *answers.waits],
         waits=list(answers.waits),
         bounds=[guess for guess in answers.guesses if guess.endswith(UPPER_BOUND)],
+        capabilities=sorted(capabilities, key=str),
         seconds=time.perf_counter() - began,
     )
     return recording

@@ -1,0 +1,74 @@
+"""Many cards are asked about and few dry runs made: one for all cards whose kernels allocate alike."""
+
+import pytest
+import torch
+
+import kit
+from kit.memory import recordings
+from kit.memory.prediction import predict_memory
+from kit.speed.prediction import predict_speed
+from kit.testing import TinyData, TinyModule
+
+CARDS = ("V100-16GB", "A100-40GB", "A100-80GB", "RTX-4090-24GB", "H100-80GB")
+
+
+class Attending(TinyModule):
+    """A transformer layer of torch, whose attention takes another kernel on Hopper."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.TransformerEncoderLayer(8, 1, 16, dropout=0.0, batch_first=True)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((self.encoder(x[None])[0], y), batch_idx)
+
+
+@pytest.fixture
+def dry_runs(monkeypatch):
+    """The capabilities that were recorded, in turn."""
+    made = []
+
+    class Counted(recordings.PredictionJob):
+        def __init__(self, query, *args):
+            made.append(query.capability)
+            super().__init__(query, *args)
+
+    monkeypatch.setattr(recordings, "PredictionJob", Counted)
+    recordings.cache.clear()
+    return made
+
+
+def settings(precision):
+    return kit.Config.make({"hardware": {"precision": precision}})
+
+
+def test_five_cards_and_their_memory_cost_one_dry_run(dry_runs):
+    speeds = {card: predict_speed(settings("32-true"), TinyModule, TinyData, device=card) for card in CARDS}
+    assert len(dry_runs) == 1
+    memory = predict_memory(settings("32-true"), TinyModule, TinyData, device="T4-16GB")
+    assert len(dry_runs) == 1
+    assert tuple(memory.recording.facts["capability"]) == (7, 5)
+    assert [speed.device for speed in speeds.values()] == list(CARDS)
+    busy = {card: speed.time.busy_seconds for card, speed in speeds.items()}
+    assert busy["V100-16GB"] >= busy["A100-40GB"] >= busy["A100-80GB"]
+
+
+def test_cards_whose_attention_differs_are_recorded_anew_and_no_others(dry_runs):
+    speeds = {card: predict_speed(settings("bf16-mixed"), Attending, TinyData, device=card) for card in CARDS[1:]}
+    assert dry_runs == [(8, 0), (9, 0)]
+    kernels = {
+        card: {call.name for call in speed.time.step.calls if call.name.startswith("_scaled_dot_product")}
+        for card, speed in speeds.items()
+    }
+    assert kernels["RTX-4090-24GB"] == kernels["A100-40GB"] != kernels["H100-80GB"]
+    assert any("cudnn" in name for name in kernels["H100-80GB"])
+
+
+def test_a_format_that_auto_becomes_on_an_old_card_is_recorded_anew(dry_runs):
+    precisions = [
+        predict_speed(settings("auto"), TinyModule, TinyData, device=card).time.step.facts["precision"]
+        for card in ("A100-40GB", "H100-80GB", "T4-16GB")
+    ]
+    assert precisions == ["bf16-mixed", "bf16-mixed", "16-mixed"]
+    assert dry_runs == [(8, 0), (7, 5)]
