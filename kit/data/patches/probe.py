@@ -40,7 +40,7 @@ from kit.data.stores.url import redact, sizes_of_objects
 from kit.data.stream.codec import StoredArray
 from kit.data.stream.fetch import leaves, open_client, read_index
 from kit.errors import StoreError
-from kit.tables import html_table, text_table
+from kit.tables import html_table
 from kit.units import format_bytes, format_count, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -153,11 +153,6 @@ class Probe:
 
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows(), caption=self._headline())
-
-    def steps_table(self) -> str:
-        """Bytes/s by requests in flight, as text."""
-        rows = [[format_count(count), _rate_text(rate)] for count, rate in self.steps]
-        return text_table(("in flight", "bytes/s"), rows)
 
 
 def probe(store: str | Config | Dataset, credentials: str = "default", *, most_bytes: int | str = "1 GiB") -> Probe:
