@@ -18,7 +18,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 from zarr_stores import write_array
 
 from kit.cloud.simulated import simulated_cloud
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stores.auth import address_of
 from kit.data.stores.http import FEWEST, ConcurrencyLimit, Get, HttpClient
 from kit.data.stores.transfer import Counters

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from zarr.storage import FsspecStore, LocalStore
 
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stores.url import (
     delete_object,
     is_shared,
