@@ -27,7 +27,7 @@ from zarr.storage import MemoryStore, WrapperStore
 from kit.data.files import open_file
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.manifest import Manifest
-from kit.data.stores.metadata import DescribedStore, Documents, KeptMetadata, UnreachableStore
+from kit.data.stores.metadata import CachedMetadata, DescribedStore, Documents, UnreachableStore
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import open_store, redact, store_error
 from kit.data.variables import NUMBERS, ArrayInfo, asides, decode_times, in_machine_order
@@ -75,23 +75,23 @@ class Dataset:
     def open_store(self) -> Store:
         """A fresh read-only handle, bound to no event loop until its first read."""
         if self.unreachable:
-            return self._described(UnreachableStore(self.url, self.unreachable))
+            return self._with_known_metadata(UnreachableStore(self.url, self.unreachable))
         try:
-            return self._described(open_store(self.url, self.credentials))
+            return self._with_known_metadata(open_store(self.url, self.credentials))
         except UnreachableStoreError as error:
             if self.read_cache is None or self.manifest is None:
                 raise
             warn_unreachable(self.read_cache, error)
-            return self._described(UnreachableStore(self.url, str(error)))
+            return self._with_known_metadata(UnreachableStore(self.url, str(error)))
 
-    def _described(self, store: Store) -> Store:
+    def _with_known_metadata(self, store: Store) -> Store:
         """Metadata in a folder are read anew: that costs nothing, and what is gone meanwhile is noticed."""
         if not self.metadata or "://" not in self.url:
             return store
         if self.read_cache is None or self.manifest is None:
             return DescribedStore(store, self.metadata)
         listed = {item.key: item for item in self.manifest.objects if item.array in self.coordinates}
-        kept = KeptMetadata(self.read_cache.open(warns=False), self.url)
+        kept = CachedMetadata(self.read_cache.open(warns=False), self.url)
         return DescribedStore(store, self.metadata, kept=kept, listed=listed)
 
     def open_array(self, name: str) -> zarr.Array[Any]:
@@ -204,7 +204,7 @@ class StoreDataset(Dataset):
     opener: Callable[[], Store] = field(compare=False, repr=False)
 
     def open_store(self) -> Store:
-        return self._described(self.opener())
+        return self._with_known_metadata(self.opener())
 
     def _headline(self) -> str:
         return (

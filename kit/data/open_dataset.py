@@ -25,7 +25,7 @@ from kit.data.stores import manifest as records
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.foreign import (
     REFERENCES,
-    At,
+    PrefixStore,
     find_repository,
     open_references,
     open_repository,
@@ -34,12 +34,12 @@ from kit.data.stores.foreign import (
 from kit.data.stores.manifest import BuildRecord, Manifest
 from kit.data.stores.metadata import (
     NAMES,
+    CachedMetadata,
     DescribedStore,
-    KeptMetadata,
     consolidated,
+    metadata_from_cache,
     published,
     read_objects,
-    without_store,
 )
 from kit.data.stores.url import list_objects, local_folder, open_store, read_object, redact, resolve_url, store_error
 from kit.data.variables import array_info, asides
@@ -96,8 +96,8 @@ def open_dataset(
     if isinstance(given, Config):
         return open_url(given, given.data.url)
     if not isinstance(given, str | PathLike):
-        return _of_object(given, credentials, strict)
-    return _of_url(fspath(given), credentials, variables, strict)
+        return _from_object(given, credentials, strict)
+    return _from_url(fspath(given), credentials, variables, strict)
 
 
 def open_url(config: Config, url: str) -> Dataset:
@@ -108,34 +108,36 @@ def open_url(config: Config, url: str) -> Dataset:
     """
     data = config.data
     variables = data.variables if url == data.url else ()
-    return _of_url(url, data.credentials, variables, data.strict, ReadCache.of(config.cache))
+    return _from_url(url, data.credentials, variables, data.strict, ReadCache.of(config.cache))
 
 
-def _of_url(
+def _from_url(
     text: str, credentials: str, variables: Sequence[str], strict: bool, cache: ReadCache | None = None
 ) -> Dataset:
     if (place := split_group(text)) is not None:
         return replace(open_xarray(open_file(*place, credentials)), url=text, reopened=(*place, credentials))
     if text.rstrip("/").lower().endswith(REFERENCES):
-        return _of_group(text.rstrip("/"), credentials, variables, strict, partial(open_references, text, credentials))
+        return _from_group(
+            text.rstrip("/"), credentials, variables, strict, partial(open_references, text, credentials)
+        )
     url = resolve_url(text)
     try:
         if "://" in url or (repository := find_repository(url, credentials)) is None:
-            return _of_group(url, credentials, variables, strict, cache=cache)
+            return _from_group(url, credentials, variables, strict, cache=cache)
     except NoGroupError:
         repository = find_repository(url, credentials)
         if repository is None:
             raise
     root, inside = repository
     opener: Callable[[], Store] = partial(open_repository, root, credentials)
-    return _of_group(url, credentials, variables, strict, partial(_open_at, opener, inside) if inside else opener)
+    return _from_group(url, credentials, variables, strict, partial(_open_at, opener, inside) if inside else opener)
 
 
 def _open_at(opener: Callable[[], Store], group: str, shown: str = "") -> Store:
-    return At(opener(), f"{group}/" if group else "", shown)
+    return PrefixStore(opener(), f"{group}/" if group else "", shown)
 
 
-def _itself(store: Store) -> Store:
+def _return_store(store: Store) -> Store:
     return store
 
 
@@ -143,12 +145,12 @@ class NoGroupError(StoreError):
     """There is no Zarr group, and no array either."""
 
 
-def _of_object(given: Any, credentials: str, strict: bool) -> Dataset:
+def _from_object(given: Any, credentials: str, strict: bool) -> Dataset:
     """What an object holds that is neither a URL nor a config."""
     if _is_virtual(given):
         references = (given.vz if hasattr(given, "vz") else given.virtualize).to_kerchunk(format="dict")
         opener: Callable[[], Store] = partial(references_as_store, references, credentials)
-        return _of_group("virtual dataset", credentials, (), strict, opener)
+        return _from_group("virtual dataset", credentials, (), strict, opener)
     if hasattr(given, "readonly_session"):
         given = given.readonly_session("main")
     store = given if isinstance(given, Store) else getattr(given, "store", None)
@@ -157,9 +159,9 @@ def _of_object(given: Any, credentials: str, strict: bool) -> Dataset:
     path = "" if given is store else str(getattr(given, "path", "")).strip("/")  # of a group or an array
     if type(store) is LocalStore:
         return open_dataset(store.root / path, credentials, strict=strict)
-    opener = partial(_itself, store)
+    opener = partial(_return_store, store)
     opener = partial(_open_at, opener, path) if path else opener
-    return _of_group(type(store).__name__, credentials, (), strict, opener)
+    return _from_group(type(store).__name__, credentials, (), strict, opener)
 
 
 def _is_virtual(given: Any) -> bool:
@@ -169,7 +171,7 @@ def _is_virtual(given: Any) -> bool:
     return any(type(getattr(one, "_data", None)).__name__ == "ManifestArray" for one in held)
 
 
-def _of_group(
+def _from_group(
     url: str,
     credentials: str,
     variables: Sequence[str],
@@ -181,21 +183,21 @@ def _of_group(
     make: Callable[..., Dataset] = Dataset if opener is None else partial(StoreDataset, opener=opener)
     kept, unreachable = None, ""
     if cache is not None and opener is None and local_folder(url) is None:
-        kept = KeptMetadata(cache.open(warns=False), url)
+        kept = CachedMetadata(cache.open(warns=False), url)
     try:
         bare = open_store(url, credentials) if opener is None else opener()
-        found, store = _described(bare, url, kept, of_others=opener is not None)
+        found, store = _read_metadata(bare, url, kept, of_others=opener is not None)
     except UnreachableStoreError as error:
-        known = None if kept is None else without_store(url, kept, str(error))
+        known = None if kept is None else metadata_from_cache(url, kept, str(error))
         if known is None or cache is None:
             raise
         (found, store), unreachable = known, str(error)
         warn_unreachable(cache, error)
     group = _open_group(store, url)
     if group is None:
-        return _of_array(store, url, credentials, strict, opener)
+        return _from_array(store, url, credentials, strict, opener)
     if found is None and (levels := pyramid_levels(group)):
-        return _of_pyramid(group, levels, store, url, credentials, strict, opener)
+        return _from_pyramid(group, levels, store, url, credentials, strict, opener)
     arrays = _open_arrays(group, url, found, variables)
     infos = {name: array_info(name, array, found) for name, array in sorted(arrays.items())}
     # Coordinates along several dimensions are named by variables or the group, as CF and xarray do.
@@ -211,8 +213,8 @@ def _of_group(
     )  # fmt: skip
 
 
-def _described(
-    store: Store, url: str, kept: KeptMetadata | None, *, of_others: bool
+def _read_metadata(
+    store: Store, url: str, kept: CachedMetadata | None, *, of_others: bool
 ) -> tuple[Manifest | None, DescribedStore]:
     """The manifest of a store that kit built, and the store with what metadata are known after a round trip or two.
 
@@ -297,7 +299,7 @@ def _open_group(store: Store, url: str) -> zarr.Group | None:
         raise store_error(url, error) from None
 
 
-def _of_array(store: Store, url: str, credentials: str, strict: bool, opener: Callable[[], Store] | None) -> Dataset:
+def _from_array(store: Store, url: str, credentials: str, strict: bool, opener: Callable[[], Store] | None) -> Dataset:
     """An array by its own address: of the store that kit built around it, or as if there were one."""
     import zarr
 
@@ -340,7 +342,7 @@ def _multiscales(group: zarr.Group) -> Mapping[str, Any]:
     return scales[0] if isinstance(scales, list) and scales and isinstance(scales[0], Mapping) else {}
 
 
-def _of_pyramid(
+def _from_pyramid(
     group: zarr.Group,
     levels: list[str],
     store: DescribedStore,
@@ -355,7 +357,7 @@ def _of_pyramid(
     node = group[levels[0]]
     if not isinstance(node, zarr.Array):
         inner = None if opener is None else partial(_open_at, opener, levels[0])
-        return replace(_of_group(f"{url}/{levels[0]}", credentials, (), strict, inner), levels=tuple(levels))
+        return replace(_from_group(f"{url}/{levels[0]}", credentials, (), strict, inner), levels=tuple(levels))
     info = array_info(levels[0], node, None)
     axes = [axis["name"] if isinstance(axis, Mapping) else axis for axis in _multiscales(group).get("axes", "tczyx")]
     if len(axes) == len(info.shape):
