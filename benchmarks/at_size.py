@@ -65,7 +65,7 @@ def rank(number: int, ranks: int, order: str, seconds: float) -> None:
     import psutil
 
     from kit.config import Config
-    from kit.data.dataset import open_dataset
+    from kit.data.open_dataset import open_dataset
     from kit.data.patches.loader import PatchLoader
     from kit.data.sampling import sample_plan
 

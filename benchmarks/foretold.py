@@ -30,7 +30,7 @@ import kit
 from kit.cloud.simulated import SimulatedCloud, simulated_cloud
 from kit.config import Config
 from kit.data.build.layout import predict_reading
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import PatchData
 
 SITUATION = "same region"

@@ -49,7 +49,7 @@ def serve() -> None:
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     from kit.config import Config
     from kit.data.build.layout import predict_reading
-    from kit.data.dataset import open_dataset
+    from kit.data.open_dataset import open_dataset
     from kit.data.patches.module import PatchData
 
     os.environ |= question["environment"]

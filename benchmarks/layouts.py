@@ -29,7 +29,7 @@ import kit
 from kit.cloud.simulated import SimulatedCloud
 from kit.config import Config
 from kit.data.build.layout import predict_reading
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.reading import measure_reading
 
 SITUATION = "same region"

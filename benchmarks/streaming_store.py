@@ -116,7 +116,7 @@ def config_of(layout: Layout, url: str, **changes: Any) -> Config:
 
 def offsets(config: Config) -> Iterator[np.ndarray]:
     """Offsets `(sample, dim)` of the batches of the config's first epoch, in its order."""
-    from kit.data.dataset import open_dataset
+    from kit.data.open_dataset import open_dataset
     from kit.data.sampling import sample_plan
 
     plan = sample_plan(config, open_dataset(config), 1)

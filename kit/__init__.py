@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from kit.config import Config as Config
     from kit.data.build.build import build as build
     from kit.data.build.layout import plan_chunks as plan_chunks
-    from kit.data.dataset import open_dataset as open_dataset
+    from kit.data.open_dataset import open_dataset as open_dataset
     from kit.data.patches.module import PatchData  # noqa: F401 - old names, which files hold: see kit.targets
     from kit.data.rows.loader import RowData  # noqa: F401
     from kit.data.tables.loader import EventData  # noqa: F401

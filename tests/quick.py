@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 _HEAVY = frozenset((
     "asyncio", "duckdb", "lightning", "multiprocessing", "nbclient", "nbformat", "playwright", "psutil", "socket",
     "subprocess", "threading", "torch", "zarr",
-    "kit.cloud.simulated", "kit.data.build.build", "kit.data.dataset", "kit.trial.client", "kit.trial.trial",
-    "kit.widgets",
+    "kit.cloud.simulated", "kit.data.build.build", "kit.data.dataset", "kit.data.open_dataset", "kit.trial.client",
+    "kit.trial.trial", "kit.widgets",
 ))  # fmt: skip
 _HEAVY_FIXTURES = frozenset((
     "cloud", "config", "folder_server", "gcs", "notebook", "own", "place", "postgres", "running_cloud", "s3", "small",

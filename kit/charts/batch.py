@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kit.charts.style import INK, PAPER, VERMILION, add_axes, drawing, figure
 from kit.config import Config
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.sampling import sample_plan
 from kit.data.stream.engine import Engine
 from kit.data.stream.scatter import chunk_uses

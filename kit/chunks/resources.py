@@ -211,16 +211,15 @@ class WorkingSet:
         """Of an epoch's rows, found in the cache; the first epoch after a cold start finds none."""
         return hit_fraction(self.cached_fraction, self.order)
 
-    def read_seconds(self, rates: DiskRates, hits: float | None = None) -> float:
-        """Of one batch, being read alone, when the fraction `hits` of it is in the cache."""
-        hits = self.hit_fraction if hits is None else hits
-        batch_bytes = self.data_bytes / self.steps
+    def read_seconds(self, rates: DiskRates) -> float:
+        """Of one batch, being read alone."""
+        hits, batch_bytes = self.hit_fraction, self.data_bytes / self.steps
         disk = rates.ordered_bytes_per_second if self.order == "in order" else rates.random_bytes_per_second
         return batch_bytes * (hits / rates.memory_bytes_per_second + (1 - hits) / disk)
 
-    def epoch_seconds(self, rates: DiskRates, hits: float | None = None) -> float:
+    def epoch_seconds(self, rates: DiskRates) -> float:
         """Of an epoch, the next batch being read while one is trained on."""
-        reading = self.read_seconds(rates, hits)
+        reading = self.read_seconds(rates)
         return self.steps * max(self.step_seconds, reading) + min(self.step_seconds, reading)
 
     def disk_bytes(self) -> float:

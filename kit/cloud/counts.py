@@ -1,7 +1,7 @@
-"""What a simulated cloud was asked for and sent, by kind, status, fault and second; and which requests meet a fault.
+"""What a simulated cloud was asked for and sent, by kind, status and fault; and which requests meet a fault.
 
-`bytes_sent` are body bytes handed to the network, `bytes_received` those of uploads; heads are not counted. Seconds
-count from the last reset. The faults of a store:
+`bytes_sent` are body bytes handed to the network, `bytes_received` those of uploads; heads are not counted. The faults
+of a store:
 
     403 … 504   that status, with the provider's error body; a write is not done
     reset       the connection is reset before the first byte; a write is not done
@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, Self
 from kit.tables import html_table, text_table
 from kit.units import format_bytes, format_count
 
-MOST_SECONDS = 3600
 _COLUMNS = ("kind", "requests", "sent", "received")
 
 
@@ -39,7 +38,6 @@ class LiveCounts:
     def __init__(self, now: float) -> None:
         self._began = now
         self.kinds: dict[str, list[int]] = {}
-        self.seconds: dict[int, dict[str, list[int]]] = {}
         self.statuses: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.in_flight = self.most_in_flight = self.connections = self.refused = 0
@@ -51,31 +49,23 @@ class LiveCounts:
         self.in_flight = self.most_in_flight = in_flight
         self.connections = connections
 
-    def began(self, kind: str, received: int, now: float) -> None:
+    def began(self, kind: str, received: int) -> None:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        self._add(kind, now, 1, 0, received)
+        cell = self.kinds.setdefault(kind, [0, 0, 0])
+        cell[0] += 1
+        cell[2] += received
 
-    def sent(self, kind: str, count: int, now: float) -> None:
-        self._add(kind, now, 0, count, 0)
-
-    def _add(self, kind: str, now: float, requests: int, sent: int, received: int) -> None:
-        row = self.seconds.setdefault(int(now - self._began), {})
-        if len(self.seconds) > MOST_SECONDS:
-            del self.seconds[next(iter(self.seconds))]
-        for table in (self.kinds, row):
-            cell = table.setdefault(kind, [0, 0, 0])
-            cell[0] += requests
-            cell[1] += sent
-            cell[2] += received
+    def sent(self, kind: str, count: int) -> None:
+        self.kinds.setdefault(kind, [0, 0, 0])[1] += count
 
     def to_dict(self, now: float) -> dict[str, Any]:
-        names = ("kinds", "seconds", "statuses", "faults", "in_flight", "most_in_flight", "connections", "refused")
+        names = ("kinds", "statuses", "faults", "in_flight", "most_in_flight", "connections", "refused")
         return {name: getattr(self, name) for name in names} | {"elapsed_seconds": now - self._began}
 
 
 class Usage(NamedTuple):
-    """Requests and bytes of one kind or of one second."""
+    """Requests and bytes of one kind."""
 
     requests: int = 0
     bytes_sent: int = 0
@@ -88,8 +78,6 @@ class CloudCounts:
 
     kinds: Mapping[str, Usage] = field(default_factory=dict)
     """By kind: read, info, list, write, delete, bucket."""
-    seconds: Mapping[int, Mapping[str, Usage]] = field(default_factory=dict)
-    """The same for each second in which anything happened; the last hour of them."""
     statuses: Mapping[str, int] = field(default_factory=dict)
     """Answers by status; resets have none."""
     faults: Mapping[str, int] = field(default_factory=dict)
@@ -106,16 +94,12 @@ class CloudCounts:
     def from_dict(cls, reported: Mapping[str, Any]) -> Self:
         """What the server reports."""
         kinds = {kind: Usage(*cell) for kind, cell in reported["kinds"].items()}
-        seconds = {int(second): {kind: Usage(*cell) for kind, cell in row.items()}
-                   for second, row in reported["seconds"].items()}  # fmt: skip
-        return cls(**{**reported, "kinds": kinds, "seconds": seconds})
+        return cls(**{**reported, "kinds": kinds})
 
     def since(self, mark: CloudCounts) -> CloudCounts:
         """What was served after `mark`, counts of the same cloud; in-flight figures and open connections are of now."""
-        seconds = {second: _less(row, mark.seconds.get(second, {})) for second, row in self.seconds.items()}
         return replace(
-            self, kinds=_less(self.kinds, mark.kinds), seconds={key: row for key, row in seconds.items() if row},
-            statuses=Counter(self.statuses) - Counter(mark.statuses),
+            self, kinds=_less(self.kinds, mark.kinds), statuses=Counter(self.statuses) - Counter(mark.statuses),
             faults=Counter(self.faults) - Counter(mark.faults), refused=self.refused - mark.refused,
             elapsed_seconds=self.elapsed_seconds - mark.elapsed_seconds,
         )  # fmt: skip
@@ -123,7 +107,7 @@ class CloudCounts:
     @property
     def total(self) -> Usage:
         """Of all kinds together."""
-        return _sum(self.kinds)
+        return Usage(*map(sum, zip(*self.kinds.values(), strict=True)))
 
     @property
     def requests(self) -> int:
@@ -137,21 +121,9 @@ class CloudCounts:
     def bytes_received(self) -> int:
         return self.total.bytes_received
 
-    def requests_by_second(self) -> tuple[int, ...]:
-        """Requests of every second from the first to the last one with any."""
-        return tuple(usage.requests for usage in self._every_second())
-
-    def bytes_by_second(self) -> tuple[int, ...]:
-        """Bytes sent in every second from the first to the last one with any."""
-        return tuple(usage.bytes_sent for usage in self._every_second())
-
     def price(self, price_per_thousand_reads: float = 0.0, price_per_gigabyte: float = 0.0) -> float:
         """What the requests and the bytes sent (per 10^9) would have cost, in the currency of the prices."""
         return self.requests / 1000 * price_per_thousand_reads + self.bytes_sent / 1e9 * price_per_gigabyte
-
-    def _every_second(self) -> list[Usage]:
-        last = max(self.seconds, default=-1)
-        return [_sum(self.seconds.get(second, {})) for second in range(min(self.seconds, default=0), last + 1)]
 
     def _rows(self) -> list[list[str]]:
         return [
@@ -172,10 +144,6 @@ class CloudCounts:
 
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows(), caption=self._notes())
-
-
-def _sum(kinds: Mapping[str, Usage]) -> Usage:
-    return Usage(*map(sum, zip(*kinds.values(), strict=True)))
 
 
 def _less(kinds: Mapping[str, Usage], mark: Mapping[str, Usage]) -> dict[str, Usage]:

@@ -244,7 +244,7 @@ class Connection(asyncio.Protocol):
         now, counter, received = self._loop.time(), self._server.counter, len(request.body)
         response = answer.response.without_body() if request.method == "HEAD" else answer.response
         if answer.shaped:
-            counter.began(answer.kind, received, now)
+            counter.began(answer.kind, received)
         try:
             if answer.shaped:
                 link = self._server.link
@@ -285,7 +285,7 @@ class Connection(asyncio.Protocol):
             self._transport.writelines([head, piece] if head else [piece])
             head, sent = b"", sent + len(piece)
             if answer.shaped:
-                self._server.counter.sent(answer.kind, len(piece), self._loop.time())
+                self._server.counter.sent(answer.kind, len(piece))
             if len(piece) < count:  # its source has become shorter
                 return False
         return stop == size

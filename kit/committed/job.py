@@ -214,7 +214,7 @@ def _loader_settings(
 def _layout(config: Config) -> tuple[dict[str, Any], str]:
     """Chunk and shard where they are open: of the store, or of the plan for it."""
     from kit.data.build.layout import plan_chunks
-    from kit.data.dataset import open_dataset
+    from kit.data.open_dataset import open_dataset
     from kit.data.stores.url import redact
 
     open_fields = [name for name in ("chunk", "shard") if getattr(config.chunking, name) == "auto"]

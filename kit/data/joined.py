@@ -31,20 +31,12 @@ from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import MemoryStore, WrapperStore
 
 from kit.config import Config
-from kit.data.dataset import (
-    CALENDARS,
-    GREGORIAN_STARTS,
-    ArrayInfo,
-    Dataset,
-    StoreDataset,
-    XarrayStore,
-    is_time_unit,
-    open_dataset,
-    open_url,
-)
+from kit.data.dataset import Dataset, StoreDataset, XarrayStore
 from kit.data.files import split_group
+from kit.data.open_dataset import open_dataset, open_url
 from kit.data.places import Match, Matched, match_values, usual_step
 from kit.data.stores.url import read_object, redact
+from kit.data.variables import CALENDARS, GREGORIAN_STARTS, ArrayInfo, is_time_unit
 from kit.errors import ConfigError, Problem
 
 _ALIKE = ("dims", "dtype", "chunk", "shard", "scale_factor", "add_offset", "missing", "also_missing")

@@ -43,7 +43,8 @@ from kit.units import format_bytes
 
 if TYPE_CHECKING:
     from kit.config import Config, Data
-    from kit.data.dataset import ArrayInfo, Dataset
+    from kit.data.dataset import Dataset
+    from kit.data.variables import ArrayInfo
 
 LARGEST_PERMUTATION = 10_000_000
 _PATHS = {

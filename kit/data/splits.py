@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.places import MOST_CELLS, Places, cell_starts
 from kit.errors import ConfigError, Problem, did_you_mean
 from kit.registry import Drawable
 
 if TYPE_CHECKING:
     from kit.config import Config
-    from kit.data.dataset import ArrayInfo, Dataset
+    from kit.data.dataset import Dataset
+    from kit.data.variables import ArrayInfo
 
 Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -28,7 +28,8 @@ from kit.errors import ConfigError, Problem
 from kit.units import format_count
 
 if TYPE_CHECKING:
-    from kit.data.dataset import ArrayInfo, Dataset
+    from kit.data.dataset import Dataset
+    from kit.data.variables import ArrayInfo
 
 MOST_TILES = 2_000_000
 """Of one variable: 48 MB of sums."""

@@ -262,7 +262,7 @@ _KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler
 def loader_seconds(query: MemoryQuery) -> float | None:
     """Seconds in which kit's own loader gives a batch, by the costs of its store; None for any other data."""
     from kit.data.build.layout import price_store
-    from kit.data.dataset import open_dataset
+    from kit.data.open_dataset import open_dataset
 
     if query.data.kind != "default" or not query.config.data.url:
         return None

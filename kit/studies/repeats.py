@@ -291,7 +291,7 @@ def _afterwards(
     config = source.config.replace(change or {})
     if config.data.url != source.config.data.url and config.data.source is not None:
         from kit.data.build.build import build
-        from kit.data.dataset import open_dataset
+        from kit.data.open_dataset import open_dataset
 
         try:
             open_dataset(config)

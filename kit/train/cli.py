@@ -265,7 +265,7 @@ def check_run(values: Values, environment: Mapping[str, str] | None = None) -> N
                 found = here.gpu_source if not here.gpus else f"{len(here.gpus)} can be used"
                 raise HardwareError(f"this run needs {devices} GPUs on this machine: {found}")
     if _is_own_data(values):
-        from kit.data.dataset import open_dataset
+        from kit.data.open_dataset import open_dataset
         from kit.data.sampling import sample_plan
 
         config = Config.from_yaml(committed_text(plain(values)))

@@ -210,7 +210,7 @@ def _check_own_data(config: Config, world_size: int) -> dict[str, Any]:
         What is kept with the run: what reading should cost, before it is measured, and what is kept for validation.
     """
     from kit.data.build.layout import predict_reading
-    from kit.data.dataset import open_dataset
+    from kit.data.open_dataset import open_dataset
     from kit.data.patches.tiles import standardized_by
     from kit.data.sampling import sample_plan
     from kit.data.splits import split_of, widest_of

@@ -141,10 +141,10 @@ def code_html(call: str, note: str = "", below: str = "") -> str:
     return f"<div style='line-height:1.4'>the same in code{also}: {pre_html(call)}{copy}{below}</div>"
 
 
-def folded_html(summary: str, content: str, *, opened: bool = False, style: str = "") -> str:
+def folded_html(summary: str, content: str, *, style: str = "") -> str:
     """HTML that a click on its summary shows."""
-    opening = f"<details{' open' if opened else ''} style='{style}'>"
-    return f"{opening}<summary style='cursor:pointer'>{html.escape(summary)}</summary>{content}</details>"
+    title = f"<summary style='cursor:pointer'>{html.escape(summary)}</summary>"
+    return f"<details style='{style}'>{title}{content}</details>"
 
 
 def status_html(words: str) -> str:

@@ -141,7 +141,7 @@ class StoreView:
 def find_out(config: Config, source: Any = None) -> StoreFacts:
     """Plan and store of a config, built from the source given if there is one; errors are among the facts."""
     from kit.data.build.layout import plan_chunks, price_store
-    from kit.data.dataset import open_dataset
+    from kit.data.open_dataset import open_dataset
 
     facts = StoreFacts(config=config)
     try:

@@ -64,7 +64,6 @@ def test_an_epoch_takes_the_longer_of_computing_and_reading():
     assert disk.disk_bytes() == 10_000_000
     ordered = working_set(free_memory_bytes=0, order="in order", step_seconds=1)
     assert ordered.epoch_seconds(RATES) == pytest.approx(10 + 0.002)
-    assert memory.epoch_seconds(RATES, hits=0.0) == pytest.approx(disk.epoch_seconds(RATES))
 
 
 def test_what_is_foreseen_is_said_in_words():

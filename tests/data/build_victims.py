@@ -14,7 +14,7 @@ from pathlib import Path
 
 import kit.data.build.build as builder
 from kit.config import Config
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.errors import UnfinishedStoreError
 
 MOVE = Path.replace

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 from kit.chunks.requests import Coalescing
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stream.engine import Engine
 from kit.machine.processes import rss_bytes
 

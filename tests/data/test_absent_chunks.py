@@ -15,7 +15,7 @@ from waiting import wait_until
 import kit
 from kit.data.build.build import build
 from kit.data.build.grids import ZarrSource
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import PatchData
 from kit.errors import KitWarning, MissingChunkError
 

@@ -29,7 +29,7 @@ from kit.data.build.open_source import load_source
 from kit.data.build.shards import ArrayWriter, statistics
 from kit.data.build.source import VariableSpec
 from kit.data.build.verify import verify
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stores.manifest import BUILD_KEY, MANIFEST_KEY
 from kit.data.stores.url import list_objects, open_store, read_object, write_object
 from kit.errors import (

@@ -10,7 +10,7 @@ from properties import crossed
 
 import kit
 from kit.data.build.build import build
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.loader import PatchLoader
 from kit.data.patches.module import PatchData
 from kit.data.sampling import sample_plan

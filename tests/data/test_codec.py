@@ -12,7 +12,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
 from zarr_stores import ZSTD, GatedStore, by_zarr, seen_through, write_array
 
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stream.codec import StoredArray
 from kit.data.stream.engine import Engine
 from kit.errors import CorruptChunkError

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from kit.data.stores.http import CROWDED, FEWEST, REFUSED, ConcurrencyLimit
+from kit.data.stores.transfer import CROWDED, FEWEST, REFUSED, ConcurrencyLimit
 
 MOST = 256
 LATENCY_SECONDS = 0.03

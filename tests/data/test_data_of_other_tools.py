@@ -10,7 +10,7 @@ import xarray
 import zarr
 from test_data_people_have import DIMS, SHAPE, assert_same, built, grid, in_a_file, of_two, streamed
 
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.errors import StoreError
 
 

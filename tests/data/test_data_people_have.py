@@ -17,7 +17,7 @@ from kit.cloud.simulated import simulated_cloud
 from kit.config import Config
 from kit.data.build import build as building
 from kit.data.build.build import build
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import PatchData
 from kit.data.stores.url import open_store, write_object
 from kit.data.stream.engine import Engine

@@ -10,8 +10,9 @@ import zarr
 from kit.config import Config
 from kit.data.build.build import build
 from kit.data.build.verify import verify
-from kit.data.dataset import decode_float, encode_float, open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.sampling import sample_plan
+from kit.data.variables import decode_float, encode_float
 from kit.errors import ConfigError, CorruptChunkError, MissingChunkError, StoreError
 
 

@@ -18,7 +18,7 @@ from waiting import PATIENCE_SECONDS
 import kit
 from kit.data.build.build import build
 from kit.data.build.layout import predict_reading
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.errors import KitWarning
 
 QUIET = {

@@ -26,7 +26,7 @@ from zarr.core.sync import sync
 from zarr_stores import ZSTD, AsyncStore, GatedStore, by_xarray, by_zarr, seen_through, write_array
 
 from kit.data.build.build import build
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stream.codec import StoredArray
 from kit.data.stream.engine import Engine
 from kit.data.stream.receive import ReceiveQueue

@@ -19,7 +19,7 @@ from kit.cloud.simulated import simulated_cloud
 from kit.config import Config
 from kit.data.build.build import build
 from kit.data.build.open_source import as_source
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stream.engine import Engine
 from kit.errors import KitError, StoreError, UnfinishedStoreError
 from kit.machine.endpoints import VARIABLE

@@ -18,10 +18,10 @@ from waiting import PATIENCE_SECONDS, wait_until
 from zarr_stores import write_array
 
 from kit.cloud.simulated import simulated_cloud
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stores.auth import address_of
-from kit.data.stores.http import FEWEST, ConcurrencyLimit, Get, HttpClient
-from kit.data.stores.transfer import Counters
+from kit.data.stores.http import Get, HttpClient
+from kit.data.stores.transfer import FEWEST, ConcurrencyLimit, Counters
 from kit.data.stores.url import open_store
 from kit.data.stream.engine import Engine
 from kit.data.stream.fetch import AsyncClient
@@ -388,7 +388,7 @@ def test_whoever_waits_when_it_is_closed_is_told_so(cloud):
 
 def test_a_host_that_takes_few_requests_holds_up_no_other(cloud, folder, monkeypatch):
     """Stores of two hosts, joined: the limit of one says nothing of the other, and its queue is passed by."""
-    monkeypatch.setattr("kit.data.stores.http.FEWEST", 4)
+    monkeypatch.setattr("kit.data.stores.transfer.FEWEST", 4)
     (folder / "b" / "x").mkdir()
     (folder / "b" / "x" / "k").write_bytes(b"1")
     url = url_of(cloud, "http", "x")

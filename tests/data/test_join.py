@@ -10,7 +10,7 @@ import zarr
 
 import kit
 from kit.config import Config
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.sampling import sample_plan
 from kit.data.stores.http import HttpClient
 from kit.data.stores.transfer import Counters

@@ -14,7 +14,7 @@ from properties import crossed, nightly
 from waiting import wait_until
 
 from kit.data.build.build import build
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stores import lock
 from kit.data.stores.lock import write_lock
 from kit.data.stores.manifest import LOCK_KEY, crc32c

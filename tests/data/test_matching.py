@@ -9,7 +9,7 @@ import pytest
 
 import kit
 from kit.config import Config
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.sampling import sample_plan
 from kit.data.splits import split_of, widest_of
 from kit.data.stores.url import open_store

@@ -8,7 +8,7 @@ import pytest
 import kit
 from kit.cloud.dials import PRESETS
 from kit.data.patches.reading import Readings, measure_reading
-from kit.data.stores.http import ConcurrencyLimit
+from kit.data.stores.transfer import ConcurrencyLimit
 from kit.errors import ConfigError, PlanError, StoreError
 
 CHUNKS = ({"time": 1, "lat": 4, "lon": 4}, {"time": 2, "lat": 7, "lon": 9})

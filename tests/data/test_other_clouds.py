@@ -21,7 +21,7 @@ from zarr_stores import write_array
 import kit
 from kit.cloud.simulated import simulated_cloud
 from kit.config import Config
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stores import auth
 from kit.data.stores.auth import address_of
 from kit.data.stores.http import HttpClient

@@ -19,7 +19,7 @@ from waiting import PATIENCE_SECONDS
 
 from kit.config import Loader
 from kit.data.build.build import build
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.loader import PatchLoader, seed_process
 from kit.data.patches.module import PatchData
 from kit.data.sampling import sample_plan

@@ -106,7 +106,6 @@ def test_a_folder_is_probed_as_well_and_the_budget_of_bytes_holds(folder):
     assert sorted(folder.rglob("*")) == before
     table = found._repr_html_()
     assert "<table" in table
-    assert found.steps_table()
     assert str(found).startswith("Probe of ")
 
 

@@ -5,7 +5,7 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 from zarr_stores import write_array
 
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stream.engine import Engine
 from kit.data.stream.reader import Reader
 

@@ -13,7 +13,7 @@ from zarr_stores import AsyncStore, seen_through, write_array
 
 from kit.chunks.resources import OPENING_BYTES
 from kit.config import Loader
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.loader import PatchLoader
 from kit.data.sampling import SamplePlan
 from kit.data.stream.engine import Engine
@@ -127,7 +127,7 @@ def test_sizes_are_those_of_the_arrays(tmp_path):
 MEASURE = """
 import sys
 import numpy as np
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stream.engine import Engine
 from kit.machine.processes import peak_rss_bytes
 
@@ -160,7 +160,7 @@ FROM_A_CLOUD = """
 import sys
 import gcsfs
 import numpy as np
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stream.engine import Engine
 from kit.machine.processes import peak_rss_bytes
 

@@ -7,7 +7,7 @@ import zarr
 from kit.config import Config
 from kit.data.build.build import build
 from kit.data.build.layout import expected_bytes, plan_chunks, predict_reading, price_store
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import PatchData
 from kit.data.sampling import sample_plan
 from kit.data.stream.engine import Engine

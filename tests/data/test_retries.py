@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from waiting import PATIENCE_SECONDS
 
 from kit.data.build.build import build
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import PatchData
 from kit.data.stores import retry as policy
 from kit.data.stores.http import HttpClient

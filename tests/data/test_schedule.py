@@ -123,7 +123,7 @@ def test_nothing_to_divide_is_refused(wrong):
 @given(cores=st.integers(1, 512), ranks=st.integers(1, 64), gib=st.integers(1, 4096), heavy=st.booleans())
 def test_the_advice_never_oversubscribes(cores, ranks, gib, heavy):
     found = advise(cores, ranks, gib=gib, heavy_transform=heavy)
-    assert found.loading_threads <= max(cores, ranks)
+    assert ranks * max(1, found.loader_workers) * found.decode_threads <= max(cores, ranks)
     assert ranks * found.dask.total <= max(cores, ranks)
     assert found.build.total <= cores
     assert found.build.workers * found.build.memory_bytes <= gib * GIB

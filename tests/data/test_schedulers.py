@@ -22,7 +22,7 @@ from kit.data.build.build import build
 from kit.data.build.plan import OVERHEAD_BYTES, plan_build
 from kit.data.build.schedulers import RUNTIME_BYTES, open_scheduler, slots_of
 from kit.data.build.verify import verify
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.errors import BuildError, ConfigError, UnfinishedStoreError
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from zarr.core.sync import sync
 
 import kit
 from kit.data.build.build import build
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import PatchData
 from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.manifest import BUILD_KEY, FOLDER, MANIFEST_KEY

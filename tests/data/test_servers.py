@@ -15,7 +15,7 @@ from kit.cloud.simulated import simulated_cloud
 from kit.data.build.build import build
 from kit.data.build.open_source import load_source
 from kit.data.build.verify import verify
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import PatchData
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.http import HttpClient

@@ -19,7 +19,7 @@ import kit
 from kit.config import Config
 from kit.data.build.build import build
 from kit.data.build.open_source import load_source
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stream.engine import Engine
 from kit.errors import ConfigError, CorruptChunkError, KitError, MissingChunkError, RowsError, StoreError
 

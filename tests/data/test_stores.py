@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from zarr.storage import FsspecStore, LocalStore
 
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stores.url import (
     answer_seconds,
     delete_object,

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 import kit
 from kit.config import Config
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.tiles import standardized_by
 from kit.data.sampling import sample_plan
 from kit.errors import ConfigError

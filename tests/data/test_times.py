@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from properties import examples
 from xarray.coding.times import decode_cf_datetime
 
-from kit.data.dataset import decode_times
+from kit.data.variables import decode_times
 
 
 @given(

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import kit
 from kit.config import Config
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.rows.loader import RowData
 from kit.data.sampling import sample_plan
 from kit.data.splits import split_of, widest_of

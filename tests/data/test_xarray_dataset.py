@@ -8,7 +8,8 @@ import torch
 import xarray
 
 from kit.config import Config
-from kit.data.dataset import LARGEST_PIECE_BYTES, open_dataset
+from kit.data.dataset import LARGEST_PIECE_BYTES
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import PatchData
 from kit.data.stream.engine import Engine
 from kit.errors import ConfigError, StoreError

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kit.data.build.rechunk import FETCH_BYTES, Region
 from kit.data.build.source import VariableSpec, source_error, spec_of
-from kit.data.dataset import in_machine_order
+from kit.data.variables import in_machine_order
 from kit.errors import BuildError
 
 _PAGE_BYTES = 4096

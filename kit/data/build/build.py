@@ -46,7 +46,8 @@ from kit.data.build.resume import (
 from kit.data.build.schedulers import Scheduler, explain, open_scheduler
 from kit.data.build.shards import JOURNAL_SECONDS, ArrayWriter, Blueprint, BuildWork, Cut, ShardGroup, make_blueprint
 from kit.data.build.source import Source
-from kit.data.dataset import Dataset, open_dataset, read_build
+from kit.data.dataset import Dataset
+from kit.data.open_dataset import open_dataset, read_build
 from kit.data.stores import manifest as records
 from kit.data.stores.lock import write_lock
 from kit.data.stores.manifest import ArrayRecord, Manifest, ObjectRecord

@@ -34,10 +34,12 @@ from kit.data.build.source import (
     source_error,
     spec_of,
 )
-from kit.data.dataset import ArrayInfo, Dataset, StoreDataset, in_machine_order, open_dataset, open_xarray
+from kit.data.dataset import Dataset, StoreDataset, open_xarray
 from kit.data.files import open_file
+from kit.data.open_dataset import open_dataset
 from kit.data.stores.transfer import absent_chunks
 from kit.data.stores.url import redact, sizes_of_objects
+from kit.data.variables import ArrayInfo, in_machine_order
 from kit.errors import ConfigError, KitWarning, MissingChunkError
 
 if TYPE_CHECKING:

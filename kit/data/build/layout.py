@@ -27,11 +27,13 @@ from kit.config import Config
 from kit.data.build.open_source import load_source
 from kit.data.build.shards import ArrayWriter, Blueprint, make_blueprint
 from kit.data.build.source import Region, Source, source_error
-from kit.data.dataset import ArrayInfo, Dataset, open_dataset
+from kit.data.dataset import Dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.sampling import sample_plan
 from kit.data.stores.disk_cache import Entries, MemoryCache, ReadCache
 from kit.data.stores.url import local_folder
 from kit.data.stream.expected import Expected, Reading, expect
+from kit.data.variables import ArrayInfo
 from kit.errors import PlanError
 from kit.tables import html_table
 from kit.units import format_bytes, format_count

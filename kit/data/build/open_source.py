@@ -21,8 +21,9 @@ from kit.config import Config, resolve_path
 from kit.data.build.arrays import IMAGES, ArraySource, ImageFolder, open_npy
 from kit.data.build.grids import XarraySource, ZarrSource, open_file_source
 from kit.data.build.source import Source, check_source, source_error
-from kit.data.dataset import XarrayDataset, open_dataset
+from kit.data.dataset import XarrayDataset
 from kit.data.files import split_group
+from kit.data.open_dataset import open_dataset
 from kit.errors import KitError
 from kit.targets import load_target
 

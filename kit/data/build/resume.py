@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kit.data.build.layout import estimate
 from kit.data.build.shards import Blueprint, read_block
 from kit.data.build.source import Source
-from kit.data.dataset import read_build, read_journals, read_manifest
+from kit.data.open_dataset import read_build, read_journals, read_manifest
 from kit.data.stores import manifest as records
 from kit.data.stores.manifest import BuildRecord, ObjectRecord, crc32c
 from kit.data.stores.url import delete_object, list_objects, local_folder, read_object, redact

@@ -275,11 +275,6 @@ class Schedule:
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
 
-    @property
-    def loading_threads(self) -> int:
-        """Of all ranks together."""
-        return self.ranks * max(1, self.loader_workers) * self.decode_threads
-
     def apply(self, config: Config) -> Config:
         """The config with these sizes in `loader` and `build`."""
         return config.replace({

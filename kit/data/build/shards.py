@@ -33,10 +33,10 @@ from zarr.storage import MemoryStore
 from kit.config import Config
 from kit.data.build.open_source import load_source
 from kit.data.build.source import Region, Source, VariableSpec
-from kit.data.dataset import encode_float
 from kit.data.stores import manifest as records
 from kit.data.stores.manifest import BuildRecord, ObjectRecord, crc32c
 from kit.data.stores.url import open_store, write_object
+from kit.data.variables import encode_float
 from kit.errors import BuildError, KitError, PlanError
 from kit.machine.processes import give_memory_back
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kit.config import Config
 from kit.data.build.build import Progress, make_progress
-from kit.data.dataset import read_manifest, refuse_unfinished
+from kit.data.open_dataset import read_manifest, refuse_unfinished
 from kit.data.stores.manifest import ObjectRecord, crc32c
 from kit.data.stores.url import open_store, read_object, redact, resolve_url
 from kit.errors import CorruptChunkError, MissingChunkError, StoreError

@@ -36,7 +36,7 @@ from typing_extensions import override
 from kit.chunks.requests import Coalescing
 from kit.chunks.resources import HOLES_SHARE
 from kit.config import Loader
-from kit.data.dataset import ArrayInfo, Dataset
+from kit.data.dataset import Dataset
 from kit.data.sampling import SamplePlan, mixing
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.transfer import NAMES, absent_chunks, total
@@ -44,6 +44,7 @@ from kit.data.stores.url import redact
 from kit.data.stream import memory
 from kit.data.stream.engine import Engine, Span, Spans
 from kit.data.stream.memory import Arrays, batch_bytes, largest_chunk_bytes
+from kit.data.variables import ArrayInfo
 from kit.errors import ConfigError, KitWarning, Problem
 from kit.machine.processes import die_with, note_process, shorten_socket_paths
 from kit.units import format_bytes

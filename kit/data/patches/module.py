@@ -22,7 +22,8 @@ from typing_extensions import override
 
 from kit.config import Config, Loader
 from kit.data.build.layout import network_of
-from kit.data.dataset import Dataset, open_dataset
+from kit.data.dataset import Dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.loader import EpochPasses, PatchLoader
 from kit.data.patches.tiles import standardized_by
 from kit.data.sampling import sample_plan

@@ -24,7 +24,8 @@ from kit.arguments import takes_config
 from kit.chunks.requests import Coalescing, runs
 from kit.config import Config
 from kit.data.build.build import Progress, make_progress
-from kit.data.dataset import ArrayInfo, Dataset, open_dataset
+from kit.data.dataset import Dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stores.disk_cache import WHOLE, ReadCache, SharedFolder
 from kit.data.stores.http import Client
 from kit.data.stores.transfer import Counters
@@ -32,6 +33,7 @@ from kit.data.stores.url import redact
 from kit.data.stream.cached import ObjectNames
 from kit.data.stream.codec import ABSENT, FetchOnceCache, StoredArray
 from kit.data.stream.fetch import is_remote, open_client
+from kit.data.variables import ArrayInfo
 from kit.errors import ConfigError, KitWarning, PlanError, Problem
 from kit.units import format_bytes, format_count, format_seconds
 

@@ -32,15 +32,17 @@ from zarr.core.sync import sync
 
 from kit.chunks.geometry import place_of
 from kit.config import Config
-from kit.data.dataset import ArrayInfo, Dataset, open_dataset
+from kit.data.dataset import Dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.transfer import Counters, Octets
 from kit.data.stores.url import redact, sizes_of_objects
 from kit.data.stream.codec import StoredArray
 from kit.data.stream.fetch import leaves, open_client, read_index
+from kit.data.variables import ArrayInfo
 from kit.errors import StoreError
-from kit.tables import html_table, text_table
+from kit.tables import html_table
 from kit.units import format_bytes, format_count, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -153,11 +155,6 @@ class Probe:
 
     def _repr_html_(self) -> str:
         return html_table(_COLUMNS, self._rows(), caption=self._headline())
-
-    def steps_table(self) -> str:
-        """Bytes/s by requests in flight, as text."""
-        rows = [[format_count(count), _rate_text(rate)] for count, rate in self.steps]
-        return text_table(("in flight", "bytes/s"), rows)
 
 
 def probe(store: str | Config | Dataset, credentials: str = "default", *, most_bytes: int | str = "1 GiB") -> Probe:

@@ -26,7 +26,7 @@ from kit.chunks.cost import slowest
 from kit.cloud.dials import preset
 from kit.config import Config
 from kit.data.build.layout import price_store, requests_after
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stores.url import redact
 from kit.errors import ConfigError, PlanError, Problem

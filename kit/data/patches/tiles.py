@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from kit.arguments import takes_config
 from kit.data.build.build import Progress, make_progress
 from kit.data.build.layout import network_of
-from kit.data.dataset import Dataset, open_dataset
+from kit.data.dataset import Dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.splits import split_of, widest_of
 from kit.data.stores.disk_cache import ReadCache
 from kit.data.stream.engine import Engine

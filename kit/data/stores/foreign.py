@@ -5,7 +5,7 @@ for by that library's client and decoded here. Local and S3 repositories are Ice
 repository is opened at the tip of its branch `main`. References are those of kerchunk, in JSON or Parquet, or a
 VirtualiZarr dataset; the files that they lead to are opened with the same credentials.
 
-`At` shows one group of a store as if it were all of it, or an array that fills a store as an array in it.
+`PrefixStore` shows one group of a store as if it were all of it, or an array that fills a store as an array in it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFERENCES = (".json", ".parquet", ".parq")
 _BRANCH = "refs/branch.main/ref.json"
 
 
-class At(WrapperStore[Store]):
+class PrefixStore(WrapperStore[Store]):
     """A store whose keys begin with `shown` where those of the other begin with `there`; both end in `/`, or are empty.
 
     Args:

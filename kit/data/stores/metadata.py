@@ -12,7 +12,7 @@ manifest alone is asked for. Where the group's document is kept, those of the ar
 elsewhere all of them are compared with the manifest.
 
 The cache keeps the last manifest too, and the coordinates. They are for when there is no way to the store: then it is
-read as it was, as far as the cache holds it (`without_store`).
+read as it was, as far as the cache holds it (`metadata_from_cache`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zarr.storage import MemoryStore
 
 from kit.data.stores import manifest as records
 from kit.data.stores.disk_cache import WHOLE, Entries, name_of
-from kit.data.stores.foreign import At
+from kit.data.stores.foreign import PrefixStore
 from kit.data.stores.manifest import Manifest, ObjectRecord
 from kit.data.stores.transfer import octets
 from kit.data.stores.url import answer_seconds, redact, run_sync
@@ -75,7 +75,7 @@ def consolidated(documents: Documents) -> dict[str, bytes]:
 
 
 def published(
-    store: Store, url: str, manifest: Manifest, read: Documents, kept: KeptMetadata | None
+    store: Store, url: str, manifest: Manifest, read: Documents, kept: CachedMetadata | None
 ) -> dict[str, bytes]:
     """All metadata of a store that kit built, as its manifest tells it.
 
@@ -108,7 +108,7 @@ def _is(item: ObjectRecord, data: bytes) -> bool:
     return records.crc32c(data) == item.crc32c
 
 
-def without_store(url: str, kept: KeptMetadata, why: str) -> tuple[Manifest, DescribedStore] | None:
+def metadata_from_cache(url: str, kept: CachedMetadata, why: str) -> tuple[Manifest, DescribedStore] | None:
     """The manifest and metadata of a store that cannot be reached, as they were last read; None where none are kept.
 
     Raises:
@@ -152,7 +152,7 @@ class UnreachableStore(MemoryStore):
         )
 
 
-class KeptMetadata:
+class CachedMetadata:
     """What a read cache holds of the metadata of one store, if kit built it."""
 
     def __init__(self, entries: Entries, url: str) -> None:
@@ -204,7 +204,7 @@ class KeptMetadata:
         return name_of(self._url, item.key, f"{item.identity}-zlib")
 
 
-class DescribedStore(At):
+class DescribedStore(PrefixStore):
     """A store of whose metadata some is known; what else is read of it is remembered.
 
     Args:
@@ -220,7 +220,7 @@ class DescribedStore(At):
         store: Store,
         documents: Documents,
         folders: Iterable[str] = (),
-        kept: KeptMetadata | None = None,
+        kept: CachedMetadata | None = None,
         listed: Mapping[str, ObjectRecord] | None = None,
     ) -> None:
         super().__init__(store, "")
@@ -251,7 +251,7 @@ class DescribedStore(At):
             self._met[key] = found.to_bytes()
         return found
 
-    async def _get_listed(self, item: ObjectRecord, kept: KeptMetadata, prototype: BufferPrototype) -> Buffer | None:
+    async def _get_listed(self, item: ObjectRecord, kept: CachedMetadata, prototype: BufferPrototype) -> Buffer | None:
         data = await asyncio.to_thread(kept.find, item)
         if data is not None:
             return prototype.buffer.from_bytes(data)

@@ -40,6 +40,7 @@ from kit.machine.machine import waiting_per_core
 
 _ANSWER_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
+_SIZES_AT_ONCE = 16
 _LONGEST_URL = 4096
 _LONGEST_NAME_BYTES = 255
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
@@ -332,11 +333,11 @@ def list_objects(store: Store, prefix: str, url: str, most: int | None = None) -
     return run_sync(collect, url, None)
 
 
-def sizes_of_objects(store: Store, keys: Iterable[str], url: str, at_once: int = 16) -> dict[str, int]:
+def sizes_of_objects(store: Store, keys: Iterable[str], url: str) -> dict[str, int]:
     """Bytes of the objects that are there, by key; the others are left out."""
 
     async def measure() -> dict[str, int]:
-        slots, sizes = asyncio.Semaphore(at_once), {}
+        slots, sizes = asyncio.Semaphore(_SIZES_AT_ONCE), {}
 
         async def one(key: str) -> None:
             async with slots:

@@ -37,9 +37,9 @@ from zarr.core.metadata.v2 import ArrayV2Metadata
 from zarr.core.metadata.v3 import ArrayV3Metadata
 from zarr.core.sync import sync
 
-from kit.data.dataset import ArrayInfo
 from kit.data.places import Matched
 from kit.data.stores.transfer import Octets, octets
+from kit.data.variables import ArrayInfo
 from kit.errors import CorruptChunkError
 
 ABSENT = 2**64 - 1

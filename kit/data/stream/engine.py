@@ -43,7 +43,7 @@ class Engine:
     Args:
         dataset: What the store holds.
         variables: Names of the variables, stacked in this order; empty for all of one shape.
-        requests_in_flight: Requests open at once, at most; beyond 32 no more than help (`kit.data.stores.http`).
+        requests_in_flight: Requests open at once, at most; beyond 32 no more than help (`kit.data.stores.transfer`).
         decode_threads: Threads that decompress and copy.
         batches_ahead: Batches read before they are asked for.
         standardize: Shift and scale by the mean and deviation found while building.

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from kit.chunks.cost import ArrayRequests
 from kit.chunks.requests import Coalescing, Place, c_numbers, morton_numbers, runs
 from kit.chunks.resources import HOLES_SHARE, READY_TOO
-from kit.data.dataset import ArrayInfo, Dataset, XarrayStore
+from kit.data.dataset import Dataset, XarrayStore
 from kit.data.sampling import SamplePlan
 from kit.data.stores.disk_cache import WHOLE, Entries
 from kit.data.stores.transfer import Counters
@@ -58,6 +58,7 @@ from kit.data.stream.fetch import is_remote, leaves, open_client, read_index
 from kit.data.stream.memory import batch_bytes, largest_chunk_bytes
 from kit.data.stream.receive import WINDOWS_DECODED
 from kit.data.stream.scatter import touched
+from kit.data.variables import ArrayInfo
 from kit.errors import KitError
 
 _TOUCHED_AT_LEAST = 64

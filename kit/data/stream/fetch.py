@@ -32,7 +32,7 @@ from kit.chunks.requests import Run
 from kit.data.dataset import XarrayStore
 from kit.data.joined import JoinedStore
 from kit.data.stores.auth import Address, address_of
-from kit.data.stores.foreign import At
+from kit.data.stores.foreign import PrefixStore
 from kit.data.stores.fsspec import RemoteStore
 from kit.data.stores.http import Client, Get, HttpClient
 from kit.data.stores.local import Folder
@@ -114,7 +114,7 @@ def open_client(
 
 def leaf(store: Store, key: str) -> tuple[Store, str]:
     """The store that holds an object itself, behind those that show others; and its key there."""
-    while isinstance(store, JoinedStore | At):
+    while isinstance(store, JoinedStore | PrefixStore):
         found = store.behind(key)
         if found is None:
             break
@@ -126,7 +126,7 @@ def leaves(store: Store, url: str) -> list[tuple[Store, str]]:
     """The stores that hold objects themselves, with their URLs."""
     if isinstance(store, JoinedStore):
         return [one for held in store.held for one in leaves(*held)]
-    return leaves(store.behind("")[0], url) if isinstance(store, At) else [(store, url)]
+    return leaves(store.behind("")[0], url) if isinstance(store, PrefixStore) else [(store, url)]
 
 
 def is_local(store: Store) -> bool:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kit.data.dataset import NUMBERS, ArrayInfo
 from kit.data.places import Matched
+from kit.data.variables import NUMBERS, ArrayInfo
 from kit.errors import ConfigError, Problem
 
 Table = NDArray[np.int64]

@@ -32,7 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from kit.config import Config
 from kit.data.build.open_source import load_source
-from kit.data.dataset import open_dataset
+from kit.data.open_dataset import open_dataset
 from kit.data.patches.module import EpochData, PatchData
 from kit.data.rows.loader import RowData
 from kit.errors import ConfigError, Problem

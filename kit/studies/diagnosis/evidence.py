@@ -472,7 +472,7 @@ def store_layout(config: Config) -> StoreLayout:
         KitError: when the store does not open, or its costs cannot be predicted.
     """
     from kit.data.build.layout import plan_chunks, price_store
-    from kit.data.dataset import open_dataset
+    from kit.data.open_dataset import open_dataset
 
     stored = price_store(config, open_dataset(config))
     plan = plan_chunks(config.replace({"chunking.chunk": "auto", "chunking.shard": "auto", "data.source": None}))

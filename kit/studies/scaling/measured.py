@@ -219,7 +219,7 @@ def _loading(trial: Trial, found: Evidence) -> tuple[Loading, list[str]]:
 def _engine_cpu(config: Config) -> float:
     """Of a batch of kit's own loader, as the config prices requests and decoding; 0 where the store does not open."""
     from kit.data.build.layout import price_store
-    from kit.data.dataset import open_dataset
+    from kit.data.open_dataset import open_dataset
 
     try:
         costs = price_store(config, open_dataset(config))
