@@ -106,6 +106,8 @@ def lazy(package: str, *inner: str) -> tuple[Callable[[str], Any], Callable[[], 
 
             close = difflib.get_close_matches(name, names, n=1)
             it_has = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
+            below = [] if name.startswith("_") else [f"{package}.{one}" for one in inner if name in dir(get(one))]
+            it_has = f"it is {below[0]}.{name}" if below else it_has
             raise AttributeError(f"module {package!r} has no attribute {name!r}; {it_has}")
         module, attribute = homes[name]
         return getattr(importlib.import_module(module), attribute)

@@ -131,6 +131,11 @@ def test_an_unknown_public_name_is_answered_with_the_known_ones():
         kit.nothing  # noqa: B018
 
 
+def test_a_name_that_lies_below_is_answered_with_where():
+    with pytest.raises(AttributeError, match=r"it is kit\.data\.prefetch"):
+        kit.prefetch  # noqa: B018
+
+
 def test_the_source_never_takes_a_dangerous_short_cut():
     forbidden = ("yaml.load(", "eval(", "shell=True", "weights_only=False", "os.system", "allow_pickle=True")
     paths = [house.modules()[module] for module in MODULES]

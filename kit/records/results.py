@@ -544,5 +544,6 @@ def _csv_cell(value: Any) -> Any:
 def written(text: str, path: str | Path | None) -> str:
     """The text itself, also written to `path` when given: in one step, so that no reader finds half of it."""
     if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         write(text, Path(path))
     return text

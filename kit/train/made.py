@@ -31,9 +31,14 @@ def loader_of(value: Any, settings: Loader, shuffle: bool = True) -> Any:
         value: A data set, or a loader.
         settings: Of a loader that is made here.
         shuffle: Whether `settings.shuffle` counts; validation keeps its order.
+
+    Raises:
+        ConfigError: for a data set without samples.
     """
     if not isinstance(value, Dataset) or isinstance(value, DataLoader) or _holds_a_loader(value):
         return value
+    if hasattr(value, "__len__") and not len(value):
+        raise ConfigError([Problem("data", f"{type(value).__name__} holds no samples; look at where it finds them")])
     return DataLoader(
         value,
         batch_size=settings.batch_size,

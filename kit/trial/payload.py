@@ -45,6 +45,8 @@ Kind = Literal["default", "path", "class", "factory", "instance", "entry", "modu
 LARGE_BYTES = 10_000_000
 _SOURCE_BYTES = 1_000_000
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_OF_ARRAYS = ("torch", "numpy", "pandas", "polars", "xarray", "zarr", "h5py", "pyarrow", "dask")
+"""Packages whose objects with a shape hold values."""
 _INSTANCE_MARKS = ("training_step", "train_dataloader", "__getitem__", "__iter__")
 
 
@@ -296,13 +298,10 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
     Raises:
         ConfigError: for a module that is none, arguments that do not fit the class, factories that need arguments.
     """
-    if module.kind in ("class", "instance"):
-        kind = module.value if module.kind == "class" else type(module.value)
-        if all(base.__name__ != "LightningModule" for base in kind.__mro__):
-            message = f"{kind.__name__} is no LightningModule, whose training_step(batch, batch_idx) returns a loss"
-            raise ConfigError([Problem("module", message)])
-    if data.kind == "instance" and isinstance(data.value, tuple):
-        _check_pair(data.value)
+    if module.kind in ("class", "instance") or (module.kind == "factory" and _is_of_torch(type(module.value))):
+        _check_module(module)
+    if data.kind == "instance":
+        _check_data(data.value)
     calls: list[tuple[Part, str, Mapping[str, Any]]] = []
     if module.kind == "class":
         calls.append((module, "model.arguments", config.model.arguments))
@@ -318,6 +317,43 @@ def check_parts(module: Part, data: Part, config: Config) -> None:
             signature.bind(**arguments)
         except TypeError as error:
             raise ConfigError([Problem(path, f"{part} cannot be made: {error}; it takes {signature}")]) from None
+
+
+def _is_of_torch(kind: type) -> bool:
+    """Whether it is a class of models: those are callable, but make nothing."""
+    return any((base.__module__, base.__name__) == ("torch.nn.modules.module", "Module") for base in kind.__mro__)
+
+
+def _check_module(module: Part) -> None:
+    """Refuse what Lightning would refuse, before a process starts and where the caller can read it."""
+    kind = module.value if module.kind == "class" else type(module.value)
+    base = next((base for base in kind.__mro__ if base.__name__ == "LightningModule"), None)
+    if base is None:
+        message = f"{kind.__name__} is no LightningModule, whose training_step(batch, batch_idx) returns a loss"
+        if kind.__name__ == "OptimizedModule":
+            message += "; give the module itself, and compile a part of it, as in self.net = torch.compile(self.net)"
+        elif _is_of_torch(kind):
+            message += "; write one that holds it, with training_step and configure_optimizers"
+        raise ConfigError([Problem("module", message)])
+    own = set() if module.kind == "class" else set(vars(module.value))
+    hooks = [hook for hook in ("training_step", "configure_optimizers") if hook not in own]
+    absent = [hook for hook in hooks if hook in vars(base) and getattr(kind, hook, None) is vars(base)[hook]]
+    if absent:
+        message = f"{kind.__name__} has no {' and no '.join(absent)}, and cannot be trained without; write it"
+        raise ConfigError([Problem("module", message)])
+
+
+def _check_data(value: Any) -> None:
+    values = value if isinstance(value, tuple) else (value,)
+    arrays = [one for one in values if type(one).__module__.partition(".")[0] in _OF_ARRAYS and hasattr(one, "shape")]
+    if arrays:
+        message = (
+            f"{type(arrays[0]).__name__} holds values and makes no batches; give "
+            "torch.utils.data.TensorDataset(inputs, targets), kit.data.RowData(values) or a DataLoader"
+        )
+        raise ConfigError([Problem("data", message)])
+    if isinstance(value, tuple):
+        _check_pair(value)
 
 
 def _check_pair(values: tuple[Any, ...]) -> None:

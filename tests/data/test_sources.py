@@ -212,3 +212,14 @@ def test_a_store_of_several_shapes_gives_the_largest_unless_told(tmp_path):
         group.create_array(name, data=np.ones(shape, "f4"), chunks=shape)
     assert [*ZarrSource(str(tmp_path / "a.zarr")).variables] == ["large", "other"]
     assert [*ZarrSource(str(tmp_path / "a.zarr"), variables=["small"]).variables] == ["small"]
+
+
+@pytest.mark.parametrize(("name", "joins"), [("part.nc", "open_mfdataset"), ("part.npy", "concatenate")])
+def test_many_files_are_refused_with_what_joins_them(tmp_path, name, joins):
+    (tmp_path / name).write_bytes(b"")
+    for text in (str(tmp_path), f"{tmp_path}/p*{name[-4:]}"):
+        with pytest.raises(ConfigError, match=rf"data\.source: .*source=\w+\.{joins}"):
+            open_place(text)
+    zarr.create_group(tmp_path / "store")
+    (tmp_path / "store" / name).write_bytes(b"")
+    assert open_place(str(tmp_path / "store"))

@@ -91,6 +91,7 @@ def test_an_empty_folder_says_how_to_make_a_trial(tmp_path):
 def test_csv_reads_back_and_cannot_hold_a_formula(tmp_path):
     make_run(tmp_path, end={"state": "FAILED", "cause": "error", "message": "=cmd|' /C calc'!A0"})
     text = results(tmp_path).to_csv(tmp_path / "results.csv")
+    assert results(tmp_path).to_csv(tmp_path / "new" / "folder" / "results.csv") == text
     assert (tmp_path / "results.csv").read_text() == text
     (row,) = csv.DictReader(io.StringIO(text))
     assert row["message"].startswith("'=")

@@ -10,10 +10,12 @@ from own_training import Logging, Seen
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from waiting import PATIENCE_SECONDS
 
+from kit.config import Config
 from kit.errors import ConfigError, TrialError
 from kit.memory.alongside import fit
 from kit.memory.prediction import predict_memory
 from kit.testing import TinyData, TinyModule
+from kit.train.made import loader_of
 from kit.train.one_lightning import real_name
 from kit.trial.payload import Part, brings_loaders
 from kit.trial.settings_used import settings_used
@@ -163,3 +165,8 @@ def test_a_name_of_pytorch_lightning_is_that_of_lightning():
 def test_a_loader_without_a_batch_trains_nothing_and_fails(config, loader, reason):
     with pytest.raises(TrialError, match=reason):
         fit(config(), TinyModule, loader).wait(PATIENCE_SECONDS)
+
+
+def test_a_data_set_without_samples_is_named_before_its_loader_is_made():
+    with pytest.raises(ConfigError, match="data: TensorDataset .*no samples"):
+        loader_of(pairs(0), Config().loader)

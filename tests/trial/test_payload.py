@@ -1,8 +1,13 @@
 import functools
 import threading
 
+import numpy as np
+import pandas
 import pytest
+import torch
 from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from kit.config import Config
 from kit.errors import ConfigError
@@ -29,6 +34,12 @@ class Model:
 class Trained(LightningModule):
     def __init__(self, width, depth=2):
         super().__init__()
+
+    def training_step(self, batch, batch_idx):
+        return None
+
+    def configure_optimizers(self):
+        return None
 
 
 def made(width):
@@ -61,6 +72,50 @@ def test_arguments_that_do_not_fit_the_class_are_refused_with_what_it_takes():
 def test_what_is_no_module_is_refused(value):
     with pytest.raises(ConfigError, match="module: .*no LightningModule"):
         check_parts(Part.of(value), Part.of(None), made_with(model={"width": 3}))
+
+
+@pytest.mark.parametrize("value", [nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1)), nn.Linear])
+def test_a_plain_module_of_torch_is_no_factory_of_one(value):
+    with pytest.raises(ConfigError, match="no LightningModule.*training_step and configure_optimizers"):
+        check_parts(Part.of(value), Part.of(None), Config())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_a_compiled_module_is_refused_with_what_to_compile_instead():
+    with pytest.raises(ConfigError, match=r"OptimizedModule.*torch\.compile\(self"):
+        check_parts(Part.of(torch.compile(Trained(3))), Part.of(None), Config())
+
+
+@pytest.mark.parametrize("absent", ["training_step", "configure_optimizers"])
+def test_a_module_without_a_step_or_an_optimizer_is_refused_by_name(absent):
+    short = type("Short", (Trained,), {absent: getattr(LightningModule, absent)})
+    for given in (short, short(3)):
+        with pytest.raises(ConfigError, match=f"Short has no {absent},"):
+            check_parts(Part.of(given), Part.of(None), made_with(model={"width": 3}))
+    whole = short(3)
+    setattr(whole, absent, lambda *_: None)  # as Lightning, which looks at the instance
+    check_parts(Part.of(whole), Part.of(None), Config())
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (torch.zeros(8, 2), "Tensor"),
+        ((torch.zeros(8, 2), torch.zeros(8)), "Tensor"),
+        (np.zeros((8, 2)), "ndarray"),
+        (pandas.DataFrame({"a": [1]}), "DataFrame"),
+    ],
+)
+def test_values_that_make_no_batches_are_refused_with_what_does(value, name):
+    with pytest.raises(ConfigError, match=f"data: {name} .*TensorDataset"):
+        check_parts(Part.of(None), Part.of(value), Config())
+
+
+def test_data_sets_and_loaders_over_tensors_are_taken():
+    rows = TensorDataset(torch.zeros(8, 2))
+    for value in (rows, (rows, rows), DataLoader(rows), [DataLoader(rows)], {"a": DataLoader(rows)}):
+        check_parts(Part.of(None), Part.of(value), Config())
 
 
 def test_arguments_of_own_data_are_checked_unless_a_source_takes_them():

@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,34 @@ _HOLDERS = ("xarray", "zarr", "icechunk", "virtualizarr")
 """Packages whose objects hold data."""
 
 
+_FILES = (".nc", ".nc4", ".h5", ".hdf5", ".he5", ".grib", ".grib2", ".grb", ".npy", ".npz")
+
+
+def _check_single(text: str) -> None:
+    """Refuse files that are many: how they are joined is not for kit to guess."""
+    if _URL.match(text):
+        return
+    path = resolve_path(text)
+    pattern = any(mark in path.name for mark in "*?[") and not path.exists()
+    if not pattern and (not path.is_dir() or is_zarr(path)):
+        return
+    files = [file for file in (path.parent.glob(path.name) if pattern else path.iterdir()) if file.suffix in _FILES]
+    if files:
+        how = "numpy.concatenate" if files[0].suffix in (".npy", ".npz") else "xarray.open_mfdataset"
+        message = f"{text} is no single file; join those there ({len(files)}): kit.build(config, source={how}(...))"
+        raise source_error("source", message)
+
+
+def is_zarr(path: Path) -> bool:
+    """Whether a folder is a store of Zarr."""
+    return any((path / mark).exists() for mark in ("zarr.json", ".zgroup", ".zmetadata", ".zarray"))
+
+
 def open_place(text: str) -> Callable[..., Any] | None:
     """What opens the data at `text`, given the arguments of a config; None when `text` is an import path."""
     if _TARGET.fullmatch(text.strip()):
         return None
+    _check_single(text)
     place = split_group(text)
     if place is not None and not text.lower().endswith(".npy"):
         return partial(open_file_source, *place)
@@ -110,7 +135,6 @@ def open_place(text: str) -> Callable[..., Any] | None:
         suffix = path.suffix.lower()
         if suffix == ".npy":
             return partial(open_npy, path)
-        is_zarr = any((path / mark).exists() for mark in ("zarr.json", ".zgroup", ".zmetadata", ".zarray"))
-        if path.is_dir() and not is_zarr and any(file.suffix.lower() in IMAGES for file in path.rglob("*")):
+        if path.is_dir() and not is_zarr(path) and any(file.suffix.lower() in IMAGES for file in path.rglob("*")):
             return partial(ImageFolder, path)
     return partial(ZarrSource, text)

@@ -349,6 +349,9 @@ class EventPlan:
     def __post_init__(self) -> None:
         if not self.batches_per_epoch:
             name = self.table.get("name", "the table")
+            if not any(self.entities):
+                message = f"{name} has no rows to read: it is empty, or its where keeps none"
+                raise ConfigError([Problem("table", message)])
             least = self.global_batch_size if self.drop_last else self.world_size
             way_out = (
                 "use a smaller batch, fewer ranks, or keep the last batch" if self.drop_last else "use fewer ranks"

@@ -273,6 +273,11 @@ def open_table(place: str | Path | Mapping[str, Any] | DataSource, **fields: Any
         if not fields.get("name") and len(events) != 1:
             raise ConfigError(f"it describes {', '.join(sources.names)}; say which with name=", str(place))
         return sources.open(fields.get("name") or events[0])
+    if re.match(r"postgres(ql)?://", str(place)):
+        parts = "{'type': ..., 'name': ..., 'connection': {'kind': 'postgresql', 'host': ..., 'database': ...}}"
+        raise ConfigError([Problem("connection", f"a server is named by its parts, not by a URL; give {parts}")])
+    if str(place).lower().endswith((".csv", ".tsv", ".csv.gz")):
+        raise ConfigError([Problem("connection.path", f"{place} is CSV, which has no types; write it as Parquet once")])
     kind = "duckdb" if str(place).lower().endswith(_DUCKDB) else "parquet"
     connection = {"kind": kind, "path": str(place), **fields.pop("connection", {})}
     name = re.sub(r"[^A-Za-z0-9_.-]", "", fields.get("table") or Path(place).stem).lstrip(".-0123456789") or "table"

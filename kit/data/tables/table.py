@@ -11,6 +11,7 @@ has come to its end.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from abc import ABC, abstractmethod
@@ -262,7 +263,8 @@ class DatabaseTable:
             field = "where"
             session.check(database.relation, "", [declared.where])
         except failures as error:
-            raise self._wrong(field, database.reason(error)) from None
+            hint = self._other_tables(session) if field == "table" else ""
+            raise self._wrong(field, database.reason(error) + hint) from None
         finally:
             session.close()
         names = [column.name for column in columns]
@@ -270,6 +272,16 @@ class DatabaseTable:
         if twice:
             raise self._wrong("query", f"it has {', '.join(twice)} more than once; give each column another name")
         return {column.name: column for column in columns}
+
+    def _other_tables(self, session: Session) -> str:
+        """What the database has in place of a table that it has not; empty where it does not say."""
+        with contextlib.suppress(QueryError, *self._database.failures()):
+            rows = session.rows("SELECT table_schema, table_name FROM information_schema.tables")
+            named = {name for schema, table in rows for name in (table, f"{schema}.{table}")}
+            if self.declared.table not in named:
+                shown = [table for schema, table in rows if schema not in ("information_schema", "pg_catalog")]
+                return did_you_mean(self.declared.table.rpartition(".")[2], sorted(shown))
+        return ""
 
     def _chosen_columns(self, found: Mapping[str, DatabaseColumn]) -> dict[str, DatabaseColumn]:
         """Those that the declaration allows, and all that it names are there."""
@@ -287,10 +299,10 @@ class DatabaseTable:
         kept = {name: found[name] for name in found if name in allowed and name not in declared.columns.deny}
         if not kept:
             raise self._wrong("columns", f"no column of {', '.join(found)} is left to read")
-        for column in kept.values():
-            if column.kind is None:
-                way_out = "leave it out with columns.deny, or cast it in a query"
-                raise self._wrong("columns", f"{column.name} is {column.type_name}, which is not read; {way_out}")
+        unread = [f"{column.name} is {column.type_name}" for column in kept.values() if column.kind is None]
+        if unread:
+            way_out = "leave out such columns with columns.deny, or cast them in a query"
+            raise self._wrong("columns", f"{', '.join(unread)}, which is not read; {way_out}")
         return kept
 
     def _column(self, name: str) -> DatabaseColumn:

@@ -185,18 +185,29 @@ class DeviceTarget:
         return 512 if self.device_kind == "cuda" else 1
 
 
+_LEAST_BYTES = 1 << 20
+"""A number below it is no size that was meant in bytes."""
+
+
 def target_of(device: str | int | DeviceTarget, machine: Machine | None = None, world_size: int = 1) -> DeviceTarget:
     """The target named by a card, a size ("24 GiB" or bytes) or "this machine" (looked at when `machine` is None).
 
     `world_size` matters on the CPU only, where ranks share one memory.
 
     Raises:
-        PlanError: for a name that is no card and a size that is not positive.
+        PlanError: for what is no card and no size, and for a number that lacks its unit.
     """
     if isinstance(device, DeviceTarget):
         return device
     if isinstance(device, str) and device.strip().lower() == THIS_MACHINE:
         return _here(hardware() if machine is None else machine, world_size)
+    if isinstance(device, bool) or not isinstance(device, str | int):
+        raise PlanError(f"{device!r} is no device; give one, such as 'A100-40GB', '24 GiB' or {THIS_MACHINE!r}")
+    digits = str(device).strip()
+    if digits.isdecimal() and 0 < int(digits) < _LEAST_BYTES:
+        cards = [card.name for card in CARDS if digits in card.name.split("-")]
+        hint = f"did you mean {cards[0]!r}?" if cards else f"give the unit, as in '{digits} GiB'"
+        raise PlanError(f"{digits} is a size of {digits} bytes; {hint}")
     if isinstance(device, int) or re.match(r"\s*-?\d+(\.\d+)?\s*([a-z]*b)?\s*$", device, re.IGNORECASE):
         try:
             size_bytes = parse_bytes(device)

@@ -170,8 +170,11 @@ def test_what_is_not_there_is_said_when_a_table_is_opened(tmp_path):
         read_sources(entry(connection=connection)).open("purchases")
     with duckdb.connect(str(path)) as opened:
         opened.execute("CREATE TABLE bought (customer integer, price double)")
-    with pytest.raises(ConfigError, match=r"^data_sources.0.table: .*purchases.*does not exist"):
+    with pytest.raises(ConfigError, match=r"^data_sources.0.table: .*purchases.*does not exist.*has bought"):
         read_sources(entry(connection=connection)).open("purchases")
+    for slip in ("bougt", "main.bougt"):
+        with pytest.raises(ConfigError, match=r"^data_sources.0.table: .*mean 'bought'"):
+            read_sources(entry(connection=connection, table=slip)).open("purchases")
     with pytest.raises(
         ConfigError,
         match=r"^data_sources.0.main_entity_column: bought .*'custommer'.*mean 'customer'",
@@ -221,3 +224,22 @@ def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it
     table = None if connection["kind"] == "parquet" else "t"
     with pytest.raises(ConfigError, match=rf"data_sources.0.connection.kind: .*{library}.*pip install 'kit\[tables\]'"):
         read_sources(entry(connection=connection, table=table)).open("purchases")
+
+
+def test_all_columns_that_are_not_read_are_told_at_once(tmp_path):
+    import duckdb
+
+    path = tmp_path / "shop.duckdb"
+    with duckdb.connect(str(path)) as opened:
+        opened.execute("CREATE TABLE bought (customer integer, items integer[], place struct(x integer))")
+    with pytest.raises(ConfigError, match=r"columns: items is INTEGER\[\], place is STRUCT.*columns\.deny"):
+        open_table(path, table="bought", main_entity_column="customer")
+
+
+@pytest.mark.parametrize(
+    ("place", "way_out"),
+    [("postgresql://localhost/shop", "connection: .*'kind': 'postgresql'"), ("shop.csv", "CSV.*Parquet")],
+)
+def test_a_server_or_a_csv_is_not_looked_for_as_parquet(place, way_out):
+    with pytest.raises(ConfigError, match=way_out):
+        open_table(place, table="bought", main_entity_column="customer")

@@ -356,3 +356,11 @@ def test_an_epoch_goes_on_after_its_server_was_gone(postgres_installed, monkeypa
         assert by_entity([*got, *later]) == expected(event_tables.events())
     finally:
         server.stop()
+
+
+def test_a_table_without_rows_is_not_blamed_on_the_batch():
+    with pytest.raises(ConfigError, match="table: purchases has no rows .*where"):
+        EventPlan(
+            entities=(0, 0), table={"name": "purchases"}, batch_size=4, world_size=1, seed=5, shuffle=True,
+            drop_last=False,
+        )  # fmt: skip

@@ -127,3 +127,12 @@ def test_this_machine_can_be_asked_for_real():
     target = target_of("this machine")
     assert isinstance(target, DeviceTarget)
     assert target.capacity_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "hint"),
+    [("4090", "RTX-4090-24GB"), (24, "'24 GiB'"), (None, "None is no device"), (24.0, "24.0 is"), (["T4"], "give one")],
+)
+def test_a_number_without_its_unit_and_what_is_no_device_are_answered(device, hint):
+    with pytest.raises(PlanError, match=hint):
+        target_of(device)
